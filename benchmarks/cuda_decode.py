@@ -22,7 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config.model.model_config import ModelConfig
+from config.model.model_config import ModelConfig, RopeConfig
 from hpu.backends.base import Backend
 from hpu.backends.cpu import CpuBackend
 from hpu.backends.cuda import CudaBackend, missing_cuda
@@ -107,7 +107,7 @@ def random_model(shape: Shape, backend: Backend, dtype: torch.dtype, length: int
         shape.num_kv_heads,
         shape.head_dim,
         length,
-        rope_theta=500_000.0,
+        rope=RopeConfig(500_000.0),
     )
     model = build_model(config, dtype=dtype, device=backend.device)
     for name, parameter in model.named_parameters():

@@ -60,7 +60,9 @@ def check_model_config(
     is_built_in = pooler is not None or is_native(facts, config.model_impl)
     if facts.encoder is None and (is_built_in or not _is_in_transformers(facts)):
         # For the name alone: it may say 10^9 layers, which the weights will show to be wrong.
-        decoder_spec(replace(facts, num_layers=0, window_layers=()), has_head=pooler is None)
+        decoder_spec(
+            replace(facts, num_layers=0, layer_types=(), rope_layers=()), has_head=pooler is None
+        )
     if is_built_in:
         check_operations(facts)
     choose_context(config, facts, pooler)

@@ -15,10 +15,12 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 def check_operations(facts: ModelConfig) -> None:
     """Raise ConfigError for an activation or a rope type that the models that are built in do not
     have."""
-    scaling = facts.rope_scaling
+    ropes = [facts.rope] if facts.local_rope is None else [facts.rope, facts.local_rope]
+    scalings = [rope.scaling for rope in ropes]
+    kinds = ["default" if scaling is None else scaling.kind for scaling in scalings]
     for field, value, known in (
         ("hidden_act", facts.hidden_act, ACTIVATIONS),
-        ("rope_type", "default" if scaling is None else scaling.kind, ROPE_TYPES),
+        *(("rope_type", kind, ROPE_TYPES) for kind in kinds),
     ):
         if value not in known:
             raise ConfigError(

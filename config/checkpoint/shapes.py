@@ -39,7 +39,7 @@ def check_shapes(facts: ModelConfig, stored: Shapes, source: Path) -> None:
     """Raise ConfigError unless the sizes that `source` gives (`facts`) are those of the tensors
     `stored`. An architecture that is not supported passes: a worker refuses it by its name."""
     # Of a model without layers first: there may be 10^9 of them.
-    outer = weight_map_of(replace(facts, num_layers=0, window_layers=()))
+    outer = weight_map_of(replace(facts, num_layers=0, layer_types=(), rope_layers=()))
     if outer is None:
         return
     shapes = {outer.map_name(name): shape for name, shape in stored.items()}

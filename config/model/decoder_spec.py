@@ -19,6 +19,17 @@ class LayerSpec(NamedTuple):
 
     window: int | None = None
     """Tokens that a query sees, its own included; None: all."""
+    chunk: int | None = None
+    """A query sees the keys of its own chunk of so many tokens; not with a window."""
+    rope: Literal["default", "local", "none"] = "default"
+    """Queries and keys are rotated by ModelConfig.rope, by its local_rope, or not at all."""
+    qk_norm: bool = True
+    """Whether the layer has the norm that DecoderSpec.qk_norm names."""
+    tunes_temperature: bool = False
+    """Whether DecoderSpec.temperature applies."""
+    sinks: bool = False
+    """A learned logit of each head joins the softmax, and has no value: the tensor
+    self_attn.sinks."""
     attention: Literal["dense"] = "dense"
     feed_forward: Literal["mlp", "moe"] = "mlp"
 
@@ -72,6 +83,14 @@ class MoESpec:
     MXFP4: of each of these two the blocks and the scales, (experts, out, in / 32, ...)."""
 
 
+class TemperatureTuning(NamedTuple):
+    """Queries times 1 + scale * log(1 + floor((position + offset) / floor))."""
+
+    scale: float
+    floor: float
+    offset: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
     """Where the decoder families differ."""
@@ -82,32 +101,63 @@ class DecoderSpec:
     mlp_bias: bool = False
     mlp: str = "mlp"
     """What the checkpoint calls the MLP of a layer without experts."""
-    qk_norm: Literal["none", "heads", "all"] = "none"
-    """RMS norm of queries and keys before rotation: of each head, or of all heads at once."""
+    qk_norm: Literal["none", "heads", "all", "unweighted"] = "none"
+    """RMS norm of queries and keys: of each head, of all heads at once, or of each head without a
+    weight."""
+    qk_norm_after_rope: bool = False
+    """Behind the rotation, not before it."""
     fused_weights: bool = False
     """The checkpoint holds qkv_proj and gate_up_proj, not their parts."""
     interleaved_rope: bool = False
     """Neighbours in a head are rotated together, not entries of its two halves."""
     attention_scale: float | None = None
     """None: 1/sqrt(head_dim)."""
+    attention_soft_cap: float | None = None
+    """Scores become soft_cap * tanh(score / soft_cap)."""
+    alibi_max_bias: float | None = None
+    """ALiBi, with slopes from this and the number of heads (`alibi_slopes`): 8 in most families."""
+    temperature: TemperatureTuning | None = None
+    """Of queries by their position, in the layers that have it."""
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
     moe: MoESpec | None = None
     """Of the layers with experts."""
 
+    @property
+    def has_score_options(self) -> bool:
+        """Whether scores are more than scaled and masked."""
+        return self.attention_soft_cap is not None or any(layer.sinks for layer in self.layers)
+
 
 def uniform_layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    """All layers are windowed, or those that the checkpoint names, if it has a window at all."""
-    window, moe = config.sliding_window, config.moe
-    windowed = config.window_layers or (window is not None,) * config.num_layers
+    """All layers are windowed, if the checkpoint has a window, or those with a window, with chunks
+    and without rotation are those that it names."""
+    moe = config.moe
+    all_alike = "full_attention" if config.sliding_window is None else "sliding_attention"
+    types = config.layer_types or (all_alike,) * config.num_layers
+    rotates = config.rope_layers or (True,) * config.num_layers
+    local: Literal["default", "local"] = "default" if config.local_rope is None else "local"
     return tuple(
         LayerSpec(
-            window=window if is_windowed else None,
+            window=config.sliding_window if kind == "sliding_attention" else None,
+            chunk=config.attention_chunk_size if kind == "chunked_attention" else None,
+            rope="none" if not is_rotated else "default" if kind == "full_attention" else local,
             feed_forward="moe" if moe is not None and moe.has_experts(index) else "mlp",
         )
-        for index, is_windowed in enumerate(windowed)
+        for index, (kind, is_rotated) in enumerate(zip(types, rotates, strict=True))
     )
+
+
+def alibi_slopes(num_heads: int, max_bias: float = 8.0) -> tuple[float, ...]:
+    """ALiBi's slope of each head, of MPT, Baichuan, BLOOM and Falcon: for n heads, n a power of 2,
+    2^(-max_bias * i / n) with i from 1 to n; for another number those of the power of 2 below it,
+    and then every second one of those of the power above it."""
+    below = 1 << (num_heads.bit_length() - 1)
+    slopes = [2 ** (-max_bias * index / below) for index in range(1, below + 1)]
+    odd = range(1, 2 * below, 2)
+    slopes += [2 ** (-max_bias * index / (2 * below)) for index in odd]
+    return tuple(slopes[:num_heads])
 
 
 class Family(NamedTuple):

@@ -46,6 +46,24 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding."""
+
+    theta: float = 10000.0
+    scaling: RopeScaling | None = None
+    partial: float = 1.0
+    """Rotated fraction of a head."""
+
+    def rotated_size(self, head_dim: int) -> int:
+        """Leading entries of each head that are rotated; the others stay as they are."""
+        return int(head_dim * self.partial)
+
+
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+"""What the layers of a checkpoint may be, in its own words."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The facts of one checkpoint.
 
@@ -64,9 +82,11 @@ class ModelConfig:
     head_dim: int
     max_position: int
     rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
-    partial_rotary_factor: float = 1.0
+    rope: RopeConfig = RopeConfig()
+    local_rope: RopeConfig | None = None
+    """Of windowed and chunked layers, where it differs."""
+    rope_layers: tuple[bool, ...] = ()
+    """Per layer, whether it rotates queries and keys; empty: all do."""
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     """Biases on q, k, v."""
@@ -74,8 +94,12 @@ class ModelConfig:
     mlp_bias: bool = False
     hidden_act: str = "silu"
     sliding_window: int | None = None
-    window_layers: tuple[bool, ...] = ()
-    """Per layer, whether it uses `sliding_window`; empty: all do, if it is set."""
+    attention_chunk_size: int | None = None
+    """Tokens of a chunk, which queries of chunked layers do not see beyond."""
+    layer_types: tuple[str, ...] = ()
+    """Per layer, one of LAYER_TYPES; empty: all use `sliding_window`, if it is set."""
+    clip_qkv: float | None = None
+    """Queries, keys and values are clamped to -clip_qkv and clip_qkv."""
     embedding_multiplier: float = 1.0
     attention_multiplier: float | None = None
     """Replaces 1/sqrt(head_dim)."""

@@ -77,8 +77,10 @@ def choose_pooler(config: EngineConfig, model: ModelConfig) -> PoolerConfig | No
             f"runner is 'pooling' and convert is 'none', and {model.path} is a {architecture}: "
             "it gives tokens unless it is converted (--convert embed)"
         )
-    if not model.is_causal and model.sliding_window is not None:
-        raise ConfigError(f"{model.path} has a sliding window without being causal: not built here")
+    if not model.is_causal and model.layer_types:
+        raise ConfigError(
+            f"{model.path} has a sliding window or chunks without being causal: not built here"
+        )
     options = _options(config.pooler_config)
     if architecture.endswith(CLASSIFIER) and config.convert != "embed":
         return _classifier(model, options)

@@ -13,6 +13,7 @@ from config.model.json_fields import Fields, Json, read_json, shown
 from config.model.model_config import (
     DTYPES,
     GENERATION_FIELDS,
+    LAYER_TYPES,
     MAX_LAYERS,
     MAX_MTP_LAYERS,
     MAX_POSITION,
@@ -20,6 +21,7 @@ from config.model.model_config import (
     MAX_TOKEN_ID,
     MAX_TOP_K,
     ModelConfig,
+    RopeConfig,
     RopeScaling,
 )
 from config.model.moe import moe_config
@@ -123,19 +125,9 @@ def _decoder_fields(family: Family | None, fields: Fields) -> Json:
         raise ConfigError(f"{fields.file} divides hidden_size {hidden_size} into {num_heads} heads")
     head_dim = fields.count("head_dim", hidden_size // num_heads)
     max_position = fields.count("max_position_embeddings", maximum=MAX_POSITION)
-    theta, partial, scaling = _rope(fields, max_position, head_dim)
-    rotated = int(head_dim * partial)
-    minimum = 4 if scaling is not None and scaling.kind == "dynamic" else 2
-    if rotated % 2 or rotated < minimum:
-        raise ConfigError(
-            f"{fields.file} rotates {rotated} of {head_dim} entries of a head, it must be an even "
-            f"number of at least {minimum}"
-        )
-    if fields.raw.get("clip_qkv") is not None:
-        raise ConfigError(
-            f"clip_qkv in {fields.file} is {shown(fields.raw['clip_qkv'])}, which is not supported"
-        )
-    window, window_layers = _windows(fields, num_layers)
+    rope, local_rope = _ropes(fields, max_position, head_dim)
+    rope_layers = _rope_layers(fields, num_layers)
+    window, chunk, layer_types = _layer_types(fields, num_layers, rope_layers)
     attention_bias = fields.get("attention_bias", bool, False)
     moe = None if family is None else family.moe
     return {
@@ -147,11 +139,13 @@ def _decoder_fields(family: Family | None, fields: Fields) -> Json:
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "max_position": max_position,
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "partial_rotary_factor": partial,
+        "rope": rope,
+        "local_rope": local_rope,
+        "rope_layers": rope_layers,
         "sliding_window": window,
-        "window_layers": window_layers,
+        "attention_chunk_size": chunk,
+        "layer_types": layer_types,
+        "clip_qkv": fields.number_or_none("clip_qkv", above=0.0),
         "rms_norm_eps": fields.number("rms_norm_eps", 1e-6, above=0.0, maximum=1.0),
         "tie_word_embeddings": fields.get("tie_word_embeddings", bool, False),
         "is_causal": fields.get("is_causal", bool, True),
@@ -179,44 +173,111 @@ def _dtype(fields: Fields, default: str) -> str:
     return name
 
 
-def _windows(fields: Fields, num_layers: int) -> tuple[int | None, tuple[bool, ...]]:
-    """(window, per layer whether it applies): from layer_types, or max_window_layers, or all."""
+def _layer_types(
+    fields: Fields, num_layers: int, rope_layers: tuple[bool, ...]
+) -> tuple[int | None, int | None, tuple[str, ...]]:
+    """(window, size of a chunk, types of the layers): from layer_types, or sliding_window_pattern,
+    or max_window_layers, or all are alike; those with chunks are by default those that rotate."""
+    window = None
     # A window that is not used may be 0.
-    if not fields.get("use_sliding_window", bool, True):
-        return None, ()
-    window = fields.count_or_none("sliding_window", maximum=MAX_POSITION)
+    if fields.get("use_sliding_window", bool, True):
+        window = fields.count_or_none("sliding_window", maximum=MAX_POSITION)
+    chunk = fields.count_or_none("attention_chunk_size", maximum=MAX_POSITION)
+    if window is None and chunk is None:
+        return None, None, ()
+    _check_num_layers(fields, num_layers)
+    types = fields.get("layer_types", list, [])
+    if types:
+        return window, chunk, _checked_types(fields, types, num_layers, window, chunk)
     if window is None:
-        return None, ()
-    # Checked here because the result has an entry per layer.
+        chunked = rope_layers or (True,) * num_layers
+        return None, chunk, tuple(LAYER_TYPES[2 if one else 0] for one in chunked)
+    if chunk is not None:
+        raise ConfigError(f"{fields.file} has a window and chunks, and no layer_types")
+    pattern = fields.count_or_none("sliding_window_pattern", maximum=MAX_LAYERS)
+    first = fields.get("max_window_layers", int, 0)
+    return (
+        window,
+        None,
+        tuple(
+            LAYER_TYPES[index >= first if pattern is None else (index + 1) % pattern != 0]
+            for index in range(num_layers)
+        ),
+    )
+
+
+def _check_num_layers(fields: Fields, num_layers: int) -> None:
+    """Where the result has an entry per layer."""
     if num_layers > MAX_LAYERS:
         raise ConfigError(f"{fields.file} says {num_layers} layers, at most {MAX_LAYERS} are built")
-    kinds = fields.get("layer_types", list, [])
-    if kinds:
-        if len(kinds) != num_layers:
-            raise ConfigError(
-                f"layer_types in {fields.file} names {len(kinds)} layers of {num_layers}"
-            )
-        known = ("sliding_attention", "full_attention")
-        unknown = [kind for kind in kinds if kind not in known]
-        if unknown:
-            raise ConfigError(
-                f"layer_types in {fields.file} has unknown kinds {shown(unknown[:1])}, it may have "
-                f"{' and '.join(known)}"
-            )
-        return window, tuple(kind == "sliding_attention" for kind in kinds)
-    first = fields.get("max_window_layers", int, 0)
-    return window, tuple(index >= first for index in range(num_layers))
 
 
-def _rope(
-    fields: Fields, max_position: int, head_dim: int
-) -> tuple[float, float, RopeScaling | None]:
-    """(theta, rotated fraction of a head, scaling). Version 5 has all three in one object."""
-    raw = fields.get("rope_parameters", dict, None) or fields.get("rope_scaling", dict, None) or {}
-    if any(isinstance(value, dict) for value in raw.values()):
+def _checked_types(
+    fields: Fields, types: list[Any], num_layers: int, window: int | None, chunk: int | None
+) -> tuple[str, ...]:
+    if len(types) != num_layers:
+        raise ConfigError(f"layer_types in {fields.file} names {len(types)} layers of {num_layers}")
+    unknown = [one for one in types if one not in LAYER_TYPES]
+    if unknown:
         raise ConfigError(
-            f"rope_parameters in {fields.file} differ from layer to layer, which is not supported"
+            f"layer_types in {fields.file} has unknown kinds {shown(unknown[:1])}, it may have "
+            f"{', '.join(LAYER_TYPES[:-1])} and {LAYER_TYPES[-1]}"
         )
+    for one, name, size in zip(
+        LAYER_TYPES[1:], ("sliding_window", "attention_chunk_size"), (window, chunk), strict=True
+    ):
+        if size is None and one in types:
+            raise ConfigError(f"layer_types in {fields.file} has {one}, and there is no {name}")
+    return tuple(types)
+
+
+def _rope_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer rotates: no_rope_layers has 1 for a layer that does. Empty if all do."""
+    flags = fields.get("no_rope_layers", list, [])
+    interval = fields.count_or_none("no_rope_layer_interval", maximum=MAX_LAYERS)
+    if not flags and interval is None:
+        return ()
+    _check_num_layers(fields, num_layers)
+    if interval is not None and not flags:
+        return tuple((index + 1) % interval != 0 for index in range(num_layers))
+    if len(flags) != num_layers or any(flag not in (0, 1) for flag in flags):
+        raise ConfigError(
+            f"no_rope_layers in {fields.file} is {shown(flags)}, it must have a 0 or a 1 for each "
+            f"of {num_layers} layers"
+        )
+    return tuple(bool(flag) for flag in flags)
+
+
+def _ropes(
+    fields: Fields, max_position: int, head_dim: int
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """(of most layers, of windowed and chunked layers where it differs)."""
+    raw = fields.get("rope_parameters", dict, None) or fields.get("rope_scaling", dict, None) or {}
+    if not any(isinstance(value, dict) for value in raw.values()):
+        rope = _rope(raw, fields, max_position, head_dim)
+        theta = fields.number_or_none("rope_local_base_freq", above=1.0, maximum=MAX_THETA)
+        return rope, None if theta is None else RopeConfig(theta, partial=rope.partial)
+    unknown = [name for name in raw if name not in LAYER_TYPES]
+    if unknown or not all(isinstance(value, dict | None) for value in raw.values()):
+        raise ConfigError(
+            f"rope_parameters in {fields.file} are {shown(raw)}, they must be those of one rope, "
+            f"or of one for each of {', '.join(LAYER_TYPES)}"
+        )
+    full, *others = (raw.get(name) for name in LAYER_TYPES)
+    given = [one for one in others if one is not None]
+    if len(given) == 2 and given[0] != given[1]:
+        raise ConfigError(
+            f"rope_parameters in {fields.file} differ between windowed and chunked layers, which "
+            "is not supported"
+        )
+    ropes = [
+        _rope(one, fields, max_position, head_dim) for one in (full, *given) if one is not None
+    ]
+    return ropes[0], ropes[-1] if ropes[-1] != ropes[0] else None
+
+
+def _rope(raw: Json, fields: Fields, max_position: int, head_dim: int) -> RopeConfig:
+    """Version 5 has all in one object."""
     rope = Fields(raw, fields.file)
     bounds: dict[str, float] = {"above": 1.0, "maximum": MAX_THETA}
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0, **bounds), **bounds)
@@ -227,13 +288,20 @@ def _rope(
         raise ConfigError(
             f"partial_rotary_factor in {fields.file} is {partial}, it must be above 0, at most 1"
         )
-    kind = rope.get("rope_type", str, None) or rope.get("type", str, "default")
-    if kind == "default":
-        return theta, partial, None
-    # Names in the first Phi-3 checkpoints.
-    if kind == "su" or (kind == "yarn" and "short_factor" in raw):
-        kind = "longrope"
-    return theta, partial, _scaling(rope, fields, kind, max_position)
+    scaling, kind = None, rope.get("rope_type", str, None) or rope.get("type", str, "default")
+    if kind != "default":
+        # Names in the first Phi-3 checkpoints.
+        if kind == "su" or (kind == "yarn" and "short_factor" in raw):
+            kind = "longrope"
+        scaling = _scaling(rope, fields, kind, max_position)
+    found = RopeConfig(theta, scaling, partial)
+    size, minimum = found.rotated_size(head_dim), 4 if kind == "dynamic" else 2
+    if size % 2 or size < minimum:
+        raise ConfigError(
+            f"{fields.file} rotates {size} of {head_dim} entries of a head, it must be an even "
+            f"number of at least {minimum}"
+        )
+    return found
 
 
 def _scaling(rope: Fields, fields: Fields, kind: str, max_position: int) -> RopeScaling:

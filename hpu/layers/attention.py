@@ -13,10 +13,23 @@ from torch import Tensor, nn
 
 from hpu.layers.attention_base import KVCacheSpec
 from hpu.layers.linear import QKVParallelLinear, RowParallelLinear
-from hpu.layers.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
-from hpu.layers.norm import FullQKNorm, QKNorm
+from hpu.layers.metadata import (
+    FULL,
+    AttentionMetadata,
+    DecodeMetadata,
+    PrefillMetadata,
+    Visibility,
+)
+from hpu.layers.norm import FullQKNorm, QKNorm, UnweightedQKNorm
 from hpu.ops.attention import PlainAttention
-from hpu.ops.kernels import AttentionImpl, DecodeOperands, Kernels, KVCacheOps, PromptOperands
+from hpu.ops.kernels import (
+    AttentionImpl,
+    DecodeOperands,
+    Kernels,
+    KVCacheOps,
+    PromptOperands,
+    ScoreOptions,
+)
 from hpu.ops.rope import Rotation, rotate
 
 
@@ -34,8 +47,31 @@ class HeadShape:
         return self.num_heads * self.head_dim
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionKind:
+    """What the attention of one layer of a model is, besides its heads."""
+
+    visibility: Visibility = FULL
+    index: int = 0
+    """Of the visibility among the kinds of the model, which the metadata has."""
+    soft_cap: float | None = None
+    """As in ScoreOptions."""
+    has_sinks: bool = False
+    norm_after_rotation: bool = False
+    clip: float | None = None
+    """Queries, keys and values are clamped to -clip and clip, behind the norm."""
+    tunes_temperature: bool = False
+    """Queries are multiplied with the metadata's query_scale."""
+
+
+PLAIN = AttentionKind()
+
+
 class SelfAttention(nn.Module):
     """One layer's attention: merged projection, norm of heads, rotation, `attn`, projection."""
+
+    sinks: nn.Parameter | None
+    """(heads)"""
 
     def __init__(
         self,
@@ -43,15 +79,20 @@ class SelfAttention(nn.Module):
         *,
         qkv_proj: QKVParallelLinear,
         o_proj: RowParallelLinear,
-        qk_norm: QKNorm | FullQKNorm | None = None,
-        window: int | None = None,
+        qk_norm: QKNorm | FullQKNorm | UnweightedQKNorm | None = None,
+        kind: AttentionKind = PLAIN,
     ) -> None:
         super().__init__()
         self.shape = shape
+        self.kind = kind
         self.qkv_proj = qkv_proj
         self.o_proj = o_proj
         self.qk_norm = nn.Identity() if qk_norm is None else qk_norm
-        self.attn = PagedAttention(shape, qkv_proj.dtype, window)
+        self.attn = PagedAttention(shape, qkv_proj.dtype, kind)
+        self.sinks = None
+        if kind.has_sinks:
+            empty = torch.empty(shape.num_heads, dtype=qkv_proj.dtype, device=qkv_proj.device)
+            self.sinks = nn.Parameter(empty, requires_grad=False)
         self._kernels: Kernels | None = None
         self._splits_qkv = False
         self._zeroes_non_finite = False
@@ -80,14 +121,23 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """(B, Q, hidden) to the same; writes K and V of all B * Q tokens where there is a cache.
         Without `rotation` heads are not rotated."""
-        shape = self.shape
+        shape, kind = self.shape, self.kind
         batch, length, _ = hidden.shape
         query_key, value = self._project(hidden)
-        query_key = self.qk_norm(query_key)
+        if not kind.norm_after_rotation:
+            query_key = self.qk_norm(query_key)
+        if kind.clip is not None:
+            query_key = query_key.clamp(-kind.clip, kind.clip)
+            value = value.clamp(-kind.clip, kind.clip)
         if rotation is not None:
             query_key = rotate(query_key, rotation, self._kernels)
+        if kind.norm_after_rotation:
+            query_key = self.qk_norm(query_key)
         query, key = query_key.split_with_sizes([shape.num_heads, shape.num_kv_heads], dim=2)
-        out = self.attn(query, key, value, metadata)
+        if kind.tunes_temperature:
+            assert metadata.query_scale is not None
+            query = (query * metadata.query_scale).to(query.dtype)
+        out = self.attn(query, key, value, metadata, self.sinks)
         return self.o_proj(out.reshape(batch, length, shape.query_size))  # type: ignore[no-any-return]
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,14 +163,15 @@ class SelfAttention(nn.Module):
 class PagedAttention(nn.Module):
     """Attention over a paged KV cache, which is bound after loading."""
 
-    def __init__(self, shape: HeadShape, dtype: torch.dtype, window: int | None) -> None:
+    def __init__(self, shape: HeadShape, dtype: torch.dtype, kind: AttentionKind = PLAIN) -> None:
         super().__init__()
-        self.kv_cache_spec = KVCacheSpec(shape.num_kv_heads, shape.head_dim, dtype, window)
+        self.kv_cache_spec = KVCacheSpec(
+            shape.num_kv_heads, shape.head_dim, dtype, kind.visibility.limit
+        )
         self.impl: AttentionImpl = PlainAttention()
         """Replaced where the device has kernels of its own, by a module on Gaudi."""
         self._scale = shape.scale
-        self._mask_index = int(window is not None)
-        """Into the metadata's masks."""
+        self._kind = kind
         self._keys = self._values = torch.empty(0)
         self._block_size = 0
 
@@ -136,19 +187,25 @@ class PagedAttention(nn.Module):
         return self._keys, self._values
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        metadata: AttentionMetadata,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """`query` (B, Q, heads, D), `key` and `value` (B, Q, kv_heads, D); the output is (B, Q,
-        heads, D), for a decode (B, heads, D)."""
+        """`query` (B, Q, heads, D), `key` and `value` (B, Q, kv_heads, D), `sinks` (heads); the
+        output is (B, Q, heads, D), for a decode (B, heads, D)."""
+        options = ScoreOptions(self._kind.soft_cap, sinks)
         if metadata.slot_mapping is not None:
             self.impl.k_cache(key.flatten(0, 1), self._keys, metadata.slot_mapping)
             self.impl.v_cache(value.flatten(0, 1), self._values, metadata.slot_mapping)
         if isinstance(metadata, DecodeMetadata):
-            return self._decode(query.flatten(0, 1), metadata)
-        return self._prefill(query, key, value, metadata)
+            return self._decode(query.flatten(0, 1), metadata, options)
+        return self._prefill(query, key, value, metadata, options)
 
-    def _decode(self, query: Tensor, metadata: DecodeMetadata) -> Tensor:
-        mask = metadata.masks[self._mask_index]
+    def _decode(self, query: Tensor, metadata: DecodeMetadata, options: ScoreOptions) -> Tensor:
+        mask = metadata.masks[self._kind.index]
         assert mask is not None
         operands = DecodeOperands(
             query,
@@ -161,12 +218,17 @@ class PagedAttention(nn.Module):
             metadata.sum_mapping,
             mask,
         )
-        return self.impl.paged_decode(operands, self._scale)
+        return self.impl.paged_decode(operands, self._scale, options)
 
     def _prefill(
-        self, query: Tensor, key: Tensor, value: Tensor, metadata: PrefillMetadata
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        metadata: PrefillMetadata,
+        options: ScoreOptions,
     ) -> Tensor:
-        batch, kind = query.shape[0], self._mask_index
+        batch, kind = query.shape[0], self._kind.index
 
         def read(blocks: Tensor) -> tuple[Tensor, Tensor]:
             return (
@@ -174,7 +236,7 @@ class PagedAttention(nn.Module):
                 self._read_context(self.impl.v_cache, self._values, blocks, batch),
             )
 
-        slices = () if kind else metadata.slices
+        slices = metadata.slices if self._kind.visibility == FULL else ()
         context, block_list = None, metadata.block_lists[kind]
         if block_list.shape[0] and not slices:
             context = read(block_list)
@@ -189,7 +251,7 @@ class PagedAttention(nn.Module):
             slices,
             read,
         )
-        return self.impl.prompt_attention(operands, self._scale).transpose(1, 2)
+        return self.impl.prompt_attention(operands, self._scale, options).transpose(1, 2)
 
     def _by_block(self, cache: Tensor) -> Tensor:
         """(blocks, block_size, kv_heads, head_dim)."""

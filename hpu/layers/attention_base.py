@@ -19,7 +19,7 @@ class KVCacheSpec(NamedTuple):
     head_dim: int
     dtype: torch.dtype
     window: int | None = None
-    """Tokens that a query sees, its own included; None: all."""
+    """The most tokens that a query sees, its own included; None: all."""
 
     def shapes(self, num_slots: int) -> tuple[Shape, Shape]:
         """Of the key cache and of the value cache."""

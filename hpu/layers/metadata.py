@@ -3,13 +3,14 @@
 Inputs are tensors only: every other value is part of the key of a captured graph.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hpu.ops.attention import as_mask, causal_mask, mask_in
+from config.model.decoder_spec import TemperatureTuning
+from hpu.ops.attention import MASKED, as_mask, causal_mask, mask_in
 from hpu.ops.kernels import AttentionForm, ContextSlice
 
 
@@ -69,28 +70,60 @@ class TextAttentionInputs(NamedTuple):
 AttentionInputs = PrefillAttentionInputs | DecodeAttentionInputs | TextAttentionInputs
 
 
-Masks = tuple[Tensor | None, Tensor | None]
-"""Masks for layers without a window and for layers with one."""
+class Visibility(NamedTuple):
+    """Which earlier tokens a query of a layer sees; all of them by default."""
+
+    window: int | None = None
+    """The last so many, its own included."""
+    chunk: int | None = None
+    """Those of its own chunk of so many: keys k with k // chunk == query // chunk."""
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens that a query sees, its own included; None: all."""
+        return self.window if self.chunk is None else self.chunk
+
+    def first_key(self, queries: Tensor) -> Tensor:
+        """The position of the first key that queries at these positions see; below 0 for all."""
+        if self.chunk is not None:
+            return queries // self.chunk * self.chunk
+        assert self.window is not None
+        return queries - (self.window - 1)
+
+
+FULL = Visibility()
+
+
+def distinct(layers: Iterable[Visibility]) -> tuple[Visibility, ...]:
+    """The kinds of a model's layers: a layer's kind is an index into them."""
+    return tuple(dict.fromkeys(layers))
+
+
+Masks = tuple[Tensor | None, ...]
+"""One for each kind of layers."""
 
 
 class PrefillMetadata(NamedTuple):
-    """What the layers of a prefill share."""
+    """What the layers of a prefill share. Kinds of layers: those of Visibility."""
 
     slot_mapping: Tensor | None
     """None without a cache."""
     query_lens: Tensor
     """(B): at least 1."""
-    block_lists: tuple[Tensor, Tensor]
-    """(B * C) for layers without a window and for layers with one, whose C may be smaller; empty
-    without cached context."""
+    block_lists: tuple[Tensor, ...]
+    """(B * C) for each kind of layers, where C may be smaller for windows and chunks; empty without
+    cached context."""
     masks: Masks
-    """Over the new tokens, (1, 1, Q, Q), or (B, 1, 1, Q) without causality; for fused kernels over
-    cached and new tokens, (B or 1, 1, Q, S), in the form's dtype. None: plainly causal. With
-    `slices` the first is (1, 1, size, size), causal over the tokens of a slice."""
+    """Over the new tokens, (B or 1, 1 or heads, Q, Q), or (B, 1, 1, Q) without causality; for fused
+    kernels over cached and new tokens, (B or 1, 1 or heads, Q, S), in the form's dtype. None:
+    plainly causal. With `slices` that of full layers is (1, 1, size, size), causal over the tokens
+    of a slice. They have heads where the model has ALiBi."""
     context_masks: Masks
-    """Over the cached tokens, (B, 1, 1 or Q, C * block_size); for fused kernels None."""
+    """Over the cached tokens, (B, 1 or heads, 1 or Q, C * block_size); for fused kernels None."""
     slices: tuple[ContextSlice, ...] = ()
-    """The cached tokens of layers without a window, where their attention runs in slices."""
+    """The cached tokens of layers that see all of them, where their attention runs in slices."""
+    query_scale: Tensor | None = None
+    """(B, Q, 1, 1) float32: what temperature tuning multiplies queries with."""
 
 
 class DecodeMetadata(NamedTuple):
@@ -110,111 +143,161 @@ class DecodeMetadata(NamedTuple):
     sum_mapping: Tensor
     """As `mapping`, float32."""
     masks: Masks
-    """(N, 1, 1, block_size) in the form's dtype."""
+    """(N, 1 or heads, 1, block_size) in the form's dtype."""
+    query_scale: Tensor | None = None
+    """As in PrefillMetadata."""
 
 
 AttentionMetadata = PrefillMetadata | DecodeMetadata
 
 
-@dataclass(frozen=True, slots=True)
-class Windows:
-    """Which layers have a window. Masks are built only for the kinds of layers that exist."""
-
-    size: int | None
-    """Tokens that a windowed layer sees, the query's own included."""
-    layers: tuple[bool, ...]
-    """Whether each layer has a window."""
-
-    @property
-    def any_windowed(self) -> bool:
-        return any(self.layers)
-
-    @property
-    def any_full(self) -> bool:
-        return not all(self.layers)
-
-
 def build_metadata(
     inputs: AttentionInputs,
     block_size: int,
-    windows: Windows,
+    kinds: tuple[Visibility, ...],
     form: AttentionForm | None = None,
     *,
     contiguous: bool = False,
     causal: bool = True,
+    alibi_slopes: Tensor | None = None,
+    temperature: TemperatureTuning | None = None,
 ) -> AttentionMetadata:
     """Derive masks and mappings from a launch's inputs, once for all layers and on the device, so
     that a captured graph contains it.
 
-    `form`: that of the fused kernels that the model runs on, if any. `contiguous`: whether entry i
-    of a decode describes block i of the cache. `causal`: whether the tokens of TextAttentionInputs
-    see only earlier tokens (those of the other inputs always do).
+    `kinds`: those of the model's layers, each once. `form`: that of the fused kernels that the
+    model runs on, if any. `contiguous`: whether entry i of a decode describes block i of the cache.
+    `causal`: whether the tokens of TextAttentionInputs see only earlier tokens (those of the other
+    inputs always do). `alibi_slopes` (heads) float32: masks get heads, and add slope * (key -
+    query) to the scores.
     """
-    if isinstance(inputs, TextAttentionInputs):
-        return build_text_metadata(inputs, windows, form, causal=causal)
-    if isinstance(inputs, PrefillAttentionInputs):
-        metadata = _prefill_metadata(inputs, block_size, windows)
-        return metadata if form is None else _in_form(metadata, inputs, windows, form)
-    decode = _decode_metadata(inputs, block_size, windows, form)
-    return decode._replace(block_list=None) if contiguous else decode
+    if form is not None and alibi_slopes is not None:
+        # In a narrow type a distance of some hundred tokens would be rounded.
+        form = form._replace(
+            prompt_dtype=torch.float32,
+            score_dtype=torch.float32,
+            knows_causality=False,
+            slices=None,
+        )
+    metadata: AttentionMetadata
+    if isinstance(inputs, DecodeAttentionInputs):
+        metadata = _decode_metadata(inputs, block_size, kinds, form, alibi_slopes)
+        if contiguous:
+            metadata = metadata._replace(block_list=None)
+    elif isinstance(inputs, TextAttentionInputs):
+        metadata = _text_metadata(inputs, kinds, form, alibi_slopes, causal=causal)
+    else:
+        metadata = _prefill_metadata(inputs, block_size, kinds, alibi_slopes)
+        if form is not None:
+            metadata = _in_form(metadata, inputs, kinds, form)
+    if temperature is None:
+        return metadata
+    steps = torch.floor((inputs.positions.float() + temperature.offset) / temperature.floor)
+    query_scale = torch.log1p(steps) * temperature.scale + 1.0
+    return metadata._replace(query_scale=query_scale.view(*inputs.positions.shape, 1, 1))
 
 
-def build_text_metadata(
-    inputs: TextAttentionInputs, windows: Windows, form: AttentionForm | None, *, causal: bool
+def _mask(visible: Tensor, distance: Tensor | None, slopes: Tensor | None) -> Tensor:
+    """Additive float32 mask where `visible` (B, 1, Q, S), and with `slopes` (heads) also
+    slope * `distance` (B, 1, Q, S)."""
+    if slopes is None:
+        return as_mask(visible)
+    assert distance is not None
+    return torch.where(visible, slopes.view(1, -1, 1, 1) * distance, MASKED)
+
+
+def _new_mask(
+    visibility: Visibility,
+    length: int,
+    starts: Tensor | None,
+    slopes: Tensor | None,
+    device: torch.device,
+) -> Tensor | None:
+    """Over the new tokens; None where they are plainly causal. `starts` (B): the position of the
+    first token of each row; None: 0."""
+    limit = visibility.limit
+    if slopes is None:
+        may_end = starts is not None and visibility.chunk is not None
+        if limit is None or (limit >= length and not may_end):
+            return None
+        if visibility.chunk is None:
+            return causal_mask(length, limit, device)
+    tokens = torch.arange(length, device=device)
+    queries, keys = tokens.view(1, 1, -1, 1), tokens
+    distance = keys - queries
+    visible = distance <= 0
+    if limit is not None:
+        if starts is not None:
+            first = starts.view(-1, 1, 1, 1)
+            queries, keys = queries + first, keys + first
+        visible = visible & (keys >= visibility.first_key(queries))
+    return _mask(visible, distance, slopes)
+
+
+def _text_metadata(
+    inputs: TextAttentionInputs,
+    kinds: tuple[Visibility, ...],
+    form: AttentionForm | None,
+    slopes: Tensor | None,
+    *,
+    causal: bool,
 ) -> PrefillMetadata:
-    """`build_metadata` for whole texts."""
+    """Of whole texts. Without causality all kinds see the whole text, and ALiBi is none."""
     batch, length = inputs.positions.shape
-    device, window = inputs.positions.device, windows.size
-    masks: Masks = (None, None)
-    if not causal:
+    device = inputs.positions.device
+    masks: Masks
+    if causal:
+        masks = tuple(_new_mask(kind, length, None, slopes, device) for kind in kinds)
+    else:
         keys = torch.arange(length, device=device)
-        masks = (as_mask(keys < inputs.lengths.view(batch, 1, 1, 1)), None)
-    elif windows.any_windowed and window is not None and window < length:
-        masks = (None, causal_mask(length, window, device))
-    if form is not None:
-        if masks[0] is not None:
+        masks = (as_mask(keys < inputs.lengths.view(batch, 1, 1, 1)),) * len(kinds)
+        if form is not None:
             # A fused kernel needs one row of the mask for each query.
-            masks = (masks[0].expand(batch, 1, length, length), None)
-        masks = _joined_masks(masks, (None, None), inputs.positions, windows, form)
-    no_blocks = inputs.positions.new_empty(0)
+            masks = tuple(one.expand(batch, 1, length, length) for one in masks if one is not None)
+    nothing = (None,) * len(kinds)
+    if form is not None:
+        masks = _joined_masks(masks, nothing, inputs.positions, form)
     return PrefillMetadata(
         slot_mapping=None,
         query_lens=inputs.lengths.clamp_min(1),
-        block_lists=(no_blocks, no_blocks),
+        block_lists=(inputs.positions.new_empty(0),) * len(kinds),
         masks=masks,
-        context_masks=(None, None),
+        context_masks=nothing,
     )
 
 
 def _in_form(
-    metadata: PrefillMetadata, inputs: PrefillAttentionInputs, windows: Windows, form: AttentionForm
+    metadata: PrefillMetadata,
+    inputs: PrefillAttentionInputs,
+    kinds: tuple[Visibility, ...],
+    form: AttentionForm,
 ) -> PrefillMetadata:
     """Masks, and slices of the context, as a device's kernels take them."""
     length, sizes = inputs.positions.shape[1], form.slices
-    cached, cached_windowed = metadata.context_masks
-    masks: Masks = metadata.masks
+    masks, contexts = list(metadata.masks), list(metadata.context_masks)
+    full = kinds.index(FULL) if FULL in kinds else None
+    cached = None if full is None else contexts[full]
     slices: tuple[ContextSlice, ...] = ()
     if (
         sizes is not None
+        and full is not None
         and cached is not None
         # A mask with a row for each token belongs to several sequences in one row.
         and cached.shape[2] == 1
         and cached.shape[-1] + length >= sizes.threshold
     ):
         slices = _slices(inputs, mask_in(cached, form.prompt_dtype), sizes.size)
-        masks = (causal_mask(min(length, sizes.size), None, cached.device), masks[1])
-        cached = None
+        masks[full] = causal_mask(min(length, sizes.size), None, cached.device)
+        contexts[full] = None
     return metadata._replace(
-        masks=_joined_masks(masks, (cached, cached_windowed), inputs.positions, windows, form),
-        context_masks=(None, None),
+        masks=_joined_masks(tuple(masks), tuple(contexts), inputs.positions, form),
+        context_masks=(None,) * len(kinds),
         slices=slices,
     )
 
 
-def _joined_masks(
-    masks: Masks, contexts: Masks, positions: Tensor, windows: Windows, form: AttentionForm
-) -> Masks:
-    """One mask over cached and new tokens for each kind of layers that exists."""
+def _joined_masks(masks: Masks, contexts: Masks, positions: Tensor, form: AttentionForm) -> Masks:
+    """One mask over cached and new tokens for each kind of layers."""
     batch, length = positions.shape
 
     def join(new: Tensor | None, cached: Tensor | None) -> Tensor | None:
@@ -225,13 +308,11 @@ def _joined_masks(
         new = mask_in(new, form.prompt_dtype)
         if cached is None:
             return new
-        cached = mask_in(cached, form.prompt_dtype).expand(batch, 1, length, cached.shape[-1])
-        return torch.cat((cached, new.expand(batch, 1, length, length)), dim=-1)
+        cached = mask_in(cached, form.prompt_dtype)
+        cached = cached.expand(batch, -1, length, cached.shape[-1])
+        return torch.cat((cached, new.expand(batch, -1, length, length)), dim=-1)
 
-    return (
-        join(masks[0], contexts[0]) if windows.any_full else None,
-        join(masks[1], contexts[1]) if windows.any_windowed else None,
-    )
+    return tuple(join(new, cached) for new, cached in zip(masks, contexts, strict=True))
 
 
 def _slices(inputs: PrefillAttentionInputs, mask: Tensor, size: int) -> tuple[ContextSlice, ...]:
@@ -250,69 +331,94 @@ def _slices(inputs: PrefillAttentionInputs, mask: Tensor, size: int) -> tuple[Co
 
 
 def _prefill_metadata(
-    inputs: PrefillAttentionInputs, block_size: int, windows: Windows
+    inputs: PrefillAttentionInputs,
+    block_size: int,
+    kinds: tuple[Visibility, ...],
+    slopes: Tensor | None,
 ) -> PrefillMetadata:
     batch, length = inputs.positions.shape
-    device, window = inputs.positions.device, windows.size
+    device = inputs.positions.device
     if inputs.query_lens.shape[0] > batch:
-        return _merged_metadata(inputs, block_size, windows)
-    windowed = None
-    if windows.any_windowed and window is not None and window < length:
-        windowed = causal_mask(length, window, device)
-    block_list = window_blocks = inputs.block_list
-    context_full = context_windowed = None
-    if block_list.shape[0]:
-        # (B, 1, 1, 1) against (S).
-        context_lens = inputs.context_lens.view(batch, 1, 1, 1)
-        if windows.any_full:
-            keys = torch.arange(block_list.shape[0] // batch * block_size, device=device)
-            context_full = as_mask(keys < context_lens)
-        if windows.any_windowed and window is not None:
-            window_blocks, starts = _last_blocks(inputs, block_size, window - 1)
-            keys = torch.arange(window_blocks.shape[0] // batch * block_size, device=device)
-            keys = keys + starts.view(batch, 1, 1, 1)
-            # Counted from the cached length, not from `positions`: those are 0 for padding.
-            queries = context_lens + torch.arange(length, device=device).view(1, 1, length, 1)
-            context_windowed = as_mask((keys < context_lens) & (queries - keys < window))
+        return _merged_metadata(inputs, block_size, kinds, slopes)
+    has_context = inputs.block_list.shape[0] > 0
+    starts = inputs.context_lens if has_context else None
+    masks = tuple(_new_mask(kind, length, starts, slopes, device) for kind in kinds)
+    block_lists, contexts = [], []
+    for kind in kinds:
+        block_list, mask = inputs.block_list, None
+        if has_context:
+            block_list, mask = _context(inputs, block_size, kind, slopes)
+        block_lists.append(block_list)
+        contexts.append(mask)
     return PrefillMetadata(
         slot_mapping=inputs.slot_mapping,
         query_lens=inputs.query_lens.clamp_min(1),
-        block_lists=(block_list, window_blocks),
-        masks=(None, windowed),
-        context_masks=(context_full, context_windowed),
+        block_lists=tuple(block_lists),
+        masks=masks,
+        context_masks=tuple(contexts),
     )
 
 
-def _last_blocks(
-    inputs: PrefillAttentionInputs, block_size: int, num_tokens: int
+def _context(
+    inputs: PrefillAttentionInputs, block_size: int, kind: Visibility, slopes: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """As many blocks of each row's context as its last `num_tokens` can be in, (B * blocks), and
-    the position of the first token in them, (B)."""
+    """The blocks of cached tokens that a layer reads, (B * C), and the mask over their tokens."""
+    batch, length = inputs.positions.shape
+    device = inputs.positions.device
+    # (B, 1, 1, 1) against (S).
+    context_lens = inputs.context_lens.view(batch, 1, 1, 1)
+    block_list, firsts = inputs.block_list, None
+    if kind.limit is not None:
+        block_list, firsts = _seen_blocks(inputs, block_size, kind)
+    keys = torch.arange(block_list.shape[0] // batch * block_size, device=device)
+    if firsts is not None:
+        keys = keys + firsts.view(batch, 1, 1, 1)
+    visible = keys < context_lens
+    if kind.limit is None and slopes is None:
+        return block_list, as_mask(visible)
+    # Counted from the cached length, not from `positions`: those are 0 for padding.
+    queries = context_lens + torch.arange(length, device=device).view(1, 1, length, 1)
+    if kind.limit is not None:
+        visible = visible & (keys >= kind.first_key(queries))
+    return block_list, _mask(visible, None if slopes is None else keys - queries, slopes)
+
+
+def _seen_blocks(
+    inputs: PrefillAttentionInputs, block_size: int, kind: Visibility
+) -> tuple[Tensor, Tensor]:
+    """As many blocks of each row's context as the tokens can be in that its first new token sees,
+    (B * blocks), and the position of the first token in them, (B)."""
     table = inputs.block_list.view(inputs.positions.shape[0], -1)
-    count = -(-num_tokens // block_size) + 1
+    assert kind.limit is not None
+    count = max(1, -(-(kind.limit - 1) // block_size))
+    if kind.chunk is None or kind.chunk % block_size:
+        # They begin within a block.
+        count += 1
     if count >= table.shape[1]:
         return inputs.block_list, torch.zeros_like(inputs.context_lens)
-    first = (inputs.context_lens - num_tokens).clamp_min(0)
+    first = kind.first_key(inputs.context_lens).clamp_min(0)
     first = (first // block_size).clamp_max(table.shape[1] - count)
     blocks = first.unsqueeze(1) + torch.arange(count, device=table.device)
     return table.gather(1, blocks.long()).view(-1), first * block_size
 
 
 def _merged_metadata(
-    inputs: PrefillAttentionInputs, block_size: int, windows: Windows
+    inputs: PrefillAttentionInputs,
+    block_size: int,
+    kinds: tuple[Visibility, ...],
+    slopes: Tensor | None,
 ) -> PrefillMetadata:
     """Of several sequences in one row. Padding is a sequence of its own, without context."""
-    positions, window = inputs.positions.view(-1), windows.size
+    positions = inputs.positions.view(-1)
     length, num_sequences = positions.shape[0], inputs.query_lens.shape[0]
     device = positions.device
     tokens = torch.arange(length, device=device)
     # (Q): index of each token's sequence, num_sequences for padding.
     owners = (tokens.unsqueeze(1) >= inputs.query_lens.cumsum(0)).sum(-1)
-    distance = tokens.unsqueeze(1) - tokens
-    new = (owners.unsqueeze(1) == owners) & (distance >= 0)
-    new_windowed, cached, cached_windowed = new, None, None
-    if window is not None:
-        new_windowed = new & (distance < window)
+    distance = tokens - tokens.unsqueeze(1)
+    new = (owners.unsqueeze(1) == owners) & (distance <= 0)
+    queries = positions.unsqueeze(1)
+    cached = keys = None
     if inputs.block_list.shape[0]:
         blocks = torch.arange(inputs.block_list.shape[0], device=device)
         counts = torch.div(
@@ -324,51 +430,62 @@ def _merged_metadata(
         rows = groups.clamp_max(num_sequences - 1)
         first = (blocks - (ends - counts).index_select(0, rows)) * block_size
         # (C, block_size): position of each cached token in its sequence.
-        keys = first.unsqueeze(1) + torch.arange(block_size, device=device)
+        places = first.unsqueeze(1) + torch.arange(block_size, device=device)
         real = (groups < num_sequences).unsqueeze(1)
-        real = real & (keys < inputs.context_lens.index_select(0, rows).unsqueeze(1))
+        real = real & (places < inputs.context_lens.index_select(0, rows).unsqueeze(1))
         cached = (owners.unsqueeze(1) == groups).unsqueeze(-1) & real
-        if window is not None:
-            cached_windowed = cached & (positions.view(-1, 1, 1) - keys < window)
+        cached, keys = cached.view(length, -1), places.view(-1)
 
-    def mask(visible: Tensor | None, exists: bool) -> Tensor | None:
-        if visible is None or not exists:
-            return None
-        return as_mask(visible.view(1, 1, length, -1))
+    def mask(kind: Visibility, visible: Tensor, keys: Tensor, distance: Tensor | None) -> Tensor:
+        if kind.limit is not None:
+            visible = visible & (keys >= kind.first_key(queries))
+        return _mask(visible.view(1, 1, length, -1), distance, slopes)
 
+    masks, contexts = [], []
+    for kind in kinds:
+        # Positions of padding are 0, which are those of a sequence of its own all the same.
+        masks.append(mask(kind, new, positions, distance))
+        if cached is not None and keys is not None:
+            contexts.append(mask(kind, cached, keys, None if slopes is None else keys - queries))
     return PrefillMetadata(
         slot_mapping=inputs.slot_mapping,
         query_lens=inputs.query_lens.clamp_min(1),
-        block_lists=(inputs.block_list, inputs.block_list),
-        masks=(mask(new, windows.any_full), mask(new_windowed, windows.any_windowed)),
-        context_masks=(
-            mask(cached, windows.any_full),
-            mask(cached_windowed, windows.any_windowed),
-        ),
+        block_lists=(inputs.block_list,) * len(kinds),
+        masks=tuple(masks),
+        context_masks=tuple(contexts) or (None,) * len(kinds),
     )
 
 
 def _decode_metadata(
-    inputs: DecodeAttentionInputs, block_size: int, windows: Windows, form: AttentionForm | None
+    inputs: DecodeAttentionInputs,
+    block_size: int,
+    kinds: tuple[Visibility, ...],
+    form: AttentionForm | None,
+    slopes: Tensor | None,
 ) -> DecodeMetadata:
     batch = inputs.positions.shape[0]
-    device, window = inputs.positions.device, windows.size
+    device = inputs.positions.device
     groups = inputs.block_groups
     rows = groups.clamp_min(0).long()
     offsets = torch.arange(block_size, device=device)
-    visible = (offsets < inputs.block_usage.unsqueeze(1)) & (groups >= 0).unsqueeze(1)
-
-    def mask(visible: Tensor) -> Tensor:
-        scores = torch.float32 if form is None else form.score_dtype
-        return mask_in(as_mask(visible).view(-1, 1, 1, block_size), scores)
-
-    full = windowed = None
-    if windows.any_full:
-        full = mask(visible)
-    if windows.any_windowed and window is not None:
+    used = (offsets < inputs.block_usage.unsqueeze(1)) & (groups >= 0).unsqueeze(1)
+    queries: Tensor | None = None
+    if slopes is not None or any(kind.limit is not None for kind in kinds):
         queries = inputs.positions.view(-1).index_select(0, rows)
-        first = queries - window + 1 - inputs.block_starts
-        windowed = mask(visible & (offsets >= first.unsqueeze(1)))
+
+    def mask(kind: Visibility) -> Tensor:
+        visible, distance = used, None
+        if kind.limit is not None:
+            assert queries is not None
+            first = kind.first_key(queries) - inputs.block_starts
+            visible = visible & (offsets >= first.unsqueeze(1))
+        if slopes is not None:
+            assert queries is not None
+            distance = (inputs.block_starts - queries).unsqueeze(1) + offsets
+            distance = distance.view(-1, 1, 1, block_size)
+        dtype = torch.float32 if form is None else form.score_dtype
+        return mask_in(_mask(visible.view(-1, 1, 1, block_size), distance, slopes), dtype)
+
     belongs = groups == torch.arange(batch, device=device).unsqueeze(1)
     mapping = belongs.to(torch.float32 if form is None else form.mapping_dtype)
     # Plain operations do not read it.
@@ -381,5 +498,5 @@ def _decode_metadata(
         block_mapping=block_mapping,
         mapping=mapping,
         sum_mapping=mapping.float(),
-        masks=(full, windowed),
+        masks=tuple(mask(kind) for kind in kinds),
     )

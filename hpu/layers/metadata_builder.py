@@ -1,31 +1,51 @@
 """MetadataBuilder: `build_metadata` with what is the same for every launch of a model; a module, so
 that a back end compiles it like a layer."""
 
-from torch import nn
+from torch import Tensor, nn
 
-from hpu.layers.metadata import AttentionInputs, AttentionMetadata, Windows, build_metadata
+from config.model.decoder_spec import TemperatureTuning
+from hpu.layers.metadata import (
+    AttentionInputs,
+    AttentionMetadata,
+    Visibility,
+    build_metadata,
+)
 from hpu.ops.kernels import AttentionForm
 
 
 class MetadataBuilder(nn.Module):
     """Derives the attention metadata of a launch. It has no parameters."""
 
-    def __init__(self, windows: Windows, *, causal: bool) -> None:
+    alibi_slopes: Tensor | None
+
+    def __init__(
+        self,
+        kinds: tuple[Visibility, ...],
+        *,
+        causal: bool,
+        alibi_slopes: Tensor | None = None,
+        temperature: TemperatureTuning | None = None,
+    ) -> None:
+        """As the arguments of `build_metadata`."""
         super().__init__()
         self.block_size = 0
         """Of the bound caches."""
         self.attention_form: AttentionForm | None = None
         """That of the fused kernels, where the model runs on them."""
         self.contiguous = False
-        self._windows = windows
+        self._kinds = kinds
         self._causal = causal
+        self._temperature = temperature
+        self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
 
     def forward(self, inputs: AttentionInputs) -> AttentionMetadata:
         return build_metadata(
             inputs,
             self.block_size,
-            self._windows,
+            self._kinds,
             self.attention_form,
             contiguous=self.contiguous,
             causal=self._causal,
+            alibi_slopes=self.alibi_slopes,
+            temperature=self._temperature,
         )

@@ -50,6 +50,18 @@ class QKNorm(nn.Module):
         return rms_norm(heads, None, self.eps) * self.weight
 
 
+class UnweightedQKNorm(nn.Module):
+    """RMS norm of each query and key head, without a weight."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """(B, Q, heads + kv_heads, head_dim) to the same."""
+        return rms_norm(heads, None, self.eps)
+
+
 class FullQKNorm(nn.Module):
     """RMS norm over all query heads at once, and over all key heads. `weight` ((heads + kv_heads) *
     head_dim) is that of the queries before that of the keys."""

@@ -1,6 +1,8 @@
 """Weights from safetensors into a model's parameters, a tensor at a time, never from pickles."""
 
 import logging
+import math
+import mmap
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +30,7 @@ DTYPES = {
 """Names in the files -> dtypes of weights."""
 MXFP4_DTYPE = "U8"
 MAX_NAMES_IN_ERROR = 5
+MIN_MAPPED_BYTES = 2**20
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that are loaded and the total, once for each tensor."""
@@ -95,7 +98,16 @@ def _reads(
     for stored, spec in tensors:
         dtype = torch.uint8 if spec.mxfp4 else DTYPES[stored.dtype]
         target = filler.place(parameters[spec.parameter], spec, dtype)
-        yield Read(stored, torch.empty(stored.shape, dtype=dtype) if target is None else target)
+        yield Read(stored, _own_memory(stored.shape, dtype) if target is None else target)
+
+
+def _own_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An empty tensor whose memory goes back to the system with it. What malloc gives stays in the
+    process, in pieces that the next tensors may not fit in."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < MIN_MAPPED_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
 
 
 def _match(weight_map: WeightMap, folder: Path) -> dict[Path, list[_Source]]:

@@ -6,6 +6,7 @@ Imports no torch. A test compares the number of parameters with that of the buil
 from config.checkpoint.weight_maps.decoder import decoder_weight_map
 from config.errors import ConfigError
 from config.model.architectures import ARCHITECTURES, decoder_spec
+from config.model.decoder_spec import LayerSpec, uniform_layers
 from config.model.model_config import ModelConfig
 
 
@@ -22,7 +23,13 @@ def rotary_peak_bytes(config: ModelConfig, length: int) -> int:
     """Peak memory, in float32, of building the rotary table for `length` tokens: the angles, their
     cosines, sines and negated sines (half of the rotated size each), and the table itself (twice
     the rotated size)."""
-    return int(config.head_dim * config.partial_rotary_factor) * length * 4 * 4
+    return max(_rotated_sizes(config), default=0) * length * 4 * 4
+
+
+def _rotated_sizes(config: ModelConfig) -> list[int]:
+    """Of each rotary table."""
+    ropes = (config.rope, config.local_rope)
+    return [rope.rotated_size(config.head_dim) for rope in ropes if rope is not None]
 
 
 def check_split(config: ModelConfig, num_cards: int) -> None:
@@ -61,7 +68,7 @@ def weight_bytes(config: ModelConfig, *, num_cards: int, width: int, length: int
     """Weights on one of `num_cards`, `width` bytes each, with the rotary table for sequences of
     `length` tokens."""
     # Cosines and sines, each of the rotated size.
-    rotary = 2 * int(config.head_dim * config.partial_rotary_factor) * length
+    rotary = 2 * sum(_rotated_sizes(config)) * length
     return (count_parameters(config, num_cards) + rotary) * width
 
 
@@ -99,28 +106,28 @@ def context_bytes(
     ExecutionConfig.slice_sizes."""
     new = min(num_tokens, max_model_len)
     kv_width = 2 * config.kv_heads_per_rank(num_cards) * config.head_dim * width
-    has_window = _has_window(config)
     full = windowed = 0
-    if not all(has_window):
+    limits = {layer.window or layer.chunk for layer in _layers(config)}
+    if None in limits:
         threshold, size = slices or (max_model_len, max_model_len)
         full = _joined_bytes(new, min(threshold, max_model_len), width, kv_width)
         if max_model_len > threshold:
             query_width = config.num_heads // num_cards * config.head_dim * 4
             in_slices = _sliced_bytes(new, max_model_len, size, width, kv_width, query_width)
             full = max(full, in_slices)
-    if any(has_window):
-        # The blocks of a window, and one for its begin within a block.
-        seen = min(max_model_len, (config.sliding_window or 0) + block_size + new)
+    for limit in limits - {None}:
+        # The blocks of a window or a chunk, and one for its begin within a block.
+        seen = min(max_model_len, (limit or 0) + block_size + new)
         # Over the cached tokens, the mask also exists in float32.
-        windowed = _joined_bytes(new, seen, width, kv_width) + new * (seen - new) * 4
+        windowed += _joined_bytes(new, seen, width, kv_width) + new * (seen - new) * 4
     return full + windowed
 
 
-def _has_window(config: ModelConfig) -> list[bool]:
-    """Of each layer, whether its attention has a window."""
+def _layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
+    """The layers, as far as config.json tells of a model that is not built in."""
     if config.architecture in ARCHITECTURES:
-        return [layer.window is not None for layer in decoder_spec(config).layers]
-    return list(config.window_layers) or [config.sliding_window is not None] * config.num_layers
+        return decoder_spec(config).layers
+    return uniform_layers(config)
 
 
 def _joined_bytes(new: int, length: int, width: int, kv_width: int) -> int:

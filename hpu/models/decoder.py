@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from config.checkpoint.weight_maps.decoder import decoder_weight_map
 from config.errors import ConfigError
-from config.model.decoder_spec import DecoderSpec, LayerSpec, MoESpec
+from config.model.decoder_spec import DecoderSpec, LayerSpec, MoESpec, alibi_slopes
 from config.model.model_config import ModelConfig
 from config.model.moe import MoEConfig
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
-from hpu.layers.attention import HeadShape, SelfAttention
+from hpu.layers.attention import AttentionKind, HeadShape, SelfAttention
 from hpu.layers.attention_base import AttentionLayer, Shape
 from hpu.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from hpu.layers.linear import (
@@ -26,11 +26,11 @@ from hpu.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from hpu.layers.metadata import AttentionInputs, AttentionMetadata, Windows
+from hpu.layers.metadata import AttentionInputs, AttentionMetadata, Visibility, distinct
 from hpu.layers.metadata_builder import MetadataBuilder
 from hpu.layers.mlp import GatedMLP
 from hpu.layers.moe import Experts, MoE, SparseMixer, TopKRouter
-from hpu.layers.norm import FullQKNorm, QKNorm, RMSNorm
+from hpu.layers.norm import FullQKNorm, QKNorm, RMSNorm, UnweightedQKNorm
 from hpu.models.base import LoadableModel
 from hpu.ops.kernels import Kernels
 from hpu.ops.rope import RotaryEmbedding, Rotation
@@ -64,7 +64,9 @@ class DecoderLayer(nn.Module):
     def mlp(self) -> GatedMLP | MoE:
         return cast("GatedMLP | MoE", self._modules[self._mlp_name])
 
-    def forward(self, hidden: Tensor, rotation: Rotation, metadata: AttentionMetadata) -> Tensor:
+    def forward(
+        self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
+    ) -> Tensor:
         """(B, Q, hidden) to the same."""
         delta = self.self_attn(self.input_layernorm(hidden), rotation, metadata)
         hidden = torch.add(hidden, delta, alpha=self._multiplier)
@@ -80,23 +82,37 @@ class DecoderModel(nn.Module):
         embed_tokens: VocabParallelEmbedding,
         layers: list[DecoderLayer],
         norm: RMSNorm,
-        rotary_emb: RotaryEmbedding,
         metadata: MetadataBuilder,
+        rotary_embs: dict[str, RotaryEmbedding],
+        ropes: list[str],
     ) -> None:
+        """`rotary_embs` by the names in `ropes`, which has that of each layer."""
         super().__init__()
         self.embed_tokens = embed_tokens
         self.layers = nn.ModuleList(layers)
         self.norm = norm
-        self.rotary_emb = rotary_emb
         self.metadata = metadata
+        self.rotary_emb = rotary_embs.get("default")
+        self.local_rotary_emb = rotary_embs.get("local")
+        self._ropes = ropes
+
+    @property
+    def rotary_embs(self) -> list[RotaryEmbedding]:
+        """Those that layers use."""
+        both = (self.rotary_emb, self.local_rotary_emb)
+        return [one for one in both if one is not None]
 
     def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
         """(B, Q) to (B, Q, hidden)."""
-        rotation: Rotation = self.rotary_emb(inputs.positions)
+        rotations: dict[str, Rotation] = {}
+        if self.rotary_emb is not None:
+            rotations["default"] = self.rotary_emb(inputs.positions)
+        if self.local_rotary_emb is not None:
+            rotations["local"] = self.local_rotary_emb(inputs.positions)
         metadata: AttentionMetadata = self.metadata(inputs)
         hidden: Tensor = self.embed_tokens(tokens)
-        for layer in self.layers:
-            hidden = layer(hidden, rotation, metadata)
+        for layer, rope in zip(self.layers, self._ropes, strict=True):
+            hidden = layer(hidden, rotations.get(rope), metadata)
         return self.norm(hidden)  # type: ignore[no-any-return]
 
 
@@ -133,6 +149,7 @@ class Decoder(LoadableModel):
         self._group = group
         self._quantization = quantization
         self._tensor_names = self.weight_map.tensor_names()
+        self._kinds = distinct(Visibility(layer.window, layer.chunk) for layer in spec.layers)
         self.model = DecoderModel(
             VocabParallelEmbedding(
                 config.vocab_size,
@@ -144,15 +161,35 @@ class Decoder(LoadableModel):
             ),
             [self._layer(f"model.layers.{i}", layer) for i, layer in enumerate(spec.layers)],
             self._norm(),
-            RotaryEmbedding(config, length=length, dtype=dtype, device=device),
             MetadataBuilder(
-                Windows(
-                    config.sliding_window, tuple(one.window is not None for one in spec.layers)
-                ),
+                self._kinds,
                 causal=config.is_causal,
+                alibi_slopes=self._alibi_slopes(),
+                temperature=spec.temperature,
             ),
+            self._rotary_embs(length),
+            [layer.rope for layer in spec.layers],
         )
         self.lm_head = self._head() if has_head else None
+
+    def _rotary_embs(self, length: int) -> dict[str, RotaryEmbedding]:
+        config = self.config
+        used = {layer.rope for layer in self.spec.layers}
+        ropes = {"default": config.rope, "local": config.local_rope}
+        return {
+            name: RotaryEmbedding(config, rope, length=length, dtype=self.dtype, device=self.device)
+            for name, rope in ropes.items()
+            if rope is not None and name in used
+        }
+
+    def _alibi_slopes(self) -> Tensor | None:
+        """(heads) of this rank."""
+        if self.spec.alibi_max_bias is None:
+            return None
+        slopes = alibi_slopes(self.config.num_heads, self.spec.alibi_max_bias)
+        first = self._group.rank * self.shape.num_heads
+        mine = slopes[first : first + self.shape.num_heads]
+        return torch.tensor(mine, dtype=torch.float32, device=self.device)
 
     def _head(self) -> ParallelLMHead:
         config = self.config
@@ -189,6 +226,7 @@ class Decoder(LoadableModel):
 
     def _dense_attention(self, path: str, layer: LayerSpec) -> SelfAttention:
         config, spec, shape = self.config, self.spec, self.shape
+        visibility = Visibility(layer.window, layer.chunk)
         return SelfAttention(
             shape,
             qkv_proj=QKVParallelLinear(
@@ -205,11 +243,19 @@ class Decoder(LoadableModel):
                 bias=spec.o_bias,
                 **self._options(f"{path}.o_proj", shape.query_size),
             ),
-            qk_norm=self._qk_norm(),
-            window=layer.window,
+            qk_norm=self._qk_norm() if layer.qk_norm else None,
+            kind=AttentionKind(
+                visibility=visibility,
+                index=self._kinds.index(visibility),
+                soft_cap=spec.attention_soft_cap,
+                has_sinks=layer.sinks,
+                norm_after_rotation=spec.qk_norm_after_rope,
+                clip=config.clip_qkv,
+                tunes_temperature=layer.tunes_temperature,
+            ),
         )
 
-    def _qk_norm(self) -> QKNorm | FullQKNorm | None:
+    def _qk_norm(self) -> QKNorm | FullQKNorm | UnweightedQKNorm | None:
         shape, eps = self.shape, self.config.rms_norm_eps
         options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
         heads, kv_heads = shape.num_heads, shape.num_kv_heads
@@ -217,6 +263,8 @@ class Decoder(LoadableModel):
             return QKNorm(heads + kv_heads, shape.head_dim, eps, **options)
         if self.spec.qk_norm == "all":
             return FullQKNorm(heads, kv_heads, shape.head_dim, eps, group=self._group, **options)
+        if self.spec.qk_norm == "unweighted":
+            return UnweightedQKNorm(eps)
         return None
 
     def _dense_mlp(self, path: str) -> GatedMLP:
@@ -327,8 +375,11 @@ class Decoder(LoadableModel):
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool = False) -> None:
         """Run on a device's fused kernels from now on. Once, before the first launch."""
-        self.model.metadata.attention_form = kernels.attention_form(self.dtype)
-        self.model.rotary_emb.restore_sin_sign()
+        self.model.metadata.attention_form = kernels.attention_form(
+            self.dtype, has_score_options=self.spec.has_score_options
+        )
+        for rotary_emb in self.model.rotary_embs:
+            rotary_emb.restore_sin_sign()
         self.model.norm.use_kernel(kernels.rms_norm)
         for layer in self.layers:
             layer.input_layernorm.use_kernel(kernels.rms_norm)

@@ -14,12 +14,7 @@ from config.model.model_config import ModelConfig
 from hpu.layers.attention import HeadShape, SelfAttention
 from hpu.layers.embedding import VocabParallelEmbedding
 from hpu.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from hpu.layers.metadata import (
-    AttentionInputs,
-    AttentionMetadata,
-    TextAttentionInputs,
-    Windows,
-)
+from hpu.layers.metadata import FULL, AttentionInputs, AttentionMetadata, TextAttentionInputs
 from hpu.layers.metadata_builder import MetadataBuilder
 from hpu.layers.mlp import get_activation
 from hpu.layers.norm import LayerNorm
@@ -76,7 +71,7 @@ class Encoder(nn.Module):
             )
         self.embedding_norm = self._norm()
         self.layers = nn.ModuleList(self._layer() for _ in range(config.num_layers))
-        self.metadata = MetadataBuilder(Windows(None, (False,)), causal=config.is_causal)
+        self.metadata = MetadataBuilder((FULL,), causal=config.is_causal)
 
     def _norm(self) -> LayerNorm:
         return LayerNorm(self.config.hidden_size, self.encoder_config.norm_eps, **self._options)

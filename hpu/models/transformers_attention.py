@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from hpu.layers.attention import HeadShape, PagedAttention, finite
+from hpu.layers.attention import AttentionKind, HeadShape, PagedAttention, finite
 from hpu.layers.metadata import AttentionMetadata, DecodeMetadata
 from hpu.ops.kernels import Kernels
 
@@ -21,13 +21,6 @@ IMPLEMENTATION = "gaudiserve_paged"
 build no masks."""
 MODULE = "paged_attention"
 """Attribute of transformers' attention modules that holds their LayerAttention."""
-
-_UNSUPPORTED = {
-    "softcap": "a soft cap of attention scores",
-    "s_aux": "attention sinks",
-    "position_bias": "a bias by position",
-}
-"""Arguments of attention functions that ours cannot honour, in words."""
 
 
 class Unsupported(Exception):
@@ -52,16 +45,26 @@ class AttentionCall(NamedTuple):
     scale: float
     window: int | None
     """Tokens that a query sees, its own included; None: all."""
+    soft_cap: float | None
+    has_sinks: bool
 
 
 class LayerAttention(nn.Module):
     """The paged attention of one layer, without its projections."""
 
     def __init__(
-        self, shape: HeadShape, dtype: torch.dtype, window: int | None, launch: CurrentLaunch
+        self,
+        shape: HeadShape,
+        dtype: torch.dtype,
+        kind: AttentionKind,
+        launch: CurrentLaunch,
+        *,
+        rank: int,
     ) -> None:
+        """`rank`: of the tensor-parallel ranks, which divide the heads."""
         super().__init__()
-        self.attn = PagedAttention(shape, dtype, window)
+        self.attn = PagedAttention(shape, dtype, kind)
+        self._heads = slice(rank * shape.num_heads, (rank + 1) * shape.num_heads)
         self._launch = launch
         self._zeroes_non_finite = False
 
@@ -73,9 +76,11 @@ class LayerAttention(nn.Module):
         """As SelfAttention.zero_non_finite."""
         self._zeroes_non_finite = True
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         """`query` (B, heads, Q, D), `key` (B, kv_heads, Q, D) and `value` (B, kv_heads, Q, E), E at
-        most D, to (B, Q, heads, E)."""
+        most D, to (B, Q, heads, E). `sinks`: of the heads of all ranks."""
+        if sinks is not None:
+            sinks = sinks[self._heads]
         size, value_size = key.shape[-1], value.shape[-1]
         if value_size < size:
             value = functional.pad(value, (0, size - value_size))
@@ -85,9 +90,9 @@ class LayerAttention(nn.Module):
         metadata = self._launch.metadata
         assert metadata is not None
         if isinstance(metadata, DecodeMetadata):
-            out = self.attn(query.contiguous(), key, value, metadata).unsqueeze(1)
+            out = self.attn(query.contiguous(), key, value, metadata, sinks).unsqueeze(1)
         else:
-            out = self.attn(query, key, value, metadata)
+            out = self.attn(query, key, value, metadata, sinks)
         return out[..., :value_size]  # type: ignore[no-any-return]
 
 
@@ -104,9 +109,9 @@ def _attend(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer. What the arguments say beside the heads was recorded
+    """What transformers calls in each layer. What the arguments say beside the tensors was recorded
     by `record_calls` and does not change."""
-    return getattr(module, MODULE)(query, key, value), None
+    return getattr(module, MODULE)(query, key, value, kwargs.get("s_aux")), None
 
 
 def record_calls(run: Callable[[], object]) -> list[AttentionCall]:
@@ -151,9 +156,8 @@ def _call(
     attention_mask: Tensor | None,
     arguments: dict[str, Any],
 ) -> AttentionCall:
-    for name, words in _UNSUPPORTED.items():
-        if arguments.get(name) is not None:
-            raise Unsupported(f"has {words}")
+    if arguments.get("position_bias") is not None:
+        raise Unsupported("has a bias by position")
     if attention_mask is not None:
         raise Unsupported("builds its own attention mask")
     is_causal = arguments.get("is_causal")
@@ -173,6 +177,14 @@ def _call(
     scale = arguments.get("scaling")
     if scale is not None and not isinstance(scale, int | float):
         raise Unsupported("computes the scale of its attention scores")
+    soft_cap = arguments.get("softcap")
+    if soft_cap is not None and not isinstance(soft_cap, int | float):
+        raise Unsupported("computes the soft cap of its attention scores")
+    sinks = arguments.get("s_aux")
+    if sinks is not None and tuple(sinks.shape) != (query.shape[1],):
+        raise Unsupported(
+            f"has attention sinks of {tuple(sinks.shape)} for {query.shape[1]} query heads"
+        )
     return AttentionCall(
         module,
         query.shape[1],
@@ -181,4 +193,7 @@ def _call(
         key.shape[-1] ** -0.5 if scale is None else float(scale),
         # Some have 0 for none.
         arguments.get("sliding_window") or None,
+        # Likewise.
+        float(soft_cap) if soft_cap else None,
+        sinks is not None,
     )

@@ -26,7 +26,7 @@ from config.model.architectures import ARCHITECTURES
 from config.model.json_fields import read_json
 from config.model.model_config import MAX_LAYERS, ModelConfig, check_limits
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
-from hpu.layers.attention import HeadShape
+from hpu.layers.attention import AttentionKind, HeadShape
 from hpu.layers.attention_base import Shape
 from hpu.layers.embedding import ParallelLMHead
 from hpu.layers.linear import (
@@ -35,7 +35,7 @@ from hpu.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from hpu.layers.metadata import AttentionInputs, Windows, build_metadata
+from hpu.layers.metadata import AttentionInputs, Visibility, build_metadata, distinct
 from hpu.layers.moe import Experts
 from hpu.layers.norm import RMSNorm
 from hpu.models.base import LoadableModel
@@ -143,7 +143,11 @@ class TransformersModel(LoadableModel):
             replace_norms(causal)
             frequencies = _freeze_rotary(causal, length)
             calls = _try(causal, body, config)
-            self._windows = _windows(calls)
+            visibilities = [Visibility(call.window) for call in calls]
+            self._kinds = distinct(visibilities)
+            self._has_score_options = any(
+                call.soft_cap is not None or call.has_sinks for call in calls
+            )
             plan = _linear_plan(causal, group)
             self.weight_map = weight_map_of(causal, shapes, plan, renamed, stored)
             if has_files:
@@ -154,7 +158,10 @@ class TransformersModel(LoadableModel):
             self.layers = _decoder_layers(body, len(calls))
         except Unsupported as error:
             raise _refusal(config, str(error)) from error
-        self.attention_layers = [self._attention(call) for call in calls]
+        self.attention_layers = [
+            self._attention(call, visibility)
+            for call, visibility in zip(calls, visibilities, strict=True)
+        ]
         for name, child in causal.named_children():
             self.add_module(name, child)
         # Not registered: the parts of both are, above.
@@ -167,7 +174,7 @@ class TransformersModel(LoadableModel):
             len(plan),
         )
 
-    def _attention(self, call: AttentionCall) -> LayerAttention:
+    def _attention(self, call: AttentionCall, visibility: Visibility) -> LayerAttention:
         """The paged attention of a layer, as a part of the module that calls it."""
         size = self._group.size
         if call.num_heads % size or call.num_kv_heads % size:
@@ -178,7 +185,10 @@ class TransformersModel(LoadableModel):
         shape = HeadShape(
             call.num_heads // size, call.num_kv_heads // size, call.head_dim, call.scale
         )
-        attention = LayerAttention(shape, self.dtype, call.window, self._launch)
+        kind = AttentionKind(
+            visibility=visibility, index=self._kinds.index(visibility), soft_cap=call.soft_cap
+        )
+        attention = LayerAttention(shape, self.dtype, kind, self._launch, rank=self._group.rank)
         call.module.add_module(MODULE, attention)
         return attention
 
@@ -216,7 +226,7 @@ class TransformersModel(LoadableModel):
 
     def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
         self._launch.metadata = build_metadata(
-            inputs, self._block_size, self._windows, self._form, contiguous=self._contiguous
+            inputs, self._block_size, self._kinds, self._form, contiguous=self._contiguous
         )
         out = self._body(input_ids=tokens, position_ids=inputs.positions, use_cache=False)
         # Not kept: it would be among the outputs of a compiled graph.
@@ -245,7 +255,7 @@ class TransformersModel(LoadableModel):
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool = False) -> None:
         """Run attention, and the RMS norms and experts that are ours, on a device's fused kernels
         from now on. Rotations stay those of the model's code; its projections are never merged."""
-        self._form = kernels.attention_form(self.dtype)
+        self._form = kernels.attention_form(self.dtype, has_score_options=self._has_score_options)
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 module.use_kernel(kernels.rms_norm)
@@ -380,13 +390,6 @@ def _check_windows(calls: list[AttentionCall], theirs: Any) -> None:
             raise Unsupported(f"has layers of the kind {kind}")
         if ATTENTION_KINDS[kind] != (call.window is not None):
             raise Unsupported(f"hides the window of layer {index} in a mask")
-
-
-def _windows(calls: list[AttentionCall]) -> Windows:
-    sizes = {call.window for call in calls if call.window is not None}
-    if len(sizes) > 1:
-        raise Unsupported(f"has windows of {' and '.join(map(str, sorted(sizes)))} tokens")
-    return Windows(next(iter(sizes), None), tuple(call.window is not None for call in calls))
 
 
 def _freeze_rotary(causal: Any, length: int) -> dict[nn.Module, Tensor]:

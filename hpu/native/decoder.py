@@ -184,7 +184,7 @@ def _sizes(model: Decoder) -> _Sizes:
         heads=shape.num_heads,
         kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        rotated=model.model.rotary_emb.table.shape[1] // 2,
+        rotated=config.rope.rotated_size(config.head_dim),
         block_size=model.model.metadata.block_size,
         eps=config.rms_norm_eps,
         scale=shape.scale,
@@ -195,11 +195,28 @@ def _sizes(model: Decoder) -> _Sizes:
 
 def _layer_weights(model: Decoder) -> list[_LayerWeights] | None:
     """What the library reads; None unless it has everything."""
-    if model.config.hidden_act not in ("silu", "swish"):
+    if model.config.hidden_act not in ("silu", "swish") or not _attention_is_known(model):
         return None
     layers = [_weights_of(layer) for layer in model.layers]
     found = [weights for weights in layers if weights is not None]
     return found if len(found) == len(layers) else None
+
+
+def _attention_is_known(model: Decoder) -> bool:
+    """Whether the library computes the attention of all layers."""
+    config, spec = model.config, model.spec
+    return not (
+        config.clip_qkv is not None
+        or spec.has_score_options
+        or spec.alibi_max_bias is not None
+        or spec.temperature is not None
+        or spec.qk_norm_after_rope
+        or spec.qk_norm == "unweighted"
+        or any(
+            layer.chunk is not None or layer.rope != "default" or not layer.qk_norm
+            for layer in spec.layers
+        )
+    )
 
 
 def _weights_of(layer: DecoderLayer) -> _LayerWeights | None:
@@ -216,7 +233,7 @@ def _weights_of(layer: DecoderLayer) -> _LayerWeights | None:
         layer.input_layernorm.weight,
         layer.post_attention_layernorm.weight,
         qk_norm.weight if isinstance(qk_norm, QKNorm) else None,
-        attention.kv_cache_spec.window or 0,
+        attention.kind.visibility.window or 0,
     )
 
 
@@ -267,7 +284,9 @@ class _Launcher:
         self._library = library
         self._hidden_size = model.config.hidden_size
         # (positions, 2 * rotated): cos, then sin with its first half negated.
-        table = model.model.rotary_emb.table
+        rotary_emb = model.model.rotary_emb
+        assert rotary_emb is not None
+        table = rotary_emb.table
         outer = (model.model.norm.weight, model.model.embed_tokens.weight, table)
         # The structures hold their addresses.
         self._tensors = (outer, tuple(layers), tuple(caches))

@@ -12,11 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpu.ops.kernels import DecodeOperands, PromptOperands
+from hpu.ops.kernels import PLAIN_SCORES, DecodeOperands, PromptOperands, ScoreOptions
 
 MASKED = -1e30
 MASKED_HALF = -3e4
 """Half of float16's range, so that the sum with a score is finite too."""
+CAPPED_ROWS = 256
+"""Queries at once on a CPU where there is no fused kernel: their scores exist in float32."""
 
 
 def attend(
@@ -27,15 +29,20 @@ def attend(
     scale: float,
     mask: Tensor | None = None,
     causal: bool = False,
+    soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of `query` (B, heads, Q, D) over `key` and `value` (B, kv_heads, S, D).
 
     Returns the output (B, heads, Q, D) and the log-sum-exp of the scores (B, heads, Q) float32.
-    `mask` is float32, (B or 1, 1, Q or 1, S); `causal` needs Q == S and no mask. Statistics are
-    float32 for every dtype.
+    `mask` is float32, (B or 1, 1 or heads, Q or 1, S); `causal` needs Q == S and no mask.
+    `soft_cap`: as in ScoreOptions. Statistics are float32 for every dtype.
     """
     if query.device.type != "cpu":
-        return attend_unfused(query, key, value, scale=scale, mask=mask, causal=causal)
+        return attend_unfused(
+            query, key, value, scale=scale, mask=mask, causal=causal, soft_cap=soft_cap
+        )
+    if soft_cap is not None:
+        return _attend_by_rows(query, key, value, scale, mask, causal=causal, soft_cap=soft_cap)
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and not _flash_supports_gqa():
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -43,6 +50,35 @@ def attend(
         query, key, value, 0.0, causal, attn_mask=mask, scale=scale
     )
     return out, log_sum
+
+
+def _attend_by_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    mask: Tensor | None,
+    *,
+    causal: bool,
+    soft_cap: float,
+) -> tuple[Tensor, Tensor]:
+    """`attend_unfused` for some queries at a time, over no more keys than these see."""
+    outs, sums = [], []
+    for start in range(0, query.shape[2], CAPPED_ROWS):
+        rows = query[:, :, start : start + CAPPED_ROWS]
+        span, seen = key.shape[2], mask
+        if causal:
+            span = start + rows.shape[2]
+            visible = torch.arange(span) <= torch.arange(start, span).unsqueeze(1)
+            seen = as_mask(visible).view(1, 1, *visible.shape)
+        elif mask is not None and mask.shape[2] > 1:
+            seen = mask[:, :, start : start + CAPPED_ROWS]
+        out, log_sum = attend_unfused(
+            rows, key[:, :, :span], value[:, :, :span], scale=scale, mask=seen, soft_cap=soft_cap
+        )
+        outs.append(out)
+        sums.append(log_sum)
+    return torch.cat(outs, dim=2), torch.cat(sums, dim=2)
 
 
 def attend_unfused(
@@ -53,6 +89,7 @@ def attend_unfused(
     scale: float,
     mask: Tensor | None = None,
     causal: bool = False,
+    soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attend` as matrix products and a softmax, for devices without the CPU's fused kernel."""
     batch, heads, length, size = query.shape
@@ -60,14 +97,37 @@ def attend_unfused(
     folded = query.reshape(batch, kv_heads, heads // kv_heads, length, size).flatten(2, 3)
     scores = (folded @ key.transpose(-1, -2)).float() * scale
     scores = scores.view(batch, kv_heads, -1, length, span)
+    if soft_cap is not None:
+        scores = soft_capped(scores, soft_cap)
     if causal:
         mask = causal_mask(length, None, query.device)
     if mask is not None:
-        scores = scores + mask.unsqueeze(2)
+        scores = scores + by_kv_head(mask, kv_heads)
     log_sum = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - log_sum.unsqueeze(-1)).to(value.dtype).flatten(2, 3)
     out = (weights @ value).view(batch, heads, length, size)
     return out, log_sum.view(batch, heads, length)
+
+
+def soft_capped(scores: Tensor, soft_cap: float) -> Tensor:
+    """Scores between -soft_cap and soft_cap, nearly as they were around 0."""
+    return torch.tanh(scores / soft_cap) * soft_cap
+
+
+def by_kv_head(mask: Tensor, kv_heads: int) -> Tensor:
+    """`mask` (B, 1 or heads, Q, S) for scores (B, kv_heads, heads / kv_heads, Q, S)."""
+    if mask.shape[1] == 1:
+        return mask.unsqueeze(2)
+    return mask.view(mask.shape[0], kv_heads, -1, *mask.shape[2:])
+
+
+def with_sinks(out: Tensor, log_sum: Tensor, sinks: Tensor | None) -> Tensor:
+    """`out` (B, heads, Q, D) with `log_sum` (B, heads, Q), as `attend` gives them, when `sinks`
+    (heads) join the softmax: they add to its divisor, and have no value."""
+    if sinks is None:
+        return out
+    share = torch.sigmoid(log_sum - sinks.float().view(1, -1, 1))
+    return (out * share.unsqueeze(-1)).to(out.dtype)
 
 
 @functools.cache
@@ -148,12 +208,14 @@ def paged_decode(
     mapping: Tensor,
     mask: Tensor,
     scale: float,
+    options: ScoreOptions = PLAIN_SCORES,
 ) -> Tensor:
     """One token of each sequence over a flat list of all sequences' blocks: (B, heads, D).
 
     `query` (B, heads, D); `key_blocks`, `value_blocks` (N, block_size, kv_heads, D), gathered;
     `rows` (N) int64, batch index of each block (any for padding); `mapping` (B, N) float32, 1 where
-    the block belongs to the batch index; `mask` (N, 1, 1, block_size), all MASKED for padding.
+    the block belongs to the batch index; `mask` (N, 1 or heads, 1, block_size), all MASKED for
+    padding.
 
     With B = 1 all blocks are one sequence. Otherwise each block gets its own softmax, and the
     outputs of a sequence's blocks are weighted by their sums relative to the largest sum of that
@@ -161,16 +223,21 @@ def paged_decode(
     """
     batch, heads, size = query.shape
     count, kv_heads = key_blocks.shape[0], key_blocks.shape[2]
+    # The query heads that share a key head become "tokens" of that head: no key is repeated.
+    if mask.shape[1] > 1:
+        mask = mask.view(count, kv_heads, heads // kv_heads, -1)
     if batch == 1:
-        out, _ = attend(
+        whole = mask.permute(1, 2, 0, 3).reshape(1, *mask.shape[1:3], -1)
+        out, log_sum = attend(
             query.view(1, kv_heads, heads // kv_heads, size),
             key_blocks.flatten(0, 1).unsqueeze(0).transpose(1, 2),
             value_blocks.flatten(0, 1).unsqueeze(0).transpose(1, 2),
             scale=scale,
-            mask=mask.view(1, 1, 1, -1),
+            mask=whole,
+            soft_cap=options.soft_cap,
         )
-        return out.reshape(1, heads, size)
-    # The query heads that share a key head become "tokens" of that head: no key is repeated.
+        out = out.reshape(1, heads, 1, size)
+        return with_sinks(out, log_sum.reshape(1, heads, 1), options.sinks).view(1, heads, size)
     per_block = query.view(batch, -1).index_select(0, rows)
     out, log_sum = attend(
         per_block.view(count, kv_heads, heads // kv_heads, size),
@@ -178,6 +245,7 @@ def paged_decode(
         value_blocks.transpose(1, 2),
         scale=scale,
         mask=mask,
+        soft_cap=options.soft_cap,
     )
     log_sum = log_sum.reshape(count, heads)
     highest = torch.full((batch, heads), MASKED, device=query.device)
@@ -193,6 +261,8 @@ def paged_decode(
     else:
         # On other devices index_add_ has no fixed order.
         sums, total = mapping @ weights, mapping @ flat
+    if options.sinks is not None:
+        sums = sums + torch.exp(options.sinks.float() - highest)
     # A padding row has no block, so its sum and its total are 0: avoid 0 / 0.
     sums = sums.clamp_min(1e-30).unsqueeze(-1)
     return (total.view(batch, heads, size) / sums).to(query.dtype)
@@ -214,19 +284,34 @@ class PlainAttention:
     def __init__(self) -> None:
         self.k_cache = self.v_cache = PlainKVCacheOps()
 
-    def prompt_attention(self, operands: PromptOperands, scale: float) -> Tensor:
-        query, mask = operands.query, operands.mask
+    def prompt_attention(
+        self, operands: PromptOperands, scale: float, options: ScoreOptions = PLAIN_SCORES
+    ) -> Tensor:
+        query, mask, soft_cap = operands.query, operands.mask, options.soft_cap
         out, log_sum = attend(
-            query, operands.key, operands.value, scale=scale, mask=mask, causal=mask is None
+            query,
+            operands.key,
+            operands.value,
+            scale=scale,
+            mask=mask,
+            causal=mask is None,
+            soft_cap=soft_cap,
         )
         if operands.context is None:
-            return out
+            return with_sinks(out, log_sum, options.sinks)
         # Two attentions merged, not one over [cached, new]: the new tokens keep the kernel's
         # causal shortcut, and the cached ones need no mask of Q rows.
-        cached = attend(query, *operands.context, scale=scale, mask=operands.context_mask)
-        return merge_attention(out, log_sum, *cached)
+        cached = attend(
+            query, *operands.context, scale=scale, mask=operands.context_mask, soft_cap=soft_cap
+        )
+        merged = merge_attention(out, log_sum, *cached)
+        if options.sinks is None:
+            return merged
+        return with_sinks(merged, torch.logaddexp(log_sum, cached[1]), options.sinks)
 
-    def paged_decode(self, operands: DecodeOperands, scale: float) -> Tensor:
+    def paged_decode(
+        self, operands: DecodeOperands, scale: float, options: ScoreOptions = PLAIN_SCORES
+    ) -> Tensor:
         return paged_decode(
             operands.query,
             operands.keys,
@@ -235,4 +320,5 @@ class PlainAttention:
             mapping=operands.mapping,
             mask=operands.mask,
             scale=scale,
+            options=options,
         )

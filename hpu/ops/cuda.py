@@ -6,17 +6,34 @@ from torch import Tensor
 from torch.nn import functional
 
 from config.model.decoder_spec import ClampedSwiGLU
-from hpu.ops.attention import PlainAttention
-from hpu.ops.kernels import AttentionForm, ExpertWeights, PromptOperands
+from hpu.ops.attention import PlainAttention, attend, with_sinks
+from hpu.ops.kernels import (
+    PLAIN_SCORES,
+    AttentionForm,
+    ExpertWeights,
+    PromptOperands,
+    ScoreOptions,
+)
 from hpu.ops.norm import rms_norm
 
 
 class CudaAttention(PlainAttention):
     """Prompts on torch's fused kernels."""
 
-    def prompt_attention(self, operands: PromptOperands, scale: float) -> Tensor:
+    def prompt_attention(
+        self, operands: PromptOperands, scale: float, options: ScoreOptions = PLAIN_SCORES
+    ) -> Tensor:
         query, mask = operands.query, operands.mask
         key, value = operands.joined()
+        if not options.are_plain:
+            out, log_sum = attend(
+                *(query, key, value),
+                scale=scale,
+                mask=mask,
+                causal=mask is None,
+                soft_cap=options.soft_cap,
+            )
+            return with_sinks(out, log_sum, options.sinks)
         groups = query.shape[1] // key.shape[1]
         if groups > 1:
             # Not all kernels that torch may choose support fewer key heads than query heads.
@@ -30,7 +47,9 @@ class CudaAttention(PlainAttention):
 class CudaKernels:
     """Static shapes and no host synchronization, so all of it may be captured."""
 
-    def attention_form(self, dtype: torch.dtype) -> AttentionForm:
+    def attention_form(
+        self, dtype: torch.dtype, *, has_score_options: bool = False
+    ) -> AttentionForm:
         # Decodes are plain operations.
         return AttentionForm(dtype, score_dtype=torch.float32, mapping_dtype=torch.float32)
 

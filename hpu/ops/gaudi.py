@@ -5,6 +5,11 @@ Sources of the call forms: the bridge's own kernels package (FusedSDPA, FusedRMS
 HabanaAI/gaudi-pytorch-bridge, and, in vllm-project/vllm-gaudi, the flat paged attention (flat_pa
 and pipelined_pa in vllm_gaudi/extension/ops.py) and the sliced one (SlicedFusedSDPA in
 vllm_gaudi/extension/utils.py).
+
+What the plug-in does for other kinds of scores: with sinks it gives the logits to newer releases of
+FusedSDPA, appends them to the scores of _naive_prompt_attention as a column, and adds them to the
+sum of each block of a decode; ALiBi is refused with FusedSDPA and is added as float32 otherwise;
+soft caps are refused; windows and chunks are masks.
 """
 
 import warnings
@@ -20,7 +25,7 @@ from habana_frameworks.torch.hpex.normalization import FusedRMSNorm
 from torch import Tensor, nn
 
 from config.model.decoder_spec import ClampedSwiGLU
-from hpu.ops.attention import MASKED, AttentionPart, merge_parts
+from hpu.ops.attention import MASKED, AttentionPart, by_kv_head, merge_parts, soft_capped
 from hpu.ops.gaudi_modules import (
     MOE_ACTIVATIONS,
     MOE_BIAS_ACTIVATION,
@@ -32,14 +37,18 @@ from hpu.ops.gaudi_modules import (
     VllmMixtureOfExpertsOp,
 )
 from hpu.ops.kernels import (
+    PLAIN_SCORES,
     AttentionForm,
     DecodeOperands,
     ExpertWeights,
     PromptOperands,
+    ScoreOptions,
     SliceSizes,
 )
 
 FP32_SOFTMAX = "fp32"
+MAX_EXPONENT = 80.0
+"""Its exponential is finite in float32: a sink so far above all scores leaves no weight to them."""
 
 
 class GaudiKernels:
@@ -65,13 +74,16 @@ class GaudiKernels:
         # torch warns about its own kernel at the first call; the card has another one.
         warnings.filterwarnings("ignore", r"index_reduce\(\) is in beta", UserWarning)
 
-    def attention_form(self, dtype: torch.dtype) -> AttentionForm:
+    def attention_form(
+        self, dtype: torch.dtype, *, has_score_options: bool = False
+    ) -> AttentionForm:
         score_dtype = torch.float32 if self._softmax_mode == FP32_SOFTMAX else dtype
         return AttentionForm(
             prompt_dtype=dtype if self._fused_sdpa else score_dtype,
             score_dtype=score_dtype,
             mapping_dtype=dtype,
-            knows_causality=self._fused_sdpa,
+            # Products and statistics need a mask.
+            knows_causality=self._fused_sdpa and not has_score_options,
             slices=self._slices,
         )
 
@@ -144,14 +156,25 @@ class GaudiAttention(nn.Module):
         self.v_cache = VLLMKVCache(is_v_cache=True)
         self.fused_scaled_dot_product_attention = ModuleFusedSDPA(FusedSDPA)
 
-    def prompt_attention(self, operands: PromptOperands, scale: float) -> Tensor:
+    def prompt_attention(
+        self, operands: PromptOperands, scale: float, options: ScoreOptions = PLAIN_SCORES
+    ) -> Tensor:
         if operands.slices:
-            return self._sliced_attention(operands, scale)
+            return self._sliced_attention(operands, scale, options)
         query, mask = operands.query, operands.mask
         key, value = operands.joined()
-        if not self._fused_sdpa:
+        has_heads = mask is not None and mask.shape[1] > 1
+        if not self._fused_sdpa or options.soft_cap is not None or has_heads:
             assert mask is not None
-            return self._unfused_attention(query * scale, key, value, mask)
+            # Contiguous, so that a compiled recipe and the trace that it comes from agree on views.
+            heads = (query.contiguous() * scale, key.contiguous(), value.contiguous())
+            return self._unfused_attention(*heads, mask, options)
+        if options.sinks is not None:
+            # Its sinks are an argument of the newest releases only.
+            assert mask is not None
+            operands_of = (query.contiguous(), key.contiguous(), value.contiguous())
+            part = self._slice(*operands_of, mask, scale, options)
+            return _with_sinks(part, options.sinks).to(query.dtype)
         # valid_seq_len counts only with is_causal and no mask; recomputing saves memory.
         is_causal = mask is None
         fused: Tensor = self.fused_scaled_dot_product_attention(
@@ -169,7 +192,9 @@ class GaudiAttention(nn.Module):
         )
         return fused
 
-    def _sliced_attention(self, operands: PromptOperands, scale: float) -> Tensor:
+    def _sliced_attention(
+        self, operands: PromptOperands, scale: float, options: ScoreOptions
+    ) -> Tensor:
         """Over slices of the keys, merged: no mask has a row for each new token and a column for
         each cached one, and only one slice of the cached keys and values is in memory. The FP8
         compressor knows no such calls: vllm-gaudi has another module for them."""
@@ -189,23 +214,30 @@ class GaudiAttention(nn.Module):
             # the plug-in's _chunked_attention).
             rows = query.shape[2]
             diagonal = mask[..., :rows, :rows].contiguous()
-            part = self._slice(query, keys[number], values[number], diagonal, scale)
+            part = self._slice(query, keys[number], values[number], diagonal, scale, options)
             for key, value in zip(keys[:number], values[:number], strict=True):
                 # Right-padded: all of these are visible to a real token.
-                part = merge_parts(part, self._slice(query, key, value, None, scale))
+                part = merge_parts(part, self._slice(query, key, value, None, scale, options))
             parts.append(part)
             self._end_slice()
         for cached in operands.slices:
             cached_keys, cached_values = read(cached.blocks)
             key, value = cached_keys.contiguous(), cached_values.contiguous()
             for number, query in enumerate(queries):
-                part = self._slice(query, key, value, cached.mask, scale)
+                part = self._slice(query, key, value, cached.mask, scale, options)
                 parts[number] = merge_parts(parts[number], part)
             self._end_slice()
-        return torch.cat([part.out for part in parts], dim=2).to(operands.query.dtype)
+        outs = [_with_sinks(part, options.sinks) for part in parts]
+        return torch.cat(outs, dim=2).to(operands.query.dtype)
 
     def _slice(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        options: ScoreOptions,
     ) -> AttentionPart:
         """Attention of `query` (B, heads, rows, D) over `key` and `value` (B, kv_heads, S, D), all
         contiguous; `mask` (B or 1, 1, rows or 1, S).
@@ -213,6 +245,8 @@ class GaudiAttention(nn.Module):
         The kernel returns statistics only if it is told that a backward pass follows, and takes
         grouped heads as a dimension of their own (the bridge's sdpa_gen.cpp and FusedSDPA.py).
         """
+        if options.soft_cap is not None:
+            return self._unfused_slice(query * scale, key, value, mask, options.soft_cap)
         batch, heads, rows, size = query.shape
         kv_heads = key.shape[1]
         if kv_heads not in (1, heads):
@@ -229,16 +263,48 @@ class GaudiAttention(nn.Module):
             inverse.float().view(batch, heads, rows, 1).reciprocal(),
         )
 
-    def _unfused_attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    def _unfused_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: ScoreOptions
+    ) -> Tensor:
         """As matrix products and a softmax; `query` is already scaled."""
+        batch, heads, length, size = query.shape
+        scores = self._masked_scores(query, key, mask, options.soft_cap)
+        if options.sinks is not None:
+            sinks = options.sinks.to(scores.dtype).view(1, key.shape[1], -1, 1, 1)
+            scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+        weights = self.softmax(scores, dim=-1)[..., : key.shape[2]]
+        weights = weights.to(value.dtype).flatten(2, 3)
+        out: Tensor = self.matmul_av(weights, value)
+        return out.view(batch, heads, length, size)
+
+    def _unfused_slice(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, soft_cap: float
+    ) -> AttentionPart:
+        """`_slice` as matrix products; `query` is already scaled."""
+        batch, heads, rows, size = query.shape
+        scores = self._masked_scores(query, key, mask, soft_cap)
+        highest = scores.amax(-1, keepdim=True)
+        weights = torch.exp(scores - highest)
+        total = weights.sum(-1, keepdim=True).float().view(batch, heads, rows, 1)
+        out = self.matmul_av(weights.to(value.dtype).flatten(2, 3), value)
+        return AttentionPart(
+            out.float().view(batch, heads, rows, size) / total,
+            highest.float().view(batch, heads, rows, 1),
+            total,
+        )
+
+    def _masked_scores(
+        self, query: Tensor, key: Tensor, mask: Tensor | None, soft_cap: float | None
+    ) -> Tensor:
+        """(B, kv_heads, heads / kv_heads, Q, S)"""
         batch, heads, length, size = query.shape
         kv_heads = key.shape[1]
         folded = query.reshape(batch, kv_heads, heads // kv_heads, length, size).flatten(2, 3)
         scores = self._scores(folded, key.transpose(-1, -2))
-        scores = scores.view(batch, kv_heads, -1, length, key.shape[2]) + mask.unsqueeze(2)
-        weights = self.softmax(scores, dim=-1).to(value.dtype).flatten(2, 3)
-        out: Tensor = self.matmul_av(weights, value)
-        return out.view(batch, heads, length, size)
+        scores = scores.view(batch, kv_heads, -1, length, key.shape[2])
+        if soft_cap is not None:
+            scores = soft_capped(scores, soft_cap)
+        return scores if mask is None else scores + by_kv_head(mask, kv_heads)
 
     def _scores(self, query: Tensor, key: Tensor) -> Tensor:
         """`query` (..., rows, D) times `key` (..., D, S), the dimensions before broadcast."""
@@ -249,7 +315,9 @@ class GaudiAttention(nn.Module):
         wide = torch.empty(shape, dtype=torch.float32, device=query.device)
         return self.matmul_qk(query, key, out=wide)  # type: ignore[no-any-return]
 
-    def paged_decode(self, operands: DecodeOperands, scale: float) -> Tensor:
+    def paged_decode(
+        self, operands: DecodeOperands, scale: float, options: ScoreOptions = PLAIN_SCORES
+    ) -> Tensor:
         query, values, mapping = operands.query, operands.values, operands.mapping
         batch, heads, size = query.shape
         count, kv_heads = values.shape[0], values.shape[2]
@@ -260,12 +328,15 @@ class GaudiAttention(nn.Module):
         )
         folded = per_block.view(count, kv_heads, heads // kv_heads, 1, size)
         scores = self._scores(folded, operands.keys.permute(0, 2, 3, 1).unsqueeze(2))
-        scores = scores + operands.mask.unsqueeze(1)
+        if options.soft_cap is not None:
+            scores = soft_capped(scores, options.soft_cap)
+        scores = scores + by_kv_head(operands.mask, kv_heads)
         highest = scores.amax(-1, keepdim=True)
         weights = torch.exp(scores - highest)
         # Not with a wider dtype: the bridge casts the addends then (reduction_template.cpp).
         sums = weights.sum(-1, keepdim=True)
-        if self.fused_adjustment:
+        # The kernel takes no sinks.
+        if self.fused_adjustment and options.sinks is None:
             block_weights = torch.ops.hpu.block_softmax_adjustment(
                 highest, sums, operands.groups, batch, list(highest.shape)
             )
@@ -275,6 +346,7 @@ class GaudiAttention(nn.Module):
                 sums.view(count, heads).float(),
                 operands.rows,
                 operands.sum_mapping,
+                options.sinks,
             ).view(highest.shape)
         weighted = self.matmul_av(weights.to(values.dtype), values.transpose(1, 2).unsqueeze(2))
         weighted = weighted * block_weights.to(weighted.dtype)
@@ -283,7 +355,19 @@ class GaudiAttention(nn.Module):
         return out.view(batch, heads, size)
 
 
-def _block_weights(highest: Tensor, sums: Tensor, rows: Tensor, mapping: Tensor) -> Tensor:
+def _with_sinks(part: AttentionPart, sinks: Tensor | None) -> Tensor:
+    """The output of `part`, which covers all keys, when `sinks` (heads) join its softmax."""
+    if sinks is None:
+        return part.out
+    logits = sinks.float().view(1, -1, 1, 1)
+    highest = torch.maximum(part.highest, logits)
+    total = part.total * torch.exp(part.highest - highest)
+    return part.out * (total / (total + torch.exp(logits - highest)))
+
+
+def _block_weights(
+    highest: Tensor, sums: Tensor, rows: Tensor, mapping: Tensor, sinks: Tensor | None
+) -> Tensor:
     """Weight of each block's softmax in that of its sequence: (N, heads) float32, from the blocks'
     maxima and sums, each (N, heads) float32. Its product is not left to the FP8 compressor: it adds
     up the divisors of the softmax."""
@@ -292,7 +376,11 @@ def _block_weights(highest: Tensor, sums: Tensor, rows: Tensor, mapping: Tensor)
     # Padding has row 0 and a masked maximum, which raises no maximum.
     top = top.index_reduce(0, rows, highest, "amax")
     factors = torch.exp(highest - top.index_select(0, rows))
-    totals = (mapping @ (factors * sums)).index_select(0, rows)
+    totals = mapping @ (factors * sums)
+    if sinks is not None:
+        # A sequence without blocks has no top: its row is padding.
+        totals = totals + torch.exp((sinks.float() - top).clamp_max(MAX_EXPONENT))
+    totals = totals.index_select(0, rows)
     # A total is at least 1, or 0 for a row without blocks, which padding may read.
     weights: Tensor = factors / totals.clamp_min(0.5)
     return weights

@@ -48,6 +48,22 @@ class AttentionForm(NamedTuple):
     """None: never."""
 
 
+class ScoreOptions(NamedTuple):
+    """What a layer does with its scores besides scale and mask."""
+
+    soft_cap: float | None = None
+    """Scores become soft_cap * tanh(score / soft_cap), before the mask is added."""
+    sinks: Tensor | None = None
+    """(heads): a logit of each head that joins the softmax, and has no value."""
+
+    @property
+    def are_plain(self) -> bool:
+        return self.soft_cap is None and self.sinks is None
+
+
+PLAIN_SCORES = ScoreOptions()
+
+
 class ContextSlice(NamedTuple):
     """Consecutive cached tokens of each row, read from the cache by each layer."""
 
@@ -70,13 +86,13 @@ class PromptOperands(NamedTuple):
     """(B): new tokens of each row, padding excluded, at least 1; the output behind them is any
     finite number."""
     mask: Tensor | None
-    """Over the new tokens, for a fused kernel over cached and new tokens, (B or 1, 1, Q, C + Q);
-    with `slices` over the tokens of one slice of the new ones, (1, 1, size, size). None: causal,
-    for a fused kernel without context."""
+    """Over the new tokens, for a fused kernel over cached and new tokens, (B or 1, 1 or heads, Q,
+    C + Q); with `slices` over the tokens of one slice of the new ones, (1, 1, size, size). None:
+    causal, for a fused kernel without context."""
     context: tuple[Tensor, Tensor] | None = None
     """Cached keys and values, (B, kv_heads, C, D) each."""
     context_mask: Tensor | None = None
-    """(B, 1, 1 or Q, C), but not for a fused kernel."""
+    """(B, 1 or heads, 1 or Q, C), but not for a fused kernel."""
     slices: tuple[ContextSlice, ...] = ()
     """In place of `context` where attention runs in slices."""
     read: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
@@ -110,7 +126,7 @@ class DecodeOperands(NamedTuple):
     sum_mapping: Tensor
     """As `mapping`, float32."""
     mask: Tensor
-    """(N, 1, 1, block_size), additive: masked everywhere for padding."""
+    """(N, 1 or heads, 1, block_size), additive: masked everywhere for padding."""
 
 
 class AttentionImpl(Protocol):
@@ -122,11 +138,15 @@ class AttentionImpl(Protocol):
     @property
     def v_cache(self) -> KVCacheOps: ...
 
-    def prompt_attention(self, operands: PromptOperands, scale: float) -> Tensor:
+    def prompt_attention(
+        self, operands: PromptOperands, scale: float, options: ScoreOptions = PLAIN_SCORES
+    ) -> Tensor:
         """(B, heads, Q, D)"""
         ...
 
-    def paged_decode(self, operands: DecodeOperands, scale: float) -> Tensor:
+    def paged_decode(
+        self, operands: DecodeOperands, scale: float, options: ScoreOptions = PLAIN_SCORES
+    ) -> Tensor:
         """(B, heads, D)"""
         ...
 
@@ -165,8 +185,10 @@ class MoEImpl(Protocol):
 class Kernels(Protocol):
     """All of them run on the tensors' device in static shapes, and may be captured."""
 
-    def attention_form(self, dtype: torch.dtype) -> AttentionForm:
-        """For a model of this dtype."""
+    def attention_form(
+        self, dtype: torch.dtype, *, has_score_options: bool = False
+    ) -> AttentionForm:
+        """For a model of this dtype, whose layers have ScoreOptions or not."""
         ...
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from config.errors import ConfigError
 from config.model.json_fields import shown
-from config.model.model_config import ModelConfig, RopeScaling
+from config.model.model_config import ModelConfig, RopeConfig, RopeScaling
 from hpu.ops.kernels import Kernels
 
 
@@ -24,28 +24,25 @@ class Rotation(NamedTuple):
     `Kernels.rotate`, which computes x * cos + (-x2, x1) * sin."""
 
 
-def rotated_size(config: ModelConfig) -> int:
-    """Leading entries of each head that are rotated; the others stay as they are."""
-    return int(config.head_dim * config.partial_rotary_factor)
-
-
 def _default(theta: float, size: int) -> Tensor:
     exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
     return torch.pow(torch.tensor(theta, dtype=torch.float32), exponents).reciprocal()
 
 
-def _dynamic(config: ModelConfig, scaling: RopeScaling, size: int, length: int) -> Tensor:
+def _dynamic(
+    theta: float, scaling: RopeScaling, size: int, length: int, max_position: int
+) -> Tensor:
     """NTK-aware: within the trained length the default frequencies; beyond it the enlarged base of
     the longest sequence served, for all positions, because cached keys are never rotated again."""
-    ratio = max(length, config.max_position) / config.max_position
+    ratio = max(length, max_position) / max_position
     growth = scaling.factor * ratio - (scaling.factor - 1)
-    return _default(config.rope_theta * growth ** (size / (size - 2)), size)
+    return _default(theta * growth ** (size / (size - 2)), size)
 
 
-def _llama3(config: ModelConfig, scaling: RopeScaling, size: int) -> Tensor:
+def _llama3(theta: float, scaling: RopeScaling, size: int, max_position: int) -> Tensor:
     """Low frequencies divided by the factor, high ones unchanged, a smooth transition between."""
-    default = _default(config.rope_theta, size)
-    original = scaling.original_max_position or config.max_position
+    default = _default(theta, size)
+    original = scaling.original_max_position or max_position
     rotations = original * default / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     smooth = ((rotations - low) / (high - low)).clamp(0, 1)
@@ -64,15 +61,15 @@ def _yarn_attention_factor(scaling: RopeScaling) -> float:
     return get_mscale(1.0)
 
 
-def _yarn(config: ModelConfig, scaling: RopeScaling, size: int) -> Tensor:
+def _yarn(theta: float, scaling: RopeScaling, size: int, max_position: int) -> Tensor:
     """High-frequency dimensions unchanged, low ones interpolated, a linear ramp between."""
-    default = _default(config.rope_theta, size)
-    original = scaling.original_max_position or config.max_position
+    default = _default(theta, size)
+    original = scaling.original_max_position or max_position
 
     def dimension(rotations: float) -> float:
         """The dimension that rotates `rotations` times within the original length."""
         wavelengths = math.log(original / (rotations * 2 * math.pi))
-        return size * wavelengths / (2 * math.log(config.rope_theta))
+        return size * wavelengths / (2 * math.log(theta))
 
     low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
     if scaling.truncate:
@@ -84,11 +81,11 @@ def _yarn(config: ModelConfig, scaling: RopeScaling, size: int) -> Tensor:
 
 
 def _longrope(
-    config: ModelConfig, scaling: RopeScaling, size: int, length: int
+    theta: float, scaling: RopeScaling, size: int, length: int, max_position: int
 ) -> tuple[Tensor, float]:
     """One factor per dimension: the long ones for all positions if sequences beyond the original
     length may be served (cached keys are never rotated again)."""
-    original = scaling.original_max_position or config.max_position
+    original = scaling.original_max_position or max_position
     factors = scaling.long_factor if length > original else scaling.short_factor
     if len(factors) != size // 2:
         raise ConfigError(
@@ -99,26 +96,28 @@ def _longrope(
     if attention is None:
         growth = max(math.log(max(scaling.factor, 1.0)), 0.0)
         attention = math.sqrt(1 + growth / math.log(original))
-    return _default(config.rope_theta, size) / torch.tensor(factors), attention
+    return _default(theta, size) / torch.tensor(factors), attention
 
 
-def inverse_frequencies(config: ModelConfig, length: int) -> tuple[Tensor, float]:
+def inverse_frequencies(
+    rope: RopeConfig, head_dim: int, *, length: int, max_position: int
+) -> tuple[Tensor, float]:
     """(frequencies (rotated size / 2) in float32, factor on cos and sin) for sequences of at most
-    `length` tokens. ConfigError for an unknown scaling."""
-    size, scaling = rotated_size(config), config.rope_scaling
+    `length` tokens of a model trained for `max_position`. ConfigError for an unknown scaling."""
+    theta, size, scaling = rope.theta, rope.rotated_size(head_dim), rope.scaling
     kind = "default" if scaling is None else scaling.kind
     if scaling is None or kind == "default":
-        return _default(config.rope_theta, size), 1.0
+        return _default(theta, size), 1.0
     if kind == "linear":
-        return _default(config.rope_theta, size) / scaling.factor, 1.0
+        return _default(theta, size) / scaling.factor, 1.0
     if kind == "dynamic":
-        return _dynamic(config, scaling, size, length), 1.0
+        return _dynamic(theta, scaling, size, length, max_position), 1.0
     if kind == "llama3":
-        return _llama3(config, scaling, size), 1.0
+        return _llama3(theta, scaling, size, max_position), 1.0
     if kind == "yarn":
-        return _yarn(config, scaling, size), _yarn_attention_factor(scaling)
+        return _yarn(theta, scaling, size, max_position), _yarn_attention_factor(scaling)
     if kind == "longrope":
-        return _longrope(config, scaling, size, length)
+        return _longrope(theta, scaling, size, length, max_position)
     raise ConfigError(
         f"rope scaling {shown(kind)} is not one of default, linear, dynamic, llama3, yarn, longrope"
     )
@@ -130,10 +129,19 @@ class RotaryEmbedding(nn.Module):
     table: Tensor
 
     def __init__(
-        self, config: ModelConfig, *, length: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        rope: RopeConfig,
+        *,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
+        """`rope`: one of those of `config`."""
         super().__init__()
-        frequencies, factor = inverse_frequencies(config, length)
+        frequencies, factor = inverse_frequencies(
+            rope, config.head_dim, length=length, max_position=config.max_position
+        )
         angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
         cos, sin = angles.cos() * factor, angles.sin() * factor
         table = torch.cat((cos, cos, -sin, sin), dim=-1)

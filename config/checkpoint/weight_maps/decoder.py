@@ -60,7 +60,16 @@ def _decoder_layers(
     by_kind = {"mlp": tuple(mlp_weights(spec.mlp, spec.mlp, inner, hidden, spec))}
     if spec.moe is not None:
         by_kind["moe"] = tuple(moe_weights(config, spec, hidden))
-    return tuple((*attention, *by_kind[layer.feed_forward]) for layer in spec.layers)
+    heads = config.num_heads
+    sinks = WeightSpec("self_attn.sinks", (heads,), "self_attn.sinks", shard_dim=0)
+    return tuple(
+        (
+            *(one for one in attention if layer.qk_norm or ".qk_norm." not in one.parameter),
+            *((sinks,) if layer.sinks else ()),
+            *by_kind[layer.feed_forward],
+        )
+        for layer in spec.layers
+    )
 
 
 def attention_weights(config: ModelConfig, spec: DecoderSpec, hidden: Axis) -> Iterator[WeightSpec]:
@@ -83,7 +92,7 @@ def attention_weights(config: ModelConfig, spec: DecoderSpec, hidden: Axis) -> I
     ):
         is_rotated = spec.interleaved_rope and VALUES not in weight.outputs
         yield weight._replace(interleaved_size=head_dim if is_rotated else None)
-    if spec.qk_norm == "none":
+    if spec.qk_norm in ("none", "unweighted"):
         return
     # Queries and keys are normed at once. A norm of heads has one weight for all of them, which a
     # row of the parameter repeats for each.

@@ -132,7 +132,6 @@ FAMILIES: Mapping[str, Family] = {
     "OlmoeForCausalLM": Family(
         _olmoe,
         "OLMoE-1B-7B",
-        "`clip_qkv` is refused",
         moe=MoEFields("num_experts", renormalize="norm_topk_prob"),
     ),
     "GraniteMoeForCausalLM": Family(

@@ -351,7 +351,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"topk_group": 5}, "topk_group in .* is 5, it must be at most n_group, which is 4"),
         ({"first_k_dense_replace": -1}, "first_k_dense_replace in .* it must be from 0 to"),
         ({"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers .* from 0 to 64"),
-        ({"clip_qkv": 8.0}, "clip_qkv in .* is 8.0, which is not supported"),
+        ({"clip_qkv": -8.0}, "clip_qkv in .* is -8, it must be above 0"),
         ({"norm_topk_prob": 1}, "norm_topk_prob in .* is 1, it must be a bool"),
         (
             {"n_routed_experts": 16},

@@ -164,8 +164,8 @@ def test_without_weights_a_config_is_enough(folder: Path) -> None:
 
 def test_the_names_that_are_accepted_are_those_of_the_operations(original: Path) -> None:
     facts = read_model_config(str(original))
-    unknown = replace(facts, rope_scaling=RopeScaling("spiral"))
+    unknown = replace(facts.rope, scaling=RopeScaling("spiral"))
 
     assert set(ACTIVATIONS) == set(mlp.ACTIVATIONS)
     with pytest.raises(ConfigError, match=f"is not one of {', '.join(ROPE_TYPES)}$"):
-        inverse_frequencies(unknown, 64)
+        inverse_frequencies(unknown, facts.head_dim, length=64, max_position=facts.max_position)

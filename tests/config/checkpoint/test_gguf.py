@@ -120,7 +120,7 @@ def test_settings_are_those_of_the_file(tmp_path: Path) -> None:
 
     assert (config.num_layers, config.num_heads, config.num_kv_heads) == (3, HEADS, KV_HEADS)
     assert (config.hidden_size, config.max_position) == (HIDDEN, 512)
-    assert config.rope_theta == 50000.0 and math.isclose(config.rms_norm_eps, 1e-5, rel_tol=1e-6)
+    assert config.rope.theta == 50000.0 and math.isclose(config.rms_norm_eps, 1e-5, rel_tol=1e-6)
     assert not config.tie_word_embeddings
     assert (config.embedding_multiplier, config.attention_multiplier) == (12.0, 0.25)
     assert (config.residual_multiplier, config.logits_scaling) == (0.5, 8.0)
@@ -136,7 +136,7 @@ def test_rope_scaling_is_that_of_the_file(tmp_path: Path, kind: str) -> None:
     }
     source = write_gguf(tmp_path / "m.gguf", "qwen2", settings=settings)
 
-    scaling = read_model_config(str(_convert(source))).rope_scaling
+    scaling = read_model_config(str(_convert(source))).rope.scaling
 
     assert scaling is not None
     assert (scaling.kind, scaling.factor) == (kind, 4.0)

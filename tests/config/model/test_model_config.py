@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from config.errors import ConfigError
-from config.model.model_config import ModelConfig, RopeScaling
+from config.model.model_config import ModelConfig, RopeConfig, RopeScaling
 from config.model.read_config import read_model_config
+
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -48,8 +50,8 @@ def test_the_old_and_the_new_spelling_of_rope_say_the_same(tmp_path: Path) -> No
     new = _read(tmp_path, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling})
 
     assert old == new
-    assert new.rope_theta == 5e5
-    assert new.rope_scaling == RopeScaling("llama3", factor=8.0, original_max_position=128)
+    assert new.rope.theta == 5e5
+    assert new.rope.scaling == RopeScaling("llama3", factor=8.0, original_max_position=128)
 
 
 def test_a_default_rope_is_no_scaling(tmp_path: Path) -> None:
@@ -62,8 +64,8 @@ def test_a_default_rope_is_no_scaling(tmp_path: Path) -> None:
         },
     )
 
-    assert (config.rope_theta, config.partial_rotary_factor) == (7.0, 0.75)
-    assert config.rope_scaling is None
+    assert (config.rope.theta, config.rope.partial) == (7.0, 0.75)
+    assert config.rope.scaling is None
 
 
 @pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
@@ -72,7 +74,7 @@ def test_the_factor_of_longrope_is_worked_out_from_the_lengths(tmp_path: Path, n
 
     config = _read(tmp_path, rope_scaling=rope, original_max_position_embeddings=64)
 
-    assert config.rope_scaling == RopeScaling(
+    assert config.rope.scaling == RopeScaling(
         "longrope",
         factor=8.0,
         original_max_position=64,
@@ -82,25 +84,71 @@ def test_the_factor_of_longrope_is_worked_out_from_the_lengths(tmp_path: Path, n
 
 
 @pytest.mark.parametrize(
-    ("fields", "window", "layers"),
+    ("fields", "window", "types"),
     [
-        ({"sliding_window": 9}, 9, (True, True)),
+        ({"sliding_window": 9}, 9, (SLIDING, SLIDING)),
         ({"sliding_window": 9, "use_sliding_window": False}, None, ()),
-        ({"sliding_window": 9, "max_window_layers": 1}, 9, (False, True)),
+        ({"sliding_window": 9, "max_window_layers": 1}, 9, (FULL, SLIDING)),
         (
-            {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
+            {"sliding_window": 9, "layer_types": [SLIDING, FULL]},
             9,
-            (True, False),
+            (SLIDING, FULL),
         ),
+        ({"sliding_window": 9, "sliding_window_pattern": 2}, 9, (SLIDING, FULL)),
         ({}, None, ()),
     ],
 )
 def test_windows_are_read_for_each_layer(
-    tmp_path: Path, fields: dict[str, Any], window: int | None, layers: tuple[bool, ...]
+    tmp_path: Path, fields: dict[str, Any], window: int | None, types: tuple[str, ...]
 ) -> None:
     config = _read(tmp_path, **fields)
 
-    assert (config.sliding_window, config.window_layers) == (window, layers)
+    assert (config.sliding_window, config.layer_types) == (window, types)
+
+
+@pytest.mark.parametrize(
+    ("fields", "types", "rotated"),
+    [
+        ({"attention_chunk_size": 8}, (CHUNKED, CHUNKED), ()),
+        ({"attention_chunk_size": 8, "no_rope_layers": [1, 0]}, (CHUNKED, FULL), (True, False)),
+        ({"attention_chunk_size": 8, "layer_types": [FULL, CHUNKED]}, (FULL, CHUNKED), ()),
+        ({"no_rope_layer_interval": 2}, (), (True, False)),
+        ({"no_rope_layer_interval": 2, "no_rope_layers": [0, 1]}, (), (False, True)),
+        ({"no_rope_layers": []}, (), ()),
+    ],
+)
+def test_chunks_and_layers_without_rotation_are_read_for_each_layer(
+    tmp_path: Path, fields: dict[str, Any], types: tuple[str, ...], rotated: tuple[bool, ...]
+) -> None:
+    config = _read(tmp_path, **fields)
+
+    assert (config.layer_types, config.rope_layers) == (types, rotated)
+
+
+LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_parameters": {FULL: LINEAR, SLIDING: {"rope_theta": 5e3}}},
+        {"rope_theta": 1e6, "rope_scaling": LINEAR, "rope_local_base_freq": 5e3},
+    ],
+)
+def test_windowed_layers_may_have_a_rope_of_their_own(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    config = _read(tmp_path, **fields)
+
+    assert config.rope == RopeConfig(1e6, RopeScaling("linear", factor=8.0))
+    assert config.local_rope == RopeConfig(5e3)
+
+
+@pytest.mark.parametrize("kinds", [(FULL, SLIDING), (FULL,), (SLIDING,)])
+def test_equal_ropes_of_all_layers_are_one(tmp_path: Path, kinds: tuple[str, ...]) -> None:
+    config = _read(tmp_path, rope_parameters={kind: {"rope_theta": 5e3} for kind in kinds})
+
+    assert (config.rope, config.local_rope) == (RopeConfig(5e3), None)
 
 
 def test_end_tokens_and_sampling_defaults_come_from_the_generation_config(tmp_path: Path) -> None:
@@ -140,7 +188,21 @@ def test_the_dtype_is_read_in_both_spellings(tmp_path: Path, fields: dict[str, A
         ({"sliding_window": 5, "layer_types": ["a", "a"]}, r"unknown kinds \['a'\]"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor in .* is 1.5"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope factor in .* is 0"),
-        ({"rope_parameters": {"full_attention": {}}}, "differ from layer to layer"),
+        (
+            {"rope_parameters": {"main": {}}},
+            "must be those of one rope, or of one for each of full",
+        ),
+        (
+            {"rope_parameters": {SLIDING: {}, CHUNKED: {"rope_theta": 7.0}}},
+            "between windowed and chunked",
+        ),
+        ({"sliding_window": 5, "layer_types": [FULL, CHUNKED]}, "no attention_chunk_size"),
+        ({"attention_chunk_size": 5, "layer_types": [FULL, SLIDING]}, "no sliding_window"),
+        ({"sliding_window": 5, "attention_chunk_size": 5}, "a window and chunks, and no layer_"),
+        ({"attention_chunk_size": 0}, "attention_chunk_size in .* is 0"),
+        ({"no_rope_layers": [1]}, "must have a 0 or a 1 for each of 2 layers"),
+        ({"no_rope_layers": [1, "a"]}, "must have a 0 or a 1 for each of 2 layers"),
+        ({"clip_qkv": 0}, "clip_qkv in .* is 0, it must be above 0"),
         ({"eos_token_id": "end"}, "eos_token_id of .* is 'end'"),
     ],
 )

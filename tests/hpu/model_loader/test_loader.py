@@ -125,7 +125,8 @@ class _Matrices(nn.Module):
     def __init__(self, names: list[str]) -> None:
         super().__init__()
         for name in names:
-            filled = torch.zeros(SIDE, SIDE, dtype=torch.bfloat16)
+            # Zeros would not be in memory before they are written.
+            filled = torch.ones(SIDE, SIDE, dtype=torch.bfloat16)
             self.register_parameter(name, nn.Parameter(filled, requires_grad=False))
         self.weight_map = WeightMap(tuple(WeightSpec(name, (SIDE, SIDE), name) for name in names))
 

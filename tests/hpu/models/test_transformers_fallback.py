@@ -49,6 +49,38 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "nemotron": ("nemotron", {"head_dim": 16}),
     "gemma: embeddings scaled": ("gemma", {"head_dim": 16, "initializer_range": 0.3}),
+    "gemma2: soft cap, windows": (
+        "gemma2",
+        {
+            "head_dim": 16,
+            "sliding_window": 9,
+            "attn_logit_softcapping": 3.0,
+            "query_pre_attn_scalar": 16,
+            "initializer_range": 0.3,
+        },
+    ),
+    "gemma3_text: a rope for each kind of layers": (
+        "gemma3_text",
+        {
+            "head_dim": 16,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "query_pre_attn_scalar": 16,
+            "initializer_range": 0.3,
+        },
+    ),
+    "cohere2: windowed layers alone rotate": (
+        "cohere2",
+        {
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "logit_scale": 1.0,
+        },
+    ),
+    "granite_swa: sinks": (
+        "granite_swa",
+        {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "qwen3_moe: experts one by one": (
         "qwen3_moe",
         {**MOE, "moe_intermediate_size": 32, "head_dim": 16},
@@ -150,7 +182,6 @@ def test_padding_and_other_requests_change_nothing(tmp_path: Path) -> None:
 
 NO_INTERFACE = "does not call attention through transformers' interface"
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "soft cap": ("gemma2", {"head_dim": 16}, "has a soft cap of attention scores"),
     "a code that calls its own attention": ("stablelm", {}, NO_INTERFACE),
     "a recurrent model": ("mamba2", {"num_heads": 4, "head_dim": 32, "expand": 2}, NO_INTERFACE),
     "a recurrent layer": (
@@ -186,7 +217,11 @@ def test_code_that_cannot_be_driven_is_refused_with_the_reason(name: str, tmp_pa
 
 @pytest.mark.parametrize(
     ("argument", "reason"),
-    [("s_aux", "has attention sinks"), ("position_bias", "has a bias by position")],
+    [
+        ("s_aux", r"has attention sinks of \(1, 2, 3, 8\) for 2 query heads"),
+        ("softcap", "computes the soft cap"),
+        ("position_bias", "has a bias by position"),
+    ],
 )
 def test_an_argument_of_attention_that_changes_scores_is_refused(
     argument: str, reason: str
@@ -263,7 +298,7 @@ def test_a_tensor_that_is_missing_and_one_too_many_are_named(tmp_path: Path) -> 
     file = folder / "model.safetensors"
     tensors = load_file(file)
     save_file({**tensors, "model.extra": torch.zeros(2)}, file)
-    with pytest.raises(ConfigError, match=r"holds model.extra, which this model has no place for"):
+    with pytest.raises(ConfigError, match=r"no place for model.extra in model.safetensors"):
         load_transformers_model(folder)
 
     del tensors["model.layers.1.mlp.up_proj.weight"]

@@ -1,5 +1,7 @@
 """The CPU's compiled kernels against torch's operators, equal up to the rounding of bfloat16."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,15 @@ from tiny_models import make_tiny
 from torch import Tensor
 from worker_rig import WorkerRig
 
+from config.model.architectures import ARCHITECTURES
+from config.model.decoder_spec import DecoderSpec, TemperatureTuning
+from config.model.read_config import read_model_config
 from hpu.backends.cpu import use_cpu_kernels
 from hpu.layers.moe import Experts
 from hpu.models.base import CausalLM
+from hpu.models.decoder import Decoder
 from hpu.native import library as library_module
+from hpu.native.decoder import CompiledDecoder
 from hpu.native.library import Library, PackedExperts, PackedLinear, open_library
 from hpu.protocol import RequestSampling
 from hpu.sampling.filters import argmax
@@ -399,6 +406,41 @@ def test_sizes_without_a_kernel_run_on_torch(built: Library, tmp_path: Path) -> 
     decoded(model)
 
     assert not model.is_compiled
+
+
+def _layers(**fields: Any) -> Callable[[DecoderSpec], DecoderSpec]:
+    return lambda spec: replace(spec, layers=tuple(one._replace(**fields) for one in spec.layers))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _layers(chunk=8),
+        _layers(rope="none"),
+        _layers(sinks=True),
+        _layers(qk_norm=False),
+        lambda spec: replace(spec, attention_soft_cap=5.0),
+        lambda spec: replace(spec, alibi_max_bias=8.0),
+        lambda spec: replace(spec, temperature=TemperatureTuning(0.1, 8)),
+        lambda spec: replace(spec, qk_norm="unweighted"),
+        lambda spec: replace(spec, qk_norm_after_rope=True),
+    ],
+)
+def test_attention_that_the_library_does_not_know_runs_on_torch(
+    change: Callable[[DecoderSpec], DecoderSpec],
+    built: Library,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = make_tiny("llama", tmp_path, **HEADS)
+    assert packed(folder, built).is_compiled
+    config = read_model_config(str(folder))
+    spec = change(ARCHITECTURES[config.architecture].make_spec(config))
+    model = Decoder(config, spec, dtype=torch.bfloat16, device=torch.device("cpu"), length=64)
+
+    found = use_cpu_kernels(model, built)
+
+    assert isinstance(found, CompiledDecoder) and not found.is_compiled
 
 
 def test_a_second_start_compiles_nothing(built: Library, kernel_folder: Path) -> None:

@@ -18,11 +18,12 @@ from worker_rig import WorkerRig
 from config.execution import ExecutionConfig
 from hpu.emulator.card import rules
 from hpu.emulator.card.recipes import Segment
-from hpu.layers.attention import HeadShape, PagedAttention
+from hpu.layers.attention import AttentionKind, HeadShape, PagedAttention
 from hpu.layers.metadata import (
+    FULL,
     DecodeAttentionInputs,
     PrefillAttentionInputs,
-    Windows,
+    Visibility,
     build_metadata,
 )
 from hpu.ops.attention import AttentionPart, attend, merge_parts
@@ -70,7 +71,8 @@ def make_layer(
     kernels: Any, *, heads: int, kv_heads: int, window: int | None, dtype: torch.dtype
 ) -> PagedAttention:
     """A layer over caches of random keys and values; plain without `kernels`."""
-    layer = PagedAttention(HeadShape(heads, kv_heads, HEAD_DIM, HEAD_DIM**-0.5), dtype, window)
+    kind = AttentionKind(visibility=Visibility(window))
+    layer = PagedAttention(HeadShape(heads, kv_heads, HEAD_DIM, HEAD_DIM**-0.5), dtype, kind)
     if kernels is not None:
         layer.impl = kernels.make_attention()
     slots = (NUM_BLOCKS + 1) * BLOCK_SIZE
@@ -105,12 +107,11 @@ def prompt(
     )
     layer = make_layer(kernels, heads=heads, kv_heads=kv_heads, window=window, dtype=dtype)
     form = None if kernels is None else kernels.attention_form(dtype)
-    windows = Windows(window, (window is not None,))
     query = random(batch, length, heads, HEAD_DIM, seed=4).to(dtype)
     key, value = (random(batch, length, kv_heads, HEAD_DIM, seed=seed) for seed in (5, 6))
     key, value = key.to(dtype), value.to(dtype)
     with watch or nullcontext():
-        metadata = build_metadata(inputs, BLOCK_SIZE, windows, form)
+        metadata = build_metadata(inputs, BLOCK_SIZE, (Visibility(window),), form)
         out = layer(query, key, value, metadata)
     return torch.cat([out[row, :count] for row, count in enumerate(query_lens)]).float()
 
@@ -196,8 +197,8 @@ def prefill_metadata(form: Any, *, blocks: int, window: int | None = None) -> An
         context_lens=torch.tensor([blocks * BLOCK_SIZE, 3]),
         block_list=torch.arange(2 * blocks),
     )
-    layers = (False,) if window is None else (False, True)
-    return build_metadata(inputs, BLOCK_SIZE, Windows(window, layers), form)
+    kinds = (FULL,) if window is None else (FULL, Visibility(window))
+    return build_metadata(inputs, BLOCK_SIZE, kinds, form)
 
 
 def test_no_mask_of_slices_grows_with_new_times_cached_tokens(card: None) -> None:
@@ -258,7 +259,7 @@ def decode(kernels: Any, dtype: torch.dtype, watch: Any = None) -> Tensor:
     form = None if kernels is None else kernels.attention_form(dtype)
     query = random(4, 1, 6, HEAD_DIM, seed=4).to(dtype) * 3
     new = torch.zeros(4, 1, 2, HEAD_DIM, dtype=dtype)
-    metadata = build_metadata(inputs, BLOCK_SIZE, Windows(None, (False,)), form)
+    metadata = build_metadata(inputs, BLOCK_SIZE, (FULL,), form)
     with watch or nullcontext():
         out: Tensor = layer(query, new, new, metadata)
     return out.float()

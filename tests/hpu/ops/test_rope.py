@@ -11,11 +11,17 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from config.errors import ConfigError
-from config.model.model_config import ModelConfig, RopeScaling
+from config.model.model_config import ModelConfig, RopeConfig, RopeScaling
 from hpu.ops.rope import RotaryEmbedding, inverse_frequencies, rotate
 
 THETA = 500000.0
-PLAIN = ModelConfig("here", "LlamaForCausalLM", 8, 512, 8, 1, 4, 4, 128, 4096, rope_theta=THETA)
+ROPE = RopeConfig(THETA)
+PLAIN = ModelConfig("here", "LlamaForCausalLM", 8, 512, 8, 1, 4, 4, 128, 4096, rope=ROPE)
+
+
+def frequencies_of(rope: RopeConfig, length: int) -> tuple[torch.Tensor, float]:
+    return inverse_frequencies(rope, 128, length=length, max_position=4096)
+
 
 SCALINGS = {
     "linear": RopeScaling("linear", factor=3.0),
@@ -104,7 +110,7 @@ def _reference(scaling: RopeScaling, length: int) -> tuple[torch.Tensor, float]:
 def test_frequencies_equal_those_of_transformers(name: str, length: int) -> None:
     scaling = SCALINGS[name]
 
-    frequencies, factor = inverse_frequencies(replace(PLAIN, rope_scaling=scaling), length)
+    frequencies, factor = frequencies_of(replace(ROPE, scaling=scaling), length)
 
     expected, expected_factor = _reference(scaling, length)
     torch.testing.assert_close(frequencies, expected, rtol=1e-5, atol=0)
@@ -112,21 +118,23 @@ def test_frequencies_equal_those_of_transformers(name: str, length: int) -> None
 
 
 def test_an_unknown_scaling_is_named() -> None:
-    config = replace(PLAIN, rope_scaling=RopeScaling("spiral"))
+    rope = replace(ROPE, scaling=RopeScaling("spiral"))
 
     with pytest.raises(ConfigError, match="'spiral' is not one of default, linear"):
-        inverse_frequencies(config, 10)
+        frequencies_of(rope, 10)
 
 
 def test_longrope_with_too_few_factors_says_both_numbers() -> None:
-    config = replace(PLAIN, rope_scaling=RopeScaling("longrope", short_factor=(1.0, 2.0)))
+    rope = replace(ROPE, scaling=RopeScaling("longrope", short_factor=(1.0, 2.0)))
 
     with pytest.raises(ConfigError, match="2 factors, a head with 128 rotated entries needs 64"):
-        inverse_frequencies(config, 10)
+        frequencies_of(rope, 10)
 
 
 def test_products_of_turned_heads_depend_on_the_distance_only() -> None:
-    rotary = RotaryEmbedding(PLAIN, length=200, dtype=torch.float32, device=torch.device("cpu"))
+    rotary = RotaryEmbedding(
+        PLAIN, ROPE, length=200, dtype=torch.float32, device=torch.device("cpu")
+    )
     heads = torch.randn(1, 1, 2, 128, generator=torch.Generator().manual_seed(0))
 
     def product(first: int, second: int) -> torch.Tensor:
@@ -139,8 +147,10 @@ def test_products_of_turned_heads_depend_on_the_distance_only() -> None:
 
 
 def test_entries_beyond_the_rotated_part_pass_unchanged() -> None:
-    half = replace(PLAIN, partial_rotary_factor=0.5)
-    rotary = RotaryEmbedding(half, length=200, dtype=torch.float32, device=torch.device("cpu"))
+    half = replace(ROPE, partial=0.5)
+    rotary = RotaryEmbedding(
+        PLAIN, half, length=200, dtype=torch.float32, device=torch.device("cpu")
+    )
     heads = torch.randn(1, 3, 2, 128, generator=torch.Generator().manual_seed(0))
 
     turned = rotate(heads, rotary(torch.tensor([[4, 5, 6]])))

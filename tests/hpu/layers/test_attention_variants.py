@@ -1,0 +1,347 @@
+"""Windows, chunks, soft caps, sinks and ALiBi in every kind of launch, on plain operations and on
+the kernels of each device, against a softmax in float64."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from emulated import emulated
+from torch import Tensor
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+from config.model.decoder_spec import TemperatureTuning, alibi_slopes
+from hpu.layers.attention import AttentionKind, HeadShape, PagedAttention
+from hpu.layers.metadata import (
+    FULL,
+    AttentionInputs,
+    DecodeAttentionInputs,
+    PrefillAttentionInputs,
+    TextAttentionInputs,
+    Visibility,
+    build_metadata,
+    distinct,
+)
+from hpu.ops.cuda import CudaKernels
+from hpu.ops.kernels import AttentionForm, SliceSizes
+
+BLOCK_SIZE, NUM_BLOCKS, HEADS, KV_HEADS, HEAD_DIM = 4, 64, 6, 2, 8
+SCALE = 0.7
+
+
+class Variant(NamedTuple):
+    visibility: Visibility = FULL
+    soft_cap: float | None = None
+    sinks: bool = False
+    alibi: bool = False
+
+    @property
+    def sink_logits(self) -> Tensor | None:
+        return torch.linspace(-2, 3, HEADS) if self.sinks else None
+
+    @property
+    def slopes(self) -> Tensor | None:
+        return torch.tensor(alibi_slopes(HEADS)) if self.alibi else None
+
+
+VARIANTS = {
+    "full": Variant(),
+    "window": Variant(Visibility(window=7)),
+    "chunk of whole blocks": Variant(Visibility(chunk=8)),
+    "chunk that ends in a block": Variant(Visibility(chunk=6)),
+    "chunk smaller than a block": Variant(Visibility(chunk=3)),
+    "soft cap": Variant(soft_cap=2.0),
+    "sinks": Variant(sinks=True),
+    "ALiBi": Variant(alibi=True),
+    "window, soft cap, sinks": Variant(Visibility(window=7), 2.0, sinks=True),
+    # With sinks ALiBi would depend on what a bias is relative to.
+    "chunk, soft cap, ALiBi": Variant(Visibility(chunk=6), 2.0, alibi=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def card() -> Iterator[None]:
+    """The vendor's operations, which the emulator also runs on the CPU's tensors."""
+    with emulated(lazy=False, generation="gaudi3"), torch.inference_mode():
+        yield
+
+
+def gaudi(**settings: Any) -> Any:
+    from hpu.ops.gaudi import GaudiKernels
+
+    return GaudiKernels(**settings)
+
+
+IMPLEMENTATIONS = {
+    "plain": lambda: None,
+    "cuda": CudaKernels,
+    "fused": lambda: gaudi(fused_sdpa=True, fused_adjustment=True),
+    "sliced": lambda: gaudi(fused_sdpa=True, slices=SliceSizes(1, 8)),
+    "unfused": lambda: gaudi(fused_sdpa=False),
+}
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Sequence(NamedTuple):
+    """Queries, keys and values (tokens, heads, D) of all tokens, and its blocks."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    blocks: Tensor
+
+
+def sequences(lengths: list[int]) -> list[Sequence]:
+    order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(3))
+    found = []
+    for index, length in enumerate(lengths):
+        count = -(-length // BLOCK_SIZE)
+        heads = [
+            random(length, heads, HEAD_DIM, seed=10 * index + heads + kind)
+            for kind, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))
+        ]
+        found.append(Sequence(*heads, order[:count]))
+        order = order[count:]
+    return found
+
+
+def expected(sequence: Sequence, first: int, variant: Variant) -> Tensor:
+    """(tokens from `first` on, heads, D) by the definition of each part."""
+    query = sequence.query[first:].double()
+    key, value = (
+        one.double().repeat_interleave(HEADS // KV_HEADS, 1)
+        for one in (sequence.key, sequence.value)
+    )
+    scores = torch.einsum("qhd,khd->hqk", query, key) * SCALE
+    if variant.soft_cap is not None:
+        scores = variant.soft_cap * torch.tanh(scores / variant.soft_cap)
+    queries = torch.arange(first, len(key)).unsqueeze(1)
+    keys = torch.arange(len(key))
+    if variant.slopes is not None:
+        scores = scores + variant.slopes.double().view(-1, 1, 1) * keys
+    visible = keys <= queries
+    window, chunk = variant.visibility
+    if window is not None:
+        visible &= queries - keys < window
+    if chunk is not None:
+        visible &= queries // chunk == keys // chunk
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if variant.sink_logits is not None:
+        sinks = variant.sink_logits.double().view(-1, 1, 1).expand(*scores.shape[:2], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = scores.softmax(-1)[..., : len(key)]
+    return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+def attend(
+    variant: Variant,
+    kernels: Any,
+    inputs: AttentionInputs,
+    cached: list[tuple[Sequence, int]],
+    heads: list[Tensor],
+) -> Tensor:
+    """The output for `heads`, each (B, Q, heads, D), over caches that hold so many tokens of each
+    sequence; every other slot holds large numbers. The model has layers of other kinds too."""
+    kinds = distinct((Visibility(window=5), variant.visibility, FULL))
+    kind = AttentionKind(
+        visibility=variant.visibility,
+        index=kinds.index(variant.visibility),
+        soft_cap=variant.soft_cap,
+    )
+    layer = PagedAttention(HeadShape(HEADS, KV_HEADS, HEAD_DIM, SCALE), torch.float32, kind)
+    form: AttentionForm | None = None
+    if kernels is not None:
+        layer.impl = kernels.make_attention()
+        has_options = variant.sinks or variant.soft_cap is not None
+        form = kernels.attention_form(torch.float32, has_score_options=has_options)
+    slots = (NUM_BLOCKS + 1) * BLOCK_SIZE
+    caches = [torch.full((slots, KV_HEADS, HEAD_DIM), 1e3) for _ in range(2)]
+    for sequence, count in cached:
+        for cache, tokens in zip(caches, (sequence.key, sequence.value), strict=True):
+            cache[slots_of(sequence, 0, count)] = tokens[:count]
+    layer.bind_caches(*caches, BLOCK_SIZE)
+    metadata = build_metadata(inputs, BLOCK_SIZE, kinds, form, alibi_slopes=variant.slopes)
+    query, key, value = heads
+    return layer(query, key, value, metadata, variant.sink_logits)
+
+
+def slots_of(sequence: Sequence, first: int, end: int) -> Tensor:
+    places = torch.arange(first, end)
+    return sequence.blocks[places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
+
+
+def check(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+NEW, CACHED = [5, 23, 1, 9], [48, 0, 3, 31]
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("make", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+@pytest.mark.parametrize("has_context", [True, False], ids=["context", "new"])
+def test_prefills(has_context: bool, make: Any, variant: Variant) -> None:
+    cached = CACHED if has_context else [0] * len(NEW)
+    rows = sequences([sum(pair) for pair in zip(NEW, cached, strict=True)])
+    length, blocks = max(NEW) + 2, 14 if has_context else 0
+    heads = [torch.zeros(len(rows), length, count, HEAD_DIM) for count in (6, 2, 2)]
+    positions = torch.zeros(len(rows), length).long()
+    slots = torch.full((len(rows), length), NUM_BLOCKS * BLOCK_SIZE)
+    table = torch.full((len(rows), blocks), NUM_BLOCKS)
+    for index, (row, new, first) in enumerate(zip(rows, NEW, cached, strict=True)):
+        for given, tokens in zip(heads, row, strict=False):
+            given[index, :new] = tokens[first:]
+        positions[index, :new] = torch.arange(first, first + new)
+        slots[index, :new] = slots_of(row, first, first + new)
+        if has_context:
+            used = row.blocks[: -(-first // BLOCK_SIZE)]
+            table[index, : len(used)] = used
+    inputs = PrefillAttentionInputs(
+        positions, slots.view(-1), torch.tensor(NEW), torch.tensor(cached), table.view(-1)
+    )
+
+    found = attend(variant, make(), inputs, list(zip(rows, cached, strict=True)), heads)
+
+    for out, row, new, first in zip(found, rows, NEW, cached, strict=True):
+        check(out[:new], expected(row, first, variant))
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("make", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+def test_prompts_in_one_row(make: Any, variant: Variant) -> None:
+    new, cached = [5, 11, 2], [9, 0, 14]
+    rows = sequences([sum(pair) for pair in zip(new, cached, strict=True)])
+    pad, pad_block = 3, [NUM_BLOCKS] * 2
+    heads = []
+    for kind, count in enumerate((HEADS, KV_HEADS, KV_HEADS)):
+        parts = [row[kind][first:] for row, first in zip(rows, cached, strict=True)]
+        heads.append(torch.cat((*parts, torch.zeros(pad, count, HEAD_DIM))).unsqueeze(0))
+    slots = [slots_of(row, first, len(row.key)) for row, first in zip(rows, cached, strict=True)]
+    used = [row.blocks[: -(-first // BLOCK_SIZE)] for row, first in zip(rows, cached, strict=True)]
+    ranges = [torch.arange(first, first + n) for n, first in zip(new, cached, strict=True)]
+    inputs = PrefillAttentionInputs(
+        positions=torch.cat((*ranges, torch.zeros(pad).long())).unsqueeze(0),
+        slot_mapping=torch.cat((*slots, torch.full((pad,), NUM_BLOCKS * BLOCK_SIZE))),
+        query_lens=torch.tensor([*new, 0]),
+        context_lens=torch.tensor([*cached, 0]),
+        block_list=torch.cat((*used, torch.tensor(pad_block))),
+    )
+
+    found = attend(variant, make(), inputs, list(zip(rows, cached, strict=True)), heads)
+
+    for out, row, first in zip(found[0].split([*new, pad]), rows, cached, strict=False):
+        check(out, expected(row, first, variant))
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("make", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+@pytest.mark.parametrize("lengths", [[30], [19, 1, 24, 13]], ids=["one", "several"])
+def test_decodes(lengths: list[int], make: Any, variant: Variant) -> None:
+    rows, pad_rows, pad_blocks = sequences(lengths), len(lengths) - 1, 2
+    pad_slot = torch.full((pad_rows,), NUM_BLOCKS * BLOCK_SIZE)
+    heads = [
+        torch.cat((*(row[kind][-1:] for row in rows), torch.zeros(pad_rows, count, HEAD_DIM)))
+        for kind, count in enumerate((HEADS, KV_HEADS, KV_HEADS))
+    ]
+    columns = [
+        (int(block), index, start * BLOCK_SIZE, min(BLOCK_SIZE, length - start * BLOCK_SIZE))
+        for index, (row, length) in enumerate(zip(rows, lengths, strict=True))
+        for start, block in enumerate(row.blocks)
+    ]
+    columns += [(NUM_BLOCKS, -1, 0, 1)] * pad_blocks
+    last = torch.tensor([*(length - 1 for length in lengths), *[0] * pad_rows])
+    slots = [slots_of(row, len(row.key) - 1, len(row.key)) for row in rows]
+    inputs = DecodeAttentionInputs(
+        last.unsqueeze(1), torch.cat((*slots, pad_slot)), *torch.tensor(columns).t().contiguous()
+    )
+
+    cached = [(row, length - 1) for row, length in zip(rows, lengths, strict=True)]
+    found = attend(variant, make(), inputs, cached, [one.unsqueeze(1) for one in heads])
+
+    for out, row, length in zip(found, rows, lengths, strict=False):
+        check(out.unsqueeze(0), expected(row, length - 1, variant))
+    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("make", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+def test_whole_texts(make: Any, variant: Variant) -> None:
+    lengths = [17, 4]
+    rows = sequences(lengths)
+    heads = [torch.zeros(2, 19, count, HEAD_DIM) for count in (HEADS, KV_HEADS, KV_HEADS)]
+    for index, row in enumerate(rows):
+        for given, tokens in zip(heads, row, strict=False):
+            given[index, : len(tokens)] = tokens
+    zeros = torch.zeros(2, 19).long()
+
+    inputs = TextAttentionInputs(zeros, zeros, torch.tensor(lengths))
+    found = attend(variant, make(), inputs, [], heads)
+
+    for out, row in zip(found, rows, strict=True):
+        check(out[: len(row.key)], expected(row, 0, variant))
+
+
+@pytest.mark.parametrize(
+    ("chunk", "blocks"),
+    # The largest count of tokens before the query in its chunk is chunk - 1.
+    [(8, 2), (6, 3), (40, 10)],
+)
+def test_a_chunk_reads_the_blocks_that_can_be_visible(chunk: int, blocks: int) -> None:
+    inputs = PrefillAttentionInputs(
+        positions=torch.zeros(2, 5, dtype=torch.long),
+        slot_mapping=torch.zeros(10, dtype=torch.long),
+        query_lens=torch.tensor([5, 5]),
+        context_lens=torch.tensor([46, 0]),
+        block_list=torch.arange(24),
+    )
+
+    full, chunked = build_metadata(inputs, BLOCK_SIZE, (FULL, Visibility(chunk=chunk))).block_lists  # type: ignore[union-attr]
+
+    assert (len(full), len(chunked)) == (24, 2 * blocks)
+    first = min(46 // chunk * chunk // BLOCK_SIZE, 12 - blocks)
+    assert chunked[:blocks].tolist() == list(range(first, first + blocks))
+
+
+def test_masks_are_built_for_the_kinds_that_exist() -> None:
+    inputs = PrefillAttentionInputs(
+        positions=torch.zeros(1, 9, dtype=torch.long),
+        slot_mapping=torch.zeros(9, dtype=torch.long),
+        query_lens=torch.tensor([9]),
+        context_lens=torch.tensor([0]),
+        block_list=torch.zeros(0, dtype=torch.long),
+    )
+    kinds = distinct([Visibility(4), FULL, Visibility(6), Visibility(4), Visibility(chunk=3)])
+
+    masks = build_metadata(inputs, BLOCK_SIZE, kinds).masks
+
+    assert kinds == (Visibility(4), FULL, Visibility(6), Visibility(chunk=3))
+    sums = [None if one is None else int((one == 0).sum()) for one in masks]
+    assert sums == [4 * 9 - 6, None, 6 * 9 - 15, 3 * 6]
+
+
+@pytest.mark.parametrize("num_heads", [1, 6, 8, 40])
+def test_slopes_are_those_of_mpt(num_heads: int) -> None:
+    theirs = build_mpt_alibi_tensor(num_heads, 2)[:, 0, 0]
+
+    torch.testing.assert_close(torch.tensor(alibi_slopes(num_heads)), -theirs)
+
+
+def test_temperature_follows_the_position() -> None:
+    inputs = PrefillAttentionInputs(
+        positions=torch.tensor([[6, 7, 15, 0]]),
+        slot_mapping=torch.zeros(4, dtype=torch.long),
+        query_lens=torch.tensor([3]),
+        context_lens=torch.tensor([6]),
+        block_list=torch.zeros(0, dtype=torch.long),
+    )
+
+    metadata = build_metadata(
+        inputs, BLOCK_SIZE, (FULL,), temperature=TemperatureTuning(0.1, 8, offset=1)
+    )
+
+    assert metadata.query_scale is not None
+    expected = 1 + 0.1 * torch.log(torch.tensor([1.0, 2.0, 3.0, 1.0]))
+    torch.testing.assert_close(metadata.query_scale.flatten(), expected)
