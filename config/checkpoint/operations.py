@@ -6,7 +6,17 @@ from config.errors import ConfigError
 from config.model.json_fields import shown
 from config.model.model_config import ModelConfig
 
-ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+ACTIVATIONS = (
+    "silu",
+    "swish",
+    "gelu",
+    "gelu_new",
+    "gelu_fast",
+    "gelu_pytorch_tanh",
+    "quick_gelu",
+    "relu",
+    "relu2",
+)
 """Values of hidden_act that hpu/layers/mlp.py has functions for."""
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 """Values of rope_type that hpu/ops/rope.py has frequencies for."""

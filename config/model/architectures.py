@@ -8,11 +8,17 @@ from collections.abc import Mapping
 from config.engine import AUTO, NATIVE
 from config.errors import ConfigError
 from config.model.decoder_spec import DecoderSpec, Family
-from config.model.families import dense, moe
+from config.model.families import dense, gpt, moe, normed, remote
 from config.model.family_fields import causal_name
 from config.model.model_config import ModelConfig
 
-ARCHITECTURES: Mapping[str, Family] = {**dense.FAMILIES, **moe.FAMILIES}
+ARCHITECTURES: Mapping[str, Family] = {
+    **dense.FAMILIES,
+    **normed.FAMILIES,
+    **gpt.FAMILIES,
+    **remote.FAMILIES,
+    **moe.FAMILIES,
+}
 
 
 def is_native(config: ModelConfig, model_impl: str = AUTO) -> bool:

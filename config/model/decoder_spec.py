@@ -3,15 +3,34 @@
 The models, the weight map and the size estimate are built from a spec; nothing here imports torch.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from config.model.json_fields import Fields
 from config.model.model_config import ModelConfig
 from config.model.moe import MoEFields
 
 MXFP4_BLOCK = 32
 """Neighbouring weights with one scale (OCP Microscaling Formats, version 1.0)."""
+Arrangement = Literal["before", "after", "around", "parallel", "parallel_two_norms"]
+"""Where a layer norms: what attention and MLP read, what they add, or both; parallel: both read the
+layer's input, through one norm or through one each, and add to it at once."""
+
+NORMS: Mapping[Arrangement, tuple[str, ...]] = {
+    "before": ("input_layernorm", "post_attention_layernorm"),
+    "after": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "around": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+    "parallel": ("input_layernorm",),
+    "parallel_two_norms": ("input_layernorm", "post_attention_layernorm"),
+}
+"""The norms of a layer, as vLLM calls them: `post_attention_layernorm` is in front of the MLP where
+norms are before, and behind the attention where they are after."""
 
 
 class LayerSpec(NamedTuple):
@@ -101,13 +120,22 @@ class DecoderSpec:
     mlp_bias: bool = False
     mlp: str = "mlp"
     """What the checkpoint calls the MLP of a layer without experts."""
-    qk_norm: Literal["none", "heads", "all", "unweighted"] = "none"
-    """RMS norm of queries and keys: of each head, of all heads at once, or of each head without a
-    weight."""
     qk_norm_after_rope: bool = False
     """Behind the rotation, not before it."""
-    fused_weights: bool = False
-    """The checkpoint holds qkv_proj and gate_up_proj, not their parts."""
+    head_bias: bool = False
+    norm: Literal["rms", "layer"] = "rms"
+    """RMS norm or layer norm."""
+    norm_bias: bool = False
+    norm_offset: bool = False
+    """The checkpoint holds the weights of norms less 1; the norm is computed in float32."""
+    arrangement: Arrangement = "before"
+    gated_mlp: bool = True
+    """down(act(gate) * up), not down(act(up))."""
+    qk_norm: Literal["none", "heads", "all", "each_head", "unweighted"] = "none"
+    """Norm of queries and keys, an RMS norm or a layer norm like the others: of each head with one
+    weight for all; of all heads at once; of each head with its own weight, or without one."""
+    learned_positions: bool = False
+    """A row for each position is added to the embedding."""
     interleaved_rope: bool = False
     """Neighbours in a head are rotated together, not entries of its two halves."""
     attention_scale: float | None = None
@@ -119,8 +147,28 @@ class DecoderSpec:
     temperature: TemperatureTuning | None = None
     """Of queries by their position, in the layers that have it."""
     embedding_multiplier: float = 1.0
+    rounded_embedding_multiplier: bool = False
+    """It is rounded to the model's dtype before the product."""
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+    logits_soft_cap: float | None = None
+    """c * tanh(logits / c), after the division."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What the checkpoint calls a module, by its path in the model; within a layer, relative to
+    it. Paths that are absent are the same."""
+    unused: tuple[str, ...] = ()
+    """Ends of the names of tensors that a checkpoint may hold and nobody needs."""
+    qkv_layout: Literal["separate", "fused", "grouped"] = "separate"
+    """Queries, keys and values are three tensors, or one that holds one after the other, or one
+    that holds for each KV head its queries, its key and its value."""
+    fused_gate_up: bool = False
+    """The checkpoint holds gate_up_proj, not its parts."""
+    transposed: bool = False
+    """The checkpoint holds the matrices of the layers as (in, out)."""
+    single_head_norms: bool = False
+    """The checkpoint holds the norm of each head as a tensor of its own."""
+    normalized_head: bool = False
+    """The rows of the head are scaled to a length of 1."""
     moe: MoESpec | None = None
     """Of the layers with experts."""
 
@@ -160,6 +208,16 @@ def alibi_slopes(num_heads: int, max_bias: float = 8.0) -> tuple[float, ...]:
     return tuple(slopes[:num_heads])
 
 
+def without_rope(
+    layers: tuple[LayerSpec, ...], is_rotated: Iterable[bool]
+) -> tuple[LayerSpec, ...]:
+    """`layers`, of which only those that `is_rotated` says rotate queries and keys."""
+    return tuple(
+        layer if rotates else layer._replace(rope="none")
+        for layer, rotates in zip(layers, is_rotated, strict=True)
+    )
+
+
 class Family(NamedTuple):
     """An entry of the registry."""
 
@@ -177,3 +235,5 @@ class Family(NamedTuple):
     quantizations: tuple[str, ...] = ()
     """Values of `quant_method` of checkpoints whose weights are dequantized while they are
     loaded."""
+    derive: Callable[[Fields], Mapping[str, Any]] | None = None
+    """Fields that follow from others, which they replace."""

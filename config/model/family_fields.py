@@ -15,10 +15,14 @@ OTHER_NAMES = {
 
 HEADLESS_ENDINGS = ("Model", "ForSequenceClassification")
 """Of the decoder families without an output head."""
+GENERATOR_ENDINGS = ("ForCausalLM", "LMHeadModel")
+"""Of those with one."""
 
 
 def causal_name(architecture: str) -> str:
     """The name that the family has with an output head."""
+    if architecture.endswith(GENERATOR_ENDINGS):
+        return architecture
     for ending in HEADLESS_ENDINGS:
         if architecture.endswith(ending):
             return f"{architecture.removesuffix(ending)}ForCausalLM"

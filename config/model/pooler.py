@@ -8,6 +8,7 @@ from pathlib import Path
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
+from config.model.family_fields import GENERATOR_ENDINGS
 from config.model.json_fields import MAX_COUNT, Fields, Json, read_json, shown
 from config.model.model_config import ModelConfig
 from config.model.sentence_transformers import (
@@ -30,7 +31,6 @@ _PROBLEM_ACTIVATIONS = {
 MAX_LABELS = 2**20
 """Every label gets a name, even if the checkpoint has none."""
 CLASSIFIER = "ForSequenceClassification"
-GENERATOR = "ForCausalLM"
 
 _NORMALIZE = ("normalize", "use_activation", "activation", "softmax")
 _TYPES = ("pooling_type", "seq_pooling_type")
@@ -61,7 +61,7 @@ def choose_pooler(config: EngineConfig, model: ModelConfig) -> PoolerConfig | No
     """
     architecture = model.architecture
     sentence = read_sentence_config(model.path)
-    generates = architecture.endswith(GENERATOR)
+    generates = architecture.endswith(GENERATOR_ENDINGS)
     runner = config.runner
     if runner == "auto":
         runner = "generate" if generates and sentence is None else "pooling"

@@ -109,7 +109,10 @@ def _family_fields(family: Family, fields: Fields) -> Fields:
     for theirs, ours in family.renamed.items():
         if theirs in present:
             present = {**dict.fromkeys(ours, present[theirs]), **present}
-    return Fields({**family.defaults, **present}, fields.file)
+    known = Fields({**family.defaults, **present}, fields.file)
+    if family.derive is None:
+        return known
+    return Fields({**known.raw, **family.derive(known)}, fields.file)
 
 
 def _decoder_fields(family: Family | None, fields: Fields) -> Json:

@@ -1,21 +1,26 @@
-"""Gated MLP, and the activation functions that checkpoints name."""
+"""MLPs, and the activation functions that checkpoints name."""
 
 from collections.abc import Callable
+from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from config.errors import ConfigError
 from config.model.json_fields import shown
-from hpu.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from hpu.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "swish": functional.silu,
     "gelu": functional.gelu,
-    "gelu_new": lambda x: functional.gelu(x, approximate="tanh"),
-    "gelu_pytorch_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    **dict.fromkeys(
+        ("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), partial(functional.gelu, approximate="tanh")
+    ),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
 }
 
 
@@ -46,3 +51,19 @@ class GatedMLP(nn.Module):
         """(B, Q, hidden) to the same."""
         gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
         return self.down_proj(self._activation(gate) * up)  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    """down(act(up))."""
+
+    def __init__(
+        self, up_proj: ColumnParallelLinear, down_proj: RowParallelLinear, activation: str
+    ) -> None:
+        super().__init__()
+        self.up_proj = up_proj
+        self.down_proj = down_proj
+        self._activation = get_activation(activation)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(B, Q, hidden) to the same."""
+        return self.down_proj(self._activation(self.up_proj(hidden)))  # type: ignore[no-any-return]

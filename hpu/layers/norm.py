@@ -14,7 +14,8 @@ RmsNormKernel = Callable[[Tensor, Tensor, float], Tensor]
 
 
 class RMSNorm(nn.Module):
-    """RMS norm over the last dimension. `weight` (hidden) is allocated, not filled."""
+    """RMS norm over the last dimension, in the dtype of `weight`, whatever that of the hidden
+    states. `weight` (hidden) is allocated, not filled."""
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -29,25 +30,42 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(B, Q, hidden) to the same."""
+        if hidden.dtype != self.weight.dtype:
+            return self._kernel(hidden.to(self.weight.dtype), self.weight, self.eps).to(
+                hidden.dtype
+            )
         return self._kernel(hidden, self.weight, self.eps)
 
 
 class QKNorm(nn.Module):
-    """RMS norm of each query and key head. `weight` (heads + kv_heads, head_dim) repeats the weight
-    of the queries and that of the keys, so that one product scales both."""
+    """Norm of each query and key head, in the dtype of `weight`. `weight` (heads + kv_heads,
+    head_dim) has a row for each head, so that one product scales queries and keys."""
 
     def __init__(
-        self, num_heads: int, head_dim: int, eps: float, *, dtype: torch.dtype, device: torch.device
+        self,
+        num_heads: int,
+        head_dim: int,
+        eps: float,
+        *,
+        centered: bool = False,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        """`num_heads`: of queries and keys together."""
+        """`num_heads`: of queries and keys together; `centered`: a layer norm, not an RMS norm."""
         super().__init__()
         weight = torch.empty(num_heads, head_dim, dtype=dtype, device=device)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.eps = eps
+        self.centered = centered
 
     def forward(self, heads: Tensor) -> Tensor:
         """(B, Q, heads + kv_heads, head_dim) to the same."""
-        return rms_norm(heads, None, self.eps) * self.weight
+        wide = heads.to(self.weight.dtype)
+        if self.centered:
+            normed = functional.layer_norm(wide, wide.shape[-1:], None, None, self.eps)
+        else:
+            normed = rms_norm(wide, None, self.eps)
+        return (normed * self.weight).to(heads.dtype)
 
 
 class UnweightedQKNorm(nn.Module):
@@ -102,15 +120,26 @@ class FullQKNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Layer norm over the last dimension, with weight and bias."""
+    """Layer norm over the last dimension, in the dtype of `weight`, whatever that of the hidden
+    states. `weight` and `bias` (hidden) are allocated, not filled."""
 
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        *,
+        bias: bool = True,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         super().__init__()
         empty = torch.empty(2, size, dtype=dtype, device=device)
         self.weight = nn.Parameter(empty[0], requires_grad=False)
-        self.bias = nn.Parameter(empty[1], requires_grad=False)
+        self.bias = nn.Parameter(empty[1], requires_grad=False) if bias else None
         self.eps = eps
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(B, Q, hidden) to the same."""
-        return functional.layer_norm(hidden, self.weight.shape, self.weight, self.bias, self.eps)
+        wide = hidden.to(self.weight.dtype)
+        normed = functional.layer_norm(wide, wide.shape[-1:], self.weight, self.bias, self.eps)
+        return normed.to(hidden.dtype)

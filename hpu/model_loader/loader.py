@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from tqdm import tqdm
 
 from config.checkpoint.safetensors_files import StoredTensor, read_header, weight_files
@@ -185,9 +186,7 @@ class _Filler:
         they have to be copied there."""
         if parameter.device.type != "cpu" or dtype != parameter.dtype or self._group.size > 1:
             return None
-        if spec.mxfp4 or spec.transposed:
-            return None
-        if spec.repeats is not None or spec.interleaved_size is not None:
+        if not spec.is_stored_as_is:
             return None
         part = parameter.detach()
         if spec.expert is not None:
@@ -204,13 +203,7 @@ class _Filler:
             if spec.mxfp4:
                 self._fill_mxfp4(parameter, spec, tensor)
                 return
-            if spec.repeats is not None:
-                tensor = tensor.expand(spec.repeats, *tensor.shape)
-            if spec.interleaved_size is not None:
-                pairs = tensor.view(-1, spec.interleaved_size // 2, 2, *tensor.shape[1:])
-                tensor = pairs.transpose(1, 2).reshape(tensor.shape)
-            if spec.transposed:
-                tensor = tensor.transpose(-1, -2)
+            tensor = _as_stored(spec, tensor)
             if parameter.device.type == "cpu":
                 self._fill_part(parameter, spec, _parts(spec, tensor))
             elif (spec.output_sizes, spec.expert, spec.num_experts) == ((), None, None):
@@ -258,6 +251,15 @@ class _Filler:
             else:
                 part.copy_(self._shard(spec, source))
 
+    def _fill_row(self, part: Tensor, spec: WeightSpec, row: Tensor) -> None:
+        """Copy `row` into `part`, an output's shard, if that has it."""
+        assert spec.row is not None
+        num_shards = spec.num_shards(spec.outputs[0], self._group.size)
+        shard = self._group.rank * num_shards // self._group.size
+        index = spec.row - shard * part.shape[0]
+        if 0 <= index < part.shape[0]:
+            part[index].copy_(row)
+
     def _shard(self, spec: WeightSpec, tensor: Tensor) -> Tensor:
         return _shard(tensor, spec.shard_dim, self._group.size, self._group)
 
@@ -268,6 +270,9 @@ class _Filler:
         parts = target.split_with_sizes(
             [size // count for size, count in zip(spec.output_sizes, num_shards, strict=True)]
         )
+        if spec.row is not None:
+            self._fill_row(parts[spec.outputs[0]], spec, tensor)
+            return
         for output, part in zip(spec.outputs, tensor.split_with_sizes(sizes), strict=True):
             parts[output].copy_(_shard(part, spec.shard_dim, num_shards[output], self._group))
 
@@ -275,6 +280,40 @@ class _Filler:
 def _parts(spec: WeightSpec, tensor: Tensor) -> Iterable[Tensor]:
     """The tensors of all experts, if `tensor` stacks them; else the whole one."""
     return tensor if spec.num_experts is not None else (tensor,)
+
+
+def _as_stored(spec: WeightSpec, tensor: Tensor) -> Tensor:
+    """`tensor` of a checkpoint in the order and with the values of the whole parameter."""
+    if spec.transposed:
+        tensor = tensor.transpose(-1, -2)
+    if spec.grouped:
+        tensor = _ungrouped(tensor, spec.num_heads)
+    if spec.interleaved_size is not None:
+        tensor = _in_halves(tensor, spec, spec.interleaved_size)
+    if spec.offset:
+        tensor = tensor.float() + spec.offset
+    if spec.normalized:
+        tensor = functional.normalize(tensor.float())
+    return tensor if spec.repeats is None else tensor.expand(spec.repeats, *tensor.shape)
+
+
+def _ungrouped(tensor: Tensor, num_heads: tuple[int, ...]) -> Tensor:
+    """All queries, all keys, all values of `tensor`, which holds them by KV head."""
+    heads, kv_heads, _ = num_heads
+    queries = heads // kv_heads
+    groups = tensor.reshape(kv_heads, queries + 2, -1, *tensor.shape[1:])
+    parts = groups.split_with_sizes([queries, 1, 1], dim=1)
+    return torch.cat([part.flatten(0, 2) for part in parts])
+
+
+def _in_halves(tensor: Tensor, spec: WeightSpec, size: int) -> Tensor:
+    """`tensor` of heads of `size` with the first of each two neighbours that are rotated together
+    in front of all of the second."""
+    dim, rotated = spec.interleaved_dim, spec.rotated_size or size
+    heads = tensor.reshape(*tensor.shape[:dim], -1, size, *tensor.shape[dim + 1 :])
+    even, odd = torch.arange(0, rotated, 2), torch.arange(1, rotated, 2)
+    order = torch.cat((even, odd, torch.arange(rotated, size)))
+    return heads.index_select(dim + 1, order).view(tensor.shape)
 
 
 def _shard(tensor: Tensor, dim: int | None, num_shards: int, group: ProcessGroup) -> Tensor:

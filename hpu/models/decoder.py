@@ -1,19 +1,18 @@
 """The decoder that all plain families share; DecoderSpec says where they differ.
 
-Embedding; per layer x = x + m * attention(norm(x)) and x = x + m * mlp(norm(x)), where the MLP may
-be a mixture of experts; norm; head. Module paths are those of vLLM's models, so that its users'
-calibration files fit.
+Embedding; layers of attention and an MLP or a mixture of experts (decoder_layer.py); norm; head.
+Module paths are those of vLLM's Llama, so that its users' calibration files fit.
 """
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from config.checkpoint.weight_maps.decoder import decoder_weight_map
 from config.errors import ConfigError
-from config.model.decoder_spec import DecoderSpec, LayerSpec, MoESpec, alibi_slopes
+from config.model.decoder_spec import NORMS, DecoderSpec, LayerSpec, MoESpec, alibi_slopes
 from config.model.model_config import ModelConfig
 from config.model.moe import MoEConfig
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
@@ -21,6 +20,7 @@ from hpu.layers.attention import AttentionKind, HeadShape, SelfAttention
 from hpu.layers.attention_base import AttentionLayer, Shape
 from hpu.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from hpu.layers.linear import (
+    ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     ReplicatedLinear,
@@ -28,50 +28,15 @@ from hpu.layers.linear import (
 )
 from hpu.layers.metadata import AttentionInputs, AttentionMetadata, Visibility, distinct
 from hpu.layers.metadata_builder import MetadataBuilder
-from hpu.layers.mlp import GatedMLP
+from hpu.layers.mlp import MLP, GatedMLP
 from hpu.layers.moe import Experts, MoE, SparseMixer, TopKRouter
-from hpu.layers.norm import FullQKNorm, QKNorm, RMSNorm, UnweightedQKNorm
+from hpu.layers.norm import FullQKNorm, LayerNorm, QKNorm, RMSNorm, UnweightedQKNorm
 from hpu.models.base import LoadableModel
+from hpu.models.decoder_layer import LAYERS, DecoderLayer
 from hpu.ops.kernels import Kernels
 from hpu.ops.rope import RotaryEmbedding, Rotation
 from hpu.quantization.base import LinearMethod, QuantizationScheme
 from hpu.quantization.unquantized import UNQUANTIZED
-
-
-class DecoderLayer(nn.Module):
-    """Attention and MLP with the norms before them; each adds `multiplier` times its output."""
-
-    def __init__(
-        self,
-        self_attn: SelfAttention,
-        mlp: GatedMLP | MoE,
-        input_layernorm: RMSNorm,
-        post_attention_layernorm: RMSNorm,
-        *,
-        multiplier: float,
-        mlp_name: str,
-    ) -> None:
-        """`mlp_name`: that of the MLP among the modules."""
-        super().__init__()
-        self.self_attn = self_attn
-        self._mlp_name = mlp_name
-        self._modules[mlp_name] = mlp
-        self.input_layernorm = input_layernorm
-        self.post_attention_layernorm = post_attention_layernorm
-        self._multiplier = multiplier
-
-    @property
-    def mlp(self) -> GatedMLP | MoE:
-        return cast("GatedMLP | MoE", self._modules[self._mlp_name])
-
-    def forward(
-        self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
-    ) -> Tensor:
-        """(B, Q, hidden) to the same."""
-        delta = self.self_attn(self.input_layernorm(hidden), rotation, metadata)
-        hidden = torch.add(hidden, delta, alpha=self._multiplier)
-        delta = self.mlp(self.post_attention_layernorm(hidden))
-        return torch.add(hidden, delta, alpha=self._multiplier)
 
 
 class DecoderModel(nn.Module):
@@ -81,14 +46,16 @@ class DecoderModel(nn.Module):
         self,
         embed_tokens: VocabParallelEmbedding,
         layers: list[DecoderLayer],
-        norm: RMSNorm,
+        norm: RMSNorm | LayerNorm,
         metadata: MetadataBuilder,
         rotary_embs: dict[str, RotaryEmbedding],
         ropes: list[str],
+        embed_positions: VocabParallelEmbedding | None,
     ) -> None:
         """`rotary_embs` by the names in `ropes`, which has that of each layer."""
         super().__init__()
         self.embed_tokens = embed_tokens
+        self.embed_positions = embed_positions
         self.layers = nn.ModuleList(layers)
         self.norm = norm
         self.metadata = metadata
@@ -111,6 +78,8 @@ class DecoderModel(nn.Module):
             rotations["local"] = self.local_rotary_emb(inputs.positions)
         metadata: AttentionMetadata = self.metadata(inputs)
         hidden: Tensor = self.embed_tokens(tokens)
+        if self.embed_positions is not None:
+            hidden = hidden + self.embed_positions(inputs.positions)
         for layer, rope in zip(self.layers, self._ropes, strict=True):
             hidden = layer(hidden, rotations.get(rope), metadata)
         return self.norm(hidden)  # type: ignore[no-any-return]
@@ -154,7 +123,7 @@ class Decoder(LoadableModel):
             VocabParallelEmbedding(
                 config.vocab_size,
                 config.hidden_size,
-                multiplier=spec.embedding_multiplier,
+                multiplier=self._embedding_multiplier(),
                 dtype=dtype,
                 device=device,
                 group=group,
@@ -169,8 +138,15 @@ class Decoder(LoadableModel):
             ),
             self._rotary_embs(length),
             [layer.rope for layer in spec.layers],
+            self._embed_positions(length) if spec.learned_positions else None,
         )
         self.lm_head = self._head() if has_head else None
+
+    def _embedding_multiplier(self) -> float:
+        multiplier = self.spec.embedding_multiplier
+        if self.spec.rounded_embedding_multiplier:
+            return float(torch.tensor(multiplier, dtype=self.dtype))
+        return multiplier
 
     def _rotary_embs(self, length: int) -> dict[str, RotaryEmbedding]:
         config = self.config
@@ -181,6 +157,17 @@ class Decoder(LoadableModel):
             for name, rope in ropes.items()
             if rope is not None and name in used
         }
+
+    def _embed_positions(self, length: int) -> VocabParallelEmbedding:
+        config = self.config
+        if length > config.max_position:
+            raise ConfigError(
+                f"{config.path} has {config.max_position} learned positions, sequences of {length} "
+                "tokens (--max-model-len) need more"
+            )
+        return VocabParallelEmbedding(
+            config.max_position, config.hidden_size, dtype=self.dtype, device=self.device
+        )
 
     def _alibi_slopes(self) -> Tensor | None:
         """(heads) of this rank."""
@@ -197,29 +184,34 @@ class Decoder(LoadableModel):
         head = ParallelLMHead(
             config.hidden_size,
             config.vocab_size,
+            bias=self.spec.head_bias,
             **self._options(path, config.hidden_size, is_head=True),
         )
         if config.tie_word_embeddings:
             head.weight = self.model.embed_tokens.weight
         return head
 
-    def _norm(self) -> RMSNorm:
-        config = self.config
-        return RMSNorm(
-            config.hidden_size, config.rms_norm_eps, dtype=self.dtype, device=self.device
-        )
+    @property
+    def _norm_options(self) -> dict[str, Any]:
+        dtype = torch.float32 if self.spec.norm_offset else self.dtype
+        return {"dtype": dtype, "device": self.device}
+
+    def _norm(self) -> RMSNorm | LayerNorm:
+        size, eps = self.config.hidden_size, self.config.rms_norm_eps
+        if self.spec.norm == "layer":
+            return LayerNorm(size, eps, bias=self.spec.norm_bias, **self._norm_options)
+        return RMSNorm(size, eps, **self._norm_options)
 
     def _layer(self, path: str, layer: LayerSpec) -> DecoderLayer:
         attention = {"dense": self._dense_attention}[layer.attention]
-        make_mlp: Callable[[str], GatedMLP | MoE] = self._dense_mlp
+        make_mlp: Callable[[str], GatedMLP | MLP | MoE] = self._dense_mlp
         mlp_name = self.spec.mlp
         if self.spec.moe is not None and layer.feed_forward == "moe":
             make_mlp, mlp_name = self._moe, self.spec.moe.block
-        return DecoderLayer(
+        return LAYERS[self.spec.arrangement](
             attention(f"{path}.self_attn", layer),
             make_mlp(f"{path}.{mlp_name}"),
-            self._norm(),
-            self._norm(),
+            {name: self._norm() for name in NORMS[self.spec.arrangement]},
             multiplier=self.spec.residual_multiplier,
             mlp_name=mlp_name,
         )
@@ -257,17 +249,18 @@ class Decoder(LoadableModel):
 
     def _qk_norm(self) -> QKNorm | FullQKNorm | UnweightedQKNorm | None:
         shape, eps = self.shape, self.config.rms_norm_eps
-        options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
         heads, kv_heads = shape.num_heads, shape.num_kv_heads
-        if self.spec.qk_norm == "heads":
-            return QKNorm(heads + kv_heads, shape.head_dim, eps, **options)
-        if self.spec.qk_norm == "all":
+        kind, options = self.spec.qk_norm, self._norm_options
+        if kind == "none":
+            return None
+        if kind == "all":
             return FullQKNorm(heads, kv_heads, shape.head_dim, eps, group=self._group, **options)
-        if self.spec.qk_norm == "unweighted":
+        if kind == "unweighted":
             return UnweightedQKNorm(eps)
-        return None
+        centered = self.spec.norm == "layer"
+        return QKNorm(heads + kv_heads, shape.head_dim, eps, centered=centered, **options)
 
-    def _dense_mlp(self, path: str) -> GatedMLP:
+    def _dense_mlp(self, path: str) -> GatedMLP | MLP:
         return self._mlp(path, self.config.intermediate_size)
 
     def _moe(self, path: str) -> MoE:
@@ -283,7 +276,7 @@ class Decoder(LoadableModel):
         gate_dtype = torch.float32 if spec.float32_router else self.dtype
         shared = shared_gate = None
         if moe.shared_size:
-            shared = self._mlp(f"{path}.shared_experts", moe.shared_size)
+            shared = self._gated_mlp(f"{path}.shared_experts", moe.shared_size)
             shared_gate = ReplicatedLinear(hidden, 1, **options) if spec.shared_gate else None
         return MoE(
             ReplicatedLinear(
@@ -309,23 +302,31 @@ class Decoder(LoadableModel):
             scales_input=spec.scales_input,
         )
 
-    def _mlp(self, path: str, inner: int) -> GatedMLP:
+    def _mlp(self, path: str, inner: int) -> GatedMLP | MLP:
+        if self.spec.gated_mlp:
+            return self._gated_mlp(path, inner)
+        hidden, has_bias = self.config.hidden_size, self.spec.mlp_bias
+        up = ColumnParallelLinear(
+            hidden, inner, bias=has_bias, **self._options(f"{path}.up_proj", hidden)
+        )
+        return MLP(up, self._down_proj(path, inner), self.config.hidden_act)
+
+    def _gated_mlp(self, path: str, inner: int) -> GatedMLP:
         hidden = self.config.hidden_size
-        has_bias = self.spec.mlp_bias
-        return GatedMLP(
-            MergedColumnParallelLinear(
-                hidden,
-                [inner, inner],
-                bias=has_bias,
-                **self._options(f"{path}.gate_up_proj", hidden),
-            ),
-            RowParallelLinear(
-                inner,
-                hidden,
-                bias=has_bias,
-                **self._options(f"{path}.down_proj", inner // self._group.size),
-            ),
-            self.config.hidden_act,
+        gate_up = MergedColumnParallelLinear(
+            hidden,
+            [inner, inner],
+            bias=self.spec.mlp_bias,
+            **self._options(f"{path}.gate_up_proj", hidden),
+        )
+        return GatedMLP(gate_up, self._down_proj(path, inner), self.config.hidden_act)
+
+    def _down_proj(self, path: str, inner: int) -> RowParallelLinear:
+        return RowParallelLinear(
+            inner,
+            self.config.hidden_size,
+            bias=self.spec.mlp_bias,
+            **self._options(f"{path}.down_proj", inner // self._group.size),
         )
 
     def _options(self, path: str, in_features: int, *, is_head: bool = False) -> dict[str, Any]:
@@ -355,9 +356,14 @@ class Decoder(LoadableModel):
     def logits(self, hidden: Tensor) -> Tensor:
         """As CausalLM.logits, in the model's dtype."""
         assert self.lm_head is not None, "a decoder without a head gives no logits"
-        logits: Tensor = self.lm_head(hidden)
-        divisor = self.spec.logits_divisor
-        return logits if divisor == 1 else logits / divisor
+        return self.scale_logits(self.lm_head(hidden))
+
+    def scale_logits(self, logits: Tensor) -> Tensor:
+        """What follows the head."""
+        divisor, cap = self.spec.logits_divisor, self.spec.logits_soft_cap
+        if divisor != 1:
+            logits = logits / divisor
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def cache_shapes(self, num_blocks: int, block_size: int) -> list[tuple[Shape, Shape]]:
         slots = num_blocks * block_size
@@ -380,10 +386,10 @@ class Decoder(LoadableModel):
         )
         for rotary_emb in self.model.rotary_embs:
             rotary_emb.restore_sin_sign()
-        self.model.norm.use_kernel(kernels.rms_norm)
+        for module in self.model.modules():
+            if isinstance(module, RMSNorm):
+                module.use_kernel(kernels.rms_norm)
         for layer in self.layers:
-            layer.input_layernorm.use_kernel(kernels.rms_norm)
-            layer.post_attention_layernorm.use_kernel(kernels.rms_norm)
             if isinstance(layer.mlp, MoE):
                 layer.mlp.experts.use_kernels(kernels)
         for attention in self.attention_layers:

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from hpu.layers.attention_base import Shape
 from hpu.layers.metadata import AttentionInputs, DecodeAttentionInputs, PrefillAttentionInputs
-from hpu.layers.mlp import GatedMLP
+from hpu.layers.mlp import MLP, GatedMLP
 from hpu.layers.moe import MoE, TopKRouter
-from hpu.layers.norm import FullQKNorm, QKNorm
+from hpu.layers.norm import QKNorm
 from hpu.models.base import CausalLM
-from hpu.models.decoder import Decoder, DecoderLayer
+from hpu.models.decoder import Decoder
+from hpu.models.decoder_layer import DecoderLayer
 from hpu.native.library import (
     ExpertsStructure,
     Library,
@@ -125,7 +126,7 @@ class CompiledDecoder(CausalLM):
         self.dtype = model.dtype
         self.model = model
         self._library = library
-        self._layers = _layer_weights(model) if _sizes(model).are_supported else None
+        self._layers = _layer_weights(model) if _is_supported(model) else None
         self._launcher: _Launcher | None = None
         """Set once caches are bound."""
 
@@ -148,9 +149,7 @@ class CompiledDecoder(CausalLM):
         kernel = self._head_kernel
         if kernel is None:
             return self.model.logits(hidden)
-        logits = kernel.multiply_float32(hidden)
-        divisor = self.model.spec.logits_divisor
-        return logits if divisor == 1 else logits / divisor
+        return self.model.scale_logits(kernel.multiply_float32(hidden))
 
     def argmax(self, hidden: Tensor) -> Tensor | None:
         kernel = self._head_kernel
@@ -176,8 +175,22 @@ class CompiledDecoder(CausalLM):
         self.model.read_contiguously()
 
 
+def _is_supported(model: Decoder) -> bool:
+    """Whether the library computes what `model` does, apart from its activation and weights."""
+    spec = model.spec
+    has_known_norms = (spec.norm, spec.norm_offset, spec.arrangement) == ("rms", False, "before")
+    return (
+        has_known_norms
+        and not spec.learned_positions
+        and all(layer.rope == "default" for layer in spec.layers)
+        and spec.qk_norm in ("none", "heads")
+        and _sizes(model).are_supported
+    )
+
+
 def _sizes(model: Decoder) -> _Sizes:
     config, spec, shape = model.config, model.spec, model.shape
+    assert model.model.rotary_emb is not None
     return _Sizes(
         hidden=config.hidden_size,
         inner=max(config.intermediate_size, 0 if config.moe is None else config.moe.shared_size),
@@ -221,7 +234,7 @@ def _attention_is_known(model: Decoder) -> bool:
 
 def _weights_of(layer: DecoderLayer) -> _LayerWeights | None:
     attention, mlp = layer.self_attn, layer.mlp
-    if isinstance(attention.qk_norm, FullQKNorm):
+    if isinstance(mlp, MLP):
         return None
     qkv, out = attention.qkv_proj.kernel, attention.o_proj.kernel
     inner = _mixture(mlp) if isinstance(mlp, MoE) else _pair(mlp)

@@ -112,7 +112,7 @@ def make_tiny(
         model: Any = AutoModelForCausalLM.from_config(config).float()  # type: ignore[no-untyped-call]  # theirs
         # Fresh norms are 1 and fresh biases 0: a loader that mixed them up would go unseen.
         for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith(("bias", "sinks")):
+            if "norm" in name or "ln_" in name or name.endswith(("bias", "sinks")):
                 parameter.data += 0.2 * torch.randn_like(parameter)
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):

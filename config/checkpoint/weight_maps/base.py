@@ -34,13 +34,33 @@ class WeightSpec(NamedTuple):
     interleaved_size: int | None = None
     """Of a tensor of heads whose neighbouring rows are rotated together: rows of a head. In the
     parameter those are in its two halves."""
-    repeats: int | None = None
-    """How often the tensor is repeated along a new first dimension; None: there is none."""
+    rotated_size: int | None = None
+    """Of such a head, the leading rows that are rotated; None: all."""
+    interleaved_dim: int = 0
+    """The dimension of the tensor that has those rows."""
     transposed: bool = False
     """The last two dimensions are swapped in the parameter."""
+    grouped: bool = False
+    """The tensor holds for each KV head its queries, its key and its value, with the numbers of
+    `num_heads`; in the parameter all queries are before all keys, and those before all values."""
+    row: int | None = None
+    """Of an output that consists of rows, the one that the tensor holds."""
+    offset: float = 0.0
+    """Added to the tensor, in float32."""
+    normalized: bool = False
+    """Each row is scaled to a length of 1."""
+    repeats: int | None = None
+    """How often the tensor is repeated along a new first dimension; None: there is none."""
     mxfp4: Literal["", "blocks", "scales"] = ""
     """Of a parameter whose checkpoint has MXFP4: which half of it the tensor is. Both halves have
     the other fields in common."""
+
+    @property
+    def is_stored_as_is(self) -> bool:
+        """Whether the bytes of the tensor are those of a part of the parameter with its dtype."""
+        changes = (self.transposed, self.grouped, self.offset, self.normalized, self.mxfp4)
+        is_set = (self.interleaved_size, self.row, self.repeats)
+        return not any(changes) and all(one is None for one in is_set)
 
     def num_shards(self, output: int, num_ranks: int) -> int:
         """How many different shards of `output` there are on so many ranks, in the order of the
@@ -57,6 +77,8 @@ class WeightSpec(NamedTuple):
             return total
         if not self.outputs:
             return total // num_ranks
+        if self.row is not None:
+            return total // self.num_shards(self.outputs[0], num_ranks)
         row = total // sum(self.output_sizes[output] for output in self.outputs)
         return sum(
             row * self.output_sizes[output] // self.num_shards(output, num_ranks)

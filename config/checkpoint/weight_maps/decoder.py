@@ -12,7 +12,7 @@ from config.checkpoint.weight_maps.base import (
 )
 from config.checkpoint.weight_maps.mlp import mlp_weights
 from config.checkpoint.weight_maps.moe import moe_weights
-from config.model.decoder_spec import DecoderSpec
+from config.model.decoder_spec import NORMS, DecoderSpec
 from config.model.model_config import ModelConfig
 
 VALUES = 2
@@ -22,37 +22,62 @@ VALUES = 2
 def decoder_weight_map(
     config: ModelConfig, spec: DecoderSpec, *, has_head: bool = True
 ) -> WeightMap:
-    """The tensors of a decoder, under the names of Llama, which are also the model's own."""
+    """The tensors of a decoder. The model's own names are those of Llama; `spec.names` has those
+    that differ in the checkpoint."""
     hidden, vocab = Axis(config.hidden_size, "hidden_size"), Axis(config.vocab_size, "vocab_size")
     has_own_head = has_head and not config.tie_word_embeddings
     outer = [
         matrix("model.embed_tokens.weight", vocab, hidden, shard_dim=0),
-        WeightSpec("model.norm.weight", (hidden.size,), "model.norm.weight"),
+        *_norm_weights("model.norm", hidden, spec),
     ]
+    if spec.learned_positions:
+        positions = Axis(config.max_position, "max_position_embeddings")
+        outer.append(matrix("model.embed_positions.weight", positions, hidden))
     if has_own_head:
-        outer.append(matrix("lm_head.weight", vocab, hidden, shard_dim=0))
-    ignored = ["model.mtp_"]
-    ignored += [f"model.layers.{config.num_layers + i}." for i in range(config.num_mtp_layers)]
+        weight = matrix("lm_head.weight", vocab, hidden, shard_dim=0)
+        outer.append(weight._replace(normalized=spec.normalized_head))
+    if has_head and spec.head_bias:
+        outer.append(WeightSpec("lm_head.bias", (vocab.size,), "lm_head.bias", shard_dim=0))
+    layers = f"{spec.names.get('model.layers', 'model.layers')}."
+    root, head = f"{layers.partition('.')[0]}.", f"{spec.names.get('lm_head', 'lm_head')}."
+    ignored = [f"{root}mtp_"]
+    ignored += [f"{layers}{config.num_layers + i}." for i in range(config.num_mtp_layers)]
     if not has_own_head:
-        ignored.append("lm_head.weight")
+        ignored.append(f"{head}weight")
     if not has_head:
         ignored.append("score.")
     return WeightMap(
-        tuple(outer),
-        _decoder_layers(config, spec, hidden),
-        layer_prefix="model.layers.",
+        tuple(_named(weight, spec) for weight in outer),
+        tuple(
+            tuple(_named(weight, spec) for weight in layer)
+            for layer in _decoder_layers(config, spec, hidden)
+        ),
+        layer_prefix=layers,
         parameter_prefix="model.layers.",
         # Checkpoints without a head leave the prefix out.
-        default_prefix="model.",
-        known_prefixes=("model.", "lm_head.", "score."),
+        default_prefix=root,
+        known_prefixes=(root, head, "score."),
         ignored_prefixes=tuple(ignored),
-        ignored_suffixes=(".rotary_emb.inv_freq",),
+        ignored_suffixes=(".rotary_emb.inv_freq", *spec.unused),
     )
+
+
+def _named(weight: WeightSpec, spec: DecoderSpec) -> WeightSpec:
+    """`weight` under the name that the checkpoint has for it."""
+    module, _, kind = weight.name.rpartition(".")
+    return weight._replace(name=f"{spec.names.get(module, module)}.{kind}")
+
+
+def _norm_weights(name: str, size: Axis, spec: DecoderSpec) -> Iterator[WeightSpec]:
+    weight = WeightSpec(f"{name}.weight", (size.size,), f"{name}.weight")
+    yield weight._replace(offset=1.0 if spec.norm_offset else 0.0)
+    if spec.norm_bias:
+        yield WeightSpec(f"{name}.bias", (size.size,), f"{name}.bias")
 
 
 def _decoder_layers(
     config: ModelConfig, spec: DecoderSpec, hidden: Axis
-) -> tuple[tuple[WeightSpec, ...], ...]:
+) -> Iterator[tuple[WeightSpec, ...]]:
     moe = config.moe
     size_field = "intermediate_size" if moe is None else moe.fields.dense_size
     inner = Axis(config.intermediate_size, size_field)
@@ -62,14 +87,20 @@ def _decoder_layers(
         by_kind["moe"] = tuple(moe_weights(config, spec, hidden))
     heads = config.num_heads
     sinks = WeightSpec("self_attn.sinks", (heads,), "self_attn.sinks", shard_dim=0)
-    return tuple(
-        (
+    for layer in spec.layers:
+        weights = (
             *(one for one in attention if layer.qk_norm or ".qk_norm." not in one.parameter),
             *((sinks,) if layer.sinks else ()),
             *by_kind[layer.feed_forward],
         )
-        for layer in spec.layers
-    )
+        yield tuple(map(_transposed, weights)) if spec.transposed else weights
+
+
+def _transposed(weight: WeightSpec) -> WeightSpec:
+    if len(weight.shape) < 2:
+        return weight
+    fields = " x ".join(reversed(weight.fields.split(" x ")))
+    return weight._replace(shape=weight.shape[::-1], fields=fields, transposed=True)
 
 
 def attention_weights(config: ModelConfig, spec: DecoderSpec, hidden: Axis) -> Iterator[WeightSpec]:
@@ -77,8 +108,8 @@ def attention_weights(config: ModelConfig, spec: DecoderSpec, hidden: Axis) -> I
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     query = Axis(heads * head_dim, "num_attention_heads * head_dim")
     key = Axis(kv_heads * head_dim, "num_key_value_heads * head_dim")
-    for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
-        yield WeightSpec(name, (hidden.size,), name)
+    for name in NORMS[spec.arrangement]:
+        yield from _norm_weights(name, hidden, spec)
     attention = "self_attn"
     yield from row_linear(f"{attention}.o_proj", hidden, query, has_bias=spec.o_bias)
     for weight in linear(
@@ -87,26 +118,47 @@ def attention_weights(config: ModelConfig, spec: DecoderSpec, hidden: Axis) -> I
         hidden,
         has_bias=spec.qkv_bias,
         num_heads=(heads, kv_heads, kv_heads),
-        fused=spec.fused_weights,
+        fused=spec.qkv_layout != "separate",
         fused_fields=f"({query.fields} + 2 * {key.fields})",
     ):
         is_rotated = spec.interleaved_rope and VALUES not in weight.outputs
-        yield weight._replace(interleaved_size=head_dim if is_rotated else None)
-    if spec.qk_norm in ("none", "unweighted"):
-        return
-    # Queries and keys are normed at once. A norm of heads has one weight for all of them, which a
-    # row of the parameter repeats for each.
-    of_heads = spec.qk_norm == "heads"
-    for index, (name, count, axis) in enumerate(
-        (("q_norm", heads, query), ("k_norm", kv_heads, key))
-    ):
-        yield WeightSpec(
-            f"{attention}.{name}.weight",
-            (head_dim if of_heads else axis.size,),
-            f"{attention}.qk_norm.weight",
-            output_sizes=(heads, kv_heads) if of_heads else (query.size, key.size),
+        weight = weight._replace(grouped=spec.qkv_layout == "grouped")
+        yield _interleaved(weight, config, is_rotated)
+    if spec.qk_norm not in ("none", "unweighted"):
+        yield from _qk_norm_weights(f"{attention}.", config, spec)
+
+
+def _interleaved(weight: WeightSpec, config: ModelConfig, is_rotated: bool) -> WeightSpec:
+    if not is_rotated:
+        return weight
+    head_dim = config.head_dim
+    rotated_size = config.rope.rotated_size(head_dim)
+    return weight._replace(interleaved_size=head_dim, rotated_size=rotated_size)
+
+
+def _qk_norm_weights(prefix: str, config: ModelConfig, spec: DecoderSpec) -> Iterator[WeightSpec]:
+    """Queries and keys are normed at once. A norm of heads has one weight for all of them, which a
+    row of the parameter repeats for each."""
+    counts, head_dim = (config.num_heads, config.num_kv_heads), config.head_dim
+    of_all, own = spec.qk_norm == "all", spec.qk_norm == "each_head"
+    for index, (name, count) in enumerate(zip(("q_norm", "k_norm"), counts, strict=True)):
+        shape: tuple[int, ...] = (count * head_dim,) if of_all else (head_dim,)
+        weight = WeightSpec(
+            f"{prefix}{name}.weight",
+            (count, head_dim) if own and not spec.single_head_norms else shape,
+            f"{prefix}qk_norm.weight",
+            output_sizes=tuple(n * head_dim for n in counts) if of_all else counts,
             outputs=(index,),
-            num_heads=(heads, kv_heads),
+            num_heads=counts,
             shard_dim=0,
-            repeats=count if of_heads else None,
+            repeats=count if spec.qk_norm == "heads" else None,
+            offset=1.0 if spec.norm_offset else 0.0,
         )
+        weight = weight._replace(interleaved_dim=len(weight.shape) - 1)
+        weight = _interleaved(weight, config, spec.interleaved_rope)
+        if not spec.single_head_norms:
+            yield weight
+            continue
+        theirs = spec.names.get(f"{prefix}{name}", f"{prefix}{name}")
+        for row in range(count):
+            yield weight._replace(name=f"{theirs}.norms.{row}.weight", row=row)

@@ -1,4 +1,4 @@
-"""The tensors of a gated MLP."""
+"""The tensors of an MLP."""
 
 from collections.abc import Iterator
 
@@ -9,16 +9,20 @@ from config.model.decoder_spec import DecoderSpec
 def mlp_weights(
     name: str, parameter: str, inner: Axis, hidden: Axis, spec: DecoderSpec
 ) -> Iterator[WeightSpec]:
-    """A gated MLP that the checkpoint calls `name`."""
+    """An MLP, gated or plain as `spec` says, that the checkpoint calls `name`."""
     down, has_bias = "down_proj", spec.mlp_bias
     yield from row_linear(
         f"{name}.{down}", hidden, inner, has_bias=has_bias, parameter=f"{parameter}.{down}"
     )
+    if not spec.gated_mlp:
+        up = {f"{name}.up_proj": inner}
+        yield from linear(f"{parameter}.up_proj", up, hidden, has_bias=has_bias)
+        return
     yield from linear(
         f"{parameter}.gate_up_proj",
         {f"{name}.gate_proj": inner, f"{name}.up_proj": inner},
         hidden,
         has_bias=has_bias,
-        fused=spec.fused_weights,
+        fused=spec.fused_gate_up,
         fused_fields=f"2 * {inner.fields}",
     )

@@ -72,5 +72,5 @@ def test_biases_of_sharded_inputs_and_norms_are_whole_on_every_rank() -> None:
 def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
     known = ", ".join(ARCHITECTURES)
 
-    with pytest.raises(ConfigError, match=f"m is a GPT2LMHeadModel, supported are {known}"):
-        decoder_spec(config_of("GPT2LMHeadModel"))
+    with pytest.raises(ConfigError, match=f"m is a OwnForCausalLM, supported are {known}"):
+        decoder_spec(config_of("OwnForCausalLM"))

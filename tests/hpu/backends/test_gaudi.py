@@ -64,11 +64,13 @@ EXPERTS = {
 def test_experts_give_the_tokens_of_the_cpu_and_nothing_compiles_after_warmup(
     family: str, mode: str, tmp_path: Path
 ) -> None:
-    assert_nothing_compiles_after_warmup(make_tiny(family, tmp_path, **EXPERTS[family]), mode)
+    folder = make_tiny(family, tmp_path, **EXPERTS[family])
+
+    assert_nothing_compiles_after_warmup(folder, mode)
 
 
 def assert_nothing_compiles_after_warmup(folder: Path, mode: str) -> None:
-    """And the tokens are those of the CPU."""
+    """The tokens are those of the CPU, without compilations, captures or fallbacks."""
     with working(folder) as on_cpu:
         expected = greedy(on_cpu)
 
@@ -87,6 +89,39 @@ def assert_nothing_compiles_after_warmup(folder: Path, mode: str) -> None:
     assert found == expected
     assert after == before
     assert before[0] > 0 and before[2] == 0
+
+
+DENSE: dict[str, dict[str, Any]] = {
+    # Norms in float32, scaled embeddings.
+    "gemma": {"head_dim": 16, "initializer_range": 0.3},
+    # Norms behind attention and MLP.
+    "olmo2": {},
+    # Norms on both sides, half of each head rotated.
+    "glm4": {"head_dim": 16},
+    # One layer norm for both, norms of heads, no bias.
+    "cohere": {"use_qk_norm": True, "logit_scale": 0.75},
+    # Two layer norms, a plain MLP.
+    "gpt_neox": {},
+    # Learned positions, no rotation, one KV head.
+    "gpt_bigcode": {"n_inner": 128},
+    # A layer without rotation.
+    "smollm3": {"no_rope_layers": [1, 0]},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [
+        *((family, "hpu-graphs") for family in DENSE),
+        *((family, "torch-compile") for family in ("gemma", "gpt_neox", "gpt_bigcode", "smollm3")),
+    ],
+)
+def test_each_arrangement_gives_the_tokens_of_the_cpu_and_nothing_compiles_after_warmup(
+    family: str, mode: str, tmp_path: Path
+) -> None:
+    folder = make_tiny(family, tmp_path, **DENSE[family])
+
+    assert_nothing_compiles_after_warmup(folder, mode)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,17 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "ernie4_5_moe": (2, "ernie4_5_moe", {}),
     # Queries and keys are normed over the heads of all ranks.
     "olmoe": (2, "olmoe", {}),
+    # One KV head on two ranks, learned positions.
+    "gpt_bigcode": (2, "gpt_bigcode", {"n_inner": 128}),
+    # Queries, keys and values by head, and the head's own name.
+    "gpt_neox": (2, "gpt_neox", {}),
+    # A head with a bias.
+    "phi": (2, "phi", {}),
+    # The norm of each head is a tensor.
+    "stablelm": (2, "stablelm", {"qk_layernorm": True}),
+    "stablelm, two KV heads": (4, "stablelm", {"qk_layernorm": True}),
+    # Matrices of (in, out), one tensor for queries, keys and values.
+    "gpt2": (2, "gpt2", {"n_inner": 128}),
     # Fewer KV heads than ranks.
     "olmoe, one KV head": (2, "olmoe", {"num_key_value_heads": 1}),
     "qwen3, one KV head": (2, "qwen3", {"num_key_value_heads": 1}),

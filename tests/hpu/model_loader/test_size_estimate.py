@@ -238,9 +238,9 @@ def test_what_does_not_divide_is_refused_with_both_numbers(
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) -> None:
-    facts = tiny(tmp_path, "llama", architectures=["GPT2LMHeadModel"])
+    facts = tiny(tmp_path, "llama", architectures=["OwnForCausalLM"])
 
-    with pytest.raises(ConfigError, match="is a GPT2LMHeadModel, supported are LlamaForCausalLM"):
+    with pytest.raises(ConfigError, match="is a OwnForCausalLM, supported are LlamaForCausalLM"):
         count_parameters(facts)
 
 

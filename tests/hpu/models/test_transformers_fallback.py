@@ -126,7 +126,15 @@ def test_greedy_tokens_and_logits_equal_those_of_transformers(name: str, tmp_pat
 
 @pytest.mark.parametrize(
     ("family", "overrides"),
-    [("llama", {"tie_word_embeddings": True}), ("qwen3", {}), ("phi3", {"sliding_window": 9})],
+    [
+        ("llama", {"tie_word_embeddings": True}),
+        ("qwen3", {}),
+        ("phi3", {"sliding_window": 9}),
+        ("gemma", {"head_dim": 16, "initializer_range": 0.3}),
+        ("gpt_neox", {}),
+        ("phi", {"seed": 2}),
+        ("glm4", {"head_dim": 16}),
+    ],
 )
 @torch.inference_mode()
 def test_a_family_that_is_built_in_gives_the_same_tokens(

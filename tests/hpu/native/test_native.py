@@ -29,6 +29,7 @@ from hpu.sampling.sampler import GREEDY
 
 PROMPTS = {0: list(range(10, 60)), 1: list(range(70, 77)), 2: [9]}
 NEXT = [{0: 5, 1: 6, 2: 7}, {0: 8, 1: 9, 2: 10}]
+WHOLE_HEADS = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 HEADS = {"head_dim": 32, "hidden_size": 128, "num_attention_heads": 4}
 
 
@@ -441,6 +442,34 @@ def test_attention_that_the_library_does_not_know_runs_on_torch(
     found = use_cpu_kernels(model, built)
 
     assert isinstance(found, CompiledDecoder) and not found.is_compiled
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("gemma", {**HEADS, "hidden_act": "silu", "initializer_range": 0.3}),
+        ("olmo2", {**HEADS, "hidden_size": 128}),
+        ("glm4", {**HEADS, "head_dim": 64}),
+        ("cohere", {**HEADS, "logit_scale": 1.0}),
+        ("stablelm", {**HEADS, "rope_parameters": WHOLE_HEADS}),
+        ("smollm3", {**HEADS, "no_rope_layers": [1, 0]}),
+        ("starcoder2", {**HEADS, "hidden_act": "silu"}),
+        ("gpt2", {**HEADS, "n_inner": 128, "activation_function": "silu"}),
+    ],
+)
+@torch.inference_mode()
+def test_arrangements_that_the_library_lacks_run_on_torch(
+    family: str, overrides: dict[str, Any], library: Library, tmp_path: Path
+) -> None:
+    folder = make_tiny(family, tmp_path, **overrides)
+    exact = decoded(load_decoder(folder))
+    own = (decoded(packed(folder, None)) - exact).square().mean().sqrt()
+    model = packed(folder, library)
+
+    found = decoded(model)
+
+    assert not model.is_compiled
+    assert (found - exact).square().mean().sqrt() < 1.5 * own + 1e-3
 
 
 def test_a_second_start_compiles_nothing(built: Library, kernel_folder: Path) -> None:

@@ -1,0 +1,122 @@
+"""The layers of a decoder: attention and MLP, and where their norms are."""
+
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from config.model.decoder_spec import Arrangement
+from hpu.layers.attention import SelfAttention
+from hpu.layers.metadata import AttentionMetadata
+from hpu.layers.mlp import MLP, GatedMLP
+from hpu.layers.moe import MoE
+from hpu.layers.norm import LayerNorm, RMSNorm
+from hpu.ops.rope import Rotation
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each of which adds `multiplier` times its output. Subclasses say what the
+    norms, those of decoder_spec.NORMS, are applied to."""
+
+    input_layernorm: RMSNorm | LayerNorm
+    post_attention_layernorm: RMSNorm | LayerNorm
+    pre_feedforward_layernorm: RMSNorm | LayerNorm
+    post_feedforward_layernorm: RMSNorm | LayerNorm
+
+    def __init__(
+        self,
+        self_attn: SelfAttention,
+        mlp: GatedMLP | MLP | MoE,
+        norms: Mapping[str, RMSNorm | LayerNorm],
+        *,
+        multiplier: float,
+        mlp_name: str,
+    ) -> None:
+        """`mlp_name`: that of the MLP among the modules."""
+        super().__init__()
+        self.self_attn = self_attn
+        self._mlp_name = mlp_name
+        # `add_module` refuses the name of a property.
+        self._modules[mlp_name] = mlp
+        for name, norm in norms.items():
+            self.add_module(name, norm)
+        self._multiplier = multiplier
+
+    @property
+    def mlp(self) -> GatedMLP | MLP | MoE:
+        return cast("GatedMLP | MLP | MoE", self._modules[self._mlp_name])
+
+    def forward(
+        self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
+    ) -> Tensor:
+        """(B, Q, hidden) to the same."""
+        raise NotImplementedError
+
+    def _add(self, hidden: Tensor, delta: Tensor) -> Tensor:
+        return torch.add(hidden, delta, alpha=self._multiplier)
+
+
+class PreNormLayer(DecoderLayer):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def forward(
+        self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
+    ) -> Tensor:
+        delta = self.self_attn(self.input_layernorm(hidden), rotation, metadata)
+        hidden = self._add(hidden, delta)
+        return self._add(hidden, self.mlp(self.post_attention_layernorm(hidden)))
+
+
+class PostNormLayer(DecoderLayer):
+    """x + norm(attention(x)), then x + norm(mlp(x))."""
+
+    def forward(
+        self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
+    ) -> Tensor:
+        delta = self.post_attention_layernorm(self.self_attn(hidden, rotation, metadata))
+        hidden = self._add(hidden, delta)
+        return self._add(hidden, self.post_feedforward_layernorm(self.mlp(hidden)))
+
+
+class SandwichNormLayer(DecoderLayer):
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
+
+    def forward(
+        self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
+    ) -> Tensor:
+        delta = self.self_attn(self.input_layernorm(hidden), rotation, metadata)
+        hidden = self._add(hidden, self.post_attention_layernorm(delta))
+        delta = self.mlp(self.pre_feedforward_layernorm(hidden))
+        return self._add(hidden, self.post_feedforward_layernorm(delta))
+
+
+class ParallelLayer(DecoderLayer):
+    """x + attention(norm(x)) + mlp(norm(x)), with one norm."""
+
+    def forward(
+        self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
+    ) -> Tensor:
+        normed = self.input_layernorm(hidden)
+        delta = self.self_attn(normed, rotation, metadata)
+        return self._add(self._add(hidden, delta), self.mlp(normed))
+
+
+class ParallelTwoNormLayer(DecoderLayer):
+    """x + attention(norm(x)) + mlp(norm(x)), with two norms."""
+
+    def forward(
+        self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
+    ) -> Tensor:
+        delta = self.self_attn(self.input_layernorm(hidden), rotation, metadata)
+        inner = self.mlp(self.post_attention_layernorm(hidden))
+        return self._add(self._add(hidden, delta), inner)
+
+
+LAYERS: Mapping[Arrangement, type[DecoderLayer]] = {
+    "before": PreNormLayer,
+    "after": PostNormLayer,
+    "around": SandwichNormLayer,
+    "parallel": ParallelLayer,
+    "parallel_two_norms": ParallelTwoNormLayer,
+}

@@ -1,0 +1,386 @@
+"""Dense families that are no Llama in norms, MLP, positions or the layout of their checkpoints,
+against the plain forward of transformers in float32."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from greedy import greedy_by_pages, greedy_by_transformers
+from paged_harness import load_decoder
+from releases import transformers_before
+from safetensors.torch import load_file, save_file
+from tiny_models import make_tiny
+from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from config.errors import ConfigError
+from config.model.families import gpt, normed
+from config.model.read_config import read_model_config
+from hpu.models.registry import build_model
+
+if transformers_before("5"):
+    pytest.skip("an older transformers lacks some of them", allow_module_level=True)
+
+NEW_TOKENS = 32
+TOLERANCE = 1e-3
+ODD: dict[str, Any] = {
+    "hidden_size": 72,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "num_hidden_layers": 3,
+}
+"""Nine heads on three, three layers."""
+
+
+def rope(**fields: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **fields}}
+
+
+VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("gemma", {"head_dim": 16, "initializer_range": 0.3}),
+    "gemma: one key head, tied, biases": (
+        "gemma",
+        {
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "initializer_range": 0.3,
+        },
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo2: odd, biases": (
+        "olmo2",
+        {**ODD, "hidden_size": 144, "attention_bias": True},
+    ),
+    "gpt_bigcode": ("gpt_bigcode", {"n_inner": 128}),
+    "gpt_bigcode: a key head for each head": (
+        "gpt_bigcode",
+        {"multi_query": False, "n_inner": 128},
+    ),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox: one after the other, half of each head rotated, no biases": (
+        "gpt_neox",
+        {
+            **ODD,
+            "hidden_size": 144,
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            **rope(partial_rotary_factor=0.5),
+        },
+    ),
+    "starcoder2: window": ("starcoder2", {"sliding_window": 9}),
+    "starcoder2: odd, no biases, tied": (
+        "starcoder2",
+        {**ODD, "use_bias": False, "tie_word_embeddings": True},
+    ),
+    "phi": ("phi", {"seed": 2}),
+    "phi: odd, all of each head rotated": ("phi", {**ODD, **rope(partial_rotary_factor=1.0)}),
+    "cohere": ("cohere", {"logit_scale": 0.75}),
+    "cohere: odd, norm of heads, biases, tied": (
+        "cohere",
+        {
+            **ODD,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "logit_scale": 1.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "cohere2: a window in the first layer": (
+        "cohere2",
+        {
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "logit_scale": 0.75,
+        },
+    ),
+    "cohere2: odd, biases, tied": (
+        "cohere2",
+        {
+            **ODD,
+            "hidden_size": 144,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "attention_bias": True,
+            "logit_scale": 1.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "smollm3: the second layer not rotated": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "smollm3: odd, biases, tied": (
+        "smollm3",
+        {
+            **ODD,
+            "hidden_size": 144,
+            "no_rope_layer_interval": 2,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "exaone4: no window": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 2, "head_dim": 16},
+    ),
+    "exaone4: odd, windows": (
+        "exaone4",
+        {**ODD, "sliding_window": 9, "sliding_window_pattern": 2, "head_dim": 32, "seed": 1},
+    ),
+    "glm": ("glm", {"head_dim": 16}),
+    "glm: odd, biases": ("glm", {**ODD, "head_dim": 32, "attention_bias": True}),
+    "glm4": ("glm4", {"head_dim": 16}),
+    "glm4: odd, biases, tied": (
+        "glm4",
+        {**ODD, "head_dim": 32, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "ernie4_5": ("ernie4_5", {"head_dim": 16}),
+    "ernie4_5: odd, biases, tied": (
+        "ernie4_5",
+        {**ODD, "head_dim": 32, "use_bias": True, "tie_word_embeddings": True},
+    ),
+    "nemotron": ("nemotron", {"head_dim": 16}),
+    "nemotron: odd, biases": (
+        "nemotron",
+        {**ODD, "head_dim": 32, "attention_bias": True, "mlp_bias": True},
+    ),
+    "stablelm": ("stablelm", {}),
+    "stablelm: odd, parallel, biases": (
+        "stablelm",
+        {
+            **ODD,
+            "hidden_size": 144,
+            "use_parallel_residual": True,
+            "use_qkv_bias": True,
+        },
+    ),
+    "stablelm: norm of heads": ("stablelm", {"qk_layernorm": True}),
+    "falcon: one key head": (
+        "falcon",
+        {"new_decoder_architecture": False, "ffn_hidden_size": 128, "tie_word_embeddings": True},
+    ),
+    "falcon: key heads, two norms, biases": (
+        "falcon",
+        {
+            **ODD,
+            "new_decoder_architecture": True,
+            "num_kv_heads": 3,
+            "ffn_hidden_size": 128,
+            "bias": True,
+        },
+    ),
+    "falcon: key heads, one norm": (
+        "falcon",
+        {
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "num_ln_in_parallel_attn": 1,
+            "ffn_hidden_size": 128,
+        },
+    ),
+    "falcon: one after the other, a key head for each head": (
+        "falcon",
+        {
+            "new_decoder_architecture": False,
+            "multi_query": False,
+            "seed": 1,
+            "parallel_attn": False,
+            "ffn_hidden_size": 128,
+        },
+    ),
+    "gpt2: tied": ("gpt2", {"n_inner": 128, "tie_word_embeddings": True}),
+    "gpt2: odd, scores not scaled": (
+        "gpt2",
+        {**ODD, "n_inner": 128, "scale_attn_weights": False, "initializer_range": 0.1},
+    ),
+}
+
+
+def prompts() -> list[list[int]]:
+    random = torch.Generator().manual_seed(1)
+    return [torch.randint(4, 320, (length,), generator=random).tolist() for length in (1, 23, 40)]
+
+
+def assert_equal_to_transformers(folder: Path, original: Path) -> None:
+    """The model of `folder` says what transformers says of `original`."""
+    expected = greedy_by_transformers(original, prompts(), NEW_TOKENS)
+    found = greedy_by_pages(load_decoder(folder), prompts(), NEW_TOKENS)
+
+    for (tokens, logits), (expected_tokens, expected_logits) in zip(found, expected, strict=True):
+        assert tokens == expected_tokens
+        assert len(set(tokens)) > 3, "a model that repeats itself proves nothing"
+        assert (logits - expected_logits).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", VARIATIONS)
+@torch.inference_mode()
+def test_greedy_tokens_and_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    family, overrides = VARIATIONS[name]
+    folder = make_tiny(family, tmp_path, **overrides)
+
+    assert_equal_to_transformers(folder, folder)
+
+
+def test_every_architecture_is_compared_with_transformers() -> None:
+    names = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family] for family, _ in VARIATIONS.values()}
+
+    assert names == {*normed.FAMILIES, *gpt.FAMILIES}
+
+
+def rewrite(folder: Path, tensors: dict[str, Tensor], **fields: Any) -> None:
+    """Replace the tensors of a checkpoint, and some of its config."""
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def internlm2(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a Llama with two query heads of 16 for each of two KV heads."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        for old, new in INTERNLM2_NAMES.items():
+            name = name.replace(old, new)
+        found[name] = tensor
+    for prefix in [name.removesuffix("wq.weight") for name in found if name.endswith("wq.weight")]:
+        query, key, value = (
+            found.pop(f"{prefix}{x}.weight").unflatten(0, (2, -1, 16)) for x in ("wq", "wk", "wv")
+        )
+        found[f"{prefix}wqkv.weight"] = torch.cat((query, key, value), dim=1).flatten(0, 2)
+    return found
+
+
+WEIGHTS = "model.safetensors"
+INTERNLM2_NAMES = {
+    "embed_tokens": "tok_embeddings",
+    "lm_head": "output",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.o_proj": "attention.wo",
+    **{f"self_attn.{x}_proj": f"attention.w{x}" for x in "qkv"},
+    **{f"mlp.{x}_proj": f"feed_forward.w{i}" for x, i in (("gate", 1), ("down", 2), ("up", 3))},
+}
+
+
+def baichuan(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a Llama, with as many key heads as heads."""
+    found = dict(tensors)
+    for prefix in [name[:-13] for name in tensors if name.endswith("q_proj.weight")]:
+        parts = [found.pop(f"{prefix}{x}_proj.weight") for x in "qkv"]
+        found[f"{prefix}W_pack.weight"] = torch.cat(parts)
+    return found
+
+
+@torch.inference_mode()
+def test_internlm2_is_a_llama_in_another_layout(tmp_path: Path) -> None:
+    original = make_tiny("llama", tmp_path / "llama")
+    folder = make_tiny("llama", tmp_path / "internlm2")
+    rewrite(
+        folder,
+        internlm2(load_file(folder / WEIGHTS)),
+        architectures=["InternLM2ForCausalLM"],
+        bias=False,
+    )
+
+    assert_equal_to_transformers(folder, original)
+
+
+@torch.inference_mode()
+def test_internlm3_is_a_llama_with_other_names_of_fields(tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path, attention_bias=True, mlp_bias=True, **ODD)
+    original = make_tiny("llama", tmp_path / "llama", attention_bias=True, mlp_bias=True, **ODD)
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("attention_bias", "mlp_bias"):
+        del config[name]
+    (folder / "config.json").write_text(
+        json.dumps(
+            {**config, "architectures": ["InternLM3ForCausalLM"], "qkv_bias": True, "bias": True}
+        )
+    )
+
+    assert_equal_to_transformers(folder, original)
+
+
+@pytest.mark.parametrize("architecture", ["BaichuanForCausalLM", "BaiChuanForCausalLM"])
+@torch.inference_mode()
+def test_baichuan_is_a_llama_in_another_layout(architecture: str, tmp_path: Path) -> None:
+    original = make_tiny("llama", tmp_path / "llama", num_key_value_heads=4)
+    folder = make_tiny("llama", tmp_path / "baichuan", num_key_value_heads=4)
+    rewrite(folder, baichuan(load_file(folder / WEIGHTS)), architectures=[architecture])
+
+    assert_equal_to_transformers(folder, original)
+
+
+@torch.inference_mode()
+def test_the_rows_of_baichuan_2s_head_get_a_length_of_1(tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path, num_key_value_heads=4, vocab_size=125696, hidden_size=32)
+    tensors = load_file(folder / WEIGHTS)
+    rewrite(folder, baichuan(tensors), architectures=["BaichuanForCausalLM"])
+
+    head = load_decoder(folder).lm_head
+
+    expected = tensors["lm_head.weight"] / tensors["lm_head.weight"].norm(dim=1, keepdim=True)
+    assert head is not None and head.weight is not None
+    torch.testing.assert_close(head.weight, expected)
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "positions in the scores": ("falcon", {"alibi": True}, "alibi in .* is true"),
+    "norm of heads with a bias": ("phi", {"qk_layernorm": True}, "qk_layernorm in .* is true"),
+    "scores scaled by layer": (
+        "gpt2",
+        {"scale_attn_by_inverse_layer_idx": True},
+        "scale_attn_by_inverse_layer_idx in .* is true",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_supported_is_refused_by_its_field(name: str, tmp_path: Path) -> None:
+    family, overrides, message = REFUSED[name]
+    config = read_model_config(str(make_tiny(family, tmp_path, **overrides)))
+
+    with pytest.raises(ConfigError, match=message):
+        build_model(config, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_a_baichuan_without_rotation_is_refused(tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path)
+    fields = {"architectures": ["BaichuanForCausalLM"], "max_position_embeddings": None}
+    rewrite(folder, load_file(folder / WEIGHTS), **fields)
+
+    with pytest.raises(ConfigError, match="has no max_position_embeddings: it is a Baichuan with"):
+        read_model_config(str(folder))
+
+
+def test_sequences_longer_than_the_learned_positions_are_refused(tmp_path: Path) -> None:
+    config = read_model_config(str(make_tiny("gpt2", tmp_path, n_inner=128)))
+
+    with pytest.raises(ConfigError, match="has 512 learned positions, sequences of 513 tokens"):
+        build_model(config, dtype=torch.float32, device=torch.device("cpu"), max_model_len=513)
+
+
+@torch.inference_mode()
+def test_norms_whose_weights_are_stored_less_1_run_in_float32(tmp_path: Path) -> None:
+    folder = make_tiny("gemma", tmp_path, head_dim=16)
+    stored = load_file(folder / WEIGHTS)["model.norm.weight"]
+
+    norm = load_decoder(folder, dtype=torch.bfloat16).model.norm
+    hidden = torch.randn(1, 3, 64).bfloat16()
+    wide = hidden.float()
+    expected = wide * (wide.square().mean(-1, keepdim=True) + norm.eps).rsqrt() * (1 + stored)
+
+    assert torch.equal(norm.weight, 1 + stored)
+    torch.testing.assert_close(norm(hidden), expected.bfloat16(), atol=0, rtol=2**-7)
+    assert norm(hidden).dtype == torch.bfloat16
+
+
+def test_the_multiplier_of_embeddings_is_rounded_as_in_transformers(tmp_path: Path) -> None:
+    folder = make_tiny("gemma", tmp_path, head_dim=16, hidden_size=72)
+    model = load_decoder(folder, dtype=torch.bfloat16)
+    row = model.model.embed_tokens.weight[5]
+
+    found = model.model.embed_tokens(torch.tensor([[5]]))[0, 0]
+
+    assert torch.equal(found, row * torch.tensor(72**0.5, dtype=torch.bfloat16))
