@@ -33,18 +33,20 @@ def model_facts(
     that are not in config.json, whose folder is `path` of its argument. Raises ConfigError."""
     path = Path(fetch_demo(cache_dir) if model in NAMES else model).expanduser()
     if path.name == _FILE:
-        facts = read_model_config(str(path.parent))
+        facts = read_model_config(str(path.parent), allow_quantized=True)
     elif path.is_dir():
-        facts = read_model_config(str(path))
+        facts = read_model_config(str(path), allow_quantized=True)
     elif path.suffix.lower() == ".gguf" and path.is_file():
         facts = _of_gguf(path)
     elif path.exists():
         raise ConfigError(f"{path} is neither a folder nor a {_FILE} nor a .gguf file")
     elif is_hub_id(model):
-        facts = read_model_config(str(download_files(model, revision, download_dir, (_FILE,))))
+        folder = download_files(model, revision, download_dir, (_FILE,))
+        facts = read_model_config(str(folder), allow_quantized=True)
     else:
         raise no_such_model(model)
-    if path.is_dir() and any(path.glob("*.safetensors")):
+    # Of quantized weights the files hold other tensors than are counted.
+    if path.is_dir() and any(path.glob("*.safetensors")) and not facts.is_quantized:
         shapes = folder_shapes(path)
         check_shapes(facts, shapes, path / _FILE)
         facts = replace(facts, num_parameters=sum(map(math.prod, shapes.values())))

@@ -49,7 +49,7 @@ class LayerSpec(NamedTuple):
     sinks: bool = False
     """A learned logit of each head joins the softmax, and has no value: the tensor
     self_attn.sinks."""
-    attention: Literal["dense"] = "dense"
+    attention: Literal["dense", "mla"] = "dense"
     feed_forward: Literal["mlp", "moe"] = "mlp"
 
 
@@ -81,6 +81,9 @@ class MoESpec:
     block: str = "mlp"
     """Before the following names."""
     gate: str = "gate"
+    group_scoring: Literal["top2", "max", "none"] = "top2"
+    """What a group of experts is chosen by: the sum of its two best scores, or its best score;
+    none: groups do not count."""
     correction_bias: str = ""
     """Added to the scores for the choice of experts; empty: there is none."""
     correction_rows: tuple[int, ...] = ()
@@ -108,6 +111,43 @@ class TemperatureTuning(NamedTuple):
     scale: float
     floor: float
     offset: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLASpec:
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). Of each token one
+    latent and one rotated key are cached; the keys and values of all heads are products of the
+    latent."""
+
+    q_lora_rank: int | None
+    """Size of the latent that queries are products of; None: of the hidden state."""
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    """Entries of a query or key head that are not rotated; the rotated ones are behind them."""
+    qk_rope_head_dim: int
+    v_head_dim: int
+    norm_eps: float = 1e-6
+    """Of the norms of latents: the published code has this number, not rms_norm_eps."""
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def padded_head_dim(self) -> int:
+        """Of prompts: queries, keys and values padded to the same size, as fused kernels take
+        them."""
+        return max(self.qk_head_dim, self.v_head_dim)
+
+    @property
+    def latent_size(self) -> int:
+        """Numbers that a layer caches for a token."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def absorbed_size(self) -> int:
+        """Of the matrices of one head that a decode multiplies queries and outputs by."""
+        return self.kv_lora_rank * (self.qk_nope_head_dim + self.v_head_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +211,8 @@ class DecoderSpec:
     """The rows of the head are scaled to a length of 1."""
     moe: MoESpec | None = None
     """Of the layers with experts."""
+    mla: MLASpec | None = None
+    """Of the layers with latent attention: all or none."""
 
     @property
     def has_score_options(self) -> bool:

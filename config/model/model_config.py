@@ -128,6 +128,11 @@ class ModelConfig:
     """temperature, top_p, top_k, min_p, repetition_penalty of generation_config.json, if
     present."""
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether config.json says so of the weights."""
+        return bool(self.fields.raw.get("quantization_config"))
+
     def kv_heads_per_rank(self, num_ranks: int) -> int:
         """KV heads on each of so many tensor-parallel ranks. Of fewer heads than ranks, each is on
         several ranks."""

@@ -30,6 +30,8 @@ class MoEFields(NamedTuple):
     last_layer: str = ""
     """-1: the last one."""
     layer_step: str = ""
+    first_of_step: bool = False
+    """Of that many layers in a row the first one has experts, not the last one."""
     dense_layers: str = ""
     expert_layers: str = ""
     """The layers that have experts; where it is set, the four fields above do not count."""
@@ -55,7 +57,8 @@ class MoEConfig:
     first_layer: int = 0
     last_layer: int | None = None
     layer_step: int = 1
-    """Of `layer_step` layers in a row, the last one has experts."""
+    """Of `layer_step` layers in a row, the last one has experts, or the first one, as `fields`
+    says."""
     dense_layers: frozenset[int] = frozenset()
     expert_layers: frozenset[int] | None = None
     """The layers that have experts, in place of the four fields above."""
@@ -67,7 +70,7 @@ class MoEConfig:
         return (
             self.first_layer <= layer
             and (self.last_layer is None or layer <= self.last_layer)
-            and (layer + 1) % self.layer_step == 0
+            and (layer if self.fields.first_of_step else layer + 1) % self.layer_step == 0
             and layer not in self.dense_layers
         )
 

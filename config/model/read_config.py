@@ -29,20 +29,24 @@ from config.model.moe import moe_config
 _CLASS_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\Z")
 
 
-def read_model_config(path: str) -> ModelConfig:
+def read_model_config(path: str, *, allow_quantized: bool = False) -> ModelConfig:
     """Read config.json and generation_config.json in folder `path`.
 
     Accepts the field names of transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5
     (rope_parameters, dtype). ConfigError for a missing file or field, a value of the wrong type, a
-    quantized checkpoint, and a model that is neither a plain decoder nor an encoder of the BERT
-    family.
+    quantized checkpoint unless `allow_quantized`, and a model that is neither a plain decoder nor
+    an encoder of the BERT family.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ConfigError(f"{path} holds no config.json, so it is not a model's folder")
     generation_file = Path(path) / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
-    return model_config_of(path, Fields(read_json(file), file), Fields(generation, generation_file))
+    fields = Fields(read_json(file), file)
+    if not allow_quantized:
+        family = ARCHITECTURES.get(causal_name(_architecture(fields)))
+        _refuse_quantized(fields, () if family is None else family.quantizations)
+    return model_config_of(path, fields, Fields(generation, generation_file))
 
 
 def model_config_of(path: str, fields: Fields, generation: Fields) -> ModelConfig:
@@ -50,7 +54,6 @@ def model_config_of(path: str, fields: Fields, generation: Fields) -> ModelConfi
     config/checkpoint/shapes.py compares them with the tensors before a model is built."""
     architecture = _architecture(fields)
     family = ARCHITECTURES.get(causal_name(architecture))
-    _refuse_quantized(fields, () if family is None else family.quantizations)
     eos = generation.raw.get("eos_token_id", fields.raw.get("eos_token_id"))
     encoder = encoder_fields(architecture, fields)
     usual = with_usual_names(fields)

@@ -15,7 +15,7 @@ from config.startup_checks import choose_max_model_len
 from engine.reports.buckets import BLOCK_SIZE, SECONDS_PER_GRAPH, planned_table
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.gaudi_devices import GIB, generation
-from hpu.model_loader.size_estimate import count_parameters
+from hpu.model_loader.size_estimate import count_active_parameters, count_parameters
 from hpu.protocol import PREFILL
 from hpu.worker.card_plan import CardDemand, CardPlan, changes, plan_card
 
@@ -31,6 +31,9 @@ GRAPH_BYTES = (5_000_000, 20_000_000)
 
 TENSOR_PARALLEL_NOTE = (
     "one model on several cards is planned here already; serving it comes with a later version"
+)
+QUANTIZED_NOTE = (
+    "the checkpoint's weights are quantized, which is not served yet: they are counted in {}"
 )
 FP8_NOTE = "an FP8 cache is planned here already; serving with it comes with a later version"
 
@@ -105,6 +108,8 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
     table = _table(config, card) if card.fits else None
     strategy = "exponential" if config.buckets.strategy == "auto" else config.buckets.strategy
     notes = []
+    if facts.is_quantized:
+        notes.append(QUANTIZED_NOTE.format(dtype))
     if target.num_cards > 1:
         notes.append(TENSOR_PARALLEL_NOTE)
     if target.kv_dtype != "auto":
@@ -178,13 +183,20 @@ def _head(plan: Plan) -> list[str]:
     card, target = plan.card, plan.target
     parameters = count_parameters(plan.facts)
     title, demand = generation(target.device).title, card.demand
+    chosen = _active_parameters(plan.facts)
+    active = "" if chosen is None else f" ({chosen / 1e9:.2f} active)"
     cards = f"{target.num_cards} cards" if target.num_cards > 1 else "1 card"
     return [
-        f"{plan.facts.path}: {plan.facts.architecture}, {parameters / 1e9:.2f} billion parameters, "
-        f"{plan.dtype}",
+        f"{plan.facts.path}: {plan.facts.architecture}, {parameters / 1e9:.2f} billion parameters"
+        f"{active}, {plan.dtype}",
         f"{title}, {cards}; context {demand.max_model_len} tokens, "
         f"{demand.max_num_seqs} sequences, {demand.max_num_batched_tokens} tokens a step",
     ]
+
+
+def _active_parameters(facts: ModelConfig) -> int | None:
+    """Those of a mixture of experts that a token is multiplied by."""
+    return None if facts.moe is None else count_active_parameters(facts)
 
 
 def _memory(plan: Plan) -> list[str]:
@@ -265,6 +277,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "model": plan.facts.path,
         "architecture": plan.facts.architecture,
         "parameters": count_parameters(plan.facts),
+        "active_parameters": _active_parameters(plan.facts),
         "dtype": plan.dtype,
         "device": plan.target.device,
         "tensor_parallel_size": plan.target.num_cards,

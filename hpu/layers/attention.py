@@ -6,6 +6,7 @@ one slice.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -101,7 +102,8 @@ class SelfAttention(nn.Module):
     def kv_cache_spec(self) -> KVCacheSpec:
         return self.attn.kv_cache_spec
 
-    def bind_caches(self, keys: Tensor, values: Tensor, block_size: int) -> None:
+    def bind_caches(self, *caches: Tensor, block_size: int) -> None:
+        keys, values = caches
         self.attn.bind_caches(keys, values, block_size)
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool) -> None:
@@ -205,19 +207,10 @@ class PagedAttention(nn.Module):
         return self._prefill(query, key, value, metadata, options)
 
     def _decode(self, query: Tensor, metadata: DecodeMetadata, options: ScoreOptions) -> Tensor:
-        mask = metadata.masks[self._kind.index]
-        assert mask is not None
-        operands = DecodeOperands(
-            query,
-            self._read(self.impl.k_cache, self._keys, metadata),
-            self._read(self.impl.v_cache, self._values, metadata),
-            metadata.groups,
-            metadata.rows,
-            metadata.block_mapping,
-            metadata.mapping,
-            metadata.sum_mapping,
-            mask,
-        )
+        size = self._block_size
+        keys = read_blocks(self.impl.k_cache, self._keys, size, metadata)
+        values = read_blocks(self.impl.v_cache, self._values, size, metadata)
+        operands = decode_operands(query, keys, values, metadata, self._kind)
         return self.impl.paged_decode(operands, self._scale, options)
 
     def _prefill(
@@ -228,48 +221,86 @@ class PagedAttention(nn.Module):
         metadata: PrefillMetadata,
         options: ScoreOptions,
     ) -> Tensor:
-        batch, kind = query.shape[0], self._kind.index
+        batch, size = query.shape[0], self._block_size
 
         def read(blocks: Tensor) -> tuple[Tensor, Tensor]:
             return (
-                self._read_context(self.impl.k_cache, self._keys, blocks, batch),
-                self._read_context(self.impl.v_cache, self._values, blocks, batch),
+                read_context(self.impl.k_cache, self._keys, size, blocks, batch),
+                read_context(self.impl.v_cache, self._values, size, blocks, batch),
             )
 
-        slices = metadata.slices if self._kind.visibility == FULL else ()
-        context, block_list = None, metadata.block_lists[kind]
-        if block_list.shape[0] and not slices:
-            context = read(block_list)
-        operands = PromptOperands(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            metadata.query_lens,
-            metadata.masks[kind],
-            context,
-            metadata.context_masks[kind],
-            slices,
-            read,
-        )
+        operands = prompt_operands(query, key, value, metadata, self._kind, read)
         return self.impl.prompt_attention(operands, self._scale, options).transpose(1, 2)
 
-    def _by_block(self, cache: Tensor) -> Tensor:
-        """(blocks, block_size, kv_heads, head_dim)."""
-        return cache.view(-1, self._block_size, *cache.shape[1:])
 
-    def _read(self, ops: KVCacheOps, cache: Tensor, metadata: DecodeMetadata) -> Tensor:
-        """(N, block_size, kv_heads, head_dim): the blocks of a decode."""
-        blocks = self._by_block(cache)
-        if metadata.block_list is None:
-            blocks = blocks[: metadata.groups.shape[0]]
-        return ops.fetch_from_cache(blocks, metadata.block_list)
+def decode_operands(
+    query: Tensor, keys: Tensor, values: Tensor, metadata: DecodeMetadata, kind: AttentionKind
+) -> DecodeOperands:
+    """`query` (B, heads, D), `keys` and `values` (N, block_size, kv_heads, D) with what the launch
+    says of them."""
+    mask = metadata.masks[kind.index]
+    assert mask is not None
+    return DecodeOperands(
+        query,
+        keys,
+        values,
+        metadata.groups,
+        metadata.rows,
+        metadata.block_mapping,
+        metadata.mapping,
+        metadata.sum_mapping,
+        mask,
+    )
 
-    def _read_context(
-        self, ops: KVCacheOps, cache: Tensor, block_list: Tensor, batch: int
-    ) -> Tensor:
-        """(B, kv_heads, C * block_size, head_dim) of the cached context."""
-        blocks = ops.fetch_from_cache(self._by_block(cache), block_list)
-        return blocks.view(batch, -1, *cache.shape[1:]).transpose(1, 2)
+
+def prompt_operands(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    metadata: PrefillMetadata,
+    kind: AttentionKind,
+    read: Callable[[Tensor], tuple[Tensor, Tensor]],
+) -> PromptOperands:
+    """New tokens, (B, Q, heads or kv_heads, D) each, with what the launch says of them. `read`
+    gives the keys and values, (B, kv_heads, tokens, D) each, of blocks of the cached context."""
+    slices = metadata.slices if kind.visibility == FULL else ()
+    context, block_list = None, metadata.block_lists[kind.index]
+    if block_list.shape[0] and not slices:
+        context = read(block_list)
+    return PromptOperands(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        metadata.query_lens,
+        metadata.masks[kind.index],
+        context,
+        metadata.context_masks[kind.index],
+        slices,
+        read,
+    )
+
+
+def _by_block(cache: Tensor, block_size: int) -> Tensor:
+    """(blocks, block_size, kv_heads, head_dim)."""
+    return cache.view(-1, block_size, *cache.shape[1:])
+
+
+def read_blocks(
+    ops: KVCacheOps, cache: Tensor, block_size: int, metadata: DecodeMetadata
+) -> Tensor:
+    """(N, block_size, kv_heads, head_dim): the blocks of a decode."""
+    blocks = _by_block(cache, block_size)
+    if metadata.block_list is None:
+        blocks = blocks[: metadata.groups.shape[0]]
+    return ops.fetch_from_cache(blocks, metadata.block_list)
+
+
+def read_context(
+    ops: KVCacheOps, cache: Tensor, block_size: int, block_list: Tensor, batch: int
+) -> Tensor:
+    """(B, kv_heads, C * block_size, head_dim) of the cached context."""
+    blocks = ops.fetch_from_cache(_by_block(cache, block_size), block_list)
+    return blocks.view(batch, -1, *cache.shape[1:]).transpose(1, 2)
 
 
 def finite(x: Tensor) -> Tensor:

@@ -20,11 +20,13 @@ class KVCacheSpec(NamedTuple):
     dtype: torch.dtype
     window: int | None = None
     """The most tokens that a query sees, its own included; None: all."""
+    has_values: bool = True
+    """Whether values have a cache beside that of the keys; latents are both."""
 
-    def shapes(self, num_slots: int) -> tuple[Shape, Shape]:
-        """Of the key cache and of the value cache."""
+    def shapes(self, num_slots: int) -> tuple[Shape, ...]:
+        """Of the key cache and of the value cache, or of the cache of latents."""
         shape = (num_slots, self.num_kv_heads, self.head_dim)
-        return shape, shape
+        return (shape, shape) if self.has_values else (shape,)
 
 
 class AttentionLayer(Protocol):
@@ -33,7 +35,7 @@ class AttentionLayer(Protocol):
     @property
     def kv_cache_spec(self) -> KVCacheSpec: ...
 
-    def bind_caches(self, keys: Tensor, values: Tensor, block_size: int) -> None:
+    def bind_caches(self, *caches: Tensor, block_size: int) -> None:
         """Use these caches, of the shapes of `kv_cache_spec`."""
         ...
 

@@ -36,8 +36,10 @@ class TopKRouter:
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     num_groups: int = 1
     top_groups: int = 1
-    """The chosen experts are in so many of the `num_groups` groups of neighbours: those with the
-    highest sums of their two best scores (DeepSeek-V3, arXiv 2412.19437)."""
+    """The chosen experts are in so many of the `num_groups` groups of neighbours."""
+    group_scoring: Literal["top2", "max"] = "top2"
+    """Those groups have the highest sums of their two best scores (DeepSeek-V3, arXiv 2412.19437),
+    or the highest best scores (DeepSeek-V2, arXiv 2405.04434)."""
     scaling_factor: float = 1.0
 
     def __call__(self, logits: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -65,7 +67,10 @@ class TopKRouter:
     def _within_top_groups(self, scores: Tensor) -> Tensor:
         """`scores` (T, experts) with -inf in all other groups."""
         grouped = scores.view(scores.shape[0], self.num_groups, -1)
-        group_scores = grouped.topk(2, dim=-1).values.sum(-1)
+        if self.group_scoring == "max":
+            group_scores = grouped.amax(-1)
+        else:
+            group_scores = grouped.topk(2, dim=-1).values.sum(-1)
         groups = group_scores.topk(self.top_groups, dim=-1).indices.unsqueeze(-1)
         numbers = torch.arange(self.num_groups, device=scores.device)
         is_other = (groups != numbers).all(dim=1)

@@ -307,12 +307,13 @@ def _ungrouped(tensor: Tensor, num_heads: tuple[int, ...]) -> Tensor:
 
 
 def _in_halves(tensor: Tensor, spec: WeightSpec, size: int) -> Tensor:
-    """`tensor` of heads of `size` with the first of each two neighbours that are rotated together
-    in front of all of the second."""
-    dim, rotated = spec.interleaved_dim, spec.rotated_size or size
-    heads = tensor.reshape(*tensor.shape[:dim], -1, size, *tensor.shape[dim + 1 :])
-    even, odd = torch.arange(0, rotated, 2), torch.arange(1, rotated, 2)
-    order = torch.cat((even, odd, torch.arange(rotated, size)))
+    """`tensor` of heads with the first of each two neighbours that are rotated together in front of
+    all of the second."""
+    dim, start = spec.interleaved_dim, spec.interleaved_start
+    end, rotated_end = start + size, start + (spec.rotated_size or size)
+    heads = tensor.reshape(*tensor.shape[:dim], -1, end, *tensor.shape[dim + 1 :])
+    even, odd = torch.arange(start, rotated_end, 2), torch.arange(start + 1, rotated_end, 2)
+    order = torch.cat((torch.arange(start), even, odd, torch.arange(rotated_end, end)))
     return heads.index_select(dim + 1, order).view(tensor.shape)
 
 

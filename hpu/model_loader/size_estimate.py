@@ -6,8 +6,10 @@ Imports no torch. A test compares the number of parameters with that of the buil
 from config.checkpoint.weight_maps.decoder import decoder_weight_map
 from config.errors import ConfigError
 from config.model.architectures import ARCHITECTURES, decoder_spec
-from config.model.decoder_spec import LayerSpec, uniform_layers
+from config.model.decoder_spec import LayerSpec, MLASpec, uniform_layers
 from config.model.model_config import ModelConfig
+
+_EMBEDDING = "model.embed_tokens.weight"
 
 
 def count_parameters(config: ModelConfig, num_cards: int = 1) -> int:
@@ -32,9 +34,29 @@ def _rotated_sizes(config: ModelConfig) -> list[int]:
     return [rope.rotated_size(config.head_dim) for rope in ropes if rope is not None]
 
 
+def _mla(config: ModelConfig) -> MLASpec | None:
+    return decoder_spec(config).mla if config.architecture in ARCHITECTURES else None
+
+
+def count_active_parameters(config: ModelConfig) -> int:
+    """Parameters that one token is multiplied by: of the routed experts those that it chooses, and
+    no embedding."""
+    weight_map, moe = decoder_weight_map(config, decoder_spec(config)), config.moe
+    active = 0
+    for spec in weight_map.entries():
+        size = spec.num_elements()
+        if spec.parameter == _EMBEDDING and not config.tie_word_embeddings:
+            continue
+        if moe is not None and (spec.expert, spec.num_experts) != (None, None):
+            size = size * moe.top_k // moe.num_experts
+        active += size
+    return active
+
+
 def check_split(config: ModelConfig, num_cards: int) -> None:
     """ConfigError, with both numbers, when the model cannot be divided among so many cards."""
-    kv_heads = config.num_kv_heads
+    # Latents are whole on each of them.
+    kv_heads = config.num_kv_heads if _mla(config) is None else num_cards
     if num_cards > kv_heads and num_cards % kv_heads:
         raise ConfigError(
             f"{config.path} has {kv_heads} KV heads, and they cannot be repeated evenly on "
@@ -69,13 +91,34 @@ def weight_bytes(config: ModelConfig, *, num_cards: int, width: int, length: int
     `length` tokens."""
     # Cosines and sines, each of the rotated size.
     rotary = 2 * sum(_rotated_sizes(config)) * length
-    return (count_parameters(config, num_cards) + rotary) * width
+    mla, absorbed = _mla(config), 0
+    if mla is not None:
+        absorbed = config.num_layers * config.num_heads // num_cards * mla.absorbed_size
+    return (count_parameters(config, num_cards) + rotary + absorbed) * width
 
 
 def kv_block_bytes(config: ModelConfig, *, num_cards: int, width: int, block_size: int) -> int:
-    """One KV block of all layers on one card: keys and values of its shard of the heads."""
-    heads = config.kv_heads_per_rank(num_cards)
-    return 2 * config.num_layers * heads * config.head_dim * width * block_size
+    """One KV block of all layers on one card: keys and values of its shard of the heads, or the
+    latents, which every card has."""
+    mla = _mla(config)
+    size = _kv_size(config, num_cards) if mla is None else mla.latent_size
+    return config.num_layers * size * width * block_size
+
+
+def _kv_size(config: ModelConfig, num_cards: int) -> int:
+    """Numbers in the keys and values of a token, in one layer on one card, as attention over
+    prompts takes them: latents are expanded to all heads."""
+    mla = _mla(config)
+    if mla is not None:
+        return 2 * config.num_heads // num_cards * mla.padded_head_dim
+    return 2 * config.kv_heads_per_rank(num_cards) * config.head_dim
+
+
+def _query_size(config: ModelConfig, num_cards: int) -> int:
+    """As `_kv_size`, of a token's queries."""
+    mla = _mla(config)
+    head_dim = config.head_dim if mla is None else mla.padded_head_dim
+    return config.num_heads // num_cards * head_dim
 
 
 def activation_bytes(
@@ -88,6 +131,9 @@ def activation_bytes(
     if moe is not None:
         inner = max(inner, moe.top_k * moe.inner_size + moe.shared_size)
     layer = num_tokens * (6 * config.hidden_size + 3 * inner // num_cards)
+    if _mla(config) is not None:
+        # Their heads may be several times as wide as the hidden state.
+        layer += num_tokens * (_query_size(config, num_cards) + _kv_size(config, num_cards))
     return layer * width + num_seqs * config.vocab_size * 4 * 4
 
 
@@ -105,14 +151,14 @@ def context_bytes(
     `slices`: (threshold, tokens of a slice) of attention in slices, as in
     ExecutionConfig.slice_sizes."""
     new = min(num_tokens, max_model_len)
-    kv_width = 2 * config.kv_heads_per_rank(num_cards) * config.head_dim * width
+    kv_width = _kv_size(config, num_cards) * width
     full = windowed = 0
     limits = {layer.window or layer.chunk for layer in _layers(config)}
     if None in limits:
         threshold, size = slices or (max_model_len, max_model_len)
         full = _joined_bytes(new, min(threshold, max_model_len), width, kv_width)
         if max_model_len > threshold:
-            query_width = config.num_heads // num_cards * config.head_dim * 4
+            query_width = _query_size(config, num_cards) * 4
             in_slices = _sliced_bytes(new, max_model_len, size, width, kv_width, query_width)
             full = max(full, in_slices)
     for limit in limits - {None}:

@@ -28,11 +28,11 @@ class CausalLM(nn.Module):
         that logit is not finite. None: only `logits` can tell."""
         return None
 
-    def cache_shapes(self, num_blocks: int, block_size: int) -> list[tuple[Shape, Shape]]:
-        """Shapes of each layer's key cache and value cache."""
+    def cache_shapes(self, num_blocks: int, block_size: int) -> list[tuple[Shape, ...]]:
+        """Shapes of each layer's key cache and value cache, or of its cache of latents."""
         raise NotImplementedError
 
-    def bind_caches(self, caches: list[tuple[Tensor, Tensor]], block_size: int) -> None:
+    def bind_caches(self, caches: list[tuple[Tensor, ...]], block_size: int) -> None:
         """Use each layer's caches, of `cache_shapes`."""
         raise NotImplementedError
 

@@ -28,6 +28,7 @@ from hpu.layers.linear import (
 )
 from hpu.layers.metadata import AttentionInputs, AttentionMetadata, Visibility, distinct
 from hpu.layers.metadata_builder import MetadataBuilder
+from hpu.layers.mla import MLAAttention
 from hpu.layers.mlp import MLP, GatedMLP
 from hpu.layers.moe import Experts, MoE, SparseMixer, TopKRouter
 from hpu.layers.norm import FullQKNorm, LayerNorm, QKNorm, RMSNorm, UnweightedQKNorm
@@ -203,7 +204,11 @@ class Decoder(LoadableModel):
         return RMSNorm(size, eps, **self._norm_options)
 
     def _layer(self, path: str, layer: LayerSpec) -> DecoderLayer:
-        attention = {"dense": self._dense_attention}[layer.attention]
+        kinds: dict[str, Callable[[str, LayerSpec], SelfAttention | MLAAttention]] = {
+            "dense": self._dense_attention,
+            "mla": self._latent_attention,
+        }
+        attention = kinds[layer.attention]
         make_mlp: Callable[[str], GatedMLP | MLP | MoE] = self._dense_mlp
         mlp_name = self.spec.mlp
         if self.spec.moe is not None and layer.feed_forward == "moe":
@@ -245,6 +250,59 @@ class Decoder(LoadableModel):
                 clip=config.clip_qkv,
                 tunes_temperature=layer.tunes_temperature,
             ),
+        )
+
+    def _latent_attention(self, path: str, layer: LayerSpec) -> MLAAttention:
+        config, spec, mla = self.config, self.spec, self.spec.mla
+        assert mla is not None and layer.window is None
+        options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        hidden, rank, eps = config.hidden_size, mla.q_lora_rank, mla.norm_eps
+        query_size = config.num_heads * mla.qk_head_dim
+        layers: dict[str, Any]
+        if rank is None:
+            layers = {
+                "q_proj": ColumnParallelLinear(
+                    hidden, query_size, **self._options(f"{path}.q_proj", hidden)
+                ),
+                "kv_a_proj_with_mqa": ReplicatedLinear(
+                    hidden,
+                    mla.latent_size,
+                    bias=spec.qkv_bias,
+                    **self._options(f"{path}.kv_a_proj_with_mqa", hidden),
+                ),
+            }
+        else:
+            layers = {
+                "fused_qkv_a_proj": ReplicatedLinear(
+                    hidden,
+                    [rank, mla.latent_size],
+                    bias=spec.qkv_bias,
+                    **self._options(f"{path}.fused_qkv_a_proj", hidden),
+                ),
+                "q_a_layernorm": RMSNorm(rank, eps, **options),
+                "q_b_proj": ColumnParallelLinear(
+                    rank, query_size, **self._options(f"{path}.q_b_proj", rank)
+                ),
+            }
+        return MLAAttention(
+            mla,
+            self.shape.num_heads,
+            self.shape.scale,
+            kv_a_layernorm=RMSNorm(mla.kv_lora_rank, eps, **options),
+            # Not quantized: the matrices that decodes absorb are made of it.
+            kv_b_proj=ColumnParallelLinear(
+                mla.kv_lora_rank,
+                config.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim),
+                group=self._group,
+                **options,
+            ),
+            o_proj=RowParallelLinear(
+                config.num_heads * mla.v_head_dim,
+                hidden,
+                bias=spec.o_bias,
+                **self._options(f"{path}.o_proj", self.shape.num_heads * mla.v_head_dim),
+            ),
+            **layers,
         )
 
     def _qk_norm(self) -> QKNorm | FullQKNorm | UnweightedQKNorm | None:
@@ -365,13 +423,13 @@ class Decoder(LoadableModel):
             logits = logits / divisor
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def cache_shapes(self, num_blocks: int, block_size: int) -> list[tuple[Shape, Shape]]:
+    def cache_shapes(self, num_blocks: int, block_size: int) -> list[tuple[Shape, ...]]:
         slots = num_blocks * block_size
         return [attention.kv_cache_spec.shapes(slots) for attention in self.attention_layers]
 
-    def bind_caches(self, caches: list[tuple[Tensor, Tensor]], block_size: int) -> None:
-        for attention, (keys, values) in zip(self.attention_layers, caches, strict=True):
-            attention.bind_caches(keys, values, block_size)
+    def bind_caches(self, caches: list[tuple[Tensor, ...]], block_size: int) -> None:
+        for attention, own in zip(self.attention_layers, caches, strict=True):
+            attention.bind_caches(*own, block_size=block_size)
         self.model.metadata.block_size = block_size
 
     def read_contiguously(self) -> None:
@@ -406,7 +464,8 @@ def _router(moe: MoEConfig, spec: MoESpec) -> TopKRouter | SparseMixer:
         moe.top_k,
         moe.renormalize,
         scoring=spec.scoring,
-        num_groups=moe.num_groups,
+        num_groups=1 if spec.group_scoring == "none" else moe.num_groups,
         top_groups=moe.top_groups,
+        group_scoring="max" if spec.group_scoring == "max" else "top2",
         scaling_factor=moe.scaling_factor,
     )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from config.model.decoder_spec import Arrangement
 from hpu.layers.attention import SelfAttention
 from hpu.layers.metadata import AttentionMetadata
+from hpu.layers.mla import MLAAttention
 from hpu.layers.mlp import MLP, GatedMLP
 from hpu.layers.moe import MoE
 from hpu.layers.norm import LayerNorm, RMSNorm
@@ -26,7 +27,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(
         self,
-        self_attn: SelfAttention,
+        self_attn: SelfAttention | MLAAttention,
         mlp: GatedMLP | MLP | MoE,
         norms: Mapping[str, RMSNorm | LayerNorm],
         *,

@@ -238,13 +238,13 @@ class TransformersModel(LoadableModel):
         out = self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False)
         return out.logits.squeeze(0)  # type: ignore[no-any-return]
 
-    def cache_shapes(self, num_blocks: int, block_size: int) -> list[tuple[Shape, Shape]]:
+    def cache_shapes(self, num_blocks: int, block_size: int) -> list[tuple[Shape, ...]]:
         slots = num_blocks * block_size
         return [one.attn.kv_cache_spec.shapes(slots) for one in self.attention_layers]
 
-    def bind_caches(self, caches: list[tuple[Tensor, Tensor]], block_size: int) -> None:
+    def bind_caches(self, caches: list[tuple[Tensor, ...]], block_size: int) -> None:
         for attention, (keys, values) in zip(self.attention_layers, caches, strict=True):
-            attention.attn.bind_caches(keys, values, block_size)
+            attention.attn.bind_caches(keys, values, block_size=block_size)
         self._block_size = block_size
 
     def read_contiguously(self) -> None:

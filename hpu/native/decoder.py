@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hpu.layers.attention import SelfAttention
 from hpu.layers.attention_base import Shape
 from hpu.layers.metadata import AttentionInputs, DecodeAttentionInputs, PrefillAttentionInputs
 from hpu.layers.mlp import MLP, GatedMLP
@@ -163,10 +164,10 @@ class CompiledDecoder(CausalLM):
         kernel = None if head is None else head.kernel
         return kernel if isinstance(kernel, PackedLinear) else None
 
-    def cache_shapes(self, num_blocks: int, block_size: int) -> list[tuple[Shape, Shape]]:
+    def cache_shapes(self, num_blocks: int, block_size: int) -> list[tuple[Shape, ...]]:
         return self.model.cache_shapes(num_blocks, block_size)
 
-    def bind_caches(self, caches: list[tuple[Tensor, Tensor]], block_size: int) -> None:
+    def bind_caches(self, caches: list[tuple[Tensor, ...]], block_size: int) -> None:
         self.model.bind_caches(caches, block_size)
         if self._layers is not None:
             self._launcher = _Launcher(self._library, self.model, self._layers, caches)
@@ -234,7 +235,7 @@ def _attention_is_known(model: Decoder) -> bool:
 
 def _weights_of(layer: DecoderLayer) -> _LayerWeights | None:
     attention, mlp = layer.self_attn, layer.mlp
-    if isinstance(mlp, MLP):
+    if not isinstance(attention, SelfAttention) or isinstance(mlp, MLP):
         return None
     qkv, out = attention.qkv_proj.kernel, attention.o_proj.kernel
     inner = _mixture(mlp) if isinstance(mlp, MoE) else _pair(mlp)
@@ -265,6 +266,8 @@ def _mixture(moe: MoE) -> _Mixture | None:
     # What the library does not know: another router, its bias, weights that multiply inputs.
     if not isinstance(router, TopKRouter) or moe.gate.bias is not None or moe.scales_input:
         return None
+    if router.num_groups > 1 and router.group_scoring != "top2":
+        return None
     shared = (Product(), Product())
     if moe.shared_experts is not None:
         pair = _pair(moe.shared_experts)
@@ -292,7 +295,7 @@ class _Launcher:
         library: Library,
         model: Decoder,
         layers: Sequence[_LayerWeights],
-        caches: Sequence[tuple[Tensor, Tensor]],
+        caches: Sequence[tuple[Tensor, ...]],
     ) -> None:
         self._library = library
         self._hidden_size = model.config.hidden_size
@@ -340,7 +343,7 @@ def _address(column: Tensor) -> int:
     return column.data_ptr()
 
 
-def _layer(weights: _LayerWeights, caches: tuple[Tensor, Tensor]) -> _Layer:
+def _layer(weights: _LayerWeights, caches: tuple[Tensor, ...]) -> _Layer:
     qk_norm, (keys, values), mlp = weights.qk_norm, caches, weights.mlp
     mixture, products = None, (Product(), Product())
     if isinstance(mlp, _Mixture):

@@ -282,7 +282,7 @@ class PlainAttention:
     """AttentionImpl as plain operations, for any device."""
 
     def __init__(self) -> None:
-        self.k_cache = self.v_cache = PlainKVCacheOps()
+        self.k_cache = self.v_cache = self.latent_cache_k = PlainKVCacheOps()
 
     def prompt_attention(
         self, operands: PromptOperands, scale: float, options: ScoreOptions = PLAIN_SCORES
@@ -312,7 +312,9 @@ class PlainAttention:
     def paged_decode(
         self, operands: DecodeOperands, scale: float, options: ScoreOptions = PLAIN_SCORES
     ) -> Tensor:
-        return paged_decode(
+        # Latents are all attended to, and the outputs cut: fused kernels take values of the size of
+        # the keys, and a copy of them would be read and written once more.
+        out = paged_decode(
             operands.query,
             operands.keys,
             operands.values,
@@ -322,3 +324,4 @@ class PlainAttention:
             scale=scale,
             options=options,
         )
+        return out[..., : operands.value_size]

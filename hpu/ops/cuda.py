@@ -60,7 +60,7 @@ class CudaKernels:
         low, high = heads.chunk(2, dim=-1)
         return torch.addcmul(heads * cos, torch.cat((-high, low), dim=-1), sin)
 
-    def make_attention(self) -> CudaAttention:
+    def make_attention(self, *, latent: bool = False) -> CudaAttention:
         return CudaAttention()
 
     def make_moe(self, weights: ExpertWeights, activation: str | ClampedSwiGLU) -> None:

@@ -104,11 +104,12 @@ class GaudiKernels:
         )
         return rotated.view(batch, query, *rotated.shape[1:])
 
-    def make_attention(self) -> "GaudiAttention":
+    def make_attention(self, *, latent: bool = False) -> "GaudiAttention":
         return GaudiAttention(
             fused_sdpa=self._fused_sdpa,
             softmax_mode=self._softmax_mode,
             fused_adjustment=self._fused_adjustment,
+            latent=latent,
             end_slice=self._end_slice,
         )
 
@@ -140,6 +141,7 @@ class GaudiAttention(nn.Module):
         fused_sdpa: bool,
         softmax_mode: str,
         fused_adjustment: bool,
+        latent: bool = False,
         end_slice: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
@@ -152,8 +154,11 @@ class GaudiAttention(nn.Module):
         self.matmul_av = Matmul()
         self.batch2block_matmul = B2BMatmul()
         self.block2batch_matmul = B2BMatmul()
-        self.k_cache = VLLMKVCache()
-        self.v_cache = VLLMKVCache(is_v_cache=True)
+        if latent:
+            self.latent_cache_k = VLLMKVCache()
+        else:
+            self.k_cache = VLLMKVCache()
+            self.v_cache = VLLMKVCache(is_v_cache=True)
         self.fused_scaled_dot_product_attention = ModuleFusedSDPA(FusedSDPA)
 
     def prompt_attention(
@@ -318,7 +323,8 @@ class GaudiAttention(nn.Module):
     def paged_decode(
         self, operands: DecodeOperands, scale: float, options: ScoreOptions = PLAIN_SCORES
     ) -> Tensor:
-        query, values, mapping = operands.query, operands.values, operands.mapping
+        query, mapping = operands.query, operands.mapping
+        values = operands.values[..., : operands.value_size]
         batch, heads, size = query.shape
         count, kv_heads = values.shape[0], values.shape[2]
         # batch2block: each block gets the query of its sequence. Exact, since a row of the mapping
@@ -351,8 +357,8 @@ class GaudiAttention(nn.Module):
         weighted = self.matmul_av(weights.to(values.dtype), values.transpose(1, 2).unsqueeze(2))
         weighted = weighted * block_weights.to(weighted.dtype)
         # block2batch: the sum over each sequence's blocks.
-        out: Tensor = self.block2batch_matmul(mapping, weighted.view(count, heads * size))
-        return out.view(batch, heads, size)
+        out: Tensor = self.block2batch_matmul(mapping, weighted.view(count, -1))
+        return out.view(batch, heads, -1)
 
 
 def _with_sinks(part: AttentionPart, sinks: Tensor | None) -> Tensor:

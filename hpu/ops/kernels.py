@@ -127,6 +127,9 @@ class DecodeOperands(NamedTuple):
     """As `mapping`, float32."""
     mask: Tensor
     """(N, 1 or heads, 1, block_size), additive: masked everywhere for padding."""
+    value_size: int | None = None
+    """Leading entries of `values`, and of the output, that count: where latents are keys and
+    values, the others are keys alone. None: all."""
 
 
 class AttentionImpl(Protocol):
@@ -138,6 +141,11 @@ class AttentionImpl(Protocol):
     @property
     def v_cache(self) -> KVCacheOps: ...
 
+    @property
+    def latent_cache_k(self) -> KVCacheOps:
+        """In place of both, if it was made for latents."""
+        ...
+
     def prompt_attention(
         self, operands: PromptOperands, scale: float, options: ScoreOptions = PLAIN_SCORES
     ) -> Tensor:
@@ -147,7 +155,7 @@ class AttentionImpl(Protocol):
     def paged_decode(
         self, operands: DecodeOperands, scale: float, options: ScoreOptions = PLAIN_SCORES
     ) -> Tensor:
-        """(B, heads, D)"""
+        """(B, heads, D or value_size)"""
         ...
 
 
@@ -200,8 +208,8 @@ class Kernels(Protocol):
         x2 are the halves of x, `cos` and `sin` (B, Q, 1, size)."""
         ...
 
-    def make_attention(self) -> AttentionImpl:
-        """For one layer."""
+    def make_attention(self, *, latent: bool = False) -> AttentionImpl:
+        """For one layer; `latent`: its one cache holds latents."""
         ...
 
     def make_moe(self, weights: ExpertWeights, activation: str | ClampedSwiGLU) -> MoEImpl | None:

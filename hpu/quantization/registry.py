@@ -12,6 +12,7 @@ from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.model.model_config import BLOCKS
 from hpu.layers.linear import LinearBase
+from hpu.layers.mla import PagedLatentAttention
 from hpu.layers.moe import Experts
 from hpu.ops.cpu import can_pack
 from hpu.quantization.base import LinearMethod, QuantizationScheme
@@ -79,12 +80,15 @@ def select_quantization(
 
 
 def process_weights(model: nn.Module, quantization: str | None) -> int:
-    """Let the method of each linear layer, and of experts, convert the loaded weights. Returns the
+    """Let the method of each linear layer, and of experts, convert the loaded weights, and latent
+    attention make the matrices that its decodes absorb. Returns the
     bytes of the quantized weights, which are not among the parameters of `model`."""
     start = time.perf_counter()
     num_bytes = num_unquantized = 0
     for layer in model.modules():
-        if isinstance(layer, Experts):
+        if isinstance(layer, PagedLatentAttention):
+            layer.process_weights()
+        elif isinstance(layer, Experts):
             layer.method.process_weights(layer)
         elif isinstance(layer, LinearBase):
             layer.method.process_weights(layer)

@@ -31,7 +31,7 @@ def reads_contiguously(config: EngineConfig, backend: Backend) -> bool:
 def block_bytes(model: CausalLM, block_size: int, dtype: torch.dtype) -> int:
     """Bytes that one block takes over all layers."""
     shapes = model.cache_shapes(1, block_size)
-    return sum(math.prod(shape) for pair in shapes for shape in pair) * dtype.itemsize
+    return sum(math.prod(shape) for layer in shapes for shape in layer) * dtype.itemsize
 
 
 class _BlockLists:
@@ -78,8 +78,8 @@ class KVCache:
         self.bytes = (num_blocks + 1) * block_bytes(model, block_size, dtype)
         self._backend = backend
         self._layers = [
-            (backend.zeros(keys, dtype), backend.zeros(values, dtype))
-            for keys, values in model.cache_shapes(num_blocks + 1, block_size)
+            tuple(backend.zeros(shape, dtype) for shape in shapes)
+            for shapes in model.cache_shapes(num_blocks + 1, block_size)
         ]
         model.bind_caches(self._layers, block_size)
         self._model = model
@@ -91,7 +91,9 @@ class KVCache:
     def close(self) -> None:
         """Free the memory; the model must not run until another cache is bound."""
         none = torch.empty(0)
-        self._model.bind_caches([(none, none)] * len(self._layers), self.block_size)
+        self._model.bind_caches(
+            [tuple(none for _ in caches) for caches in self._layers], self.block_size
+        )
         self._layers = []
         self._moves.clear()
 
@@ -129,7 +131,7 @@ class KVCache:
     def _move_part(self, sources: list[int], targets: list[int], size: int) -> None:
         old, new = self._moves[size].upload(sources, targets, pad_block=self.num_blocks)
         old, new = self._slots(old), self._slots(new)
-        for cache in (cache for pair in self._layers for cache in pair):
+        for cache in (cache for caches in self._layers for cache in caches):
             contents = cache.index_select(0, old)
             cache.index_copy_(0, new, contents)
             cache.index_copy_(0, old, torch.zeros_like(contents))
@@ -151,7 +153,7 @@ class KVCache:
             part = blocks[start : start + SCRUB_SIZE]
             (index,) = self._scrubbed.upload(part, pad_block=self.num_blocks)
             slots = self._slots(index)
-            for cache in (cache for pair in self._layers for cache in pair):
+            for cache in (cache for caches in self._layers for cache in caches):
                 clean = torch.nan_to_num(cache.index_select(0, slots), 0.0, 0.0, 0.0)
                 cache.index_copy_(0, slots, clean)
                 self._backend.mark_step()

@@ -14,10 +14,15 @@ from hpu.model_loader.loader import load_weights
 from hpu.models.base import CausalLM, LoadableModel
 from hpu.models.decoder import Decoder
 from hpu.models.registry import build_model, build_transformers_model
+from hpu.quantization.registry import process_weights
 
 
 def load_decoder(
-    folder: Path, *, dtype: torch.dtype = torch.float32, max_model_len: int | None = None
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_model_len: int | None = None,
+    group: ProcessGroup = SINGLE,
 ) -> Decoder:
     """The decoder of a checkpoint folder, on CPU."""
     model = build_model(
@@ -25,8 +30,10 @@ def load_decoder(
         dtype=dtype,
         device=torch.device("cpu"),
         max_model_len=max_model_len,
+        group=group,
     )
-    load_weights(model, str(folder), on_progress=lambda done, total: None)
+    load_weights(model, str(folder), on_progress=lambda done, total: None, group=group)
+    process_weights(model, None)
     return model
 
 
@@ -59,8 +66,8 @@ class PagedHarness:
         # Slots that were never written would ruin any sum. Blocks are not allocated in the order of
         # memory.
         self.caches = [
-            (torch.full(keys, 1e4, dtype=model.dtype), torch.full(values, 1e4, dtype=model.dtype))
-            for keys, values in model.cache_shapes(num_blocks + 1, block_size)
+            tuple(torch.full(shape, 1e4, dtype=model.dtype) for shape in shapes)
+            for shapes in model.cache_shapes(num_blocks + 1, block_size)
         ]
         model.bind_caches(self.caches, block_size)
         shuffled = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(7))

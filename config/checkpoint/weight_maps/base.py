@@ -49,6 +49,8 @@ class WeightSpec(NamedTuple):
     """Added to the tensor, in float32."""
     normalized: bool = False
     """Each row is scaled to a length of 1."""
+    interleaved_start: int = 0
+    """Rows of each head in front of those of `interleaved_size`, which stay as they are."""
     repeats: int | None = None
     """How often the tensor is repeated along a new first dimension; None: there is none."""
     mxfp4: Literal["", "blocks", "scales"] = ""

@@ -10,6 +10,7 @@ from config.checkpoint.weight_maps.base import (
     matrix,
     row_linear,
 )
+from config.checkpoint.weight_maps.mla import mla_weights
 from config.checkpoint.weight_maps.mlp import mlp_weights
 from config.checkpoint.weight_maps.moe import moe_weights
 from config.model.decoder_spec import NORMS, DecoderSpec
@@ -81,7 +82,9 @@ def _decoder_layers(
     moe = config.moe
     size_field = "intermediate_size" if moe is None else moe.fields.dense_size
     inner = Axis(config.intermediate_size, size_field)
-    attention = tuple(attention_weights(config, spec, hidden))
+    norms = (one for name in NORMS[spec.arrangement] for one in _norm_weights(name, hidden, spec))
+    attention_map = attention_weights if spec.mla is None else mla_weights
+    attention = (*norms, *attention_map(config, spec, hidden))
     by_kind = {"mlp": tuple(mlp_weights(spec.mlp, spec.mlp, inner, hidden, spec))}
     if spec.moe is not None:
         by_kind["moe"] = tuple(moe_weights(config, spec, hidden))
@@ -104,12 +107,10 @@ def _transposed(weight: WeightSpec) -> WeightSpec:
 
 
 def attention_weights(config: ModelConfig, spec: DecoderSpec, hidden: Axis) -> Iterator[WeightSpec]:
-    """Attention, and the norms of the layer."""
+    """Dense attention."""
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     query = Axis(heads * head_dim, "num_attention_heads * head_dim")
     key = Axis(kv_heads * head_dim, "num_key_value_heads * head_dim")
-    for name in NORMS[spec.arrangement]:
-        yield from _norm_weights(name, hidden, spec)
     attention = "self_attn"
     yield from row_linear(f"{attention}.o_proj", hidden, query, has_bias=spec.o_bias)
     for weight in linear(

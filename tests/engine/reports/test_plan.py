@@ -1,6 +1,7 @@
 """The plan's two reports, and what contradicts itself."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.errors import ConfigError
 from config.execution import WarmupConfig
+from config.model.json_fields import Fields
 from config.model.model_config import ModelConfig
 from engine.reports.plan import Target, as_json, as_text, make_plan
 
@@ -90,6 +92,18 @@ def test_what_is_only_planned_is_called_so() -> None:
     assert "serving it comes with a later version" in text
     assert "serving with it comes with a later version" in text
     assert as_json(plan)["block_bytes"] == 1 << 20
+
+
+def test_quantized_weights_are_counted_as_if_they_were_not() -> None:
+    raw = {"quantization_config": {"quant_method": "fp8"}}
+    quantized = replace(FACTS, fields=Fields(raw, Path("config.json")))
+
+    plan, plain = (
+        make_plan(facts, config(), Target(device="gaudi3")) for facts in (quantized, FACTS)
+    )
+
+    assert "are quantized, which is not served yet: they are counted in bfloat16" in as_text(plan)
+    assert as_json(plan)["weight_bytes"] == as_json(plain)["weight_bytes"]
 
 
 def test_told_blocks_are_the_plans() -> None:

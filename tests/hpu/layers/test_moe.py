@@ -185,6 +185,16 @@ def test_groups_are_chosen_by_their_two_best_experts(renormalize: bool) -> None:
         torch.testing.assert_close(shares, scores[chosen] / total * 2.5)
 
 
+def test_groups_are_chosen_by_their_best_expert() -> None:
+    router = TopKRouter(2, False, num_groups=2, top_groups=1, group_scoring="max")
+
+    # The two best of the first group have the larger sum.
+    ids, weights = router(torch.tensor([[0.5, 0.4, 0.6, -9.0]]))
+
+    assert ids.tolist() == [[2, 3]]
+    torch.testing.assert_close(weights, torch.tensor([[0.5, 0.4, 0.6, -9.0]]).softmax(-1)[:, 2:])
+
+
 def test_weights_whose_sum_rounds_to_zero_are_finite() -> None:
     router = TopKRouter(2, True, scoring="sigmoid")
 

@@ -15,6 +15,7 @@ from config.model.read_config import read_model_config
 from hpu.model_loader.size_estimate import (
     check_split,
     context_bytes,
+    count_active_parameters,
     count_parameters,
     kv_block_bytes,
     weight_bytes,
@@ -38,6 +39,8 @@ ARCHITECTURES = {
     "glm4_moe": "Glm4MoeForCausalLM",
     "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 
 
@@ -195,6 +198,59 @@ def test_experts_in_other_layouts_have_the_published_sizes(
     assert round(parameters / 1e9, 1) == billions
 
 
+DEEPSEEK_R1 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}
+
+
+def test_deepseek_r1_has_the_published_sizes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_R1))
+    facts = read_model_config(str(tmp_path), allow_quantized=True)
+
+    assert round(count_parameters(facts) / 1e9) == 671
+    assert round(count_active_parameters(facts) / 1e9) == 37
+    for num_cards in (1, 8):
+        # Latents of 512 + 64 numbers in two bytes, in 61 layers of each card.
+        block = kv_block_bytes(facts, num_cards=num_cards, width=2, block_size=128)
+        assert block == 128 * 576 * 2 * 61
+    # Of a head, a decode multiplies by copies of the matrices from the latent to its key and value.
+    held = weight_bytes(facts, num_cards=8, width=2, length=1) // 2 - 2 * 64
+    assert held - count_parameters(facts, 8) == 61 * 128 // 8 * 512 * (128 + 128)
+
+
+def test_a_prompt_takes_the_keys_and_values_of_all_heads_of_its_latents(tmp_path: Path) -> None:
+    facts = tiny(tmp_path, "deepseek_v2")
+    short = {**LONG, "num_tokens": 2048, "max_model_len": 8000}
+
+    taken = context_bytes(facts, **short, slices=None)
+
+    # Two heads of 24 entries, as which values are padded.
+    assert taken == 2048 * 2048 * 4 + 2048 * 8000 * 2 + 2 * 8000 * (2 * 2 * 24 * 2)
+
+
 HEADS_12_3 = {"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 16}
 
 
@@ -226,6 +282,7 @@ def test_experts_are_divided_but_not_the_router(tmp_path: Path) -> None:
             {"shared_expert_intermediate_size": 81},
             "has 81 inner features in the shared expert, and 2",
         ),
+        ("deepseek_v3", 3, {}, "has 4 query heads, and 3"),
     ],
 )
 def test_what_does_not_divide_is_refused_with_both_numbers(

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
-from config.model.families import dense, moe
+from config.model.families import deepseek, dense, moe
 from config.model.model_config import ModelConfig
 from config.model.read_config import read_model_config
 from hpu.backends.cpu import CpuBackend, use_cpu_kernels
@@ -361,7 +361,7 @@ def test_every_architecture_is_compared_with_transformers() -> None:
         for family, _ in VARIATIONS.values()
     }
 
-    assert names == {*dense.FAMILIES, *moe.FAMILIES}
+    assert names == {*dense.FAMILIES, *moe.FAMILIES, *deepseek.FAMILIES}
 
 
 def test_an_unknown_architecture_is_named_with_the_known_ones() -> None:

@@ -174,7 +174,7 @@ def test_biases_and_other_routers_run_on_torch(
 @torch.inference_mode()
 @pytest.mark.parametrize(
     ("family", "overrides"),
-    [("glm4_moe", HEADS), ("olmoe", HEADS)],
+    [("glm4_moe", HEADS), ("olmoe", HEADS), ("deepseek_v2", {"hidden_size": 128})],
 )
 def test_experts_of_a_model_that_is_not_compiled_are_as_accurate_as_torchs(
     family: str, overrides: dict[str, Any], library: Library, tmp_path: Path

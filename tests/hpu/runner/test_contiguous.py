@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import make_tiny
+from tiny_models import FAMILIES, make_tiny
 from worker_rig import WorkerRig
 
 from config.buckets import BucketConfig, Range
@@ -76,7 +76,11 @@ def greedy(rig: WorkerRig, *, packs: bool = False) -> list[list[int]]:
     return [*gone, first + rig.free(2), rig.free(3)]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+LATENT = [name for name in ("deepseek_v3",) if name in FAMILIES]
+"""Not of every transformers."""
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", *LATENT])
 @pytest.mark.parametrize("steps", [(1, 1, 1), (4, 64, 32)], ids=["exact", "coarse"])
 @pytest.mark.parametrize("packs", [False, True], ids=["", "moved"])
 def test_a_slice_gives_the_tokens_of_a_gather(
@@ -102,10 +106,11 @@ def test_a_slice_gives_the_tokens_of_a_gather(
     ],
     ids=["graphs", "compile", "strict-gaudi3"],
 )
+@pytest.mark.parametrize("family", ["qwen3", *LATENT])
 def test_a_card_without_prefix_caching_reads_slices_and_gives_the_tokens_of_the_cpu(
-    settings: dict[str, Any], tmp_path: Path
+    family: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    folder = make_tiny("qwen3", tmp_path)
+    folder = make_tiny(family, tmp_path)
     with working(folder) as on_cpu:
         expected = greedy(on_cpu)
 

@@ -1,0 +1,141 @@
+"""DeepSeek V2 and V3, and others of their shape: latent attention, and experts in groups."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal, TypeVar
+
+from config.errors import ConfigError
+from config.model.decoder_spec import DecoderSpec, Family, MLASpec, MoESpec, uniform_layers
+from config.model.json_fields import shown
+from config.model.model_config import MAX_WIDTH, ModelConfig
+from config.model.moe import MoEFields
+
+Kind = TypeVar("Kind")
+
+_SCORING: Mapping[str, Literal["softmax", "sigmoid"]] = {"softmax": "softmax", "sigmoid": "sigmoid"}
+_GROUP_SCORING: Mapping[str, Literal["top2", "max", "none"]] = {
+    "greedy": "none",
+    "group_limited_greedy": "max",
+    "noaux_tc": "top2",
+}
+"""topk_method to MoESpec.group_scoring."""
+
+
+def _deepseek_v2(config: ModelConfig) -> DecoderSpec:
+    mla = _mla(config)
+    return DecoderSpec(
+        layers=tuple(
+            layer._replace(attention="mla", window=None) for layer in uniform_layers(config)
+        ),
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_out_bias,
+        mlp_bias=config.mlp_bias,
+        interleaved_rope=config.fields.get("rope_interleave", bool, True),
+        attention_scale=_softmax_scale(config, mla.qk_head_dim),
+        moe=_moe(config),
+        mla=mla,
+    )
+
+
+def _deepseek_v3(config: ModelConfig) -> DecoderSpec:
+    """V3 and R1, and Kimi K2, which has one group of experts."""
+    return replace(_deepseek_v2(config), mlp_bias=False)
+
+
+def _mla(config: ModelConfig) -> MLASpec:
+    fields = config.fields
+
+    def count(name: str) -> int:
+        return fields.count(name, maximum=MAX_WIDTH)
+
+    mla = MLASpec(
+        q_lora_rank=fields.count_or_none("q_lora_rank", maximum=MAX_WIDTH),
+        kv_lora_rank=count("kv_lora_rank"),
+        qk_nope_head_dim=count("qk_nope_head_dim"),
+        qk_rope_head_dim=count("qk_rope_head_dim"),
+        v_head_dim=count("v_head_dim"),
+    )
+    rotated = config.rope.rotated_size(config.head_dim)
+    if rotated != mla.qk_rope_head_dim:
+        raise ConfigError(
+            f"{fields.file} rotates {rotated} entries of a head (head_dim), and qk_rope_head_dim "
+            f"is {mla.qk_rope_head_dim}"
+        )
+    return mla
+
+
+def _softmax_scale(config: ModelConfig, head_dim: int) -> float:
+    """With YaRN times the square of its attention factor over all dimensions."""
+    scaling, scale = config.rope.scaling, 1 / math.sqrt(head_dim)
+    if scaling is None or not scaling.mscale_all_dim or scaling.factor <= 1:
+        return scale
+    factor = 0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1
+    return scale * factor * factor
+
+
+def _moe(config: ModelConfig) -> MoESpec:
+    fields = config.fields
+    return MoESpec(
+        scoring=_choice(config, "scoring_func", _SCORING),
+        float32_router=True,
+        group_scoring=_choice(config, "topk_method", _GROUP_SCORING),
+        correction_bias=(
+            "gate.e_score_correction_bias"
+            if fields.get("topk_method", str, None) == "noaux_tc"
+            else ""
+        ),
+        shared="shared_experts",
+    )
+
+
+def _choice(config: ModelConfig, name: str, kinds: Mapping[str, Kind]) -> Kind:
+    """What `kinds` has for the value of a field. Raises ConfigError for another value."""
+    value = config.fields.get(name, str, None)
+    if value not in kinds:
+        raise ConfigError(
+            f"{name} in {config.fields.file} is {shown(value)}, it must be one of "
+            f"{', '.join(kinds)}"
+        )
+    return kinds[value]
+
+
+_MOE = MoEFields(
+    "n_routed_experts",
+    inner_size="moe_intermediate_size",
+    num_shared="n_shared_experts",
+    renormalize="norm_topk_prob",
+    num_groups="n_group",
+    top_groups="topk_group",
+    scaling_factor="routed_scaling_factor",
+    first_layer="first_k_dense_replace",
+    layer_step="moe_layer_freq",
+    first_of_step=True,
+)
+_ROTATED = {"qk_rope_head_dim": ("head_dim",)}
+"""Published files have no head_dim; those that transformers saves give it the same number."""
+
+FAMILIES: Mapping[str, Family] = {
+    "DeepseekV2ForCausalLM": Family(
+        _deepseek_v2,
+        "DeepSeek-V2, V2-Lite, V2.5, DeepSeek-Coder-V2",
+        renamed=_ROTATED,
+        defaults={"scoring_func": "softmax", "topk_method": "greedy"},
+        moe=_MOE,
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        _deepseek_v3,
+        "DeepSeek-V3, V3.1, R1; Kimi K2, Moonlight",
+        "layers for multi-token prediction are not loaded; weights must be in bfloat16, those of "
+        "V3, R1 and Kimi K2 are published in FP8",
+        renamed=_ROTATED,
+        defaults={
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "norm_topk_prob": True,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 3,
+        },
+        moe=_MOE,
+    ),
+}

@@ -1,0 +1,232 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): projections, and the paged attention
+core with its cache of latents.
+
+A slot of the cache is the normed latent of a token, and behind it the rotated key that all heads
+share. Prompts expand the latents to the keys and values of all heads. A decode attends to the
+latents themselves, as one key head: what would expand them is absorbed, multiplied into the query
+and into the output.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from config.model.decoder_spec import MLASpec
+from hpu.layers.attention import (
+    PLAIN,
+    decode_operands,
+    finite,
+    prompt_operands,
+    read_blocks,
+    read_context,
+)
+from hpu.layers.attention_base import KVCacheSpec
+from hpu.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from hpu.layers.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
+from hpu.layers.norm import RMSNorm
+from hpu.ops.attention import PlainAttention
+from hpu.ops.kernels import AttentionImpl, Kernels
+from hpu.ops.rope import Rotation, rotate
+
+
+class MLAAttention(nn.Module):
+    """One layer's attention: projections to latents, norms, projection to query heads, rotation,
+    the core, projection."""
+
+    def __init__(
+        self,
+        spec: MLASpec,
+        num_heads: int,
+        scale: float,
+        *,
+        kv_a_layernorm: RMSNorm,
+        kv_b_proj: ColumnParallelLinear,
+        o_proj: RowParallelLinear,
+        fused_qkv_a_proj: ReplicatedLinear | None = None,
+        q_a_layernorm: RMSNorm | None = None,
+        q_b_proj: ColumnParallelLinear | None = None,
+        q_proj: ColumnParallelLinear | None = None,
+        kv_a_proj_with_mqa: ReplicatedLinear | None = None,
+    ) -> None:
+        """`num_heads`: of this rank. Queries are products of a latent, with the first three
+        optional layers, or of the hidden state, with the last two."""
+        super().__init__()
+        self.spec = spec
+        self.num_heads = num_heads
+        self.fused_qkv_a_proj = fused_qkv_a_proj
+        self.q_a_layernorm = q_a_layernorm
+        self.q_b_proj = q_b_proj
+        self.q_proj = q_proj
+        self.kv_a_proj_with_mqa = kv_a_proj_with_mqa
+        self.kv_a_layernorm = kv_a_layernorm
+        self.kv_b_proj = kv_b_proj
+        self.o_proj = o_proj
+        # In vLLM's models a wrapper lies between the layer and the core.
+        core = PagedLatentAttention(spec, num_heads, scale, kv_b_proj)
+        self.mla_attn = nn.ModuleDict({"mla_attn": core})
+        self._kernels: Kernels | None = None
+        self._zeroes_non_finite = False
+
+    @property
+    def core(self) -> "PagedLatentAttention":
+        core = self.mla_attn["mla_attn"]
+        assert isinstance(core, PagedLatentAttention)
+        return core
+
+    @property
+    def kv_cache_spec(self) -> KVCacheSpec:
+        return self.core.kv_cache_spec
+
+    def bind_caches(self, *caches: Tensor, block_size: int) -> None:
+        self.core.bind_caches(*caches, block_size=block_size)
+
+    def use_kernels(self, kernels: Kernels, *, split_qkv: bool) -> None:
+        """Run on fused kernels from now on; there is nothing that `split_qkv` would split."""
+        self._kernels = kernels
+        self.core.impl = kernels.make_attention(latent=True)
+        self.kv_a_layernorm.use_kernel(kernels.rms_norm)
+        if self.q_a_layernorm is not None:
+            self.q_a_layernorm.use_kernel(kernels.rms_norm)
+
+    def zero_non_finite(self) -> None:
+        """Zero non-finite queries and latents from now on, as SelfAttention does."""
+        self._zeroes_non_finite = True
+
+    def forward(
+        self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
+    ) -> Tensor:
+        """(B, Q, hidden) to the same; writes the latents of all B * Q tokens where there is a
+        cache. Without `rotation` nothing is rotated."""
+        spec, (batch, length, _) = self.spec, hidden.shape
+        query, latent = self._project(hidden)
+        query = query.view(batch, length, self.num_heads, spec.qk_head_dim)
+        plain, rotated = query.split_with_sizes(
+            [spec.qk_nope_head_dim, spec.qk_rope_head_dim], dim=-1
+        )
+        latent, key = latent.split_with_sizes([spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
+        latent = self.kv_a_layernorm(latent)
+        # The query heads, and the key as one more head.
+        rotated = torch.cat((rotated, key.unsqueeze(2)), dim=2)
+        if rotation is not None:
+            rotated = rotate(rotated, rotation, self._kernels)
+        rotated, key = rotated.split_with_sizes([self.num_heads, 1], dim=2)
+        query = torch.cat((plain, rotated), dim=-1)
+        latents = torch.cat((latent.unsqueeze(2), key), dim=-1)
+        if self._zeroes_non_finite:
+            query, latents = finite(query), finite(latents)
+        out = self.core(query, latents, metadata)
+        return self.o_proj(out.reshape(batch, length, -1))  # type: ignore[no-any-return]
+
+    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """(query heads (B, Q, heads * D), latent with its key (B, Q, latent size)), neither normed
+        nor rotated."""
+        if self.fused_qkv_a_proj is None:
+            assert self.q_proj is not None and self.kv_a_proj_with_mqa is not None
+            return self.q_proj(hidden), self.kv_a_proj_with_mqa(hidden)
+        assert self.q_a_layernorm is not None and self.q_b_proj is not None
+        both: Tensor = self.fused_qkv_a_proj(hidden)
+        query, latent = both.split_with_sizes(self.fused_qkv_a_proj.output_sizes, dim=-1)
+        return self.q_b_proj(self.q_a_layernorm(query)), latent
+
+
+class PagedLatentAttention(nn.Module):
+    """Attention over a paged cache of latents, which is bound after loading."""
+
+    w_uk_t: Tensor
+    """(heads, qk_nope_head_dim, kv_lora_rank): from a latent to a key head, transposed."""
+    w_uv: Tensor
+    """(heads, kv_lora_rank, v_head_dim): from a latent to a value head."""
+
+    def __init__(
+        self, spec: MLASpec, num_heads: int, scale: float, kv_b_proj: ColumnParallelLinear
+    ) -> None:
+        """`kv_b_proj`: from latents to key and value heads, for prompts."""
+        super().__init__()
+        dtype, device = kv_b_proj.dtype, kv_b_proj.device
+        self.kv_cache_spec = KVCacheSpec(1, spec.latent_size, dtype, has_values=False)
+        self.kv_b_proj = kv_b_proj
+        self.impl: AttentionImpl = PlainAttention()
+        """Replaced where the device has kernels of its own, by a module on Gaudi."""
+        for name, rows, columns in (
+            ("w_uk_t", spec.qk_nope_head_dim, spec.kv_lora_rank),
+            ("w_uv", spec.kv_lora_rank, spec.v_head_dim),
+        ):
+            empty = torch.empty(num_heads, rows, columns, dtype=dtype, device=device)
+            self.register_buffer(name, empty, persistent=False)
+        self._spec = spec
+        self._num_heads = num_heads
+        self._scale = scale
+        self._latents = torch.empty(0)
+        self._block_size = 0
+
+    def process_weights(self) -> None:
+        """Fill the absorbed matrices from the loaded weight of `kv_b_proj`. Contiguous copies: a
+        graph would transpose a view in each replay."""
+        spec, weight = self._spec, self.kv_b_proj.weight
+        assert weight is not None
+        heads = weight.detach().view(self._num_heads, -1, spec.kv_lora_rank)
+        keys, values = heads.split_with_sizes([spec.qk_nope_head_dim, spec.v_head_dim], dim=1)
+        self.w_uk_t.copy_(keys)
+        self.w_uv.copy_(values.transpose(1, 2))
+
+    def bind_caches(self, *caches: Tensor, block_size: int) -> None:
+        """Use this one cache, (blocks * block_size, 1, latent size)."""
+        (self._latents,) = caches
+        self._block_size = block_size
+
+    def forward(self, query: Tensor, latents: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """`query` (B, Q, heads, qk_head_dim) and `latents` (B, Q, 1, latent size), rotated; the
+        output is (B, Q, heads, v_head_dim), for a decode (B, heads, v_head_dim)."""
+        if metadata.slot_mapping is not None:
+            self.impl.latent_cache_k(latents.flatten(0, 1), self._latents, metadata.slot_mapping)
+        if isinstance(metadata, DecodeMetadata):
+            return self._decode(query.flatten(0, 1), metadata)
+        return self._prefill(query, latents, metadata)
+
+    def _decode(self, query: Tensor, metadata: DecodeMetadata) -> Tensor:
+        spec = self._spec
+        plain, rotated = query.split_with_sizes(
+            [spec.qk_nope_head_dim, spec.qk_rope_head_dim], dim=-1
+        )
+        absorbed = torch.bmm(plain.transpose(0, 1), self.w_uk_t).transpose(0, 1)
+        query = torch.cat((absorbed, rotated), dim=-1)
+        latents = read_blocks(self.impl.latent_cache_k, self._latents, self._block_size, metadata)
+        operands = decode_operands(query, latents, latents, metadata, PLAIN)
+        operands = operands._replace(value_size=spec.kv_lora_rank)
+        out = self.impl.paged_decode(operands, self._scale)
+        return torch.bmm(out.transpose(0, 1), self.w_uv).transpose(0, 1)
+
+    def _prefill(self, query: Tensor, latents: Tensor, metadata: PrefillMetadata) -> Tensor:
+        spec, batch = self._spec, query.shape[0]
+
+        def read(blocks: Tensor) -> tuple[Tensor, Tensor]:
+            cached = read_context(
+                self.impl.latent_cache_k, self._latents, self._block_size, blocks, batch
+            )
+            keys, values = self._expand(cached.transpose(1, 2))
+            return keys.transpose(1, 2), values.transpose(1, 2)
+
+        key, value = self._expand(latents)
+        query = _padded(query, spec.padded_head_dim)
+        operands = prompt_operands(query, key, value, metadata, PLAIN, read)
+        out = self.impl.prompt_attention(operands, self._scale).transpose(1, 2)
+        return out[..., : spec.v_head_dim]
+
+    def _expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, S, heads, padded_head_dim) of `latents` (B, S, 1, latent size)."""
+        spec, (batch, length) = self._spec, latents.shape[:2]
+        latent, rotated = latents.split_with_sizes(
+            [spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1
+        )
+        heads = self.kv_b_proj(latent.squeeze(2)).view(batch, length, self._num_heads, -1)
+        plain, value = heads.split_with_sizes([spec.qk_nope_head_dim, spec.v_head_dim], dim=-1)
+        key = torch.cat((plain, rotated.expand(-1, -1, self._num_heads, -1)), dim=-1)
+        return _padded(key, spec.padded_head_dim), _padded(value, spec.padded_head_dim)
+
+
+def _padded(heads: Tensor, size: int) -> Tensor:
+    """`heads` (..., D) with zeros up to `size`: the card's fused attention takes queries, keys and
+    values of one size."""
+    missing = size - heads.shape[-1]
+    if not missing:
+        return heads
+    return torch.cat((heads, heads.new_zeros(*heads.shape[:-1], missing)), dim=-1)
