@@ -8,24 +8,28 @@ Each server is started by its command, loaded by `gaudiserve bench serve`, and s
 next one starts. With `--turns` all of them run, and each load goes from server to server: for two
 versions of one server, whose difference is smaller than the drift of the machine between two runs.
 Run nothing else at the same time. Writes OUT.json and OUT.md after each server. A server that does
-not start is reported and skipped, and the exit status is 1.
+not start is reported and skipped, and the exit status is 1. With `--weights` of the model's folder,
+the tables have a column with what the machine's memory and matrix products allow at most
+(`bound.py`).
 """
 
 import argparse
 import datetime
 import json
+import math
 import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.bound import Rates, least_first_token_ms, least_seconds, machine_rates, read_weights
 from benchmarks.machine import machine
 from benchmarks.started import NotStarted, started
 
@@ -59,7 +63,16 @@ WORKLOADS = [
     Workload("128/128, 32 streams", 128, 128, 32, 64),
     Workload("1024/16, 4 streams", 1024, 16, 4, 12),
     Workload("1024 shared + 32/32, 8 streams", 32, 32, 8, 32, shared=1024),
+    Workload("first token, 8 at once", 128, 16, 8, 8),
+    Workload("first token, 32 at once", 128, 16, 32, 32),
 ]
+QUICK_OUTPUT = 32
+
+
+def quick(workload: Workload) -> Workload:
+    """With shorter outputs and one request a stream."""
+    output = min(workload.output, QUICK_OUTPUT)
+    return replace(workload, output=output, requests=workload.concurrency)
 
 
 @dataclass
@@ -71,6 +84,8 @@ class Measured:
     start_s: float = 0.0
     idle_mib: float = 0.0
     output_tokens_s: dict[str, float] = field(default_factory=dict)
+    first_token_ms: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Medians of each run's 50th and 99th percentile."""
     runs: list[dict[str, object]] = field(default_factory=list)
 
 
@@ -87,6 +102,9 @@ def main() -> int:
     options = _options()
     flags = dict(argument.split("=", 1) for argument in options.flags)
     chosen = [w for w in WORKLOADS if not options.only or any(o in w.name for o in options.only)]
+    if options.quick:
+        chosen = [quick(workload) for workload in chosen]
+    rates = [machine_rates()] if options.weights else []
     measured: list[Measured] = []
     left_out, report = 0, "nothing was measured"
     groups = [options.server] if options.turns else [[server] for server in options.server]
@@ -103,8 +121,12 @@ def main() -> int:
                     left_out += 1
             _load_all(running, chosen, options.rounds)
         measured += [server.measured for server in running]
+        if options.weights:
+            rates.append(machine_rates())
         if measured:
             report = _markdown(measured, chosen, options.rounds)
+            if options.weights:
+                report += _bounds(measured[0], chosen, options.weights, rates)
             _write(Path(options.out), measured, report)
     print(report)
     return 1 if left_out else 0
@@ -126,6 +148,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--flags", action="append", default=[], metavar="NAME=BENCH_FLAGS")
     parser.add_argument("--only", action="append", default=[], metavar="WORDS_OF_A_WORKLOAD")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="short outputs, one request a stream")
+    parser.add_argument("--weights", type=Path, metavar="FOLDER", help="add the machine's bound")
     parser.add_argument("--turns", action="store_true", help="let all servers run, and take turns")
     parser.add_argument("--out", required=True, metavar="PATH")
     return parser.parse_args()
@@ -153,6 +177,11 @@ def _load_all(running: list[Running], workloads: list[Workload], rounds: int) ->
             runs = [run for run in measured.runs if run["workload"] == workload.name]
             rates = [float(str(run["rate"])) for run in runs]
             measured.output_tokens_s[workload.name] = statistics.median(rates)
+            p50, p99 = (
+                statistics.median(_first_token_ms(run, name) for run in runs)
+                for name in ("p50", "p99")
+            )
+            measured.first_token_ms[workload.name] = p50, p99
 
 
 def _load(name: str, port: int, workload: Workload, extra: list[str]) -> dict[str, object]:
@@ -181,6 +210,12 @@ def _load(name: str, port: int, workload: Workload, extra: list[str]) -> dict[st
     return {"workload": workload.name, "rate": rate, **numbers}
 
 
+def _first_token_ms(run: dict[str, object], percentile: str) -> float:
+    """Infinite if no request was answered."""
+    numbers = run.get("ttft_ms")
+    return float(numbers[percentile]) if isinstance(numbers, dict) else math.inf
+
+
 def _resident_mib(pid: int) -> float:
     """Proportional set size (PSS) of a process and all its descendants."""
     total = 0.0
@@ -206,10 +241,58 @@ def _markdown(measured: list[Measured], workloads: list[Workload], rounds: int) 
         rates = [m.output_tokens_s[workload.name] for m in measured]
         cells = [f"{rate:.1f} ({rate / (rates[0] or 1):.2f})" for rate in rates]
         lines.append(f"| {workload.name} | " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        f"Milliseconds to the first token, 50th / 99th percentile, median of {rounds}.",
+        "",
+    ]
+    lines += [head, "| --- |" + " --- |" * len(measured)]
+    for workload in workloads:
+        pairs = [m.first_token_ms[workload.name] for m in measured]
+        cells = [f"{p50:.0f} / {p99:.0f}" for p50, p99 in pairs]
+        lines.append(f"| {workload.name} | " + " | ".join(cells) + " |")
     starts = " | ".join(f"{m.start_s:.1f} s" for m in measured)
     idle = " | ".join(f"{m.idle_mib:.0f} MiB" for m in measured)
     lines += [f"| start to first answer | {starts} |", f"| memory, idle | {idle} |", ""]
     lines += [f"- {m.name}: `{m.command}`" for m in measured]
+    return "\n".join(lines) + "\n"
+
+
+def _bounds(first: Measured, workloads: list[Workload], folder: Path, rates: list[Rates]) -> str:
+    """Table of the machine's bounds at the mean of `rates`, and what the first server reaches."""
+    weights = read_weights(folder)
+    mean = Rates(
+        statistics.fmean(one.reads for one in rates),
+        statistics.fmean(one.multiplies for one in rates),
+    )
+    lines = [
+        "",
+        f"Bound of this machine, which reads {mean.reads / 1e9:.1f} GB/s and does "
+        f"{mean.multiplies / 1e9:.0f} billion multiplications a second; in brackets what "
+        f"{first.name} reaches of it.",
+        "",
+        "| workload | output tokens a second | first token, median / last, ms |",
+        "| --- | --- | --- |",
+    ]
+    for workload in workloads:
+        seconds = least_seconds(
+            weights,
+            mean,
+            prompt=workload.prompt,
+            output=workload.output,
+            streams=workload.concurrency,
+            requests=workload.requests,
+        )
+        rate = workload.requests * workload.output / seconds
+        share = first.output_tokens_s[workload.name] / rate
+        p50, last = least_first_token_ms(
+            weights, mean, prompt=workload.prompt, requests=workload.concurrency
+        )
+        reached = p50 / first.first_token_ms[workload.name][0]
+        lines.append(
+            f"| {workload.name} | {rate:.1f} ({share:.0%}) | {p50:.0f} / {last:.0f} "
+            f"({reached:.0%}) |"
+        )
     return "\n".join(lines) + "\n"
 
 

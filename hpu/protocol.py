@@ -283,6 +283,9 @@ class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
     """Maximum number of tokens of one request in a StepResult: 1 + draft tokens."""
     pooling: PoolingFacts | None = None
     """Set for a pooling model: it has no KV blocks and no decodes."""
+    prefill_launch_tokens: int = 0
+    """Prompt tokens from which on a larger prefill launch takes no less time per token, so that a
+    step need not wait for more; 0: a step takes as many as its budget allows."""
 
 
 class Warmed(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=8):

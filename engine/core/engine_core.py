@@ -101,6 +101,7 @@ class EngineCore:
                 self._packer,
                 self._stats,
                 defrag_threshold=config.execution.defrag_threshold,
+                prefill_launch_tokens=ready.prefill_launch_tokens,
             )
         self._outputs = OutputProcessor(self._kv)
         self._sleep_state = SleepState(executor, on_progress)

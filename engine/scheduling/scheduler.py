@@ -58,6 +58,12 @@ class Scheduler:
     A running request is in prefill until all its tokens are computed, then it decodes. A finished
     or preempted one keeps its blocks and its index until the last plan with it was collected
     (`_draining`). Both running lists are sorted by priority key; the last is preempted first.
+
+    Where a larger prefill launch takes no less time per token (`prefill_launch_tokens`), prompts
+    that arrive together are divided among several steps, so that the first ones need not wait for
+    the launch of the last. Only the first of these steps decodes: a decode in each of them would
+    delay all prompts behind it, and running requests wait no longer than for one step with all of
+    these prompts.
     """
 
     def __init__(
@@ -68,14 +74,20 @@ class Scheduler:
         stats: StepStats,
         *,
         defrag_threshold: int = 32,
+        prefill_launch_tokens: int = 0,
     ) -> None:
         """`defrag_threshold`: blocks that may be free below the highest used one, where decodes
-        read a slice of the cache."""
+        read a slice of the cache. `prefill_launch_tokens`: a step starts no further prompt once it
+        has so many prompt tokens; 0: only the budget limits it."""
         self.waiting = WaitingQueue()
         self._kv = kv
         self._packer = packer
         self._stats = stats
         self._max_tokens = config.max_num_batched_tokens
+        self._launch_tokens = prefill_launch_tokens or config.max_num_batched_tokens
+        self._num_since_decodes = 0
+        """Prompt tokens scheduled since the last decodes, if every step since then was full; 0: the
+        next step decodes."""
         self._max_num_seqs = config.max_num_seqs
         self._watermark = max(kv.pool.size // WATERMARK_SHARE, 1)
         self._decoding: list[Request] = []
@@ -144,12 +156,21 @@ class Scheduler:
         self._update_running()
         if self._kv.contiguous and not self._moves:
             self._moves = self._kv.defragment(self.requests_with_blocks, self._defrag_threshold)
-        self._schedule_decodes(output)
-        budget = self._max_tokens - len(output.decodes)
-        budget = self._schedule_prefills(output, budget)
-        self._admit(output, budget)
+        num_since_decodes = self._num_since_decodes
+        if 0 < num_since_decodes <= self._max_tokens - self._launch_tokens:
+            self._schedule_prompts(output, self._max_tokens - num_since_decodes)
+        if not output.chunks:
+            num_since_decodes = 0
+            self._schedule_decodes(output)
+            self._schedule_prompts(output, self._max_tokens - len(output.decodes))
+        is_full = output.num_tokens >= self._launch_tokens
+        self._num_since_decodes = num_since_decodes + output.num_tokens if is_full else 0
         self._build_plan(output)
         return output
+
+    def _schedule_prompts(self, output: SchedulerOutput, budget: int) -> None:
+        budget = self._schedule_prefills(output, budget)
+        self._admit(output, budget)
 
     def _update_running(self) -> None:
         """Remove finished requests, and move those whose tokens are all scheduled to decoding."""
@@ -200,7 +221,7 @@ class Scheduler:
 
     def _schedule_prefills(self, output: SchedulerOutput, budget: int) -> int:
         for request in self._prefilling:
-            if budget == 0:
+            if budget == 0 or output.num_tokens >= self._launch_tokens:
                 break
             num_computed = request.num_computed_tokens
             count = min(request.num_prefill_tokens - num_computed, budget)
@@ -226,7 +247,7 @@ class Scheduler:
         """
         kv = self._kv
         while budget > 0 and self._free_indices and (request := self.waiting.peek()) is not None:
-            if not self._has_free_index(request):
+            if output.num_tokens >= self._launch_tokens or not self._has_free_index(request):
                 break
             prefix = kv.find_prefix(request)
             if kv.should_wait_for_prefix(request, prefix):

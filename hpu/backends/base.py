@@ -166,6 +166,11 @@ class Backend(Protocol):
         Returns the model to run: `model` itself, or a faster one with the same interface."""
         ...
 
+    @property
+    def prefill_launch_tokens(self) -> int:
+        """As WorkerReady.prefill_launch_tokens, for the prepared model."""
+        return 0
+
     def expect(self, num_tokens: int, num_rows: int) -> None:
         """A hint: the next forward pass has `num_tokens` and samples at most `num_rows` rows."""
         return

@@ -49,6 +49,12 @@ SINGLE_THREAD_S = 2e-3
 """A launch that one thread finishes in this time is not split: on a busy machine each barrier of
 the threads costs up to a twentieth of it."""
 
+PREFILL_TOKENS = 512
+"""Prompt tokens for which what a launch costs beside products (reading weights, logits, Python) is
+a small part of it, for a dense model. Measured on two cores with AVX512-BF16 and 135 million
+weights, time per token compared with 2048 tokens: 128 tokens 12 % more, 256 2 %, 512 0.5 %. Not
+measured with AMX."""
+
 
 class CpuEvent:
     """A point in time: all earlier work is done."""
@@ -108,6 +114,9 @@ class CpuBackend(Backend):
         self._threads = self._threads_in_use = threads
         self._token_cost = self._logits_cost = 0
         """Multiplications of the prepared model for a token, and for one row of logits."""
+        self._weights_per_use = 1.0
+        """Weights that a large launch reads, for each one that a token is multiplied with: above 1
+        for a mixture of experts."""
         self._library: Library | None = None
         if kernels is not None and fast:
             self._library = open_library(kernels, threads)
@@ -158,13 +167,21 @@ class CpuBackend(Backend):
             return model
         costs = {linear: linear.in_features * linear.out_features for linear in linears}
         self._logits_cost = sum(costs[one] for one in linears if isinstance(one, ParallelLMHead))
-        self._token_cost = sum(costs.values()) - self._logits_cost
-        self._token_cost += sum(one.token_cost for one in model.modules() if isinstance(one, MoE))
+        dense_cost = sum(costs.values()) - self._logits_cost
+        mixtures = [one for one in model.modules() if isinstance(one, MoE)]
+        self._token_cost = dense_cost + sum(one.token_cost for one in mixtures)
+        experts = (weight for one in mixtures for weight in one.experts.parameters())
+        num_read = dense_cost + sum(weight.numel() for weight in experts)
+        self._weights_per_use = num_read / max(1, self._token_cost)
         dtype = linears[0].dtype
         if can_pack(dtype, linears[0].device):
             return use_cpu_kernels(model, self._library)
         logger.info("Weights are not packed: there is no packed product for %s here", dtype)
         return model
+
+    @property
+    def prefill_launch_tokens(self) -> int:
+        return int(PREFILL_TOKENS * self._weights_per_use)
 
     def expect(self, num_tokens: int, num_rows: int) -> None:
         num_weights = self._token_cost + self._logits_cost

@@ -327,4 +327,5 @@ class Worker:
             software=backend.software,
             contiguous=loaded.contiguous,
             pooling=None if loaded.pooler is None else loaded.pooler.facts,
+            prefill_launch_tokens=0 if loaded.pads else backend.prefill_launch_tokens,
         )

@@ -47,6 +47,7 @@ class CoreRig:
         next_token: NextToken | None = None,
         early_every: int = 0,
         max_tokens_per_step: int = 1,
+        prefill_launch_tokens: int = 0,
     ) -> None:
         """`widest_decode`: blocks of the widest decode that is prepared, of those in the table."""
         self.ready = worker_ready(
@@ -58,6 +59,7 @@ class CoreRig:
         )
         self.ready.num_later = num_later
         self.ready.max_tokens_per_step = max_tokens_per_step
+        self.ready.prefill_launch_tokens = prefill_launch_tokens
         schedule = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,

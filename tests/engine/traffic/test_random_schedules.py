@@ -94,6 +94,7 @@ rigs = st.fixed_dictionaries(
         "prefix_caching": st.sampled_from([True, True, True, False]),
         "buckets": st.sampled_from(["exact", "exponential", "linear"]),
         "max_prefill_batch": st.sampled_from([1, 3]),
+        "prefill_launch_tokens": st.sampled_from([0, 0, 6, 20]),
     }
 )
 

@@ -10,9 +10,10 @@ import psutil
 import pytest
 import torch
 
-from hpu.backends.cpu import CpuBackend
+from hpu.backends.cpu import PREFILL_TOKENS, CpuBackend
 from hpu.layers.embedding import ParallelLMHead
 from hpu.layers.linear import ReplicatedLinear
+from hpu.layers.moe import Experts, MoE, TopKRouter
 
 
 def test_zeros_that_nobody_writes_take_no_memory() -> None:
@@ -132,6 +133,23 @@ def test_a_quick_launch_is_not_split_among_threads(
     used = torch.get_num_threads()
     torch.set_num_threads(before)
     assert used == threads
+
+
+def test_a_prefill_of_a_mixture_must_be_larger_by_the_experts_that_a_token_does_not_use() -> None:
+    options = {"dtype": torch.float32, "device": torch.device("meta")}
+    gate = ReplicatedLinear(10, 8, bias=False, **options)
+    mixture = MoE(
+        gate, TopKRouter(2, renormalize=True), Experts(8, 10, 20, activation="silu", **options)
+    )
+    dense, sparse = CpuBackend(num_threads=1), CpuBackend(num_threads=1)
+
+    dense.prepare(model_of(1000, 1000))
+    sparse.prepare(torch.nn.Sequential(mixture))
+
+    assert dense.prefill_launch_tokens == PREFILL_TOKENS
+    # The router's 80 weights, and 600 in each of 8 experts, of which a token uses 2.
+    expected = PREFILL_TOKENS * (80 + 8 * 600) / (80 + 2 * 600)
+    assert sparse.prefill_launch_tokens == int(expected)
 
 
 def model_of(by_token: int, by_row: int) -> torch.nn.Module:

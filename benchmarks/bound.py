@@ -1,0 +1,121 @@
+"""What a machine can reach at most on a model: weights at the rate at which it reads memory, matrix
+products at the rate at which it multiplies. Attention, its cache and everything else count as free.
+"""
+
+import json
+import struct
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.products import reading_rate
+from hpu.backends.cpu import CpuBackend
+from hpu.native.library import PackedLinear, kernel_folder, open_library
+
+ROUNDS = 7
+ROWS, INPUTS, OUTPUTS = 1024, 2048, 8192
+BYTES_PER_WEIGHT = 2
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of a machine: bytes it reads in a second, and multiplications of bfloat16 it does."""
+
+    reads: float
+    multiplies: float
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Numbers of weights of a checkpoint, those of norms and of the embedding left out."""
+
+    body: int
+    """Without experts and head."""
+    experts: int
+    """Of all routed experts."""
+    head: int
+    num_experts: int = 1
+    top_k: int = 1
+
+    @property
+    def used(self) -> float:
+        """Weights that one token is multiplied with, without the head."""
+        return self.body + self.experts * self.top_k / self.num_experts
+
+    def read(self, num_tokens: int) -> float:
+        """Weights that a launch of `num_tokens` reads, if each chooses its experts at random."""
+        unused = (1 - self.top_k / self.num_experts) ** num_tokens if self.experts else 0.0
+        return self.body + self.head + self.experts * (1 - unused)
+
+
+def machine_rates() -> Rates:
+    """Measured with all cores: the better of our products and PyTorch's, of reading in a sum and in
+    a product of one row."""
+    CpuBackend()  # sets the number of threads as in the server
+    with torch.inference_mode():
+        x, weight = torch.randn(ROWS, INPUTS).bfloat16(), torch.randn(OUTPUTS, INPUTS).bfloat16()
+        torchs = _seconds(lambda: torch.nn.functional.linear(x, weight))
+        library = open_library(kernel_folder(None), torch.get_num_threads())
+        reads, fastest = reading_rate(ROUNDS) * 1e9, torchs
+        if library is not None:
+            packed = PackedLinear(library, weight, None)
+            fastest = min(torchs, _seconds(lambda: packed(x)))
+            many = [PackedLinear(library, weight, None) for _ in range(4)]
+            one_row = _seconds(lambda: [layer(x[:1]) for layer in many])
+            reads = max(reads, len(many) * BYTES_PER_WEIGHT * weight.numel() / one_row)
+    return Rates(reads, ROWS * weight.numel() / fastest)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    times = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def read_weights(folder: Path) -> Weights:
+    """Of a Hugging Face folder in one safetensors file."""
+    config = json.loads((folder / "config.json").read_text())
+    with (folder / "model.safetensors").open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(size))
+    shapes = {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+    matrices = {name: prod(shape) for name, shape in shapes.items() if len(shape) > 1}
+    embedding = matrices.pop("model.embed_tokens.weight")
+    head = matrices.pop("lm_head.weight", embedding)
+    experts = sum(count for name, count in matrices.items() if ".experts." in name)
+    return Weights(
+        sum(matrices.values()) - experts,
+        experts,
+        head,
+        config.get("num_experts", 1),
+        config.get("num_experts_per_tok", 1),
+    )
+
+
+def least_seconds(
+    weights: Weights, rates: Rates, *, prompt: int, output: int, streams: int, requests: int
+) -> float:
+    """Of a load of `requests`, `streams` at a time: the prompts' products, one row of logits each,
+    then a decode of all streams for each further token."""
+    prompts = requests * (prompt * weights.used + weights.head) / rates.multiplies
+    products = streams * (weights.used + weights.head) / rates.multiplies
+    decode = max(BYTES_PER_WEIGHT * weights.read(streams) / rates.reads, products)
+    return prompts + requests / streams * (output - 1) * decode
+
+
+def least_first_token_ms(
+    weights: Weights, rates: Rates, *, prompt: int, requests: int
+) -> tuple[float, float]:
+    """Median and last of the first tokens of prompts that arrive at once, answered by arrival."""
+    each = (prompt * weights.used + weights.head) / rates.multiplies * 1e3
+    return each * (requests + 1) / 2, each * requests

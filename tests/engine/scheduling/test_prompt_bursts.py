@@ -1,0 +1,148 @@
+"""engine/scheduling/scheduler.py: prompts that arrive together, where a launch of a part of them is
+as fast per token as one of all (`prefill_launch_tokens`)."""
+
+import pytest
+from core_rig import CoreRig
+
+from hpu.protocol import DECODE, PREFILL, StepPlan
+
+BUDGET, LAUNCH, PROMPT = 64, 16, 8
+ENDLESS = {"ignore_eos": True, "max_tokens": None}
+
+
+def burst_rig(*, launch_tokens: int = LAUNCH, num_seqs: int = 32, **settings: int) -> CoreRig:
+    return CoreRig(
+        budget=BUDGET,
+        max_num_seqs=num_seqs,
+        max_prefill_batch=num_seqs,
+        num_blocks=1024,
+        max_model_len=128,
+        prefill_launch_tokens=launch_tokens,
+        **settings,
+    )
+
+
+def burst(rig: CoreRig, keys: range, length: int = PROMPT, **sampling: object) -> None:
+    for key in keys:
+        rig.add(key, [key] * length, **{"max_tokens": 2, "ignore_eos": True, **sampling})
+
+
+def num_prompt_tokens(plan: StepPlan) -> int:
+    return sum(sum(launch.query_lens) for launch in plan.launches)
+
+
+def num_decodes(plan: StepPlan) -> int:
+    return sum(len(launch.req_indices) for launch in plan.launches if launch.phase == DECODE)
+
+
+def first_tokens(plan: StepPlan) -> list[int]:
+    """The first token of each prompt that starts in a plan, which is its key."""
+    return [memoryview(new.tokens).cast("I")[0] for new in plan.new_requests]
+
+
+def test_prompts_are_launched_by_arrival_a_few_at_a_time() -> None:
+    rig = burst_rig()
+    burst(rig, range(16))
+
+    rig.run()
+
+    starts = [plan for plan in rig.plans if plan.new_requests]
+    assert [first_tokens(plan) for plan in starts] == [[key, key + 1] for key in range(0, 16, 2)]
+    for plan in starts:
+        prefills = [launch for launch in plan.launches if launch.phase == PREFILL]
+        assert [launch.bucket for launch in prefills] == [(2, PROMPT, 0)]
+    for key in range(16):
+        rig.check_output(key)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_first_tokens_are_sent_when_their_own_launch_is_done(depth: int) -> None:
+    rig = burst_rig(depth=depth)
+    burst(rig, range(8))
+
+    answered = []
+    while rig.core.has_work and len(answered) < 4:
+        for _, message in rig.step():
+            if message.keys:
+                answered.append((message.keys, rig.executor.collected))
+
+    assert answered == [([key, key + 1], 1 + key // 2) for key in range(0, 8, 2)]
+
+
+def test_a_burst_decodes_once_for_each_budget_of_prompt_tokens() -> None:
+    rig = burst_rig()
+    burst(rig, range(3), **ENDLESS)
+    rig.run(steps=3)
+    before = len(rig.plans)
+    burst(rig, range(3, 27))
+
+    rig.run(steps=14)
+
+    plans = rig.plans[before : before + 12]
+    assert [num_prompt_tokens(plan) for plan in plans] == [LAUNCH] * 12
+    # All that started before decode in every fourth step.
+    assert [num_decodes(plan) for plan in plans] == [3, 0, 0, 0, 11, 0, 0, 0, 11, 0, 0, 0]
+
+
+def test_running_requests_wait_for_no_more_prompt_tokens_than_a_step_may_have() -> None:
+    rig = burst_rig()
+    burst(rig, range(2), **ENDLESS)
+    rig.run(steps=3)
+    before = len(rig.plans)
+    for key in range(2, 30):
+        rig.add(key, [key] * (1 + 13 * key % 60), max_tokens=3, ignore_eos=True)
+
+    rig.run(steps=40)
+
+    waited = 0
+    for plan in rig.plans[before:]:
+        waited = num_prompt_tokens(plan) + (0 if num_decodes(plan) else waited)
+        assert waited + num_decodes(plan) <= BUDGET
+    for key in range(2, 30):
+        rig.check_output(key)
+
+
+def test_a_prompt_is_not_divided_because_it_is_longer_than_a_launch_should_be() -> None:
+    rig = burst_rig()
+    burst(rig, range(3), length=40)
+
+    rig.run()
+
+    # The second one goes to the end of the budget of a step.
+    assert [num_prompt_tokens(plan) for plan in rig.plans[:4]] == [40, 24, 16, 40]
+
+
+def test_prompts_that_do_not_fill_a_launch_delay_no_decode() -> None:
+    rig = burst_rig()
+    burst(rig, range(2), **ENDLESS)
+    rig.run(steps=3)
+    before = len(rig.plans)
+    for key in range(2, 10):
+        rig.add(key, [key] * PROMPT, max_tokens=1, ignore_eos=True)
+        rig.run(steps=1)
+
+    assert len(rig.plans) - before >= 8
+    assert all(num_decodes(plan) == 2 for plan in rig.plans[before:])
+
+
+def test_running_requests_decode_while_prompts_cannot_start() -> None:
+    rig = burst_rig(num_seqs=4)
+    burst(rig, range(8), max_tokens=12)
+
+    rig.run()
+
+    # Two steps fill the batch, then nobody waits for the prompts that remain.
+    assert [num_prompt_tokens(plan) for plan in rig.plans[:3]] == [LAUNCH, LAUNCH, 0]
+    assert all(num_decodes(plan) == 4 for plan in rig.plans[2:12])
+    for key in range(8):
+        rig.check_output(key)
+
+
+def test_without_such_a_size_a_step_takes_all_that_its_budget_holds() -> None:
+    rig = burst_rig(launch_tokens=0)
+    burst(rig, range(16))
+
+    rig.run()
+
+    assert [first_tokens(plan) for plan in rig.plans[:2]] == [[*range(8)], [*range(8, 15)]]
+    assert num_decodes(rig.plans[1]) == 8
