@@ -19,27 +19,39 @@ struct Place {
   Span span;
 };
 
-// The visible part of a block: `count` slots from the first of `keys` and `values`.
-struct Part {
+// Up to 16 visible tokens of a block: the first of their `keys` and `values`.
+struct Tile {
   const bf16 *keys, *values;
   int64_t count;
 };
 
-inline Part part_of(const Model& m, const Layer& layer, const Step& s, const Place& at,
-                    int64_t block) {
-  int64_t first = 0;
-  if (layer.window) {
-    const int64_t begin = s.positions[at.row] - layer.window + 1 - s.starts[block];
-    first = std::clamp<int64_t>(begin, 0, s.usage[block]);
-  }
-  const int64_t slot = s.block_list[block] * m.block_size + first;
-  const int64_t from = (slot * m.kv_heads + at.kv) * m.head_dim;
-  return {layer.keys + from, layer.values + from, s.usage[block] - first};
+constexpr int64_t EARLY = 3;  // tiles from the prefetch of keys to their scores
+
+// Prefetches: each token holds the other heads too, and blocks are scattered.
+inline void ask_for(const bf16* from, int64_t stride, int64_t count, int64_t size) {
+  for (int64_t i = 0; i < count; ++i)
+    for (int64_t d = 0; d < size; d += 32)
+      _mm_prefetch((const char*)(from + i * stride + d), _MM_HINT_T0);
 }
 
-// Scores of the parts are contiguous; each part starts at a multiple of 16.
-inline int64_t rounded_up(int64_t count) {
-  return (count + 15) / 16 * 16;
+// The tokens that a request sees, of one key head; the keys of the first ones are prefetched.
+void find_tiles(const Model& m, const Layer& layer, const Step& s, const Place& at,
+                std::vector<Tile>& tiles) {
+  tiles.clear();
+  const int64_t stride = m.kv_heads * m.head_dim;
+  for (int64_t b = at.span.begin; b < at.span.end; ++b) {
+    int64_t first = 0;
+    if (layer.window) {
+      const int64_t begin = s.positions[at.row] - layer.window + 1 - s.starts[b];
+      first = std::clamp<int64_t>(begin, 0, s.usage[b]);
+    }
+    for (int64_t i = first; i < s.usage[b]; i += 16) {
+      const int64_t from = (s.block_list[b] * m.block_size + i) * stride + at.kv * m.head_dim;
+      const int64_t count = std::min<int64_t>(16, s.usage[b] - i);
+      if (int64_t(tiles.size()) < EARLY) ask_for(layer.keys + from, stride, count, m.head_dim);
+      tiles.push_back({layer.keys + from, layer.values + from, count});
+    }
+  }
 }
 
 // Dot products of WORDS * 32 numbers of one query with up to 16 keys.
@@ -111,78 +123,79 @@ inline void end_scores() {
 // Weighted sums of WORDS * 32 numbers of the values from `d`, for HEADS heads: `powers` (heads, room)
 // and one factor per head.
 template <int HEADS, int WORDS>
-void mean(const Model& m, const Layer& layer, const Step& s, const Place& at, int64_t d,
-          const float* powers, int64_t room, const float* shares, bf16* out) {
+void mean(const Model& m, const std::vector<Tile>& tiles, int64_t d, const bf16* powers,
+          int64_t room, const float* shares, bf16* out) {
+  alignas(64) static const bf16 nothing[32] = {};
   const int64_t stride = m.kv_heads * m.head_dim;
-  __m512 evens[HEADS][WORDS], odds[HEADS][WORDS];
+  // Interleaving two tokens leaves fours of their numbers in each half, by turns.
+  __m512 low[HEADS][WORDS], high[HEADS][WORDS];
   for (int g = 0; g < HEADS; ++g)
-    for (int w = 0; w < WORDS; ++w) evens[g][w] = odds[g][w] = _mm512_setzero_ps();
-  int64_t n = 0;
-  for (int64_t b = at.span.begin; b < at.span.end; ++b) {
-    const Part part = part_of(m, layer, s, at, b);
-    for (int64_t i = 0; i < part.count; ++i)
+    for (int w = 0; w < WORDS; ++w) low[g][w] = high[g][w] = _mm512_setzero_ps();
+  for (const Tile& tile : tiles) {
+    for (int64_t i = 0; i < tile.count; i += 2) {
+      const bf16* value = tile.values + i * stride + d;
+      __m512bh both[HEADS];
+      for (int g = 0; g < HEADS; ++g) {
+        int32_t pair;
+        std::memcpy(&pair, powers + g * room + i, 4);
+        both[g] = (__m512bh)_mm512_set1_epi32(pair);
+      }
       for (int w = 0; w < WORDS; ++w) {
-        // Each 32-bit word holds two numbers: the first in the lower half, the second in the upper.
-        const __m512i pairs = _mm512_loadu_si512(part.values + i * stride + d + w * 32);
-        const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
-        const __m512 odd = _mm512_castsi512_ps(
-            _mm512_and_si512(pairs, _mm512_set1_epi32(int32_t(0xffff0000))));
+        const __m512i one = _mm512_loadu_si512(value + w * 32);
+        const __m512i two =
+            _mm512_loadu_si512(i + 1 < tile.count ? value + stride + w * 32 : nothing);
+        const __m512bh a = (__m512bh)_mm512_unpacklo_epi16(one, two);
+        const __m512bh b = (__m512bh)_mm512_unpackhi_epi16(one, two);
         for (int g = 0; g < HEADS; ++g) {
-          const __m512 by = _mm512_set1_ps(powers[g * room + n + i]);
-          evens[g][w] = _mm512_fmadd_ps(even, by, evens[g][w]);
-          odds[g][w] = _mm512_fmadd_ps(odd, by, odds[g][w]);
+          low[g][w] = _mm512_dpbf16_ps(low[g][w], a, both[g]);
+          high[g][w] = _mm512_dpbf16_ps(high[g][w], b, both[g]);
         }
       }
-    n += rounded_up(part.count);
+    }
+    powers += 16;
   }
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
   for (int g = 0; g < HEADS; ++g)
     for (int w = 0; w < WORDS; ++w) {
       const __m512 by = _mm512_set1_ps(shares[g]);
-      const __m512i even = _mm512_cvtepu16_epi32(
-          (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(evens[g][w], by)));
-      const __m512i odd = _mm512_cvtepu16_epi32(
-          (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(odds[g][w], by)));
+      const __m512bh found =
+          _mm512_cvtne2ps_pbh(_mm512_mul_ps(high[g][w], by), _mm512_mul_ps(low[g][w], by));
       _mm512_storeu_si512(out + g * m.head_dim + d + w * 32,
-                          _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+                          _mm512_permutexvar_epi64(order, (__m512i)found));
     }
 }
 
 template <int HEADS>
-void means(const Model& m, const Layer& layer, const Step& s, const Place& at, const float* powers,
-           int64_t room, const float* shares, bf16* out) {
+void means(const Model& m, const std::vector<Tile>& tiles, const bf16* powers, int64_t room,
+           const float* shares, bf16* out) {
   int64_t d = 0;
   for (; d + 64 <= m.head_dim; d += 64)
-    mean<HEADS, 2>(m, layer, s, at, d, powers, room, shares, out);
-  if (d < m.head_dim) mean<HEADS, 1>(m, layer, s, at, d, powers, room, shares, out);
+    mean<HEADS, 2>(m, tiles, d, powers, room, shares, out);
+  if (d < m.head_dim) mean<HEADS, 1>(m, tiles, d, powers, room, shares, out);
 }
 
-// Replaces the scores of one head with powers of two; returns their sum.
-float weigh(float* scores, int64_t count, float scale, __m512 top) {
+// The powers of two of one head's scores; returns their sum.
+float weigh(const float* scores, int64_t count, float scale, __m512 top, bf16* powers) {
   const __m512 by = _mm512_set1_ps(scale);
   const __m512 base = _mm512_set1_ps(_mm512_reduce_max_ps(top) * scale);
   __m512 sum = _mm512_setzero_ps();
   for (int64_t i = 0; i < count; i += 16) {
     const __m512 found = power(_mm512_fmsub_ps(_mm512_load_ps(scores + i), by, base));
     sum = _mm512_add_ps(sum, found);
-    _mm512_store_ps(scores + i, found);
+    store(powers + i, found);
   }
   return _mm512_reduce_add_ps(sum);
 }
 
-// Prefetches: blocks are scattered, and each slot holds the other heads too.
-inline void ask_for(const bf16* from, int64_t stride, int64_t count, int64_t size) {
-  for (int64_t i = 0; i < count; ++i)
-    for (int64_t d = 0; d < size; d += 32)
-      _mm_prefetch((const char*)(from + i * stride + d), _MM_HINT_T0);
-}
-
-// All query heads of one key head, over the request's blocks.
-void attend(const Model& m, const Layer& layer, const Step& s, const Place& at, const bf16* queries,
-            bf16* out) {
+// All query heads of one key head, over the tokens of `tiles`.
+void attend(const Model& m, const std::vector<Tile>& tiles, const bf16* queries, bf16* out) {
   const int64_t size = m.head_dim, group = m.heads / m.kv_heads, stride = m.kv_heads * size;
-  const int64_t room = (at.span.end - at.span.begin) * rounded_up(m.block_size);
-  thread_local Scratch kept;
+  const int64_t count = tiles.size(), room = count * 16;
+  // A padded request has no block: its output is zero.
+  if (count == 0) return void(std::memset(out, 0, group * size * sizeof(bf16)));
+  thread_local Scratch kept, narrow;
   float* scores = kept.room<float>(room * group);
+  bf16* powers = narrow.room<bf16>(room * group);
   alignas(64) bf16 panel[MOST_HEAD * PANEL];
 #ifdef __AMX_BF16__
   if (has_tiles) lay_out(queries, group, size, panel);
@@ -191,46 +204,39 @@ void attend(const Model& m, const Layer& layer, const Step& s, const Place& at, 
 #endif
   __m512 top[MOST_GROUP];
   for (int64_t g = 0; g < group; ++g) top[g] = _mm512_set1_ps(-INFINITY);
-  int64_t n = 0;
-  for (int64_t b = at.span.begin; b < at.span.end; ++b) {
-    const Part part = part_of(m, layer, s, at, b);
-    ask_for(part.values, stride, part.count, size);
-    if (b + 1 < at.span.end) {
-      const Part next = part_of(m, layer, s, at, b + 1);
-      ask_for(next.keys, stride, next.count, size);
-    }
-    for (int64_t i = 0; i < part.count; i += 16, n += 16) {
-      const int64_t count = part.count - i;
-      const bf16* keys = part.keys + i * stride;
-      const __mmask16 seen = count >= 16 ? 0xffff : (1 << count) - 1;
+  for (int64_t t = 0; t < count; ++t) {
+    const Tile& tile = tiles[t];
+    ask_for(tile.values, stride, tile.count, size);
+    if (t + EARLY < count) ask_for(tiles[t + EARLY].keys, stride, tiles[t + EARLY].count, size);
+    const __mmask16 seen = tile.count == 16 ? 0xffff : (1 << tile.count) - 1;
 #ifdef __AMX_BF16__
-      const bool tiled = has_tiles && count >= 16;
-      if (tiled) score_tile(panel, group, keys, stride, size, scores + n, room);
+    const bool tiled = has_tiles && tile.count == 16;
+    if (tiled) score_tile(panel, group, tile.keys, stride, size, scores + t * 16, room);
 #else
-      const bool tiled = false;
+    const bool tiled = false;
 #endif
-      for (int64_t g = 0; g < group; ++g) {
-        float* to = scores + g * room + n;
-        if (!tiled) _mm512_store_ps(to, score(queries + g * size, keys, stride, count, size));
-        const __m512 found =
-            _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, _mm512_load_ps(to));
-        top[g] = _mm512_max_ps(top[g], found);
-        _mm512_store_ps(to, found);
-      }
+    for (int64_t g = 0; g < group; ++g) {
+      float* to = scores + g * room + t * 16;
+      if (!tiled)
+        _mm512_store_ps(to, score(queries + g * size, tile.keys, stride, tile.count, size));
+      const __m512 found =
+          _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, _mm512_load_ps(to));
+      top[g] = _mm512_max_ps(top[g], found);
+      _mm512_store_ps(to, found);
     }
   }
-  // A padded request has no block: its output is zero.
-  if (n == 0) return void(std::memset(out, 0, group * size * sizeof(bf16)));
   float shares[MOST_GROUP];
-  for (int64_t g = 0; g < group; ++g)
-    shares[g] = 1.0f / weigh(scores + g * room, n, m.scale * TO_POWERS, top[g]);
+  for (int64_t g = 0; g < group; ++g) {
+    const int64_t from = g * room;
+    shares[g] = 1.0f / weigh(scores + from, room, m.scale * TO_POWERS, top[g], powers + from);
+  }
   for (int64_t g = 0; g < group; g += HEADS_AT_ONCE) {
     const int64_t heads = std::min<int64_t>(HEADS_AT_ONCE, group - g);
     const auto kernel = heads == 1   ? means<1>
                         : heads == 2 ? means<2>
                         : heads == 3 ? means<3>
                                      : means<4>;
-    kernel(m, layer, s, at, scores + g * room, room, shares + g, out + g * size);
+    kernel(m, tiles, powers + g * room, room, shares + g, out + g * size);
   }
 }
 

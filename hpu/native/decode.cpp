@@ -201,6 +201,8 @@ void decode(const Model* model, const Step* step, int64_t threads) {
   const int64_t query = m.heads * m.head_dim, heads = query + 2 * m.kv_heads * m.head_dim;
   const int64_t group = m.heads / m.kv_heads * m.head_dim;
   const std::vector<Span> spans = spans_of(s);
+  // Key heads of a token are adjacent in memory: with enough rows one thread reads them all.
+  const int64_t at_once = s.rows >= 4 * threads ? m.kv_heads : 1;
   static thread_local Scratch first, second, stream;
   static thread_local Groups groups;
   Groups& g = groups;
@@ -214,13 +216,14 @@ void decode(const Model* model, const Step* step, int64_t threads) {
       const Layer& layer = m.layers[l];
       project(m, layer, s, wide);
       begin_scores();
-#pragma omp for schedule(dynamic)
+      std::vector<Tile> tiles;
+#pragma omp for schedule(dynamic, at_once)
       for (int64_t i = 0; i < s.rows * m.kv_heads; ++i) {
         const int64_t row = i / m.kv_heads, kv = i % m.kv_heads;
         bf16* mine = wide + row * heads;
+        find_tiles(m, layer, s, {row, kv, spans[row]}, tiles);
         file_group(m, layer, s, row, kv, mine);
-        attend(m, layer, s, {row, kv, spans[row]}, mine + kv * group,
-               inside + row * query + kv * group);
+        attend(m, tiles, mine + kv * group, inside + row * query + kv * group);
       }
       end_scores();
       add(m, layer, s, inside, inside, g);

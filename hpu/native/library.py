@@ -254,7 +254,7 @@ def _build(folder: Path, flags: frozenset[str]) -> Path | None:
     """The compiled file; None, with a line in the log, where it cannot be compiled. Of two
     processes that build it at once, the later one's file stays."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    runtime = _openmp()
+    runtime = openmp_runtime()
     source = b"".join(file.read_bytes() for file in SOURCES)
     identity = (source, sorted(flags), FLAGS, str(runtime), torch.__version__)
     key = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
@@ -282,7 +282,7 @@ def _build(folder: Path, flags: frozenset[str]) -> Path | None:
     return path
 
 
-def _openmp() -> list[str]:
+def openmp_runtime() -> list[str]:
     """Torch's own OpenMP runtime, so that both share one thread pool; empty if torch ships none:
     then torch uses the system's."""
     return [str(path) for path in sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))[:1]]

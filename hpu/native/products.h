@@ -172,21 +172,39 @@ inline void finish(const Product& by, const End& end, const float* sums, int64_t
   }
 }
 
-// ROWS rows times PANELS panels of 16 outputs; the second half is `far` bytes after the first.
+// Panels of a block of inputs. The second half of them is `far` numbers after the first.
+struct Weights {
+  const bf16* from;
+  int64_t panel, far;
+
+  const bf16* of(int q, int near) const { return from + q % near * panel + q / near * far; }
+};
+
+// Panels to prefetch into the L2 cache during a product: one line of each per pair of inputs.
+struct Ahead {
+  const bf16* from;
+  int64_t panel;
+  int count;
+};
+
+// ROWS rows times PANELS panels of 16 outputs, added to `sums` with row stride `apart` or stored there.
 template <int ROWS, int PANELS>
-inline void dots(const bf16* x, int64_t stride, const bf16* weight, int64_t panel, int64_t far,
-                 int64_t pairs, float* sums) {
+inline void dots(const bf16* x, int64_t stride, const Weights& by, int64_t pairs, float* sums,
+                 int64_t apart, bool adds, const Ahead& ahead) {
   constexpr int NEAR = PANELS > 1 ? PANELS / 2 : 1;
   __m512 acc[ROWS][PANELS];
   for (int r = 0; r < ROWS; ++r)
-    for (int p = 0; p < PANELS; ++p) acc[r][p] = _mm512_setzero_ps();
+    for (int p = 0; p < PANELS; ++p)
+      acc[r][p] = adds ? _mm512_loadu_ps(sums + r * apart + p * 16) : _mm512_setzero_ps();
   for (int64_t k = 0; k < pairs; ++k) {
     __m512bh w[PANELS];
     for (int p = 0; p < PANELS; ++p) {
-      const bf16* at = weight + p % NEAR * panel + p / NEAR * far + k * 2 * PANEL;
+      const bf16* at = by.of(p, NEAR) + k * 2 * PANEL;
       _mm_prefetch((const char*)at + AHEAD, _MM_HINT_T0);
       w[p] = (__m512bh)_mm512_loadu_si512(at);
     }
+    for (int q = 0; q < ahead.count; ++q)
+      _mm_prefetch((const char*)(ahead.from + q * ahead.panel + k * 2 * PANEL), _MM_HINT_T1);
     for (int r = 0; r < ROWS; ++r) {
       int32_t pair;
       std::memcpy(&pair, x + r * stride + 2 * k, 4);
@@ -195,36 +213,55 @@ inline void dots(const bf16* x, int64_t stride, const bf16* weight, int64_t pane
     }
   }
   for (int r = 0; r < ROWS; ++r)
-    for (int p = 0; p < PANELS; ++p) _mm512_storeu_ps(sums + (r * PANELS + p) * 16, acc[r][p]);
+    for (int p = 0; p < PANELS; ++p) _mm512_storeu_ps(sums + r * apart + p * 16, acc[r][p]);
 }
 
 template <int PANELS>
-void dots_of(int64_t rows, const bf16* x, int64_t stride, const bf16* w, int64_t panel, int64_t far,
-             int64_t pairs, float* sums) {
+void dots_of(int64_t rows, const bf16* x, int64_t stride, const Weights& by, int64_t pairs,
+             float* sums, int64_t apart, bool adds, const Ahead& ahead) {
   switch (rows) {
-    case 1: return dots<1, PANELS>(x, stride, w, panel, far, pairs, sums);
-    case 2: return dots<2, PANELS>(x, stride, w, panel, far, pairs, sums);
-    case 3: return dots<3, PANELS>(x, stride, w, panel, far, pairs, sums);
-    case 4: return dots<4, PANELS>(x, stride, w, panel, far, pairs, sums);
-    case 5: return dots<5, PANELS>(x, stride, w, panel, far, pairs, sums);
-    default: return dots<6, PANELS>(x, stride, w, panel, far, pairs, sums);
+    case 1: return dots<1, PANELS>(x, stride, by, pairs, sums, apart, adds, ahead);
+    case 2: return dots<2, PANELS>(x, stride, by, pairs, sums, apart, adds, ahead);
+    case 3: return dots<3, PANELS>(x, stride, by, pairs, sums, apart, adds, ahead);
+    case 4: return dots<4, PANELS>(x, stride, by, pairs, sums, apart, adds, ahead);
+    case 5: return dots<5, PANELS>(x, stride, by, pairs, sums, apart, adds, ahead);
+    default: return dots<6, PANELS>(x, stride, by, pairs, sums, apart, adds, ahead);
   }
 }
 
+constexpr int64_t MOST_PAIRS = 288;  // of inputs in a block, whose panels stay in the L2 cache
+constexpr int64_t MOST_TILES = 16;   // with more tiles of rows, blocks gain nothing
+
+// While the rows are multiplied by four panels, the next weights are prefetched: with few rows,
+// reading takes as long as multiplying.
 void multiply_dots(const Product& by, const Panels& from, const bf16* x, int64_t rows,
                    const End& end, Range range) {
-  const int64_t tiles = (rows + 5) / 6, panel = by.inputs * PANEL;
+  const int64_t tiles = (rows + 5) / 6, panel = by.inputs * PANEL, pairs = by.inputs / 2;
+  const bool has_blocks = tiles > 1 && tiles <= MOST_TILES;
+  const int64_t blocks = has_blocks ? (pairs + MOST_PAIRS - 1) / MOST_PAIRS : 1;
+  // One tile prefetches within its panels.
+  const int fetched = tiles >= 4 ? 1 : tiles > 1 ? 2 : 0;
+  alignas(64) float sums[MOST_TILES * 24 * 16];
   for (int64_t p = range.first; p < range.last;) {
     const auto [wide, step] = width_of(range.last - p, end, 4);
-    const int64_t far = end.gated ? from.partner : wide / 2 * panel;
+    const int64_t far = end.gated ? from.partner : wide / 2 * panel, apart = wide * PANEL;
+    const auto kernel = wide == 4 ? dots_of<4> : wide == 2 ? dots_of<2> : dots_of<1>;
     const bf16* w = from.first + (p - range.first) * panel;
-    for (int64_t t = 0; t < tiles; ++t) {
-      const int64_t begin = rows * t / tiles, count = rows * (t + 1) / tiles - begin;
-      alignas(64) float sums[24 * 16];
-      const auto kernel = wide == 4 ? dots_of<4> : wide == 2 ? dots_of<2> : dots_of<1>;
-      kernel(count, x + begin * by.inputs, by.inputs, w, panel, far, by.inputs / 2, sums);
-      for (int64_t r = 0; r < count; ++r)
-        finish(by, end, sums + r * wide * 16, 16, begin + r, p, wide);
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int64_t k = pairs * b / blocks, stop = pairs * (b + 1) / blocks;
+      const Weights block{w + k * 2 * PANEL, panel, far};
+      const bf16* after = b + 1 < blocks ? w + stop * 2 * PANEL : w + step * panel;
+      for (int64_t t = 0; t < tiles; ++t) {
+        const int64_t begin = rows * t / tiles, count = rows * (t + 1) / tiles - begin;
+        const int64_t q = t * fetched;
+        const Ahead ahead{Weights{after, panel, far}.of(q, 2), panel, q < 4 ? fetched : 0};
+        float* to = sums + (has_blocks ? begin * apart : 0);
+        kernel(count, x + begin * by.inputs + 2 * k, by.inputs, block, stop - k, to, apart, b > 0,
+               ahead);
+        if (b + 1 == blocks)
+          for (int64_t r = 0; r < count; ++r)
+            finish(by, end, to + r * apart, PANEL, begin + r, p, wide);
+      }
     }
     p += step;
   }

@@ -90,11 +90,12 @@ void lay_out(const Model& m, const Layer& layer, const Step& s, const Prompts& o
   }
 }
 
-// Sums of up to 32 rows times two panels, `far` apart, stored to or added to `out` with stride `apart`.
-void product(const bf16* x, int64_t stride, int64_t rows, const bf16* w, int64_t far, int64_t inputs,
-             float* out, int64_t apart, bool adds) {
+// Up to 32 rows times panels for `columns` outputs, a multiple of 32, stored to or added to `out` with
+// row stride `apart`. `panel`: numbers from one panel to the next.
+void product(const bf16* x, int64_t stride, int64_t rows, const bf16* w, int64_t panel,
+             int64_t columns, int64_t inputs, float* out, int64_t apart, bool adds) {
 #ifdef __AMX_BF16__
-  if (has_tiles) {
+  for (int64_t c = 0; has_tiles && c < columns; c += 32, w += 2 * panel, out += 32) {
     const int64_t wide = apart * sizeof(float), long_ = stride * sizeof(bf16);
     float* below = out + 16 * apart;
     if (adds) {
@@ -112,7 +113,7 @@ void product(const bf16* x, int64_t stride, int64_t rows, const bf16* w, int64_t
       _tile_loadd(4, x + k, long_);
       _tile_loadd(6, w + k * PANEL, 64);
       _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, w + far + k * PANEL, 64);
+      _tile_loadd(7, w + panel + k * PANEL, 64);
       _tile_dpbf16ps(1, 4, 7);
       if (rows <= 16) continue;
       _tile_loadd(5, x + 16 * stride + k, long_);
@@ -123,18 +124,20 @@ void product(const bf16* x, int64_t stride, int64_t rows, const bf16* w, int64_t
     _tile_stored(1, out + 16, wide);
     if (rows > 16) _tile_stored(2, below, wide);
     if (rows > 16) _tile_stored(3, below + 16, wide);
-    return;
   }
+  if (has_tiles) return;
 #endif
-  for (int64_t r = 0; r < rows; r += 6) {
-    const int64_t count = std::min<int64_t>(6, rows - r);
-    alignas(64) float sums[6 * 32];
-    dots_of<2>(count, x + r * stride, stride, w, 0, far, inputs / 2, sums);
-    for (int64_t i = 0; i < count * 32; i += 16) {
-      float* place = out + (r + i / 32) * apart + i % 32;
-      const __m512 sum = _mm512_load_ps(sums + i);
-      _mm512_storeu_ps(place, adds ? _mm512_add_ps(_mm512_loadu_ps(place), sum) : sum);
+  const int64_t tiles = (rows + 5) / 6;
+  for (int64_t c = 0; c < columns;) {
+    const int64_t wide = columns - c >= 64 ? 4 : 2;
+    const auto kernel = wide == 4 ? dots_of<4> : dots_of<2>;
+    const Weights by{w + c / PANEL * panel, panel, wide / 2 * panel};
+    for (int64_t t = 0; t < tiles; ++t) {
+      const int64_t begin = rows * t / tiles, count = rows * (t + 1) / tiles - begin;
+      float* to = out + begin * apart + c;
+      kernel(count, x + begin * stride, stride, by, inputs / 2, to, apart, adds, {});
     }
+    c += wide * PANEL;
   }
 }
 
@@ -223,8 +226,7 @@ void attend_block(const Model& m, const Layer& layer, const Prompts& of, const L
   std::fill(rows.sums, rows.sums + QUERIES * 16, 0.0f);
   for (int64_t k = first; k < own + count; k += KEYS) {
     const int64_t width = std::min<int64_t>(KEYS, (own + count - k + 31) / 32 * 32);
-    for (int64_t c = 0; c < width; c += 32)
-      product(x, all, count, keys + (k + c) * size, PANEL * size, size, scores + c, KEYS, false);
+    product(x, all, count, keys + k * size, PANEL * size, width, size, scores, KEYS, false);
     const Seen of_rows{layer.window ? own + 1 - layer.window - k : -QUERIES, own + 1 - k};
     const bool all = of_rows.begin + count <= 1 && of_rows.end >= width;
     const auto kernel = all ? weigh<true> : weigh<false>;
@@ -238,9 +240,8 @@ void attend_block(const Model& m, const Layer& layer, const Prompts& of, const L
     }
     // The tile-load intrinsic does not tell the compiler which memory it reads.
     asm volatile("" ::"r"(powers), "r"(means) : "memory");
-    for (int64_t d = 0; d < size; d += 32)
-      product(powers, KEYS, count, values + d * laid.span + k * PANEL, laid.span * PANEL, width,
-              means + d, size, k > first);
+    product(powers, KEYS, count, values + k * PANEL, laid.span * PANEL, size, width, means, size,
+            k > first);
   }
 #ifdef __AMX_BF16__
   if (has_tiles) _tile_release();
