@@ -30,7 +30,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import machine
-from config.model.model_config import ModelConfig, read_model_config
+from config.model.model_config import ModelConfig
+from config.model.read_config import read_model_config
 from hpu.backends.cpu import CpuBackend, use_cpu_kernels
 from hpu.layers.metadata import DecodeAttentionInputs, PrefillAttentionInputs
 from hpu.models.base import CausalLM
@@ -125,8 +126,8 @@ class Launches:
         self.model: CausalLM = use_cpu_kernels(model, library)  # type: ignore[assignment]
         num_blocks = 64
         self._caches = [
-            (torch.zeros(keys, dtype=torch.bfloat16), torch.zeros(values, dtype=torch.bfloat16))
-            for keys, values in self.model.cache_shapes(num_blocks + 1, BLOCK_SIZE)
+            tuple(torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
+            for shapes in self.model.cache_shapes(num_blocks + 1, BLOCK_SIZE)
         ]
         self.model.bind_caches(self._caches, BLOCK_SIZE)
 

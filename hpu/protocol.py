@@ -264,6 +264,7 @@ class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
     dtype: str
     weight_bytes: int
     kv_bytes: int
+    """Of the KV cache, and of states."""
     graph_bytes: int
     total_bytes: int
     load_s: float

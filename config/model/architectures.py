@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from config.engine import AUTO, NATIVE
 from config.errors import ConfigError
 from config.model.decoder_spec import DecoderSpec, Family
-from config.model.families import deepseek, dense, gpt, moe, normed, remote
+from config.model.families import deepseek, dense, gpt, hybrid, moe, normed, remote
 from config.model.family_fields import causal_name
 from config.model.model_config import ModelConfig
 
@@ -19,6 +19,7 @@ ARCHITECTURES: Mapping[str, Family] = {
     **remote.FAMILIES,
     **moe.FAMILIES,
     **deepseek.FAMILIES,
+    **hybrid.FAMILIES,
 }
 
 

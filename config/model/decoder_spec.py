@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 from config.model.json_fields import Fields
 from config.model.model_config import ModelConfig
 from config.model.moe import MoEFields
+from config.model.state_space import GatedDeltaSpec, Mamba2Spec, StateKind
 
 MXFP4_BLOCK = 32
 """Neighbouring weights with one scale (OCP Microscaling Formats, version 1.0)."""
@@ -49,7 +50,8 @@ class LayerSpec(NamedTuple):
     sinks: bool = False
     """A learned logit of each head joins the softmax, and has no value: the tensor
     self_attn.sinks."""
-    attention: Literal["dense", "mla"] = "dense"
+    attention: Literal["dense", "mla"] | StateKind = "dense"
+    """Or what takes its place."""
     feed_forward: Literal["mlp", "moe"] = "mlp"
 
 
@@ -214,10 +216,33 @@ class DecoderSpec:
     mla: MLASpec | None = None
     """Of the layers with latent attention: all or none."""
 
+    mamba2: Mamba2Spec | None = None
+    """Of the Mamba 2 layers."""
+    gated_delta: GatedDeltaSpec | None = None
+    """Of the gated DeltaNet layers."""
+    attention_gate: bool = False
+    """q_proj gives each query head a gate behind it, whose sigmoid weighs the head's output."""
+    mlp_size: int | None = None
+    """Inner features of the MLPs without experts; None: intermediate_size."""
+    merged_mlp: bool = False
+    """Such an MLP is called shared_mlp, and has input_linear, gate before up, and
+    output_linear."""
+
     @property
     def has_score_options(self) -> bool:
         """Whether scores are more than scaled and masked."""
         return self.attention_soft_cap is not None or any(layer.sinks for layer in self.layers)
+
+    def state_of(self, layer: LayerSpec) -> Mamba2Spec | GatedDeltaSpec | None:
+        """What the layer keeps of each request; None: keys and values."""
+        specs = {"mamba2": self.mamba2, "gated_delta": self.gated_delta}
+        return specs.get(layer.attention)
+
+    @property
+    def states(self) -> tuple[Mamba2Spec | GatedDeltaSpec, ...]:
+        """Of the layers that have them."""
+        states = (self.state_of(layer) for layer in self.layers)
+        return tuple(state for state in states if state is not None)
 
 
 def uniform_layers(config: ModelConfig) -> tuple[LayerSpec, ...]:

@@ -13,8 +13,13 @@ OTHER_NAMES = {
 }
 """The usual name -> those of GPT-2, Falcon, OPT and their like."""
 
-HEADLESS_ENDINGS = ("Model", "ForSequenceClassification")
-"""Of the decoder families without an output head."""
+HEADLESS_ENDINGS = (
+    "TextModel",
+    "Model",
+    "TextForSequenceClassification",
+    "ForSequenceClassification",
+)
+"""Of the decoder families without an output head; the text parts of larger models have Text."""
 GENERATOR_ENDINGS = ("ForCausalLM", "LMHeadModel")
 """Of those with one."""
 

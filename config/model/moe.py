@@ -35,6 +35,8 @@ class MoEFields(NamedTuple):
     dense_layers: str = ""
     expert_layers: str = ""
     """The layers that have experts; where it is set, the four fields above do not count."""
+    may_be_none: bool = False
+    """0 experts say that all layers have a plain MLP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

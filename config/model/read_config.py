@@ -24,7 +24,7 @@ from config.model.model_config import (
     RopeConfig,
     RopeScaling,
 )
-from config.model.moe import moe_config
+from config.model.moe import MoEConfig, moe_config
 
 _CLASS_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\Z")
 
@@ -163,10 +163,17 @@ def _decoder_fields(family: Family | None, fields: Fields) -> Json:
         "attention_multiplier": fields.number_or_none("attention_multiplier"),
         "residual_multiplier": fields.number("residual_multiplier", 1.0),
         "logits_scaling": fields.number("logits_scaling", 1.0, above=0.0),
-        "moe": None if moe is None else moe_config(moe, fields),
+        "moe": _moe(family, fields),
         "use_qk_norm": fields.get("use_qk_norm", bool, False),
         "num_mtp_layers": fields.integer("num_nextn_predict_layers", 0, maximum=MAX_MTP_LAYERS),
     }
+
+
+def _moe(family: Family | None, fields: Fields) -> MoEConfig | None:
+    names = None if family is None else family.moe
+    if names is None or (names.may_be_none and fields.raw.get(names.num_experts) == 0):
+        return None
+    return moe_config(names, fields)
 
 
 def _dtype(fields: Fields, default: str) -> str:

@@ -75,7 +75,8 @@ class EngineCore:
         self._kv = KVCacheManager(
             _num_usable_blocks(config, ready, table),
             ready.block_size,
-            prefix_caching=config.cache.enable_prefix_caching,
+            prefix_caching=config.cache.enable_prefix_caching
+            and ready.bucket_limits.prefix_caching,
             contiguous=ready.contiguous,
             num_lookahead_tokens=(ready.max_tokens_per_step - 1) * scheduler.max_inflight_steps,
         )

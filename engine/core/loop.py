@@ -173,7 +173,7 @@ class EngineLoop:
         )
         for front_end in range(self._num_front_ends):
             core.add_front_end(front_end)
-        if self._config.cache.enable_prefix_caching and worker.pooling is None:
+        if self._config.cache.enable_prefix_caching and worker.bucket_limits.prefix_caching:
             self._block_size = worker.block_size
         if freeze_garbage:
             # What exists now exists to the end: the collector need not scan it again.

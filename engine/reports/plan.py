@@ -207,10 +207,12 @@ def _memory(plan: Plan) -> list[str]:
         f"{card.num_blocks} blocks of {demand.block_size} tokens, "
         f"{card.block_bytes / 2**20:.2f} MiB each{', as set' if is_fixed else ''}"
     )
+    states = [("states", card.state_bytes, f"of {demand.max_num_seqs} sequences")]
     rows = (
         ("memory", card.card_bytes, "that the runtime lets a process use"),
         ("weights", card.weight_bytes, ""),
         ("activations", card.activation_bytes, "of the widest launch, estimated"),
+        *(states if card.state_bytes else ()),
         ("free", max(0, card.free_bytes), ""),
         ("  usable", card.parts.usable, f"{demand.utilization:g} of it"),
         ("    graphs", card.parts.graphs, f"{demand.graph_reserved:g} of what is usable"),
@@ -253,11 +255,9 @@ def _counts(table: BucketTable) -> tuple[int, int]:
 
 def _shortage(card: CardPlan) -> str:
     if card.free_bytes <= 0:
-        needed = card.weight_bytes + card.activation_bytes
-        return (
-            f"weights and activations take {needed / GIB:.2f} GiB, a card has "
-            f"{card.card_bytes / GIB:.2f}"
-        )
+        needed = card.weight_bytes + card.activation_bytes + card.state_bytes
+        what = "weights, activations and states" if card.state_bytes else "weights and activations"
+        return f"{what} take {needed / GIB:.2f} GiB, a card has {card.card_bytes / GIB:.2f}"
     if card.num_blocks < card.context_blocks:
         return (
             f"a full context of {card.demand.max_model_len} tokens takes {card.context_blocks} "
@@ -287,6 +287,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "memory_bytes": card.card_bytes,
         "weight_bytes": card.weight_bytes,
         "activation_bytes": card.activation_bytes,
+        "state_bytes": card.state_bytes,
         "free_bytes": card.free_bytes,
         "usable_bytes": int(card.parts.usable),
         "graph_bytes": int(card.parts.graphs),

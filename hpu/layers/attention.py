@@ -63,6 +63,8 @@ class AttentionKind:
     """Queries, keys and values are clamped to -clip and clip, behind the norm."""
     tunes_temperature: bool = False
     """Queries are multiplied with the metadata's query_scale."""
+    has_gate: bool = False
+    """The projection gives each query head a gate behind it, whose sigmoid weighs its output."""
 
 
 PLAIN = AttentionKind()
@@ -125,7 +127,7 @@ class SelfAttention(nn.Module):
         Without `rotation` heads are not rotated."""
         shape, kind = self.shape, self.kind
         batch, length, _ = hidden.shape
-        query_key, value = self._project(hidden)
+        query_key, value, gate = self._project(hidden)
         if not kind.norm_after_rotation:
             query_key = self.qk_norm(query_key)
         if kind.clip is not None:
@@ -140,26 +142,39 @@ class SelfAttention(nn.Module):
             assert metadata.query_scale is not None
             query = (query * metadata.query_scale).to(query.dtype)
         out = self.attn(query, key, value, metadata, self.sinks)
-        return self.o_proj(out.reshape(batch, length, shape.query_size))  # type: ignore[no-any-return]
+        out = out.reshape(batch, length, shape.query_size)
+        if gate is not None:
+            out = out * gate.reshape(out.shape).sigmoid()
+        return self.o_proj(out)  # type: ignore[no-any-return]
 
-    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """(queries and keys (B, Q, heads + kv_heads, D), values (B, Q, kv_heads, D))."""
+    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(queries and keys (B, Q, heads + kv_heads, D), values (B, Q, kv_heads, D), gate (B, Q,
+        heads, D) if there is one)."""
         shape = self.shape
         batch, length, _ = hidden.shape
-        if self._splits_qkv:
-            query, key, value = self.qkv_proj.forward_split(hidden)
+        gate = None
+        if self._splits_qkv or self.kind.has_gate:
+            if self._splits_qkv:
+                query, key, value = self.qkv_proj.forward_split(hidden)
+            else:
+                sizes = self.qkv_proj.output_sizes
+                query, key, value = self.qkv_proj(hidden).split_with_sizes(sizes, dim=-1)
+            if self.kind.has_gate:
+                query = query.view(batch, length, shape.num_heads, -1)
+                query, gate = query.chunk(2, dim=-1)
+                query = query.reshape(batch, length, shape.query_size)
             query_key = torch.cat((query, key), dim=-1).view(batch, length, -1, shape.head_dim)
             value = value.view(batch, length, -1, shape.head_dim)
             if self._zeroes_non_finite:
                 query_key, value = finite(query_key), finite(value)
-            return query_key, value
+            return query_key, value, gate
         heads = self.qkv_proj(hidden).view(batch, length, -1, shape.head_dim)
         if self._zeroes_non_finite:
             heads = finite(heads)
         query_key, value = heads.split_with_sizes(
             [shape.num_heads + shape.num_kv_heads, shape.num_kv_heads], dim=2
         )
-        return query_key, value
+        return query_key, value, None
 
 
 class PagedAttention(nn.Module):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from config.model.decoder_spec import TemperatureTuning
+from hpu.layers.state_cache import StateMetadata, decode_states, prefill_states
 from hpu.ops.attention import MASKED, as_mask, causal_mask, mask_in
 from hpu.ops.kernels import AttentionForm, ContextSlice
 
@@ -34,6 +35,9 @@ class PrefillAttentionInputs(NamedTuple):
     block_list: Tensor
     """(B * C): physical blocks of the cached context, one sequence after the other, padded with the
     pad block."""
+    state_indices: Tensor | None = None
+    """(B): index of each sequence's state, for layers that have one; that of the pad state for
+    padding."""
 
 
 class DecodeAttentionInputs(NamedTuple):
@@ -54,6 +58,8 @@ class DecodeAttentionInputs(NamedTuple):
     """(N): position of the block's first token in its sequence (for windows)."""
     block_usage: Tensor
     """(N): used slots of the block, the new token included; 1 for padding."""
+    state_indices: Tensor | None = None
+    """(B): as in PrefillAttentionInputs."""
 
 
 class TextAttentionInputs(NamedTuple):
@@ -124,6 +130,8 @@ class PrefillMetadata(NamedTuple):
     """The cached tokens of layers that see all of them, where their attention runs in slices."""
     query_scale: Tensor | None = None
     """(B, Q, 1, 1) float32: what temperature tuning multiplies queries with."""
+    states: StateMetadata | None = None
+    """For layers with a state."""
 
 
 class DecodeMetadata(NamedTuple):
@@ -146,6 +154,8 @@ class DecodeMetadata(NamedTuple):
     """(N, 1 or heads, 1, block_size) in the form's dtype."""
     query_scale: Tensor | None = None
     """As in PrefillMetadata."""
+    states: StateMetadata | None = None
+    """For layers with a state."""
 
 
 AttentionMetadata = PrefillMetadata | DecodeMetadata
@@ -195,6 +205,19 @@ def build_metadata(
     steps = torch.floor((inputs.positions.float() + temperature.offset) / temperature.floor)
     query_scale = torch.log1p(steps) * temperature.scale + 1.0
     return metadata._replace(query_scale=query_scale.view(*inputs.positions.shape, 1, 1))
+
+
+def state_metadata(inputs: AttentionInputs) -> StateMetadata:
+    """What layers with a state derive from a launch's inputs."""
+    if isinstance(inputs, TextAttentionInputs):
+        lengths = inputs.lengths
+        none = torch.zeros_like(lengths)
+        return prefill_states(None, lengths, none, inputs.positions.shape[1])
+    assert inputs.state_indices is not None, "a launch of a model with states names them"
+    if isinstance(inputs, DecodeAttentionInputs):
+        return decode_states(inputs.state_indices, inputs.positions)
+    length = inputs.positions.shape[1]
+    return prefill_states(inputs.state_indices, inputs.query_lens, inputs.context_lens, length)
 
 
 def _mask(visible: Tensor, distance: Tensor | None, slopes: Tensor | None) -> Tensor:

@@ -9,6 +9,7 @@ from hpu.layers.metadata import (
     AttentionMetadata,
     Visibility,
     build_metadata,
+    state_metadata,
 )
 from hpu.ops.kernels import AttentionForm
 
@@ -25,8 +26,9 @@ class MetadataBuilder(nn.Module):
         causal: bool,
         alibi_slopes: Tensor | None = None,
         temperature: TemperatureTuning | None = None,
+        has_states: bool = False,
     ) -> None:
-        """As the arguments of `build_metadata`."""
+        """As the arguments of `build_metadata`. `has_states`: whether some layers have a state."""
         super().__init__()
         self.block_size = 0
         """Of the bound caches."""
@@ -37,9 +39,10 @@ class MetadataBuilder(nn.Module):
         self._causal = causal
         self._temperature = temperature
         self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
+        self._has_states = has_states
 
     def forward(self, inputs: AttentionInputs) -> AttentionMetadata:
-        return build_metadata(
+        metadata = build_metadata(
             inputs,
             self.block_size,
             self._kinds,
@@ -49,3 +52,6 @@ class MetadataBuilder(nn.Module):
             alibi_slopes=self.alibi_slopes,
             temperature=self._temperature,
         )
+        if self._has_states:
+            metadata = metadata._replace(states=state_metadata(inputs))
+        return metadata

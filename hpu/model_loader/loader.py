@@ -286,8 +286,8 @@ def _as_stored(spec: WeightSpec, tensor: Tensor) -> Tensor:
     """`tensor` of a checkpoint in the order and with the values of the whole parameter."""
     if spec.transposed:
         tensor = tensor.transpose(-1, -2)
-    if spec.grouped:
-        tensor = _ungrouped(tensor, spec.num_heads)
+    if spec.row_groups is not None:
+        tensor = _ungrouped(tensor, spec, spec.row_groups)
     if spec.interleaved_size is not None:
         tensor = _in_halves(tensor, spec, spec.interleaved_size)
     if spec.offset:
@@ -297,13 +297,11 @@ def _as_stored(spec: WeightSpec, tensor: Tensor) -> Tensor:
     return tensor if spec.repeats is None else tensor.expand(spec.repeats, *tensor.shape)
 
 
-def _ungrouped(tensor: Tensor, num_heads: tuple[int, ...]) -> Tensor:
-    """All queries, all keys, all values of `tensor`, which holds them by KV head."""
-    heads, kv_heads, _ = num_heads
-    queries = heads // kv_heads
-    groups = tensor.reshape(kv_heads, queries + 2, -1, *tensor.shape[1:])
-    parts = groups.split_with_sizes([queries, 1, 1], dim=1)
-    return torch.cat([part.flatten(0, 2) for part in parts])
+def _ungrouped(tensor: Tensor, spec: WeightSpec, num_groups: int) -> Tensor:
+    """`tensor` with its outputs behind each other."""
+    sizes = [spec.output_sizes[output] // num_groups for output in spec.outputs]
+    parts = tensor.reshape(num_groups, -1, *tensor.shape[1:]).split_with_sizes(sizes, dim=1)
+    return torch.cat([part.flatten(0, 1) for part in parts])
 
 
 def _in_halves(tensor: Tensor, spec: WeightSpec, size: int) -> Tensor:

@@ -8,6 +8,7 @@ from config.errors import ConfigError
 from config.model.architectures import ARCHITECTURES, decoder_spec
 from config.model.decoder_spec import LayerSpec, MLASpec, uniform_layers
 from config.model.model_config import ModelConfig
+from config.model.state_space import GatedDeltaSpec, Mamba2Spec
 
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -30,8 +31,13 @@ def rotary_peak_bytes(config: ModelConfig, length: int) -> int:
 
 def _rotated_sizes(config: ModelConfig) -> list[int]:
     """Of each rotary table."""
-    ropes = (config.rope, config.local_rope)
-    return [rope.rotated_size(config.head_dim) for rope in ropes if rope is not None]
+    ropes = {"default": config.rope, "local": config.local_rope}
+    used = {layer.rope for layer in _layers(config)}
+    return [
+        rope.rotated_size(config.head_dim)
+        for name, rope in ropes.items()
+        if rope is not None and name in used
+    ]
 
 
 def _mla(config: ModelConfig) -> MLASpec | None:
@@ -57,6 +63,11 @@ def check_split(config: ModelConfig, num_cards: int) -> None:
     """ConfigError, with both numbers, when the model cannot be divided among so many cards."""
     # Latents are whole on each of them.
     kv_heads = config.num_kv_heads if _mla(config) is None else num_cards
+    if num_cards > 1 and _states(config):
+        raise ConfigError(
+            f"{config.path} has layers with a state, which are not divided among cards yet: leave "
+            "tensor-parallel-size at 1"
+        )
     if num_cards > kv_heads and num_cards % kv_heads:
         raise ConfigError(
             f"{config.path} has {kv_heads} KV heads, and they cannot be repeated evenly on "
@@ -98,11 +109,27 @@ def weight_bytes(config: ModelConfig, *, num_cards: int, width: int, length: int
 
 
 def kv_block_bytes(config: ModelConfig, *, num_cards: int, width: int, block_size: int) -> int:
-    """One KV block of all layers on one card: keys and values of its shard of the heads, or the
-    latents, which every card has."""
+    """One KV block of all layers with attention on one card: keys and values of its shard of the
+    heads, or the latents, which every card has."""
     mla = _mla(config)
     size = _kv_size(config, num_cards) if mla is None else mla.latent_size
-    return config.num_layers * size * width * block_size
+    num_layers = config.num_layers - len(_states(config))
+    return num_layers * size * width * block_size
+
+
+def _states(config: ModelConfig) -> tuple[Mamba2Spec | GatedDeltaSpec, ...]:
+    if config.architecture not in ARCHITECTURES:
+        return ()
+    return decoder_spec(config).states
+
+
+def state_bytes(config: ModelConfig, *, width: int, num_seqs: int) -> int:
+    """States of `num_seqs` sequences, of the index that a warm-up uses and of padding: the
+    convolution's in `width` bytes a number, the others in float32."""
+    elements = sum(
+        state.conv_elements * width + state.state_elements * 4 for state in _states(config)
+    )
+    return (num_seqs + 2) * elements
 
 
 def _kv_size(config: ModelConfig, num_cards: int) -> int:
@@ -134,7 +161,8 @@ def activation_bytes(
     if _mla(config) is not None:
         # Their heads may be several times as wide as the hidden state.
         layer += num_tokens * (_query_size(config, num_cards) + _kv_size(config, num_cards))
-    return layer * width + num_seqs * config.vocab_size * 4 * 4
+    scan = 4 * num_tokens * max((state.scan_elements for state in _states(config)), default=0)
+    return layer * width + scan + num_seqs * config.vocab_size * 4 * 4
 
 
 def context_bytes(

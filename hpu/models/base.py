@@ -7,10 +7,12 @@ from config.checkpoint.weight_maps.base import WeightMap
 from config.model.model_config import ModelConfig
 from hpu.layers.attention_base import Shape
 from hpu.layers.metadata import AttentionInputs
+from hpu.layers.state_cache import StateCacheSpec
 
 
 class CausalLM(nn.Module):
-    """A decoder over paged KV caches with an output head."""
+    """A decoder over paged KV caches, and states of fixed size for layers that have them, with an
+    output head."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -29,11 +31,21 @@ class CausalLM(nn.Module):
         return None
 
     def cache_shapes(self, num_blocks: int, block_size: int) -> list[tuple[Shape, ...]]:
-        """Shapes of each layer's key cache and value cache, or of its cache of latents."""
+        """Shapes of the key cache and the value cache, or of the cache of latents, of each layer
+        that has them."""
         raise NotImplementedError
 
     def bind_caches(self, caches: list[tuple[Tensor, ...]], block_size: int) -> None:
         """Use each layer's caches, of `cache_shapes`."""
+        raise NotImplementedError
+
+    def state_specs(self) -> list[StateCacheSpec]:
+        """Of each layer with a state. Their launches name states, and run once each: another run on
+        the same inputs would advance the states again."""
+        return []
+
+    def bind_states(self, states: list[tuple[Tensor, ...]]) -> None:
+        """Use each layer's states, of `state_specs`. Only if there are any."""
         raise NotImplementedError
 
     def read_contiguously(self) -> None:

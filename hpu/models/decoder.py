@@ -19,6 +19,7 @@ from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.layers.attention import AttentionKind, HeadShape, SelfAttention
 from hpu.layers.attention_base import AttentionLayer, Shape
 from hpu.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from hpu.layers.gated_delta import GatedDeltaNet
 from hpu.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -26,14 +27,16 @@ from hpu.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
+from hpu.layers.mamba2 import Mamba2Mixer
 from hpu.layers.metadata import AttentionInputs, AttentionMetadata, Visibility, distinct
 from hpu.layers.metadata_builder import MetadataBuilder
 from hpu.layers.mla import MLAAttention
 from hpu.layers.mlp import MLP, GatedMLP
 from hpu.layers.moe import Experts, MoE, SparseMixer, TopKRouter
 from hpu.layers.norm import FullQKNorm, LayerNorm, QKNorm, RMSNorm, UnweightedQKNorm
+from hpu.layers.state_cache import StateCacheSpec
 from hpu.models.base import LoadableModel
-from hpu.models.decoder_layer import LAYERS, DecoderLayer
+from hpu.models.decoder_layer import LAYERS, DecoderLayer, StateLayer
 from hpu.ops.kernels import Kernels
 from hpu.ops.rope import RotaryEmbedding, Rotation
 from hpu.quantization.base import LinearMethod, QuantizationScheme
@@ -119,7 +122,11 @@ class Decoder(LoadableModel):
         self._group = group
         self._quantization = quantization
         self._tensor_names = self.weight_map.tensor_names()
-        self._kinds = distinct(Visibility(layer.window, layer.chunk) for layer in spec.layers)
+        self._kinds = distinct(
+            Visibility(layer.window, layer.chunk)
+            for layer in spec.layers
+            if spec.state_of(layer) is None
+        )
         self.model = DecoderModel(
             VocabParallelEmbedding(
                 config.vocab_size,
@@ -136,6 +143,7 @@ class Decoder(LoadableModel):
                 causal=config.is_causal,
                 alibi_slopes=self._alibi_slopes(),
                 temperature=spec.temperature,
+                has_states=bool(spec.states),
             ),
             self._rotary_embs(length),
             [layer.rope for layer in spec.layers],
@@ -204,9 +212,11 @@ class Decoder(LoadableModel):
         return RMSNorm(size, eps, **self._norm_options)
 
     def _layer(self, path: str, layer: LayerSpec) -> DecoderLayer:
-        kinds: dict[str, Callable[[str, LayerSpec], SelfAttention | MLAAttention]] = {
+        kinds: dict[str, Callable[[str, LayerSpec], SelfAttention | MLAAttention | StateLayer]] = {
             "dense": self._dense_attention,
             "mla": self._latent_attention,
+            "mamba2": self._mamba2,
+            "gated_delta": self._gated_delta,
         }
         attention = kinds[layer.attention]
         make_mlp: Callable[[str], GatedMLP | MLP | MoE] = self._dense_mlp
@@ -229,7 +239,10 @@ class Decoder(LoadableModel):
             qkv_proj=QKVParallelLinear(
                 config.hidden_size,
                 QKVParallelLinear.sizes(
-                    config.num_heads, config.num_kv_heads, config.head_dim, self._group.size
+                    config.num_heads * (2 if spec.attention_gate else 1),
+                    config.num_kv_heads,
+                    config.head_dim,
+                    self._group.size,
                 ),
                 bias=spec.qkv_bias,
                 **self._options(f"{path}.qkv_proj", config.hidden_size),
@@ -249,6 +262,7 @@ class Decoder(LoadableModel):
                 norm_after_rotation=spec.qk_norm_after_rope,
                 clip=config.clip_qkv,
                 tunes_temperature=layer.tunes_temperature,
+                has_gate=spec.attention_gate,
             ),
         )
 
@@ -305,6 +319,39 @@ class Decoder(LoadableModel):
             **layers,
         )
 
+    def _mamba2(self, path: str, layer: LayerSpec) -> Mamba2Mixer:
+        state = self.spec.mamba2
+        assert state is not None
+        in_proj, out_proj = self._state_projections(
+            path,
+            [state.inner_size, state.conv_size, state.num_heads],
+            state.inner_size,
+            bias=state.proj_bias,
+        )
+        eps = self.config.rms_norm_eps
+        return Mamba2Mixer(state, in_proj=in_proj, out_proj=out_proj, eps=eps)
+
+    def _gated_delta(self, path: str, layer: LayerSpec) -> GatedDeltaNet:
+        state = self.spec.gated_delta
+        assert state is not None
+        heads = state.num_value_heads
+        sizes = [state.key_size, state.key_size, state.value_size, state.value_size, heads, heads]
+        in_proj, out_proj = self._state_projections(path, sizes, state.value_size, bias=False)
+        eps = self.config.rms_norm_eps
+        return GatedDeltaNet(state, in_proj=in_proj, out_proj=out_proj, eps=eps)
+
+    def _state_projections(
+        self, path: str, sizes: list[int], inner: int, *, bias: bool
+    ) -> tuple[MergedColumnParallelLinear, RowParallelLinear]:
+        """Into a StateLayer, with the outputs `sizes`, and from its `inner` features."""
+        hidden = self.config.hidden_size
+        return (
+            MergedColumnParallelLinear(
+                hidden, sizes, bias=bias, **self._options(f"{path}.in_proj", hidden)
+            ),
+            RowParallelLinear(inner, hidden, bias=bias, **self._options(f"{path}.out_proj", inner)),
+        )
+
     def _qk_norm(self) -> QKNorm | FullQKNorm | UnweightedQKNorm | None:
         shape, eps = self.shape, self.config.rms_norm_eps
         heads, kv_heads = shape.num_heads, shape.num_kv_heads
@@ -319,7 +366,7 @@ class Decoder(LoadableModel):
         return QKNorm(heads + kv_heads, shape.head_dim, eps, centered=centered, **options)
 
     def _dense_mlp(self, path: str) -> GatedMLP | MLP:
-        return self._mlp(path, self.config.intermediate_size)
+        return self._mlp(path, self.spec.mlp_size or self.config.intermediate_size)
 
     def _moe(self, path: str) -> MoE:
         config, moe, spec = self.config, self.config.moe, self.spec.moe
@@ -406,7 +453,15 @@ class Decoder(LoadableModel):
 
     @property
     def attention_layers(self) -> list[AttentionLayer]:
-        return [layer.self_attn for layer in self.layers]
+        """Those with keys and values."""
+        attentions = (layer.self_attn for layer in self.layers)
+        return [one for one in attentions if not isinstance(one, StateLayer)]
+
+    @property
+    def state_layers(self) -> list[StateLayer]:
+        """Those with a state."""
+        attentions = (layer.self_attn for layer in self.layers)
+        return [one for one in attentions if isinstance(one, StateLayer)]
 
     def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
         return self.model(tokens, inputs)  # type: ignore[no-any-return]
@@ -431,6 +486,13 @@ class Decoder(LoadableModel):
         for attention, own in zip(self.attention_layers, caches, strict=True):
             attention.bind_caches(*own, block_size=block_size)
         self.model.metadata.block_size = block_size
+
+    def state_specs(self) -> list[StateCacheSpec]:
+        return [layer.state.spec for layer in self.state_layers]
+
+    def bind_states(self, states: list[tuple[Tensor, ...]]) -> None:
+        for layer, tensors in zip(self.state_layers, states, strict=True):
+            layer.state.bind(tensors)
 
     def read_contiguously(self) -> None:
         self.model.metadata.contiguous = True

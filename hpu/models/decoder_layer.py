@@ -8,12 +8,17 @@ from torch import Tensor, nn
 
 from config.model.decoder_spec import Arrangement
 from hpu.layers.attention import SelfAttention
+from hpu.layers.gated_delta import GatedDeltaNet
+from hpu.layers.mamba2 import Mamba2Mixer
 from hpu.layers.metadata import AttentionMetadata
 from hpu.layers.mla import MLAAttention
 from hpu.layers.mlp import MLP, GatedMLP
 from hpu.layers.moe import MoE
 from hpu.layers.norm import LayerNorm, RMSNorm
 from hpu.ops.rope import Rotation
+
+StateLayer = Mamba2Mixer | GatedDeltaNet
+"""What takes the place of attention in a layer with a state."""
 
 
 class DecoderLayer(nn.Module):
@@ -27,7 +32,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(
         self,
-        self_attn: SelfAttention | MLAAttention,
+        self_attn: SelfAttention | MLAAttention | StateLayer,
         mlp: GatedMLP | MLP | MoE,
         norms: Mapping[str, RMSNorm | LayerNorm],
         *,

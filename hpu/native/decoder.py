@@ -14,6 +14,7 @@ from hpu.layers.metadata import AttentionInputs, DecodeAttentionInputs, PrefillA
 from hpu.layers.mlp import MLP, GatedMLP
 from hpu.layers.moe import MoE, TopKRouter
 from hpu.layers.norm import QKNorm
+from hpu.layers.state_cache import StateCacheSpec
 from hpu.models.base import CausalLM
 from hpu.models.decoder import Decoder
 from hpu.models.decoder_layer import DecoderLayer
@@ -172,6 +173,12 @@ class CompiledDecoder(CausalLM):
         if self._layers is not None:
             self._launcher = _Launcher(self._library, self.model, self._layers, caches)
 
+    def state_specs(self) -> list[StateCacheSpec]:
+        return self.model.state_specs()
+
+    def bind_states(self, states: list[tuple[Tensor, ...]]) -> None:
+        self.model.bind_states(states)
+
     def read_contiguously(self) -> None:
         self.model.read_contiguously()
 
@@ -224,6 +231,7 @@ def _attention_is_known(model: Decoder) -> bool:
         or spec.has_score_options
         or spec.alibi_max_bias is not None
         or spec.temperature is not None
+        or spec.attention_gate
         or spec.qk_norm_after_rope
         or spec.qk_norm == "unweighted"
         or any(
@@ -318,7 +326,8 @@ class _Launcher:
     def decode(self, tokens: Tensor, inputs: DecodeAttentionInputs) -> Tensor:
         """(B, 1) to (B, 1, hidden), normed."""
         hidden = self._output(tokens)
-        columns = map(_address, (tokens, *inputs))
+        # Without state_indices, which its models do not have.
+        columns = map(_address, (tokens, *inputs[:-1]))
         step = _Step(len(tokens), len(inputs.block_list), *columns, hidden.data_ptr())
         self._library.decode(self._model, step)
         return hidden

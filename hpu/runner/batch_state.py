@@ -140,6 +140,9 @@ class BatchState:
         out.context_lens[:n] = computed
         out.context_lens[n:] = 0
         out.block_list[:] = self.pad_block
+        if out.state_indices is not None:
+            out.state_indices[:n] = indices
+            out.state_indices[n:] = self.max_num_reqs
         if is_merged:
             self._fill_row(indices, counts, computed, context_blocks, out)
             return self._advance(launch, indices, counts, np.cumsum(counts) - 1, out)
@@ -264,6 +267,8 @@ class BatchState:
             out.query_lens[:batch] = query
             out.context_lens[:batch] = context
             out.last_token_indices[:] = 0
+            if out.state_indices is not None:
+                out.state_indices[:] = self.max_num_reqs
         else:
             batch, total = len(out.req_indices), len(out.block_list)
             out.positions[:] = min(self.block_size, self._tokens.shape[1]) - 1

@@ -45,7 +45,10 @@ class GraphCache:
         *,
         captures: bool,
         budget_bytes: int,
+        has_states: bool = False,
     ) -> None:
+        """`has_states`: whether `forward` advances states, so that a launch of requests must run
+        exactly once, and a capture would run it once more."""
         self.stage = "warmup"
         """warmup or serving: the label of compilations in the counters."""
         self.on_demand = False
@@ -57,6 +60,7 @@ class GraphCache:
         self._forward = forward
         self._backend = backend
         self._counters = counters
+        self._has_states = has_states
         self._tracks_first_runs = captures or backend.compiles
         self._graphs: dict[Bucket, Graph] = {}
         self.uncompilable: set[Bucket] = set()
@@ -132,6 +136,7 @@ class GraphCache:
         if self.stage == "serving":
             self._warn(inputs.bucket, req_indices)
         may_capture = self.captures and self.on_demand and inputs.is_static
+        may_capture = may_capture and not self._has_states
         if may_capture and self.bytes < self.budget_bytes:
             if self.capture(inputs) is not None:
                 return self.run(inputs)

@@ -42,6 +42,8 @@ class PrefillArrays(NamedTuple):
     """(B,): index of each sampling request's last token in the flattened (B * Q)."""
     req_indices: Array
     """(B,): the requests that sample."""
+    state_indices: Array | None = None
+    """(B,): all requests, for a model with states."""
 
 
 class DecodeArrays(NamedTuple):
@@ -63,12 +65,13 @@ class DecodeArrays(NamedTuple):
     """(N,)"""
 
 
-def _shapes(bucket: Bucket, prompts_per_row: int) -> list[tuple[int, ...]]:
+def _shapes(bucket: Bucket, prompts_per_row: int, has_states: bool) -> list[tuple[int, ...]]:
     """Shapes of the bucket's arrays, in the order of the named tuples."""
     phase, batch, query, blocks = bucket
     if phase == PREFILL:
         wide, tall = (batch, query), (batch * prompts_per_row,)
-        return [wide, wide, wide, tall, tall, (batch, blocks), tall, tall]
+        shapes = [wide, wide, wide, tall, tall, (batch, blocks), tall, tall]
+        return [*shapes, tall] if has_states else shapes
     return [(batch,), (batch, 1), (batch,), (blocks,), (blocks,), (blocks,), (blocks,)]
 
 
@@ -215,13 +218,21 @@ class BaseInputBuffers(Generic[A]):
 
 class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
     """Inputs of a launch over a KV cache. With `prompts_per_row` S, a prefill of B rows has up to S
-    sequences in each, and the arrays of (B,) have B * S entries."""
+    sequences in each, and the arrays of (B,) have B * S entries. With `has_states` they name the
+    state of each sequence."""
 
     def __init__(
-        self, bucket: Bucket, backend: Backend, *, is_static: bool, prompts_per_row: int = 1
+        self,
+        bucket: Bucket,
+        backend: Backend,
+        *,
+        is_static: bool,
+        prompts_per_row: int = 1,
+        has_states: bool = False,
     ) -> None:
         make = PrefillArrays if bucket[0] == PREFILL else DecodeArrays
-        shapes = _shapes(bucket, prompts_per_row)
+        self._has_states = has_states
+        shapes = _shapes(bucket, prompts_per_row, has_states)
         super().__init__(bucket, shapes, make, backend, is_static=is_static)
 
     @property
@@ -243,12 +254,14 @@ class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
 
     def _name(self, views: list[Tensor], *own: Tensor) -> LaunchTensors:
         if self.bucket[0] == PREFILL:
-            tokens, positions, slots, query_lens, context_lens, blocks, last, requests = views
+            tokens, positions, slots, query_lens, context_lens, blocks, last, requests = views[:8]
             context = PrefillAttentionInputs(
-                positions, slots.view(-1), query_lens, context_lens, blocks.view(-1)
+                positions, slots.view(-1), query_lens, context_lens, blocks.view(-1), *views[8:]
             )
             return LaunchTensors(tokens, context, (requests, last))
-        return LaunchTensors(own[0], DecodeAttentionInputs(*views[1:]), (views[0],))
+        # A request's state has the index of the request.
+        states = views[:1] if self._has_states else []
+        return LaunchTensors(own[0], DecodeAttentionInputs(*views[1:], *states), (views[0],))
 
 
 class InputBufferPool(Generic[Buffers]):

@@ -19,11 +19,12 @@ SCRUB_SIZE = 16
 """Blocks scrubbed at once, padded up: another number would be another shape."""
 
 
-def reads_contiguously(config: EngineConfig, backend: Backend) -> bool:
+def reads_contiguously(config: EngineConfig, backend: Backend, *, has_states: bool = False) -> bool:
     """Whether decodes read the cache as one slice from block 0: as configured, or where that is
-    faster; never with prefix caching, which shares blocks."""
+    faster; never with prefix caching, which shares blocks, and which a model with states lacks."""
     contiguous_pa = config.execution.contiguous_pa
-    if config.cache.enable_prefix_caching or contiguous_pa is False:
+    shares_blocks = config.cache.enable_prefix_caching and not has_states
+    if shares_blocks or contiguous_pa is False:
         return False
     return contiguous_pa is True or backend.reads_contiguously
 

@@ -21,6 +21,7 @@ from hpu.runner.input_buffers import InputBufferPool, InputBuffers
 from hpu.runner.kv_cache import KVCache, block_bytes
 from hpu.runner.model_runner import ModelRunner
 from hpu.runner.pooling_runner import PoolingInputBuffers, PoolingRunner
+from hpu.runner.states import RequestStates, state_bytes
 from hpu.runner.step_runner import StepRunner
 from hpu.sampling.logprobs import LogprobsMode
 from hpu.sampling.sampler import Sampler
@@ -48,6 +49,19 @@ class Components:
     input_buffers: InputBufferPool[Any]
     cache: KVCache | None
     """None for a pooling model."""
+    states: RequestStates | None = None
+    """None without layers that have them."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of KV cache and states."""
+        return sum(0 if one is None else one.bytes for one in (self.cache, self.states))
+
+    def close(self) -> None:
+        """Free cache and states."""
+        for one in (self.cache, self.states):
+            if one is not None:
+                one.close()
 
     @property
     def num_blocks(self) -> int:
@@ -110,7 +124,14 @@ def make_runner(
     runner's own."""
     backend, model = loaded.backend, loaded.model
     body = model.body if isinstance(model, PoolingModel) else model
-    graphs = GraphCache(body, backend, counters, captures=captures, budget_bytes=graph_bytes)
+    graphs = GraphCache(
+        body,
+        backend,
+        counters,
+        captures=captures,
+        budget_bytes=graph_bytes,
+        has_states=loaded.has_states,
+    )
     if isinstance(model, PoolingModel):
         texts = InputBufferPool(backend, PoolingInputBuffers)
         pooling_runner = PoolingRunner(model.pooler, backend, graphs, texts)
@@ -119,10 +140,14 @@ def make_runner(
     cache = KVCache(
         model, backend, num_blocks=num_blocks, block_size=loaded.block_size, dtype=loaded.dtype
     )
-    make = partial(InputBuffers, prompts_per_row=loaded.prompts_per_row)
+    num_requests = _num_requests(loaded)
+    states = RequestStates(model, backend, num_requests) if loaded.has_states else None
+    make = partial(
+        InputBuffers, prompts_per_row=loaded.prompts_per_row, has_states=loaded.has_states
+    )
     buffers = InputBufferPool(backend, make)
     batch_state = BatchState(
-        loaded.config.scheduler.max_num_seqs + 1,
+        num_requests,
         loaded.max_model_len,
         loaded.block_size,
         pad_block=num_blocks,
@@ -139,7 +164,12 @@ def make_runner(
         vocab_size=loaded.facts.vocab_size,
         pads=loaded.pads,
     )
-    return Components(runner, graphs, buffers, cache)
+    return Components(runner, graphs, buffers, cache, states)
+
+
+def _num_requests(loaded: LoadedModel) -> int:
+    """Request indices: those of the engine, and the runner's own."""
+    return loaded.config.scheduler.max_num_seqs + 1
 
 
 def measure_memory(loaded: LoadedModel, sampler: Sampler | None, profile_blocks: int) -> FreeMemory:
@@ -147,12 +177,13 @@ def measure_memory(loaded: LoadedModel, sampler: Sampler | None, profile_blocks:
     `profile_blocks`, take of it: measured on a cache of one block, or estimated where the back end
     counts no memory."""
     backend, is_pooling = loaded.backend, loaded.pooler is not None
+    states = _state_bytes(loaded)
     if is_pooling and not loaded.captures:
         # Nothing is reserved: neither blocks nor graphs.
         return FreeMemory(backend.memory()[0], 0, is_measured=False)
     if backend.peak_memory() is None or not loaded.pads:
         reserve = 0 if is_pooling else _estimated_activations(loaded)
-        return FreeMemory(backend.memory()[0], reserve, is_measured=False)
+        return FreeMemory(max(0, backend.memory()[0] - states), reserve, is_measured=False)
     start = time.perf_counter()
     buckets = _largest_buckets(loaded, profile_blocks)
     components = make_runner(
@@ -166,14 +197,21 @@ def measure_memory(loaded: LoadedModel, sampler: Sampler | None, profile_blocks:
         " and ".join(str(bucket[1:]) for bucket in buckets),
         time.perf_counter() - start,
     )
-    return FreeMemory(backend.memory()[0], reserve)
+    return FreeMemory(max(0, backend.memory()[0] - states), reserve)
+
+
+def _state_bytes(loaded: LoadedModel) -> int:
+    if not isinstance(loaded.model, CausalLM):
+        return 0
+    return state_bytes(loaded.model, _num_requests(loaded) + 1)
 
 
 def _max_blocks(loaded: LoadedModel) -> int:
-    """KV blocks that the free memory holds; a pooling model has none."""
+    """KV blocks that the free memory holds beside the states; a pooling model has none."""
     if loaded.pooler is not None:
         return 0
-    return max(2, loaded.backend.memory()[0] // _demand(loaded).block_bytes)
+    free = max(0, loaded.backend.memory()[0] - _state_bytes(loaded))
+    return max(2, free // _demand(loaded).block_bytes)
 
 
 def _largest_buckets(loaded: LoadedModel, max_blocks: int) -> list[Bucket]:
@@ -233,6 +271,12 @@ def _split(
     if not backend.shares_host_memory:
         _log_memory(split, cache, memory, config.warmup)
     _log_cache(split, cache, demand)
+    if loaded.has_states:
+        logger.info(
+            "States: %.2f GiB for %d requests",
+            _state_bytes(loaded) / GIB,
+            demand.max_num_seqs,
+        )
     return split
 
 

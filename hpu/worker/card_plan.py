@@ -12,6 +12,7 @@ from hpu.model_loader.size_estimate import (
     check_split,
     context_bytes,
     kv_block_bytes,
+    state_bytes,
     weight_bytes,
 )
 from hpu.worker.memory import MemoryPlan, num_blocks, plan_memory
@@ -59,10 +60,12 @@ class CardPlan:
     block_bytes: int
     num_blocks: int
     """Without the pad block."""
+    state_bytes: int = 0
+    """Of layers that keep a state of each sequence."""
 
     @property
     def free_bytes(self) -> int:
-        return self.card_bytes - self.weight_bytes - self.activation_bytes
+        return self.card_bytes - self.weight_bytes - self.activation_bytes - self.state_bytes
 
     @property
     def context_blocks(self) -> int:
@@ -108,8 +111,9 @@ def plan_card(facts: ModelConfig, demand: CardDemand) -> CardPlan:
     block_bytes = kv_block_bytes(
         facts, num_cards=demand.num_cards, width=demand.kv_width, block_size=demand.block_size
     )
+    states = state_bytes(facts, width=demand.width, num_seqs=demand.max_num_seqs)
     parts = plan_memory(
-        max(0, card - weights - activations),
+        max(0, card - weights - activations - states),
         utilization=demand.utilization,
         graph_memory_fraction=demand.graph_reserved,
     )
@@ -117,7 +121,7 @@ def plan_card(facts: ModelConfig, demand: CardDemand) -> CardPlan:
         blocks = demand.num_blocks
     else:
         blocks = num_blocks(parts.kv if demand.kv_bytes is None else demand.kv_bytes, block_bytes)
-    return CardPlan(demand, card, weights, activations, parts, block_bytes, blocks)
+    return CardPlan(demand, card, weights, activations, parts, block_bytes, blocks, states)
 
 
 def changes(facts: ModelConfig, plan: CardPlan) -> list[str]:

@@ -89,14 +89,29 @@ class LoadedModel:
     @property
     def contiguous(self) -> bool:
         """Whether decodes read the cache as one slice."""
-        return self.pooler is None and reads_contiguously(self.config, self.backend)
+        return self.pooler is None and reads_contiguously(
+            self.config, self.backend, has_states=self.has_states
+        )
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers keep a state of each request, in place of keys and values."""
+        return isinstance(self.model, CausalLM) and bool(self.model.state_specs())
+
+    @property
+    def prefix_caching(self) -> bool:
+        """Whether cached blocks of earlier prompts are used. Without the states behind them they
+        are of no use."""
+        return self.config.cache.enable_prefix_caching and not self.has_states
 
     @property
     def prompts_per_row(self) -> int:
         """Sequences that may lie behind each other in a row of a prefill."""
         scheduler = self.config.scheduler
         # Only the vendor's fused attention reads such a row; other devices pad little or nothing.
+        # A scan over states takes one sequence in each row.
         merges = scheduler.merged_prefill and self.backend.compiles and self.pads
+        merges = merges and not self.has_states
         return scheduler.prefill_batch() if merges and self.pooler is None else 1
 
     def bucket_table(self, num_blocks: int) -> BucketTable:
@@ -114,7 +129,7 @@ class LoadedModel:
                 max_num_batched_tokens=scheduler.max_num_batched_tokens,
                 max_prefill_batch=scheduler.prefill_batch(),
                 num_blocks=num_blocks,
-                prefix_caching=self.config.cache.enable_prefix_caching,
+                prefix_caching=self.prefix_caching,
                 merged_prefill=self.prompts_per_row > 1,
             )
         return BucketTable.make(self.bucket_config, limits)
@@ -172,7 +187,7 @@ def load(
         prepared = backend.prepare(decoder)
         assert isinstance(prepared, CausalLM), "a decoder stays a decoder"
         model = prepared
-        if reads_contiguously(config, backend):
+        if reads_contiguously(config, backend, has_states=bool(model.state_specs())):
             model.read_contiguously()
     else:
         model = load_pooling_model(
@@ -191,7 +206,7 @@ def load(
         block_size = config.cache.block_size or min(block_size, MAX_POOLING_STEP)
     load_s = time.perf_counter() - start
     logger.info("Weights: %.2f GiB in %.1f s", weight_bytes / GIB, load_s)
-    return LoadedModel(
+    loaded = LoadedModel(
         config=config,
         backend=backend,
         facts=facts,
@@ -203,6 +218,9 @@ def load(
         weight_bytes=weight_bytes,
         load_s=load_s,
     )
+    if loaded.has_states:
+        _log_states(config)
+    return loaded
 
 
 def _num_weights(config: EngineConfig, facts: ModelConfig, *, is_built_in: bool) -> int:
@@ -265,6 +283,15 @@ def _dtype(name: str) -> torch.dtype:
 def _num_bytes(module: nn.Module) -> int:
     tensors = (*module.parameters(), *module.buffers())
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _log_states(config: EngineConfig) -> None:
+    """What a model with states cannot have."""
+    why = "the model has layers with a state"
+    if config.cache.enable_prefix_caching:
+        logger.info("Prefix caching is off: %s, which is not cached with the blocks", why)
+    if config.scheduler.merged_prefill:
+        logger.info("Merged prefill is off: %s, which take one prompt in each row", why)
 
 
 def _log_model(

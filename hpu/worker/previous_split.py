@@ -142,6 +142,8 @@ def _describe(loaded: LoadedModel) -> dict[str, Any]:
     """Everything that decides the shapes, and the versions that decide what is compiled of them."""
     backend = loaded.backend
     facts = dataclasses.asdict(loaded.facts)
+    # The object would be written with its address.
+    facts["fields"] = loaded.facts.fields.raw
     # Neither is part of a shape.
     del facts["path"], facts["generation_defaults"]
     return {

@@ -239,8 +239,7 @@ class Worker:
         self._runner = self._warmup = None
         components, self._components = self._components, None
         if components is not None:
-            if components.cache is not None:
-                components.cache.close()
+            components.close()
             self._counters.add("graphs", -self._counters.total("graphs"))
             self._counters.add("graph_bytes", -self._counters.total("graph_bytes"))
         assert self._backend is not None
@@ -315,7 +314,7 @@ class Worker:
             device=config.device if config.device == "hpu-emulator" else backend.name,
             dtype=dtype_name(loaded.dtype),
             weight_bytes=loaded.weight_bytes,
-            kv_bytes=0 if cache is None else cache.bytes,
+            kv_bytes=components.cache_bytes,
             graph_bytes=graphs.bytes,
             total_bytes=backend.memory()[1],
             load_s=loaded.load_s,

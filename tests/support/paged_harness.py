@@ -1,7 +1,7 @@
 """PagedHarness: a decoder driven by hand through prefill and decode launches, over scattered blocks
 and with as much padding as asked. A slow, obvious stand-in for rows, buckets and the runner."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -59,7 +59,16 @@ def load_transformers_model(
 class PagedHarness:
     """Sequences over one pool of blocks; every launch returns the logits of its real tokens."""
 
-    def __init__(self, model: CausalLM, *, block_size: int = 4, num_blocks: int = 256) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        block_size: int = 4,
+        num_blocks: int = 256,
+        num_states: int = 16,
+    ) -> None:
+        """`num_states`: rows that a model with states may have; the state of a row is that of its
+        number."""
         self.model = model
         self.block_size = block_size
         self.pad_block = num_blocks
@@ -70,6 +79,16 @@ class PagedHarness:
             for shapes in model.cache_shapes(num_blocks + 1, block_size)
         ]
         model.bind_caches(self.caches, block_size)
+        self.pad_state = num_states
+        self.states = [
+            tuple(
+                torch.full((num_states + 1, *shape), torch.nan, dtype=dtype)
+                for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+            )
+            for spec in model.state_specs()
+        ]
+        if self.states:
+            model.bind_states(self.states)
         shuffled = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(7))
         self._free: Iterator[int] = iter(shuffled.tolist())
         self._tables: dict[int, list[int]] = {}
@@ -84,6 +103,18 @@ class PagedHarness:
         """Where the row's token of that position lies in the caches."""
         block = self._tables[row][position // self.block_size]
         return block * self.block_size + position % self.block_size
+
+    def preempt(self, row: int) -> None:
+        """Forget the row's blocks; its next prefill starts again."""
+        del self._tables[row], self._lengths[row]
+
+    def _state_indices(self, rows: Iterable[int], batch: int) -> Tensor | None:
+        if not self.states:
+            return None
+        indices = torch.full((batch,), self.pad_state)
+        for index, row in enumerate(rows):
+            indices[index] = row
+        return indices
 
     def prefill(
         self,
@@ -118,7 +149,12 @@ class PagedHarness:
         hidden = self.model(
             tokens,
             PrefillAttentionInputs(
-                positions, slots.view(-1), query_lens, context_lens, block_list.view(-1)
+                positions,
+                slots.view(-1),
+                query_lens,
+                context_lens,
+                block_list.view(-1),
+                self._state_indices(new, batch),
             ),
         )
         return {
@@ -148,7 +184,15 @@ class PagedHarness:
         block_list, groups, starts, usage_column = torch.tensor(blocks).t().contiguous()
         hidden = self.model(
             tokens,
-            DecodeAttentionInputs(positions, slots, block_list, groups, starts, usage_column),
+            DecodeAttentionInputs(
+                positions,
+                slots,
+                block_list,
+                groups,
+                starts,
+                usage_column,
+                self._state_indices(last, batch),
+            ),
         )
         logits = self.model.logits(hidden[:, 0])
         return {row: logits[index] for index, row in enumerate(last)}

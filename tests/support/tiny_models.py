@@ -80,6 +80,51 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
     },
     "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 48},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 48,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+    },
+    "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "head_dim": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 40,
+    },
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "head_dim": 32,
+    },
+    "qwen3_5_moe_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 3,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "head_dim": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 40,
+    },
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32},
     "deepseek_v2": {
         "num_key_value_heads": 4,
@@ -116,6 +161,9 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 
 FAMILIES = {name: fields for name, fields in _FAMILIES.items() if name in CONFIG_MAPPING}
 """Those that the installed transformers knows."""
+
+WITH_STATES = frozenset(name for name, fields in _FAMILIES.items() if "layer_types" in fields)
+"""Those with layers that keep a state of each request, without prefix caching."""
 
 CHAT_TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}"

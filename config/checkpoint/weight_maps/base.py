@@ -40,9 +40,10 @@ class WeightSpec(NamedTuple):
     """The dimension of the tensor that has those rows."""
     transposed: bool = False
     """The last two dimensions are swapped in the parameter."""
-    grouped: bool = False
-    """The tensor holds for each KV head its queries, its key and its value, with the numbers of
-    `num_heads`; in the parameter all queries are before all keys, and those before all values."""
+    row_groups: int | None = None
+    """Of a tensor with several outputs: in how many groups its rows are, each with a part of each
+    output, such as the queries, the key and the value of one KV head. None: the outputs are behind
+    each other."""
     row: int | None = None
     """Of an output that consists of rows, the one that the tensor holds."""
     offset: float = 0.0
@@ -60,8 +61,8 @@ class WeightSpec(NamedTuple):
     @property
     def is_stored_as_is(self) -> bool:
         """Whether the bytes of the tensor are those of a part of the parameter with its dtype."""
-        changes = (self.transposed, self.grouped, self.offset, self.normalized, self.mxfp4)
-        is_set = (self.interleaved_size, self.row, self.repeats)
+        changes = (self.transposed, self.offset, self.normalized, self.mxfp4)
+        is_set = (self.interleaved_size, self.row_groups, self.row, self.repeats)
         return not any(changes) and all(one is None for one in is_set)
 
     def num_shards(self, output: int, num_ranks: int) -> int:

@@ -11,8 +11,9 @@ from config.checkpoint.weight_maps.base import (
     row_linear,
 )
 from config.checkpoint.weight_maps.mla import mla_weights
-from config.checkpoint.weight_maps.mlp import mlp_weights
+from config.checkpoint.weight_maps.mlp import merged_mlp_weights, mlp_weights
 from config.checkpoint.weight_maps.moe import moe_weights
+from config.checkpoint.weight_maps.state import gated_delta_weights, mamba2_weights
 from config.model.decoder_spec import NORMS, DecoderSpec
 from config.model.model_config import ModelConfig
 
@@ -41,7 +42,7 @@ def decoder_weight_map(
         outer.append(WeightSpec("lm_head.bias", (vocab.size,), "lm_head.bias", shard_dim=0))
     layers = f"{spec.names.get('model.layers', 'model.layers')}."
     root, head = f"{layers.partition('.')[0]}.", f"{spec.names.get('lm_head', 'lm_head')}."
-    ignored = [f"{root}mtp_"]
+    ignored = [f"{root}mtp_", f"{root}mtp."]
     ignored += [f"{layers}{config.num_layers + i}." for i in range(config.num_mtp_layers)]
     if not has_own_head:
         ignored.append(f"{head}weight")
@@ -80,18 +81,32 @@ def _decoder_layers(
     config: ModelConfig, spec: DecoderSpec, hidden: Axis
 ) -> Iterator[tuple[WeightSpec, ...]]:
     moe = config.moe
-    size_field = "intermediate_size" if moe is None else moe.fields.dense_size
-    inner = Axis(config.intermediate_size, size_field)
-    norms = (one for name in NORMS[spec.arrangement] for one in _norm_weights(name, hidden, spec))
-    attention_map = attention_weights if spec.mla is None else mla_weights
-    attention = (*norms, *attention_map(config, spec, hidden))
-    by_kind = {"mlp": tuple(mlp_weights(spec.mlp, spec.mlp, inner, hidden, spec))}
+    if spec.merged_mlp:
+        assert spec.mlp_size is not None
+        inner = Axis(spec.mlp_size, "shared_intermediate_size")
+        mlp = merged_mlp_weights("shared_mlp", spec.mlp, inner, hidden)
+    else:
+        size_field = "intermediate_size" if moe is None else moe.fields.dense_size
+        inner = Axis(config.intermediate_size, size_field)
+        mlp = mlp_weights(spec.mlp, spec.mlp, inner, hidden, spec)
+    by_kind = {"mlp": tuple(mlp)}
+    if spec.mla is None:
+        by_kind["dense"] = tuple(attention_weights(config, spec, hidden))
+    else:
+        by_kind["mla"] = tuple(mla_weights(config, spec, hidden))
     if spec.moe is not None:
         by_kind["moe"] = tuple(moe_weights(config, spec, hidden))
+    if spec.mamba2 is not None:
+        by_kind["mamba2"] = tuple(mamba2_weights(spec.mamba2, hidden))
+    if spec.gated_delta is not None:
+        by_kind["gated_delta"] = tuple(gated_delta_weights(spec.gated_delta, hidden))
+    norms = [one for name in NORMS[spec.arrangement] for one in _norm_weights(name, hidden, spec)]
     heads = config.num_heads
     sinks = WeightSpec("self_attn.sinks", (heads,), "self_attn.sinks", shard_dim=0)
     for layer in spec.layers:
+        attention = by_kind[layer.attention]
         weights = (
+            *norms,
             *(one for one in attention if layer.qk_norm or ".qk_norm." not in one.parameter),
             *((sinks,) if layer.sinks else ()),
             *by_kind[layer.feed_forward],
@@ -107,15 +122,16 @@ def _transposed(weight: WeightSpec) -> WeightSpec:
 
 
 def attention_weights(config: ModelConfig, spec: DecoderSpec, hidden: Axis) -> Iterator[WeightSpec]:
-    """Dense attention."""
+    """Dense attention, with its norms of heads."""
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     query = Axis(heads * head_dim, "num_attention_heads * head_dim")
+    gated = Axis(2 * query.size, f"2 * {query.fields}") if spec.attention_gate else query
     key = Axis(kv_heads * head_dim, "num_key_value_heads * head_dim")
     attention = "self_attn"
     yield from row_linear(f"{attention}.o_proj", hidden, query, has_bias=spec.o_bias)
     for weight in linear(
         f"{attention}.qkv_proj",
-        {f"{attention}.{n}_proj": axis for n, axis in (("q", query), ("k", key), ("v", key))},
+        {f"{attention}.{n}_proj": axis for n, axis in (("q", gated), ("k", key), ("v", key))},
         hidden,
         has_bias=spec.qkv_bias,
         num_heads=(heads, kv_heads, kv_heads),
@@ -123,7 +139,7 @@ def attention_weights(config: ModelConfig, spec: DecoderSpec, hidden: Axis) -> I
         fused_fields=f"({query.fields} + 2 * {key.fields})",
     ):
         is_rotated = spec.interleaved_rope and VALUES not in weight.outputs
-        weight = weight._replace(grouped=spec.qkv_layout == "grouped")
+        weight = weight._replace(row_groups=kv_heads if spec.qkv_layout == "grouped" else None)
         yield _interleaved(weight, config, is_rotated)
     if spec.qk_norm not in ("none", "unweighted"):
         yield from _qk_norm_weights(f"{attention}.", config, spec)

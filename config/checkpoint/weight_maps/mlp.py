@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from config.checkpoint.weight_maps.base import Axis, WeightSpec, linear, row_linear
+from config.checkpoint.weight_maps.base import Axis, WeightSpec, linear, matrix, row_linear
 from config.model.decoder_spec import DecoderSpec
 
 
@@ -26,3 +26,17 @@ def mlp_weights(
         fused=spec.fused_gate_up,
         fused_fields=f"2 * {inner.fields}",
     )
+
+
+def merged_mlp_weights(
+    name: str, parameter: str, inner: Axis, hidden: Axis
+) -> Iterator[WeightSpec]:
+    """A gated MLP that the checkpoint calls `name`, as two tensors."""
+    rows = Axis(2 * inner.size, f"2 * {inner.fields}")
+    yield matrix(f"{name}.input_linear.weight", rows, hidden, shard_dim=0)._replace(
+        parameter=f"{parameter}.gate_up_proj.weight",
+        output_sizes=(inner.size, inner.size),
+        outputs=(0, 1),
+    )
+    down = matrix(f"{name}.output_linear.weight", hidden, inner, shard_dim=1)
+    yield down._replace(parameter=f"{parameter}.down_proj.weight")

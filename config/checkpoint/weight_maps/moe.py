@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from config.checkpoint.weight_maps.base import Axis, WeightSpec, matrix
-from config.checkpoint.weight_maps.mlp import mlp_weights
+from config.checkpoint.weight_maps.mlp import merged_mlp_weights, mlp_weights
 from config.model.decoder_spec import MXFP4_BLOCK, DecoderSpec, MoESpec
 from config.model.model_config import ModelConfig
 
@@ -29,7 +29,7 @@ def moe_weights(config: ModelConfig, spec: DecoderSpec, hidden: Axis) -> Iterato
         return
     parameter = f"{names.block}.shared_experts"
     if names.layout == "merged":
-        yield from _merged_shared(parameter, shared, hidden)
+        yield from merged_mlp_weights("shared_mlp", parameter, shared, hidden)
     else:
         yield from mlp_weights(f"{names.block}.{names.shared}", parameter, shared, hidden, spec)
     if names.shared_gate:
@@ -74,14 +74,6 @@ def _merged_experts(block: str, experts: Axis, hidden: Axis, inner: Axis) -> Ite
     plain = matrix(f"{block}.output_linear.weight", hidden, inner, shard_dim=1)
     for spec in (merged, plain._replace(parameter=f"{block}.experts.w2_weight")):
         yield _of_all(spec, experts)
-
-
-def _merged_shared(parameter: str, shared: Axis, hidden: Axis) -> Iterator[WeightSpec]:
-    """Two tensors for the expert for all tokens."""
-    name = "shared_mlp.input_linear.weight"
-    yield _merged(name, f"{parameter}.gate_up_proj.weight", shared, hidden)
-    plain = matrix("shared_mlp.output_linear.weight", hidden, shared, shard_dim=1)
-    yield plain._replace(parameter=f"{parameter}.down_proj.weight")
 
 
 def _merged(name: str, parameter: str, inner: Axis, hidden: Axis) -> WeightSpec:

@@ -34,9 +34,11 @@ def _olmoe(config: ModelConfig) -> DecoderSpec:
     )
 
 
+GRANITE_MOE = MoESpec(block="block_sparse_moe", gate="router.layer", layout="merged")
+
+
 def _granite_moe(config: ModelConfig) -> DecoderSpec:
-    moe = MoESpec(block="block_sparse_moe", gate="router.layer", layout="merged")
-    return replace(granite(config), mlp_bias=False, moe=moe)
+    return replace(granite(config), mlp_bias=False, moe=GRANITE_MOE)
 
 
 def _glm4_moe(config: ModelConfig) -> DecoderSpec:
@@ -84,7 +86,7 @@ def _minimax_m2(config: ModelConfig) -> DecoderSpec:
 
 _MTP = "layers for multi-token prediction are not loaded"
 
-_QWEN = MoEFields(
+QWEN_FIELDS = MoEFields(
     "num_experts",
     inner_size="moe_intermediate_size",
     renormalize="norm_topk_prob",
@@ -120,14 +122,14 @@ FAMILIES: Mapping[str, Family] = {
         "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
         renamed={"qkv_bias": ("attention_bias",)},
         defaults={"attention_bias": True},
-        moe=_QWEN._replace(shared_size="shared_expert_intermediate_size"),
+        moe=QWEN_FIELDS._replace(shared_size="shared_expert_intermediate_size"),
     ),
     "Qwen3MoeForCausalLM": Family(
         _qwen3_moe,
         "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
         # As transformers 5 saves it.
         renamed={"num_local_experts": ("num_experts",)},
-        moe=_QWEN,
+        moe=QWEN_FIELDS,
     ),
     "OlmoeForCausalLM": Family(
         _olmoe,

@@ -1,5 +1,6 @@
 """Every family, in many variations, against the plain forward of transformers in float32."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -357,7 +358,7 @@ def test_float32_weights_are_left_as_they_are(windowed: Path) -> None:
 def test_every_architecture_is_compared_with_transformers() -> None:
     # The documentation says so.
     names = {
-        AutoConfig.for_model(family).__class__.__name__.replace("Config", "ForCausalLM")
+        re.sub("(Text)?Config", "ForCausalLM", AutoConfig.for_model(family).__class__.__name__)
         for family, _ in VARIATIONS.values()
     }
 

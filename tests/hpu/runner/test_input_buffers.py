@@ -26,19 +26,22 @@ BOTH = pytest.mark.parametrize("kind", [CpuBackend, Card])
 
 @BOTH
 def test_what_is_written_for_a_prefill_is_what_its_context_holds(kind: type[CpuBackend]) -> None:
-    inputs = InputBuffers((PREFILL, 2, 3, 4), kind(num_threads=1), is_static=True)
+    backend = kind(num_threads=1)
+    inputs = InputBuffers((PREFILL, 2, 3, 4), backend, is_static=True, has_states=True)
     arrays = inputs.host_arrays()
     assert isinstance(arrays, PrefillArrays)
 
     for number, field in enumerate(arrays):
+        assert field is not None
         field[:] = number
     inputs.upload()
 
     context = inputs.context
     assert isinstance(context, PrefillAttentionInputs)
     assert inputs.last_token_indices is not None
-    sent = [inputs.tokens, *context, inputs.last_token_indices, inputs.req_indices]
-    assert [tensor.unique().tolist() for tensor in sent] == [[i] for i in range(8)]
+    *context, states = context
+    sent = [inputs.tokens, *context, inputs.last_token_indices, inputs.req_indices, states]
+    assert [tensor.unique().tolist() for tensor in sent] == [[i] for i in range(9)]
     assert [tuple(tensor.shape) for tensor in sent] == [
         (2, 3),
         (2, 3),
@@ -48,12 +51,14 @@ def test_what_is_written_for_a_prefill_is_what_its_context_holds(kind: type[CpuB
         (8,),
         (2,),
         (2,),
+        (2,),
     ]
 
 
 @BOTH
 def test_what_is_written_for_a_decode_is_what_its_context_holds(kind: type[CpuBackend]) -> None:
-    inputs = InputBuffers((DECODE, 2, 1, 5), kind(num_threads=1), is_static=True)
+    backend = kind(num_threads=1)
+    inputs = InputBuffers((DECODE, 2, 1, 5), backend, is_static=True, has_states=True)
     arrays = inputs.host_arrays()
     assert isinstance(arrays, DecodeArrays)
 
@@ -63,8 +68,10 @@ def test_what_is_written_for_a_decode_is_what_its_context_holds(kind: type[CpuBa
 
     context = inputs.context
     assert isinstance(context, DecodeAttentionInputs)
-    assert [t.unique().tolist() for t in [inputs.req_indices, *context]] == [[i] for i in range(7)]
     assert context.positions.shape == (2, 1)
+    *context, states = context
+    assert [t.unique().tolist() for t in [inputs.req_indices, *context]] == [[i] for i in range(7)]
+    assert torch.equal(states, inputs.req_indices)
     assert inputs.tokens.shape == (2, 1)
 
 

@@ -1,0 +1,207 @@
+"""Families that mix attention with layers that have a state: Mamba 2 or gated DeltaNet."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from config.errors import ConfigError
+from config.model.decoder_spec import DecoderSpec, Family, LayerSpec, MoESpec, without_rope
+from config.model.families.dense import granite
+from config.model.families.moe import GRANITE_MOE, QWEN_FIELDS
+from config.model.json_fields import shown
+from config.model.model_config import ModelConfig
+from config.model.moe import MoEFields
+from config.model.state_space import GatedDeltaSpec, Mamba2Spec, StateKind
+
+_STATE_KINDS = ("linear_attention", "mamba")
+_ATTENTION_KINDS = ("full_attention", "attention")
+_NO_LIMITS = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
+"""time_step_limit of all published models, as transformers 4 and 5 write it."""
+MAX_KERNEL = 16
+"""Inputs of the convolution; published models have 4."""
+
+
+def _granite_hybrid(config: ModelConfig) -> DecoderSpec:
+    """Granite 4: Mamba 2 and attention, each followed by experts and an MLP for all tokens, or by
+    this MLP alone."""
+    fields = config.fields
+    kind = fields.get("position_embedding_type", str, "nope")
+    if kind not in ("rope", "nope"):
+        raise ConfigError(
+            f"position_embedding_type in {fields.file} is {shown(kind)}, it must be rope or nope"
+        )
+    layers = _layers(config, "mamba2", _listed_kinds(config))
+    return replace(
+        granite(config),
+        layers=without_rope(layers, [kind == "rope"] * len(layers)),
+        mlp_bias=False,
+        moe=None if config.moe is None else GRANITE_MOE,
+        mamba2=_mamba2(config),
+        mlp_size=fields.count("shared_intermediate_size", 1024),
+        merged_mlp=True,
+    )
+
+
+def _mamba2(config: ModelConfig) -> Mamba2Spec:
+    fields = config.fields
+    num_heads = fields.count("mamba_n_heads", 128)
+    inner = fields.count("mamba_expand", 2) * config.hidden_size
+    head_dim = inner // num_heads
+    if fields.raw.get("mamba_d_head", "auto") != "auto":
+        head_dim = fields.count("mamba_d_head")
+    if num_heads * head_dim != inner:
+        raise ConfigError(
+            f"mamba_n_heads in {fields.file} is {num_heads}, and {num_heads} heads of {head_dim} "
+            f"features (mamba_d_head) are not mamba_expand * hidden_size, {inner}"
+        )
+    num_groups = fields.count("mamba_n_groups", 1)
+    if num_heads % num_groups:
+        raise ConfigError(
+            f"mamba_n_groups in {fields.file} is {num_groups}, and it does not divide "
+            f"mamba_n_heads, {num_heads}"
+        )
+    limit = fields.get("time_step_limit", list, None)
+    if limit is not None and limit not in _NO_LIMITS:
+        raise ConfigError(
+            f"time_step_limit in {fields.file} is {shown(limit)}, which is not supported"
+        )
+    return Mamba2Spec(
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_groups=num_groups,
+        state_size=fields.count("mamba_d_state", 256),
+        conv_kernel=_kernel(config, "mamba_d_conv"),
+        conv_bias=fields.get("mamba_conv_bias", bool, True),
+        proj_bias=fields.get("mamba_proj_bias", bool, False),
+    )
+
+
+def _qwen3_next(config: ModelConfig) -> DecoderSpec:
+    return _qwen_hybrid(config, fused_weights=True)
+
+
+def _qwen3_5(config: ModelConfig) -> DecoderSpec:
+    """Qwen3.5, text only."""
+    return _qwen_hybrid(config, fused_weights=False)
+
+
+def _qwen_hybrid(config: ModelConfig, *, fused_weights: bool) -> DecoderSpec:
+    """Gated DeltaNet, and attention with a gate."""
+    fields = config.fields
+    num_key_heads = fields.count("linear_num_key_heads", 16)
+    num_value_heads = fields.count("linear_num_value_heads", 32)
+    if num_value_heads % num_key_heads:
+        raise ConfigError(
+            f"linear_num_key_heads in {fields.file} is {num_key_heads}, and it does not divide "
+            f"linear_num_value_heads, {num_value_heads}"
+        )
+    kinds = _listed_kinds(config)
+    if not fields.raw.get("layer_types"):
+        step = fields.count("full_attention_interval", 4)
+        kinds = tuple((index + 1) % step == 0 for index in range(config.num_layers))
+    moe = MoESpec(shared="shared_expert", shared_gate="shared_expert_gate")
+    return DecoderSpec(
+        layers=_layers(config, "gated_delta", kinds),
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_out_bias,
+        qk_norm="heads",
+        moe=None if config.moe is None else moe,
+        gated_delta=GatedDeltaSpec(
+            num_key_heads=num_key_heads,
+            num_value_heads=num_value_heads,
+            key_dim=fields.count("linear_key_head_dim", 128),
+            value_dim=fields.count("linear_value_head_dim", 128),
+            conv_kernel=_kernel(config, "linear_conv_kernel_dim"),
+            fused_weights=fused_weights,
+        ),
+        attention_gate=True,
+        norm_offset=True,
+    )
+
+
+def _kernel(config: ModelConfig, name: str) -> int:
+    kernel = config.fields.count(name, 4, maximum=MAX_KERNEL)
+    if kernel < 2:
+        raise ConfigError(f"{name} in {config.fields.file} is {kernel}, it must be at least 2")
+    return kernel
+
+
+def _listed_kinds(config: ModelConfig) -> tuple[bool, ...]:
+    """Per layer, whether layer_types says that it is attention."""
+    fields = config.fields
+    kinds: list[Any] = fields.get("layer_types", list, [])
+    # Of a model without layers only the rest is asked.
+    if config.num_layers and len(kinds) not in (0, config.num_layers):
+        raise ConfigError(
+            f"layer_types in {fields.file} names {len(kinds)} layers of {config.num_layers}"
+        )
+    unknown = [kind for kind in kinds if kind not in (*_STATE_KINDS, *_ATTENTION_KINDS)]
+    if unknown:
+        raise ConfigError(
+            f"layer_types in {fields.file} has unknown kinds {shown(unknown[:1])}, it may have "
+            f"{', '.join((*_STATE_KINDS, *_ATTENTION_KINDS))}"
+        )
+    return tuple(kind in _ATTENTION_KINDS for kind in kinds[: config.num_layers])
+
+
+def _layers(
+    config: ModelConfig, state: StateKind, is_attention: tuple[bool, ...]
+) -> tuple[LayerSpec, ...]:
+    if config.num_layers and not any(is_attention):
+        raise ConfigError(
+            f"{config.path} has no layer with attention, and models of layers with a state alone "
+            "are not supported"
+        )
+    return tuple(
+        LayerSpec(
+            attention="dense" if attends else state,
+            feed_forward="moe" if config.moe and config.moe.has_experts(index) else "mlp",
+        )
+        for index, attends in enumerate(is_attention)
+    )
+
+
+_NO_PREFIX_CACHING = "no prefix caching"
+_QWEN_LIMITS = f"{_NO_PREFIX_CACHING}; layers for multi-token prediction are not loaded"
+_QWEN_DEFAULTS = {"partial_rotary_factor": 0.25, "head_dim": 256}
+
+FAMILIES: Mapping[str, Family] = {
+    "GraniteMoeHybridForCausalLM": Family(
+        _granite_hybrid,
+        "Granite 4 Micro, H-Micro, H-Tiny, H-Small",
+        _NO_PREFIX_CACHING,
+        moe=MoEFields(
+            "num_local_experts", shared_size="shared_intermediate_size", may_be_none=True
+        ),
+    ),
+    "Qwen3NextForCausalLM": Family(
+        _qwen3_next,
+        "Qwen3-Next-80B-A3B",
+        _QWEN_LIMITS,
+        renamed={"num_local_experts": ("num_experts",)},
+        defaults={**_QWEN_DEFAULTS, "norm_topk_prob": True},
+        moe=QWEN_FIELDS._replace(shared_size="shared_expert_intermediate_size", may_be_none=True),
+    ),
+    "Qwen3_5ForCausalLM": Family(
+        _qwen3_5,
+        "the text part of Qwen3.5 0.8B to 27B, saved as a text model",
+        _QWEN_LIMITS,
+        defaults=_QWEN_DEFAULTS,
+    ),
+    "Qwen3_5MoeForCausalLM": Family(
+        _qwen3_5,
+        "the text part of Qwen3.5 35B-A3B to 397B-A17B, saved as a text model",
+        _QWEN_LIMITS,
+        renamed={
+            "num_local_experts": ("num_experts",),
+            "moe_intermediate_size": ("intermediate_size",),
+        },
+        defaults=_QWEN_DEFAULTS,
+        moe=MoEFields(
+            "num_experts",
+            inner_size="moe_intermediate_size",
+            shared_size="shared_expert_intermediate_size",
+        ),
+    ),
+}

@@ -1,0 +1,104 @@
+"""Sizes of the layers that keep a state of fixed size per request in place of keys and values:
+Mamba 2 and gated DeltaNet."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+MAMBA2_CHUNK = 128
+"""Tokens of a chunk of a Mamba 2 layer: matrices over the pairs of a chunk's tokens grow with it,
+the matrix over the pairs of chunks shrinks."""
+
+GATED_DELTA_CHUNK = 64
+"""Tokens of a chunk of a gated DeltaNet layer, as in the reference kernels."""
+
+StateKind = Literal["mamba2", "gated_delta"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Spec:
+    """A Mamba 2 layer."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    """Neighbouring heads of a group share B and C."""
+    state_size: int
+    conv_kernel: int
+    """Inputs that the convolution sees, the token's own included."""
+    conv_bias: bool
+    proj_bias: bool
+
+    @property
+    def inner_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def group_size(self) -> int:
+        """Of B, and of C."""
+        return self.num_groups * self.state_size
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: x, B and C."""
+        return self.inner_size + 2 * self.group_size
+
+    @property
+    def conv_elements(self) -> int:
+        """Of a request's convolution state."""
+        return (self.conv_kernel - 1) * self.conv_size
+
+    @property
+    def state_elements(self) -> int:
+        """Of a request's recurrent state, which is in float32."""
+        return self.num_heads * self.head_dim * self.state_size
+
+    @property
+    def scan_elements(self) -> int:
+        """Estimate of the float32 numbers of a prefill's scan for each token."""
+        states = self.inner_size * self.state_size // MAMBA2_CHUNK
+        return 3 * self.num_heads * MAMBA2_CHUNK + 6 * self.inner_size + 3 * states
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDeltaSpec:
+    """A gated DeltaNet layer."""
+
+    num_key_heads: int
+    """Of queries and of keys."""
+    num_value_heads: int
+    """A multiple of `num_key_heads`: neighbours share a key head."""
+    key_dim: int
+    value_dim: int
+    conv_kernel: int
+    """As in Mamba2Spec."""
+    fused_weights: bool
+    """The checkpoint holds in_proj_qkvz and in_proj_ba, each by key head, not in_proj_qkv,
+    in_proj_z, in_proj_b and in_proj_a."""
+
+    @property
+    def key_size(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def conv_elements(self) -> int:
+        return (self.conv_kernel - 1) * self.conv_size
+
+    @property
+    def state_elements(self) -> int:
+        return self.num_value_heads * self.key_dim * self.value_dim
+
+    @property
+    def scan_elements(self) -> int:
+        states = self.state_elements // GATED_DELTA_CHUNK
+        keys = self.num_value_heads * self.key_dim
+        pairs = self.num_value_heads * GATED_DELTA_CHUNK
+        return 6 * pairs + 6 * keys + 6 * self.value_size + states

@@ -1,0 +1,36 @@
+"""RequestStates: the state tensors of the layers that have them, by request index."""
+
+from hpu.backends.base import Backend
+from hpu.models.base import CausalLM
+
+
+def state_bytes(model: CausalLM, num_states: int) -> int:
+    """Bytes of `num_states` states of all layers."""
+    return num_states * sum(spec.num_bytes for spec in model.state_specs())
+
+
+class RequestStates:
+    """The states of `num_requests` request indices, and the pad state after them.
+
+    An index names the same state for as long as its request lives. Nothing clears a state: the
+    first prefill of a request, also after a preemption, reads zero in place of what the request
+    before has left. A step of that request that was still in flight runs earlier on the device.
+    """
+
+    def __init__(self, model: CausalLM, backend: Backend, num_requests: int) -> None:
+        self.bytes = state_bytes(model, num_requests + 1)
+        self._model = model
+        self._num_layers = len(model.state_specs())
+        model.bind_states(
+            [
+                tuple(
+                    backend.zeros((num_requests + 1, *shape), dtype)
+                    for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+                )
+                for spec in model.state_specs()
+            ]
+        )
+
+    def close(self) -> None:
+        """Free the memory; the model must not run until others are bound."""
+        self._model.bind_states([()] * self._num_layers)

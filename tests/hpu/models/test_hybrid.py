@@ -1,0 +1,229 @@
+"""Families with states against transformers in float32: chunks, padding, batches, preemption."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from greedy import greedy_by_pages, greedy_by_transformers
+from paged_harness import PagedHarness, load_decoder
+from releases import transformers_before
+from tiny_models import make_tiny
+
+from config.errors import ConfigError
+from config.model.architectures import decoder_spec
+from config.model.read_config import read_model_config
+from hpu.layers.metadata import TextAttentionInputs
+from hpu.model_loader.size_estimate import check_split, kv_block_bytes, state_bytes
+from hpu.models.registry import build_body
+from hpu.runner.kv_cache import block_bytes
+
+pytestmark = pytest.mark.skipif(
+    transformers_before("5"), reason="an older transformers spells these configs differently"
+)
+
+LINEAR, FULL = "linear_attention", "full_attention"
+VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "granite: no experts, rope, two groups, biases, three layers": (
+        "granitemoehybrid",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": [LINEAR, FULL, LINEAR],
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "position_embedding_type": "rope",
+            "mamba_n_groups": 2,
+            "mamba_proj_bias": True,
+        },
+    ),
+    "granite: attention first, kernel of 3 without bias, heads of 32": (
+        "granitemoehybrid",
+        {
+            "layer_types": [FULL, LINEAR],
+            "mamba_n_heads": 4,
+            "mamba_d_head": 32,
+            "mamba_d_state": 24,
+            "mamba_d_conv": 3,
+            "mamba_conv_bias": False,
+            "num_key_value_heads": 1,
+        },
+    ),
+    "granite: attention alone": ("granitemoehybrid", {"layer_types": [FULL, FULL]}),
+    "qwen3_next: four layers by the interval, one MLP, biases": (
+        "qwen3_next",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": None,
+            "mlp_only_layers": [1],
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_next: no experts, one key head, kernel of 2": (
+        "qwen3_next",
+        {
+            "num_experts": 0,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 3,
+            "linear_value_head_dim": 16,
+            "linear_conv_kernel_dim": 2,
+            "num_key_value_heads": 1,
+        },
+    ),
+}
+
+
+def prompts_of(*lengths: int) -> list[list[int]]:
+    random = torch.Generator().manual_seed(1)
+    return [torch.randint(4, 320, (length,), generator=random).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize("name", VARIATIONS)
+@torch.inference_mode()
+def test_greedy_tokens_and_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    family, overrides = VARIATIONS[name]
+    folder = make_tiny(family, tmp_path, **overrides)
+    prompts = prompts_of(1, 90)
+
+    expected = greedy_by_transformers(folder, prompts, 24)
+    found = greedy_by_pages(load_decoder(folder), prompts, 24)
+
+    for (tokens, logits), (expected_tokens, expected_logits) in zip(found, expected, strict=True):
+        assert tokens == expected_tokens
+        assert len(set(tokens)) > 3, "a model that repeats itself proves nothing"
+        assert (logits - expected_logits).abs().max() < 1e-3
+
+
+@pytest.fixture(scope="module", params=["granitemoehybrid", "qwen3_next"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@torch.inference_mode()
+def test_twelve_requests_at_once_give_what_each_gives_alone(folder: Path) -> None:
+    model = load_decoder(folder)
+    prompts = prompts_of(1, 2, 3, 4, 5, 17, 31, 32, 33, 64, 65, 90)
+    expected = [greedy_by_pages(model, [prompt], 6)[0] for prompt in prompts]
+
+    found = greedy_by_pages(model, prompts, 6)
+
+    for (tokens, logits), (expected_tokens, expected_logits) in zip(found, expected, strict=True):
+        assert tokens == expected_tokens
+        assert (logits - expected_logits).abs().max() < 1e-3
+
+
+@torch.inference_mode()
+def test_one_long_prefill_gives_what_its_chunks_give(folder: Path) -> None:
+    (prompt,) = prompts_of(300)
+    chunked, whole = (PagedHarness(load_decoder(folder)) for _ in range(2))
+
+    parts = [chunked.prefill({3: prompt[i : i + 70]})[3] for i in range(0, 300, 70)]
+    found = whole.prefill({0: prompt}, pad_rows=2, pad_query=50)[0]
+
+    torch.testing.assert_close(found, torch.cat(parts), atol=1e-3, rtol=0)
+    for layer, other in zip(chunked.states, whole.states, strict=True):
+        for state, same in zip(layer, other, strict=True):
+            torch.testing.assert_close(state[3], same[0], atol=1e-3, rtol=1e-3)
+
+
+@torch.inference_mode()
+def test_a_preempted_request_and_a_new_one_begin_with_an_empty_state(folder: Path) -> None:
+    first, second = prompts_of(23, 9)
+    rig = PagedHarness(load_decoder(folder))
+    expected = rig.prefill({0: first})[0]
+    rig.prefill({1: second})
+    rig.decode({0: 5, 1: 6})
+    rig.preempt(0)
+    # Whatever is left in the caches of the request before.
+    for layer in rig.states:
+        for state in layer:
+            state[0] = torch.nan
+
+    found = rig.prefill({0: first}, pad_rows=1)[0]
+
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+@torch.inference_mode()
+def test_padding_changes_no_state_of_a_request_and_stays_finite(folder: Path) -> None:
+    prompts = dict(enumerate(prompts_of(21, 7)))
+    bare, padded = PagedHarness(load_decoder(folder)), PagedHarness(load_decoder(folder))
+    bare.prefill(prompts)
+    padded.prefill(prompts, pad_rows=3, pad_query=9, pad_blocks=4)
+
+    expected = bare.decode({0: 5, 1: 6})
+    found = padded.decode({0: 5, 1: 6}, pad_rows=6, pad_blocks=9)
+
+    for row in prompts:
+        torch.testing.assert_close(found[row], expected[row], atol=1e-4, rtol=0)
+    for layer in padded.states:
+        for state in layer:
+            assert state[padded.pad_state].isfinite().all()
+            assert state[2 : padded.pad_state].isnan().all(), "other rows are not written"
+
+
+@torch.inference_mode()
+def test_hidden_states_of_whole_texts_are_those_of_a_prefill(folder: Path) -> None:
+    facts = read_model_config(str(folder))
+    model = load_decoder(folder)
+    (prompt,) = prompts_of(20)
+    expected = PagedHarness(model).prefill({0: prompt})[0]
+    body = build_body(facts, dtype=torch.float32, device=torch.device("cpu"), max_model_len=64)
+    body.load_state_dict(model.state_dict(), strict=False)
+
+    positions = torch.arange(24).unsqueeze(0)
+    tokens = torch.tensor([[*prompt, 0, 0, 0, 0]])
+    inputs = TextAttentionInputs(positions, torch.zeros_like(positions), torch.tensor([20]))
+    hidden = body(tokens, inputs)
+
+    torch.testing.assert_close(model.logits(hidden[0, :20]), expected, atol=1e-4, rtol=0)
+
+
+def test_layers_with_states_take_states_and_no_blocks(folder: Path) -> None:
+    facts, model = read_model_config(str(folder)), load_decoder(folder)
+
+    (spec,) = model.state_specs()
+    assert len(model.attention_layers) == 1
+    blocks = kv_block_bytes(facts, num_cards=1, width=4, block_size=16)
+    assert block_bytes(model, 16, torch.float32) == blocks
+    assert state_bytes(facts, width=4, num_seqs=6) == 8 * spec.num_bytes
+
+
+def test_cards_do_not_divide_states(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="has layers with a state, which are not divided among"):
+        check_split(read_model_config(str(folder)), 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "error"),
+    [
+        ("granitemoehybrid", {"layer_types": [LINEAR, "wide"]}, "has unknown kinds .'wide'."),
+        ("granitemoehybrid", {"layer_types": [LINEAR]}, "names 1 layers of 2"),
+        ("granitemoehybrid", {"layer_types": [LINEAR, LINEAR]}, "has no layer with attention"),
+        ("granitemoehybrid", {"mamba_n_heads": 7}, "7 heads of 16 features .* are not .* 128"),
+        ("granitemoehybrid", {"mamba_n_groups": 3}, "does not divide mamba_n_heads, 8"),
+        ("granitemoehybrid", {"mamba_d_conv": 1}, "mamba_d_conv in .* must be at least 2"),
+        ("granitemoehybrid", {"time_step_limit": [0.1, 1.0]}, "which is not supported"),
+        ("granitemoehybrid", {"position_embedding_type": "alibi"}, "it must be rope or nope"),
+        ("qwen3_next", {"linear_num_key_heads": 3}, "does not divide linear_num_value_heads, 4"),
+        ("qwen3_next", {"num_experts": -1}, "num_experts in .* is -1"),
+    ],
+)
+def test_contradictions_are_named(
+    family: str, changes: dict[str, Any], error: str, tmp_path: Path
+) -> None:
+    file = make_tiny(family, tmp_path) / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+    with pytest.raises(ConfigError, match=error):
+        decoder_spec(read_model_config(str(tmp_path)))
+
+
+def test_names_of_published_granite_configs_are_read(tmp_path: Path) -> None:
+    file = make_tiny("granitemoehybrid", tmp_path) / "config.json"
+    expected = decoder_spec(read_model_config(str(tmp_path)))
+    fields = json.loads(file.read_text())
+    file.write_text(json.dumps({**fields, "layer_types": ["mamba", "attention"]}))
+
+    assert decoder_spec(read_model_config(str(tmp_path))) == expected
