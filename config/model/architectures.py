@@ -8,14 +8,16 @@ from collections.abc import Mapping
 from config.engine import AUTO, NATIVE
 from config.errors import ConfigError
 from config.model.decoder_spec import DecoderSpec, Family
-from config.model.families import deepseek, dense, gpt, hybrid, moe, normed, remote
+from config.model.families import deepseek, dense, gemma, gpt, hybrid, moe, mpt, normed, remote
 from config.model.family_fields import causal_name
 from config.model.model_config import ModelConfig
 
 ARCHITECTURES: Mapping[str, Family] = {
     **dense.FAMILIES,
+    **gemma.FAMILIES,
     **normed.FAMILIES,
     **gpt.FAMILIES,
+    **mpt.FAMILIES,
     **remote.FAMILIES,
     **moe.FAMILIES,
     **deepseek.FAMILIES,

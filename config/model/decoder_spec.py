@@ -186,6 +186,8 @@ class DecoderSpec:
     """Scores become soft_cap * tanh(score / soft_cap)."""
     alibi_max_bias: float | None = None
     """ALiBi, with slopes from this and the number of heads (`alibi_slopes`): 8 in most families."""
+    alibi_scale: float = 1.0
+    """The slopes are multiplied by it."""
     temperature: TemperatureTuning | None = None
     """Of queries by their position, in the layers that have it."""
     embedding_multiplier: float = 1.0

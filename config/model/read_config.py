@@ -112,7 +112,8 @@ def _family_fields(family: Family, fields: Fields) -> Fields:
     for theirs, ours in family.renamed.items():
         if theirs in present:
             present = {**dict.fromkeys(ours, present[theirs]), **present}
-    known = Fields({**family.defaults, **present}, fields.file)
+    # A field that is null stays so where the family has no default.
+    known = Fields({**fields.raw, **family.defaults, **present}, fields.file)
     if family.derive is None:
         return known
     return Fields({**known.raw, **family.derive(known)}, fields.file)
@@ -127,7 +128,7 @@ def _decoder_fields(family: Family | None, fields: Fields) -> Json:
             f"{fields.file} has {num_heads} query heads, not a multiple of its {num_kv_heads} "
             "key heads"
         )
-    if "head_dim" not in fields.raw and hidden_size % num_heads:
+    if fields.raw.get("head_dim") is None and hidden_size % num_heads:
         raise ConfigError(f"{fields.file} divides hidden_size {hidden_size} into {num_heads} heads")
     head_dim = fields.count("head_dim", hidden_size // num_heads)
     max_position = fields.count("max_position_embeddings", maximum=MAX_POSITION)
@@ -135,11 +136,10 @@ def _decoder_fields(family: Family | None, fields: Fields) -> Json:
     rope_layers = _rope_layers(fields, num_layers)
     window, chunk, layer_types = _layer_types(fields, num_layers, rope_layers)
     attention_bias = fields.get("attention_bias", bool, False)
-    moe = None if family is None else family.moe
     return {
         "vocab_size": fields.count("vocab_size"),
         "hidden_size": hidden_size,
-        "intermediate_size": fields.count("intermediate_size" if moe is None else moe.dense_size),
+        "intermediate_size": _inner_size(fields, family),
         "num_layers": num_layers,
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
@@ -174,6 +174,18 @@ def _moe(family: Family | None, fields: Fields) -> MoEConfig | None:
     if names is None or (names.may_be_none and fields.raw.get(names.num_experts) == 0):
         return None
     return moe_config(names, fields)
+
+
+def _inner_size(fields: Fields, family: Family | None) -> int:
+    """Of a layer without experts; the largest where a model that is not built in has several."""
+    sizes = fields.raw.get("intermediate_size")
+    if family is None and isinstance(sizes, list) and sizes:
+        return max(
+            Fields({"intermediate_size": one}, fields.file).count("intermediate_size")
+            for one in sizes
+        )
+    moe = None if family is None else family.moe
+    return fields.count("intermediate_size" if moe is None else moe.dense_size)
 
 
 def _dtype(fields: Fields, default: str) -> str:

@@ -185,7 +185,8 @@ class Decoder(LoadableModel):
         slopes = alibi_slopes(self.config.num_heads, self.spec.alibi_max_bias)
         first = self._group.rank * self.shape.num_heads
         mine = slopes[first : first + self.shape.num_heads]
-        return torch.tensor(mine, dtype=torch.float32, device=self.device)
+        scaled = [slope * self.spec.alibi_scale for slope in mine]
+        return torch.tensor(scaled, dtype=torch.float32, device=self.device)
 
     def _head(self) -> ParallelLMHead:
         config = self.config

@@ -488,7 +488,11 @@ def _fill_buffers(causal: Any, path: str, module: nn.Module, device: torch.devic
         # What stays as it is was not computed.
         marked = torch.full_like(buffer, _mark(buffer.dtype), device="cpu")
         setattr(module, name, marked)
-    causal._init_weights(module)
+    try:
+        causal._init_weights(module)
+    except AttributeError as error:
+        # Some code reads what only a part of the model has.
+        raise Unsupported(f"cannot initialize {path} by itself ({error})") from error
     for name in buffers:
         buffer = getattr(module, name)
         if (buffer == _mark(buffer.dtype)).all():

@@ -154,8 +154,9 @@ class CompiledDecoder(CausalLM):
         return self.model.scale_logits(kernel.multiply_float32(hidden))
 
     def argmax(self, hidden: Tensor) -> Tensor | None:
-        kernel = self._head_kernel
-        if kernel is None or self.model.spec.logits_divisor != 1:
+        kernel, spec = self._head_kernel, self.model.spec
+        # What follows the head can make logits equal.
+        if kernel is None or spec.logits_divisor != 1 or spec.logits_soft_cap is not None:
             return None
         return kernel.argmax(hidden)
 

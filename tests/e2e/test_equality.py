@@ -129,15 +129,33 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_window_layers": 1,
         },
     ),
+    "gemma3: a window and a rope of its own in the first layer, capped logits": (
+        "gemma3_text",
+        {
+            "head_dim": 16,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "final_logit_softcapping": 5.0,
+            "initializer_range": 0.3,
+        },
+    ),
+    "mpt: ALiBi": ("mpt", {}),
 }
 
 
 LATER = {
+    **{
+        name: pytest.mark.skipif(
+            transformers_before("5"), reason="compared with transformers 5 only"
+        )
+        for name in VARIATIONS
+        if name.startswith(("gemma3", "mpt"))
+    },
     "qwen2: tied, window in the upper layers": pytest.mark.skipif(
         transformers_before("4.53"),
         reason="transformers before 4.53 masks every layer of a Qwen2 by the window, also those "
         "below max_window_layers",
-    )
+    ),
 }
 
 

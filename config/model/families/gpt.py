@@ -146,8 +146,6 @@ def _nemotron(config: ModelConfig) -> DecoderSpec:
 
 def _falcon(config: ModelConfig) -> DecoderSpec:
     fields = config.fields
-    if fields.get("alibi", bool, False):
-        raise ConfigError(f"alibi in {fields.file} is true, which is not supported")
     has_bias, is_new = fields.get("bias", bool, False), _has_new_layers(fields)
     has_two_norms = is_new and fields.integer("num_ln_in_parallel_attn", 2) == 2
     is_parallel = is_new or fields.get("parallel_attn", bool, True)
@@ -171,6 +169,11 @@ def _falcon(config: ModelConfig) -> DecoderSpec:
         qkv_layout="grouped",
         names=names,
     )
+    if fields.get("alibi", bool, False):
+        layers = without_rope(spec.layers, (False,) * config.num_layers)
+        # The scale of the scores applies to the biases too.
+        scale = config.head_dim**-0.5
+        spec = replace(spec, layers=layers, alibi_max_bias=8.0, alibi_scale=scale)
     if has_two_norms:
         return replace(spec, arrangement="parallel_two_norms")
     return replace(spec, arrangement="parallel" if is_parallel else "before")
@@ -249,8 +252,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "FalconForCausalLM": Family(
         _falcon,
-        "Falcon 7B, 11B, 40B, 180B",
-        "ALiBi (`alibi`, the rw models) is refused",
+        "Falcon 7B, 11B, 40B, 180B, RW",
         renamed={**_EPS, "activation": ("hidden_act",)},
         defaults={
             "rms_norm_eps": 1e-5,

@@ -18,16 +18,6 @@ from config.model.json_fields import Fields
 from config.model.model_config import MAX_LAYERS, ModelConfig
 
 
-def _gemma(config: ModelConfig) -> DecoderSpec:
-    """Gemma 1."""
-    return replace(
-        llama(config),
-        norm_offset=True,
-        embedding_multiplier=config.hidden_size**0.5,
-        rounded_embedding_multiplier=True,
-    )
-
-
 def _olmo2(config: ModelConfig) -> DecoderSpec:
     return replace(llama(config), arrangement="after", qk_norm="all")
 
@@ -139,15 +129,6 @@ _GLM_DEFAULTS = {
 }
 
 FAMILIES: Mapping[str, Family] = {
-    "GemmaForCausalLM": Family(
-        _gemma,
-        "Gemma 1, CodeGemma",
-        defaults={"tie_word_embeddings": True, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh"},
-        # The published files say gelu, and mean its approximation.
-        derive=lambda fields: (
-            {"hidden_act": "gelu_pytorch_tanh"} if fields.raw.get("hidden_act") == "gelu" else {}
-        ),
-    ),
     "Olmo2ForCausalLM": Family(_olmo2, "OLMo 2", defaults={"rms_norm_eps": 1e-5}),
     "CohereForCausalLM": Family(
         _cohere,

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from config.errors import ConfigError
-from config.model.decoder_spec import DecoderSpec, Family, uniform_layers
+from config.model.decoder_spec import DecoderSpec, Family, uniform_layers, without_rope
 from config.model.families.dense import llama
 from config.model.json_fields import Fields
 from config.model.model_config import ModelConfig
@@ -35,30 +34,27 @@ def _internlm2(config: ModelConfig) -> DecoderSpec:
 
 
 def _baichuan(config: ModelConfig) -> DecoderSpec:
-    return DecoderSpec(
+    spec = DecoderSpec(
         layers=uniform_layers(config),
         qkv_layout="fused",
         names={"self_attn.qkv_proj": "self_attn.W_pack"},
         normalized_head=config.vocab_size == _BAICHUAN2_VOCAB,
     )
+    if not config.fields.raw.get("alibi"):
+        return spec
+    layers = without_rope(spec.layers, (False,) * config.num_layers)
+    return replace(spec, layers=layers, alibi_max_bias=8.0)
 
 
-def _with_rotation(fields: Fields) -> Mapping[str, Any]:
-    # Only the models with rotated heads have the field.
-    if fields.raw.get("max_position_embeddings") is None:
-        raise ConfigError(
-            f"{fields.file} has no max_position_embeddings: it is a Baichuan with ALiBi, which is "
-            "not supported"
-        )
-    return {}
+def _baichuan_fields(fields: Fields) -> Mapping[str, Any]:
+    # Only the 7B models, whose heads are rotated, have max_position_embeddings. The 13B models
+    # have ALiBi.
+    if fields.raw.get("max_position_embeddings") is not None:
+        return {"alibi": False}
+    return {"alibi": True, "max_position_embeddings": fields.count("model_max_length")}
 
 
-_BAICHUAN = Family(
-    _baichuan,
-    "Baichuan 7B, Baichuan 2 7B",
-    "ALiBi (the 13B models) is refused",
-    derive=_with_rotation,
-)
+_BAICHUAN = Family(_baichuan, "Baichuan 7B and 13B, Baichuan 2 7B and 13B", derive=_baichuan_fields)
 
 FAMILIES: Mapping[str, Family] = {
     "InternLM2ForCausalLM": Family(
@@ -76,5 +72,5 @@ FAMILIES: Mapping[str, Family] = {
         },
     ),
     "BaichuanForCausalLM": _BAICHUAN,
-    "BaiChuanForCausalLM": _BAICHUAN._replace(models="Baichuan 7B, the first files"),
+    "BaiChuanForCausalLM": _BAICHUAN._replace(models="Baichuan 7B and 13B, the first files"),
 }

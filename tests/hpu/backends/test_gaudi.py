@@ -94,6 +94,15 @@ def assert_nothing_compiles_after_warmup(folder: Path, mode: str) -> None:
 DENSE: dict[str, dict[str, Any]] = {
     # Norms in float32, scaled embeddings.
     "gemma": {"head_dim": 16, "initializer_range": 0.3},
+    # Norms on both sides and of heads, a rope for each kind of layer, a window, capped logits.
+    "gemma3_text": {
+        "head_dim": 16,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 16,
+        "final_logit_softcapping": 5.0,
+        "initializer_range": 0.3,
+    },
     # Norms behind attention and MLP.
     "olmo2": {},
     # Norms on both sides, half of each head rotated.
@@ -107,13 +116,14 @@ DENSE: dict[str, dict[str, Any]] = {
     # A layer without rotation.
     "smollm3": {"no_rope_layers": [1, 0]},
 }
+COMPILED = ("gemma", "gemma3_text", "gpt_neox", "gpt_bigcode", "smollm3")
 
 
 @pytest.mark.parametrize(
     ("family", "mode"),
     [
         *((family, "hpu-graphs") for family in DENSE),
-        *((family, "torch-compile") for family in ("gemma", "gpt_neox", "gpt_bigcode", "smollm3")),
+        *((family, "torch-compile") for family in COMPILED),
     ],
 )
 def test_each_arrangement_gives_the_tokens_of_the_cpu_and_nothing_compiles_after_warmup(

@@ -43,6 +43,14 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     # The norm of each head is a tensor.
     "stablelm": (2, "stablelm", {"qk_layernorm": True}),
     "stablelm, two KV heads": (4, "stablelm", {"qk_layernorm": True}),
+    # Norms in float32 of each head, a rope for each kind of layer.
+    "gemma3": (
+        2,
+        "gemma3_text",
+        {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    # ALiBi, one tensor for queries, keys and values.
+    "mpt": (2, "mpt", {}),
     # Matrices of (in, out), one tensor for queries, keys and values.
     "gpt2": (2, "gpt2", {"n_inner": 128}),
     # Fewer KV heads than ranks.

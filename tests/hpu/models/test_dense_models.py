@@ -2,6 +2,8 @@
 against the plain forward of transformers in float32."""
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,13 @@ from releases import transformers_before
 from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from config.errors import ConfigError
-from config.model.families import gpt, normed
+from config.model.architectures import decoder_spec
+from config.model.families import gemma, gpt, mpt, normed
+from config.model.model_config import RopeConfig
 from config.model.read_config import read_model_config
 from hpu.models.registry import build_model
 
@@ -32,6 +37,13 @@ ODD: dict[str, Any] = {
     "num_hidden_layers": 3,
 }
 """Nine heads on three, three layers."""
+GEMMA3: dict[str, Any] = {
+    "head_dim": 16,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "query_pre_attn_scalar": 24,
+    "initializer_range": 0.3,
+}
 
 
 def rope(**fields: Any) -> dict[str, Any]:
@@ -49,6 +61,74 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
             "initializer_range": 0.3,
         },
+    ),
+    "gemma2: windows and caps of scores and logits": (
+        "gemma2",
+        {
+            "head_dim": 16,
+            "sliding_window": 9,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 5.0,
+            "query_pre_attn_scalar": 24,
+            "initializer_range": 0.3,
+        },
+    ),
+    "gemma2: odd, no caps, the first layer without a window, biases": (
+        "gemma2",
+        {
+            **ODD,
+            "head_dim": 32,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "sliding_window": 5,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "attention_bias": True,
+            "initializer_range": 0.3,
+        },
+    ),
+    "vaultgemma: windows and caps": (
+        "vaultgemma",
+        {
+            "head_dim": 16,
+            "sliding_window": 9,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 5.0,
+            "initializer_range": 0.3,
+        },
+    ),
+    "vaultgemma: odd, tied": (
+        "vaultgemma",
+        {
+            **ODD,
+            "head_dim": 32,
+            "sliding_window": 5,
+            "attn_logit_softcapping": None,
+            "tie_word_embeddings": True,
+            "initializer_range": 0.3,
+            "seed": 1,
+        },
+    ),
+    "gemma3: a rope for each kind of layer": ("gemma3_text", GEMMA3),
+    "gemma3: odd, one layer in six without a window, a scaled rope, tied": (
+        "gemma3_text",
+        {
+            **ODD,
+            "num_hidden_layers": 6,
+            "head_dim": 32,
+            "sliding_window": 5,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+            "tie_word_embeddings": True,
+            "final_logit_softcapping": 5.0,
+            "initializer_range": 0.03,
+        },
+    ),
+    "mpt: tied": ("mpt", {"tie_word_embeddings": True, "initializer_range": 0.06}),
+    "mpt: odd, clamped, scores scaled": (
+        "mpt",
+        {**ODD, "attn_config": {"clip_qkv": 1.0, "softmax_scale": 0.2}},
     ),
     "olmo2": ("olmo2", {}),
     "olmo2: odd, biases": (
@@ -190,6 +270,28 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "ffn_hidden_size": 128,
         },
     ),
+    "falcon: ALiBi, one after the other, biases": (
+        "falcon",
+        {
+            "new_decoder_architecture": False,
+            "multi_query": False,
+            "parallel_attn": False,
+            "alibi": True,
+            "bias": True,
+            "ffn_hidden_size": 128,
+        },
+    ),
+    # transformers rounds biases to bfloat16: with six heads they have short fractions.
+    "falcon: ALiBi, six heads, one key head": (
+        "falcon",
+        {
+            **ODD,
+            "num_attention_heads": 6,
+            "new_decoder_architecture": False,
+            "alibi": True,
+            "ffn_hidden_size": 128,
+        },
+    ),
     "gpt2: tied": ("gpt2", {"n_inner": 128, "tie_word_embeddings": True}),
     "gpt2: odd, scores not scaled": (
         "gpt2",
@@ -226,7 +328,9 @@ def test_greedy_tokens_and_logits_equal_those_of_transformers(name: str, tmp_pat
 def test_every_architecture_is_compared_with_transformers() -> None:
     names = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family] for family, _ in VARIATIONS.values()}
 
-    assert names == {*normed.FAMILIES, *gpt.FAMILIES}
+    own = {*gemma.FAMILIES, *normed.FAMILIES, *gpt.FAMILIES, *mpt.FAMILIES}
+    # The name that MPT had before transformers had it.
+    assert names == own - {"MPTForCausalLM"}
 
 
 def rewrite(folder: Path, tensors: dict[str, Tensor], **fields: Any) -> None:
@@ -326,7 +430,16 @@ def test_the_rows_of_baichuan_2s_head_get_a_length_of_1(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "positions in the scores": ("falcon", {"alibi": True}, "alibi in .* is true"),
+    "MPT with learned positions": ("mpt", {"attn_config": {"alibi": False}}, "alibi in .* is Fa"),
+    "MPT with normed queries": ("mpt", {"attn_config": {"qk_ln": True}}, "qk_ln in .* is True"),
+    "MPT with scaled logits": ("mpt", {"logit_scale": 0.5}, "logit_scale in .* is 0.5"),
+    "MPT with RMS norms": ("mpt", {"norm_type": "rmsnorm"}, "norm_type in .* is 'rmsnorm'"),
+    "MPT with biases": ("mpt", {"no_bias": False}, "no_bias in .* is False"),
+    "attention to later tokens": (
+        "gemma3_text",
+        {"head_dim": 16, "use_bidirectional_attention": True},
+        "use_bidirectional_attention in .* is true",
+    ),
     "norm of heads with a bias": ("phi", {"qk_layernorm": True}, "qk_layernorm in .* is true"),
     "scores scaled by layer": (
         "gpt2",
@@ -345,13 +458,117 @@ def test_what_is_not_supported_is_refused_by_its_field(name: str, tmp_path: Path
         build_model(config, dtype=torch.float32, device=torch.device("cpu"))
 
 
-def test_a_baichuan_without_rotation_is_refused(tmp_path: Path) -> None:
-    folder = make_tiny("llama", tmp_path)
+@pytest.mark.parametrize("heads", [4, 9])
+@torch.inference_mode()
+def test_a_baichuan_without_rotation_has_alibi(heads: int, tmp_path: Path) -> None:
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": 16 * heads}
+    original = make_tiny("llama", tmp_path / "llama", **sizes)
+    folder = make_tiny("llama", tmp_path / "baichuan", **sizes)
     fields = {"architectures": ["BaichuanForCausalLM"], "max_position_embeddings": None}
-    rewrite(folder, load_file(folder / WEIGHTS), **fields)
+    rewrite(folder, baichuan(load_file(folder / WEIGHTS)), **fields, model_max_length=256)
 
-    with pytest.raises(ConfigError, match="has no max_position_embeddings: it is a Baichuan with"):
-        read_model_config(str(folder))
+    found = greedy_by_pages(load_decoder(folder), prompts(), NEW_TOKENS)
+
+    for (tokens, logits), prompt in zip(found, prompts(), strict=True):
+        expected = llama_with_alibi(original, [*prompt, *tokens[:-1]])
+        assert (logits - expected).abs().max() < TOLERANCE
+        assert len(set(tokens)) > 3, "a model that repeats itself proves nothing"
+
+
+def llama_with_alibi(folder: Path, tokens: list[int]) -> Tensor:
+    """Logits (tokens, vocab) of a Llama whose heads are not rotated, and whose scores get biases by
+    distance, as the paper and Baichuan's code have them."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)  # type: ignore[no-untyped-call]  # theirs
+    heads, head_dim = model.config.num_attention_heads, 16
+    angles = torch.zeros(1, len(tokens), head_dim)
+    model.model.rotary_emb.forward = lambda *given, **named: (angles.cos(), angles.sin())
+    positions = torch.arange(len(tokens))
+    distances = positions - positions[:, None]
+    slopes = torch.tensor(slopes_of_the_paper(heads))
+    bias = (slopes[:, None, None] * distances).masked_fill(distances > 0, -torch.inf)
+    logits: Tensor = model(torch.tensor([tokens]), attention_mask=bias[None]).logits[0]
+    return logits
+
+
+def slopes_of_the_paper(heads: int) -> list[float]:
+    power = 2 ** math.floor(math.log2(heads))
+    if power == heads:
+        first = 2 ** -(8 / heads)
+        return [first ** (head + 1) for head in range(heads)]
+    return slopes_of_the_paper(power) + slopes_of_the_paper(2 * power)[::2][: heads - power]
+
+
+def test_what_an_early_gemma_3_leaves_out_is_as_in_transformers(tmp_path: Path) -> None:
+    folder = make_tiny("gemma3_text", tmp_path, head_dim=16, num_hidden_layers=6)
+    file = folder / "config.json"
+    fields = json.loads(file.read_text())
+    for name in ("rope_parameters", "layer_types", "sliding_window", "query_pre_attn_scalar"):
+        del fields[name]
+    file.write_text(json.dumps({**fields, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}))
+
+    config = read_model_config(str(folder))
+
+    theirs = AutoConfig.from_pretrained(folder)
+    full, local = (theirs.rope_parameters[f"{x}_attention"] for x in ("full", "sliding"))
+    assert config.rope.scaling is not None and config.local_rope is not None
+    assert config.rope.theta == full["rope_theta"] and config.rope.scaling.factor == full["factor"]
+    assert config.local_rope == RopeConfig(local["rope_theta"])
+    assert list(config.layer_types) == theirs.layer_types
+    assert config.sliding_window == theirs.sliding_window
+    spec = decoder_spec(config)
+    assert spec.attention_scale == theirs.query_pre_attn_scalar**-0.5
+    assert spec.logits_soft_cap is None is spec.attention_soft_cap
+
+
+@pytest.mark.parametrize("kinds", [("full",), ("sliding",), ("full", "sliding")])
+def test_bases_that_the_ropes_of_gemma_3_leave_out_are_as_in_transformers(
+    kinds: tuple[str, ...], tmp_path: Path
+) -> None:
+    folder = make_tiny("gemma3_text", tmp_path, head_dim=16)
+    ropes = {f"{kind}_attention": {"rope_type": "default"} for kind in kinds}
+    rewrite(folder, load_file(folder / WEIGHTS), rope_parameters=ropes)
+
+    config = read_model_config(str(folder))
+
+    theirs = AutoConfig.from_pretrained(folder).rope_parameters
+    assert config.rope.theta == theirs["full_attention"]["rope_theta"] == 1e6
+    assert config.local_rope == RopeConfig(theirs["sliding_attention"]["rope_theta"])
+
+
+@pytest.mark.parametrize("family", ["gemma2", "vaultgemma"])
+def test_caps_that_the_file_leaves_out_are_those_of_transformers(
+    family: str, tmp_path: Path
+) -> None:
+    folder = make_tiny(family, tmp_path, head_dim=16)
+    file = folder / "config.json"
+    fields = json.loads(file.read_text())
+    del fields["attn_logit_softcapping"]
+    file.write_text(json.dumps({**fields, "final_logit_softcapping": None}))
+
+    spec = decoder_spec(read_model_config(str(folder)))
+
+    theirs = AutoConfig.from_pretrained(folder)
+    assert spec.attention_soft_cap == theirs.attn_logit_softcapping == 50.0
+    assert spec.logits_soft_cap is None is theirs.final_logit_softcapping
+
+
+@pytest.mark.parametrize("max_bias", [8, 16])
+def test_the_largest_bias_of_mpt_is_that_of_its_file(max_bias: int, tmp_path: Path) -> None:
+    # The code in transformers always has 8.
+    folder = make_tiny("mpt", tmp_path, attn_config={"alibi_bias_max": max_bias})
+
+    slopes = load_decoder(folder).model.metadata.alibi_slopes
+
+    expected = [2 ** (-max_bias * head / 4) for head in (1, 2, 3, 4)]
+    assert slopes is not None and slopes.tolist() == expected
+
+
+def test_the_first_name_of_mpt_is_the_same_model(tmp_path: Path) -> None:
+    config = read_model_config(str(make_tiny("mpt", tmp_path)))
+
+    first = replace(config, architecture="MPTForCausalLM")
+
+    assert decoder_spec(first) == decoder_spec(config)
 
 
 def test_sequences_longer_than_the_learned_positions_are_refused(tmp_path: Path) -> None:

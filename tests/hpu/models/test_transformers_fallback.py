@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 
 from config.checkpoint.facts import model_facts
 from config.errors import ConfigError
+from config.model.read_config import read_model_config
 from hpu.layers.linear import LinearBase
 from hpu.layers.norm import RMSNorm
 from hpu.model_loader.size_estimate import count_parameters, kv_block_bytes
@@ -29,6 +30,24 @@ from hpu.models.transformers_attention import IMPLEMENTATION, Unsupported, recor
 NEW_TOKENS = 32
 TOLERANCE = 1e-3
 MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+GEMMA4: dict[str, Any] = {
+    "head_dim": 16,
+    "global_head_dim": 16,
+    "num_kv_shared_layers": 0,
+    "vocab_size_per_layer_input": 320,
+    "hidden_size_per_layer_input": 16,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 9,
+}
+SHARED: dict[str, Any] = {
+    **GEMMA4,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+"""The last two layers read the keys and values of the first two."""
+GEMMA3N = {"laurel_rank": 8, "altup_num_inputs": 2}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox: a quarter of each head rotated": ("gpt_neox", {}),
@@ -67,6 +86,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
             "query_pre_attn_scalar": 16,
             "initializer_range": 0.3,
+        },
+    ),
+    "gemma4_text: heads of two sizes, keys that are values, rows for each layer, capped logits": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma4_text: experts beside an MLP": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
         },
     ),
     "cohere2: windowed layers alone rotate": (
@@ -131,6 +170,8 @@ def test_greedy_tokens_and_logits_equal_those_of_transformers(name: str, tmp_pat
         ("qwen3", {}),
         ("phi3", {"sliding_window": 9}),
         ("gemma", {"head_dim": 16, "initializer_range": 0.3}),
+        FAMILIES["gemma2: soft cap, windows"],
+        FAMILIES["gemma3_text: a rope for each kind of layers"],
         ("gpt_neox", {}),
         ("phi", {"seed": 2}),
         ("glm4", {"head_dim": 16}),
@@ -203,6 +244,17 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "phimoe",
         {**MOE, "sliding_window": 9},
         "hides its window in a mask",
+    ),
+    "Gemma 4 whose layers share keys": ("gemma4_text", SHARED, "has layers that share keys"),
+    "Gemma 3n": (
+        "gemma3n_text",
+        {
+            **SHARED,
+            "laurel_rank": 8,
+            "altup_num_inputs": 2,
+            "activation_sparsity_pattern": [0.0] * 4,
+        },
+        "has layers that share keys",
     ),
     "experts of another kind": (
         "gpt_oss",
@@ -299,6 +351,18 @@ def test_a_config_that_does_not_fit_is_one_sentence(name: str, tmp_path: Path) -
 
     with pytest.raises(ConfigError, match=message):
         load_transformers_model(folder)
+
+
+def test_the_inner_size_of_a_model_with_one_for_each_layer_is_the_largest(tmp_path: Path) -> None:
+    folder = make_tiny(
+        "gemma3n_text", tmp_path, **SHARED, **GEMMA3N, activation_sparsity_pattern=[0.0] * 4
+    )
+    _edit(folder, intermediate_size=[96, 128, 64, 64])
+    assert read_model_config(str(folder)).intermediate_size == 128
+
+    _edit(folder, intermediate_size=[96, 0, 64, 64])
+    with pytest.raises(ConfigError, match=r"intermediate_size in .* is 0, it must be at least 1"):
+        read_model_config(str(folder))
 
 
 def test_a_tensor_that_is_missing_and_one_too_many_are_named(tmp_path: Path) -> None:

@@ -359,22 +359,30 @@ def test_argmax_of_a_row_that_is_not_finite_is_negative(library: Library) -> Non
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("family", ["llama", "granite"])
-def test_a_model_has_argmax_unless_it_divides_its_logits(
-    family: str, library: Library, tmp_path: Path
-) -> None:
-    folder = make_tiny(family, tmp_path, **HEADS)
+def test_a_model_has_argmax(library: Library, tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path, **HEADS)
     model, torchs = packed(folder, library), packed(folder, None)
     hidden = torch.randn(9, 128).bfloat16()
 
     found = model.argmax(hidden)
 
     assert torchs.argmax(hidden) is None
-    if family == "granite":
-        assert found is None
-    else:
-        assert found is not None
-        assert torch.equal(found, model.logits(hidden).argmax(1))
+    assert found is not None
+    assert torch.equal(found, model.logits(hidden).argmax(1))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["llama", "granite", "gemma2"])
+def test_a_model_that_divides_or_caps_its_logits_has_no_argmax(
+    family: str, built: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_tiny(family, tmp_path, **HEADS)
+    largest = torch.arange(9)
+    monkeypatch.setattr(PackedLinear, "argmax", lambda *given: largest)
+
+    found = packed(folder, built).argmax(torch.randn(9, 128).bfloat16())
+
+    assert found is (largest if family == "llama" else None)
 
 
 def test_a_greedy_request_gets_the_same_tokens_with_and_without_logits(
@@ -448,6 +456,8 @@ def test_attention_that_the_library_does_not_know_runs_on_torch(
     ("family", "overrides"),
     [
         ("gemma", {**HEADS, "hidden_act": "silu", "initializer_range": 0.3}),
+        ("gemma3_text", {**HEADS, "hidden_activation": "silu", "initializer_range": 0.3}),
+        ("mpt", HEADS),
         ("olmo2", {**HEADS, "hidden_size": 128}),
         ("glm4", {**HEADS, "head_dim": 64}),
         ("cohere", {**HEADS, "logit_scale": 1.0}),
