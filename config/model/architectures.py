@@ -8,7 +8,20 @@ from collections.abc import Mapping
 from config.engine import AUTO, NATIVE
 from config.errors import ConfigError
 from config.model.decoder_spec import DecoderSpec, Family
-from config.model.families import deepseek, dense, gemma, gpt, hybrid, moe, mpt, normed, remote
+from config.model.families import (
+    deepseek,
+    dense,
+    gemma,
+    gpt,
+    gpt_oss,
+    hybrid,
+    llama4,
+    moe,
+    mpt,
+    normed,
+    phimoe,
+    remote,
+)
 from config.model.family_fields import causal_name
 from config.model.model_config import ModelConfig
 
@@ -20,6 +33,9 @@ ARCHITECTURES: Mapping[str, Family] = {
     **mpt.FAMILIES,
     **remote.FAMILIES,
     **moe.FAMILIES,
+    **gpt_oss.FAMILIES,
+    **llama4.FAMILIES,
+    **phimoe.FAMILIES,
     **deepseek.FAMILIES,
     **hybrid.FAMILIES,
 }

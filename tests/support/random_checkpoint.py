@@ -15,7 +15,7 @@ from config.checkpoint.weight_maps.base import WeightSpec
 from config.checkpoint.weight_maps.decoder import decoder_weight_map
 from config.model import architectures
 from config.model.decoder_spec import DecoderSpec, Family
-from config.model.families import gpt_oss, llama4, phimoe
+from config.model.families import gpt_oss
 from config.model.model_config import ModelConfig
 from config.model.read_config import read_model_config
 
@@ -28,9 +28,6 @@ def _combined(config: ModelConfig) -> DecoderSpec:
 
 
 FAMILIES: dict[str, Family] = {
-    **gpt_oss.FAMILIES,
-    **llama4.FAMILIES,
-    **phimoe.FAMILIES,
     "CombinedForCausalLM": gpt_oss.FAMILIES["GptOssForCausalLM"]._replace(make_spec=_combined),
 }
 TINY: dict[str, dict[str, Any]] = {

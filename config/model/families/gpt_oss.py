@@ -20,7 +20,7 @@ def _gpt_oss(config: ModelConfig) -> DecoderSpec:
     if is_packed:
         _check_blocks(config)
     return DecoderSpec(
-        layers=uniform_layers(config),
+        layers=tuple(layer._replace(sinks=True) for layer in uniform_layers(config)),
         qkv_bias=config.attention_bias,
         o_bias=config.attention_bias,
         moe=MoESpec(
@@ -52,7 +52,14 @@ FAMILIES: Mapping[str, Family] = {
         _gpt_oss,
         "gpt-oss-20b, gpt-oss-120b",
         "experts in MXFP4 are converted to bfloat16",
-        defaults={"attention_bias": True, "rms_norm_eps": 1e-5},
+        defaults={
+            "attention_bias": True,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            # Every second layer sees all tokens.
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+        },
         moe=MoEFields("num_local_experts"),
         quantizations=("mxfp4",),
     ),

@@ -2,7 +2,13 @@
 
 from collections.abc import Mapping
 
-from config.model.decoder_spec import DecoderSpec, Family, MoESpec, uniform_layers
+from config.model.decoder_spec import (
+    DecoderSpec,
+    Family,
+    MoESpec,
+    TemperatureTuning,
+    uniform_layers,
+)
 from config.model.model_config import ModelConfig
 from config.model.moe import MoEFields
 
@@ -10,8 +16,23 @@ BLOCK = "feed_forward"
 
 
 def _llama4(config: ModelConfig) -> DecoderSpec:
+    """Layers with rotation attend within chunks; those without see all tokens, and scale their
+    queries by position."""
+    fields = config.fields
+    tunes = fields.get("attn_temperature_tuning", bool, True)
     return DecoderSpec(
-        layers=uniform_layers(config),
+        layers=tuple(
+            layer._replace(
+                qk_norm=layer.rope != "none", tunes_temperature=tunes and layer.rope == "none"
+            )
+            for layer in uniform_layers(config)
+        ),
+        interleaved_rope=True,
+        qk_norm="unweighted" if fields.get("use_qk_norm", bool, True) else "none",
+        qk_norm_after_rope=True,
+        temperature=TemperatureTuning(
+            fields.number("attn_scale", 0.1), fields.number("floor_scale", 8192.0, above=0.0), 1
+        ),
         qkv_bias=config.attention_bias,
         o_bias=config.attention_bias,
         mlp=BLOCK,
@@ -31,7 +52,13 @@ FAMILIES: Mapping[str, Family] = {
         _llama4,
         "Llama 4 Scout, Maverick",
         "text only",
-        defaults={"rope_theta": 500000.0, "rms_norm_eps": 1e-5, "num_experts_per_tok": 1},
+        defaults={
+            "rope_theta": 500000.0,
+            "rms_norm_eps": 1e-5,
+            "num_experts_per_tok": 1,
+            "attention_chunk_size": 8192,
+            "no_rope_layer_interval": 4,
+        },
         moe=MoEFields(
             "num_local_experts",
             dense_size="intermediate_size_mlp",

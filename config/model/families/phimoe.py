@@ -1,9 +1,11 @@
 """Phi-3.5-MoE: a router that chooses two experts one after the other."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from config.errors import ConfigError
 from config.model.decoder_spec import DecoderSpec, Family, MoESpec, uniform_layers
+from config.model.json_fields import Fields, shown
 from config.model.model_config import ModelConfig
 from config.model.moe import MoEFields
 
@@ -19,6 +21,9 @@ def _phimoe(config: ModelConfig) -> DecoderSpec:
         )
     return DecoderSpec(
         layers=uniform_layers(config),
+        norm="layer",
+        norm_bias=True,
+        head_bias=config.fields.get("lm_head_bias", bool, False),
         qkv_bias=config.attention_bias,
         o_bias=config.attention_bias,
         moe=MoESpec(
@@ -29,11 +34,28 @@ def _phimoe(config: ModelConfig) -> DecoderSpec:
     )
 
 
+def _rope_factor(fields: Fields) -> Mapping[str, Any]:
+    """The factor on cosines and sines of its longrope, which has names of its own."""
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = fields.raw.get(name)
+        if not isinstance(rope, dict) or "short_mscale" not in rope:
+            continue
+        short, long = rope["short_mscale"], rope.get("long_mscale")
+        if short != long:
+            raise ConfigError(
+                f"short_mscale in {fields.file} is {shown(short)} and long_mscale {shown(long)}, "
+                "they must be equal"
+            )
+        return {name: {**rope, "attention_factor": short}}
+    return {}
+
+
 FAMILIES: Mapping[str, Family] = {
     "PhimoeForCausalLM": Family(
         _phimoe,
         "Phi-3.5-MoE",
         defaults={"rope_theta": 1000000.0, "rms_norm_eps": 1e-5, "router_jitter_noise": 0.01},
         moe=MoEFields("num_local_experts"),
+        derive=_rope_factor,
     ),
 }

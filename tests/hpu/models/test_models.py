@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
-from config.model.families import deepseek, dense, moe
+from config.model.families import deepseek, dense, gpt_oss, hybrid, llama4, moe, phimoe
 from config.model.model_config import ModelConfig
 from config.model.read_config import read_model_config
 from hpu.backends.cpu import CpuBackend, use_cpu_kernels
@@ -217,6 +217,37 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "gpt_oss: five experts, one key head, yarn, three layers": (
+        "gpt_oss",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 3,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
+    "llama4_text: experts in all layers, no norm of heads, three layers": (
+        "llama4_text",
+        {
+            "interleave_moe_layer_step": 1,
+            "num_hidden_layers": 3,
+            "no_rope_layers": [1, 1, 0],
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "num_key_value_heads": 1,
+        },
+    ),
+    "phimoe: biases, five experts, a window": (
+        "phimoe",
+        {
+            "num_local_experts": 5,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "num_key_value_heads": 4,
+            "sliding_window": 9,
+        },
+    ),
     "minimax_m2: half of each head rotated, three of five experts": (
         "minimax_m2",
         {"num_local_experts": 5, "num_experts_per_tok": 3, "rotary_dim": 16},
@@ -362,7 +393,10 @@ def test_every_architecture_is_compared_with_transformers() -> None:
         for family, _ in VARIATIONS.values()
     }
 
-    assert names == {*dense.FAMILIES, *moe.FAMILIES, *deepseek.FAMILIES}
+    assert names == {
+        *(*dense.FAMILIES, *moe.FAMILIES, *gpt_oss.FAMILIES, *llama4.FAMILIES),
+        *(*phimoe.FAMILIES, *deepseek.FAMILIES, *hybrid.FAMILIES),
+    }
 
 
 def test_an_unknown_architecture_is_named_with_the_known_ones() -> None:
