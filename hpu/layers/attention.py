@@ -99,6 +99,14 @@ class SelfAttention(nn.Module):
         self._kernels: Kernels | None = None
         self._splits_qkv = False
         self._zeroes_non_finite = False
+        # As few attributes as possible are read in a forward pass: a compiled layer checks all of
+        # them at each call.
+        self._is_plain = not (
+            kind.norm_after_rotation
+            or kind.clip is not None
+            or kind.tunes_temperature
+            or kind.has_gate
+        )
 
     @property
     def kv_cache_spec(self) -> KVCacheSpec:
@@ -125,9 +133,30 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """(B, Q, hidden) to the same; writes K and V of all B * Q tokens where there is a cache.
         Without `rotation` heads are not rotated."""
-        shape, kind = self.shape, self.kind
+        shape = self.shape
         batch, length, _ = hidden.shape
         query_key, value, gate = self._project(hidden)
+        if self._is_plain:
+            query_key = self.qk_norm(query_key)
+            if rotation is not None:
+                query_key = rotate(query_key, rotation, self._kernels)
+        else:
+            query_key, value = self._transform(query_key, value, rotation)
+        query, key = query_key.split_with_sizes([shape.num_heads, shape.num_kv_heads], dim=2)
+        if not self._is_plain and self.kind.tunes_temperature:
+            assert metadata.query_scale is not None
+            query = (query * metadata.query_scale).to(query.dtype)
+        out = self.attn(query, key, value, metadata, self.sinks)
+        out = out.reshape(batch, length, shape.query_size)
+        if gate is not None:
+            out = out * gate.reshape(out.shape).sigmoid()
+        return self.o_proj(out)  # type: ignore[no-any-return]
+
+    def _transform(
+        self, query_key: Tensor, value: Tensor, rotation: Rotation | None
+    ) -> tuple[Tensor, Tensor]:
+        """Norm, clamp and rotation, as the kind says."""
+        kind = self.kind
         if not kind.norm_after_rotation:
             query_key = self.qk_norm(query_key)
         if kind.clip is not None:
@@ -137,15 +166,7 @@ class SelfAttention(nn.Module):
             query_key = rotate(query_key, rotation, self._kernels)
         if kind.norm_after_rotation:
             query_key = self.qk_norm(query_key)
-        query, key = query_key.split_with_sizes([shape.num_heads, shape.num_kv_heads], dim=2)
-        if kind.tunes_temperature:
-            assert metadata.query_scale is not None
-            query = (query * metadata.query_scale).to(query.dtype)
-        out = self.attn(query, key, value, metadata, self.sinks)
-        out = out.reshape(batch, length, shape.query_size)
-        if gate is not None:
-            out = out * gate.reshape(out.shape).sigmoid()
-        return self.o_proj(out)  # type: ignore[no-any-return]
+        return query_key, value
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """(queries and keys (B, Q, heads + kv_heads, D), values (B, Q, kv_heads, D), gate (B, Q,
@@ -153,13 +174,14 @@ class SelfAttention(nn.Module):
         shape = self.shape
         batch, length, _ = hidden.shape
         gate = None
-        if self._splits_qkv or self.kind.has_gate:
+        has_gate = not self._is_plain and self.kind.has_gate
+        if self._splits_qkv or has_gate:
             if self._splits_qkv:
                 query, key, value = self.qkv_proj.forward_split(hidden)
             else:
                 sizes = self.qkv_proj.output_sizes
                 query, key, value = self.qkv_proj(hidden).split_with_sizes(sizes, dim=-1)
-            if self.kind.has_gate:
+            if has_gate:
                 query = query.view(batch, length, shape.num_heads, -1)
                 query, gate = query.chunk(2, dim=-1)
                 query = query.reshape(batch, length, shape.query_size)
@@ -188,7 +210,9 @@ class PagedAttention(nn.Module):
         self.impl: AttentionImpl = PlainAttention()
         """Replaced where the device has kernels of its own, by a module on Gaudi."""
         self._scale = shape.scale
-        self._kind = kind
+        self._soft_cap = kind.soft_cap
+        self._index = kind.index
+        self._sees_all = kind.visibility == FULL
         self._keys = self._values = torch.empty(0)
         self._block_size = 0
 
@@ -213,7 +237,7 @@ class PagedAttention(nn.Module):
     ) -> Tensor:
         """`query` (B, Q, heads, D), `key` and `value` (B, Q, kv_heads, D), `sinks` (heads); the
         output is (B, Q, heads, D), for a decode (B, heads, D)."""
-        options = ScoreOptions(self._kind.soft_cap, sinks)
+        options = ScoreOptions(self._soft_cap, sinks)
         if metadata.slot_mapping is not None:
             self.impl.k_cache(key.flatten(0, 1), self._keys, metadata.slot_mapping)
             self.impl.v_cache(value.flatten(0, 1), self._values, metadata.slot_mapping)
@@ -225,7 +249,7 @@ class PagedAttention(nn.Module):
         size = self._block_size
         keys = read_blocks(self.impl.k_cache, self._keys, size, metadata)
         values = read_blocks(self.impl.v_cache, self._values, size, metadata)
-        operands = decode_operands(query, keys, values, metadata, self._kind)
+        operands = decode_operands(query, keys, values, metadata, self._index)
         return self.impl.paged_decode(operands, self._scale, options)
 
     def _prefill(
@@ -244,16 +268,18 @@ class PagedAttention(nn.Module):
                 read_context(self.impl.v_cache, self._values, size, blocks, batch),
             )
 
-        operands = prompt_operands(query, key, value, metadata, self._kind, read)
+        operands = prompt_operands(
+            query, key, value, metadata, read, index=self._index, sees_all=self._sees_all
+        )
         return self.impl.prompt_attention(operands, self._scale, options).transpose(1, 2)
 
 
 def decode_operands(
-    query: Tensor, keys: Tensor, values: Tensor, metadata: DecodeMetadata, kind: AttentionKind
+    query: Tensor, keys: Tensor, values: Tensor, metadata: DecodeMetadata, index: int = 0
 ) -> DecodeOperands:
     """`query` (B, heads, D), `keys` and `values` (N, block_size, kv_heads, D) with what the launch
-    says of them."""
-    mask = metadata.masks[kind.index]
+    says of them; `index` of the layer's kind in the metadata."""
+    mask = metadata.masks[index]
     assert mask is not None
     return DecodeOperands(
         query,
@@ -273,13 +299,15 @@ def prompt_operands(
     key: Tensor,
     value: Tensor,
     metadata: PrefillMetadata,
-    kind: AttentionKind,
     read: Callable[[Tensor], tuple[Tensor, Tensor]],
+    *,
+    index: int = 0,
+    sees_all: bool = True,
 ) -> PromptOperands:
     """New tokens, (B, Q, heads or kv_heads, D) each, with what the launch says of them. `read`
     gives the keys and values, (B, kv_heads, tokens, D) each, of blocks of the cached context."""
-    slices = metadata.slices if kind.visibility == FULL else ()
-    context, block_list = None, metadata.block_lists[kind.index]
+    slices = metadata.slices if sees_all else ()
+    context, block_list = None, metadata.block_lists[index]
     if block_list.shape[0] and not slices:
         context = read(block_list)
     return PromptOperands(
@@ -287,9 +315,9 @@ def prompt_operands(
         key.transpose(1, 2),
         value.transpose(1, 2),
         metadata.query_lens,
-        metadata.masks[kind.index],
+        metadata.masks[index],
         context,
-        metadata.context_masks[kind.index],
+        metadata.context_masks[index],
         slices,
         read,
     )

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from config.model.decoder_spec import MLASpec
 from hpu.layers.attention import (
-    PLAIN,
     decode_operands,
     finite,
     prompt_operands,
@@ -190,7 +189,7 @@ class PagedLatentAttention(nn.Module):
         absorbed = torch.bmm(plain.transpose(0, 1), self.w_uk_t).transpose(0, 1)
         query = torch.cat((absorbed, rotated), dim=-1)
         latents = read_blocks(self.impl.latent_cache_k, self._latents, self._block_size, metadata)
-        operands = decode_operands(query, latents, latents, metadata, PLAIN)
+        operands = decode_operands(query, latents, latents, metadata)
         operands = operands._replace(value_size=spec.kv_lora_rank)
         out = self.impl.paged_decode(operands, self._scale)
         return torch.bmm(out.transpose(0, 1), self.w_uv).transpose(0, 1)
@@ -207,7 +206,7 @@ class PagedLatentAttention(nn.Module):
 
         key, value = self._expand(latents)
         query = _padded(query, spec.padded_head_dim)
-        operands = prompt_operands(query, key, value, metadata, PLAIN, read)
+        operands = prompt_operands(query, key, value, metadata, read)
         out = self.impl.prompt_attention(operands, self._scale).transpose(1, 2)
         return out[..., : spec.v_head_dim]
 

@@ -140,6 +140,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(B, Q, hidden) to the same."""
-        wide = hidden.to(self.weight.dtype)
+        dtype = self.weight.dtype
+        wide = hidden if hidden.dtype == dtype else hidden.to(dtype)
         normed = functional.layer_norm(wide, wide.shape[-1:], self.weight, self.bias, self.eps)
-        return normed.to(hidden.dtype)
+        return normed if hidden.dtype == dtype else normed.to(hidden.dtype)

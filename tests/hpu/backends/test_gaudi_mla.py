@@ -67,7 +67,9 @@ def test_the_card_gives_the_tokens_of_the_cpu_and_compiles_nothing_after_warm_up
     assert counts["compilations"] > 0 and counts["fallbacks"] == 0
 
 
-@pytest.mark.parametrize("mode", ["hpu-graphs", "torch-compile"])
+@pytest.mark.parametrize(
+    "mode", ["hpu-graphs", pytest.param("torch-compile", marks=pytest.mark.slow)]
+)
 def test_context_is_expanded_slice_by_slice(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
