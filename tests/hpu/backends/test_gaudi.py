@@ -196,7 +196,9 @@ def test_every_mode_and_card_gives_the_same_tokens(
 WINDOWS_IN_SOME_LAYERS = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
 
 
-@pytest.mark.parametrize("mode", ["hpu-graphs", "torch-compile"])
+@pytest.mark.parametrize(
+    "mode", ["hpu-graphs", pytest.param("torch-compile", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     ("family", "fields"), [("llama", {}), ("qwen2", WINDOWS_IN_SOME_LAYERS)], ids=["full", "both"]
 )
