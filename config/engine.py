@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from config.buckets import BucketConfig
 from config.errors import ConfigError
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
+from config.parallel import ParallelConfig
 from config.setting import check_settings, metadata, setting
 
 AUTO, NATIVE, TRANSFORMERS = MODEL_IMPLS = ("auto", "native", "transformers")
@@ -12,6 +13,7 @@ AUTO, NATIVE, TRANSFORMERS = MODEL_IMPLS = ("auto", "native", "transformers")
 DUMMY = "dummy"
 """The value of EngineConfig.load_format for random weights."""
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
+EXECUTORS = ("auto", "uni", "mp")
 DEFAULT_PREFILL_BATCH, DEFAULT_POOLING_BATCH = 4, 16
 
 
@@ -200,9 +202,13 @@ class EngineConfig:
     )
     executor: str = setting(
         "auto",
-        "Run the worker inside the engine process (inline) or in its own (processes)",
-        group="Device",
-        choices=("auto", "inline", "processes"),
+        "Run the worker inside the engine process (uni), or each worker in a process of its own "
+        "(mp); auto: uni for one worker on CPU",
+        group="Parallelism",
+        name="distributed-executor-backend",
+        aliases=("executor",),
+        choices=EXECUTORS,
+        spellings={"inline": "uni", "processes": "mp"},
     )
     num_threads: int | None = setting(
         None,
@@ -227,6 +233,7 @@ class EngineConfig:
     )
     enforce_eager: bool = setting(False, "Do not capture graphs", group="Device")
     cache: CacheConfig = field(default_factory=CacheConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     buckets: BucketConfig = field(default_factory=BucketConfig)
     execution: ExecutionConfig = field(default_factory=ExecutionConfig)
@@ -237,6 +244,11 @@ class EngineConfig:
         if not self.model:
             raise ConfigError("model is empty, it must name a folder, a GGUF file or a hub id")
         check_settings(self)
+        if self.executor == "uni" and self.parallel.world_size > 1:
+            raise ConfigError(
+                f"distributed_executor_backend is uni, which runs 1 worker, and "
+                f"{self.parallel.world_size} devices run the model: use mp"
+            )
         if self.quantization is not None and self.dtype not in ("auto", "bfloat16"):
             raise ConfigError(
                 f"quantization is {self.quantization} and dtype is {self.dtype}: quantized weights "

@@ -7,6 +7,7 @@ launches one after the other.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -27,6 +28,28 @@ TOKENS_PER_WORD = 32
 """Of a bitmask."""
 TOKEN_BYTES = 4
 """Of tokens in a message: uint32, little-endian."""
+
+
+class Ranks(NamedTuple):
+    """This process among those that run one model."""
+
+    world_size: int = 1
+    rank: int = 0
+    init_method: str = ""
+    """Rendezvous, as torch.distributed spells it: tcp://host:port or file://path."""
+    timeout_s: float = 1800.0
+    """How long a rank waits for the others, at the start and in each collective."""
+    local_rank: int | None = None
+    """The index of its device among those of this host; None: `rank`."""
+
+    @property
+    def device_index(self) -> int:
+        """`local_rank`, which is `rank` on a single host."""
+        return self.rank if self.local_rank is None else self.local_rank
+
+
+SINGLE_RANK = Ranks()
+"""A process that runs alone."""
 
 
 class RequestSampling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
@@ -187,6 +210,8 @@ class WorkerFailed(msgspec.Struct, array_like=True, gc=False, tag=3):
     message: str
     is_config: bool = False
     """Caused by a setting: a ConfigError."""
+    time: float = 0.0
+    """Unix time of the failure: of a group of workers the first one is the cause."""
 
 
 class WarmupProgress(msgspec.Struct, array_like=True, gc=False, tag=4):
@@ -290,7 +315,8 @@ class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
 
 
 class Warmed(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=8):
-    """A bucket that an idle worker prepared after it was ready."""
+    """A bucket that an idle worker prepared after it was ready. A worker of a group waits for
+    WARM_UP_NEXT, since all of them must run the same launches in the same order."""
 
     buckets: list[Bucket]
     """As in WorkerReady; empty when a bucket could not be prepared."""
@@ -303,15 +329,18 @@ class Warmed(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=
 START_PROFILE, STOP_PROFILE = "start_profile", "stop_profile"
 PROFILE_CALLS = (START_PROFILE, STOP_PROFILE)
 SLEEP, WAKE_WEIGHTS, WAKE_UP = "sleep", "wake_weights", "wake_up"
+WARM_UP_NEXT = "warm_up_next"
 
 
 class WorkerCall(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=6):
     """A call beside the plans. Gets one WorkerAnswer, which may overtake the results of plans in
-    flight; but a successful WAKE_UP gets progress and a WorkerReady, as a start does."""
+    flight; but a successful WAKE_UP gets progress and a WorkerReady, as a start does, and
+    WARM_UP_NEXT a Warmed."""
 
     name: str
     """One of PROFILE_CALLS; or, with no plan in flight, SLEEP (free memory), WAKE_WEIGHTS (load the
-    weights again) or WAKE_UP (load and build everything again)."""
+    weights again), WAKE_UP (load and build everything again) or WARM_UP_NEXT (prepare one of the
+    remaining buckets, on all workers of a group at once)."""
     level: int = 0
     """For SLEEP: 1 keeps the weights in host memory, 2 drops them."""
 

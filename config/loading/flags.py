@@ -8,12 +8,14 @@ from types import UnionType
 from config.buckets import BucketConfig, Range
 from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
+from config.parallel import ParallelConfig
 from config.server import ServerConfig
 from config.setting import Setting, settings_of
 
 PARTS: Mapping[str, tuple[type, str]] = {
     "engine": (EngineConfig, "Model"),
     "cache": (CacheConfig, "KV cache"),
+    "parallel": (ParallelConfig, "Parallelism"),
     "scheduler": (SchedulerConfig, "Scheduling"),
     "buckets": (BucketConfig, "Buckets"),
     "execution": (ExecutionConfig, "Execution on HPU"),
@@ -23,8 +25,8 @@ PARTS: Mapping[str, tuple[type, str]] = {
 }
 """Part of the configuration -> its dataclass, and the help group of its settings."""
 GROUPS = (
-    *("Model", "Device", "KV cache", "Scheduling", "Buckets", "Execution on HPU", "Warm-up"),
-    *("Diagnostics", "Emulator", "HTTP", "Text", "Logs"),
+    *("Model", "Device", "Parallelism", "KV cache", "Scheduling", "Buckets", "Execution on HPU"),
+    *("Warm-up", "Diagnostics", "Emulator", "HTTP", "Text", "Logs"),
 )
 
 

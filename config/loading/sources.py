@@ -22,6 +22,7 @@ from config.loading.flags import FILE_FLAGS, FLAGS, PARTS, Flag
 from config.loading.parser import Parser, server_parser
 from config.loading.values import Given, convert, joined, nearest, truth, wrong
 from config.loading.vllm_flags import ACCEPTED, absence
+from config.parallel import ParallelConfig
 from config.server import ServerConfig
 
 DEFAULT = "default"
@@ -262,6 +263,7 @@ def _build(values: Mapping[str, tuple[object, str]]) -> tuple[EngineConfig, Serv
         engine = EngineConfig(
             **parts["engine"],
             cache=CacheConfig(**parts["cache"]),
+            parallel=ParallelConfig(**parts["parallel"]),
             scheduler=SchedulerConfig(**parts["scheduler"]),
             buckets=BucketConfig(**buckets),
             execution=ExecutionConfig(**parts["execution"]),

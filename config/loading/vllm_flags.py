@@ -34,21 +34,14 @@ MODEL, NUMBER = "the model's name", "a number"
 VALUES = (
     # Flags, the values that are accepted (none: any), and why they have no effect.
     (
-        "tensor-parallel-size pipeline-parallel-size decode-context-parallel-size "
-        "prefill-context-parallel-size nnodes",
+        "pipeline-parallel-size decode-context-parallel-size prefill-context-parallel-size nnodes",
         ("1",),
-        "one device runs the model in this version",
+        "--tensor-parallel-size divides a model among devices in this version",
     ),
     (
         "data-parallel-size data-parallel-size-local",
         ("1",),
         "one engine runs in this version; further servers can run behind a load balancer",
-    ),
-    (
-        "distributed-executor-backend",
-        ("mp", "uni"),
-        "one device runs the model in this version, in the process that --executor chooses; Ray "
-        "and other launchers are not in this version",
     ),
     ("config-format", ("auto", "hf"), "config.json is read"),
     (

@@ -13,8 +13,10 @@ from engine.process.child_process import ChildProcess
 from engine.transport.channels import PairSocket, Waiter, ZmqContext, endpoint, new_token
 from hpu.protocol import (
     WAKE_UP,
+    WARM_UP_NEXT,
     FromWorker,
     GrammarMasks,
+    Ranks,
     StepPlan,
     StepResult,
     ToWorker,
@@ -37,7 +39,7 @@ class WorkerProcess:
 
     def __init__(
         self,
-        rank: int,
+        ranks: Ranks,
         config: EngineConfig,
         directory: str,
         on_exit: Callable[[str], None],
@@ -46,15 +48,15 @@ class WorkerProcess:
         environment: Mapping[str, str] | None,
         sends_results: bool,
     ) -> None:
-        self.name = f"worker {rank}"
+        self.name = f"worker {ranks.rank}"
         token = new_token()
         self._context = ZmqContext(token)
-        address = endpoint(directory, f"w{rank}.sock")
+        address = endpoint(directory, f"w{ranks.rank}.sock")
         self.socket: PairSocket[ToWorker, FromWorker] = self._context.bind_pair(address, FromWorker)
         self.child = ChildProcess(
             self.name,
             command,
-            WorkerOrders(config, address, token, rank, _log_level(), sends_results),
+            WorkerOrders(config, address, token, ranks, _log_level(), sends_results),
             environment=environment,
             on_exit=on_exit,
         )
@@ -112,7 +114,7 @@ class MultiprocExecutor:
         self._has_died = threading.Lock()
         self._workers = [
             WorkerProcess(
-                rank,
+                Ranks(num_workers, rank, f"file://{directory}/ranks"),
                 config,
                 directory,
                 self._on_exit,
@@ -166,8 +168,16 @@ class MultiprocExecutor:
         return self._ready(self._call(WorkerCall(WAKE_UP)))
 
     def warm_up_next(self) -> bool:
-        """False: workers notice themselves that they are idle."""
-        return False
+        """On all workers of a group; False of one worker, which notices itself that it is idle."""
+        if len(self._workers) == 1:
+            return False
+        known = [len(worker.warmed) for worker in self._workers]
+        self._send(WorkerCall(WARM_UP_NEXT), "calls")
+        while any(
+            len(worker.warmed) == count for worker, count in zip(self._workers, known, strict=True)
+        ):
+            self._wait()
+        return self._output.warmed[-1].num_later > 0
 
     def take_warmed(self) -> list[Warmed]:
         self.has_result()
@@ -257,7 +267,7 @@ class MultiprocExecutor:
                 continue
             has_received = True
             if isinstance(message, WorkerFailed):
-                raise _failure(message)
+                raise self._cause(message)
             if isinstance(message, Warmed):
                 worker.warmed.append(message)
             elif not isinstance(message, WarmupProgress):
@@ -265,6 +275,23 @@ class MultiprocExecutor:
             elif worker is self._output:
                 self._on_progress(message)
         return has_received
+
+    def _cause(self, failure: WorkerFailed) -> ConfigError | EngineDied:
+        """The error of the group, of which `failure` is one worker's: the others fail because of
+        it, or it fails because of theirs."""
+        failures = [failure]
+        deadline = time.monotonic() + LAST_MESSAGE_S
+        others = [worker for worker in self._workers if worker.child.poll() is None]
+        while len(self._workers) > 1 and others and time.monotonic() < deadline:
+            time.sleep(0.01)
+            for worker in self._workers:
+                message = worker.socket.receive()
+                if isinstance(message, WorkerFailed):
+                    failures.append(message)
+        for worker in self._workers:
+            if (worker.child.poll() or 0) < 0:
+                return EngineDied(worker.child.exit_description)
+        return _failure(min(failures, key=lambda one: one.time))
 
 
 def _failure(message: WorkerFailed) -> ConfigError | EngineDied:

@@ -31,7 +31,9 @@ def make_executor(
         choice = hpu_mode(config)
         # Logged here: the worker gets the choice in its environment, without the reason.
         logger.info("Execution on HPU: %s, since %s", choice.mode, choice.reason)
-    if config.executor == "inline" or (config.executor == "auto" and device == "cpu"):
+    world_size = config.parallel.world_size
+    is_small = device == "cpu" and world_size == 1
+    if config.executor == "uni" or (config.executor == "auto" and is_small):
         if device == "hpu":
             set_missing(hpu_environment(config))
         set_missing(openmp_environment())
@@ -47,4 +49,5 @@ def make_executor(
         on_death,
         command=python_command("engine.executors.worker_main"),
         environment=worker_environment(config),
+        num_workers=world_size,
     )

@@ -23,9 +23,13 @@ from engine.process.child_process import (
 )
 from engine.transport.channels import PairSocket, Waiter, ZmqContext
 from hpu.protocol import (
+    SINGLE_RANK,
     WAKE_UP,
+    WARM_UP_NEXT,
     GrammarMasks,
+    Ranks,
     ToWorker,
+    Warmed,
     WarmupProgress,
     WorkerAnswer,
     WorkerCall,
@@ -55,7 +59,7 @@ class WorkerOrders(msgspec.Struct, frozen=True):
     endpoint: str
     token: str
     """What the engine requires of a peer that connects to `endpoint`."""
-    rank: int = 0
+    ranks: Ranks = SINGLE_RANK
     log_level: str = "info"
     sends_results: bool = True
     """Of a group of workers, one sends the results of all."""
@@ -68,29 +72,38 @@ def main() -> None:
     sys.exit(run(read_orders(WorkerOrders), Worker))
 
 
-def run(orders: WorkerOrders, make_worker: "Callable[[EngineConfig], Worker]") -> int:
+def run(orders: WorkerOrders, make_worker: "Callable[[EngineConfig, Ranks], Worker]") -> int:
     """Work until stopped; the exit code. A failure sends WorkerFailed last."""
     return run_child(lambda: _work(orders, make_worker))
 
 
-def _work(orders: WorkerOrders, make_worker: "Callable[[EngineConfig], Worker]") -> int:
-    setup_log("worker", rank=orders.rank, level=orders.log_level)
+def _work(orders: WorkerOrders, make_worker: "Callable[[EngineConfig, Ranks], Worker]") -> int:
+    rank = orders.ranks.rank
+    setup_log("worker", rank=rank, level=orders.log_level)
     context = ZmqContext(orders.token)
     socket = context.connect_pair(orders.endpoint, ToWorker)
-    worker = make_worker(orders.config)
+    worker = make_worker(orders.config, orders.ranks)
     code = 0
     try:
         try:
             socket.send(worker.start(lambda progress: _send_progress(socket, progress)))
             depth = orders.config.scheduler.max_inflight_steps
-            _serve(worker, socket, depth, sends_results=orders.sends_results)
+            _serve(
+                worker,
+                socket,
+                depth,
+                sends_results=orders.sends_results,
+                is_alone=orders.ranks.world_size == 1,
+            )
         except ConfigError as error:
             code = 2
-            socket.send(WorkerFailed(str(error), is_config=True))
+            socket.send(WorkerFailed(str(error), is_config=True, time=time.time()))
         except Exception as error:
             code = 1
-            logger.exception("worker %d cannot go on", orders.rank)
-            socket.send(WorkerFailed(f"worker {orders.rank}: {type(error).__name__}: {error}"))
+            failed_at = time.time()
+            logger.exception("worker %d cannot go on", rank)
+            message = f"worker {rank}: {type(error).__name__}: {error}"
+            socket.send(WorkerFailed(message, time=failed_at))
         finally:
             ignore_stop_signal()
     except Terminated:
@@ -103,12 +116,18 @@ def _work(orders: WorkerOrders, make_worker: "Callable[[EngineConfig], Worker]")
 
 
 def _serve(
-    worker: "Worker", socket: PairSocket[Any, ToWorker], depth: int, *, sends_results: bool = True
+    worker: "Worker",
+    socket: PairSocket[Any, ToWorker],
+    depth: int,
+    *,
+    sends_results: bool = True,
+    is_alone: bool = True,
 ) -> None:
-    """`depth`: plans that the engine keeps in flight."""
+    """`depth`: plans that the engine keeps in flight. `is_alone`: whether the worker may warm up
+    when it is idle, because no other one must do the same."""
     waiter = Waiter([socket])
     in_flight = 0
-    may_idle, is_quiet = True, False
+    may_idle, is_quiet = is_alone, False
     plan_is_due = 0.0
     while True:
         if in_flight and worker.has_result():
@@ -117,9 +136,11 @@ def _serve(
             plan_is_due = time.monotonic() + PLAN_DUE_S
         # Launch a plan that has arrived before waiting for the running one's result.
         message = socket.receive()
-        if isinstance(message, WorkerCall):
+        if isinstance(message, WorkerCall) and message.name == WARM_UP_NEXT:
+            socket.send(worker.idle() or Warmed([], 0))
+        elif isinstance(message, WorkerCall):
             socket.send(_answer(worker, message, lambda progress: _send_progress(socket, progress)))
-            may_idle = may_idle or message.name == WAKE_UP
+            may_idle = is_alone and (may_idle or message.name == WAKE_UP)
         elif isinstance(message, GrammarMasks):
             worker.mask(message)
         elif message is not None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from config.model.model_config import ModelConfig
+from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.ops.kernels import Kernels
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -86,6 +87,10 @@ class Backend(Protocol):
     rebinds_inputs: bool
     """Whether an upload into a tensor that a launch reads waits for that launch, and a graph's
     replay may read other tensors than its capture: then inputs have two sets of device memory."""
+
+    world: ProcessGroup = SINGLE
+    """The ranks that run one model. A back end joins them before it touches its device, and leaves
+    them in `close`."""
 
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes, after all work is done."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from config.malloc import retain_freed_memory
 from hpu.backends.base import Backend
+from hpu.distributed.process_groups import SINGLE_RANK, Ranks, join, leave
 from hpu.host import has_fast_bfloat16, usable_cores, usable_memory
 from hpu.layers.embedding import ParallelLMHead
 from hpu.layers.linear import Kernel, LinearBase
@@ -84,9 +85,9 @@ class CallGraph:
 
 
 class CpuBackend(Backend):
-    """The CPU with `num_threads` compute threads (None: one for each usable core). `kernels`: the
-    folder of the compiled kernels, which are built if they are missing; None: torch's own operators
-    are used."""
+    """The CPU with `num_threads` compute threads (None: the usable cores, divided among the ranks).
+    `kernels`: the folder of the compiled kernels, which are built if they are missing; None:
+    torch's own operators are used. `ranks` meet over gloo."""
 
     name = "cpu"
     card = driver = software = ""
@@ -98,7 +99,13 @@ class CpuBackend(Backend):
     shares_host_memory = True
     rebinds_inputs = False
 
-    def __init__(self, num_threads: int | None = None, kernels: Path | None = None) -> None:
+    def __init__(
+        self,
+        num_threads: int | None = None,
+        kernels: Path | None = None,
+        *,
+        ranks: Ranks = SINGLE_RANK,
+    ) -> None:
         self.device = torch.device("cpu")
         self.index_dtype = torch.int64
         fast = has_fast_bfloat16()
@@ -107,7 +114,7 @@ class CpuBackend(Backend):
         if fast:
             self.fast_dtypes += (torch.bfloat16,)
         cores = usable_cores()
-        threads = num_threads or cores
+        threads = num_threads or max(1, cores // ranks.world_size)
         if threads != torch.get_num_threads():
             torch.set_num_threads(threads)
         logger.info("CPU: %d compute threads on %d usable cores", threads, cores)
@@ -120,6 +127,7 @@ class CpuBackend(Backend):
         self._library: Library | None = None
         if kernels is not None and fast:
             self._library = open_library(kernels, threads)
+        self.world = join("gloo", ranks)
 
     def memory(self) -> tuple[int, int]:
         return usable_memory()
@@ -201,6 +209,10 @@ class CpuBackend(Backend):
 
     def begin_warmup(self) -> None:
         retain_freed_memory(0)
+
+    def close(self) -> None:
+        if self.world.size > 1:
+            leave()
 
 
 def use_cpu_kernels(model: nn.Module, library: Library | None) -> nn.Module:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from config.errors import ConfigError
 from hpu.backends.base import Backend, FusibleModel
+from hpu.distributed.process_groups import SINGLE_RANK, Ranks, join, leave
 from hpu.gaudi_devices import GIB
 from hpu.ops.cuda import CudaKernels
 
@@ -56,7 +57,8 @@ class CudaGraph:
 
 
 class CudaBackend(Backend):
-    """The first GPU that CUDA shows this process (CUDA_VISIBLE_DEVICES chooses another).
+    """The GPU of this rank among those that CUDA shows this process (CUDA_VISIBLE_DEVICES chooses
+    others); ranks meet over NCCL.
 
     All work runs on the current stream, in the order of submission; only captures and the runs
     before them use a side stream, and the two streams wait for each other.
@@ -79,13 +81,18 @@ class CudaBackend(Backend):
     # A graph reads the addresses of its capture, and one stream orders uploads and launches.
     rebinds_inputs = False
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks = SINGLE_RANK) -> None:
         missing = missing_cuda(
             torch.__version__, torch.version.cuda, has_device=torch.cuda.is_available()
         )
         if missing is not None:
             raise ConfigError(missing)
-        self.device = torch.device("cuda", 0)
+        if ranks.device_index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"rank {ranks.rank} needs GPU {ranks.device_index}, CUDA shows "
+                f"{torch.cuda.device_count()}"
+            )
+        self.device = torch.device("cuda", ranks.device_index)
         # index_copy_, which writes the cache, takes no other index type on CUDA.
         self.index_dtype = torch.int64
         torch.cuda.set_device(self.device)
@@ -94,6 +101,7 @@ class CudaBackend(Backend):
         if capability >= BFLOAT16_CAPABILITY:
             self.fast_dtypes = (torch.bfloat16, torch.float16)
         self.default_dtype = self.fast_dtypes[0]
+        self.world = join("nccl", ranks)
         self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]  # theirs
         self._pool = torch.cuda.graph_pool_handle()
         free, total = torch.cuda.mem_get_info(self.device)
@@ -182,6 +190,8 @@ class CudaBackend(Backend):
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
+        if self.world.size > 1:
+            leave()
 
 
 def missing_cuda(version: str, built_for: str | None, has_device: bool) -> str | None:

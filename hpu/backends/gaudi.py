@@ -21,7 +21,7 @@ from config.execution import EAGER, HPU_GRAPHS, LAZY, TORCH_COMPILE, ExecutionCo
 from hpu.backends.base import Backend, Function, FusibleModel
 from hpu.backends.gaudi_copies import HostCopies
 from hpu.backends.gaudi_group import GaudiGroup
-from hpu.distributed.process_groups import Ranks
+from hpu.distributed.process_groups import SINGLE_RANK, Ranks
 from hpu.doctor.machine import distribution_version
 from hpu.doctor.software import RUNTIME_DISTRIBUTION
 from hpu.gaudi_devices import GENERATIONS, GIB, has_kernel, release_of
@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 ROOT = "habana_frameworks.torch"
 
-SINGLE_RANK = Ranks()
 
 MAX_SHAPES = 1 << 16
 """More than the buckets of any table times the compiled parts of a layer."""
@@ -185,9 +184,10 @@ class GaudiBackend(Backend):
             self._metrics = importlib.import_module(f"{ROOT}.hpu.metrics")
             self._check_mode(choice)
             # The runtime acquires the card that belongs to the rank.
-            self.group = GaudiGroup(ranks)
+            self._group = GaudiGroup(ranks)
+            self.world = self._group.world
             self.device = torch.device("hpu", self._acquire())
-            self.group.check(self.device)
+            self._group.check(self.device)
         except (ImportError, AssertionError, RuntimeError) as error:
             raise ConfigError(self._explained(error)) from error
         self._was_disabled = torch._dynamo.config.disable
@@ -460,7 +460,7 @@ class GaudiBackend(Backend):
 
     def close(self) -> None:
         self._free_graphs()
-        self.group.leave()
+        self._group.leave()
         torch._dynamo.config.disable = self._was_disabled
         self._on_close()
 

@@ -25,7 +25,7 @@ class GaudiGroup:
             return
         hccl = importlib.import_module(MODULE)
         hccl.initialize_distributed_hpu(
-            world_size=ranks.world_size, rank=ranks.rank, local_rank=ranks.rank
+            world_size=ranks.world_size, rank=ranks.rank, local_rank=ranks.device_index
         )
         # The vendor's own engine marks a step before each collective: with lazy collectives the
         # bridge may otherwise reduce a tensor that is not computed yet (vllm-project/vllm-gaudi,

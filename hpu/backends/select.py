@@ -3,31 +3,32 @@
 from config.engine import EngineConfig
 from config.loading import env
 from hpu.backends.base import Backend
+from hpu.distributed.process_groups import SINGLE_RANK, Ranks
 
 
-def select_backend(config: EngineConfig) -> Backend:
+def select_backend(config: EngineConfig, ranks: Ranks = SINGLE_RANK) -> Backend:
     """The named backend, or for `auto` a Gaudi if its runtime is installed, else the CPU. An NVIDIA
-    GPU, which is for development, must be named.
+    GPU, which is for development, must be named. It has met the other `ranks` of the model.
 
     Raises ConfigError if the machine has no such device or the device cannot be used.
     """
     device = env.chosen_device(config.device)
     if device == "hpu":
-        return _gaudi(config)
+        return _gaudi(config, ranks)
     if device == "hpu-emulator":
-        return _emulated(config)
+        return _emulated(config, ranks)
     if device == "cuda":
         from hpu.backends.cuda import CudaBackend
 
-        return CudaBackend()
+        return CudaBackend(ranks)
     from hpu.backends.cpu import CpuBackend
     from hpu.native.library import kernel_folder
 
     folder = kernel_folder(config.cache_dir) if config.cpu_kernels == "auto" else None
-    return CpuBackend(config.num_threads, folder)
+    return CpuBackend(config.num_threads, folder, ranks=ranks)
 
 
-def _gaudi(config: EngineConfig) -> Backend:
+def _gaudi(config: EngineConfig, ranks: Ranks) -> Backend:
     from hpu.doctor.errors import explain
     from hpu.doctor.machine import Machine
     from hpu.doctor.preflight import check_start
@@ -45,11 +46,12 @@ def _gaudi(config: EngineConfig) -> Backend:
         seed=config.seed,
         guards_off=config.warmup.full_guards_off,
         driver=driver_version(machine) or "",
+        ranks=ranks,
         explain=lambda text: explain(text, machine),
     )
 
 
-def _emulated(config: EngineConfig) -> Backend:
+def _emulated(config: EngineConfig, ranks: Ranks) -> Backend:
     from hpu.backends.gaudi import GaudiBackend
     from hpu.emulator.install import install
     from hpu.emulator.settings import EmulatorConfig
@@ -74,6 +76,7 @@ def _emulated(config: EngineConfig) -> Backend:
             seed=config.seed,
             guards_off=config.warmup.full_guards_off,
             software=emulator.device.config.release,
+            ranks=ranks,
             on_warmup_end=emulator.end_warmup,
             on_warmup_begin=emulator.begin_warmup,
             on_close=emulator.uninstall,

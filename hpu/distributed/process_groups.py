@@ -11,37 +11,34 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-
-class Ranks(NamedTuple):
-    """This process among those that run one model."""
-
-    world_size: int = 1
-    rank: int = 0
-    init_method: str = ""
-    """Rendezvous, as torch.distributed spells it: tcp://host:port or file://path."""
-    timeout_s: float = 300.0
-    """How long a rank waits for the others, at the start and in each collective."""
+from hpu.protocol import SINGLE_RANK as SINGLE_RANK
+from hpu.protocol import Ranks as Ranks
 
 
 class ProcessGroup:
     """The ranks of one group. All of them must call the same collectives in the same order with the
     same shapes; a rank that does not hangs the group."""
 
-    __slots__ = ("_group", "_mark_step", "_ranks", "rank", "size")
+    __slots__ = ("_group", "_mark_step", "_ranks", "_run", "rank", "size")
 
     def __init__(
         self,
         ranks: Sequence[int] = (0,),
         rank: int = 0,
         group: Any = None,
-        mark_step: Callable[[], None] = lambda: None,
+        mark_step: Callable[[], None] | None = None,
     ) -> None:
         """`ranks`: global rank of each member; `rank`: this process's index in `ranks`; `group`:
         of torch.distributed, None for the world; `mark_step`: called before each collective, on a
-        device that collects operations into recipes."""
+        device that compiles and collects operations into recipes. There a collective is never part
+        of a compiled function: the vendor's software keeps torch.distributed out of dynamo's graphs
+        (hccl of HabanaAI/gaudi-pytorch-bridge)."""
         self._ranks = tuple(ranks)
         self._group = group
         self._mark_step = mark_step
+        self._run = self._run_now
+        if mark_step is not None and len(self._ranks) > 1:
+            self._run = torch.compiler.disable(self._run_now)  # type: ignore[no-untyped-call]  # theirs
         self.rank = rank
         self.size = len(self._ranks)
 
@@ -50,8 +47,13 @@ class ProcessGroup:
         if self.size == 1:
             return tensor
         tensor = tensor.contiguous()
-        self._mark_step()
-        dist.all_reduce(tensor, group=self._group)
+        self._run(dist.all_reduce, tensor)
+        return tensor
+
+    def minimum(self, tensor: Tensor) -> Tensor:
+        """The smallest of all ranks' elements; in place. Returns them."""
+        if self.size > 1:
+            self._run(dist.all_reduce, tensor, dist.ReduceOp.MIN)
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
@@ -62,8 +64,7 @@ class ProcessGroup:
         shape = tensor.shape
         gathered = tensor.new_empty((self.size * shape[0], *shape[1:]))
         tensor = tensor.contiguous()
-        self._mark_step()
-        dist.all_gather_into_tensor(gathered, tensor, group=self._group)
+        self._run(dist.all_gather_into_tensor, gathered, tensor)
         dim %= tensor.dim()
         return gathered.view(self.size, *shape).movedim(0, dim).flatten(dim, dim + 1)
 
@@ -74,8 +75,7 @@ class ProcessGroup:
             return tensor
         part = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
         tensor = tensor.contiguous()
-        self._mark_step()
-        dist.reduce_scatter_tensor(part, tensor, group=self._group)
+        self._run(dist.reduce_scatter_tensor, part, tensor)
         return part
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
@@ -85,27 +85,28 @@ class ProcessGroup:
             return tensor
         received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         tensor = tensor.contiguous()
-        self._mark_step()
-        dist.all_to_all_single(received, tensor, group=self._group)
+        self._run(dist.all_to_all_single, received, tensor)
         return received
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Overwrite `tensor` on all ranks with that of rank `source` of the group."""
         if self.size > 1:
-            self._mark_step()
-            dist.broadcast(tensor, src=self._ranks[source], group=self._group)
+            self._run(dist.broadcast, tensor, src=self._ranks[source])
         return tensor
 
     def send(self, tensor: Tensor, target: int) -> None:
         """Send `tensor` to rank `target` of the group, which must be another rank."""
-        self._mark_step()
-        dist.send(tensor, dst=self._ranks[target], group=self._group)
+        self._run(dist.send, tensor, dst=self._ranks[target])
 
     def recv(self, tensor: Tensor, source: int) -> Tensor:
         """Fill `tensor` with what rank `source` of the group sends."""
-        self._mark_step()
-        dist.recv(tensor, src=self._ranks[source], group=self._group)
+        self._run(dist.recv, tensor, src=self._ranks[source])
         return tensor
+
+    def _run_now(self, collective: Callable[..., Any], *tensors: Any, **options: Any) -> None:
+        if self._mark_step is not None:
+            self._mark_step()
+        collective(*tensors, group=self._group, **options)
 
 
 SINGLE = ProcessGroup()
@@ -123,6 +124,8 @@ class ProcessGroups(NamedTuple):
     """All ranks of a pipeline stage, over which experts are distributed."""
     data: ProcessGroup = SINGLE
     """Ranks that hold the same shard in each replica."""
+    host: ProcessGroup = SINGLE
+    """All ranks, for tensors of the host."""
 
 
 def group_members(tensor: int, pipeline: int, data: int) -> dict[str, list[list[int]]]:
@@ -141,7 +144,7 @@ def group_members(tensor: int, pipeline: int, data: int) -> dict[str, list[list[
     }
 
 
-def join(backend: str, ranks: Ranks, mark_step: Callable[[], None] = lambda: None) -> ProcessGroup:
+def join(backend: str, ranks: Ranks, mark_step: Callable[[], None] | None = None) -> ProcessGroup:
     """Meet the other ranks, over `backend` of torch.distributed; the group of all of them, which
     calls `mark_step` before each collective. RuntimeError when they do not come in time."""
     if ranks.world_size == 1:
@@ -161,12 +164,13 @@ def make_groups(
     tensor: int = 1,
     pipeline: int = 1,
     data: int = 1,
-    mark_step: Callable[[], None] = lambda: None,
+    mark_step: Callable[[], None] | None = None,
 ) -> ProcessGroups:
     """The groups of this process, after `join`; the three sizes multiply to the world size."""
     if tensor * pipeline * data == 1:
         return ProcessGroups()
     world_size, rank = dist.get_world_size(), dist.get_rank()
+    everyone = range(world_size)
     if tensor * pipeline * data != world_size:
         raise ValueError(
             f"tensor {tensor} x pipeline {pipeline} x data {data} is {tensor * pipeline * data} "
@@ -179,6 +183,8 @@ def make_groups(
             group = dist.new_group(members) if len(members) > 1 else None
             if rank in members and group is not None:
                 found[kind] = ProcessGroup(members, members.index(rank), group, mark_step)
+    # Device back ends carry no tensors of the host.
+    found["host"] = ProcessGroup(everyone, rank, dist.new_group(list(everyone), backend="gloo"))
     return ProcessGroups(**found)
 
 

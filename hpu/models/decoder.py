@@ -119,7 +119,7 @@ class Decoder(LoadableModel):
             config.head_dim,
             spec.attention_scale or config.head_dim**-0.5,
         )
-        self._group = group
+        self.group = group
         self._quantization = quantization
         self._tensor_names = self.weight_map.tensor_names()
         self._kinds = distinct(
@@ -183,7 +183,7 @@ class Decoder(LoadableModel):
         if self.spec.alibi_max_bias is None:
             return None
         slopes = alibi_slopes(self.config.num_heads, self.spec.alibi_max_bias)
-        first = self._group.rank * self.shape.num_heads
+        first = self.group.rank * self.shape.num_heads
         mine = slopes[first : first + self.shape.num_heads]
         scaled = [slope * self.spec.alibi_scale for slope in mine]
         return torch.tensor(scaled, dtype=torch.float32, device=self.device)
@@ -243,7 +243,7 @@ class Decoder(LoadableModel):
                     config.num_heads * (2 if spec.attention_gate else 1),
                     config.num_kv_heads,
                     config.head_dim,
-                    self._group.size,
+                    self.group.size,
                 ),
                 bias=spec.qkv_bias,
                 **self._options(f"{path}.qkv_proj", config.hidden_size),
@@ -308,7 +308,7 @@ class Decoder(LoadableModel):
             kv_b_proj=ColumnParallelLinear(
                 mla.kv_lora_rank,
                 config.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim),
-                group=self._group,
+                group=self.group,
                 **options,
             ),
             o_proj=RowParallelLinear(
@@ -360,7 +360,7 @@ class Decoder(LoadableModel):
         if kind == "none":
             return None
         if kind == "all":
-            return FullQKNorm(heads, kv_heads, shape.head_dim, eps, group=self._group, **options)
+            return FullQKNorm(heads, kv_heads, shape.head_dim, eps, group=self.group, **options)
         if kind == "unweighted":
             return UnweightedQKNorm(eps)
         centered = self.spec.norm == "layer"
@@ -399,7 +399,7 @@ class Decoder(LoadableModel):
                 moe.inner_size,
                 activation=spec.clamped_swiglu or config.hidden_act,
                 has_bias=spec.expert_bias,
-                group=self._group,
+                group=self.group,
                 **options,
             ),
             shared,
@@ -432,7 +432,7 @@ class Decoder(LoadableModel):
             inner,
             self.config.hidden_size,
             bias=self.spec.mlp_bias,
-            **self._options(f"{path}.down_proj", inner // self._group.size),
+            **self._options(f"{path}.down_proj", inner // self.group.size),
         )
 
     def _options(self, path: str, in_features: int, *, is_head: bool = False) -> dict[str, Any]:
@@ -445,7 +445,7 @@ class Decoder(LoadableModel):
             "dtype": self.dtype,
             "device": self.device,
             "method": method,
-            "group": self._group,
+            "group": self.group,
         }
 
     @property

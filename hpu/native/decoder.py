@@ -151,10 +151,14 @@ class CompiledDecoder(CausalLM):
         kernel = self._head_kernel
         if kernel is None:
             return self.model.logits(hidden)
-        return self.model.scale_logits(kernel.multiply_float32(hidden))
+        assert self.model.lm_head is not None
+        logits = self.model.lm_head.group.all_gather(kernel.multiply_float32(hidden))
+        return self.model.scale_logits(logits)
 
     def argmax(self, hidden: Tensor) -> Tensor | None:
         kernel, spec = self._head_kernel, self.model.spec
+        if self.model.group.size > 1:
+            return None
         # What follows the head can make logits equal.
         if kernel is None or spec.logits_divisor != 1 or spec.logits_soft_cap is not None:
             return None
@@ -189,7 +193,8 @@ def _is_supported(model: Decoder) -> bool:
     spec = model.spec
     has_known_norms = (spec.norm, spec.norm_offset, spec.arrangement) == ("rms", False, "before")
     return (
-        has_known_norms
+        model.group.size == 1
+        and has_known_norms
         and not spec.learned_positions
         and all(layer.rope == "default" for layer in spec.layers)
         and spec.qk_norm in ("none", "heads")

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from hpu.backends.base import Backend, Graph
+from hpu.distributed.agreement import ALONE, Agreement
 from hpu.layers.metadata import AttentionInputs
 from hpu.protocol import Bucket
 from hpu.runner.counters import Counters, phase_name
@@ -46,9 +47,11 @@ class GraphCache:
         captures: bool,
         budget_bytes: int,
         has_states: bool = False,
+        agreement: Agreement = ALONE,
     ) -> None:
-        """`has_states`: whether `forward` advances states, so that a launch of requests must run
-        exactly once, and a capture would run it once more."""
+        """`agreement`: of the ranks, whose graphs contain the same collectives. `has_states`:
+        whether `forward` advances states, so that a launch of requests must run exactly once, and a
+        capture would run it once more."""
         self.stage = "warmup"
         """warmup or serving: the label of compilations in the counters."""
         self.on_demand = False
@@ -61,6 +64,7 @@ class GraphCache:
         self._backend = backend
         self._counters = counters
         self._has_states = has_states
+        self.agreement = agreement
         self._tracks_first_runs = captures or backend.compiles
         self._graphs: dict[Bucket, Graph] = {}
         self.uncompilable: set[Bucket] = set()
@@ -91,12 +95,14 @@ class GraphCache:
         free, _ = self._backend.memory()
         start = time.perf_counter()
         graph = self._capture(inputs)
-        if graph is None:
+        is_everywhere = self.agreement.all_true(graph is not None)
+        if graph is None or not is_everywhere:
+            graph = None
             # Free what was captured until then.
             gc.collect()
             self._backend.synchronize()
             return None
-        taken = max(0, free - self._backend.memory()[0])
+        taken = self.agreement.largest(max(0, free - self._backend.memory()[0]))
         self._graphs[inputs.bucket] = graph
         self._seen.add(inputs.bucket)
         self.add_bytes(taken)

@@ -15,6 +15,7 @@ from torch import Tensor
 from config.errors import ConfigError
 from config.params.sampling import MAX_LOGPROBS
 from hpu.backends.base import Backend
+from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.models.base import CausalLM
 from hpu.protocol import (
     PREFILL,
@@ -60,8 +61,11 @@ class ModelRunner(StepRunner):
         *,
         vocab_size: int,
         pads: bool,
+        compared_ranks: ProcessGroup = SINGLE,
     ) -> None:
+        """`compared_ranks`: ranks that must sample the same tokens, which is checked."""
         super().__init__(backend)
+        self._compared_ranks = compared_ranks
         self._model = model
         self._batch_state = batch_state
         self._sampler = sampler
@@ -172,6 +176,8 @@ class ModelRunner(StepRunner):
         self._backend.synchronize()
 
     def _on_result(self, output: AsyncStepOutput, result: StepResult) -> None:
+        for launch in output.launches:
+            _compare_ranks(launch, output.step)
         if -1 in result.tokens:
             sampled = [i for launch in output.launches for i in launch.req_indices]
             tokens = zip(sampled, result.tokens, strict=True)
@@ -301,6 +307,9 @@ class ModelRunner(StepRunner):
         if len(following) < len(req_indices):
             req_indices = req_indices[: len(following)]
         self._last_tokens.index_copy_(0, req_indices, following)
+        if self._compared_ranks.size > 1:
+            found = self._compared_ranks.all_gather(sampled.tokens.unsqueeze(0), dim=0)
+            done.all_tokens = self._backend.to_host(found)
         self._send(sampled, done, results)
 
     def _send(
@@ -400,3 +409,15 @@ class ModelRunner(StepRunner):
         self._backend.upload(device, host)
         output.pinned.append(host)
         return torch.split(device, width)
+
+
+def _compare_ranks(launch: AsyncLaunchOutput, step: int) -> None:
+    """Raise RuntimeError where two ranks have sampled different tokens."""
+    if launch.all_tokens is None:
+        return
+    for index, req_index in enumerate(launch.req_indices):
+        tokens = launch.all_tokens[:, index].tolist()
+        if len(set(tokens)) > 1:
+            raise RuntimeError(
+                f"step {step}: the ranks sampled the tokens {tokens} for request index {req_index}"
+            )

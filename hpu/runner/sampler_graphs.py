@@ -94,9 +94,14 @@ class SamplerGraphs:
             # Free what was captured until then.
             gc.collect()
             self._backend.synchronize()
+            self._graphs.agreement.all_true(False)
+            return
+        if not self._graphs.agreement.all_true(True):
+            self._captured[key] = None
             return
         self._captured[key] = SamplerGraph(graph, stages)
-        self._graphs.add_bytes(max(0, free - self._backend.memory()[0]))
+        taken = max(0, free - self._backend.memory()[0])
+        self._graphs.add_bytes(self._graphs.agreement.largest(taken))
 
 
 def _whole(

@@ -11,6 +11,7 @@ from config.execution import WarmupConfig
 from config.traffic import read_traffic
 from hpu.backends.base import Backend
 from hpu.bucketing.bucket_table import BucketTable
+from hpu.distributed.agreement import ALONE, Agreement
 from hpu.gaudi_devices import GIB
 from hpu.profiling.diagnostics import Diagnostics
 from hpu.protocol import DECODE, PREFILL, Bucket, RequestSampling, WarmupProgress
@@ -54,8 +55,10 @@ class Warmup:
         config: WarmupConfig,
         block_size: int,
         diagnostics: Diagnostics | None = None,
+        agreement: Agreement = ALONE,
     ) -> None:
         self._runner = runner
+        self._agreement = agreement
         self._diagnostics = diagnostics
         self._graphs = graphs
         self._input_buffers = input_buffers
@@ -322,7 +325,10 @@ class Warmup:
 
     def _run_once(self, bucket: Bucket, sampling: RequestSampling) -> bool:
         """Run a bucket with one request of this sampling; False when memory is full or the device's
-        compiler refuses it, which is logged."""
+        compiler refuses it, which is logged, on any rank."""
+        return self._agreement.all_true(self._try_once(bucket, sampling))
+
+    def _try_once(self, bucket: Bucket, sampling: RequestSampling) -> bool:
         try:
             if self._graphs.captures and self._pads:
                 self._input_buffers.prepare(bucket)

@@ -9,6 +9,7 @@ from typing import Any
 
 from config.engine import CacheConfig
 from config.execution import WarmupConfig
+from hpu.distributed.process_groups import SINGLE
 from hpu.gaudi_devices import GIB
 from hpu.model_loader.size_estimate import activation_bytes
 from hpu.models.base import CausalLM
@@ -78,6 +79,8 @@ def build(loaded: LoadedModel, counters: Counters, *, num_blocks: int | None = N
     profile_blocks = max_blocks = _max_blocks(loaded)
     if previous is not None and is_near(previous.profile_blocks, max_blocks):
         profile_blocks = previous.profile_blocks
+    # The launches are the same on all ranks.
+    profile_blocks = loaded.agreement.least(profile_blocks)
     memory = measure_memory(loaded, sampler, profile_blocks)
     split = _split(loaded, memory, num_blocks, previous)
     components = make_runner(
@@ -90,8 +93,9 @@ def build(loaded: LoadedModel, counters: Counters, *, num_blocks: int | None = N
     )
     # More blocks may have been configured than the split plans for.
     left = max(0, loaded.backend.memory()[0] - memory.reserve)
-    components.graphs.budget_bytes = min(components.graphs.budget_bytes, left)
-    if record is not None:
+    budget = min(components.graphs.budget_bytes, left)
+    components.graphs.budget_bytes = loaded.agreement.least(budget)
+    if record is not None and loaded.agreement.is_first:
         record.write(PreviousSplit(split.num_blocks, split.graph_bytes, profile_blocks))
     return components
 
@@ -131,6 +135,7 @@ def make_runner(
         captures=captures,
         budget_bytes=graph_bytes,
         has_states=loaded.has_states,
+        agreement=loaded.agreement,
     )
     if isinstance(model, PoolingModel):
         texts = InputBufferPool(backend, PoolingInputBuffers)
@@ -163,6 +168,7 @@ def make_runner(
         buffers,
         vocab_size=loaded.facts.vocab_size,
         pads=loaded.pads,
+        compared_ranks=loaded.groups.tensor if loaded.config.parallel.compare_ranks else SINGLE,
     )
     return Components(runner, graphs, buffers, cache, states)
 
@@ -225,7 +231,7 @@ def _estimated_activations(loaded: LoadedModel) -> int:
     scheduler = loaded.config.scheduler
     return activation_bytes(
         loaded.facts,
-        num_cards=1,
+        num_cards=loaded.groups.tensor.size,
         width=loaded.dtype.itemsize,
         num_tokens=scheduler.max_num_batched_tokens,
         num_seqs=scheduler.max_num_seqs,
@@ -263,11 +269,12 @@ def _split(
         cache,
         demand,
         memory,
-        shares_host_memory=backend.shares_host_memory,
+        num_sharing=loaded.groups.host.size if backend.shares_host_memory else 0,
         graph_memory_fraction=config.warmup.graph_memory_fraction if loaded.captures else 0.0,
     )
     if previous is not None:
         split = _repeat(split, previous, cache, demand, memory)
+    split = _agreed(split, loaded)
     if not backend.shares_host_memory:
         _log_memory(split, cache, memory, config.warmup)
     _log_cache(split, cache, demand)
@@ -278,6 +285,19 @@ def _split(
             demand.max_num_seqs,
         )
     return split
+
+
+def _agreed(split: MemorySplit, loaded: LoadedModel) -> MemorySplit:
+    """What all ranks can hold."""
+    count = loaded.agreement.least(split.num_blocks)
+    if count < split.num_blocks:
+        logger.info(
+            "KV cache: %d blocks, as on the rank with the least memory; this one could hold %d",
+            count,
+            split.num_blocks,
+        )
+    graph_bytes = loaded.agreement.least(split.graph_bytes)
+    return replace(split, num_blocks=count, graph_bytes=graph_bytes)
 
 
 def _repeat(

@@ -22,6 +22,8 @@ from config.model.pooler import PoolerConfig
 from config.startup_checks import choose_context
 from hpu.backends.base import Backend
 from hpu.bucketing.bucket_table import BucketTable
+from hpu.distributed.agreement import Agreement
+from hpu.distributed.process_groups import ProcessGroups
 from hpu.gaudi_devices import GIB
 from hpu.host import usable_memory
 from hpu.model_loader.dummy_weights import fill_dummy
@@ -44,6 +46,8 @@ logger = logging.getLogger(__name__)
 MAX_POOLING_STEP = 32
 """Largest step between the lengths of a pooling model's buckets: texts are shorter than prompts."""
 
+SINGLE_GROUPS = ProcessGroups()
+
 OnProgress = Callable[[WarmupProgress], None]
 
 
@@ -63,6 +67,12 @@ class LoadedModel:
     """Tokens of a KV block; of a pooling model the step between bucket lengths."""
     weight_bytes: int
     load_s: float
+    groups: ProcessGroups = SINGLE_GROUPS
+
+    @property
+    def agreement(self) -> Agreement:
+        """Of the ranks that run the model."""
+        return Agreement(self.groups.host)
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -142,9 +152,15 @@ def load(
     backend: Backend,
     on_progress: OnProgress,
     offloaded: OffloadedWeights | None = None,
+    groups: ProcessGroups = SINGLE_GROUPS,
 ) -> LoadedModel:
-    """Load the model, with `offloaded` weights or from the checkpoint. Raises ConfigError when the
-    checkpoint, the device and the settings do not fit each other."""
+    """Load this rank's part of the model, with `offloaded` weights or from the checkpoint. Raises
+    ConfigError when the checkpoint, the device and the settings do not fit each other."""
+    if pooler is not None and groups.tensor.size > 1:
+        raise ConfigError(
+            f"--tensor-parallel-size is {groups.tensor.size}: a pooling model runs on 1 device; "
+            "more of them serve more requests (--data-parallel-size)"
+        )
     # Quantised products work in bfloat16.
     is_quantized = config.quantization is not None and pooler is None
     dtype = choose_dtype("bfloat16" if is_quantized else config.dtype, facts.dtype, backend)
@@ -155,7 +171,8 @@ def load(
     is_dummy = config.load_format == DUMMY
     if offloaded is None:
         num_weights = _num_weights(config, facts, is_built_in=is_built_in)
-        check_memory(facts, backend, dtype, max_model_len, num_weights)
+        num_here = math.ceil(num_weights / groups.tensor.size)
+        check_memory(facts, backend, dtype, max_model_len, num_here)
     if is_dummy:
         logger.warning(
             "Weights: random, no files are read (--load-format dummy); the output means nothing"
@@ -176,13 +193,14 @@ def load(
             device=backend.device,
             max_model_len=max_model_len,
             quantization=select_quantization(config, dtype, backend.device),
+            group=groups.tensor,
         )
         if offloaded is not None:
             restore(offloaded, (decoder,))
         elif is_dummy:
             fill_dummy((decoder,), on_progress=report)
         else:
-            load_weights(decoder, config.model, on_progress=report)
+            load_weights(decoder, config.model, on_progress=report, group=groups.tensor)
         weight_bytes = process_weights(decoder, config.quantization) + _num_bytes(decoder)
         prepared = backend.prepare(decoder)
         assert isinstance(prepared, CausalLM), "a decoder stays a decoder"
@@ -217,6 +235,7 @@ def load(
         block_size=block_size,
         weight_bytes=weight_bytes,
         load_s=load_s,
+        groups=groups,
     )
     if loaded.has_states:
         _log_states(config)

@@ -81,11 +81,13 @@ def split_memory(
     demand: KVCacheDemand,
     memory: FreeMemory,
     *,
-    shares_host_memory: bool,
+    num_sharing: int,
     graph_memory_fraction: float,
 ) -> MemorySplit:
     """Decide the number of KV blocks: as configured, as many as the configured bytes hold, or as
     many as fit.
+
+    `num_sharing`: ranks that use the host's memory together; 0: the device has its own.
 
     The usable memory is the configured share of what the largest launch leaves free. Graphs get
     `graph_memory_fraction` of it; 0 when nothing is captured. Raises ConfigError when not even one
@@ -102,8 +104,8 @@ def split_memory(
     elif cache.kv_cache_memory_bytes is not None:
         count = cache.kv_cache_memory_bytes // demand.block_bytes - 1
         fix = "raise --kv-cache-memory-bytes"
-    elif shares_host_memory:
-        within = int(free * SHARED_MEMORY_FRACTION) // demand.block_bytes - 1
+    elif num_sharing:
+        within = int(free * SHARED_MEMORY_FRACTION / num_sharing) // demand.block_bytes - 1
         count = min(demand.max_num_seqs * demand.context_blocks, within)
         fix = "set --kv-cache-memory-bytes"
     else:

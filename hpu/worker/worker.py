@@ -17,6 +17,7 @@ from config.model.pooler import choose_pooler
 from config.model.read_config import read_model_config
 from hpu.backends.base import Backend
 from hpu.backends.select import select_backend
+from hpu.distributed.process_groups import SINGLE_RANK, ProcessGroups, Ranks, make_groups
 from hpu.gaudi_devices import GIB
 from hpu.model_loader.offloaded_weights import OffloadedWeights, offload
 from hpu.profiling.diagnostics import CountsWork, Diagnostics
@@ -52,8 +53,12 @@ class Worker:
     submitted, with a `mask` after each plan that defers sampling; then `close`. With nothing in
     flight, `sleep`; then only `call` until `wake_up`. Not thread-safe."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, ranks: Ranks = SINGLE_RANK) -> None:
+        """`ranks`: this worker among those that run the model; all of them get the same calls in
+        the same order."""
         self._config = config
+        self._ranks = ranks
+        self._groups = ProcessGroups()
         self._backend: Backend | None = None
         self._facts: ModelConfig | None = None
         self._loaded: LoadedModel | None = None
@@ -246,7 +251,11 @@ class Worker:
         self._backend.begin_warmup()
 
     def _start(self, on_progress: Progress) -> WorkerReady:
-        self._backend = select_backend(self._config)
+        self._backend = select_backend(self._config, self._ranks)
+        self._groups = make_groups(
+            tensor=self._config.parallel.tensor_parallel_size,
+            mark_step=self._backend.mark_step if self._backend.compiles else None,
+        )
         self._facts = read_model_config(self._config.model)
         self._loaded = self._load(on_progress)
         ready = self._build(self._loaded, on_progress)
@@ -258,7 +267,7 @@ class Worker:
         config, facts, backend = self._config, self._facts, self._backend
         assert facts is not None and backend is not None, "load before start"
         pooler = choose_pooler(config, facts)
-        return load(config, facts, pooler, backend, on_progress, self._offloaded)
+        return load(config, facts, pooler, backend, on_progress, self._offloaded, self._groups)
 
     def _build(self, loaded: LoadedModel, on_progress: Progress) -> WorkerReady:
         """Build all components beside the weights, and warm them up."""
@@ -295,6 +304,7 @@ class Worker:
             config.warmup,
             loaded.block_size,
             self._diagnostics,
+            loaded.agreement,
         )
         self._warmup = warmup
         start = time.perf_counter()

@@ -32,7 +32,7 @@ FEW_BLOCKS: dict[str, Any] = {
     "max_num_batched_tokens": 24,
     "bucketing_strategy": "exponential",
     "skip_tokenizer_init": True,
-    "executor": "inline",
+    "executor": "uni",
 }
 MANY_BLOCKS: dict[str, Any] = {
     **FEW_BLOCKS,

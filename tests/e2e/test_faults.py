@@ -17,7 +17,7 @@ LONG = {"model": "tiny", "prompt": "go", "max_tokens": 1900, "ignore_eos": True,
 FLAGS = ("--served-model-name=tiny", "--dtype=float32")
 
 
-@pytest.fixture(params=["inline", "processes"])
+@pytest.fixture(params=["uni", "mp"])
 def fresh(tiny_model: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LiveServer]:
     with running(tiny_model, tmp_path / "log", *FLAGS, f"--executor={request.param}") as live:
         yield live
@@ -109,7 +109,7 @@ def test_a_failure_of_the_engine_is_logged_once(
 
 
 def test_a_killed_worker_ends_the_server(tiny_model: str, tmp_path: Path) -> None:
-    with running(tiny_model, tmp_path / "log", *FLAGS, "--executor=processes") as live:
+    with running(tiny_model, tmp_path / "log", *FLAGS, "--executor=mp") as live:
         stream = Stream(live, LONG)
         stream.start()
         assert stream.begun.wait(20)
@@ -221,7 +221,7 @@ def test_an_idle_server_uses_little_cpu_time(tiny_model: str, tmp_path: Path) ->
                     LiveServer(tiny_model, tmp_path / executor, *FLAGS, f"--executor={executor}")
                 )
             )
-            for executor in ("inline", "processes")
+            for executor in ("uni", "mp")
         ]
         for daemon in daemons:
             daemon.wait_ready()

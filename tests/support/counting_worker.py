@@ -20,9 +20,11 @@ from engine.executors.base import Executor
 from engine.executors.multiproc import MultiprocExecutor
 from engine.process.child_process import read_orders
 from hpu.protocol import (
+    SINGLE_RANK,
     SLEEP,
     WAKE_WEIGHTS,
     GrammarMasks,
+    Ranks,
     RequestSampling,
     StepPlan,
     StepResult,
@@ -42,7 +44,7 @@ class CountingWorker:
     start, with `crash_at` it breaks at that step, with `several` a decode gives up to so many
     tokens, with `later` it prepares so many buckets when idle, `later_s` each."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, ranks: Ranks = SINGLE_RANK) -> None:
         words = config.model.partition(":")[2]
         self._manners = dict(word.split("=") for word in words.split(",") if word)
         ready = worker_ready(
@@ -143,7 +145,7 @@ def make_counting_executor(
     config: EngineConfig, directory: str, on_death: Callable[[str], None]
 ) -> Executor:
     """As engine.executors.select, for a CountingWorker."""
-    if config.executor == "processes":
+    if config.executor == "mp":
         return MultiprocExecutor(config, directory, on_death, command=counting_command("worker"))
     return CountingExecutor(config)
 

@@ -32,7 +32,7 @@ class EngineRig:
 
 
 def counting_config(
-    manners: str = "", *, executor: str = "inline", max_queue_len: int = 100_000, rows: int = 32
+    manners: str = "", *, executor: str = "uni", max_queue_len: int = 100_000, rows: int = 32
 ) -> EngineConfig:
     schedule = SchedulerConfig(max_num_seqs=rows, max_queue_len=max_queue_len)
     return EngineConfig(model=f"counting:{manners}", executor=executor, scheduler=schedule)
@@ -42,7 +42,7 @@ def counting_config(
 async def engine_rig(
     manners: str = "",
     *,
-    executor: str = "inline",
+    executor: str = "uni",
     max_queue_len: int = 100_000,
     max_queued_requests: int = 2000,
     max_queued_prompt_tokens: int = 1_000_000,

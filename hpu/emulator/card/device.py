@@ -209,7 +209,13 @@ class Device:
             self.counters.misuse("unmarked_collective", text, func._schema.name)
             for given in tensors_in((args, kwargs)):
                 fill_with_garbage(given)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        # The card's streams order a collective before what follows, in a replay too, where nobody
+        # waits for the Work that comes with the result.
+        for work in result if isinstance(result, tuple) else (result,):
+            if isinstance(work, torch.ScriptObject):
+                work._get_method("wait")()
+        return result
 
     def _launch(self, func: Any, name: str, args: Any, kwargs: Any, lazy: bool) -> Any:
         # A recorded copy from the host keeps its current value: it is baked into the graph.

@@ -143,7 +143,7 @@ def test_a_worker_in_our_own_process_gets_them_before_torch_imports_the_runtime(
         "        if name == 'torch' and not seen:\n"
         "            seen.append(os.environ.get('PT_HPU_ENABLE_LAZY_COLLECTIVES'))\n"
         "sys.meta_path.insert(0, Finder())\n"
-        "config = EngineConfig('m', device='hpu', executor='inline')\n"
+        "config = EngineConfig('m', device='hpu', executor='uni')\n"
         "select.make_executor(config, '/tmp', print)\n"
         "print(seen)\n"
     )

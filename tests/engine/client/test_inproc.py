@@ -16,7 +16,7 @@ def engine_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "engine"]
 
 
-@pytest.mark.parametrize("executor", ["inline", "processes"])
+@pytest.mark.parametrize("executor", ["uni", "mp"])
 @pytest.mark.parametrize("manners", ["", "several=4"])
 async def test_requests_are_served_side_by_side(executor: str, manners: str) -> None:
     client = InprocClient(counting_config(manners, executor=executor), make_counting_executor)
@@ -78,7 +78,7 @@ async def test_controls_and_aborts_work_as_over_a_socket() -> None:
     assert (answer, finish.reason) == ("pong", "abort")
 
 
-@pytest.mark.parametrize("executor", ["inline", "processes"])
+@pytest.mark.parametrize("executor", ["uni", "mp"])
 async def test_what_was_left_of_a_warm_up_is_made_between_requests_and_told(executor: str) -> None:
     config = counting_config("later=4", executor=executor)
     client = InprocClient(config, make_counting_executor)

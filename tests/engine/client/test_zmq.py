@@ -238,7 +238,7 @@ async def test_closing_ends_open_queues(zmq_context: ZmqContext, tmp_path: Path)
 
 
 async def test_steps_of_several_tokens_are_delivered_in_order() -> None:
-    async with engine_rig("several=4", executor="processes") as rig:
+    async with engine_rig("several=4", executor="mp") as rig:
         outputs = await asyncio.gather(*(generate(rig.client, 3 + 7 * n) for n in range(20)))
 
     assert outputs == [list(range(3 + 7 * n)) for n in range(20)]

@@ -14,7 +14,7 @@ from config.errors import ConfigError, EngineDied, Overloaded, UserError
 from engine.process.child_process import STOP
 
 
-@pytest.mark.parametrize("executor", ["inline", "processes"])
+@pytest.mark.parametrize("executor", ["uni", "mp"])
 async def test_a_request_gets_its_tokens_in_order_and_one_finish(executor: str) -> None:
     async with engine_rig(executor=executor) as rig:
         tokens = await generate(rig.client, 50)
@@ -41,7 +41,7 @@ async def test_start_up_tells_its_progress_and_takes_no_requests() -> None:
     assert caught.value.type == "server_error"
 
 
-@pytest.mark.parametrize("executor", ["inline", "processes"])
+@pytest.mark.parametrize("executor", ["uni", "mp"])
 async def test_what_is_wrong_at_start_reaches_the_client_in_the_workers_own_words(
     executor: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -56,7 +56,7 @@ async def test_what_is_wrong_at_start_reaches_the_client_in_the_workers_own_word
     assert "Traceback" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("executor", ["inline", "processes"])
+@pytest.mark.parametrize("executor", ["uni", "mp"])
 async def test_a_worker_that_breaks_ends_the_engine_and_every_request(executor: str) -> None:
     async with engine_rig("crash_at=20", executor=executor) as rig:
         boxes = [rig.client.add(prompt_of(1), asking(1000)) for _ in range(5)]
@@ -70,7 +70,7 @@ async def test_a_worker_that_breaks_ends_the_engine_and_every_request(executor: 
 
 
 async def test_an_idle_engine_sleeps() -> None:
-    async with engine_rig(executor="processes") as rig:
+    async with engine_rig(executor="mp") as rig:
         await generate(rig.client, 5)
         before = cpu_seconds(rig.engine.pid)
         own = time.process_time()
@@ -97,7 +97,7 @@ async def test_a_stop_tells_the_front_end_and_exits_with_0() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_signals_to_the_whole_group_are_left_to_the_parent(number: signal.Signals) -> None:
-    async with engine_rig(executor="processes") as rig:
+    async with engine_rig(executor="mp") as rig:
         os.kill(rig.engine.pid, number)
         os.kill(workers_of(rig.engine.pid)[-1], number)
 
@@ -129,7 +129,7 @@ async def test_controls_are_answered_and_refusals_say_why() -> None:
 
 
 async def test_a_call_to_the_worker_reaches_it_and_its_refusal_is_the_callers() -> None:
-    async with engine_rig(executor="processes") as rig:
+    async with engine_rig(executor="mp") as rig:
         answer = await rig.client.control("start_profile")
 
         with pytest.raises(UserError, match="was called before") as refused:

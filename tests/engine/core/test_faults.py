@@ -27,7 +27,7 @@ async def streaming(rig: EngineRig, count: int) -> list[RequestOutputQueue]:
 
 @pytest.mark.parametrize("victim", ["engine", "worker"])
 async def test_kill_9_ends_every_request_and_leaves_nothing(victim: str) -> None:
-    async with engine_rig("step_s=0.01", executor="processes") as rig:
+    async with engine_rig("step_s=0.01", executor="mp") as rig:
         (worker,) = workers_of(rig.engine.pid)
         boxes = await streaming(rig, 20)
         began = time.monotonic()
@@ -48,7 +48,7 @@ async def test_kill_9_ends_every_request_and_leaves_nothing(victim: str) -> None
 
 
 async def test_a_worker_that_dies_while_nobody_asks_ends_the_engine() -> None:
-    async with engine_rig(executor="processes") as rig:
+    async with engine_rig(executor="mp") as rig:
         (worker,) = workers_of(rig.engine.pid)
 
         os.kill(worker, signal.SIGKILL)
@@ -77,7 +77,7 @@ from engine.client.launcher import launch
 from engine.transport.channels import SocketDirectory
 directory = SocketDirectory()
 command = counting_command("engine")
-launch(counting_config(executor="processes"), directory.path, 1, token="t", command=command)
+launch(counting_config(executor="mp"), directory.path, 1, token="t", command=command)
 print(directory.path, flush=True)
 time.sleep(60)
 """

@@ -135,7 +135,7 @@ def test_on_a_cpu_the_worker_lives_in_the_engines_process_unless_asked_otherwise
 
     chosen = make_executor(EngineConfig(model="m", device="cpu"), directory, lambda death: None)
     asked = make_executor(
-        EngineConfig(model="m", device="cpu", executor="processes"), directory, lambda death: None
+        EngineConfig(model="m", device="cpu", executor="mp"), directory, lambda death: None
     )
 
     asked.close()
@@ -179,7 +179,7 @@ class Watch:
             sys.exit(os.environ["{variable}"])
 
 sys.meta_path.insert(0, Watch())
-make_executor(EngineConfig("m", device="{device}", executor="inline"), "", print)
+make_executor(EngineConfig("m", device="{device}", executor="uni"), "", print)
 """
     own = (variable, "OMP_WAIT_POLICY")
     environment = {name: value for name, value in os.environ.items() if name not in own}
@@ -284,6 +284,8 @@ def test_a_group_of_workers_runs_every_plan_and_one_of_them_sends_the_results(
     with pytest.raises(UserError, match="start_profile was called before"):
         executor.call("start_profile")
     time.sleep(2 * IDLE_S)
+    untold = executor.take_warmed()
+    has_more = [executor.warm_up_next() for _ in range(2)]
     warmed = executor.take_warmed()
     pids = executor.pids
     executor.close()
@@ -291,6 +293,8 @@ def test_a_group_of_workers_runs_every_plan_and_one_of_them_sends_the_results(
     assert [result.step for result in results] == [0, 1, 2]
     # An answer behind the results of all plans comes from a worker that ran them.
     assert answer == "start_profile after 3 plans"
+    # They do not warm up by themselves: all must run the same launches in the same order.
+    assert (untold, has_more) == ([], [True, False])
     assert [one.num_later for one in warmed] == [1, 0]
     assert len(progress) == 2 and len(set(pids)) == 2
     assert not any(alive(pid) for pid in pids)

@@ -55,7 +55,7 @@ def listening() -> Iterator[ZmqContext]:
     zmq_context._context.destroy(linger=0)
 
 
-@pytest.mark.parametrize("executor", ["inline", "processes"])
+@pytest.mark.parametrize("executor", ["uni", "mp"])
 async def test_strangers_that_are_first_do_not_keep_the_engine_or_its_worker_out(
     executor: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -67,7 +67,7 @@ async def test_strangers_that_are_first_do_not_keep_the_engine_or_its_worker_out
         with contextlib.ExitStack() as stack:
             path = Path(rig.directory, "fe0.sock")
             count = stack.enter_context(all_strangers(path, zmq.DEALER, b"0.in"))
-            if executor == "processes":
+            if executor == "mp":
                 path = Path(rig.directory, "w0.sock")
                 assert await eventually(path.exists, 10)
                 stack.enter_context(all_strangers(path, zmq.PAIR, b""))
@@ -85,7 +85,7 @@ async def test_strangers_that_are_first_do_not_keep_the_engine_or_its_worker_out
     assert len(warnings) == 1 and warnings[0].levelno == logging.WARNING
 
 
-@pytest.mark.parametrize("executor", ["inline", "processes"])
+@pytest.mark.parametrize("executor", ["uni", "mp"])
 async def test_nobody_can_connect_to_a_serving_engine(executor: str) -> None:
     """libzmq would abort the process that accepts a connection and has no descriptor for it."""
     async with engine_rig(executor=executor) as rig:
@@ -292,7 +292,7 @@ def test_a_connection_that_never_presents_the_token_is_closed(
 
 
 async def test_the_token_is_on_no_command_line_and_in_no_environment() -> None:
-    async with engine_rig(executor="processes") as rig:
+    async with engine_rig(executor="mp") as rig:
         family = [psutil.Process(rig.engine.pid), *psutil.Process(rig.engine.pid).children()]
 
         shown = [" ".join(one.cmdline()) + str(one.environ()) for one in family]

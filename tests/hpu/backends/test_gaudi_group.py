@@ -31,7 +31,7 @@ def run_rank(store: Path, rank: int) -> None:
     emulator = install(EmulatorConfig(), variables)
     backend = backend_of(Ranks(2, rank, f"file://{store}", timeout_s=30))
     mine = torch.full((3,), float(rank + 1), device=backend.device)
-    total = backend.group.world.all_reduce(mine).cpu().tolist()
+    total = backend.world.all_reduce(mine).cpu().tolist()
     is_own_card = emulator.device.acquisition.module == 5 + rank
     # Chosen at the import of hccl: what is set now is too late.
     del variables["PT_HPU_ENABLE_LAZY_COLLECTIVES"]
@@ -79,7 +79,7 @@ def test_a_group_of_one_sums_nothing_and_needs_no_partner() -> None:
         backend = backend_of(Ranks())
         mine = torch.ones(2, device=backend.device)
 
-        same = backend.group.world.all_reduce(mine)
+        same = backend.world.all_reduce(mine)
 
         assert same is mine
         backend.close()

@@ -30,14 +30,14 @@ def _split(
     *,
     free: int = 1_000_000,
     reserve: int = 0,
-    shares_host_memory: bool = True,
+    num_sharing: int = 1,
     graph_memory_fraction: float = 0.0,
 ) -> MemorySplit:
     return split_memory(
         cache,
         DEMAND,
         FreeMemory(free, reserve),
-        shares_host_memory=shares_host_memory,
+        num_sharing=num_sharing,
         graph_memory_fraction=graph_memory_fraction,
     )
 
@@ -56,7 +56,7 @@ def test_a_card_gives_what_graphs_and_the_reserve_leave() -> None:
     split = _split(
         CacheConfig(gpu_memory_utilization=0.5),
         reserve=100_000,
-        shares_host_memory=False,
+        num_sharing=0,
         graph_memory_fraction=0.1,
     )
 
@@ -65,7 +65,7 @@ def test_a_card_gives_what_graphs_and_the_reserve_leave() -> None:
 
 
 def test_without_captures_nothing_is_reserved_for_graphs() -> None:
-    split = _split(CacheConfig(gpu_memory_utilization=0.5), shares_host_memory=False)
+    split = _split(CacheConfig(gpu_memory_utilization=0.5), num_sharing=0)
 
     assert split == MemorySplit(num_blocks=500 - 1, graph_bytes=0, usable_bytes=500_000)
 
@@ -79,7 +79,7 @@ def test_the_guides_card_gives_its_blocks() -> None:
         CacheConfig(gpu_memory_utilization=0.5),
         demand,
         FreeMemory(free=int(79.16 * GIB), reserve=0),
-        shares_host_memory=False,
+        num_sharing=0,
         graph_memory_fraction=0.4,
     )
 
@@ -91,7 +91,7 @@ def test_the_guides_card_gives_its_blocks() -> None:
 
 def test_a_launch_larger_than_what_is_free_leaves_no_cache() -> None:
     with pytest.raises(ConfigError, match="--max-num-batched-tokens"):
-        _split(CacheConfig(), reserve=2_000_000, shares_host_memory=False)
+        _split(CacheConfig(), reserve=2_000_000, num_sharing=0)
 
 
 def test_a_number_of_blocks_is_taken_as_configured() -> None:

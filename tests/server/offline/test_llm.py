@@ -223,7 +223,7 @@ def test_a_wrong_keyword_names_the_nearest(folder: Path) -> None:
         LLM(str(folder), max_num_seq=4)
 
 
-@pytest.mark.parametrize("executor", ["inline", "processes"])
+@pytest.mark.parametrize("executor", ["uni", "mp"])
 def test_what_only_a_worker_can_tell_is_told_in_its_words(folder: Path, executor: str) -> None:
     before = our_threads()
     flags = {"max_model_len": 64, "block_size": 16, "num_blocks": 2, "executor": executor}

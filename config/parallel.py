@@ -1,0 +1,28 @@
+"""ParallelConfig: how one model is divided among devices, and who starts their workers."""
+
+from dataclasses import dataclass
+
+from config.setting import check_settings, setting
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """The devices that run one copy of the model. A rank is one of them: rank = stage * tensor
+    parallel size + shard."""
+
+    tensor_parallel_size: int = setting(
+        1, "Devices that each layer of the model is divided among", minimum=1
+    )
+    compare_ranks: bool = setting(
+        False,
+        "Debugging: compare the tokens that the tensor-parallel ranks sample, and stop at the "
+        "first difference",
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    @property
+    def world_size(self) -> int:
+        """Workers of one engine."""
+        return self.tensor_parallel_size
