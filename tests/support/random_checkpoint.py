@@ -14,7 +14,7 @@ from torch import Tensor
 from config.checkpoint.weight_maps.base import WeightSpec
 from config.checkpoint.weight_maps.decoder import decoder_weight_map
 from config.model import architectures
-from config.model.decoder_spec import DecoderSpec, Family
+from config.model.decoder_spec import DecoderSpec, Family, uniform_layers
 from config.model.families import gpt_oss
 from config.model.model_config import ModelConfig
 from config.model.read_config import read_model_config
@@ -27,10 +27,42 @@ def _combined(config: ModelConfig) -> DecoderSpec:
     return replace(spec, moe=replace(spec.moe, sparse_mixer=0.1, scales_input=True))
 
 
+def _biased(config: ModelConfig) -> DecoderSpec:
+    """ALiBi, capped scores, learned positions, two layer norms side by side, a layer norm of each
+    head, a plain MLP."""
+    layers = tuple(layer._replace(rope="none") for layer in uniform_layers(config))
+    return DecoderSpec(
+        layers=layers,
+        norm="layer",
+        norm_bias=True,
+        arrangement="parallel_two_norms",
+        gated_mlp=False,
+        qk_norm="each_head",
+        learned_positions=True,
+        attention_soft_cap=1.5,
+        alibi_max_bias=8.0,
+    )
+
+
+def _sinks(config: ModelConfig) -> DecoderSpec:
+    """Sinks, clamped projections, norms behind attention and MLP, a norm of all heads at once."""
+    layers = tuple(layer._replace(sinks=True) for layer in uniform_layers(config))
+    return DecoderSpec(layers=layers, arrangement="after", qk_norm="all")
+
+
 FAMILIES: dict[str, Family] = {
+    "BiasedForCausalLM": Family(_biased, "for a test"),
+    "SinksForCausalLM": Family(_sinks, "for a test"),
     "CombinedForCausalLM": gpt_oss.FAMILIES["GptOssForCausalLM"]._replace(make_spec=_combined),
 }
 TINY: dict[str, dict[str, Any]] = {
+    "BiasedForCausalLM": {"num_hidden_layers": 1},
+    "SinksForCausalLM": {
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "clip_qkv": 1.0,
+        "partial_rotary_factor": 0.5,
+    },
     "GptOssForCausalLM": {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,

@@ -1,10 +1,13 @@
-"""Two prompts through a worker with few buckets: one plain, one in two chunks."""
+"""Requests through a worker with few buckets: two prompts, one plain and one in two chunks, and
+random traffic."""
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tiny_models import VOCAB_SIZE
 from worker_rig import WorkerRig
 
 from config.buckets import BucketConfig, Range
@@ -17,12 +20,14 @@ TABLE = BucketConfig(
     decode_batch=Range(2, 2, 2),
     decode_blocks=Range(32, 32, 32),
 )
+LIMITS = {"max_num_seqs": 2, "max_num_batched_tokens": 128, "max_model_len": 128}
+"""Of launches: one bucket is added to TABLE, for the longest prompt; the sampler has one width."""
 PROMPTS = ([3, 5, 7, 9, 11] * 9, [8, 1, 2])
 
 
 @contextmanager
 def working(folder: Path, **settings: Any) -> Iterator[WorkerRig]:
-    rig = WorkerRig(folder, buckets=TABLE, steps=(2, 64, 32), **settings)
+    rig = WorkerRig(folder, buckets=TABLE, steps=(2, 64, 32), **{**LIMITS, **settings})
     try:
         yield rig
     finally:
@@ -41,3 +46,31 @@ def greedy(rig: WorkerRig, count: int = 12) -> list[list[int]]:
         rig.decode([0, 1])
         rig.step()
     return [rig.free(req_index) for req_index in range(len(PROMPTS))]
+
+
+def random_traffic(
+    rig: WorkerRig, rounds: int = 3, *, max_chunk: int = 64, shares: bool = True
+) -> list[list[int]]:
+    """Two requests at a time: a prompt in chunks of at most `max_chunk` tokens, one with its first
+    tokens, then decodes of one or both. The second prompt takes over full blocks of the first,
+    unless `shares` is False. Gives the tokens of all requests."""
+    luck = random.Random(7)
+    found = []
+    for _ in range(rounds):
+        first = [luck.randrange(VOCAB_SIZE) for _ in range(luck.randint(2, 60))]
+        rig.admit(0, first)
+        _prefill_in_chunks(rig, 0, len(first), max_chunk, luck)
+        second = [*first[: luck.randint(1, len(first))], 5, 6]
+        rig.admit(1, second, shared_with=0 if shares else None)
+        _prefill_in_chunks(rig, 1, len(second), max_chunk, luck)
+        rig.run(luck.choice([[0], [1], [0, 1]]), luck.randint(1, 6))
+        found += [rig.free(0), rig.free(1)]
+    return found
+
+
+def _prefill_in_chunks(
+    rig: WorkerRig, req_index: int, length: int, max_chunk: int, luck: random.Random
+) -> None:
+    while (left := length - rig.requests[req_index].computed) > 0:
+        rig.prefill({req_index: min(left, luck.randint(1, max_chunk))})
+        rig.step()

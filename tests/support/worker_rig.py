@@ -59,6 +59,7 @@ class WorkerRig:
         buckets: BucketConfig | None = None,
         num_blocks: int = 96,
         max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 256,
         device: str = "cpu",
         dtype: str = "float32",
         prefix_caching: bool = True,
@@ -75,7 +76,7 @@ class WorkerRig:
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=256,
+                max_num_batched_tokens=max_num_batched_tokens,
                 merged_prefill=merged_prefill,
             ),
             buckets=buckets or BucketConfig(),

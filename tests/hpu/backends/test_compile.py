@@ -2,7 +2,6 @@
 few operators run outside of compiled parts. A graph break is an error in all of it."""
 
 import dataclasses
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from tiny_encoders import Reader, make_pooling
-from tiny_models import VOCAB_SIZE, make_tiny
+from tiny_models import make_tiny
 from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
+from two_prompts import random_traffic
 from worker_rig import WorkerRig
 
 from config.buckets import BucketConfig, Range
@@ -84,27 +84,6 @@ def eager_ops() -> int:
     return found
 
 
-def random_launches(rig: WorkerRig, count: int) -> None:
-    """Two requests at a time: a prompt in chunks, one that shares its blocks, then decodes."""
-    luck = random.Random(7)
-    for _ in range(count):
-        first = [luck.randrange(VOCAB_SIZE) for _ in range(luck.randint(2, 60))]
-        _prefill(rig, 0, first, luck)
-        _prefill(rig, 1, [*first[: luck.randint(1, len(first))], 5, 6], luck, shared_with=0)
-        rig.run(luck.choice([[0], [1], [0, 1]]), luck.randint(1, 6))
-        rig.free(0)
-        rig.free(1)
-
-
-def _prefill(
-    rig: WorkerRig, req_index: int, prompt: list[int], luck: random.Random, **shared: int
-) -> None:
-    rig.admit(req_index, prompt, **shared)
-    while (left := len(prompt) - rig.requests[req_index].computed) > 0:
-        rig.prefill({req_index: min(left, luck.randint(1, 32))})
-        rig.step()
-
-
 @pytest.mark.parametrize("name", [pytest.param(name, marks=LATER.get(name, ())) for name in MODELS])
 def test_after_warmup_nothing_is_traced_or_compiled_and_little_runs_outside(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -120,7 +99,7 @@ def test_after_warmup_nothing_is_traced_or_compiled_and_little_runs_outside(
 
     with working(make_tiny(family, tmp_path, **overrides), **options) as rig:
         warm = counted()
-        random_launches(rig, 6)
+        random_traffic(rig, 6, max_chunk=32)
         guards = [metrics.guard_count for metrics in get_compilation_metrics()]
         rig.admit(0, [3, 5, 7])
         rig.prefill({0: None})
@@ -154,7 +133,7 @@ def test_without_guards_a_warm_server_runs_and_a_new_shape_is_an_error(tmp_path:
     with working(make_tiny("llama", tmp_path), guards_off=True) as rig:
         warm = counted()
 
-        random_launches(rig, 3)
+        random_traffic(rig, max_chunk=32)
 
         assert counted() == warm
         torch.hpu.emulated.is_serving = False  # type: ignore[attr-defined]

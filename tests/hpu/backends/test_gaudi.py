@@ -9,6 +9,7 @@ import pytest
 import random_checkpoint
 import torch
 from paged_harness import load_decoder
+from strict_card import assert_nothing_compiles_after_warmup
 from tiny_models import make_tiny
 from two_prompts import PROMPTS, greedy, working
 
@@ -51,6 +52,8 @@ EXPERTS = {
     # Queries and keys normed over all heads.
     "olmoe": {},
 }
+ONLY_EXPERTS = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+"""One layer, with experts: each kind of layer is compiled for each bucket."""
 
 
 @pytest.mark.parametrize(
@@ -64,31 +67,10 @@ EXPERTS = {
 def test_experts_give_the_tokens_of_the_cpu_and_nothing_compiles_after_warmup(
     family: str, mode: str, tmp_path: Path
 ) -> None:
-    folder = make_tiny(family, tmp_path, **EXPERTS[family])
+    fields = EXPERTS[family] if mode == "hpu-graphs" else ONLY_EXPERTS
+    folder = make_tiny(family, tmp_path, **fields)
 
-    assert_nothing_compiles_after_warmup(folder, mode)
-
-
-def assert_nothing_compiles_after_warmup(folder: Path, mode: str) -> None:
-    """The tokens are those of the CPU, without compilations, captures or fallbacks."""
-    with working(folder) as on_cpu:
-        expected = greedy(on_cpu)
-
-    with working(
-        folder,
-        device="hpu-emulator",
-        execution=ExecutionConfig(mode=mode),
-        emulator=EmulatorSettings(is_strict=True),
-    ) as rig:
-        card = torch.hpu.emulated  # type: ignore[attr-defined]
-        names = ("compilations", "captures", "fallbacks")
-        before = [card.counters.counts[name] for name in names]
-        found = greedy(rig)
-        after = [card.counters.counts[name] for name in names]
-
-    assert found == expected
-    assert after == before
-    assert before[0] > 0 and before[2] == 0
+    assert_nothing_compiles_after_warmup(folder, ExecutionConfig(mode=mode))
 
 
 DENSE: dict[str, dict[str, Any]] = {
@@ -116,14 +98,21 @@ DENSE: dict[str, dict[str, Any]] = {
     # A layer without rotation.
     "smollm3": {"no_rope_layers": [1, 0]},
 }
-COMPILED = ("gemma", "gemma3_text", "gpt_neox", "gpt_bigcode", "smollm3")
+COMPILED = {
+    # A window, a rope for each kind of layer, norms on both sides and in float32.
+    "gemma3_text": (),
+    # The kinds of the others are also in MIXED, and with chunks in tests/hpu/models.
+    **dict.fromkeys(("gemma", "gpt_neox", "gpt_bigcode", "smollm3"), pytest.mark.slow),
+}
+MIXED = ("BiasedForCausalLM", "SinksForCausalLM")
+"""Kinds of layers that go together in no family."""
 
 
 @pytest.mark.parametrize(
     ("family", "mode"),
     [
         *((family, "hpu-graphs") for family in DENSE),
-        *((family, "torch-compile") for family in COMPILED),
+        *(pytest.param(family, "torch-compile", marks=marks) for family, marks in COMPILED.items()),
     ],
 )
 def test_each_arrangement_gives_the_tokens_of_the_cpu_and_nothing_compiles_after_warmup(
@@ -131,7 +120,18 @@ def test_each_arrangement_gives_the_tokens_of_the_cpu_and_nothing_compiles_after
 ) -> None:
     folder = make_tiny(family, tmp_path, **DENSE[family])
 
-    assert_nothing_compiles_after_warmup(folder, mode)
+    assert_nothing_compiles_after_warmup(folder, ExecutionConfig(mode=mode))
+
+
+@pytest.mark.parametrize("mode", ["hpu-graphs", "torch-compile"])
+@pytest.mark.parametrize("architecture", MIXED)
+def test_mixed_kinds_give_the_tokens_of_the_cpu_and_nothing_compiles_after_warmup(
+    architecture: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_checkpoint.register(monkeypatch)
+    folder = random_checkpoint.write_random(tmp_path, architecture)
+
+    assert_nothing_compiles_after_warmup(folder, ExecutionConfig(mode=mode))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_other_experts_give_the_tokens_of_the_cpu_and_nothing_compiles_after_war
         kernel = Kernel(BOTH, ())
         monkeypatch.setitem(KERNELS, "mixture_of_experts.bias_fused_weights", kernel)
 
-    assert_nothing_compiles_after_warmup(folder, mode)
+    assert_nothing_compiles_after_warmup(folder, ExecutionConfig(mode=mode))
 
 
 @pytest.mark.parametrize(
@@ -293,9 +293,17 @@ def test_a_replay_reads_the_tensors_that_it_is_given() -> None:
     backend.close()
 
 
-@pytest.mark.parametrize("mode", ["hpu-graphs", "torch-compile"])
-@pytest.mark.parametrize("card", ["gaudi2", "gaudi3"])
-@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize(
+    ("window", "card", "mode"),
+    [
+        *((window, card, "hpu-graphs") for window in (None, 24) for card in ("gaudi2", "gaudi3")),
+        (24, "gaudi3", "torch-compile"),
+        *(
+            pytest.param(window, card, "torch-compile", marks=pytest.mark.slow)
+            for window, card in ((None, "gaudi2"), (None, "gaudi3"), (24, "gaudi2"))
+        ),
+    ],
+)
 def test_float16_gives_the_tokens_of_the_cpu(
     window: int | None, card: str, mode: str, tmp_path: Path
 ) -> None:

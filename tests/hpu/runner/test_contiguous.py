@@ -28,6 +28,8 @@ TABLE = BucketConfig(
     decode_batch=Range(4, 4, 4),
     decode_blocks=Range(96, 96, 96),
 )
+LIMITS = {"max_num_seqs": 4, "max_model_len": 128}
+"""Few buckets are added for the largest launches, and no width of the sampler."""
 
 
 @contextmanager
@@ -114,7 +116,7 @@ def test_a_card_without_prefix_caching_reads_slices_and_gives_the_tokens_of_the_
     with working(folder) as on_cpu:
         expected = greedy(on_cpu)
 
-    shape = {"buckets": TABLE, "steps": (4, 64, 96), "device": "hpu-emulator"}
+    shape = {"buckets": TABLE, "steps": (4, 64, 96), "device": "hpu-emulator", **LIMITS}
     with working(folder, **shape, **settings) as rig:
         counts = torch.hpu.emulated.counters.counts  # type: ignore[attr-defined]
         warm = counts["compilations"], counts["captures"]
