@@ -54,7 +54,7 @@ serve: $(VENV)/.installed ## Serve MODEL (or the demo model, fetched at the firs
 test: style ## Lint, types and the default tests
 	@# The types are checked beside the first tests.
 	@nice -n 19 $(BIN)/mypy --no-error-summary & types=$$!; \
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS); tests=$$?; \
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(ARGS); tests=$$?; \
 	wait $$types && exit $$tests
 
 test-slow: $(VENV)/.installed ## The tests that take minutes

@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -20,6 +21,9 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 for name in [name for name in os.environ if name.startswith(("GAUDISERVE_", "VLLM_"))]:
     del os.environ[name]
 
+TESTS = Path(__file__).parent
+FIRST = ("hpu", "e2e")
+
 settings.register_profile("suite", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("suite")
 
@@ -27,6 +31,18 @@ settings.load_profile("suite")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-seconds", type=float, default=600.0, help="how long tests/fuzz takes")
     parser.addoption("--fuzz-seed", type=int, default=1, help="the first seed of tests/fuzz")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The folders with the longest files first: of two processes, none is left with a long file
+    when the other has ended."""
+
+    def place(item: pytest.Item) -> int:
+        parts = item.path.relative_to(TESTS).parts
+        # Files of no folder: that of the documents starts servers.
+        return FIRST.index(parts[0]) if parts[0] in FIRST else len(FIRST) - (len(parts) == 1)
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="module", autouse=True)

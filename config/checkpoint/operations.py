@@ -1,25 +1,29 @@
 """Names in config.json that choose an operation, checked before weights are downloaded or read."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from config.errors import ConfigError
 from config.model.json_fields import shown
 from config.model.model_config import ModelConfig
 
-ACTIVATIONS = (
-    "silu",
-    "swish",
-    "gelu",
-    "gelu_new",
-    "gelu_fast",
-    "gelu_pytorch_tanh",
-    "quick_gelu",
-    "relu",
-    "relu2",
-)
-"""Values of hidden_act that hpu/layers/mlp.py has functions for."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"]
+
+HIDDEN_ACTS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+"""Values of hidden_act, and the function that each stands for."""
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-"""Values of rope_type that hpu/ops/rope.py has frequencies for."""
+"""Values of rope_type."""
 
 
 def check_operations(facts: ModelConfig) -> None:
@@ -29,7 +33,7 @@ def check_operations(facts: ModelConfig) -> None:
     scalings = [rope.scaling for rope in ropes]
     kinds = ["default" if scaling is None else scaling.kind for scaling in scalings]
     for field, value, known in (
-        ("hidden_act", facts.hidden_act, ACTIVATIONS),
+        ("hidden_act", facts.hidden_act, HIDDEN_ACTS),
         *(("rope_type", kind, ROPE_TYPES) for kind in kinds),
     ):
         if value not in known:

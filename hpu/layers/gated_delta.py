@@ -15,7 +15,7 @@ from config.model.state_space import GatedDeltaSpec
 from hpu.layers.gated_norm import GatedRMSNorm
 from hpu.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from hpu.layers.metadata import AttentionMetadata
-from hpu.layers.state_cache import StateCache, StateCacheSpec
+from hpu.layers.state_cache import StateCache, recurrent_spec
 from hpu.ops.rope import Rotation
 from hpu.ops.ssm import (
     causal_conv,
@@ -43,25 +43,16 @@ class GatedDeltaNet(nn.Module):
         self.in_proj = in_proj
         self.out_proj = out_proj
         dtype, device = in_proj.dtype, in_proj.device
-
-        def parameter(*shape: int, dtype: torch.dtype = dtype) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-
+        parameter = in_proj.new_parameter
         self.conv_weight = parameter(spec.conv_size, 1, spec.conv_kernel)
         self.A_log = parameter(spec.num_value_heads, dtype=torch.float32)
         self.dt_bias = parameter(spec.num_value_heads, dtype=torch.float32)
         self.norm = GatedRMSNorm(
             spec.value_dim, spec.value_dim, eps, norm_first=True, dtype=dtype, device=device
         )
-        self.state = StateCache(
-            StateCacheSpec(
-                (
-                    (spec.conv_kernel - 1, spec.conv_size),
-                    (spec.num_value_heads, spec.key_dim, spec.value_dim),
-                ),
-                (dtype, torch.float32),
-            )
-        )
+        conv = (spec.conv_kernel - 1, spec.conv_size)
+        recurrent = (spec.num_value_heads, spec.key_dim, spec.value_dim)
+        self.state = StateCache(recurrent_spec(conv, recurrent, dtype))
 
     def forward(
         self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata

@@ -52,8 +52,12 @@ class LinearBase(nn.Module):
         method.create_weights(self, self.in_features, self.out_features)
         self.bias = None
         if bias:
-            empty = torch.empty(self.out_features, dtype=dtype, device=device)
-            self.bias = nn.Parameter(empty, requires_grad=False)
+            self.bias = self.new_parameter(self.out_features)
+
+    def new_parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """On the layer's device and by default of its dtype; allocated, not filled."""
+        empty = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        return nn.Parameter(empty, requires_grad=False)
 
     @property
     def applied_bias(self) -> Tensor | None:

@@ -13,7 +13,7 @@ from config.model.state_space import Mamba2Spec
 from hpu.layers.gated_norm import GatedRMSNorm
 from hpu.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from hpu.layers.metadata import AttentionMetadata
-from hpu.layers.state_cache import StateCache, StateCacheSpec
+from hpu.layers.state_cache import StateCache, recurrent_spec
 from hpu.ops.rope import Rotation
 from hpu.ops.ssm import causal_conv, mamba2_scan, mamba2_step, next_conv_state
 
@@ -37,10 +37,7 @@ class Mamba2Mixer(nn.Module):
         self.in_proj = in_proj
         self.out_proj = out_proj
         dtype, device = in_proj.dtype, in_proj.device
-
-        def parameter(*shape: int, dtype: torch.dtype = dtype) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-
+        parameter = in_proj.new_parameter
         self.conv_weight = parameter(spec.conv_size, 1, spec.conv_kernel)
         self.conv_bias = parameter(spec.conv_size) if spec.conv_bias else None
         self.A_log = parameter(spec.num_heads, dtype=torch.float32)
@@ -54,15 +51,9 @@ class Mamba2Mixer(nn.Module):
             dtype=dtype,
             device=device,
         )
-        self.state = StateCache(
-            StateCacheSpec(
-                (
-                    (spec.conv_kernel - 1, spec.conv_size),
-                    (spec.num_heads, spec.head_dim, spec.state_size),
-                ),
-                (dtype, torch.float32),
-            )
-        )
+        conv = (spec.conv_kernel - 1, spec.conv_size)
+        recurrent = (spec.num_heads, spec.head_dim, spec.state_size)
+        self.state = StateCache(recurrent_spec(conv, recurrent, dtype))
 
     def forward(
         self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata

@@ -1,27 +1,27 @@
 """MLPs, and the activation functions that checkpoints name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from config.checkpoint.operations import HIDDEN_ACTS, Activation
 from config.errors import ConfigError
 from config.model.json_fields import shown
 from hpu.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+_FUNCTIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
-    "swish": functional.silu,
     "gelu": functional.gelu,
-    **dict.fromkeys(
-        ("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), partial(functional.gelu, approximate="tanh")
-    ),
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": functional.relu,
     "relu2": lambda x: functional.relu(x).square(),
 }
+ACTIVATIONS = {name: _FUNCTIONS[kind] for name, kind in HIDDEN_ACTS.items()}
+"""The functions by the values of hidden_act."""
 
 
 def get_activation(name: str) -> Callable[[Tensor], Tensor]:

@@ -54,6 +54,11 @@ class StateCacheSpec(NamedTuple):
         )
 
 
+def recurrent_spec(conv: Shape, recurrent: Shape, dtype: torch.dtype) -> StateCacheSpec:
+    """Of a convolution, whose last inputs are in `dtype`, and of a recurrence, in float32."""
+    return StateCacheSpec((conv, recurrent), (dtype, torch.float32))
+
+
 class StateCache(nn.Module):
     """The states of one layer, one tensor for each shape of its spec, bound after loading.
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from config.checkpoint.operations import ROPE_TYPES
 from config.errors import ConfigError
 from config.model.json_fields import shown
 from config.model.model_config import ModelConfig, RopeConfig, RopeScaling
@@ -118,9 +119,7 @@ def inverse_frequencies(
         return _yarn(theta, scaling, size, max_position), _yarn_attention_factor(scaling)
     if kind == "longrope":
         return _longrope(theta, scaling, size, length, max_position)
-    raise ConfigError(
-        f"rope scaling {shown(kind)} is not one of default, linear, dynamic, llama3, yarn, longrope"
-    )
+    raise ConfigError(f"rope scaling {shown(kind)} is not one of {', '.join(ROPE_TYPES)}")
 
 
 class RotaryEmbedding(nn.Module):

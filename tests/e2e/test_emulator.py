@@ -1,15 +1,17 @@
-"""The demo model over HTTP on the emulated card with captured graphs gives the CPU's text."""
+"""A model over HTTP on the emulated card with captured graphs gives the CPU's text."""
 
 import contextlib
 import re
 from pathlib import Path
 
+import pytest
 from demo import demo_gguf
 from live import LiveServer
 
 from gaudiserve import LLM, SamplingParams
 
-# The longest answer ends at 126 tokens: chunks with and without context, one decode bucket.
+# The longest answer of the demo model ends at 126 tokens: chunks with and without context, one
+# decode bucket.
 CARD = (
     *("--device=hpu-emulator", "--dtype=float32", "--max-model-len=128", "--max-num-seqs=2"),
     *("--block-size=32", "--num-gpu-blocks-override=8", "--bucketing-strategy=linear"),
@@ -18,23 +20,39 @@ CARD = (
     *("--decode-bs-bucket-min=2", "--decode-block-bucket-min=8", "--decode-block-bucket-step=8"),
     "--decode-block-bucket-max=8",
 )
-QUESTIONS = ("Name three colours.", "Repeat after me: " + "one two three " * 25)
-"""A short prompt, and a prompt of several chunks."""
+REPEATS = {"tiny": 5, "demo": 25}
+"""In the longer question, a prompt of several chunks; the shorter one is of one chunk."""
 
 
-def cpu_answers() -> list[tuple[str, str | None]]:
-    with LLM(model="demo", dtype="float32", max_model_len=128, max_num_seqs=2) as llm:
+@pytest.fixture(params=["tiny", pytest.param("demo", marks=pytest.mark.slow)])
+def kind(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def model(kind: str, tiny_model: str) -> str:
+    return tiny_model if kind == "tiny" else demo_gguf()
+
+
+@pytest.fixture
+def questions(kind: str) -> list[str]:
+    return ["Name three colours.", "Repeat after me: " + "one two three " * REPEATS[kind]]
+
+
+def cpu_answers(model: str, questions: list[str]) -> list[tuple[str, str | None]]:
+    with LLM(model=model, dtype="float32", max_model_len=128, max_num_seqs=2) as llm:
         outputs = llm.chat(
-            [[{"role": "user", "content": question}] for question in QUESTIONS],
+            [[{"role": "user", "content": question}] for question in questions],
             SamplingParams(temperature=0, max_tokens=16),
             use_tqdm=False,
         )
     return [(output.outputs[0].text, output.outputs[0].finish_reason) for output in outputs]
 
 
-def server_answers(server: LiveServer) -> list[tuple[str, str | None]]:
+def server_answers(server: LiveServer, questions: list[str]) -> list[tuple[str, str | None]]:
     texts = []
-    for question in QUESTIONS:
+    for question in questions:
         body = {
             "messages": [{"role": "user", "content": question}],
             "temperature": 0,
@@ -48,13 +66,15 @@ def server_answers(server: LiveServer) -> list[tuple[str, str | None]]:
     return texts
 
 
-def test_the_emulated_card_gives_the_same_text_as_the_cpu(tmp_path: Path) -> None:
-    with contextlib.closing(LiveServer(demo_gguf(), tmp_path / "card", *CARD)) as on_card:
+def test_the_emulated_card_gives_the_same_text_as_the_cpu(
+    model: str, questions: list[str], tmp_path: Path
+) -> None:
+    with contextlib.closing(LiveServer(model, tmp_path / "card", *CARD)) as on_card:
         # Runs while the emulated card warms up.
-        expected = cpu_answers()
+        expected = cpu_answers(model, questions)
         on_card.wait_ready()
 
-        found = server_answers(on_card)
+        found = server_answers(on_card, questions)
         metrics = on_card.http.get("/metrics").text
         page = on_card.http.get("/page/state").json()
 

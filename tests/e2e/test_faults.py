@@ -17,7 +17,7 @@ LONG = {"model": "tiny", "prompt": "go", "max_tokens": 1900, "ignore_eos": True,
 FLAGS = ("--served-model-name=tiny", "--dtype=float32")
 
 
-@pytest.fixture(params=["uni", "mp"])
+@pytest.fixture(params=[pytest.param("uni", marks=pytest.mark.slow), "mp"])
 def fresh(tiny_model: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LiveServer]:
     with running(tiny_model, tmp_path / "log", *FLAGS, f"--executor={request.param}") as live:
         yield live

@@ -10,29 +10,52 @@ from transformers import AutoModelForCausalLM
 
 from hpu.models.base import CausalLM
 
+Greedy = list[tuple[list[int], Tensor]]
+"""For each prompt its tokens, and the logits (tokens, vocab) before each."""
+
+
+def random_prompts(*lengths: int) -> list[list[int]]:
+    """The same lengths give the same prompts."""
+    random = torch.Generator().manual_seed(1)
+    return [torch.randint(4, 320, (length,), generator=random).tolist() for length in lengths]
+
+
+def load_reference(folder: Path) -> Any:
+    """The model of transformers, in float32."""
+    return AutoModelForCausalLM.from_pretrained(folder).float()  # type: ignore[no-untyped-call]  # theirs
+
 
 def greedy_by_transformers(
-    folder: Path, prompts: list[list[int]], count: int
-) -> list[tuple[list[int], Tensor]]:
-    """For each prompt `count` greedy tokens, and the logits (tokens, vocab) before each."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder).float()  # type: ignore[no-untyped-call]  # theirs
+    reference: Any, prompts: list[list[int]], answers: list[list[int]]
+) -> Greedy:
+    """The likeliest token behind every prefix of each answer. It is the answer of a greedy search
+    exactly if the two are equal; one launch for each prompt tells, where the search needs one for
+    each token."""
     results = []
-    for prompt in prompts:
-        ids, cache, gathered = list(prompt), None, []
-        feed = torch.tensor([prompt])
-        for _ in range(count):
-            out = model(feed, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            gathered.append(out.logits[0])
-            ids.append(int(out.logits[0, -1].argmax()))
-            feed = torch.tensor([ids[-1:]])
-        results.append((ids[len(prompt) :], torch.cat(gathered)))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.inference_mode():
+            logits = reference(torch.tensor([[*prompt, *answer[:-1]]])).logits[0]
+        results.append((logits[len(prompt) - 1 :].argmax(-1).tolist(), logits))
     return results
 
 
-def greedy_by_pages(
-    model: CausalLM, prompts: list[list[int]], count: int
-) -> list[tuple[list[int], Tensor]]:
+def assert_same_as_transformers(
+    found: Greedy, prompts: list[list[int]], reference: Any, tolerance: float
+) -> None:
+    """The tokens are those of a greedy search by `reference`, and the logits differ by less than
+    `tolerance`."""
+    expected = greedy_by_transformers(reference, prompts, tokens_of(found))
+    for (tokens, logits), (expected_tokens, expected_logits) in zip(found, expected, strict=True):
+        assert tokens == expected_tokens
+        assert len(set(tokens)) > 3, "a model that repeats itself proves nothing"
+        assert (logits - expected_logits).abs().max() < tolerance
+
+
+def tokens_of(found: Greedy) -> list[list[int]]:
+    return [tokens for tokens, _ in found]
+
+
+def greedy_by_pages(model: CausalLM, prompts: list[list[int]], count: int) -> Greedy:
     """The same through chunked prefills and padded decodes, all rows side by side."""
     harness = PagedHarness(model)
     rows = range(len(prompts))

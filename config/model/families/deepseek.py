@@ -7,9 +7,9 @@ from typing import Literal, TypeVar
 
 from config.errors import ConfigError
 from config.model.decoder_spec import DecoderSpec, Family, MLASpec, MoESpec, uniform_layers
+from config.model.families.moe import GLM_FIELDS
 from config.model.json_fields import shown
 from config.model.model_config import MAX_WIDTH, ModelConfig
-from config.model.moe import MoEFields
 
 Kind = TypeVar("Kind")
 
@@ -100,18 +100,7 @@ def _choice(config: ModelConfig, name: str, kinds: Mapping[str, Kind]) -> Kind:
     return kinds[value]
 
 
-_MOE = MoEFields(
-    "n_routed_experts",
-    inner_size="moe_intermediate_size",
-    num_shared="n_shared_experts",
-    renormalize="norm_topk_prob",
-    num_groups="n_group",
-    top_groups="topk_group",
-    scaling_factor="routed_scaling_factor",
-    first_layer="first_k_dense_replace",
-    layer_step="moe_layer_freq",
-    first_of_step=True,
-)
+_MOE = GLM_FIELDS._replace(layer_step="moe_layer_freq", first_of_step=True)
 _ROTATED = {"qk_rope_head_dim": ("head_dim",)}
 """Published files have no head_dim; those that transformers saves give it the same number."""
 

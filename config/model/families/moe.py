@@ -93,7 +93,7 @@ QWEN_FIELDS = MoEFields(
     layer_step="decoder_sparse_step",
     dense_layers="mlp_only_layers",
 )
-_GLM = MoEFields(
+GLM_FIELDS = MoEFields(
     "n_routed_experts",
     inner_size="moe_intermediate_size",
     num_shared="n_shared_experts",
@@ -156,7 +156,7 @@ FAMILIES: Mapping[str, Family] = {
             "n_shared_experts": 1,
             "first_k_dense_replace": 1,
         },
-        moe=_GLM,
+        moe=GLM_FIELDS,
     ),
     "Ernie4_5_MoeForCausalLM": Family(
         _ernie_moe,

@@ -5,7 +5,6 @@ import json
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,10 @@ import pytest
 from live import LiveServer
 from tiny_models import make_tiny
 
-from config.checkpoint.operations import ACTIVATIONS, ROPE_TYPES
 from config.checkpoint.resolve import resolve
 from config.engine import EngineConfig
 from config.errors import ConfigError
-from config.model.model_config import RopeScaling
-from config.model.read_config import read_model_config
 from config.startup_checks import check_checkpoint
-from hpu.layers import mlp
-from hpu.ops.rope import inverse_frequencies
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 
@@ -160,12 +154,3 @@ def test_without_weights_a_config_is_enough(folder: Path) -> None:
     (folder / CONFIG).unlink()
     with pytest.raises(ConfigError, match=r"has no config.json"):
         resolve(str(folder), has_weights=False)
-
-
-def test_the_names_that_are_accepted_are_those_of_the_operations(original: Path) -> None:
-    facts = read_model_config(str(original))
-    unknown = replace(facts.rope, scaling=RopeScaling("spiral"))
-
-    assert set(ACTIVATIONS) == set(mlp.ACTIVATIONS)
-    with pytest.raises(ConfigError, match=f"is not one of {', '.join(ROPE_TYPES)}$"):
-        inverse_frequencies(unknown, facts.head_dim, length=64, max_position=facts.max_position)

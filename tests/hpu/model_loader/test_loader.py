@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from emulated import emulated
+from lazy_loading import assert_lazy_load_copies_nothing
 from paged_harness import load_decoder
 from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny
@@ -90,21 +90,8 @@ def test_loading_to_a_lazy_device_takes_the_memory_of_the_weights_and_no_copies(
 ) -> None:
     if family != "llama":
         original = make_tiny(family, tmp_path)
-    expected = _state(original)
-    with emulated(strict=True, workspace_ratio=0.0) as card:
-        config = read_model_config(str(original))
-        device = torch.device("hpu", 0)
-        model = build_model(config, dtype=torch.bfloat16, device=device, max_model_len=64)
-        before = card.memory.in_use
-        card.memory.reset_peak()
 
-        load_weights(model, str(original), on_progress=lambda done, total: None)
-        loaded = {name: tensor.cpu() for name, tensor in model.named_parameters()}
-
-        assert card.counters.counts["base_versions"] == 0
-        assert card.memory.peak == before
-    for name, tensor in loaded.items():
-        assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
+    assert_lazy_load_copies_nothing(original, _state(original))
 
 
 def test_progress_counts_bytes_up_to_the_total(original: Path) -> None:

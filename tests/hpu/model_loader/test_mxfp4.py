@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import random_checkpoint
 import torch
-from emulated import emulated
+from lazy_loading import assert_lazy_load_copies_nothing
 from paged_harness import load_decoder
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -23,11 +23,6 @@ WEIGHTS = "model.safetensors"
 MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
 EXPERTS = "model.layers.1.mlp.experts."
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    random_checkpoint.register(monkeypatch)
 
 
 @pytest.fixture
@@ -105,21 +100,7 @@ def test_two_ranks_divide_blocks_within_a_scale(folder: Path) -> None:
 def test_loading_to_a_lazy_device_takes_the_memory_of_the_weights_and_no_copies(
     folder: Path,
 ) -> None:
-    expected = load_decoder(folder, dtype=torch.bfloat16).state_dict()
-    with emulated(strict=True, workspace_ratio=0.0) as card:
-        config = read_model_config(str(folder))
-        device = torch.device("hpu", 0)
-        model = build_model(config, dtype=torch.bfloat16, device=device, max_model_len=64)
-        before = card.memory.in_use
-        card.memory.reset_peak()
-
-        load_weights(model, str(folder), on_progress=lambda done, total: None)
-        loaded = {name: tensor.cpu() for name, tensor in model.named_parameters()}
-
-        assert card.counters.counts["base_versions"] == 0
-        assert card.memory.peak == before
-    for name, tensor in loaded.items():
-        assert torch.equal(tensor, expected[name]), name
+    assert_lazy_load_copies_nothing(folder, load_decoder(folder, dtype=torch.bfloat16).state_dict())
 
 
 def test_a_missing_half_and_one_of_another_type_are_named(folder: Path) -> None:

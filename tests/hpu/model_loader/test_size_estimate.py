@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import random_checkpoint
 import torch
 from tiny_models import COMMON, FAMILIES, make_tiny
 
@@ -133,19 +132,6 @@ QWEN3_30B_A3B = {
 }
 
 
-@pytest.mark.parametrize(
-    ("fields", "billions"), [(MIXTRAL_8X7B, 46.7), (QWEN3_30B_A3B, 30.5)], ids=["8x7B", "30B-A3B"]
-)
-def test_mixtures_of_experts_have_the_published_sizes(
-    fields: dict[str, Any], billions: float, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-
-    parameters = count_parameters(read_model_config(str(tmp_path)))
-
-    assert round(parameters / 1e9, 1) == billions
-
-
 GPT_OSS_20B = {
     "architectures": ["GptOssForCausalLM"],
     "vocab_size": 201088,
@@ -190,14 +176,19 @@ PHI_35_MOE = {
 
 @pytest.mark.parametrize(
     ("fields", "billions"),
-    # Of Llama 4, without the vision tower.
-    [(GPT_OSS_20B, 20.9), (LLAMA_4_SCOUT, 107.8), (PHI_35_MOE, 41.9)],
-    ids=["gpt-oss", "llama4", "phimoe"],
+    [
+        (MIXTRAL_8X7B, 46.7),
+        (QWEN3_30B_A3B, 30.5),
+        (GPT_OSS_20B, 20.9),
+        # Without the vision tower.
+        (LLAMA_4_SCOUT, 107.8),
+        (PHI_35_MOE, 41.9),
+    ],
+    ids=["8x7B", "30B-A3B", "gpt-oss", "llama4", "phimoe"],
 )
-def test_experts_in_other_layouts_have_the_published_sizes(
-    fields: dict[str, Any], billions: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_mixtures_of_experts_have_the_published_sizes(
+    fields: dict[str, Any], billions: float, tmp_path: Path
 ) -> None:
-    random_checkpoint.register(monkeypatch)
     (tmp_path / "config.json").write_text(json.dumps(fields))
 
     parameters = count_parameters(read_model_config(str(tmp_path)))

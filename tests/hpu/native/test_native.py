@@ -47,6 +47,17 @@ def decoded(model: CausalLM, **padding: int) -> Tensor:
     return torch.stack([step[row] for step in steps for row in PROMPTS]).float()
 
 
+def error_of(found: Tensor, exact: Tensor) -> Tensor:
+    """Root mean square."""
+    return (found.float() - exact).square().mean().sqrt()
+
+
+def assert_as_accurate(found: Tensor, own: Tensor, exact: Tensor, margin: float = 1e-3) -> None:
+    """As `own`, by torch's operators."""
+    error, limit = error_of(found, exact), error_of(own, exact)
+    assert error < 1.5 * limit + margin, f"error {error}, of torch's operators {limit}"
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize(
     ("family", "overrides"),
@@ -73,15 +84,13 @@ def test_a_decode_is_as_accurate_as_torchs(
 ) -> None:
     folder = make_tiny(family, tmp_path, **overrides)
     exact = decoded(load_decoder(folder))
-    own = (decoded(packed(folder, None)) - exact).square().mean().sqrt()
     model = packed(folder, library)
 
     found = decoded(model)
 
     assert model.is_compiled
-    error = (found - exact).square().mean().sqrt()
-    assert error < 1.5 * own + 1e-3, f"error {error}, of torch's operators {own}"
-    assert error < 0.1 * exact.std()
+    assert_as_accurate(found, decoded(packed(folder, None)), exact)
+    assert error_of(found, exact) < 0.1 * exact.std()
 
 
 def stacked(count: int, hidden: int, inner: int) -> Experts:
@@ -124,9 +133,8 @@ def test_experts_are_as_accurate_as_torchs(
         w13, w2 = (weight[ids[row, place]] for weight in wide)
         gate, up = (w13 @ x[row].float()).chunk(2)
         exact[row] += weights[row, place] * (w2 @ (torch.nn.functional.silu(gate) * up))
-    error, own = ((one.float() - exact).square().mean().sqrt() for one in (found, expected))
-    assert error < 1.5 * own + 1e-4, f"error {error}, of torch's operators {own}"
-    assert error < 0.02 * exact.std()
+    assert_as_accurate(found, expected, exact, 1e-4)
+    assert error_of(found, exact) < 0.02 * exact.std()
 
 
 @torch.inference_mode()
@@ -159,7 +167,6 @@ def test_biases_and_other_routers_run_on_torch(
     random_checkpoint.register(monkeypatch)
     folder = random_checkpoint.write_random(tmp_path, architecture, **HEADS, **fields)
     exact = decoded(load_decoder(folder))
-    own = (decoded(packed(folder, None)) - exact).square().mean().sqrt()
     model = packed(folder, library)
 
     found = decoded(model, pad_rows=2, pad_blocks=1)
@@ -167,8 +174,7 @@ def test_biases_and_other_routers_run_on_torch(
     assert not model.is_compiled
     experts = [one for one in model.modules() if isinstance(one, Experts)]
     assert {one.moe_op is not None for one in experts} == {has_kernel}
-    error = (found - exact).square().mean().sqrt()
-    assert error < 1.5 * own + 1e-3, f"error {error}, of torch's operators {own}"
+    assert_as_accurate(found, decoded(packed(folder, None)), exact)
 
 
 @torch.inference_mode()
@@ -181,15 +187,13 @@ def test_experts_of_a_model_that_is_not_compiled_are_as_accurate_as_torchs(
 ) -> None:
     folder = make_tiny(family, tmp_path, **overrides)
     exact = decoded(load_decoder(folder))
-    own = (decoded(packed(folder, None)) - exact).square().mean().sqrt()
     model = packed(folder, library)
 
     found = decoded(model, pad_rows=2, pad_blocks=1)
 
     assert not model.is_compiled
     assert any(isinstance(one, Experts) and one.moe_op for one in model.modules())
-    error = (found - exact).square().mean().sqrt()
-    assert error < 1.5 * own + 1e-3, f"error {error}, of torch's operators {own}"
+    assert_as_accurate(found, decoded(packed(folder, None)), exact)
 
 
 @torch.inference_mode()
@@ -473,13 +477,12 @@ def test_arrangements_that_the_library_lacks_run_on_torch(
 ) -> None:
     folder = make_tiny(family, tmp_path, **overrides)
     exact = decoded(load_decoder(folder))
-    own = (decoded(packed(folder, None)) - exact).square().mean().sqrt()
     model = packed(folder, library)
 
     found = decoded(model)
 
     assert not model.is_compiled
-    assert (found - exact).square().mean().sqrt() < 1.5 * own + 1e-3
+    assert_as_accurate(found, decoded(packed(folder, None)), exact)
 
 
 def test_a_second_start_compiles_nothing(built: Library, kernel_folder: Path) -> None:

@@ -10,6 +10,7 @@ from tiny_models import rope_fields
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from config.checkpoint.operations import ROPE_TYPES
 from config.errors import ConfigError
 from config.model.model_config import ModelConfig, RopeConfig, RopeScaling
 from hpu.ops.rope import RotaryEmbedding, inverse_frequencies, rotate
@@ -115,6 +116,10 @@ def test_frequencies_equal_those_of_transformers(name: str, length: int) -> None
     expected, expected_factor = _reference(scaling, length)
     torch.testing.assert_close(frequencies, expected, rtol=1e-5, atol=0)
     assert factor == pytest.approx(expected_factor, rel=1e-6)
+
+
+def test_every_accepted_rope_type_is_compared() -> None:
+    assert {"default", *(scaling.kind for scaling in SCALINGS.values())} == set(ROPE_TYPES)
 
 
 def test_an_unknown_scaling_is_named() -> None:

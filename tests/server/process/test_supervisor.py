@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 
@@ -14,6 +15,7 @@ from live import LiveServer, alive, children_of, command_of, running
 from tiny_models import make_tiny
 
 ROUNDS = 16
+TOKENS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 
 
 @pytest.fixture(scope="module")
@@ -22,12 +24,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_tiny("llama", folder, max_position_embeddings=4096))
 
 
-@pytest.fixture
-def daemon(model: str, tmp_path: Path) -> Iterator[LiveServer]:
+@contextmanager
+def started(model: str, log: Path) -> Iterator[LiveServer]:
     flags = ("--served-model-name=tiny", "--dtype=float32", "--api-server-count=2")
-    with running(model, tmp_path / "log", *flags) as live:
+    with running(model, log, *flags) as live:
         # /ready is the state of one API server: wait until all are ready.
         wait_for(lambda: all(live.ask("/ready").status_code == 200 for _ in range(ROUNDS)))
+        yield live
+
+
+@pytest.fixture
+def daemon(model: str, tmp_path: Path) -> Iterator[LiveServer]:
+    with started(model, tmp_path / "log") as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def shared(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """For the tests that leave it running."""
+    with started(model, tmp_path_factory.mktemp("shared") / "log") as live:
         yield live
 
 
@@ -58,36 +73,40 @@ def api_servers(live: LiveServer) -> list[int]:
     return [pid for pid in children_of(live.pid) if "server.process.supervisor" in command_of(pid)]
 
 
-def test_the_metrics_of_any_api_server_are_those_of_all(daemon: LiveServer) -> None:
+def test_the_metrics_of_any_api_server_are_those_of_all(shared: LiveServer) -> None:
+    before = {name: metric(shared, name) for name in TOKENS}
     body = {"prompt": "hello there", "max_tokens": 5, "ignore_eos": True, "n": 2}
 
-    answers = [daemon.ask("/v1/completions", body).json() for _ in range(ROUNDS)]
+    def gained(name: str) -> float:
+        return metric(shared, name) - before[name]
+
+    answers = [shared.ask("/v1/completions", body).json() for _ in range(ROUNDS)]
 
     prompt = sum(answer["usage"]["prompt_tokens"] for answer in answers)
-    assert len(api_servers(daemon)) == 2
-    models = [daemon.ask("/v1/models").json()["data"][0] for _ in range(ROUNDS)]
+    assert len(api_servers(shared)) == 2
+    models = [shared.ask("/v1/models").json()["data"][0] for _ in range(ROUNDS)]
     assert len({model["created"] for model in models}) == 1
     # An API server publishes its counts ten times a second.
-    wait_for(lambda: metric(daemon, "vllm:prompt_tokens_total") == prompt)
-    wait_for(lambda: metric(daemon, "vllm:num_requests_running") == 0)
+    wait_for(lambda: gained("vllm:prompt_tokens_total") == prompt)
+    wait_for(lambda: metric(shared, "vllm:num_requests_running") == 0)
     for _ in range(ROUNDS // 2):
-        assert metric(daemon, "vllm:prompt_tokens_total") == prompt
-        assert metric(daemon, "vllm:generation_tokens_total") == ROUNDS * 10
-        assert metric(daemon, "vllm:num_requests_running") == 0
+        assert gained("vllm:prompt_tokens_total") == prompt
+        assert gained("vllm:generation_tokens_total") == ROUNDS * 10
+        assert metric(shared, "vllm:num_requests_running") == 0
     # The engine's own counts come once, whoever answers.
-    steps = {metric(daemon, "vllm:iteration_tokens_total_count") for _ in range(ROUNDS)}
+    steps = {metric(shared, "vllm:iteration_tokens_total_count") for _ in range(ROUNDS)}
     assert len(steps) == 1 and steps.pop() > 0
-    text = daemon.ask("/metrics").text
+    text = shared.ask("/metrics").text
     assert text.count("# TYPE vllm:prompt_tokens_total counter") == 1
     assert "pid=" not in text
 
 
-def test_a_response_is_found_by_every_api_server(daemon: LiveServer) -> None:
-    made = daemon.ask("/v1/responses", {"input": "hi", "max_output_tokens": 4}).json()
+def test_a_response_is_found_by_every_api_server(shared: LiveServer) -> None:
+    made = shared.ask("/v1/responses", {"input": "hi", "max_output_tokens": 4}).json()
 
-    got = [daemon.ask(f"/v1/responses/{made['id']}").json() for _ in range(ROUNDS)]
+    got = [shared.ask(f"/v1/responses/{made['id']}").json() for _ in range(ROUNDS)]
     body = {"input": "on", "max_output_tokens": 4, "previous_response_id": made["id"]}
-    following = [daemon.ask("/v1/responses", body) for _ in range(ROUNDS // 2)]
+    following = [shared.ask("/v1/responses", body) for _ in range(ROUNDS // 2)]
 
     assert all(one == made for one in got)
     assert all(answer.status_code == 200 for answer in following)

@@ -1,0 +1,16 @@
+"""Activations against those of transformers."""
+
+import pytest
+import torch
+from transformers.activations import ACT2FN
+
+from hpu.layers.mlp import ACTIVATIONS
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_is_the_one_of_that_name_in_transformers(name: str) -> None:
+    x = torch.linspace(-4, 4, 33)
+
+    found = ACTIVATIONS[name](x)
+
+    torch.testing.assert_close(found, ACT2FN[name](x), rtol=1e-6, atol=1e-6)
