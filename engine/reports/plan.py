@@ -103,6 +103,7 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
         num_blocks=cache.num_blocks,
         kv_bytes=cache.kv_cache_memory_bytes,
         card_bytes=target.card_bytes,
+        prefix_caching=cache.enable_prefix_caching,
     )
     card = plan_card(facts, demand)
     table = _table(config, card) if card.fits else None
@@ -208,11 +209,13 @@ def _memory(plan: Plan) -> list[str]:
         f"{card.block_bytes / 2**20:.2f} MiB each{', as set' if is_fixed else ''}"
     )
     states = [("states", card.state_bytes, f"of {demand.max_num_seqs} sequences")]
+    rings = [("windows", card.ring_bytes, f"of {demand.max_num_seqs} sequences")]
     rows = (
         ("memory", card.card_bytes, "that the runtime lets a process use"),
         ("weights", card.weight_bytes, ""),
         ("activations", card.activation_bytes, "of the widest launch, estimated"),
         *(states if card.state_bytes else ()),
+        *(rings if card.ring_bytes else ()),
         ("free", max(0, card.free_bytes), ""),
         ("  usable", card.parts.usable, f"{demand.utilization:g} of it"),
         ("    graphs", card.parts.graphs, f"{demand.graph_reserved:g} of what is usable"),
@@ -255,9 +258,11 @@ def _counts(table: BucketTable) -> tuple[int, int]:
 
 def _shortage(card: CardPlan) -> str:
     if card.free_bytes <= 0:
-        needed = card.weight_bytes + card.activation_bytes + card.state_bytes
-        what = "weights, activations and states" if card.state_bytes else "weights and activations"
-        return f"{what} take {needed / GIB:.2f} GiB, a card has {card.card_bytes / GIB:.2f}"
+        needed = card.card_bytes - card.free_bytes
+        more = [("states", card.state_bytes), ("windows", card.ring_bytes)]
+        what = ["weights", "activations", *(name for name, size in more if size)]
+        names = f"{', '.join(what[:-1])} and {what[-1]}"
+        return f"{names} take {needed / GIB:.2f} GiB, a card has {card.card_bytes / GIB:.2f}"
     if card.num_blocks < card.context_blocks:
         return (
             f"a full context of {card.demand.max_model_len} tokens takes {card.context_blocks} "
@@ -288,6 +293,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "weight_bytes": card.weight_bytes,
         "activation_bytes": card.activation_bytes,
         "state_bytes": card.state_bytes,
+        "window_bytes": card.ring_bytes,
         "free_bytes": card.free_bytes,
         "usable_bytes": int(card.parts.usable),
         "graph_bytes": int(card.parts.graphs),

@@ -2,7 +2,7 @@
 
 A cache is (blocks * block_size, kv_heads, head_dim), so a slot is a row of it: one index op writes
 a launch's keys, and a decode reads a gathered list of blocks, or all blocks up to some number as
-one slice.
+one slice. The blocks are those of the block tables, or of layers with a window the requests' rings.
 """
 
 import math
@@ -17,6 +17,7 @@ from hpu.layers.linear import QKVParallelLinear, RowParallelLinear
 from hpu.layers.metadata import (
     FULL,
     AttentionMetadata,
+    DecodeBlocks,
     DecodeMetadata,
     PrefillMetadata,
     Visibility,
@@ -112,9 +113,9 @@ class SelfAttention(nn.Module):
     def kv_cache_spec(self) -> KVCacheSpec:
         return self.attn.kv_cache_spec
 
-    def bind_caches(self, *caches: Tensor, block_size: int) -> None:
+    def bind_caches(self, *caches: Tensor, block_size: int, num_rings: int = 0) -> None:
         keys, values = caches
-        self.attn.bind_caches(keys, values, block_size)
+        self.attn.bind_caches(keys, values, block_size, num_rings)
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool) -> None:
         """Run on fused kernels from now on; with `split_qkv` as three projections."""
@@ -213,14 +214,19 @@ class PagedAttention(nn.Module):
         self._soft_cap = kind.soft_cap
         self._index = kind.index
         self._sees_all = kind.visibility == FULL
+        self._has_ring = False
         self._keys = self._values = torch.empty(0)
         self._block_size = 0
 
-    def bind_caches(self, keys: Tensor, values: Tensor, block_size: int) -> None:
+    def bind_caches(
+        self, keys: Tensor, values: Tensor, block_size: int, num_rings: int = 0
+    ) -> None:
         """Use these caches, each (blocks * block_size, kv_heads, head_dim): flat, because a
-        captured graph may write in place to a tensor, but not to a view of it."""
+        captured graph may write in place to a tensor, but not to a view of it. `num_rings`: as in
+        KVCacheSpec.shapes."""
         self._keys, self._values = keys, values
         self._block_size = block_size
+        self._has_ring = num_rings > 0 and not self._sees_all
 
     @property
     def caches(self) -> tuple[Tensor, Tensor]:
@@ -238,18 +244,28 @@ class PagedAttention(nn.Module):
         """`query` (B, Q, heads, D), `key` and `value` (B, Q, kv_heads, D), `sinks` (heads); the
         output is (B, Q, heads, D), for a decode (B, heads, D)."""
         options = ScoreOptions(self._soft_cap, sinks)
-        if metadata.slot_mapping is not None:
-            self.impl.k_cache(key.flatten(0, 1), self._keys, metadata.slot_mapping)
-            self.impl.v_cache(value.flatten(0, 1), self._values, metadata.slot_mapping)
         if isinstance(metadata, DecodeMetadata):
-            return self._decode(query.flatten(0, 1), metadata, options)
+            return self._decode(query, key, value, metadata.blocks[self._index], options)
         return self._prefill(query, key, value, metadata, options)
 
-    def _decode(self, query: Tensor, metadata: DecodeMetadata, options: ScoreOptions) -> Tensor:
+    def _write(self, key: Tensor, value: Tensor, slot_mapping: Tensor | None) -> None:
+        if slot_mapping is not None:
+            self.impl.k_cache(key.flatten(0, 1), self._keys, slot_mapping)
+            self.impl.v_cache(value.flatten(0, 1), self._values, slot_mapping)
+
+    def _decode(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        blocks: DecodeBlocks,
+        options: ScoreOptions,
+    ) -> Tensor:
         size = self._block_size
-        keys = read_blocks(self.impl.k_cache, self._keys, size, metadata)
-        values = read_blocks(self.impl.v_cache, self._values, size, metadata)
-        operands = decode_operands(query, keys, values, metadata, self._index)
+        self._write(key, value, blocks.slot_mapping)
+        keys = read_blocks(self.impl.k_cache, self._keys, size, blocks)
+        values = read_blocks(self.impl.v_cache, self._values, size, blocks)
+        operands = decode_operands(query.flatten(0, 1), keys, values, blocks)
         return self.impl.paged_decode(operands, self._scale, options)
 
     def _prefill(
@@ -261,6 +277,7 @@ class PagedAttention(nn.Module):
         options: ScoreOptions,
     ) -> Tensor:
         batch, size = query.shape[0], self._block_size
+        slot_mapping = metadata.slot_mappings[self._index]
 
         def read(blocks: Tensor) -> tuple[Tensor, Tensor]:
             return (
@@ -268,29 +285,32 @@ class PagedAttention(nn.Module):
                 read_context(self.impl.v_cache, self._values, size, blocks, batch),
             )
 
+        if not self._has_ring:
+            self._write(key, value, slot_mapping)
         operands = prompt_operands(
             query, key, value, metadata, read, index=self._index, sees_all=self._sees_all
         )
+        if self._has_ring:
+            # Only now: the new tokens replace those of the context.
+            self._write(key, value, slot_mapping)
         return self.impl.prompt_attention(operands, self._scale, options).transpose(1, 2)
 
 
 def decode_operands(
-    query: Tensor, keys: Tensor, values: Tensor, metadata: DecodeMetadata, index: int = 0
+    query: Tensor, keys: Tensor, values: Tensor, blocks: DecodeBlocks
 ) -> DecodeOperands:
     """`query` (B, heads, D), `keys` and `values` (N, block_size, kv_heads, D) with what the launch
-    says of them; `index` of the layer's kind in the metadata."""
-    mask = metadata.masks[index]
-    assert mask is not None
+    says of them."""
     return DecodeOperands(
         query,
         keys,
         values,
-        metadata.groups,
-        metadata.rows,
-        metadata.block_mapping,
-        metadata.mapping,
-        metadata.sum_mapping,
-        mask,
+        blocks.groups,
+        blocks.rows,
+        blocks.block_mapping,
+        blocks.mapping,
+        blocks.sum_mapping,
+        blocks.mask,
     )
 
 
@@ -328,14 +348,12 @@ def _by_block(cache: Tensor, block_size: int) -> Tensor:
     return cache.view(-1, block_size, *cache.shape[1:])
 
 
-def read_blocks(
-    ops: KVCacheOps, cache: Tensor, block_size: int, metadata: DecodeMetadata
-) -> Tensor:
+def read_blocks(ops: KVCacheOps, cache: Tensor, block_size: int, read: DecodeBlocks) -> Tensor:
     """(N, block_size, kv_heads, head_dim): the blocks of a decode."""
     blocks = _by_block(cache, block_size)
-    if metadata.block_list is None:
-        blocks = blocks[: metadata.groups.shape[0]]
-    return ops.fetch_from_cache(blocks, metadata.block_list)
+    if read.block_list is None:
+        blocks = blocks[: read.groups.shape[0]]
+    return ops.fetch_from_cache(blocks, read.block_list)
 
 
 def read_context(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hpu.layers.metadata import AttentionMetadata
+from hpu.layers.window_cache import ring_blocks
 from hpu.ops.kernels import Kernels
 from hpu.ops.rope import Rotation
 
@@ -23,9 +24,12 @@ class KVCacheSpec(NamedTuple):
     has_values: bool = True
     """Whether values have a cache beside that of the keys; latents are both."""
 
-    def shapes(self, num_slots: int) -> tuple[Shape, ...]:
-        """Of the key cache and of the value cache, or of the cache of latents."""
-        shape = (num_slots, self.num_kv_heads, self.head_dim)
+    def shapes(self, num_blocks: int, block_size: int, num_rings: int) -> tuple[Shape, ...]:
+        """Of the key cache and of the value cache, or of the cache of latents: with `num_blocks`
+        blocks, or where there is a window with `num_rings` rings, if any."""
+        if num_rings and self.window is not None:
+            num_blocks = num_rings * ring_blocks(self.window, block_size)
+        shape = (num_blocks * block_size, self.num_kv_heads, self.head_dim)
         return (shape, shape) if self.has_values else (shape,)
 
 
@@ -35,7 +39,7 @@ class AttentionLayer(Protocol):
     @property
     def kv_cache_spec(self) -> KVCacheSpec: ...
 
-    def bind_caches(self, *caches: Tensor, block_size: int) -> None:
+    def bind_caches(self, *caches: Tensor, block_size: int, num_rings: int = 0) -> None:
         """Use these caches, of the shapes of `kv_cache_spec`."""
         ...
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from config.model.decoder_spec import TemperatureTuning
 from hpu.layers.state_cache import StateMetadata, decode_states, prefill_states
+from hpu.layers.window_cache import ring_blocks
 from hpu.ops.attention import MASKED, as_mask, causal_mask, mask_in
 from hpu.ops.kernels import AttentionForm, ContextSlice
 
@@ -36,8 +37,8 @@ class PrefillAttentionInputs(NamedTuple):
     """(B * C): physical blocks of the cached context, one sequence after the other, padded with the
     pad block."""
     state_indices: Tensor | None = None
-    """(B): index of each sequence's state, for layers that have one; that of the pad state for
-    padding."""
+    """(B): request index of each sequence, for layers with a state or a ring; that of the pad state
+    for padding."""
 
 
 class DecodeAttentionInputs(NamedTuple):
@@ -100,6 +101,38 @@ class Visibility(NamedTuple):
 FULL = Visibility()
 
 
+class Ring(NamedTuple):
+    """How a layer with a window is cached in place of the blocks of the whole context: each request
+    index has `num_blocks` blocks, which its logical blocks use by turns.
+
+    They hold the window of the newest token, and no more: a prefill reads its context before it
+    writes, and writes only the tokens of its last `num_blocks` logical blocks. Another logical
+    block's tokens in the place of one that was replaced are out of sight of every query.
+    """
+
+    num_blocks: int
+    pad_index: int
+    """Request index of padding, the last one."""
+
+    def blocks(self, indices: Tensor, logical: Tensor) -> Tensor:
+        """The cache's block of each logical block of the requests `indices`."""
+        return indices * self.num_blocks + logical % self.num_blocks
+
+
+Rings = tuple[Ring | None, ...]
+"""One for each kind of layers; None: blocks of the whole context."""
+
+
+def make_rings(kinds: tuple[Visibility, ...], block_size: int, num_rings: int) -> Rings:
+    """Of `num_rings` request indices, padding included; 0: no kind has rings."""
+    return tuple(
+        None
+        if kind.limit is None or not num_rings
+        else Ring(ring_blocks(kind.limit, block_size), num_rings - 1)
+        for kind in kinds
+    )
+
+
 def distinct(layers: Iterable[Visibility]) -> tuple[Visibility, ...]:
     """The kinds of a model's layers: a layer's kind is an index into them."""
     return tuple(dict.fromkeys(layers))
@@ -112,8 +145,8 @@ Masks = tuple[Tensor | None, ...]
 class PrefillMetadata(NamedTuple):
     """What the layers of a prefill share. Kinds of layers: those of Visibility."""
 
-    slot_mapping: Tensor | None
-    """None without a cache."""
+    slot_mappings: tuple[Tensor | None, ...]
+    """(B * Q) for each kind of layers; None without a cache."""
     query_lens: Tensor
     """(B): at least 1."""
     block_lists: tuple[Tensor, ...]
@@ -134,10 +167,11 @@ class PrefillMetadata(NamedTuple):
     """For layers with a state."""
 
 
-class DecodeMetadata(NamedTuple):
-    """What the layers of a decode share."""
+class DecodeBlocks(NamedTuple):
+    """The blocks that the layers of one kind read in a decode, `N` of all sequences together."""
 
     slot_mapping: Tensor
+    """(B): slot of each token's K and V."""
     block_list: Tensor | None
     """(N): the blocks to gather; None: the first N blocks of the cache, read as one slice."""
     groups: Tensor
@@ -150,8 +184,15 @@ class DecodeMetadata(NamedTuple):
     """(B, N): the same, transposed."""
     sum_mapping: Tensor
     """As `mapping`, float32."""
-    masks: Masks
+    mask: Tensor
     """(N, 1 or heads, 1, block_size) in the form's dtype."""
+
+
+class DecodeMetadata(NamedTuple):
+    """What the layers of a decode share."""
+
+    blocks: tuple[DecodeBlocks, ...]
+    """One for each kind of layers."""
     query_scale: Tensor | None = None
     """As in PrefillMetadata."""
     states: StateMetadata | None = None
@@ -171,6 +212,7 @@ def build_metadata(
     causal: bool = True,
     alibi_slopes: Tensor | None = None,
     temperature: TemperatureTuning | None = None,
+    rings: Rings | None = None,
 ) -> AttentionMetadata:
     """Derive masks and mappings from a launch's inputs, once for all layers and on the device, so
     that a captured graph contains it.
@@ -179,8 +221,9 @@ def build_metadata(
     model runs on, if any. `contiguous`: whether entry i of a decode describes block i of the cache.
     `causal`: whether the tokens of TextAttentionInputs see only earlier tokens (those of the other
     inputs always do). `alibi_slopes` (heads) float32: masks get heads, and add slope * (key -
-    query) to the scores.
+    query) to the scores. `rings`: one for each kind; the default is none.
     """
+    rings = (None,) * len(kinds) if rings is None else rings
     if form is not None and alibi_slopes is not None:
         # In a narrow type a distance of some hundred tokens would be rounded.
         form = form._replace(
@@ -191,13 +234,13 @@ def build_metadata(
         )
     metadata: AttentionMetadata
     if isinstance(inputs, DecodeAttentionInputs):
-        metadata = _decode_metadata(inputs, block_size, kinds, form, alibi_slopes)
-        if contiguous:
-            metadata = metadata._replace(block_list=None)
+        metadata = _decode_metadata(
+            inputs, block_size, kinds, rings, form, alibi_slopes, contiguous=contiguous
+        )
     elif isinstance(inputs, TextAttentionInputs):
         metadata = _text_metadata(inputs, kinds, form, alibi_slopes, causal=causal)
     else:
-        metadata = _prefill_metadata(inputs, block_size, kinds, alibi_slopes)
+        metadata = _prefill_metadata(inputs, block_size, kinds, rings, alibi_slopes)
         if form is not None:
             metadata = _in_form(metadata, inputs, kinds, form)
     if temperature is None:
@@ -281,7 +324,7 @@ def _text_metadata(
     if form is not None:
         masks = _joined_masks(masks, nothing, inputs.positions, form)
     return PrefillMetadata(
-        slot_mapping=None,
+        slot_mappings=nothing,
         query_lens=inputs.lengths.clamp_min(1),
         block_lists=(inputs.positions.new_empty(0),) * len(kinds),
         masks=masks,
@@ -353,28 +396,57 @@ def _slices(inputs: PrefillAttentionInputs, mask: Tensor, size: int) -> tuple[Co
     )
 
 
+def _ring_slots(
+    ring: Ring, block_size: int, positions: Tensor, indices: Tensor, ends: Tensor, is_real: Tensor
+) -> Tensor:
+    """Slots of new tokens at `positions`, of the requests `indices` of so many tokens (`ends`),
+    which may be broadcast against them. Padding, and what no later token sees, goes to the ring of
+    padding."""
+    logical = positions // block_size
+    is_kept = is_real & (logical > (ends - 1) // block_size - ring.num_blocks)
+    indices = torch.where(is_kept, indices, ring.pad_index)
+    return ring.blocks(indices, logical) * block_size + positions % block_size
+
+
+def _state_indices(inputs: PrefillAttentionInputs | DecodeAttentionInputs) -> Tensor:
+    assert inputs.state_indices is not None, "a launch of a model with rings names its requests"
+    return inputs.state_indices
+
+
 def _prefill_metadata(
     inputs: PrefillAttentionInputs,
     block_size: int,
     kinds: tuple[Visibility, ...],
+    rings: Rings,
     slopes: Tensor | None,
 ) -> PrefillMetadata:
     batch, length = inputs.positions.shape
     device = inputs.positions.device
     if inputs.query_lens.shape[0] > batch:
-        return _merged_metadata(inputs, block_size, kinds, slopes)
+        return _merged_metadata(inputs, block_size, kinds, rings, slopes)
     has_context = inputs.block_list.shape[0] > 0
     starts = inputs.context_lens if has_context else None
     masks = tuple(_new_mask(kind, length, starts, slopes, device) for kind in kinds)
-    block_lists, contexts = [], []
-    for kind in kinds:
-        block_list, mask = inputs.block_list, None
+    slot_mappings, block_lists, contexts = [], [], []
+    for kind, ring in zip(kinds, rings, strict=True):
+        slot_mapping, block_list, mask = inputs.slot_mapping, inputs.block_list, None
+        if ring is not None:
+            lengths = inputs.query_lens.unsqueeze(1)
+            slot_mapping = _ring_slots(
+                ring,
+                block_size,
+                inputs.positions,
+                _state_indices(inputs).unsqueeze(1),
+                inputs.context_lens.unsqueeze(1) + lengths,
+                torch.arange(length, device=device) < lengths,
+            ).view(-1)
         if has_context:
-            block_list, mask = _context(inputs, block_size, kind, slopes)
+            block_list, mask = _context(inputs, block_size, kind, ring, slopes)
+        slot_mappings.append(slot_mapping)
         block_lists.append(block_list)
         contexts.append(mask)
     return PrefillMetadata(
-        slot_mapping=inputs.slot_mapping,
+        slot_mappings=tuple(slot_mappings),
         query_lens=inputs.query_lens.clamp_min(1),
         block_lists=tuple(block_lists),
         masks=masks,
@@ -383,7 +455,11 @@ def _prefill_metadata(
 
 
 def _context(
-    inputs: PrefillAttentionInputs, block_size: int, kind: Visibility, slopes: Tensor | None
+    inputs: PrefillAttentionInputs,
+    block_size: int,
+    kind: Visibility,
+    ring: Ring | None,
+    slopes: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The blocks of cached tokens that a layer reads, (B * C), and the mask over their tokens."""
     batch, length = inputs.positions.shape
@@ -392,7 +468,7 @@ def _context(
     context_lens = inputs.context_lens.view(batch, 1, 1, 1)
     block_list, firsts = inputs.block_list, None
     if kind.limit is not None:
-        block_list, firsts = _seen_blocks(inputs, block_size, kind)
+        block_list, firsts = _seen_blocks(inputs, block_size, kind, ring)
     keys = torch.arange(block_list.shape[0] // batch * block_size, device=device)
     if firsts is not None:
         keys = keys + firsts.view(batch, 1, 1, 1)
@@ -407,7 +483,7 @@ def _context(
 
 
 def _seen_blocks(
-    inputs: PrefillAttentionInputs, block_size: int, kind: Visibility
+    inputs: PrefillAttentionInputs, block_size: int, kind: Visibility, ring: Ring | None
 ) -> tuple[Tensor, Tensor]:
     """As many blocks of each row's context as the tokens can be in that its first new token sees,
     (B * blocks), and the position of the first token in them, (B)."""
@@ -417,18 +493,26 @@ def _seen_blocks(
     if kind.chunk is None or kind.chunk % block_size:
         # They begin within a block.
         count += 1
-    if count >= table.shape[1]:
-        return inputs.block_list, torch.zeros_like(inputs.context_lens)
-    first = kind.first_key(inputs.context_lens).clamp_min(0)
-    first = (first // block_size).clamp_max(table.shape[1] - count)
-    blocks = first.unsqueeze(1) + torch.arange(count, device=table.device)
-    return table.gather(1, blocks.long()).view(-1), first * block_size
+    first = torch.zeros_like(inputs.context_lens)
+    if count < table.shape[1]:
+        first = kind.first_key(inputs.context_lens).clamp_min(0)
+        first = (first // block_size).clamp_max(table.shape[1] - count)
+    elif ring is None:
+        return inputs.block_list, first
+    count = min(count, table.shape[1])
+    logical = first.unsqueeze(1) + torch.arange(count, device=table.device)
+    if ring is None:
+        blocks = table.gather(1, logical.long())
+    else:
+        blocks = ring.blocks(_state_indices(inputs).unsqueeze(1), logical)
+    return blocks.to(table.dtype).view(-1), first * block_size
 
 
 def _merged_metadata(
     inputs: PrefillAttentionInputs,
     block_size: int,
     kinds: tuple[Visibility, ...],
+    rings: Rings,
     slopes: Tensor | None,
 ) -> PrefillMetadata:
     """Of several sequences in one row. Padding is a sequence of its own, without context."""
@@ -442,6 +526,8 @@ def _merged_metadata(
     new = (owners.unsqueeze(1) == owners) & (distance <= 0)
     queries = positions.unsqueeze(1)
     cached = keys = None
+    # (C): sequence and logical block of each cached block; any for padding.
+    rows = logical = inputs.block_list
     if inputs.block_list.shape[0]:
         blocks = torch.arange(inputs.block_list.shape[0], device=device)
         counts = torch.div(
@@ -451,9 +537,9 @@ def _merged_metadata(
         # (C): index of each block's sequence, num_sequences for padding.
         groups = (blocks.unsqueeze(1) >= ends).sum(-1)
         rows = groups.clamp_max(num_sequences - 1)
-        first = (blocks - (ends - counts).index_select(0, rows)) * block_size
+        logical = blocks - (ends - counts).index_select(0, rows)
         # (C, block_size): position of each cached token in its sequence.
-        places = first.unsqueeze(1) + torch.arange(block_size, device=device)
+        places = (logical * block_size).unsqueeze(1) + torch.arange(block_size, device=device)
         real = (groups < num_sequences).unsqueeze(1)
         real = real & (places < inputs.context_lens.index_select(0, rows).unsqueeze(1))
         cached = (owners.unsqueeze(1) == groups).unsqueeze(-1) & real
@@ -464,18 +550,66 @@ def _merged_metadata(
             visible = visible & (keys >= kind.first_key(queries))
         return _mask(visible.view(1, 1, length, -1), distance, slopes)
 
-    masks, contexts = [], []
-    for kind in kinds:
+    def in_ring(ring: Ring) -> tuple[Tensor, Tensor]:
+        """Slots of the new tokens, and blocks of the cached ones."""
+        indices, own = _state_indices(inputs), owners.clamp_max(num_sequences - 1)
+        ends = (inputs.context_lens + inputs.query_lens).index_select(0, own)
+        is_real = owners < num_sequences
+        slots = _ring_slots(
+            ring, block_size, positions, indices.index_select(0, own), ends, is_real
+        )
+        blocks = ring.blocks(indices.index_select(0, rows), logical)
+        return slots, blocks.to(inputs.block_list.dtype)
+
+    slot_mappings, block_lists, masks, contexts = [], [], [], []
+    for kind, ring in zip(kinds, rings, strict=True):
+        slots, block_list = inputs.slot_mapping, inputs.block_list
+        if ring is not None:
+            slots, block_list = in_ring(ring)
+        slot_mappings.append(slots)
+        block_lists.append(block_list)
         # Positions of padding are 0, which are those of a sequence of its own all the same.
         masks.append(mask(kind, new, positions, distance))
         if cached is not None and keys is not None:
             contexts.append(mask(kind, cached, keys, None if slopes is None else keys - queries))
     return PrefillMetadata(
-        slot_mapping=inputs.slot_mapping,
+        slot_mappings=tuple(slot_mappings),
         query_lens=inputs.query_lens.clamp_min(1),
-        block_lists=(inputs.block_list,) * len(kinds),
+        block_lists=tuple(block_lists),
         masks=tuple(masks),
         context_masks=tuple(contexts) or (None,) * len(kinds),
+    )
+
+
+class _Entries(NamedTuple):
+    """Blocks that a decode reads, as in DecodeAttentionInputs, with what only their sequences say
+    of them."""
+
+    block_list: Tensor | None
+    groups: Tensor
+    starts: Tensor
+    usage: Tensor
+    rows: Tensor
+    mapping: Tensor
+    block_mapping: Tensor
+    sum_mapping: Tensor
+
+
+def _entries(
+    block_list: Tensor | None,
+    groups: Tensor,
+    starts: Tensor,
+    usage: Tensor,
+    batch: int,
+    form: AttentionForm | None,
+) -> _Entries:
+    belongs = groups == torch.arange(batch, device=groups.device).unsqueeze(1)
+    mapping = belongs.to(torch.float32 if form is None else form.mapping_dtype)
+    # Plain operations do not read it.
+    block_mapping = mapping.t() if form is None else mapping.t().contiguous()
+    rows = groups.clamp_min(0).long()
+    return _Entries(
+        *(block_list, groups, starts, usage, rows, mapping, block_mapping, mapping.float())
     )
 
 
@@ -483,43 +617,119 @@ def _decode_metadata(
     inputs: DecodeAttentionInputs,
     block_size: int,
     kinds: tuple[Visibility, ...],
+    rings: Rings,
     form: AttentionForm | None,
     slopes: Tensor | None,
+    *,
+    contiguous: bool,
 ) -> DecodeMetadata:
-    batch = inputs.positions.shape[0]
-    device = inputs.positions.device
-    groups = inputs.block_groups
-    rows = groups.clamp_min(0).long()
-    offsets = torch.arange(block_size, device=device)
-    used = (offsets < inputs.block_usage.unsqueeze(1)) & (groups >= 0).unsqueeze(1)
-    queries: Tensor | None = None
-    if slopes is not None or any(kind.limit is not None for kind in kinds):
-        queries = inputs.positions.view(-1).index_select(0, rows)
+    batch, total = inputs.positions.shape[0], inputs.block_groups.shape[0]
+    whole = _entries(
+        None if contiguous else inputs.block_list,
+        *(inputs.block_groups, inputs.block_starts, inputs.block_usage, batch, form),
+    )
 
-    def mask(kind: Visibility) -> Tensor:
-        visible, distance = used, None
+    def seen(kind: Visibility, ring: Ring | None) -> tuple[Tensor, _Entries]:
+        """The slots of the tokens, and the blocks to read: those of the window of each sequence
+        where these are fewer than all."""
+        count = None if kind.limit is None else ring_blocks(kind.limit, block_size)
+        if ring is None:
+            if count is None or contiguous or total <= batch * count:
+                return inputs.slot_mapping, whole
+            return inputs.slot_mapping, _last_blocks(inputs, block_size, count, form)
+        positions, indices = inputs.positions.view(-1), _state_indices(inputs)
+        slots = ring.blocks(indices, positions // block_size) * block_size
+        slots = slots + positions % block_size
+        if total > batch * ring.num_blocks:
+            return slots, _ring_entries(inputs, block_size, ring, form)
+        logical = inputs.block_starts // block_size
+        blocks = ring.blocks(indices.index_select(0, whole.rows), logical)
+        return slots, whole._replace(block_list=blocks.to(inputs.block_list.dtype))
+
+    offsets = torch.arange(block_size, device=inputs.positions.device)
+
+    def blocks_of(kind: Visibility, ring: Ring | None) -> DecodeBlocks:
+        slots, entries = seen(kind, ring)
+        visible = (offsets < entries.usage.unsqueeze(1)) & (entries.groups >= 0).unsqueeze(1)
+        distance = queries = None
+        if slopes is not None or kind.limit is not None:
+            queries = inputs.positions.view(-1).index_select(0, entries.rows)
         if kind.limit is not None:
             assert queries is not None
-            first = kind.first_key(queries) - inputs.block_starts
+            first = kind.first_key(queries) - entries.starts
             visible = visible & (offsets >= first.unsqueeze(1))
         if slopes is not None:
             assert queries is not None
-            distance = (inputs.block_starts - queries).unsqueeze(1) + offsets
+            distance = (entries.starts - queries).unsqueeze(1) + offsets
             distance = distance.view(-1, 1, 1, block_size)
         dtype = torch.float32 if form is None else form.score_dtype
-        return mask_in(_mask(visible.view(-1, 1, 1, block_size), distance, slopes), dtype)
+        mask = mask_in(_mask(visible.view(-1, 1, 1, block_size), distance, slopes), dtype)
+        return DecodeBlocks(
+            slot_mapping=slots,
+            block_list=entries.block_list,
+            groups=entries.groups,
+            rows=entries.rows,
+            block_mapping=entries.block_mapping,
+            mapping=entries.mapping,
+            sum_mapping=entries.sum_mapping,
+            mask=mask,
+        )
 
-    belongs = groups == torch.arange(batch, device=device).unsqueeze(1)
-    mapping = belongs.to(torch.float32 if form is None else form.mapping_dtype)
-    # Plain operations do not read it.
-    block_mapping = mapping.t() if form is None else mapping.t().contiguous()
-    return DecodeMetadata(
-        slot_mapping=inputs.slot_mapping,
-        block_list=inputs.block_list,
-        groups=groups,
-        rows=rows,
-        block_mapping=block_mapping,
-        mapping=mapping,
-        sum_mapping=mapping.float(),
-        masks=tuple(mask(kind) for kind in kinds),
+    return DecodeMetadata(tuple(map(blocks_of, kinds, rings)))
+
+
+def _last_blocks(
+    inputs: DecodeAttentionInputs, block_size: int, count: int, form: AttentionForm | None
+) -> _Entries:
+    """The last `count` blocks of each sequence, in place of all."""
+    positions = inputs.positions.view(-1, 1)
+    batch, total = positions.shape[0], inputs.block_groups.shape[0]
+    rows = torch.arange(batch, device=positions.device).unsqueeze(1)
+    groups = inputs.block_groups
+    # (B, 1): entry of the first block of each sequence.
+    firsts = ((groups >= 0) & (groups < rows)).sum(-1, keepdim=True)
+    columns = torch.arange(count, device=positions.device)
+    logical = positions // block_size - (count - 1) + columns
+    entries = (firsts + logical.clamp_min(0)).clamp_max(total - 1).view(-1)
+    # Padding has no entry: there it finds another sequence's, or padding.
+    is_own = (logical >= 0) & (groups.index_select(0, entries).view(batch, count) == rows)
+    return _narrow(
+        inputs.block_list.index_select(0, entries),
+        *(logical * block_size, positions, is_own, block_size, form),
+    )
+
+
+def _ring_entries(
+    inputs: DecodeAttentionInputs, block_size: int, ring: Ring, form: AttentionForm | None
+) -> _Entries:
+    """All blocks of each sequence's ring, in the order of the cache."""
+    positions = inputs.positions.view(-1, 1)
+    indices = _state_indices(inputs).unsqueeze(1)
+    columns = torch.arange(ring.num_blocks, device=positions.device)
+    last = positions // block_size
+    # Of those logical blocks that use the place, the newest; below 0 where there is none yet.
+    logical = last - (last - columns) % ring.num_blocks
+    is_own = (logical >= 0) & (indices != ring.pad_index)
+    blocks = indices * ring.num_blocks + columns
+    return _narrow(
+        blocks.to(inputs.block_list.dtype).view(-1),
+        *(logical * block_size, positions, is_own, block_size, form),
+    )
+
+
+def _narrow(
+    block_list: Tensor,
+    starts: Tensor,
+    positions: Tensor,
+    is_own: Tensor,
+    block_size: int,
+    form: AttentionForm | None,
+) -> _Entries:
+    """Entries of as many blocks for each sequence, (B, count), of which `is_own` are its own."""
+    batch = starts.shape[0]
+    rows = torch.arange(batch, device=starts.device, dtype=starts.dtype).unsqueeze(1)
+    usage = (positions + 1 - starts).clamp(1, block_size)
+    return _entries(
+        block_list,
+        *(torch.where(is_own, rows, -1).view(-1), starts.view(-1), usage.view(-1), batch, form),
     )

@@ -7,8 +7,10 @@ from config.model.decoder_spec import TemperatureTuning
 from hpu.layers.metadata import (
     AttentionInputs,
     AttentionMetadata,
+    Rings,
     Visibility,
     build_metadata,
+    make_rings,
     state_metadata,
 )
 from hpu.ops.kernels import AttentionForm
@@ -32,6 +34,7 @@ class MetadataBuilder(nn.Module):
         super().__init__()
         self.block_size = 0
         """Of the bound caches."""
+        self._rings: Rings | None = None
         self.attention_form: AttentionForm | None = None
         """That of the fused kernels, where the model runs on them."""
         self.contiguous = False
@@ -40,6 +43,12 @@ class MetadataBuilder(nn.Module):
         self._temperature = temperature
         self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
         self._has_states = has_states
+
+    def bind(self, block_size: int, num_rings: int) -> None:
+        """The bound caches have blocks of this size; layers with a window have so many rings in
+        place of blocks, if any."""
+        self.block_size = block_size
+        self._rings = make_rings(self._kinds, block_size, num_rings)
 
     def forward(self, inputs: AttentionInputs) -> AttentionMetadata:
         metadata = build_metadata(
@@ -51,6 +60,7 @@ class MetadataBuilder(nn.Module):
             causal=self._causal,
             alibi_slopes=self.alibi_slopes,
             temperature=self._temperature,
+            rings=self._rings,
         )
         if self._has_states:
             metadata = metadata._replace(states=state_metadata(inputs))

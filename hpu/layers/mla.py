@@ -20,7 +20,12 @@ from hpu.layers.attention import (
 )
 from hpu.layers.attention_base import KVCacheSpec
 from hpu.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from hpu.layers.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
+from hpu.layers.metadata import (
+    AttentionMetadata,
+    DecodeBlocks,
+    DecodeMetadata,
+    PrefillMetadata,
+)
 from hpu.layers.norm import RMSNorm
 from hpu.ops.attention import PlainAttention
 from hpu.ops.kernels import AttentionImpl, Kernels
@@ -75,7 +80,7 @@ class MLAAttention(nn.Module):
     def kv_cache_spec(self) -> KVCacheSpec:
         return self.core.kv_cache_spec
 
-    def bind_caches(self, *caches: Tensor, block_size: int) -> None:
+    def bind_caches(self, *caches: Tensor, block_size: int, num_rings: int = 0) -> None:
         self.core.bind_caches(*caches, block_size=block_size)
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool) -> None:
@@ -175,21 +180,26 @@ class PagedLatentAttention(nn.Module):
     def forward(self, query: Tensor, latents: Tensor, metadata: AttentionMetadata) -> Tensor:
         """`query` (B, Q, heads, qk_head_dim) and `latents` (B, Q, 1, latent size), rotated; the
         output is (B, Q, heads, v_head_dim), for a decode (B, heads, v_head_dim)."""
-        if metadata.slot_mapping is not None:
-            self.impl.latent_cache_k(latents.flatten(0, 1), self._latents, metadata.slot_mapping)
         if isinstance(metadata, DecodeMetadata):
-            return self._decode(query.flatten(0, 1), metadata)
+            blocks = metadata.blocks[0]
+            self._write(latents, blocks.slot_mapping)
+            return self._decode(query.flatten(0, 1), blocks)
+        self._write(latents, metadata.slot_mappings[0])
         return self._prefill(query, latents, metadata)
 
-    def _decode(self, query: Tensor, metadata: DecodeMetadata) -> Tensor:
+    def _write(self, latents: Tensor, slot_mapping: Tensor | None) -> None:
+        if slot_mapping is not None:
+            self.impl.latent_cache_k(latents.flatten(0, 1), self._latents, slot_mapping)
+
+    def _decode(self, query: Tensor, blocks: DecodeBlocks) -> Tensor:
         spec = self._spec
         plain, rotated = query.split_with_sizes(
             [spec.qk_nope_head_dim, spec.qk_rope_head_dim], dim=-1
         )
         absorbed = torch.bmm(plain.transpose(0, 1), self.w_uk_t).transpose(0, 1)
         query = torch.cat((absorbed, rotated), dim=-1)
-        latents = read_blocks(self.impl.latent_cache_k, self._latents, self._block_size, metadata)
-        operands = decode_operands(query, latents, latents, metadata)
+        latents = read_blocks(self.impl.latent_cache_k, self._latents, self._block_size, blocks)
+        operands = decode_operands(query, latents, latents, blocks)
         operands = operands._replace(value_size=spec.kv_lora_rank)
         out = self.impl.paged_decode(operands, self._scale)
         return torch.bmm(out.transpose(0, 1), self.w_uv).transpose(0, 1)

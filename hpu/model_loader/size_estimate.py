@@ -9,6 +9,7 @@ from config.model.architectures import ARCHITECTURES, decoder_spec
 from config.model.decoder_spec import LayerSpec, MLASpec, uniform_layers
 from config.model.model_config import ModelConfig
 from config.model.state_space import GatedDeltaSpec, Mamba2Spec
+from hpu.layers.window_cache import CacheSizes, ring_blocks
 
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -111,10 +112,31 @@ def weight_bytes(config: ModelConfig, *, num_cards: int, width: int, length: int
 def kv_block_bytes(config: ModelConfig, *, num_cards: int, width: int, block_size: int) -> int:
     """One KV block of all layers with attention on one card: keys and values of its shard of the
     heads, or the latents, which every card has."""
-    mla = _mla(config)
-    size = _kv_size(config, num_cards) if mla is None else mla.latent_size
     num_layers = config.num_layers - len(_states(config))
-    return num_layers * size * width * block_size
+    return num_layers * _cached_size(config, num_cards) * width * block_size
+
+
+def kv_cache_sizes(
+    config: ModelConfig, *, num_cards: int, width: int, block_size: int, num_seqs: int
+) -> CacheSizes:
+    """As `kv_block_bytes`, and with rings for the layers with a window: those of `num_seqs`
+    sequences, of the index that a warm-up uses and of padding."""
+    token = _cached_size(config, num_cards) * width
+    block = kv_block_bytes(config, num_cards=num_cards, width=width, block_size=block_size)
+    limits = [layer.window or layer.chunk for layer in _layers(config)]
+    windows = [limit for limit in limits if limit is not None]
+    tokens = sum(ring_blocks(window, block_size) for window in windows) * block_size
+    return CacheSizes(
+        block,
+        full_block=block - len(windows) * token * block_size,
+        rings=(num_seqs + 2) * tokens * token,
+    )
+
+
+def _cached_size(config: ModelConfig, num_cards: int) -> int:
+    """Numbers that one layer caches of a token on one card."""
+    mla = _mla(config)
+    return _kv_size(config, num_cards) if mla is None else mla.latent_size
 
 
 def _states(config: ModelConfig) -> tuple[Mamba2Spec | GatedDeltaSpec, ...]:

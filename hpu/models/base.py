@@ -30,13 +30,25 @@ class CausalLM(nn.Module):
         that logit is not finite. None: only `logits` can tell."""
         return None
 
-    def cache_shapes(self, num_blocks: int, block_size: int) -> list[tuple[Shape, ...]]:
+    def cache_shapes(
+        self, num_blocks: int, block_size: int, num_rings: int = 0
+    ) -> list[tuple[Shape, ...]]:
         """Shapes of the key cache and the value cache, or of the cache of latents, of each layer
-        that has them."""
+        that has them. With `num_rings`, those of `cache_windows` have so many rings, each for the
+        window of one request, in place of `num_blocks` blocks."""
         raise NotImplementedError
 
-    def bind_caches(self, caches: list[tuple[Tensor, ...]], block_size: int) -> None:
-        """Use each layer's caches, of `cache_shapes`."""
+    def cache_windows(self) -> list[int | None]:
+        """Of each layer of `cache_shapes`: the most tokens that a query sees, its own included;
+        None: all, or its cache must hold the whole context."""
+        raise NotImplementedError
+
+    def bind_caches(
+        self, caches: list[tuple[Tensor, ...]], block_size: int, num_rings: int = 0
+    ) -> None:
+        """Use each layer's caches, of `cache_shapes`. With `num_rings` launches name the request
+        index of each sequence, below `num_rings` - 1, which is that of padding; a prefill must not
+        run again on the same inputs."""
         raise NotImplementedError
 
     def state_specs(self) -> list[StateCacheSpec]:

@@ -479,14 +479,21 @@ class Decoder(LoadableModel):
             logits = logits / divisor
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def cache_shapes(self, num_blocks: int, block_size: int) -> list[tuple[Shape, ...]]:
-        slots = num_blocks * block_size
-        return [attention.kv_cache_spec.shapes(slots) for attention in self.attention_layers]
+    def cache_shapes(
+        self, num_blocks: int, block_size: int, num_rings: int = 0
+    ) -> list[tuple[Shape, ...]]:
+        specs = [attention.kv_cache_spec for attention in self.attention_layers]
+        return [spec.shapes(num_blocks, block_size, num_rings) for spec in specs]
 
-    def bind_caches(self, caches: list[tuple[Tensor, ...]], block_size: int) -> None:
+    def cache_windows(self) -> list[int | None]:
+        return [attention.kv_cache_spec.window for attention in self.attention_layers]
+
+    def bind_caches(
+        self, caches: list[tuple[Tensor, ...]], block_size: int, num_rings: int = 0
+    ) -> None:
         for attention, own in zip(self.attention_layers, caches, strict=True):
-            attention.bind_caches(*own, block_size=block_size)
-        self.model.metadata.block_size = block_size
+            attention.bind_caches(*own, block_size=block_size, num_rings=num_rings)
+        self.model.metadata.bind(block_size, num_rings)
 
     def state_specs(self) -> list[StateCacheSpec]:
         return [layer.state.spec for layer in self.state_layers]

@@ -35,7 +35,14 @@ from hpu.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from hpu.layers.metadata import AttentionInputs, Visibility, build_metadata, distinct
+from hpu.layers.metadata import (
+    AttentionInputs,
+    Rings,
+    Visibility,
+    build_metadata,
+    distinct,
+    make_rings,
+)
 from hpu.layers.moe import Experts
 from hpu.layers.norm import RMSNorm
 from hpu.models.base import LoadableModel
@@ -132,6 +139,7 @@ class TransformersModel(LoadableModel):
         self._form: AttentionForm | None = None
         self._contiguous = False
         self._block_size = 0
+        self._rings: Rings | None = None
         has_files = has_files and device.type != "meta"
         stored = folder_shapes(Path(config.path)) if has_files else {}
         causal = _build(config, dtype, max_layers=len(stored) or MAX_LAYERS)
@@ -226,7 +234,12 @@ class TransformersModel(LoadableModel):
 
     def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
         self._launch.metadata = build_metadata(
-            inputs, self._block_size, self._kinds, self._form, contiguous=self._contiguous
+            inputs,
+            self._block_size,
+            self._kinds,
+            self._form,
+            contiguous=self._contiguous,
+            rings=self._rings,
         )
         out = self._body(input_ids=tokens, position_ids=inputs.positions, use_cache=False)
         # Not kept: it would be among the outputs of a compiled graph.
@@ -238,14 +251,22 @@ class TransformersModel(LoadableModel):
         out = self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False)
         return out.logits.squeeze(0)  # type: ignore[no-any-return]
 
-    def cache_shapes(self, num_blocks: int, block_size: int) -> list[tuple[Shape, ...]]:
-        slots = num_blocks * block_size
-        return [one.attn.kv_cache_spec.shapes(slots) for one in self.attention_layers]
+    def cache_shapes(
+        self, num_blocks: int, block_size: int, num_rings: int = 0
+    ) -> list[tuple[Shape, ...]]:
+        specs = [one.attn.kv_cache_spec for one in self.attention_layers]
+        return [spec.shapes(num_blocks, block_size, num_rings) for spec in specs]
 
-    def bind_caches(self, caches: list[tuple[Tensor, ...]], block_size: int) -> None:
+    def cache_windows(self) -> list[int | None]:
+        return [one.attn.kv_cache_spec.window for one in self.attention_layers]
+
+    def bind_caches(
+        self, caches: list[tuple[Tensor, ...]], block_size: int, num_rings: int = 0
+    ) -> None:
         for attention, (keys, values) in zip(self.attention_layers, caches, strict=True):
-            attention.attn.bind_caches(keys, values, block_size=block_size)
+            attention.attn.bind_caches(keys, values, block_size, num_rings)
         self._block_size = block_size
+        self._rings = make_rings(self._kinds, block_size, num_rings)
 
     def read_contiguously(self) -> None:
         self._contiguous = True

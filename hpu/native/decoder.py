@@ -170,11 +170,20 @@ class CompiledDecoder(CausalLM):
         kernel = None if head is None else head.kernel
         return kernel if isinstance(kernel, PackedLinear) else None
 
-    def cache_shapes(self, num_blocks: int, block_size: int) -> list[tuple[Shape, ...]]:
-        return self.model.cache_shapes(num_blocks, block_size)
+    def cache_shapes(
+        self, num_blocks: int, block_size: int, num_rings: int = 0
+    ) -> list[tuple[Shape, ...]]:
+        return self.model.cache_shapes(num_blocks, block_size, num_rings)
 
-    def bind_caches(self, caches: list[tuple[Tensor, ...]], block_size: int) -> None:
-        self.model.bind_caches(caches, block_size)
+    def cache_windows(self) -> list[int | None]:
+        windows = self.model.cache_windows()
+        # The library reads new tokens from the cache, where a ring would not hold all of them.
+        return [None] * len(windows) if self.is_compiled else windows
+
+    def bind_caches(
+        self, caches: list[tuple[Tensor, ...]], block_size: int, num_rings: int = 0
+    ) -> None:
+        self.model.bind_caches(caches, block_size, num_rings)
         if self._layers is not None:
             self._launcher = _Launcher(self._library, self.model, self._layers, caches)
 

@@ -46,12 +46,12 @@ class GraphCache:
         *,
         captures: bool,
         budget_bytes: int,
-        has_states: bool = False,
+        runs_once: bool = False,
         agreement: Agreement = ALONE,
     ) -> None:
-        """`agreement`: of the ranks, whose graphs contain the same collectives. `has_states`:
-        whether `forward` advances states, so that a launch of requests must run exactly once, and a
-        capture would run it once more."""
+        """`agreement`: of the ranks, whose graphs contain the same collectives. `runs_once`:
+        whether `forward` advances states or replaces tokens of a ring, so that a launch of requests
+        must run exactly once, and a capture would run it once more."""
         self.stage = "warmup"
         """warmup or serving: the label of compilations in the counters."""
         self.on_demand = False
@@ -63,7 +63,7 @@ class GraphCache:
         self._forward = forward
         self._backend = backend
         self._counters = counters
-        self._has_states = has_states
+        self._runs_once = runs_once
         self.agreement = agreement
         self._tracks_first_runs = captures or backend.compiles
         self._graphs: dict[Bucket, Graph] = {}
@@ -142,7 +142,7 @@ class GraphCache:
         if self.stage == "serving":
             self._warn(inputs.bucket, req_indices)
         may_capture = self.captures and self.on_demand and inputs.is_static
-        may_capture = may_capture and not self._has_states
+        may_capture = may_capture and not self._runs_once
         if may_capture and self.bytes < self.budget_bytes:
             if self.capture(inputs) is not None:
                 return self.run(inputs)

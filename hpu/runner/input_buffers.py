@@ -43,7 +43,7 @@ class PrefillArrays(NamedTuple):
     req_indices: Array
     """(B,): the requests that sample."""
     state_indices: Array | None = None
-    """(B,): all requests, for a model with states."""
+    """(B,): all requests, for a model with states or rings."""
 
 
 class DecodeArrays(NamedTuple):
@@ -65,13 +65,13 @@ class DecodeArrays(NamedTuple):
     """(N,)"""
 
 
-def _shapes(bucket: Bucket, prompts_per_row: int, has_states: bool) -> list[tuple[int, ...]]:
+def _shapes(bucket: Bucket, prompts_per_row: int, names_requests: bool) -> list[tuple[int, ...]]:
     """Shapes of the bucket's arrays, in the order of the named tuples."""
     phase, batch, query, blocks = bucket
     if phase == PREFILL:
         wide, tall = (batch, query), (batch * prompts_per_row,)
         shapes = [wide, wide, wide, tall, tall, (batch, blocks), tall, tall]
-        return [*shapes, tall] if has_states else shapes
+        return [*shapes, tall] if names_requests else shapes
     return [(batch,), (batch, 1), (batch,), (blocks,), (blocks,), (blocks,), (blocks,)]
 
 
@@ -218,8 +218,8 @@ class BaseInputBuffers(Generic[A]):
 
 class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
     """Inputs of a launch over a KV cache. With `prompts_per_row` S, a prefill of B rows has up to S
-    sequences in each, and the arrays of (B,) have B * S entries. With `has_states` they name the
-    state of each sequence."""
+    sequences in each, and the arrays of (B,) have B * S entries. With `names_requests` they have
+    the request index of each sequence, for layers with a state or a ring."""
 
     def __init__(
         self,
@@ -228,11 +228,11 @@ class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
         *,
         is_static: bool,
         prompts_per_row: int = 1,
-        has_states: bool = False,
+        names_requests: bool = False,
     ) -> None:
         make = PrefillArrays if bucket[0] == PREFILL else DecodeArrays
-        self._has_states = has_states
-        shapes = _shapes(bucket, prompts_per_row, has_states)
+        self._names_requests = names_requests
+        shapes = _shapes(bucket, prompts_per_row, names_requests)
         super().__init__(bucket, shapes, make, backend, is_static=is_static)
 
     @property
@@ -259,8 +259,7 @@ class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
                 positions, slots.view(-1), query_lens, context_lens, blocks.view(-1), *views[8:]
             )
             return LaunchTensors(tokens, context, (requests, last))
-        # A request's state has the index of the request.
-        states = views[:1] if self._has_states else []
+        states = views[:1] if self._names_requests else []
         return LaunchTensors(own[0], DecodeAttentionInputs(*views[1:], *states), (views[0],))
 
 

@@ -1,5 +1,7 @@
-"""KVCache: the tensors of the KV blocks, and operations on whole blocks."""
+"""KVCache: the tensors of the KV blocks and of the rings of layers with a window, and operations on
+whole blocks."""
 
+import itertools
 import logging
 import math
 
@@ -8,6 +10,7 @@ from torch import Tensor
 
 from config.engine import EngineConfig
 from hpu.backends.base import Backend, Event
+from hpu.layers.window_cache import CacheSizes, ring_blocks
 from hpu.models.base import CausalLM
 
 logger = logging.getLogger(__name__)
@@ -31,8 +34,25 @@ def reads_contiguously(config: EngineConfig, backend: Backend, *, has_states: bo
 
 def block_bytes(model: CausalLM, block_size: int, dtype: torch.dtype) -> int:
     """Bytes that one block takes over all layers."""
-    shapes = model.cache_shapes(1, block_size)
-    return sum(math.prod(shape) for layer in shapes for shape in layer) * dtype.itemsize
+    return sum(_layer_bytes(model, block_size, dtype))
+
+
+def cache_sizes(model: CausalLM, block_size: int, dtype: torch.dtype, num_rings: int) -> CacheSizes:
+    """Bytes of a block, and of `num_rings` rings, at least 1."""
+    sees_all = [window is None for window in model.cache_windows()]
+    blocks = _layer_bytes(model, block_size, dtype)
+    full_block = sum(itertools.compress(blocks, sees_all))
+    # With rings, layers that see all tokens are as large as without.
+    with_rings = sum(_layer_bytes(model, block_size, dtype, num_rings))
+    return CacheSizes(sum(blocks), full_block, rings=with_rings - full_block)
+
+
+def _layer_bytes(
+    model: CausalLM, block_size: int, dtype: torch.dtype, num_rings: int = 0
+) -> list[int]:
+    """Of each layer's caches of one block, or of the rings."""
+    layers = model.cache_shapes(1, block_size, num_rings)
+    return [sum(map(math.prod, shapes)) * dtype.itemsize for shapes in layers]
 
 
 class _BlockLists:
@@ -63,7 +83,8 @@ class _BlockLists:
 
 
 class KVCache:
-    """`num_blocks` blocks, and the pad block after them (number `num_blocks`)."""
+    """`num_blocks` blocks, and the pad block after them (number `num_blocks`). With `num_rings`,
+    layers with a window have a ring for each request index instead, the last one for padding."""
 
     def __init__(
         self,
@@ -73,16 +94,28 @@ class KVCache:
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
+        num_rings: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.bytes = (num_blocks + 1) * block_bytes(model, block_size, dtype)
+        self.num_rings = num_rings
         self._backend = backend
         self._layers = [
             tuple(backend.zeros(shape, dtype) for shape in shapes)
-            for shapes in model.cache_shapes(num_blocks + 1, block_size)
+            for shapes in model.cache_shapes(num_blocks + 1, block_size, num_rings)
         ]
-        model.bind_caches(self._layers, block_size)
+        self._paged: list[Tensor] = []
+        """The caches of blocks."""
+        self._rings: list[tuple[int, Tensor]] = []
+        """Blocks of a ring, and the cache of such rings."""
+        for window, caches in zip(model.cache_windows(), self._layers, strict=True):
+            if num_rings and window is not None:
+                size = ring_blocks(window, block_size)
+                self._rings += [(size, cache) for cache in caches]
+            else:
+                self._paged += caches
+        self.bytes = sum(cache.nbytes for caches in self._layers for cache in caches)
+        model.bind_caches(self._layers, block_size, num_rings)
         self._model = model
         self._offsets = torch.arange(block_size, dtype=backend.index_dtype).to(backend.device)
         """(block_size,)"""
@@ -96,6 +129,7 @@ class KVCache:
             [tuple(none for _ in caches) for caches in self._layers], self.block_size
         )
         self._layers = []
+        self._paged, self._rings = [], []
         self._moves.clear()
 
     def warm_moves(self) -> None:
@@ -132,7 +166,7 @@ class KVCache:
     def _move_part(self, sources: list[int], targets: list[int], size: int) -> None:
         old, new = self._moves[size].upload(sources, targets, pad_block=self.num_blocks)
         old, new = self._slots(old), self._slots(new)
-        for cache in (cache for caches in self._layers for cache in caches):
+        for cache in self._paged:
             contents = cache.index_select(0, old)
             cache.index_copy_(0, new, contents)
             cache.index_copy_(0, old, torch.zeros_like(contents))
@@ -141,20 +175,26 @@ class KVCache:
 
     def warm_scrub(self) -> None:
         """Compile `scrub`."""
-        self.scrub([self.num_blocks])
+        self.scrub([self.num_blocks], self.num_rings - 1)
         self._backend.synchronize()
 
-    def scrub(self, blocks: list[int]) -> None:
-        """Replace non-finite values in `blocks` by zero.
+    def scrub(self, blocks: list[int], req_index: int) -> None:
+        """Replace non-finite values in `blocks`, and in the rings of `req_index`, by zero.
 
         Attention weighs unused slots by zero, and 0 * NaN would leak into the next request that
         gets the blocks.
         """
+        self._scrub(self._paged, blocks, self.num_blocks)
+        for size, cache in self._rings:
+            first = req_index * size
+            self._scrub([cache], list(range(first, first + size)), (self.num_rings - 1) * size)
+
+    def _scrub(self, caches: list[Tensor], blocks: list[int], pad_block: int) -> None:
         for start in range(0, len(blocks), SCRUB_SIZE):
             part = blocks[start : start + SCRUB_SIZE]
-            (index,) = self._scrubbed.upload(part, pad_block=self.num_blocks)
+            (index,) = self._scrubbed.upload(part, pad_block=pad_block)
             slots = self._slots(index)
-            for cache in (cache for caches in self._layers for cache in caches):
+            for cache in caches:
                 clean = torch.nan_to_num(cache.index_select(0, slots), 0.0, 0.0, 0.0)
                 cache.index_copy_(0, slots, clean)
                 self._backend.mark_step()

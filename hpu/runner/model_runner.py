@@ -187,7 +187,7 @@ class ModelRunner(StepRunner):
         for req_index in plan.freed_requests:
             if req_index in self._non_finite:
                 self._non_finite.discard(req_index)
-                self._cache.scrub(self._batch_state.exclusive_blocks(req_index))
+                self._cache.scrub(self._batch_state.exclusive_blocks(req_index), req_index)
             self._batch_state.remove_request(req_index)
             self._sampler.remove_request(req_index)
         if plan.moved_from:

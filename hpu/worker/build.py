@@ -11,6 +11,7 @@ from config.engine import CacheConfig
 from config.execution import WarmupConfig
 from hpu.distributed.process_groups import SINGLE
 from hpu.gaudi_devices import GIB
+from hpu.layers.window_cache import CacheSizes, rings_hold_more
 from hpu.model_loader.size_estimate import activation_bytes
 from hpu.models.base import CausalLM
 from hpu.models.pooling import PoolingModel
@@ -19,7 +20,7 @@ from hpu.runner.batch_state import BatchState
 from hpu.runner.counters import Counters
 from hpu.runner.graph_cache import GraphCache
 from hpu.runner.input_buffers import InputBufferPool, InputBuffers
-from hpu.runner.kv_cache import KVCache, block_bytes
+from hpu.runner.kv_cache import KVCache, cache_sizes
 from hpu.runner.model_runner import ModelRunner
 from hpu.runner.pooling_runner import PoolingInputBuffers, PoolingRunner
 from hpu.runner.states import RequestStates, state_bytes
@@ -32,6 +33,7 @@ from hpu.worker.memory import (
     FreeMemory,
     KVCacheDemand,
     MemorySplit,
+    kv_budget,
     plan_memory,
     split_memory,
 )
@@ -70,9 +72,17 @@ class Components:
         return 0 if self.cache is None else self.cache.num_blocks
 
 
-def build(loaded: LoadedModel, counters: Counters, *, num_blocks: int | None = None) -> Components:
+def build(
+    loaded: LoadedModel,
+    counters: Counters,
+    *,
+    num_blocks: int | None = None,
+    num_rings: int | None = None,
+) -> Components:
     """Everything up to the warm-up. `num_blocks` of the KV cache; None: as configured, as in the
-    last start with these settings, or as many as fit. Raises ConfigError when it does not fit."""
+    last start with these settings, or as many as fit. `num_rings` as in LoadedModel; None: what
+    holds more. Raises ConfigError when it does not fit."""
+    loaded = replace(loaded, num_rings=_choose_rings(loaded) if num_rings is None else num_rings)
     sampler = make_sampler(loaded)
     record = split_record(loaded)
     previous = None if record is None else record.read()
@@ -128,13 +138,14 @@ def make_runner(
     runner's own."""
     backend, model = loaded.backend, loaded.model
     body = model.body if isinstance(model, PoolingModel) else model
+    names_requests = loaded.has_states or loaded.num_rings > 0
     graphs = GraphCache(
         body,
         backend,
         counters,
         captures=captures,
         budget_bytes=graph_bytes,
-        has_states=loaded.has_states,
+        runs_once=names_requests,
         agreement=loaded.agreement,
     )
     if isinstance(model, PoolingModel):
@@ -143,12 +154,17 @@ def make_runner(
         return Components(pooling_runner, graphs, texts, None)
     assert sampler is not None, "a generating model samples"
     cache = KVCache(
-        model, backend, num_blocks=num_blocks, block_size=loaded.block_size, dtype=loaded.dtype
+        model,
+        backend,
+        num_blocks=num_blocks,
+        block_size=loaded.block_size,
+        dtype=loaded.dtype,
+        num_rings=loaded.num_rings,
     )
     num_requests = _num_requests(loaded)
     states = RequestStates(model, backend, num_requests) if loaded.has_states else None
     make = partial(
-        InputBuffers, prompts_per_row=loaded.prompts_per_row, has_states=loaded.has_states
+        InputBuffers, prompts_per_row=loaded.prompts_per_row, names_requests=names_requests
     )
     buffers = InputBufferPool(backend, make)
     batch_state = BatchState(
@@ -183,13 +199,13 @@ def measure_memory(loaded: LoadedModel, sampler: Sampler | None, profile_blocks:
     `profile_blocks`, take of it: measured on a cache of one block, or estimated where the back end
     counts no memory."""
     backend, is_pooling = loaded.backend, loaded.pooler is not None
-    states = _state_bytes(loaded)
+    fixed = _fixed_bytes(loaded)
     if is_pooling and not loaded.captures:
         # Nothing is reserved: neither blocks nor graphs.
         return FreeMemory(backend.memory()[0], 0, is_measured=False)
     if backend.peak_memory() is None or not loaded.pads:
         reserve = 0 if is_pooling else _estimated_activations(loaded)
-        return FreeMemory(max(0, backend.memory()[0] - states), reserve, is_measured=False)
+        return FreeMemory(max(0, backend.memory()[0] - fixed), reserve, is_measured=False)
     start = time.perf_counter()
     buckets = _largest_buckets(loaded, profile_blocks)
     components = make_runner(
@@ -203,7 +219,7 @@ def measure_memory(loaded: LoadedModel, sampler: Sampler | None, profile_blocks:
         " and ".join(str(bucket[1:]) for bucket in buckets),
         time.perf_counter() - start,
     )
-    return FreeMemory(max(0, backend.memory()[0] - states), reserve)
+    return FreeMemory(max(0, backend.memory()[0] - fixed), reserve)
 
 
 def _state_bytes(loaded: LoadedModel) -> int:
@@ -212,11 +228,57 @@ def _state_bytes(loaded: LoadedModel) -> int:
     return state_bytes(loaded.model, _num_requests(loaded) + 1)
 
 
+def _sizes(loaded: LoadedModel) -> CacheSizes:
+    """With one ring for each request index and for padding."""
+    assert isinstance(loaded.model, CausalLM), "a pooling model has no KV cache"
+    num_rings = _num_requests(loaded) + 1
+    return cache_sizes(loaded.model, loaded.block_size, loaded.dtype, num_rings)
+
+
+def _fixed_bytes(loaded: LoadedModel) -> int:
+    """Of states and rings, whatever the number of blocks."""
+    return _state_bytes(loaded) + (_sizes(loaded).rings if loaded.num_rings else 0)
+
+
+def _choose_rings(loaded: LoadedModel) -> int:
+    """The rings of each layer with a window, as in LoadedModel; logs why there are none."""
+    config, model, backend = loaded.config, loaded.model, loaded.backend
+    if not isinstance(model, CausalLM):
+        return 0
+    windows = [window for window in model.cache_windows() if window is not None]
+    if not windows:
+        return 0
+    sizes, demand = _sizes(loaded), _demand(loaded)
+    reserve = 0 if backend.shares_host_memory else _estimated_activations(loaded)
+    available = kv_budget(
+        config.cache,
+        FreeMemory(max(0, backend.memory()[0] - _state_bytes(loaded)), reserve, is_measured=False),
+        shares_host_memory=backend.shares_host_memory,
+        graph_memory_fraction=_graph_memory_fraction(loaded),
+    )
+    wanted = config.cache.num_blocks or demand.max_num_seqs * demand.context_blocks
+    holds_more = loaded.agreement.all_true(rings_hold_more(sizes, available, wanted))
+    if holds_more and not loaded.prefix_caching:
+        return _num_requests(loaded) + 1
+    logger.info(
+        "Window caches: %d layers see %d tokens or fewer, and cache the whole context, because %s",
+        len(windows),
+        max(windows),
+        "prefix caching is on: --no-enable-prefix-caching sizes them for the window"
+        if holds_more
+        else "all layers have a window: requests are admitted by the blocks of their whole context"
+        if not sizes.full_block
+        else f"windows for {demand.max_num_seqs} requests (max-num-seqs) leave no room for more "
+        "tokens",
+    )
+    return 0
+
+
 def _max_blocks(loaded: LoadedModel) -> int:
-    """KV blocks that the free memory holds beside the states; a pooling model has none."""
+    """KV blocks that the free memory holds beside states and rings; a pooling model has none."""
     if loaded.pooler is not None:
         return 0
-    free = max(0, loaded.backend.memory()[0] - _state_bytes(loaded))
+    free = max(0, loaded.backend.memory()[0] - _fixed_bytes(loaded))
     return max(2, free // _demand(loaded).block_bytes)
 
 
@@ -239,10 +301,10 @@ def _estimated_activations(loaded: LoadedModel) -> int:
 
 
 def _demand(loaded: LoadedModel) -> KVCacheDemand:
-    assert isinstance(loaded.model, CausalLM), "a pooling model has no KV cache"
+    sizes = _sizes(loaded)
     return KVCacheDemand(
         block_size=loaded.block_size,
-        block_bytes=block_bytes(loaded.model, loaded.block_size, loaded.dtype),
+        block_bytes=sizes.full_block if loaded.num_rings else sizes.block,
         max_model_len=loaded.max_model_len,
         max_num_seqs=loaded.config.scheduler.max_num_seqs,
     )
@@ -264,13 +326,17 @@ def _split(
         )
         return MemorySplit(num_blocks=0, graph_bytes=int(usable.graphs))
     cache = config.cache if num_blocks is None else replace(config.cache, num_blocks=num_blocks)
+    sizes = _sizes(loaded)
+    if loaded.num_rings and cache.kv_cache_memory_bytes is not None:
+        left = max(0, cache.kv_cache_memory_bytes - sizes.rings)
+        cache = replace(cache, kv_cache_memory_bytes=left)
     demand = _demand(loaded)
     split = split_memory(
         cache,
         demand,
         memory,
         num_sharing=loaded.groups.host.size if backend.shares_host_memory else 0,
-        graph_memory_fraction=config.warmup.graph_memory_fraction if loaded.captures else 0.0,
+        graph_memory_fraction=_graph_memory_fraction(loaded),
     )
     if previous is not None:
         split = _repeat(split, previous, cache, demand, memory)
@@ -278,6 +344,15 @@ def _split(
     if not backend.shares_host_memory:
         _log_memory(split, cache, memory, config.warmup)
     _log_cache(split, cache, demand)
+    if loaded.num_rings:
+        saved = (split.num_blocks + 1) * (sizes.block - sizes.full_block) - sizes.rings
+        logger.info(
+            "Window caches: %.2f GiB for the windows of %d requests, %.2f GiB less than with the "
+            "whole context in all layers",
+            sizes.rings / GIB,
+            demand.max_num_seqs,
+            saved / GIB,
+        )
     if loaded.has_states:
         logger.info(
             "States: %.2f GiB for %d requests",
@@ -298,6 +373,10 @@ def _agreed(split: MemorySplit, loaded: LoadedModel) -> MemorySplit:
         )
     graph_bytes = loaded.agreement.least(split.graph_bytes)
     return replace(split, num_blocks=count, graph_bytes=graph_bytes)
+
+
+def _graph_memory_fraction(loaded: LoadedModel) -> float:
+    return loaded.config.warmup.graph_memory_fraction if loaded.captures else 0.0
 
 
 def _repeat(

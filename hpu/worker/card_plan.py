@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from config.errors import ConfigError
 from config.model.model_config import ModelConfig
 from hpu.gaudi_devices import GENERATIONS, GIB, generation
+from hpu.layers.window_cache import rings_hold_more
 from hpu.model_loader.size_estimate import (
     activation_bytes,
     check_split,
     context_bytes,
-    kv_block_bytes,
+    kv_cache_sizes,
     state_bytes,
     weight_bytes,
 )
@@ -45,6 +46,7 @@ class CardDemand:
     """KV cache of one card, as configured; None: what is left."""
     card_bytes: int | None = None
     """Memory of a card; None: the generation's."""
+    prefix_caching: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +64,13 @@ class CardPlan:
     """Without the pad block."""
     state_bytes: int = 0
     """Of layers that keep a state of each sequence."""
+    ring_bytes: int = 0
+    """Of layers that cache a window of each sequence, and are in no block."""
 
     @property
     def free_bytes(self) -> int:
-        return self.card_bytes - self.weight_bytes - self.activation_bytes - self.state_bytes
+        fixed = self.state_bytes + self.ring_bytes
+        return self.card_bytes - self.weight_bytes - self.activation_bytes - fixed
 
     @property
     def context_blocks(self) -> int:
@@ -108,20 +113,39 @@ def plan_card(facts: ModelConfig, demand: CardDemand) -> CardPlan:
         block_size=demand.block_size,
         slices=demand.slices,
     )
-    block_bytes = kv_block_bytes(
-        facts, num_cards=demand.num_cards, width=demand.kv_width, block_size=demand.block_size
-    )
     states = state_bytes(facts, width=demand.width, num_seqs=demand.max_num_seqs)
-    parts = plan_memory(
-        max(0, card - weights - activations - states),
+    free = card - weights - activations - states
+    sizes = kv_cache_sizes(
+        facts,
+        num_cards=demand.num_cards,
+        width=demand.kv_width,
+        block_size=demand.block_size,
+        num_seqs=demand.max_num_seqs,
+    )
+    parts, block_bytes, rings = _parts(demand, free), sizes.block, 0
+    kv_bytes = parts.kv if demand.kv_bytes is None else demand.kv_bytes
+    context_blocks = math.ceil(demand.max_model_len / demand.block_size)
+    # A model with states caches no prefixes.
+    if (not demand.prefix_caching or states) and rings_hold_more(
+        sizes,
+        int(kv_bytes) if demand.num_blocks is None else max(0, free),
+        demand.num_blocks or demand.max_num_seqs * context_blocks,
+    ):
+        block_bytes, rings = sizes.full_block, sizes.rings
+        parts = _parts(demand, free - rings)
+        kv_bytes = parts.kv if demand.kv_bytes is None else demand.kv_bytes - rings
+    blocks = demand.num_blocks
+    if blocks is None:
+        blocks = num_blocks(kv_bytes, block_bytes)
+    return CardPlan(demand, card, weights, activations, parts, block_bytes, blocks, states, rings)
+
+
+def _parts(demand: CardDemand, free: int) -> MemoryPlan:
+    return plan_memory(
+        max(0, free),
         utilization=demand.utilization,
         graph_memory_fraction=demand.graph_reserved,
     )
-    if demand.num_blocks is not None:
-        blocks = demand.num_blocks
-    else:
-        blocks = num_blocks(parts.kv if demand.kv_bytes is None else demand.kv_bytes, block_bytes)
-    return CardPlan(demand, card, weights, activations, parts, block_bytes, blocks, states)
 
 
 def changes(facts: ModelConfig, plan: CardPlan) -> list[str]:

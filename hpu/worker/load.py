@@ -68,6 +68,9 @@ class LoadedModel:
     weight_bytes: int
     load_s: float
     groups: ProcessGroups = SINGLE_GROUPS
+    num_rings: int = 0
+    """In the caches of each layer with a window, that of padding included; 0: blocks of the whole
+    context, as in other layers."""
 
     @property
     def agreement(self) -> Agreement:

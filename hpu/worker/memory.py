@@ -76,6 +76,28 @@ class MemorySplit:
     """Graphs and KV blocks together, on a device with its own memory."""
 
 
+def kv_budget(
+    cache: CacheConfig,
+    memory: FreeMemory,
+    *,
+    shares_host_memory: bool,
+    graph_memory_fraction: float,
+) -> int:
+    """Bytes for the KV cache: as configured, or what is left of the free memory."""
+    if cache.num_blocks is not None:
+        return memory.free
+    if cache.kv_cache_memory_bytes is not None:
+        return cache.kv_cache_memory_bytes
+    if shares_host_memory:
+        return int(memory.free * SHARED_MEMORY_FRACTION)
+    plan = plan_memory(
+        max(0, memory.free - memory.reserve),
+        utilization=cache.gpu_memory_utilization,
+        graph_memory_fraction=graph_memory_fraction,
+    )
+    return int(plan.kv)
+
+
 def split_memory(
     cache: CacheConfig,
     demand: KVCacheDemand,

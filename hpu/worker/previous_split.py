@@ -157,6 +157,7 @@ def _describe(loaded: LoadedModel) -> dict[str, Any]:
         "dtype": loaded.dtype,
         "max_model_len": loaded.max_model_len,
         "block_size": loaded.block_size,
+        "num_rings": loaded.num_rings,
         "weight_bytes": loaded.weight_bytes,
         "settings": _related(loaded.config),
     }

@@ -69,6 +69,8 @@ class Worker:
         """None while asleep."""
         self._num_blocks: int | None = None
         """Of the KV cache; the same after each wake-up."""
+        self._num_rings: int | None = None
+        """As `_num_blocks`."""
         self._runner: StepRunner | None = None
         self._profiler: Profiler | None = None
         self._diagnostics: Diagnostics | None = None
@@ -273,13 +275,14 @@ class Worker:
         """Build all components beside the weights, and warm them up."""
         config, counters, backend = self._config, self._counters, self._backend
         assert backend is not None, "build before start"
-        components = build(loaded, counters, num_blocks=self._num_blocks)
+        components = build(loaded, counters, num_blocks=self._num_blocks, num_rings=self._num_rings)
         self._components = components
         table = loaded.bucket_table(components.num_blocks)
         report.log_buckets(table, loaded.bucket_config.strategy)
         runner, graphs, cache = components.runner, components.graphs, components.cache
         self._runner = runner
-        self._num_blocks = None if cache is None else cache.num_blocks
+        if cache is not None:
+            self._num_blocks, self._num_rings = cache.num_blocks, cache.num_rings
         self._diagnostics = None
         if isinstance(backend, CountsWork):
             self._diagnostics = Diagnostics(

@@ -178,6 +178,46 @@ def test_an_engine_short_of_blocks_gives_the_tokens_of_transformers(
     assert_blocks_ran_short(outputs, stats, has_hits=family not in WITH_STATES)
 
 
+@pytest.mark.parametrize(
+    ("family", "window"),
+    [
+        ("gpt_oss", {"sliding_window": 9}),
+        ("llama4_text", {"attention_chunk_size": 7}),
+        pytest.param(
+            "gemma3_text",
+            {
+                "head_dim": 16,
+                "sliding_window": 9,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "initializer_range": 0.3,
+            },
+            marks=LATER["gemma3: a window and a rope of its own in the first layer, capped logits"],
+        ),
+    ],
+)
+def test_caches_of_the_size_of_a_window_give_the_tokens_of_transformers(
+    family: str, window: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Sixteen requests of several windows on twelve request indices: chunks, preemptions, and
+    indices that are used again."""
+    folder = make_tiny(family, tmp_path, seed=3, **window)
+    expected = greedy_by_transformers(folder)
+    shape = {
+        **FEW_BLOCKS,
+        "enable_prefix_caching": False,
+        "num_gpu_blocks_override": 40,
+        "max_num_seqs": 12,
+    }
+
+    with caplog.at_level("INFO"):
+        outputs, stats = run(folder, shape, [*PROMPTS, *PROMPTS], GREEDY)
+
+    assert "for the windows of 12 requests" in caplog.text
+    assert tokens_of(outputs) == [*expected, *expected]
+    assert sum(len(set(tokens)) > 10 for tokens in expected) >= len(PROMPTS) - 2
+    assert_blocks_ran_short(outputs, stats, has_hits=False)
+
+
 @pytest.mark.skipif(transformers_before("5.18"), reason="needs the interfaces of 5.18")
 @pytest.mark.parametrize(
     ("family", "overrides"), [("olmo2", {}), ("starcoder2", {"sliding_window": 24})]

@@ -56,6 +56,30 @@ def test_parts_of_the_memory_make_up_the_card() -> None:
     assert abs(sum(told[f"{part}_bytes"] for part in taken) - told["memory_bytes"]) <= 4
 
 
+def test_windows_are_planned_like_states_where_prefix_caching_is_off() -> None:
+    # Every second layer of 32 sees 1024 tokens.
+    layers = ("sliding_attention", "full_attention") * 16
+    facts = replace(FACTS, sliding_window=1024, layer_types=layers)
+    off = CacheConfig(gpu_memory_utilization=0.5, enable_prefix_caching=False)
+    target = Target(device="gaudi3")
+
+    cached = as_json(make_plan(facts, config(), target))
+    plan = make_plan(facts, config(cache=off), target)
+    told = as_json(plan)
+
+    # Keys and values of 8 heads of 128 in bfloat16, 9 blocks of 128 tokens for 8 requests, the
+    # index of a warm-up and padding.
+    windows = 16 * 2 * 8 * 128 * 2 * 9 * 128 * 10
+    assert (cached["window_bytes"], told["window_bytes"]) == (0, windows)
+    assert cached["block_bytes"] == 2 * told["block_bytes"]
+    assert told["free_bytes"] == cached["free_bytes"] - windows
+    assert told["num_blocks"] > 1.9 * cached["num_blocks"]
+    assert f"{'windows':<16}{windows / 2**30:>8.2f}  of 8 sequences" in as_text(plan)
+    # So many requests at once would leave less room than blocks of all layers do.
+    many = config(cache=off, scheduler=SchedulerConfig(max_num_seqs=2000))
+    assert as_json(make_plan(facts, many, target))["window_bytes"] == 0
+
+
 def test_a_plan_that_does_not_fit_says_why_and_what_would() -> None:
     plan = make_plan(FACTS, config(), Target(device="gaudi2", card_bytes=10 << 30))
 

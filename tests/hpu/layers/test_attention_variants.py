@@ -21,6 +21,7 @@ from hpu.layers.metadata import (
     Visibility,
     build_metadata,
     distinct,
+    make_rings,
 )
 from hpu.ops.cuda import CudaKernels
 from hpu.ops.kernels import AttentionForm, SliceSizes
@@ -34,6 +35,8 @@ class Variant(NamedTuple):
     soft_cap: float | None = None
     sinks: bool = False
     alibi: bool = False
+    has_rings: bool = False
+    """Whether the cache has the size of the window."""
 
     @property
     def sink_logits(self) -> Tensor | None:
@@ -56,6 +59,8 @@ VARIANTS = {
     "window, soft cap, sinks": Variant(Visibility(window=7), 2.0, sinks=True),
     # With sinks ALiBi would depend on what a bias is relative to.
     "chunk, soft cap, ALiBi": Variant(Visibility(chunk=6), 2.0, alibi=True),
+    "window in rings, sinks": Variant(Visibility(window=7), sinks=True, has_rings=True),
+    "chunk in rings, ALiBi": Variant(Visibility(chunk=8), alibi=True, has_rings=True),
 }
 
 
@@ -157,15 +162,40 @@ def attend(
         layer.impl = kernels.make_attention()
         has_options = variant.sinks or variant.soft_cap is not None
         form = kernels.attention_form(torch.float32, has_score_options=has_options)
-    slots = (NUM_BLOCKS + 1) * BLOCK_SIZE
-    caches = [torch.full((slots, KV_HEADS, HEAD_DIM), 1e3) for _ in range(2)]
-    for sequence, count in cached:
+    num_rings = NUM_RINGS if variant.has_rings else 0
+    shapes = layer.kv_cache_spec.shapes(NUM_BLOCKS + 1, BLOCK_SIZE, num_rings)
+    caches = [torch.full(shape, 1e3) for shape in shapes]
+    for index, (sequence, count) in enumerate(cached):
+        slots = slots_of(sequence, 0, count)
+        if num_rings:
+            slots = ring_slots(index, torch.arange(count), len(caches[0]) // num_rings)
+        # The later of two tokens in one slot is left.
         for cache, tokens in zip(caches, (sequence.key, sequence.value), strict=True):
-            cache[slots_of(sequence, 0, count)] = tokens[:count]
-    layer.bind_caches(*caches, BLOCK_SIZE)
-    metadata = build_metadata(inputs, BLOCK_SIZE, kinds, form, alibi_slopes=variant.slopes)
+            for slot, token in zip(slots, tokens, strict=False):
+                cache[slot] = token
+    layer.bind_caches(*caches, BLOCK_SIZE, num_rings)
+    if not isinstance(inputs, TextAttentionInputs):
+        rows = (
+            inputs.slot_mapping if isinstance(inputs, DecodeAttentionInputs) else inputs.query_lens
+        )
+        indices = torch.arange(len(rows))
+        indices = torch.where(indices < len(cached), NUM_RINGS - 2 - indices, NUM_RINGS - 1)
+        inputs = inputs._replace(state_indices=indices)
+    metadata = build_metadata(
+        inputs,
+        BLOCK_SIZE,
+        kinds,
+        form,
+        alibi_slopes=variant.slopes,
+        rings=make_rings(kinds, BLOCK_SIZE, num_rings),
+    )
     query, key, value = heads
     return layer(query, key, value, metadata, variant.sink_logits)
+
+
+def ring_slots(index: int, positions: Tensor, size: int) -> Tensor:
+    """Of the sequence with this index in its launch, in a ring of `size` slots."""
+    return (NUM_RINGS - 2 - index) * size + positions % size
 
 
 def slots_of(sequence: Sequence, first: int, end: int) -> Tensor:
@@ -177,6 +207,7 @@ def check(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
+NUM_RINGS = 12
 NEW, CACHED = [5, 23, 1, 9], [48, 0, 3, 31]
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from paged_harness import load_decoder
 from tiny_models import COMMON, FAMILIES, make_tiny
 
 from config.errors import ConfigError
@@ -17,10 +18,11 @@ from hpu.model_loader.size_estimate import (
     count_active_parameters,
     count_parameters,
     kv_block_bytes,
+    kv_cache_sizes,
     weight_bytes,
 )
 from hpu.models.registry import build_model
-from hpu.runner.kv_cache import block_bytes
+from hpu.runner.kv_cache import block_bytes, cache_sizes
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -347,3 +349,13 @@ def test_a_window_takes_a_mask_over_its_blocks(tmp_path: Path) -> None:
     seen = 4096 + 128 + 8192
     float32 = 8192 * 8192 * 4 + 8192 * (4096 + 128) * 4
     assert taken == float32 + 8192 * seen * 2 + 2 * seen * KV
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4_text", "llama"])
+def test_windows_take_what_the_estimate_says(family: str, tmp_path: Path) -> None:
+    folder = make_tiny(family, tmp_path)
+    facts, model = read_model_config(str(folder)), load_decoder(folder)
+
+    estimated = kv_cache_sizes(facts, num_cards=1, width=4, block_size=8, num_seqs=6)
+
+    assert estimated == cache_sizes(model, 8, torch.float32, num_rings=8)

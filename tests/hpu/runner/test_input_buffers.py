@@ -27,7 +27,7 @@ BOTH = pytest.mark.parametrize("kind", [CpuBackend, Card])
 @BOTH
 def test_what_is_written_for_a_prefill_is_what_its_context_holds(kind: type[CpuBackend]) -> None:
     backend = kind(num_threads=1)
-    inputs = InputBuffers((PREFILL, 2, 3, 4), backend, is_static=True, has_states=True)
+    inputs = InputBuffers((PREFILL, 2, 3, 4), backend, is_static=True, names_requests=True)
     arrays = inputs.host_arrays()
     assert isinstance(arrays, PrefillArrays)
 
@@ -58,7 +58,7 @@ def test_what_is_written_for_a_prefill_is_what_its_context_holds(kind: type[CpuB
 @BOTH
 def test_what_is_written_for_a_decode_is_what_its_context_holds(kind: type[CpuBackend]) -> None:
     backend = kind(num_threads=1)
-    inputs = InputBuffers((DECODE, 2, 1, 5), backend, is_static=True, has_states=True)
+    inputs = InputBuffers((DECODE, 2, 1, 5), backend, is_static=True, names_requests=True)
     arrays = inputs.host_arrays()
     assert isinstance(arrays, DecodeArrays)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from config.execution import HPU_GRAPHS, ExecutionConfig, ModeChoice
 from hpu.backends.cpu import CpuBackend
 from hpu.backends.gaudi import GaudiBackend
-from hpu.layers.attention_base import Shape
+from hpu.layers.attention_base import KVCacheSpec, Shape
 from hpu.runner.kv_cache import KVCache, block_bytes
 
 NAN = float("nan")
@@ -16,14 +16,23 @@ NAN = float("nan")
 class _Layers:
     """Two layers of two heads of three numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, *windows: int | None) -> None:
+        self.windows = list(windows) or [None, None]
         self.caches: list[tuple[Tensor, Tensor]] = []
         """By block."""
 
-    def cache_shapes(self, num_blocks: int, block_size: int) -> list[tuple[Shape, Shape]]:
-        return [((num_blocks * block_size, 2, 3), (num_blocks * block_size, 2, 3))] * 2
+    def cache_shapes(
+        self, num_blocks: int, block_size: int, num_rings: int = 0
+    ) -> list[tuple[Shape, ...]]:
+        specs = [KVCacheSpec(2, 3, torch.float32, window) for window in self.windows]
+        return [spec.shapes(num_blocks, block_size, num_rings) for spec in specs]
 
-    def bind_caches(self, caches: list[tuple[Tensor, Tensor]], block_size: int) -> None:
+    def cache_windows(self) -> list[int | None]:
+        return self.windows
+
+    def bind_caches(
+        self, caches: list[tuple[Tensor, Tensor]], block_size: int, num_rings: int = 0
+    ) -> None:
         shape = (-1, block_size, 2, 3)
         self.caches = [(keys.view(shape), values.view(shape)) for keys, values in caches]
 
@@ -51,7 +60,7 @@ def test_scrubbing_replaces_what_is_not_a_number_in_these_blocks_alone() -> None
     values[2, 0, 0, 0] = float("inf")
     values[0, 0, 0, 0] = NAN
 
-    cache.scrub([1, 2])
+    cache.scrub([1, 2], 0)
 
     assert keys[1, 2, 0].tolist() == [0.0, 0.0, 5.0]
     assert values[2].isfinite().all()
@@ -71,7 +80,7 @@ def test_scrubbing_any_number_of_blocks_compiles_nothing_and_waits_for_nothing()
 
         with card.step():
             for blocks in ([3], [7, 9], [*range(10, 38)]):
-                cache.scrub(blocks)
+                cache.scrub(blocks, 0)
 
         is_broken = [bool(block.isnan().any()) for block in keys.cpu()]
 

@@ -1,0 +1,108 @@
+"""Layers with a window that cache no more than it, through a worker: memory, reuse of an index with
+steps in flight, sleep, and the lines that say which form is used."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import make_tiny
+from two_prompts import PROMPTS, greedy, working
+from worker_rig import BLOCK_SIZE, WorkerRig
+
+RINGS = 10
+"""Of 8 requests, the runner's own and padding."""
+
+
+@pytest.fixture(scope="module", params=["gpt_oss", "llama4_text"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def caches(rig: WorkerRig) -> list[int]:
+    """Slots of the keys of each layer."""
+    model = rig.worker._loaded.model  # type: ignore[union-attr]
+    return [len(layer.attn.caches[0]) for layer in model.attention_layers]  # type: ignore[union-attr]
+
+
+def test_the_cache_of_a_window_is_as_large_as_the_window(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with working(folder) as rig:
+        expected, whole = greedy(rig), rig.ready.kv_bytes
+        assert set(caches(rig)) == {97 * BLOCK_SIZE}
+
+    with caplog.at_level("INFO"), working(folder, prefix_caching=False) as rig:
+        assert greedy(rig) == expected
+        # A window of 9 or a chunk of 7 lies in two blocks.
+        assert caches(rig) == [RINGS * 2 * BLOCK_SIZE, 97 * BLOCK_SIZE]
+        assert rig.ready.kv_bytes == whole // 2 * (97 + RINGS * 2) // 97
+        rig.sleep(1)
+        rig.worker.wake_up(lambda progress: None)
+        assert greedy(rig) == expected
+
+    assert "GiB for the windows of 8 requests" in caplog.text
+
+
+def test_an_index_is_used_again_while_the_last_decode_is_in_flight(folder: Path) -> None:
+    with working(folder, prefix_caching=False) as rig:
+        expected = greedy(rig)[0]
+        rig.admit(0, [7, 7, 7, 9] * 9)
+        rig.prefill({0: None})
+        rig.step()
+        rig.decode([0])
+        rig.submit()
+        rig.free(0)
+        rig.admit(0, PROMPTS[0])
+        rig.prefill({0: 40})
+        rig.submit()
+        rig.prefill({0: None})
+        rig.submit()
+        for _ in range(3):
+            rig.collect()
+        rig.run([0], 12)
+
+        found = rig.free(0)
+
+    assert found[-13:] == expected
+
+
+@torch.inference_mode()
+def test_what_was_not_finite_is_gone_before_the_index_is_used_again(folder: Path) -> None:
+    with working(folder, prefix_caching=False) as rig:
+        expected = greedy(rig)
+        model = rig.worker._loaded.model  # type: ignore[union-attr]
+        for layer in model.attention_layers:  # type: ignore[union-attr]
+            for cache in layer.attn.caches:
+                cache[: 2 * BLOCK_SIZE] = torch.nan
+        rig.worker._components.cache.scrub([0, 1], 0)  # type: ignore[union-attr]
+
+        assert greedy(rig) == expected
+        for layer in model.attention_layers:  # type: ignore[union-attr]
+            assert all(cache.isfinite().all() for cache in layer.attn.caches)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"prefix_caching": True}, "prefix caching is on: --no-enable-prefix-caching"),
+        ({"num_blocks": 19}, "windows for 8 requests (max-num-seqs) leave no room"),
+    ],
+)
+def test_one_line_says_why_whole_contexts_are_cached(
+    settings: dict[str, int], why: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"prefix_caching": False, "max_model_len": 128, **settings}
+    with caplog.at_level("INFO"), working(folder, **given) as rig:
+        assert len(set(caches(rig))) == 1
+
+    assert caplog.text.count("cache the whole context, because " + why) == 1
+
+
+def test_a_model_without_other_layers_keeps_blocks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_tiny("mistral", tmp_path, sliding_window=9)
+    with caplog.at_level("INFO"), working(folder, prefix_caching=False) as rig:
+        assert set(caches(rig)) == {97 * BLOCK_SIZE}
+
+    assert "because all layers have a window" in caplog.text
