@@ -12,7 +12,7 @@ from config.checkpoint.gguf_metadata import open_gguf
 from config.checkpoint.hub import download_files, is_hub_id
 from config.checkpoint.resolve import no_such_model
 from config.checkpoint.safetensors_files import folder_shapes
-from config.checkpoint.shapes import check_shapes
+from config.checkpoint.shapes import check_shapes, model_shapes
 from config.errors import ConfigError
 from config.model.model_config import ModelConfig, check_limits
 from config.model.read_config import read_model_config
@@ -49,7 +49,8 @@ def model_facts(
     if path.is_dir() and any(path.glob("*.safetensors")) and not facts.is_quantized:
         shapes = folder_shapes(path)
         check_shapes(facts, shapes, path / _FILE)
-        facts = replace(facts, num_parameters=sum(map(math.prod, shapes.values())))
+        own = model_shapes(facts, shapes)
+        facts = replace(facts, num_parameters=sum(map(math.prod, own.values())))
     else:
         check_limits(facts)
     return replace(complete(facts), path=model)

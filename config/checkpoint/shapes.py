@@ -11,6 +11,7 @@ from config.checkpoint.safetensors_files import Shapes, folder_shapes
 from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
 from config.checkpoint.weight_maps.decoder import decoder_weight_map
 from config.checkpoint.weight_maps.encoder import encoder_weight_map, head_weights
+from config.checkpoint.weight_maps.text_part import OUTSIDE, text_part_name
 from config.errors import ConfigError
 from config.model.architectures import ARCHITECTURES, decoder_spec
 from config.model.family_fields import causal_name
@@ -51,6 +52,17 @@ def check_shapes(facts: ModelConfig, stored: Shapes, source: Path) -> None:
     weight_map = weight_map_of(facts)
     assert weight_map is not None
     _check(weight_map.entries(), shapes, source)
+
+
+def model_shapes(facts: ModelConfig, stored: Shapes) -> Shapes:
+    """Those of `stored` that belong to the model, and not to images or audio."""
+    if not facts.is_text_part:
+        return stored
+    return {
+        name: shape
+        for name, shape in stored.items()
+        if not text_part_name(name).startswith(OUTSIDE)
+    }
 
 
 def weight_map_of(facts: ModelConfig) -> WeightMap | None:

@@ -122,6 +122,11 @@ class ModelConfig:
     bos_token_id: int | None = None
     num_parameters: int | None = None
     """In the files, where they were counted: the size of a model that is not built in."""
+    cached_numbers: int | None = None
+    """In the keys and values of a token in all layers, where they were counted: layers of a model
+    that is not built in may share them, or have heads of several sizes."""
+    is_text_part: bool = False
+    """The files hold a model with images or audio, of which this is the text model."""
     fields: Fields = field(default=Fields({}, Path()), compare=False, repr=False)
     """config.json, for what only one family reads."""
     generation_defaults: dict[str, float] = field(default_factory=dict)

@@ -1,6 +1,7 @@
 """Reading of a checkpoint's config.json and generation_config.json as ModelConfig."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from config.model.model_config import (
     RopeScaling,
 )
 from config.model.moe import MoEConfig, moe_config
+from config.model.text_part import text_part
 
 _CLASS_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\Z")
 
@@ -35,18 +37,21 @@ def read_model_config(path: str, *, allow_quantized: bool = False) -> ModelConfi
     Accepts the field names of transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5
     (rope_parameters, dtype). ConfigError for a missing file or field, a value of the wrong type, a
     quantized checkpoint unless `allow_quantized`, and a model that is neither a plain decoder nor
-    an encoder of the BERT family.
+    an encoder of the BERT family. Of a model with images or audio it is the text model.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ConfigError(f"{path} holds no config.json, so it is not a model's folder")
     generation_file = Path(path) / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
-    fields = Fields(read_json(file), file)
+    whole = Fields(read_json(file), file)
+    part = text_part(whole)
+    fields = part or whole
     if not allow_quantized:
         family = ARCHITECTURES.get(causal_name(_architecture(fields)))
         _refuse_quantized(fields, () if family is None else family.quantizations)
-    return model_config_of(path, fields, Fields(generation, generation_file))
+    facts = model_config_of(path, fields, Fields(generation, generation_file))
+    return facts if part is None else replace(facts, is_text_part=True)
 
 
 def model_config_of(path: str, fields: Fields, generation: Fields) -> ModelConfig:

@@ -64,6 +64,8 @@ class AttentionKind:
     """Queries, keys and values are clamped to -clip and clip, behind the norm."""
     tunes_temperature: bool = False
     """Queries are multiplied with the metadata's query_scale."""
+    shares_kv: bool = False
+    """Keys and values are those of another layer, whose caches the layer reads. It writes none."""
     has_gate: bool = False
     """The projection gives each query head a gate behind it, whose sigmoid weighs its output."""
 
@@ -110,7 +112,7 @@ class SelfAttention(nn.Module):
         )
 
     @property
-    def kv_cache_spec(self) -> KVCacheSpec:
+    def kv_cache_spec(self) -> KVCacheSpec | None:
         return self.attn.kv_cache_spec
 
     def bind_caches(self, *caches: Tensor, block_size: int, num_rings: int = 0) -> None:
@@ -201,13 +203,20 @@ class SelfAttention(nn.Module):
 
 
 class PagedAttention(nn.Module):
-    """Attention over a paged KV cache, which is bound after loading."""
+    """Attention over a paged KV cache, which is bound after loading: its own, or that of the layer
+    that it shares keys and values with, which runs before it in each launch."""
+
+    kv_cache_spec: KVCacheSpec | None
+    """None: it has no cache of its own."""
 
     def __init__(self, shape: HeadShape, dtype: torch.dtype, kind: AttentionKind = PLAIN) -> None:
         super().__init__()
-        self.kv_cache_spec = KVCacheSpec(
-            shape.num_kv_heads, shape.head_dim, dtype, kind.visibility.limit
-        )
+        self.kv_cache_spec = None
+        if not kind.shares_kv:
+            self.kv_cache_spec = KVCacheSpec(
+                shape.num_kv_heads, shape.head_dim, dtype, kind.visibility.limit
+            )
+        self._writes_cache = not kind.shares_kv
         self.impl: AttentionImpl = PlainAttention()
         """Replaced where the device has kernels of its own, by a module on Gaudi."""
         self._scale = shape.scale
@@ -249,7 +258,7 @@ class PagedAttention(nn.Module):
         return self._prefill(query, key, value, metadata, options)
 
     def _write(self, key: Tensor, value: Tensor, slot_mapping: Tensor | None) -> None:
-        if slot_mapping is not None:
+        if self._writes_cache and slot_mapping is not None:
             self.impl.k_cache(key.flatten(0, 1), self._keys, slot_mapping)
             self.impl.v_cache(value.flatten(0, 1), self._values, slot_mapping)
 

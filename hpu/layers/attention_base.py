@@ -37,10 +37,12 @@ class AttentionLayer(Protocol):
     """Attention with its projections and caches."""
 
     @property
-    def kv_cache_spec(self) -> KVCacheSpec: ...
+    def kv_cache_spec(self) -> KVCacheSpec | None:
+        """None: the layer shares keys and values with another one, and has no cache of its own."""
+        ...
 
     def bind_caches(self, *caches: Tensor, block_size: int, num_rings: int = 0) -> None:
-        """Use these caches, of the shapes of `kv_cache_spec`."""
+        """Use these caches, of the shapes of `kv_cache_spec`, or of that of the other layer."""
         ...
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool) -> None:

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from config.checkpoint.safetensors_files import StoredTensor, read_header, weight_files
 from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
+from config.checkpoint.weight_maps.text_part import OUTSIDE
 from config.errors import ConfigError
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.model_loader.mxfp4 import dequantize_mxfp4
@@ -118,12 +119,14 @@ def _match(weight_map: WeightMap, folder: Path) -> dict[Path, list[_Source]]:
     found: dict[str, Path] = {}
     left_over: list[str] = []
     wrong: list[str] = []
+    num_outside = 0
     for file in weight_files(folder):
         files[file] = []
         for stored in read_header(file):
             name = weight_map.map_name(stored.name)
             spec = specs.get(name)
             if spec is None:
+                num_outside += name.startswith(OUTSIDE)
                 if not weight_map.ignores(name):
                     left_over.append(f"{name} in {file.name}")
             elif name in found:
@@ -140,6 +143,13 @@ def _match(weight_map: WeightMap, folder: Path) -> dict[Path, list[_Source]]:
         problems.append(f"this model has no place for {_listed(left_over)}")
     if problems:
         raise ConfigError(f"the tensors in {folder} are not the model's: {'; '.join(problems)}")
+    if num_outside:
+        logger.info(
+            "%d tensors in %s are not the text model's and are not loaded: images, audio and video "
+            "are not served",
+            num_outside,
+            folder,
+        )
     return files
 
 

@@ -111,7 +111,10 @@ def weight_bytes(config: ModelConfig, *, num_cards: int, width: int, length: int
 
 def kv_block_bytes(config: ModelConfig, *, num_cards: int, width: int, block_size: int) -> int:
     """One KV block of all layers with attention on one card: keys and values of its shard of the
-    heads, or the latents, which every card has."""
+    heads, or the latents, which every card has. Layers that share keys and values count once where
+    `config` has their number."""
+    if config.cached_numbers is not None:
+        return config.cached_numbers // num_cards * width * block_size
     num_layers = config.num_layers - len(_states(config))
     return num_layers * _cached_size(config, num_cards) * width * block_size
 

@@ -482,11 +482,14 @@ class Decoder(LoadableModel):
     def cache_shapes(
         self, num_blocks: int, block_size: int, num_rings: int = 0
     ) -> list[tuple[Shape, ...]]:
-        specs = [attention.kv_cache_spec for attention in self.attention_layers]
-        return [spec.shapes(num_blocks, block_size, num_rings) for spec in specs]
+        specs = (attention.kv_cache_spec for attention in self.attention_layers)
+        return [
+            spec.shapes(num_blocks, block_size, num_rings) for spec in specs if spec is not None
+        ]
 
     def cache_windows(self) -> list[int | None]:
-        return [attention.kv_cache_spec.window for attention in self.attention_layers]
+        specs = (attention.kv_cache_spec for attention in self.attention_layers)
+        return [spec.window for spec in specs if spec is not None]
 
     def bind_caches(
         self, caches: list[tuple[Tensor, ...]], block_size: int, num_rings: int = 0

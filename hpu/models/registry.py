@@ -95,16 +95,17 @@ def build_transformers_model(
 
 
 def transformers_facts(config: ModelConfig) -> ModelConfig:
-    """`config` with the number of parameters and the KV heads that transformers' code of the model
-    has, which is built without memory. ConfigError as in build_transformers_model."""
+    """`config` with the number of parameters, the KV heads and the caches that transformers' code
+    of the model has, which is built without memory. ConfigError as in build_transformers_model."""
     meta = torch.device("meta")
     model = build_transformers_model(config, dtype=torch.bfloat16, device=meta, has_files=False)
-    # Layers whose caches differ are all counted as large as the largest.
-    shapes = [keys for keys, _ in model.cache_shapes(num_blocks=1, block_size=1)]
-    _, num_kv_heads, head_dim = max(shapes, key=math.prod)
+    caches = model.cache_shapes(num_blocks=1, block_size=1)
+    # The heads are those of the layer with the largest cache.
+    _, num_kv_heads, head_dim = max((keys for keys, _ in caches), key=math.prod)
     return replace(
         config,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
+        cached_numbers=sum(math.prod(shape) for layer in caches for shape in layer),
     )

@@ -47,6 +47,8 @@ class AttentionCall(NamedTuple):
     """Tokens that a query sees, its own included; None: all."""
     soft_cap: float | None
     has_sinks: bool
+    shares_with: int | None = None
+    """The call whose keys and values it has; None: they are its own."""
 
 
 class LayerAttention(nn.Module):
@@ -119,6 +121,8 @@ def record_calls(run: Callable[[], object]) -> list[AttentionCall]:
     Raises Unsupported for one that paged attention cannot answer, and for code whose control flow
     depends on values."""
     calls: list[AttentionCall] = []
+    # The tensors are kept, so that no other one gets their identity.
+    pairs: list[tuple[Tensor, Tensor]] = []
 
     def record(
         module: nn.Module,
@@ -128,7 +132,9 @@ def record_calls(run: Callable[[], object]) -> list[AttentionCall]:
         attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        calls.append(_call(module, query, key, value, attention_mask, kwargs))
+        call = _call(module, query, key, value, attention_mask, kwargs)
+        calls.append(call._replace(shares_with=_shared_with(module, key, value, pairs)))
+        pairs.append((key, value))
         batch, heads, length, _ = query.shape
         return query.new_empty(batch, length, heads, value.shape[-1]), None
 
@@ -146,6 +152,20 @@ def record_calls(run: Callable[[], object]) -> list[AttentionCall]:
     finally:
         register()
     return calls
+
+
+def _shared_with(
+    module: nn.Module, key: Tensor, value: Tensor, pairs: list[tuple[Tensor, Tensor]]
+) -> int | None:
+    """The first of the earlier calls, which had `pairs`, with the same keys and values."""
+    for index, (other_key, other_value) in enumerate(pairs):
+        if key is other_key and value is other_value:
+            return index
+        if key is other_key or value is other_value:
+            raise Unsupported("has layers that share keys and not values, or values and not keys")
+    if getattr(module, "is_kv_shared_layer", False):
+        raise Unsupported("has layers that share keys which no earlier layer has")
+    return None
 
 
 def _call(

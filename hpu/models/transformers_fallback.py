@@ -5,6 +5,7 @@ The model is built without memory, on torch's meta device, and tried there: what
 attention is recorded, and code that cannot be driven is refused before anything is allocated.
 """
 
+import contextlib
 import inspect
 import logging
 import re
@@ -23,8 +24,9 @@ from config.checkpoint.safetensors_files import Shapes, folder_shapes
 from config.checkpoint.weight_maps.base import WeightMap
 from config.errors import ConfigError
 from config.model.architectures import ARCHITECTURES
-from config.model.json_fields import read_json
+from config.model.json_fields import Fields, Json, read_json
 from config.model.model_config import MAX_LAYERS, ModelConfig, check_limits
+from config.model.text_part import text_part
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.layers.attention import AttentionKind, HeadShape
 from hpu.layers.attention_base import Shape
@@ -58,7 +60,9 @@ from hpu.models.transformers_attention import (
 )
 from hpu.models.transformers_experts import replace_experts
 from hpu.models.transformers_norms import replace_norms
+from hpu.models.transformers_sparsity import replace_sparsity
 from hpu.models.transformers_weights import weight_map_of
+from hpu.models.transformers_writes import ViewWriteTrial, WithoutViewWrites
 from hpu.ops.kernels import AttentionForm, Kernels
 from hpu.quantization.base import LinearMethod, QuantizationScheme
 from hpu.quantization.unquantized import UNQUANTIZED
@@ -149,15 +153,18 @@ class TransformersModel(LoadableModel):
             shapes = {name: tuple(one.shape) for name, one in causal.named_parameters()}
             renamed = replace_experts(causal, group)
             replace_norms(causal)
+            replace_sparsity(causal, dtype)
             frequencies = _freeze_rotary(causal, length)
-            calls = _try(causal, body, config)
+            calls, self._writes_to_views = _try(causal, body, config)
             visibilities = [Visibility(call.window) for call in calls]
             self._kinds = distinct(visibilities)
             self._has_score_options = any(
                 call.soft_cap is not None or call.has_sinks for call in calls
             )
             plan = _linear_plan(causal, group)
-            self.weight_map = weight_map_of(causal, shapes, plan, renamed, stored)
+            self.weight_map = weight_map_of(
+                causal, shapes, plan, renamed, stored, is_text_part=config.is_text_part
+            )
             if has_files:
                 _compare(self.weight_map, stored, config)
             head = causal.get_output_embeddings()
@@ -170,6 +177,11 @@ class TransformersModel(LoadableModel):
             self._attention(call, visibility)
             for call, visibility in zip(calls, visibilities, strict=True)
         ]
+        self._cache_sources = [
+            index if call.shares_with is None else call.shares_with
+            for index, call in enumerate(calls)
+        ]
+        """Of each layer, that whose caches it reads."""
         for name, child in causal.named_children():
             self.add_module(name, child)
         # Not registered: the parts of both are, above.
@@ -194,7 +206,10 @@ class TransformersModel(LoadableModel):
             call.num_heads // size, call.num_kv_heads // size, call.head_dim, call.scale
         )
         kind = AttentionKind(
-            visibility=visibility, index=self._kinds.index(visibility), soft_cap=call.soft_cap
+            visibility=visibility,
+            index=self._kinds.index(visibility),
+            soft_cap=call.soft_cap,
+            shares_kv=call.shares_with is not None,
         )
         attention = LayerAttention(shape, self.dtype, kind, self._launch, rank=self._group.rank)
         call.module.add_module(MODULE, attention)
@@ -241,7 +256,8 @@ class TransformersModel(LoadableModel):
             contiguous=self._contiguous,
             rings=self._rings,
         )
-        out = self._body(input_ids=tokens, position_ids=inputs.positions, use_cache=False)
+        with WithoutViewWrites() if self._writes_to_views else contextlib.nullcontext():
+            out = self._body(input_ids=tokens, position_ids=inputs.positions, use_cache=False)
         # Not kept: it would be among the outputs of a compiled graph.
         self._launch.metadata = None
         return out.last_hidden_state  # type: ignore[no-any-return]
@@ -254,16 +270,23 @@ class TransformersModel(LoadableModel):
     def cache_shapes(
         self, num_blocks: int, block_size: int, num_rings: int = 0
     ) -> list[tuple[Shape, ...]]:
-        specs = [one.attn.kv_cache_spec for one in self.attention_layers]
-        return [spec.shapes(num_blocks, block_size, num_rings) for spec in specs]
+        specs = (one.attn.kv_cache_spec for one in self.attention_layers)
+        return [
+            spec.shapes(num_blocks, block_size, num_rings) for spec in specs if spec is not None
+        ]
 
     def cache_windows(self) -> list[int | None]:
-        return [one.attn.kv_cache_spec.window for one in self.attention_layers]
+        specs = [one.attn.kv_cache_spec for one in self.attention_layers]
+        # A layer that shares a ring would read it after new tokens have replaced those that it sees.
+        is_shared = None in specs
+        return [None if is_shared else spec.window for spec in specs if spec is not None]
 
     def bind_caches(
         self, caches: list[tuple[Tensor, ...]], block_size: int, num_rings: int = 0
     ) -> None:
-        for attention, (keys, values) in zip(self.attention_layers, caches, strict=True):
+        own = dict(zip(sorted(set(self._cache_sources)), caches, strict=True))
+        for attention, source in zip(self.attention_layers, self._cache_sources, strict=True):
+            keys, values = own[source]
             attention.attn.bind_caches(keys, values, block_size, num_rings)
         self._block_size = block_size
         self._rings = make_rings(self._kinds, block_size, num_rings)
@@ -309,12 +332,13 @@ def _build(config: ModelConfig, dtype: torch.dtype, *, max_layers: int) -> Any:
         raise ConfigError(
             f"{file} says {config.num_layers} layers, the files have {max_layers} tensors"
         )
-    kind = _class_of(config, file)
+    fields = _config_fields(file)
+    kind = _class_of(config, fields)
     if not getattr(kind, "_supports_attention_backend", False):
         raise _refusal(config, "does not call attention through transformers' interface")
     register()
     try:
-        theirs = kind.config_class.from_pretrained(config.path)
+        theirs = kind.config_class.from_dict(fields)
         with torch.device(META):
             causal = kind._from_config(theirs, dtype=dtype, attn_implementation=IMPLEMENTATION)
     except Exception as error:
@@ -331,9 +355,15 @@ def _build(config: ModelConfig, dtype: torch.dtype, *, max_layers: int) -> Any:
     return causal.eval()
 
 
-def _class_of(config: ModelConfig, file: Path) -> Any:
+def _config_fields(file: Path) -> Json:
+    """The fields of the text model in a config.json."""
+    fields = Fields(read_json(file), file)
+    return (text_part(fields) or fields).raw
+
+
+def _class_of(config: ModelConfig, fields: Json) -> Any:
     """The model's class in transformers. ConfigError if there is none."""
-    model_type = read_json(file).get("model_type")
+    model_type = fields.get("model_type")
     if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[model_type], None)
         if getattr(kind, "__name__", "") == config.architecture:
@@ -344,8 +374,9 @@ def _class_of(config: ModelConfig, file: Path) -> Any:
     )
 
 
-def _try(causal: Any, body: Any, config: ModelConfig) -> list[AttentionCall]:
-    """The attention of each layer, from forward passes on the meta device. Raises Unsupported."""
+def _try(causal: Any, body: Any, config: ModelConfig) -> tuple[list[AttentionCall], bool]:
+    """The attention of each layer, and whether WithoutViewWrites is needed, from forward passes on
+    the meta device. Raises Unsupported."""
     theirs = causal.config
     if body is causal:
         raise Unsupported("has no body apart from its head")
@@ -355,10 +386,13 @@ def _try(causal: Any, body: Any, config: ModelConfig) -> list[AttentionCall]:
         raise Unsupported("attends within chunks")
     num_layers = theirs.num_hidden_layers
     calls: list[AttentionCall] = []
+    writes = ViewWriteTrial()
 
     def run(length: int) -> None:
         tokens = torch.zeros(TRIAL_BATCH, length, dtype=torch.int64, device=META)
-        out = body(input_ids=tokens, position_ids=tokens, use_cache=False)
+        # In inference mode torch does not tell views.
+        with torch.inference_mode(False), torch.no_grad(), writes:
+            out = body(input_ids=tokens, position_ids=tokens, use_cache=False)
         hidden = out.last_hidden_state
         if hidden.shape[:2] != tokens.shape:
             raise Unsupported(f"gives hidden states of {tuple(hidden.shape)}")
@@ -368,13 +402,11 @@ def _try(causal: Any, body: Any, config: ModelConfig) -> list[AttentionCall]:
         if len(calls) != num_layers or len({id(call.module) for call in calls}) != num_layers:
             raise Unsupported(
                 f"calls attention {len(calls)} times for its {num_layers} layers: caches of its "
-                "own, recurrent layers and layers that share keys are not supported"
+                "own and recurrent layers are not supported"
             )
-    if any(getattr(call.module, "is_kv_shared_layer", False) for call in calls):
-        raise Unsupported("has layers that share keys")
     _check_windows(calls, theirs)
     _try_head(causal, body, config)
-    return calls
+    return calls, writes.is_needed
 
 
 def _try_head(causal: Any, body: Any, config: ModelConfig) -> None:
@@ -510,7 +542,8 @@ def _fill_buffers(causal: Any, path: str, module: nn.Module, device: torch.devic
         marked = torch.full_like(buffer, _mark(buffer.dtype), device="cpu")
         setattr(module, name, marked)
     try:
-        causal._init_weights(module)
+        # A body may read its own attributes there.
+        getattr(module, "_init_weights", causal._init_weights)(module)
     except AttributeError as error:
         # Some code reads what only a part of the model has.
         raise Unsupported(f"cannot initialize {path} by itself ({error})") from error

@@ -10,6 +10,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from config.checkpoint.safetensors_files import Shapes
 from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
+from config.checkpoint.weight_maps.text_part import OUTSIDE
 from hpu.layers.linear import LinearBase
 from hpu.models.transformers_attention import Unsupported
 
@@ -28,6 +29,9 @@ class TransformersWeightMap(WeightMap):
     """Of names that a checkpoint may hold and the model does not need."""
 
     def map_name(self, name: str) -> str:
+        name = self.text_name(name)
+        if name.startswith(OUTSIDE):
+            return name
         for conversion in self.conversions:
             name, _ = conversion.rename_source_key(name)
         for candidate in (self.base_prefix + name, name.removeprefix(self.base_prefix)):
@@ -36,7 +40,7 @@ class TransformersWeightMap(WeightMap):
         return name
 
     def ignores(self, name: str) -> bool:
-        return any(pattern.search(name) for pattern in self.ignored)
+        return name.startswith(OUTSIDE) or any(pattern.search(name) for pattern in self.ignored)
 
 
 def weight_map_of(
@@ -45,11 +49,14 @@ def weight_map_of(
     linears: Mapping[str, type[LinearBase]],
     renamed: Mapping[str, str],
     stored: Shapes,
+    *,
+    is_text_part: bool,
 ) -> TransformersWeightMap:
     """The tensors of `model`, a PreTrainedModel with tensors of `shapes` that a checkpoint fills.
     `linears`: the class that the linear layer of each path became. `renamed`: the parameters that
     have another path now. `stored`: the tensors of the checkpoint, which may hold experts one by
-    one. Raises Unsupported for tensors that transformers converts when it loads them."""
+    one; with `is_text_part` beside those of a model with images or audio. Raises Unsupported for
+    tensors that transformers converts when it loads them."""
     renamings, merges = _conversions(model)
     weight_map = TransformersWeightMap(
         (),
@@ -57,6 +64,7 @@ def weight_map_of(
         base_prefix=f"{model.base_model_prefix}.",
         conversions=tuple(renamings),
         ignored=tuple(_ignored(model, shapes)),
+        is_text_part=is_text_part,
     )
     found = {weight_map.map_name(name) for name in stored}
     specs: list[WeightSpec] = []
@@ -126,8 +134,10 @@ def _conversions(model: Any) -> tuple[list[Any], list[_ExpertMerge]]:
 def _ignored(model: Any, shapes: Shapes) -> Iterator[re.Pattern[str]]:
     # Buffers that early releases wrote into checkpoints.
     yield re.compile(r"\.rotary_emb\.inv_freq$")
-    for pattern in model._keys_to_ignore_on_load_unexpected or ():
-        yield re.compile(pattern)
+    for module in model.modules():
+        # Of projections of keys that a layer shares, the body alone says so.
+        for pattern in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ():
+            yield re.compile(pattern)
     # A tied tensor that the checkpoint stores twice.
     for name in model.all_tied_weights_keys:
         if name not in shapes:

@@ -13,7 +13,7 @@ from torch import nn
 
 from config.buckets import BucketConfig
 from config.checkpoint.safetensors_files import folder_shapes
-from config.checkpoint.shapes import weight_map_of
+from config.checkpoint.shapes import model_shapes, weight_map_of
 from config.engine import DUMMY, EngineConfig
 from config.errors import ConfigError
 from config.model.architectures import is_native
@@ -249,7 +249,8 @@ def _num_weights(config: EngineConfig, facts: ModelConfig, *, is_built_in: bool)
     """Weights in the checkpoint's files, or those that the model would have without them. 0 of a
     model that is refused when it is built."""
     if config.load_format != DUMMY:
-        return sum(map(math.prod, folder_shapes(Path(facts.path)).values()))
+        own = model_shapes(facts, folder_shapes(Path(facts.path)))
+        return sum(map(math.prod, own.values()))
     if not is_built_in:
         return transformers_facts(facts).num_parameters or 0
     weight_map = weight_map_of(facts)

@@ -138,6 +138,15 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+SHARED_KV: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 24,
+    "head_dim": 16,
+    "vocab_size_per_layer_input": 320,
+    "hidden_size_per_layer_input": 16,
+}
 LATER = {
     **{
         name: pytest.mark.skipif(
@@ -220,7 +229,21 @@ def test_caches_of_the_size_of_a_window_give_the_tokens_of_transformers(
 
 @pytest.mark.skipif(transformers_before("5.18"), reason="needs the interfaces of 5.18")
 @pytest.mark.parametrize(
-    ("family", "overrides"), [("olmo2", {}), ("starcoder2", {"sliding_window": 24})]
+    ("family", "overrides"),
+    [
+        ("olmo2", {}),
+        ("starcoder2", {"sliding_window": 24}),
+        ("gemma4_text", {**SHARED_KV, "global_head_dim": 32}),
+        (
+            "gemma3n_text",
+            {
+                **SHARED_KV,
+                "laurel_rank": 8,
+                "altup_num_inputs": 3,
+                "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0],
+            },
+        ),
+    ],
 )
 def test_models_in_the_code_of_transformers_run_short_of_blocks_too(
     family: str, overrides: dict[str, Any], tmp_path: Path

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from config.checkpoint.weight_maps.text_part import OUTSIDE, text_part_name
+
 
 class WeightSpec(NamedTuple):
     """One tensor of a checkpoint."""
@@ -111,6 +113,8 @@ class WeightMap:
     ignored_prefixes: tuple[str, ...] = ()
     """Of tensors that a checkpoint may hold and the model does not need."""
     ignored_suffixes: tuple[str, ...] = ()
+    is_text_part: bool = False
+    """The checkpoint holds a model with images or audio, of which this is the text model."""
 
     def entries(self) -> Iterator[WeightSpec]:
         """Every tensor that a checkpoint must hold."""
@@ -121,7 +125,11 @@ class WeightMap:
                 yield spec._replace(name=name + spec.name, parameter=parameter + spec.parameter)
 
     def map_name(self, name: str) -> str:
-        """The name in this map of the tensor that a checkpoint calls `name`."""
+        """The name in this map of the tensor that a checkpoint calls `name`; with OUTSIDE before it
+        for a tensor outside the text model that is loaded."""
+        name = self.text_name(name)
+        if name.startswith(OUTSIDE):
+            return name
         for prefix in self.stripped_prefixes:
             if name.startswith(prefix):
                 name = name[len(prefix) :]
@@ -132,9 +140,15 @@ class WeightMap:
             name = self.default_prefix + name
         return name
 
+    def text_name(self, name: str) -> str:
+        """What a checkpoint of the text model alone calls `name`; OUTSIDE as in `map_name`."""
+        return text_part_name(name) if self.is_text_part else name
+
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint may hold `name`, as mapped, though the model does not need it."""
-        return name.startswith(self.ignored_prefixes) or name.endswith(self.ignored_suffixes)
+        return name.startswith((OUTSIDE, *self.ignored_prefixes)) or name.endswith(
+            self.ignored_suffixes
+        )
 
     def tensor_names(self) -> dict[str, list[str]]:
         """The tensors that fill each parameter, in the order of its outputs."""

@@ -61,6 +61,7 @@ def decoder_weight_map(
         known_prefixes=(root, head, "score."),
         ignored_prefixes=tuple(ignored),
         ignored_suffixes=(".rotary_emb.inv_freq", *spec.unused),
+        is_text_part=config.is_text_part,
     )
 
 

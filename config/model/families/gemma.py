@@ -111,7 +111,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Gemma3ForCausalLM": Family(
         _gemma3,
-        "Gemma 3 270M, 1B",
+        "Gemma 3",
         "text only",
         defaults={
             **_DEFAULTS,

@@ -10,11 +10,28 @@ from tiny_models import make_tiny
 
 from config.execution import ExecutionConfig
 
+SHARED: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 9,
+    "head_dim": 16,
+    "vocab_size_per_layer_input": 320,
+    "hidden_size_per_layer_input": 16,
+}
+"""The last two layers read the keys and values of the first two."""
 THEIRS = "transformers"
 FIELDS: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "starcoder2": {"sliding_window": 9},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+    "gemma4_text": {**SHARED, "global_head_dim": 32},
+    "gemma3n_text": {
+        **SHARED,
+        "laurel_rank": 8,
+        "altup_num_inputs": 2,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+    },
 }
 
 
@@ -27,6 +44,8 @@ FIELDS: dict[str, dict[str, Any]] = {
         pytest.param("gpt_neox", "torch-compile", marks=pytest.mark.slow),
         ("starcoder2", "torch-compile"),
         ("qwen3_moe", "torch-compile"),
+        pytest.param("gemma4_text", "torch-compile", marks=pytest.mark.slow),
+        pytest.param("gemma3n_text", "torch-compile", marks=pytest.mark.slow),
     ],
 )
 def test_the_card_gives_the_tokens_of_the_cpu_and_compiles_nothing_after_warm_up(

@@ -1,6 +1,7 @@
 """Models in the code of transformers, on our attention, against the plain forward in float32."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,21 @@ from config.model.read_config import read_model_config
 from hpu.layers.linear import LinearBase
 from hpu.layers.norm import RMSNorm
 from hpu.model_loader.size_estimate import count_parameters, kv_block_bytes
+from hpu.models.registry import transformers_facts
 from hpu.runner.kv_cache import block_bytes
 
 if transformers_before("5.18"):
     pytest.skip("needs the interfaces of transformers 5.18", allow_module_level=True)
 
 from hpu.models.transformers_attention import IMPLEMENTATION, Unsupported, record_calls
+from hpu.models.transformers_fallback import TransformersModel
+from hpu.models.transformers_writes import ViewWriteTrial, WithoutViewWrites
 
 NEW_TOKENS = 32
 TOLERANCE = 1e-3
 MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 
+SLIDING, FULL = "sliding_attention", "full_attention"
 GEMMA4: dict[str, Any] = {
     "head_dim": 16,
     "global_head_dim": 16,
@@ -47,7 +52,12 @@ SHARED: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
 """The last two layers read the keys and values of the first two."""
-GEMMA3N = {"laurel_rank": 8, "altup_num_inputs": 2}
+GEMMA3N: dict[str, Any] = {
+    **SHARED,
+    "laurel_rank": 8,
+    "altup_num_inputs": 2,
+    "activation_sparsity_pattern": [0.0] * 4,
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox: a quarter of each head rotated": ("gpt_neox", {}),
@@ -106,6 +116,35 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts": 4,
             "top_k_experts": 2,
             "moe_intermediate_size": 32,
+        },
+    ),
+    "gemma4_text: layers that share keys": ("gemma4_text", SHARED),
+    "gemma4_text: heads of two sizes, one KV head, wide MLPs": (
+        "gemma4_text",
+        {
+            **SHARED,
+            "num_hidden_layers": 5,
+            "num_kv_shared_layers": 3,
+            "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL],
+            "num_key_value_heads": 1,
+            "global_head_dim": 24,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    "gemma3n_text: layers that share keys": ("gemma3n_text", GEMMA3N),
+    "gemma3n_text: sparse MLPs of several sizes": (
+        "gemma3n_text",
+        {
+            **GEMMA3N,
+            "num_hidden_layers": 5,
+            "num_kv_shared_layers": 3,
+            "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL],
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 24,
+            "altup_num_inputs": 3,
+            "intermediate_size": [96, 128, 64, 80, 112],
+            "activation_sparsity_pattern": [0.9, 0.0, 0.5, 0.0, 0.0],
         },
     ),
     "cohere2: windowed layers alone rotate": (
@@ -211,6 +250,24 @@ def test_norms_are_ours_where_they_compute_the_same(
     assert sum(isinstance(module, RMSNorm) for module in model.modules()) == count
 
 
+def test_layers_that_share_keys_have_no_cache_of_their_own(tmp_path: Path) -> None:
+    folder = make_tiny("gemma4_text", tmp_path, **{**SHARED, "global_head_dim": 32})
+    model = load_transformers_model(folder)
+
+    assert model.cache_shapes(3, 8) == [((24, 2, 16),) * 2, ((24, 2, 32),) * 2]
+    caches = [tuple(map(torch.empty, shapes)) for shapes in model.cache_shapes(3, 8)]
+    model.bind_caches(caches, 8)
+    assert isinstance(model, TransformersModel)
+    bound = [one.attn.caches for one in model.attention_layers]
+    for layer, (keys, values) in enumerate(bound):
+        assert keys is caches[layer % 2][0] and values is caches[layer % 2][1]
+
+    facts = transformers_facts(read_model_config(str(folder)))
+    block = kv_block_bytes(facts, num_cards=1, width=4, block_size=8)
+    assert block == block_bytes(model, 8, torch.float32)
+    assert kv_block_bytes(facts, num_cards=2, width=4, block_size=8) == block // 2
+
+
 @torch.inference_mode()
 def test_padding_and_other_requests_change_nothing(tmp_path: Path) -> None:
     folder = make_tiny("starcoder2", tmp_path, sliding_window=9)
@@ -240,17 +297,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "phimoe",
         {**MOE, "sliding_window": 9},
         "hides its window in a mask",
-    ),
-    "Gemma 4 whose layers share keys": ("gemma4_text", SHARED, "has layers that share keys"),
-    "Gemma 3n": (
-        "gemma3n_text",
-        {
-            **SHARED,
-            "laurel_rank": 8,
-            "altup_num_inputs": 2,
-            "activation_sparsity_pattern": [0.0] * 4,
-        },
-        "has layers that share keys",
     ),
     "experts of another kind": (
         "gpt_oss",
@@ -350,9 +396,7 @@ def test_a_config_that_does_not_fit_is_one_sentence(name: str, tmp_path: Path) -
 
 
 def test_the_inner_size_of_a_model_with_one_for_each_layer_is_the_largest(tmp_path: Path) -> None:
-    folder = make_tiny(
-        "gemma3n_text", tmp_path, **SHARED, **GEMMA3N, activation_sparsity_pattern=[0.0] * 4
-    )
+    folder = make_tiny("gemma3n_text", tmp_path, **GEMMA3N)
     _edit(folder, intermediate_size=[96, 128, 64, 64])
     assert read_model_config(str(folder)).intermediate_size == 128
 
@@ -384,3 +428,47 @@ def test_the_size_of_a_model_that_is_not_built_in_is_counted_in_its_files(tmp_pa
     assert count_parameters(facts) == sum(one.numel() for one in model.parameters())
     block = kv_block_bytes(facts, num_cards=1, width=4, block_size=8)
     assert block == block_bytes(model, 8, torch.float32)
+
+
+def _add_rows(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    x[1:] += 3
+    return x * 2
+
+
+def _scale_view(x: torch.Tensor) -> torch.Tensor:
+    turned = (x + 1).transpose(0, 1)
+    turned *= 4
+    return turned
+
+
+def _read_the_base(x: torch.Tensor) -> torch.Tensor:
+    base = x + 1
+    part = base.transpose(0, 1)
+    part *= 4
+    return base
+
+
+def _scale(x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    y *= 4
+    return y
+
+
+@pytest.mark.parametrize(
+    ("function", "is_needed"),
+    [(_add_rows, True), (_scale_view, True), (_read_the_base, False), (_scale, False)],
+)
+def test_writes_to_views_are_replaced_only_where_the_result_stays_the_same(
+    function: Callable[[torch.Tensor], torch.Tensor], is_needed: bool
+) -> None:
+    trial = ViewWriteTrial()
+    with torch.no_grad(), trial:
+        function(torch.empty(3, 2, device="meta"))
+
+    assert trial.is_needed is is_needed
+    x = torch.arange(6.0).view(3, 2)
+    with WithoutViewWrites():
+        found = function(x)
+    # Where it is not allowed, the result would be another one.
+    assert torch.equal(found, function(x)) is (function is not _read_the_base)

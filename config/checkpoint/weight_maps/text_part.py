@@ -1,0 +1,21 @@
+"""Names of tensors in checkpoints of which the text model alone is loaded."""
+
+OUTSIDE = "(no text) "
+"""Before the names of tensors that are not the text model's."""
+
+_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+    "lm_head.": "lm_head.",
+}
+"""Of the tensors of the text model -> those in a checkpoint of a text model."""
+
+
+def text_part_name(name: str) -> str:
+    """The name in a checkpoint of the text model alone; with OUTSIDE before it if it is none of
+    that."""
+    for prefix, own in _PREFIXES.items():
+        if name.startswith(prefix):
+            return own + name[len(prefix) :]
+    return OUTSIDE + name
