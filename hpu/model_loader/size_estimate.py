@@ -127,6 +127,9 @@ def kv_cache_sizes(
     token = _cached_size(config, num_cards) * width
     block = kv_block_bytes(config, num_cards=num_cards, width=width, block_size=block_size)
     limits = [layer.window or layer.chunk for layer in _layers(config)]
+    if config.cached_numbers is not None:
+        # Layers that share keys and values have no rings.
+        limits = []
     windows = [limit for limit in limits if limit is not None]
     tokens = sum(ring_blocks(window, block_size) for window in windows) * block_size
     return CacheSizes(

@@ -277,7 +277,7 @@ class TransformersModel(LoadableModel):
 
     def cache_windows(self) -> list[int | None]:
         specs = [one.attn.kv_cache_spec for one in self.attention_layers]
-        # A layer that shares a ring would read it after new tokens have replaced those that it sees.
+        # A layer that shares a ring would read it after new tokens have replaced what it sees.
         is_shared = None in specs
         return [None if is_shared else spec.window for spec in specs if spec is not None]
 
