@@ -7,6 +7,7 @@ from benchmarks.host_rig import make_config
 from benchmarks.null_device import null_engine_command
 from config.params.sampling import SamplingParams
 from engine.client.launcher import launch
+from engine.client.output_queue import QueueLimits
 from engine.client.zmq import ZmqClient
 from engine.core.engine_process import front_end_endpoint
 from engine.transport.channels import SocketDirectory, new_token
@@ -24,9 +25,8 @@ async def step_seconds(num_rows: int, step_s: float, num_steps: int) -> list[flo
     client = ZmqClient(
         front_end_endpoint(directory.path, 0),
         0,
+        QueueLimits(max_requests=num_rows, max_prompt_tokens=num_rows * PROMPT_TOKENS),
         token=token,
-        max_queued_requests=num_rows,
-        max_queued_prompt_tokens=num_rows * PROMPT_TOKENS,
     )
     found: list[float] = []
     enough = asyncio.Event()

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from config.buckets import BucketConfig
+from config.data_parallel import DataParallelConfig
 from config.errors import ConfigError
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
 from config.parallel import ParallelConfig
@@ -239,6 +240,7 @@ class EngineConfig:
     execution: ExecutionConfig = field(default_factory=ExecutionConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     emulator: EmulatorSettings = field(default_factory=EmulatorSettings)
+    data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
 
     def __post_init__(self) -> None:
         if not self.model:

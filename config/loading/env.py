@@ -17,7 +17,16 @@ from config.loading.vllm_flags import ACCEPTED, absence
 
 PREFIX = "GAUDISERVE_"
 
+DATA_PARALLEL_TOKEN = "GAUDISERVE_DATA_PARALLEL_TOKEN"
+"""The secret by which the hosts of one server know each other. No setting: it is on no command line
+and in no file."""
+MIN_TOKEN_CHARACTERS = 16
+
 RECIPE_CACHE_MB = 8192
+
+HABANA_VISIBLE_MODULES = "HABANA_VISIBLE_MODULES"
+_CARD_VARIABLES = {"hpu": HABANA_VISIBLE_MODULES, "cuda": "CUDA_VISIBLE_DEVICES"}
+"""By device: the list of the cards that a process may use."""
 
 # Variables of Kubernetes in every pod, for a service named gaudiserve, gaudiserve-* or vllm.
 _SERVICE_LINK = re.compile(
@@ -54,7 +63,7 @@ def settings(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
     unknown = [
         _unknown(variable, table)
         for variable, word in environ.items()
-        if variable.startswith(PREFIX) and variable not in table
+        if variable.startswith(PREFIX) and variable not in (*table, DATA_PARALLEL_TOKEN)
         if not is_service_link(variable, word)
     ]
     if unknown:
@@ -129,6 +138,42 @@ def openmp_environment() -> dict[str, str]:
     if "OMP_WAIT_POLICY" in os.environ:
         del variables["GOMP_SPINCOUNT"]
     return {name: value for name, value in variables.items() if name not in os.environ}
+
+
+def data_parallel_token() -> str:
+    """The token for engines on other hosts. Raises ConfigError when there is none, or when it can
+    be guessed."""
+    token = os.environ.get(DATA_PARALLEL_TOKEN, "")
+    if len(token) < MIN_TOKEN_CHARACTERS:
+        raise ConfigError(
+            f"the variable {DATA_PARALLEL_TOKEN} has {len(token)} characters, engines on several "
+            f"hosts need at least {MIN_TOKEN_CHARACTERS}, the same on each host"
+        )
+    return token
+
+
+def device_environment(
+    config: EngineConfig, index: int, count: int, *, num_cards: int = 1
+) -> dict[str, str]:
+    """Variables that give engine `index` of the `count` engines on this host `num_cards` cards of
+    its own, out of those that are visible to this process; empty on a CPU, and for a single engine.
+    Raises ConfigError when fewer cards are visible than the engines need."""
+    variable = _CARD_VARIABLES.get(chosen_device(config.device))
+    if variable is None or count == 1:
+        return {}
+    words = [word.strip() for word in os.environ.get(variable, "").split(",") if word.strip()]
+    cards = words or [str(card) for card in range(count * num_cards)]
+    if len(cards) < count * num_cards:
+        raise ConfigError(
+            f"{count} engines with {num_cards} cards each need {count * num_cards} cards, "
+            f"{variable} has {len(cards)} ({','.join(cards)})"
+        )
+    own = cards[index * num_cards : (index + 1) * num_cards]
+    variables = {variable: ",".join(own)}
+    if variable == HABANA_VISIBLE_MODULES and num_cards == 1:
+        # A process without a group of others takes the first free card, unless this names one.
+        variables["HLS_MODULE_ID"] = own[0]
+    return variables
 
 
 def worker_environment(config: EngineConfig) -> dict[str, str]:

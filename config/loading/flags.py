@@ -6,6 +6,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from types import UnionType
 
 from config.buckets import BucketConfig, Range
+from config.data_parallel import DataParallelConfig
 from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
 from config.parallel import ParallelConfig
@@ -14,6 +15,7 @@ from config.setting import Setting, settings_of
 
 PARTS: Mapping[str, tuple[type, str]] = {
     "engine": (EngineConfig, "Model"),
+    "data_parallel": (DataParallelConfig, "Parallelism"),
     "cache": (CacheConfig, "KV cache"),
     "parallel": (ParallelConfig, "Parallelism"),
     "scheduler": (SchedulerConfig, "Scheduling"),

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from config.buckets import BucketConfig, Range
+from config.data_parallel import DataParallelConfig
 from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.errors import ConfigError
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
@@ -262,6 +263,7 @@ def _build(values: Mapping[str, tuple[object, str]]) -> tuple[EngineConfig, Serv
             buckets[dimension] = _range(dimension, ends)
         engine = EngineConfig(
             **parts["engine"],
+            data_parallel=DataParallelConfig(**parts["data_parallel"]),
             cache=CacheConfig(**parts["cache"]),
             parallel=ParallelConfig(**parts["parallel"]),
             scheduler=SchedulerConfig(**parts["scheduler"]),

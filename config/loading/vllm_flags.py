@@ -39,9 +39,9 @@ VALUES = (
         "--tensor-parallel-size divides a model among devices in this version",
     ),
     (
-        "data-parallel-size data-parallel-size-local",
-        ("1",),
-        "one engine runs in this version; further servers can run behind a load balancer",
+        "data-parallel-backend",
+        ("mp",),
+        "engines are processes that the server starts",
     ),
     ("config-format", ("auto", "hf"), "config.json is read"),
     (
@@ -144,7 +144,12 @@ SWITCHES = (
 
 ABSENT = (
     # Flags, and why they are not in this version.
-    ("data-parallel-* headless node-rank master-addr master-port", "one engine runs"),
+    (
+        "data-parallel-hybrid-lb data-parallel-external-lb",
+        "the server itself distributes the requests over its engines",
+    ),
+    ("headless", "a host with --data-parallel-rank above 0 has no API server"),
+    ("node-rank master-addr master-port", "an engine runs on one host"),
     (
         "enable-expert-parallel all2all-backend expert-placement-strategy num-redundant-experts "
         "enable-eplb eplb-* enable-dbo dbo-* ubatch-size",

@@ -1,16 +1,19 @@
-"""EngineClient: how a front end asks for tokens; what its kinds share."""
+"""EngineClient: how a front end asks for tokens. SingleEngineClient: what the clients of one engine
+share."""
 
 import asyncio
 import itertools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from config.errors import ConfigError, EngineDied, Overloaded, RequestFailed, UserError
 from config.params.pooling import PoolingParams
 from config.params.sampling import SamplingParams
-from engine.client.output_queue import OutputRouter, RequestOutputQueue
+from engine.client.output_queue import OutputRouter, QueueLimits, RequestOutputQueue
 from engine.transport.channels import HIGH_WATER
 from engine.transport.messages import (
+    ENGINE_SHIFT,
+    FRONT_END_SHIFT,
     SLEEP,
     WAKE_UP,
     Abort,
@@ -20,6 +23,7 @@ from engine.transport.messages import (
     Failed,
     FromEngine,
     Progress,
+    PromptBlocks,
     Ready,
     Reply,
     StepOutput,
@@ -35,13 +39,70 @@ NO_SAMPLING = SamplingParams()
 """Of a request that samples nothing."""
 
 
-class EngineClient:
-    """The same calls whether the engine is a process or lives in this one. A subclass implements
-    `start`, `close` and `_send`, and passes the engine's messages to `_receive`."""
+class EngineClient(Protocol):
+    """One engine, or several behind a router: the same calls whether an engine is a process or
+    lives in this one. The methods are those of SingleEngineClient."""
 
-    def __init__(
-        self, index: int, *, max_queued_requests: int, max_queued_prompt_tokens: int
-    ) -> None:
+    @property
+    def engines(self) -> "Sequence[SingleEngineClient]":
+        """The client of each engine, by the engine's number."""
+
+    @property
+    def ready(self) -> Ready | None:
+        """What the engine reported when it had started; None until it takes requests."""
+
+    @property
+    def progress(self) -> Progress | None:
+        """Progress of the start-up."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why no engine is left; None while one runs."""
+
+    @property
+    def is_misconfigured(self) -> bool:
+        """Whether an engine failed with a ConfigError."""
+
+    @property
+    def is_failure_logged(self) -> bool:
+        """Whether the engine said itself why it failed; it has logged that too."""
+
+    @property
+    def stats(self) -> EngineStats:
+        """The latest gauges and counters, summed over engines."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def add(
+        self,
+        prompt: bytes | memoryview,
+        sampling: SamplingParams = NO_SAMPLING,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        name: str = "",
+        pooling: PoolingParams | None = None,
+        is_continuation: bool = False,
+    ) -> RequestOutputQueue: ...
+
+    def abort(self, keys: list[int]) -> None: ...
+
+    async def control(self, name: str, **arguments: Any) -> Any: ...
+
+    async def wait_ready(self) -> Ready: ...
+
+    def fail(self, message: str, *, is_config: bool = False) -> None: ...
+
+
+class SingleEngineClient:
+    """The client of one engine. A subclass implements `start`, `close` and `_send`, and passes the
+    engine's messages to `_receive`."""
+
+    def __init__(self, index: int, limits: QueueLimits, *, engine: int = 0) -> None:
+        """`index` is the front end's number, `engine` the engine's."""
+        self.engine = engine
         self.ready: Ready | None = None
         """What the engine reported when it had started; None until it takes requests."""
         self.progress: Progress | None = None
@@ -55,14 +116,23 @@ class EngineClient:
         self.stats = EngineStats()
         """The latest gauges and counters."""
         self._on_stats: Callable[[EngineStats], None] | None = None
+        self._on_prompt: Callable[[list[bytes]], None] | None = None
         self._settled = asyncio.Event()
         """Set when the engine is ready or has failed."""
-        self._router = OutputRouter(
-            index, max_requests=max_queued_requests, max_prompt_tokens=max_queued_prompt_tokens
-        )
+        first_key = (index << FRONT_END_SHIFT) | (engine << ENGINE_SHIFT)
+        self._router = OutputRouter(first_key, limits)
         self._unsent_aborts: list[int] = []
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_numbers = itertools.count(1)
+
+    @property
+    def engines(self) -> "Sequence[SingleEngineClient]":
+        return (self,)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens that this front end sent to the engine and that wait to be scheduled."""
+        return self._router.num_waiting_tokens
 
     async def start(self) -> None:
         """Start or await the engine; `wait_ready` waits for the end of its start-up."""
@@ -79,6 +149,11 @@ class EngineClient:
     def on_stats(self, observe: Callable[[EngineStats], None] | None) -> None:
         """Call `observe` with every EngineStats that arrives: each sample is sent only once."""
         self._on_stats = observe
+
+    def on_prompt(self, observe: Callable[[list[bytes]], None]) -> None:
+        """Call `observe` with the block hashes of every prompt that another front end sent to this
+        engine."""
+        self._on_prompt = observe
 
     def add(
         self,
@@ -184,6 +259,8 @@ class EngineClient:
         elif isinstance(message, Failed):
             self.is_failure_logged = True
             self.fail(message.message, is_config=message.is_config)
+        elif isinstance(message, PromptBlocks) and self._on_prompt is not None:
+            self._on_prompt(message.hashes)
 
     def _check_ready(self) -> None:
         """Raise EngineDied if the engine failed, Overloaded, with its progress, if it starts."""

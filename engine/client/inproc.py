@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from config.engine import EngineConfig
 from config.errors import EngineDied
-from engine.client.base import EngineClient
+from engine.client.base import SingleEngineClient
+from engine.client.output_queue import QueueLimits
 from engine.core.loop import EngineLoop, describe_failure
 from engine.executors.base import Executor
 from engine.executors.select import make_executor
@@ -18,7 +19,7 @@ class Closed(Exception):
     """The client was closed: the reason with which the loop is stopped."""
 
 
-class InprocClient(EngineClient):
+class InprocClient(SingleEngineClient):
     """An EngineClient without a process. Belongs to one asyncio loop.
 
     Prompt tokens are not limited: offline, a whole data set is added at once.
@@ -32,9 +33,7 @@ class InprocClient(EngineClient):
         ] = make_executor,
     ) -> None:
         super().__init__(
-            0,
-            max_queued_requests=config.scheduler.max_queue_len,
-            max_queued_prompt_tokens=2**62,
+            0, QueueLimits(max_requests=config.scheduler.max_queue_len, max_prompt_tokens=2**62)
         )
         self._config = config
         self._make_executor = make_executor

@@ -1,23 +1,39 @@
 """Launcher: starts engine processes, watches them, stops them."""
 
+import dataclasses
+import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
+from config.data_parallel import DataParallelConfig
 from config.engine import EngineConfig
-from config.loading.env import environment, hpu_environment, runtime_environment
+from config.loading.env import (
+    chosen_device,
+    device_environment,
+    environment,
+    hpu_environment,
+    runtime_environment,
+)
 from engine.core.engine_process import EngineOrders, front_end_endpoint
 from engine.process.child_process import ChildProcess, exit_with_parent, python_command, read_orders
 from engine.transport.channels import SocketDirectory, new_token
+from hpu.host import usable_cores
 
 __all__ = [
     "ChildProcess",
+    "EngineProcesses",
     "SocketDirectory",
     "exit_with_parent",
-    "front_end_endpoint",
+    "front_end_endpoints",
     "launch",
     "new_token",
     "python_command",
     "read_orders",
 ]
+
+logger = logging.getLogger(__name__)
+
+CPU_DEVICES = ("cpu", "hpu-emulator")
 
 
 def launch(
@@ -29,19 +45,98 @@ def launch(
     on_exit: Callable[[str], None] | None = None,
     log_level: str = "info",
     command: Sequence[str] | None = None,
+    engine: int = 0,
 ) -> ChildProcess:
-    """Start an engine process, which ends with this one. It connects to
-    `front_end_endpoint(directory, i)` of each front end and presents `token` there.
+    """Start the process of engine `engine`, which ends with this one. It connects to
+    `front_end_endpoint` of each front end and presents `token` there.
 
     `on_exit(description)` is called on another thread when it ends without `close`. `command`
-    replaces the engine's entry. Raises ConfigError for an execution mode that is not possible.
+    replaces the engine's entry. Raises ConfigError for an execution mode that is not possible, and
+    when there are too few cards.
     """
     # Checked here so that the caller gets the error; the engine decides again, and logs why.
     hpu_environment(config)
+    parallel = config.data_parallel
+    cards = device_environment(config, engine - parallel.first_engine, parallel.num_local)
     return ChildProcess(
-        "the engine",
+        "the engine" if parallel.data_parallel_size == 1 else f"engine {engine}",
         command or python_command("engine.core.engine_process"),
-        EngineOrders(config, directory, num_front_ends, token, log_level=log_level),
-        environment={**environment(), **runtime_environment(config)},
+        EngineOrders(config, directory, num_front_ends, token, engine, log_level),
+        environment={**environment(), **runtime_environment(config), **cards},
         on_exit=on_exit,
     )
+
+
+def front_end_endpoints(
+    parallel: DataParallelConfig, directory: str, index: int
+) -> tuple[str, ...]:
+    """Where front end `index` listens, for each engine."""
+    return tuple(
+        front_end_endpoint(directory, index, engine, parallel)
+        for engine in range(parallel.data_parallel_size)
+    )
+
+
+class EngineProcesses:
+    """The engines of this host: started together, each one watched, stopped together."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        directory: str,
+        num_front_ends: int,
+        *,
+        token: str,
+        on_exit: Callable[[int, str], None],
+        log_level: str = "info",
+        command: Sequence[str] | None = None,
+    ) -> None:
+        """Start them as `launch` does; `on_exit` gets the engine's number too."""
+        config = share_cores(config)
+        first = config.data_parallel.first_engine
+        self.processes: dict[int, ChildProcess] = {}
+        """By the engine's number."""
+        try:
+            for engine in range(first, first + config.data_parallel.num_local):
+                self.processes[engine] = launch(
+                    config,
+                    directory,
+                    num_front_ends,
+                    token=token,
+                    on_exit=partial(on_exit, engine),
+                    log_level=log_level,
+                    command=command,
+                    engine=engine,
+                )
+        except BaseException:
+            self.close(0)
+            raise
+
+    @property
+    def num_running(self) -> int:
+        return sum(process.poll() is None for process in self.processes.values())
+
+    def close(self, timeout_s: float) -> None:
+        """Stop all at once and wait until they are gone; safe to call twice."""
+        for process in self.processes.values():
+            process.stop()
+        for process in self.processes.values():
+            process.close(timeout_s)
+
+
+def share_cores(config: EngineConfig, num_cores: int | None = None) -> EngineConfig:
+    """`config` for one of several engines that compute on this host's CPU: each gets its part of
+    `num_cores` (None: the cores of this process) as compute threads, unless the user set the
+    number."""
+    count = config.data_parallel.num_local
+    if count == 1 or config.num_threads or chosen_device(config.device) not in CPU_DEVICES:
+        return config
+    num_cores = num_cores or usable_cores()
+    num_threads = max(1, num_cores // count)
+    logger.info(
+        "%d engines share %d cores: each has %d compute threads (--num-threads)",
+        count,
+        num_cores,
+        num_threads,
+    )
+    return dataclasses.replace(config, num_threads=num_threads)

@@ -1,4 +1,5 @@
-"""RequestOutputQueue: the output of one request. OutputRouter: all queues of a front end."""
+"""RequestOutputQueue: the output of one request. OutputRouter: all queues of a front end for one
+engine."""
 
 import asyncio
 import itertools
@@ -6,7 +7,7 @@ import itertools
 import msgspec
 
 from config.errors import EngineDied, Overloaded
-from engine.transport.messages import FRONT_END_SHIFT, Finish, StepOutput
+from engine.transport.messages import Finish, StepOutput
 from hpu.protocol import Logprobs
 
 
@@ -69,37 +70,56 @@ class RequestOutputQueue:
             self._reader = None
 
 
+class QueueLimits:
+    """The waiting requests of one front end, over all of its engines, and their limits."""
+
+    def __init__(self, *, max_requests: int, max_prompt_tokens: int) -> None:
+        self._max_requests = max_requests
+        self._max_prompt_tokens = max_prompt_tokens
+        self._num_requests = 0
+        self._num_tokens = 0
+
+    def enter(self, num_tokens: int, *, is_continuation: bool = False) -> None:
+        """Count a request with so many prompt tokens. Raises Overloaded when too many requests or
+        tokens wait, unless it continues a request that was accepted before."""
+        if self._num_requests >= self._max_requests and not is_continuation:
+            raise Overloaded(
+                f"{self._num_requests} requests are waiting, and at most {self._max_requests} may."
+            )
+        num_waiting = self._num_tokens + num_tokens
+        if num_waiting > self._max_prompt_tokens and not is_continuation:
+            raise Overloaded(
+                f"{self._num_tokens} prompt tokens are waiting and this request has "
+                f"{num_tokens}, and at most {self._max_prompt_tokens} may wait."
+            )
+        self._num_requests += 1
+        self._num_tokens = num_waiting
+
+    def leave(self, num_tokens: int) -> None:
+        """Undo `enter`."""
+        self._num_requests -= 1
+        self._num_tokens -= num_tokens
+
+
 class OutputRouter:
-    """The output queues of one front end, and its limits on waiting requests.
+    """The output queues of one front end for one engine.
 
     A request waits from `open` until it is scheduled, gains a token or finishes.
     """
 
-    def __init__(self, index: int, *, max_requests: int, max_prompt_tokens: int) -> None:
+    def __init__(self, first_key: int, limits: QueueLimits) -> None:
+        self.num_waiting_tokens = 0
+        """Prompt tokens of the requests that wait."""
         self._queues: dict[int, RequestOutputQueue] = {}
-        self._keys = itertools.count(index << FRONT_END_SHIFT)
-        self._max_requests = max_requests
-        self._max_prompt_tokens = max_prompt_tokens
-        self._num_waiting = 0
-        self._num_waiting_tokens = 0
+        self._keys = itertools.count(first_key)
+        self._limits = limits
 
     def open(self, num_prompt_tokens: int, *, is_continuation: bool = False) -> RequestOutputQueue:
-        """The queue of a new request. Raises Overloaded when too many requests or tokens wait,
-        unless it continues a request that was accepted before."""
-        if self._num_waiting >= self._max_requests and not is_continuation:
-            raise Overloaded(
-                f"{self._num_waiting} requests are waiting, and at most {self._max_requests} may."
-            )
-        num_waiting_tokens = self._num_waiting_tokens + num_prompt_tokens
-        if num_waiting_tokens > self._max_prompt_tokens and not is_continuation:
-            raise Overloaded(
-                f"{self._num_waiting_tokens} prompt tokens are waiting and this request has "
-                f"{num_prompt_tokens}, and at most {self._max_prompt_tokens} may wait."
-            )
+        """The queue of a new request. Raises Overloaded like QueueLimits.enter."""
+        self._limits.enter(num_prompt_tokens, is_continuation=is_continuation)
         queue = RequestOutputQueue(next(self._keys), num_prompt_tokens)
         self._queues[queue.key] = queue
-        self._num_waiting += 1
-        self._num_waiting_tokens = num_waiting_tokens
+        self.num_waiting_tokens += num_prompt_tokens
         return queue
 
     def deliver(self, output: StepOutput) -> None:
@@ -157,6 +177,6 @@ class OutputRouter:
 
     def _leave_waiting(self, queue: RequestOutputQueue) -> None:
         if queue.num_waiting_tokens >= 0:
-            self._num_waiting -= 1
-            self._num_waiting_tokens -= queue.num_waiting_tokens
+            self._limits.leave(queue.num_waiting_tokens)
+            self.num_waiting_tokens -= queue.num_waiting_tokens
             queue.num_waiting_tokens = -1

@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import Callable
 
-from engine.client.base import EngineClient
+from engine.client.base import SingleEngineClient
+from engine.client.output_queue import QueueLimits
 from engine.transport.channels import RouterSocket, ZmqContext, rejection_warning
 from engine.transport.messages import FromEngine, Hello, Ready, ToEngine
 
@@ -14,25 +15,21 @@ DISCONNECT_GRACE_S = 0.3
 """How long a better reason (the exit code) may take to arrive once the engine has disconnected."""
 
 
-class ZmqClient(EngineClient):
+class ZmqClient(SingleEngineClient):
     """An EngineClient over a request channel. Belongs to one asyncio loop."""
 
     def __init__(
         self,
         endpoint: str,
         index: int,
+        limits: QueueLimits,
         *,
         token: str,
-        max_queued_requests: int,
-        max_queued_prompt_tokens: int,
+        engine: int = 0,
     ) -> None:
-        """`index` is this front end's number; it listens at `endpoint` for its engine, which
+        """`index` is this front end's number; it listens at `endpoint` for engine `engine`, which
         presents `token`."""
-        super().__init__(
-            index,
-            max_queued_requests=max_queued_requests,
-            max_queued_prompt_tokens=max_queued_prompt_tokens,
-        )
+        super().__init__(index, limits, engine=engine)
         self._endpoint = endpoint
         self._context = ZmqContext(token)
         self._rejected = rejection_warning(endpoint)

@@ -55,8 +55,11 @@ class EngineCore:
         table: BucketTable,
         clock: Callable[[], float],
         on_progress: Callable[[WarmupProgress], None] = lambda progress: None,
+        *,
+        engine: int = 0,
     ) -> None:
-        """`on_progress` is called during warm-ups after a sleep."""
+        """`on_progress` is called during warm-ups after a sleep. `engine` is its number among the
+        engines of a server."""
         scheduler = config.scheduler
         self._executor = executor
         self._clock = clock
@@ -66,7 +69,8 @@ class EngineCore:
         self._limits = ModelLimits(
             ready.max_model_len, ready.vocab_size, frozenset(ready.eos_token_ids)
         )
-        self._seeds = random.Random(config.seed)
+        # Engines of one server draw different seeds: the same prompt may go to several of them.
+        self._seeds = random.Random(config.seed + (engine << 64))
         self._stats = StepStats(graph_bytes=ready.graph_bytes)
         self._stats.update_counters(ready.counters)
         self._table = table

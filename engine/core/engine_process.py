@@ -6,11 +6,13 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
+from config.data_parallel import DataParallelConfig
 from config.engine import EngineConfig
-from config.errors import EngineDied
+from config.errors import ConfigError, EngineDied
 from config.log import setup as setup_log
 from engine.core.loop import EngineLoop, describe_failure
 from engine.executors.base import Executor
@@ -21,13 +23,24 @@ from engine.process.child_process import (
     read_orders,
     run_child,
 )
-from engine.transport.channels import HIGH_WATER, PairSocket, Waiter, ZmqContext, endpoint
+from engine.transport.channels import (
+    HIGH_WATER,
+    ConnectionWatch,
+    PairSocket,
+    Waiter,
+    ZmqContext,
+    endpoint,
+)
 from engine.transport.messages import Failed, FromEngine, Hello, ToEngine
 
 logger = logging.getLogger(__name__)
 
 CONFIG_ERROR_EXIT = 2
 """The exit code for a ConfigError."""
+
+MAX_PORT = 65535
+
+ONE_ENGINE = DataParallelConfig()
 
 LINGER_S = 1.0
 """How long the last messages may take to be sent."""
@@ -44,12 +57,37 @@ class EngineOrders(msgspec.Struct, frozen=True):
     token: str
     """What front ends require of a peer that connects."""
     engine: int = 0
+    """The engine's number among those of the server."""
     log_level: str = "info"
 
+    @property
+    def own_directory(self) -> str:
+        """For the sockets of this engine's workers, which are named alike in all engines."""
+        return str(Path(self.directory, f"e{self.engine}")) if self.engine else self.directory
 
-def front_end_endpoint(directory: str, index: int) -> str:
-    """Where front end `index` listens for its engines."""
-    return endpoint(directory, f"fe{index}.sock")
+    def endpoint(self, index: int) -> str:
+        """Where front end `index` listens for this engine."""
+        return front_end_endpoint(self.directory, index, self.engine, self.config.data_parallel)
+
+
+def front_end_endpoint(
+    directory: str,
+    index: int,
+    engine: int = 0,
+    data_parallel: DataParallelConfig = ONE_ENGINE,
+) -> str:
+    """Where front end `index` listens for engine `engine`: a socket in `directory`, or a port for
+    engines of other hosts. Raises ConfigError when there is no such port."""
+    if data_parallel.has_api_servers and engine < data_parallel.num_local:
+        return endpoint(directory, f"fe{index}-{engine}.sock" if engine else f"fe{index}.sock")
+    first, size = data_parallel.data_parallel_rpc_port, data_parallel.data_parallel_size
+    port = first + index * size + engine
+    if port > MAX_PORT:
+        raise ConfigError(
+            f"engine {engine} of API server {index} needs port {port}, the last one is {MAX_PORT}: "
+            "lower --data-parallel-rpc-port"
+        )
+    return f"tcp://{data_parallel.data_parallel_address}:{port}"
 
 
 def main() -> None:
@@ -73,6 +111,7 @@ def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
     loop = EngineLoop(
         orders.config, output.put, num_front_ends=orders.num_front_ends, engine=orders.engine
     )
+    os.makedirs(orders.own_directory, mode=0o700, exist_ok=True)
     receiver = MessageReceiver(orders, context, loop)
     output.on_error = loop.stop
     receiver.start()
@@ -81,7 +120,7 @@ def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
     try:
         try:
             executor = make_executor(
-                orders.config, orders.directory, lambda message: loop.stop(EngineDied(message))
+                orders.config, orders.own_directory, lambda message: loop.stop(EngineDied(message))
             )
             loop.run(executor, freeze_garbage=True)
         except Exception as error:
@@ -110,9 +149,7 @@ class MessageSender:
 
     def __init__(self, orders: EngineOrders, context: ZmqContext) -> None:
         self._sockets: list[PairSocket[FromEngine, ToEngine]] = [
-            context.connect_dealer(
-                front_end_endpoint(orders.directory, index), f"{orders.engine}.out", ToEngine
-            )
+            context.connect_dealer(orders.endpoint(index), f"{orders.engine}.out", ToEngine)
             for index in range(orders.num_front_ends)
         ]
         # Reentrant: the main thread, interrupted by STOP with the lock, sends Failed.
@@ -156,27 +193,32 @@ class MessageReceiver:
         self._thread.join(LINGER_S)
 
     def _run(self) -> None:
+        watches: list[ConnectionWatch] = []
         sockets: list[PairSocket[FromEngine, ToEngine]] = [
             self._context.connect_dealer(
-                front_end_endpoint(self._orders.directory, index),
-                f"{self._orders.engine}.in",
-                ToEngine,
+                self._orders.endpoint(index), f"{self._orders.engine}.in", ToEngine, watches
             )
             for index in range(self._orders.num_front_ends)
         ]
         for socket in sockets:
             socket.send(Hello(self._orders.engine, os.getpid()))
         try:
-            self._listen(sockets)
+            self._listen(sockets, watches)
         except Exception as error:
             self._loop.stop(error)
         finally:
+            for watch in watches:
+                watch.close()
             for socket in sockets:
                 socket.close()
 
-    def _listen(self, sockets: list[PairSocket[FromEngine, ToEngine]]) -> None:
-        waiter = Waiter(sockets, [self._end_read])
+    def _listen(
+        self, sockets: list[PairSocket[FromEngine, ToEngine]], watches: list[ConnectionWatch]
+    ) -> None:
+        waiter = Waiter([*sockets, *watches], [self._end_read])
         while self._end_read not in waiter.wait():
+            for watch in watches:
+                watch.check()
             for index, socket in enumerate(sockets):
                 while (message := socket.receive()) is not None:
                     self._loop.receive(index, message)

@@ -29,6 +29,7 @@ from engine.transport.messages import (
     Finish,
     FromEngine,
     Progress,
+    PromptBlocks,
     Ready,
     Reply,
     StepOutput,
@@ -40,6 +41,9 @@ from hpu.protocol import WarmupProgress, WorkerReady
 logger = logging.getLogger(__name__)
 
 Entry = tuple[int, ToEngine, list[bytes], Grammar | None] | BaseException
+
+MAX_ANNOUNCED_BLOCKS = 1024
+"""Of one prompt: as many as a router looks at."""
 
 Emit = Callable[[int | None, FromEngine], None]
 """Sends a message to the front end of this index (None: to all); called on several threads."""
@@ -58,6 +62,7 @@ class EngineLoop:
         self._config = config
         self._emit = emit
         self._num_front_ends = num_front_ends
+        self._has_routers = config.data_parallel.data_parallel_size > 1
         self._engine = engine
         self._inbox: SimpleQueue[Entry] = SimpleQueue()
         self._compiler = GrammarCompiler()
@@ -92,6 +97,8 @@ class EngineLoop:
             hashes = block_hashes(
                 message.prompt, self._block_size, message.cache_salt, message.adapter
             )
+            if self._has_routers:
+                self._announce(front_end, hashes)
         spec = message.sampling.structured_outputs
         if spec is None:
             self._inbox.put((front_end, message, hashes, None))
@@ -99,6 +106,13 @@ class EngineLoop:
         with self._lock:
             self._compiling.add(message.key)
         self._when_compiled(spec, lambda result: self._admit(front_end, message, hashes, result))
+
+    def _announce(self, front_end: int, hashes: list[bytes]) -> None:
+        """Tell the routers of the other front ends what this engine will have cached."""
+        message = PromptBlocks(hashes[:MAX_ANNOUNCED_BLOCKS])
+        for other in range(self._num_front_ends):
+            if other != front_end and hashes:
+                self._emit(other, message)
 
     def _compile(self, front_end: int, control: Control) -> None:
         """Answer a control that compiles a grammar, now or later, on any thread."""
@@ -169,7 +183,13 @@ class EngineLoop:
         self._compiler.start(self._config.model, worker.vocab_size, ends, early=freeze_garbage)
         table = make_table(self._config, worker)
         core = EngineCore(
-            self._config, executor, worker, table, time.monotonic, on_progress=self._report
+            self._config,
+            executor,
+            worker,
+            table,
+            time.monotonic,
+            on_progress=self._report,
+            engine=self._engine,
         )
         for front_end in range(self._num_front_ends):
             core.add_front_end(front_end)

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import zmq
 
-from config.errors import ConfigError
+from config.errors import ConfigError, EngineDied
 from config.log import LimitedWarning
 from config.owned_directory import OwnedDirectory
 
@@ -40,6 +40,12 @@ can announce."""
 HANDSHAKE_TIMEOUT_MS = 5000
 """A connection that has not presented the token by then is closed. One of ours that was delayed for
 so long by a busy machine reconnects."""
+
+TCP = "tcp://"
+
+HEARTBEAT_MS = 2000
+HEARTBEAT_TIMEOUT_MS = 10_000
+"""Of connections to other hosts: a peer that does not answer for so long has disconnected."""
 
 _USER = b"gaudiserve"
 """PLAIN requires a user name beside the password."""
@@ -113,10 +119,44 @@ class PairSocket(Generic[Sent, Received]):
         self._socket.close(linger=round(linger_s * 1000))
 
 
+class ConnectionWatch:
+    """Notices that the peer of a PairSocket has gone, or that it refused the token. To be created
+    before the connection is made, and used on the thread of the socket."""
+
+    def __init__(self, socket: PairSocket[Any, Any], peer: str) -> None:
+        """`peer` is the name of the other side in errors."""
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        watched = socket._socket
+        self._socket = _monitor(watched, watched.context, events | zmq.EVENT_DISCONNECTED)
+        self._peer = peer
+        self._was_connected = False
+
+    def check(self) -> None:
+        """Raise EngineDied if the peer has gone, ConfigError if it refused the token."""
+        while True:
+            try:
+                event, _ = _EVENT.unpack(self._socket.recv_multipart(zmq.NOBLOCK)[0])
+            except zmq.Again:
+                return
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._was_connected = True
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                raise ConfigError(f"{self._peer} refused the token: all hosts need the same one")
+            elif self._was_connected:
+                raise EngineDied(f"{self._peer} has disconnected")
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
 class Waiter:
     """Waits until a socket has a message or a file descriptor is readable."""
 
-    def __init__(self, sockets: Sequence[PairSocket[Any, Any]], fds: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        sockets: "Sequence[PairSocket[Any, Any] | ConnectionWatch]",
+        fds: Sequence[int] = (),
+    ) -> None:
         self._poller = zmq.Poller()
         for socket in sockets:
             self._poller.register(socket._socket, zmq.POLLIN)
@@ -270,13 +310,24 @@ class ZmqContext:
         self._connect(socket, endpoint)
         return PairSocket(socket, received)
 
-    def connect_dealer(self, endpoint: str, name: str, received: Any) -> PairSocket[Any, Any]:
-        """Connect to a router, which identifies this socket as `name`."""
+    def connect_dealer(
+        self,
+        endpoint: str,
+        name: str,
+        received: Any,
+        watches: "list[ConnectionWatch] | None" = None,
+    ) -> PairSocket[Any, Any]:
+        """Connect to a router, which identifies this socket as `name`. If the router is on another
+        host, whose end no parent process tells of, a watch of the connection is added to
+        `watches`."""
         socket = self._socket(zmq.DEALER)
         socket.setsockopt(zmq.ROUTING_ID, name.encode())
         socket.setsockopt(zmq.RECONNECT_IVL, 10)
+        pair: PairSocket[Any, Any] = PairSocket(socket, received)
+        if watches is not None and endpoint.startswith(TCP):
+            watches.append(ConnectionWatch(pair, endpoint))
         self._connect(socket, endpoint)
-        return PairSocket(socket, received)
+        return pair
 
     def bind_router(
         self, endpoint: str, received: Any, *, num_peers: int = 0
@@ -315,6 +366,7 @@ class ZmqContext:
         # PLAIN costs a handshake and nothing after it; CURVE would encrypt 4 MB of masks for 10 ms.
         socket.setsockopt(zmq.PLAIN_USERNAME, _USER)
         socket.setsockopt(zmq.PLAIN_PASSWORD, self._token)
+        _add_heartbeats(socket, endpoint)
         socket.connect(endpoint)
 
     def _listen(self, socket: "zmq.Socket[bytes]", endpoint: str, *, counts: bool) -> None:
@@ -323,6 +375,7 @@ class ZmqContext:
         socket.setsockopt(zmq.ZAP_DOMAIN, _USER)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        _add_heartbeats(socket, endpoint)
         self._authenticator = _Authenticator(
             self._context, self._token, rejection_warning(endpoint), socket if counts else None
         )
@@ -400,6 +453,13 @@ class _Authenticator:
                 self._num_admitted -= 1
             else:
                 self._rejected.add()
+
+
+def _add_heartbeats(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+    """Between hosts: a host that loses its power closes no connection."""
+    if endpoint.startswith(TCP):
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
 
 
 def rejection_warning(endpoint: str) -> LimitedWarning:

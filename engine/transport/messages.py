@@ -13,7 +13,15 @@ from config.params.sampling import SamplingParams
 from hpu.protocol import Logprobs as Logprobs
 
 FRONT_END_SHIFT = 48
-"""A key is (front end index << 48) | serial number."""
+"""A key is (front end index << 48) | (engine << 40) | serial number."""
+
+ENGINE_SHIFT = 40
+"""The engine has 8 bits of a key: config/data_parallel.py holds it below 256."""
+
+
+def engine_of(key: int) -> int:
+    """The engine that has the request with this key."""
+    return (key >> ENGINE_SHIFT) & 0xFF
 
 
 COMPILE_GRAMMAR = "compile_grammar"
@@ -226,4 +234,11 @@ class Failed(msgspec.Struct, array_like=True, gc=False, tag=9):
     """It is a ConfigError."""
 
 
-FromEngine = StepOutput | Reply | Hello | Progress | Ready | Failed
+class PromptBlocks(msgspec.Struct, array_like=True, gc=False, tag=10):
+    """The hashes of the full blocks of a prompt that an engine was sent by another front end: every
+    router knows what each engine has cached."""
+
+    hashes: list[bytes]
+
+
+FromEngine = StepOutput | Reply | Hello | Progress | Ready | Failed | PromptBlocks

@@ -1,6 +1,7 @@
 """Probes, version, load and metrics, for operators, routers and Prometheus."""
 
 from functools import partial
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -22,7 +23,7 @@ def admin_routes(state: AppState) -> APIRouter:
     @get(
         "/health",
         operation_id="health",
-        summary="Liveness; fails when the engine has died",
+        summary="Liveness; fails when the last engine has died",
     )
     async def get_health() -> Response:
         return _health(state)
@@ -92,8 +93,12 @@ def _readiness(state: AppState) -> Response:
         state.check_awake()
     except (EngineDied, Overloaded) as error:
         return fault_of(error).response()
+    answer: dict[str, Any] = {"status": "ready"}
+    engines = state.client.engines
+    if len(engines) > 1:
+        num_alive = sum(engine.failure is None for engine in engines)
+        answer["engines"] = f"{num_alive} of {len(engines)}"
     progress = state.client.progress
-    if progress is None or progress.stage != LATER or progress.done >= progress.total:
-        return json_response({"status": "ready"})
-    warmup = {"done": progress.done, "total": progress.total}
-    return json_response({"status": "ready", "warmup": warmup})
+    if progress is not None and progress.stage == LATER and progress.done < progress.total:
+        answer["warmup"] = {"done": progress.done, "total": progress.total}
+    return json_response(answer)

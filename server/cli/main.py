@@ -106,12 +106,15 @@ def _serve(argv: list[str]) -> int:
     from config.startup_checks import check_device
 
     check_device(engine.device)
+    from server.process.engine_host import serve_engines
     from server.process.supervisor import serve
 
     default_names = NAMES if engine.model in NAMES else (engine.model,)
     names = server.served_model_names or default_names
     resolve = partial(_checked, engine, server)
-    return serve(engine, dataclasses.replace(server, served_model_names=names), resolve)
+    server = dataclasses.replace(server, served_model_names=names)
+    start = serve if engine.data_parallel.has_api_servers else serve_engines
+    return start(engine, server, resolve)
 
 
 def _with_reasons(reasons: Mapping[str, str]) -> str:

@@ -154,6 +154,11 @@ class BeamSearchGeneration:
         self._first_step = self._step = self._send_step(params.prompt_logprobs)
 
     @property
+    def engine(self) -> int:
+        """The engine of the first beam's first token."""
+        return self._first_step.engine
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Each prompt counted once."""
         return self._first_step.num_prompt_tokens

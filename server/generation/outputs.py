@@ -103,6 +103,11 @@ class RequestStream(Protocol):
     at most one delta per choice."""
 
     @property
+    def engine(self) -> int:
+        """The engine of the first sequence."""
+        ...
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Each prompt counted once, whatever n."""
         ...

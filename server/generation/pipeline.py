@@ -11,7 +11,7 @@ from config.params.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingP
 from config.server import ServerConfig
 from engine.client.base import EngineClient
 from engine.client.output_queue import RequestOutputQueue, Update
-from engine.transport.messages import Finish, Ready
+from engine.transport.messages import Finish, Ready, engine_of
 from server.generation.outputs import Delta, Output, PositionLogprobs, Prompt, Timing
 from server.generation.sequence import Sequence
 from server.generation.validation import check_allowed_tokens, check_ids, output_limit
@@ -172,6 +172,8 @@ class Generation:
     """
 
     def __init__(self, client: EngineClient, prompts: list[Prompt], num_choices: int) -> None:
+        self.engine = 0
+        """The engine of the first sequence."""
         self._client = client
         self._prompts = prompts
         self._num_choices = num_choices
@@ -191,6 +193,8 @@ class Generation:
         if sequence.is_instant:
             self._instant.append(sequence)
         if queue is not None:
+            if not self._queues:
+                self.engine = engine_of(queue.key)
             self._queues[sequence.index] = queue
 
     @property

@@ -105,15 +105,17 @@ class Registry:
         self._families: dict[str, CounterFamily | HistogramFamily] = {}
 
     def counter(self, name: str, text: str, label_names: Sequence[str]) -> CounterFamily:
-        """A new family of counters."""
-        family = self._families[name] = CounterFamily(name, text, label_names)
+        """The family of counters with this name."""
+        family = self._families.setdefault(name, CounterFamily(name, text, label_names))
+        assert isinstance(family, CounterFamily), f"{name} is a histogram"
         return family
 
     def histogram(
         self, name: str, text: str, label_names: Sequence[str], bounds: Sequence[float]
     ) -> HistogramFamily:
-        """A new family of histograms, with these upper bounds of buckets."""
-        family = self._families[name] = HistogramFamily(name, text, label_names, bounds)
+        """The family of histograms with this name and these upper bounds of buckets."""
+        family = self._families.setdefault(name, HistogramFamily(name, text, label_names, bounds))
+        assert isinstance(family, HistogramFamily), f"{name} is a counter"
         return family
 
     def snapshot(self) -> Snapshot:

@@ -1,4 +1,4 @@
-"""Metrics of the engine, from its latest stats.
+"""Metrics of the engines, from their latest stats.
 
 All API servers receive the same stats, so each can report them alone and nothing is counted twice.
 """
@@ -6,11 +6,13 @@ All API servers receive the same stats, so each can report them alone and nothin
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 
+import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from engine.client.base import EngineClient
+from engine.client.base import EngineClient, SingleEngineClient
 from engine.transport.messages import ASLEEP, AWAKE, LATER, EngineStats
 from server.metrics.counters import Labels, Registry
+from server.metrics.requests import LABELS
 
 WARMUP = "warmup"
 """Progress stage before Ready that counts buckets."""
@@ -23,29 +25,51 @@ TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 
 
 
 class EngineCollector:
-    """Creates the metric families at each scrape."""
+    """Creates the metric families at each scrape, each with the series of all engines."""
 
-    def __init__(self, client: EngineClient, labels: Mapping[str, str]) -> None:
-        self._client = client
-        self._names = tuple(labels)
-        self._values = tuple(labels.values())
+    def __init__(self, client: EngineClient, model_name: str) -> None:
         self._histograms = Registry()
-        self._iteration_tokens = self._histograms.histogram(
-            "vllm:iteration_tokens_total", "Tokens computed in a step.", self._names, TOKENS
-        ).labels(*self._values)
-        step_seconds = self._histograms.histogram(
-            "hpu_step_seconds", "A forward pass with sampling.", (*self._names, "phase"), STEP_S
+        self._engines = [
+            _EngineMetrics(engine, (model_name, str(engine.engine)), self._histograms)
+            for engine in client.engines
+        ]
+
+    def observe(self, engine: int, stats: EngineStats) -> None:
+        """Take the samples of one stats message of `engine`."""
+        self._engines[engine].observe(stats)
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._histograms.collect()
+        families: dict[str, Metric] = {}
+        for engine in self._engines:
+            for family in engine.collect():
+                if family.name in families:
+                    families[family.name].samples += family.samples
+                else:
+                    families[family.name] = family
+        yield from families.values()
+
+
+class _EngineMetrics:
+    """The metrics of one engine."""
+
+    def __init__(self, engine: SingleEngineClient, labels: Labels, histograms: Registry) -> None:
+        self._engine = engine
+        self._values = labels
+        self._iteration_tokens = histograms.histogram(
+            "vllm:iteration_tokens_total", "Tokens computed in a step.", LABELS, TOKENS
+        ).labels(*labels)
+        step_seconds = histograms.histogram(
+            "hpu_step_seconds", "A forward pass with sampling.", (*LABELS, "phase"), STEP_S
         )
-        self._step_seconds = [step_seconds.labels(*self._values, phase) for phase in PHASES]
-        compile_seconds = self._histograms.histogram(
+        self._step_seconds = [step_seconds.labels(*labels, phase) for phase in PHASES]
+        compile_seconds = histograms.histogram(
             "hpu_graph_compile_seconds",
             "Time to compile a graph.",
-            (*self._names, "stage"),
+            (*LABELS, "stage"),
             COMPILE_S,
         )
-        self._compile_seconds = {
-            stage: compile_seconds.labels(*self._values, stage) for stage in STAGES
-        }
+        self._compile_seconds = {stage: compile_seconds.labels(*labels, stage) for stage in STAGES}
         self._compiled = dict.fromkeys(STAGES, (0, 0.0))
         """By stage: number of observed compilations, and their seconds."""
         try:
@@ -74,8 +98,13 @@ class EngineCollector:
             self._compiled[stage] = (count, seconds)
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._client.stats
-        yield from self._histograms.collect()
+        engine, stats = self._engine, self._engine.stats
+        if engine.failure is not None:
+            stats = msgspec.structs.replace(stats, running=0, waiting=0, blocks_used=0)
+        is_up = engine.ready is not None and engine.failure is None
+        yield self._gauge(
+            "gaudiserve:engine_up", "1 while the engine takes requests, 0 once it died.", is_up
+        )
         yield from self._queue(stats)
         yield from self._cache(stats)
         yield from self._launches(stats)
@@ -94,7 +123,7 @@ class EngineCollector:
         kind: type[GaugeMetricFamily] | type[CounterMetricFamily] = GaugeMetricFamily,
     ) -> Metric:
         """A gauge for each of `values`, which are by the values of `label_names`."""
-        family = kind(name, text, labels=[*self._names, *label_names])
+        family = kind(name, text, labels=[*LABELS, *label_names])
         for labels, value in values.items():
             family.add_metric([*self._values, *labels], value)
         return family
@@ -128,7 +157,7 @@ class EngineCollector:
         text = "Share of the KV blocks in use, 0 to 1."
         yield self._gauge("vllm:kv_cache_usage_perc", text, usage)
         yield self._gauge("vllm:gpu_cache_usage_perc", text, usage)
-        ready = self._client.ready
+        ready = self._engine.ready
         if ready is not None:
             yield self._info(
                 "vllm:cache_config_info",
@@ -194,7 +223,7 @@ class EngineCollector:
         )
 
     def _device(self, stats: EngineStats) -> Iterator[Metric]:
-        ready = self._client.ready
+        ready = self._engine.ready
         weights = kv = total = 0
         device = driver = software = ""
         if ready is not None:
@@ -221,7 +250,7 @@ class EngineCollector:
         )
 
     def _warmup(self) -> Iterator[Metric]:
-        ready, progress = self._client.ready, self._client.progress
+        ready, progress = self._engine.ready, self._engine.progress
         done = total = 0
         stage = WARMUP if ready is None else LATER
         if progress is not None and progress.stage == stage:

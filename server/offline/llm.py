@@ -1,4 +1,4 @@
-"""LLM: offline inference, with the engine in this process."""
+"""LLM: offline inference, with the engine in this process, or with several in processes."""
 
 import asyncio
 import contextlib
@@ -21,11 +21,12 @@ from config.params.beam_search import BeamSearchParams
 from config.params.pooling import CLASSIFY, EMBED, PoolingParams
 from config.params.sampling import MAX_LOGPROBS, SamplingParams
 from config.startup_checks import check_checkpoint, check_device, check_model_config
-from engine.client.inproc import InprocClient
+from engine.client.base import EngineClient
 from server.generation.beam_search import BeamSearchGeneration
 from server.generation.outputs import Prompt
 from server.generation.pipeline import Pipeline
 from server.generation.validation import truncate_prompt
+from server.offline.engines import make_client
 from server.offline.event_loop import STOP_TIMEOUT_S, BackgroundLoop, Result, run_in_order
 from server.offline.outputs import (
     BeamSearchOutput,
@@ -89,10 +90,11 @@ class LLM:
         self._template = ChatTemplate(template, named, generic_tools=server.tool_template == "auto")
         recommended = read_model_config(path).generation_defaults
         self._defaults = _sampling_params(server.sampling_defaults(recommended))
-        self._client = InprocClient(dataclasses.replace(engine, model=path))
+        self._client = make_client(dataclasses.replace(engine, model=path), server.log_level)
         self._pipeline = Pipeline(self._client, self._tokenizer, server)
         # Enough to keep the batch full; further prompts are not tokenized yet.
-        self._lookahead = 2 * engine.scheduler.max_num_seqs
+        num_engines = engine.data_parallel.data_parallel_size
+        self._lookahead = 2 * engine.scheduler.max_num_seqs * num_engines
         self._num_requests = 0
         self._background = BackgroundLoop("llm")
         self._finalizer = weakref.finalize(
@@ -416,14 +418,14 @@ async def _run_all(
     return [results[index] for index in range(count)]
 
 
-async def _start(client: InprocClient) -> None:
+async def _start(client: EngineClient) -> None:
     await client.start()
     await client.wait_ready()
 
 
 def _shut_down(
     background: BackgroundLoop,
-    client: InprocClient,
+    client: EngineClient,
     template: ChatTemplate,
     tokenizer: Tokenizer | None,
 ) -> None:
@@ -441,7 +443,7 @@ def _shut_down(
             tokenizer.close()
 
 
-async def _close(client: InprocClient) -> None:
+async def _close(client: EngineClient) -> None:
     """Close the client, also at interpreter exit: executors take no work then, and waiting for the
     engine's thread through one raises RuntimeError until that thread has ended."""
     for _ in range(int(STOP_TIMEOUT_S / CLOSE_RETRY_S)):

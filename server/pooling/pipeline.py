@@ -10,6 +10,7 @@ from config.errors import Overloaded, RequestFailed
 from config.params.pooling import PoolingParams
 from engine.client.base import EngineClient
 from engine.client.output_queue import RequestOutputQueue, Update
+from engine.transport.messages import engine_of
 from server.generation.outputs import Delta, Timing
 from server.generation.pipeline import check_finish
 
@@ -69,6 +70,11 @@ class PoolingStream:
         except BaseException:
             self.abort()
             raise
+
+    @property
+    def engine(self) -> int:
+        """The engine of the input that is computed first."""
+        return engine_of(self._queues[0][1].key) if self._queues else 0
 
     @property
     def num_prompt_tokens(self) -> int:

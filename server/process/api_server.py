@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import cast
 
 import msgspec
@@ -21,6 +22,9 @@ from config.malloc import map_large_blocks
 from config.model.read_config import read_model_config
 from config.server import ServerConfig
 from config.version import VERSION
+from engine.client.base import EngineClient
+from engine.client.output_queue import QueueLimits
+from engine.client.router import RouterClient
 from engine.client.zmq import ZmqClient
 from server.app.application import create_app
 from server.http.peer_proxy import Peers, listen
@@ -62,9 +66,10 @@ class ApiServerArgs(msgspec.Struct, frozen=True):
 
     engine: EngineConfig
     server: ServerConfig
-    endpoint: str
+    endpoints: tuple[str, ...]
+    """Where this API server listens for each engine."""
     token: str
-    """The engine and the other API servers present it when they connect."""
+    """The engines of this host and the other API servers present it when they connect."""
     created: int
     """Unix time of the server's start, the same in all API servers."""
     index: int = 0
@@ -72,6 +77,8 @@ class ApiServerArgs(msgspec.Struct, frozen=True):
     """Shared folder for the counts of all API servers, if there are several."""
     peer_sockets: tuple[str, ...] = ()
     """Socket path of each API server, this one included, if there are several."""
+    remote_token: str = ""
+    """Engines of other hosts present it."""
     download_path: str | None = None
     """File with the supervisor's DownloadProgress, if there are several API servers."""
 
@@ -94,24 +101,44 @@ class UvicornServer(uvicorn.Server):
 
 
 class ApiServer:
-    """Serves until it is stopped, or until the engine dies."""
+    """Serves until it is stopped, or until the last engine dies."""
 
     def __init__(self, args: ApiServerArgs) -> None:
         config = args.server
         self._args = args
-        self._client = ZmqClient(
-            args.endpoint,
-            args.index,
-            token=args.token,
-            max_queued_requests=config.max_queued_requests,
-            max_queued_prompt_tokens=config.max_queued_prompt_tokens,
+        limits = QueueLimits(
+            max_requests=config.max_queued_requests,
+            max_prompt_tokens=config.max_queued_prompt_tokens,
         )
+        engines = [
+            ZmqClient(
+                endpoint,
+                args.index,
+                limits,
+                token=args.token
+                if engine < args.engine.data_parallel.num_local
+                else args.remote_token,
+                engine=engine,
+            )
+            for engine, endpoint in enumerate(args.endpoints)
+        ]
+        self._client: EngineClient = engines[0]
+        router = None
+        if len(engines) > 1:
+            self._client = router = RouterClient(
+                engines, prefix_caching=args.engine.cache.enable_prefix_caching
+            )
+        self._lost: set[int] = set()
+        """Engines that have died and were logged."""
         names = config.served_model_names or (args.engine.model,)
         metrics = Metrics(
             self._client, names[0], shared_folder=args.metrics_folder, index=args.index
         )
-        self._client.on_stats(metrics.observe_stats)
-        self._client.on_rejected_peer(metrics.peer_rejected)
+        for engine in engines:
+            engine.on_stats(partial(metrics.observe_stats, engine.engine))
+            engine.on_rejected_peer(metrics.peer_rejected)
+        if router is not None:
+            router.on_route = metrics.request_routed
         self.state = AppState(
             config,
             self._client,
@@ -142,9 +169,9 @@ class ApiServer:
             self._interrupted.set()
         self._stopping.set()
 
-    def fail(self, reason: str) -> None:
-        """The engine has died. Call on the event loop's thread."""
-        self._client.fail(reason)
+    def fail(self, engine: int, reason: str) -> None:
+        """An engine has died. Call on the event loop's thread."""
+        self._client.engines[engine].fail(reason)
 
     def on_download(self, progress: DownloadProgress | Exception) -> None:
         """Progress, end or failure of the model download. Call on the event loop's thread."""
@@ -168,7 +195,14 @@ class ApiServer:
         `on_folder` is called when the checkpoint is complete and the engine can be started.
         """
         map_large_blocks()
-        config = self.state.config
+        config, parallel = self.state.config, self._args.engine.data_parallel
+        if parallel.num_remote and self._args.index == 0:
+            logger.info(
+                "waiting for engines %d to %d, which connect from other hosts to %s",
+                parallel.num_local,
+                parallel.data_parallel_size - 1,
+                self._args.endpoints[-1],
+            )
         self._urls = base_urls(config.host, listener.getsockname()[0], config.port)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self.stop)
@@ -247,6 +281,7 @@ class ApiServer:
                     logger.info("%s", line)
             if self._client.failure is not None:
                 return await self._end_without_engine()
+            self._log_lost_engines()
             if opening.done() and (error := opening.exception()) is not None:
                 if isinstance(error, EngineDied):
                     continue
@@ -271,11 +306,36 @@ class ApiServer:
             except OSError:
                 failed.add()
 
+    def _log_lost_engines(self) -> None:
+        """One line for each engine that has died while others go on; the supervisor of several API
+        servers logs those that it started."""
+        parallel, has_supervisor = self._args.engine.data_parallel, bool(self._args.peer_sockets)
+        engines = self._client.engines
+        for engine in engines:
+            if engine.failure is None or engine.engine in self._lost:
+                continue
+            self._lost.add(engine.engine)
+            is_local = engine.engine < parallel.num_local
+            if self._args.index == 0 and not (is_local and has_supervisor):
+                # An engine that said why it failed has logged that itself.
+                logger.log(
+                    logging.INFO if engine.is_failure_logged else logging.ERROR,
+                    "engine %d is gone, %d of %d go on: %s",
+                    engine.engine,
+                    sum(one.failure is None for one in engines),
+                    len(engines),
+                    engine.failure,
+                )
+
     async def _end_without_engine(self) -> int:
-        if self._client.is_failure_logged:
+        last = next(
+            (one for one in self._client.engines if one.failure and one.engine not in self._lost),
+            self._client.engines[0],
+        )
+        if last.is_failure_logged:
             logger.info("the engine has failed, the server stops")
         else:
-            logger.error("the engine is gone, the server stops: %s", self._client.failure)
+            logger.error("the engine is gone, the server stops: %s", last.failure)
         await asyncio.sleep(UNHEALTHY_S)
         await self._wait_for_requests(RESPONSE_GRACE_S)
         return WRONG_SETTING if self._client.is_misconfigured else FAILED

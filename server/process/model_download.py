@@ -2,11 +2,14 @@
 report its progress."""
 
 import contextlib
+import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
@@ -85,6 +88,13 @@ class ModelDownload:
             if now_s >= self._next_s:
                 self._next_s = now_s + REPORT_INTERVAL_S
                 self._on_progress(DownloadProgress(stage, done_bytes, total_bytes))
+
+
+def end_process(code: int) -> NoReturn:
+    """Exit although the work has not stopped: the interpreter would wait for its threads."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def write_progress(path: str, progress: DownloadProgress) -> None:

@@ -1,4 +1,4 @@
-"""`gaudiserve serve`: one engine, and one or several API servers on one port, from start to end.
+"""`gaudiserve serve`: the engines, and one or several API servers on one port, from start to end.
 
 A single API server runs in this process. Several are child processes, which this one supervises.
 """
@@ -6,30 +6,32 @@ A single API server runs in this process. Several are child processes, which thi
 import asyncio
 import dataclasses
 import logging
-import os
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import uvloop
 
+from config.data_parallel import DataParallelConfig
 from config.engine import EngineConfig
 from config.errors import ConfigError
+from config.loading.env import data_parallel_token
 from config.log import setup as setup_log
 from config.server import ServerConfig
 from engine.client.launcher import (
     ChildProcess,
+    EngineProcesses,
     SocketDirectory,
     exit_with_parent,
-    front_end_endpoint,
-    launch,
+    front_end_endpoints,
     new_token,
     python_command,
     read_orders,
@@ -49,6 +51,7 @@ from server.process.model_download import (
     DownloadProgress,
     ModelDownload,
     ResolveCheckpoint,
+    end_process,
     read_progress,
     write_progress,
 )
@@ -98,10 +101,7 @@ def serve(
         has_stopped = download.close()
         directory.close()
     if not has_stopped:
-        # The interpreter would wait for the threads of the download.
-        logging.shutdown()
-        sys.stdout.flush()
-        os._exit(code)
+        end_process(code)
     return code
 
 
@@ -147,7 +147,7 @@ def _serve_in_process(
     listener: socket.socket,
     download: ModelDownload,
 ) -> int:
-    engines: list[ChildProcess] = []
+    engines: list[EngineProcesses] = []
 
     async def run() -> int:
         loop = asyncio.get_running_loop()
@@ -155,34 +155,42 @@ def _serve_in_process(
             ApiServerArgs(
                 engine_config,
                 server_config,
-                front_end_endpoint(directory, 0),
+                front_end_endpoints(engine_config.data_parallel, directory, 0),
                 token,
                 created=int(time.time()),
+                remote_token=remote_token(engine_config.data_parallel),
             )
         )
 
-        def start_engine(folder: str) -> None:
+        def start_engines(folder: str) -> None:
             engines.append(
-                launch(
+                EngineProcesses(
                     dataclasses.replace(engine_config, model=folder),
                     directory,
                     1,
                     token=token,
-                    on_exit=lambda reason: _call_on_loop(loop, api_server.fail, reason),
+                    on_exit=lambda engine, reason: _call_on_loop(
+                        loop, partial(api_server.fail, engine), reason
+                    ),
                     log_level=server_config.log_level,
                 )
             )
 
         listener.listen(BACKLOG)
         download.start(lambda progress: _call_on_loop(loop, api_server.on_download, progress))
-        return await api_server.run(listener, start_engine)
+        return await api_server.run(listener, start_engines)
 
     try:
         code = uvloop.run(run())
     finally:
-        for engine in engines:
-            engine.close(ENGINE_STOP_S)
+        for processes in engines:
+            processes.close(ENGINE_STOP_S)
     return code
+
+
+def remote_token(parallel: DataParallelConfig) -> str:
+    """What engines of other hosts present; empty if there are none. Raises ConfigError."""
+    return data_parallel_token() if parallel.num_remote else ""
 
 
 def _call_on_loop(
@@ -194,9 +202,16 @@ def _call_on_loop(
         logger.debug("after the event loop has ended: %s", argument)
 
 
+class EngineExit(NamedTuple):
+    """An engine's process has ended."""
+
+    engine: int
+    reason: str
+
+
 class Supervisor:
-    """Runs several API servers and one engine. When one of these processes exits, all are
-    stopped."""
+    """Runs several API servers and the engines. When an API server exits, or the last engine, all
+    are stopped; an engine that is one of several is only logged."""
 
     def __init__(
         self, engine_config: EngineConfig, server_config: ServerConfig, directory: str, token: str
@@ -207,11 +222,11 @@ class Supervisor:
         self._token = token
         self._download_path = str(Path(directory, "checkpoint.json"))
         self._created = int(time.time())
-        self._engines: list[ChildProcess] = []
+        self._engines: EngineProcesses | None = None
         # Bounded: one event per signal, one per child that exits, one for the checkpoint.
-        self._events: SimpleQueue[str | signal.Signals | DownloadProgress | Exception] = (
-            SimpleQueue()
-        )
+        self._events: SimpleQueue[
+            str | EngineExit | signal.Signals | DownloadProgress | Exception
+        ] = SimpleQueue()
 
     def run(self, download: ModelDownload) -> int:
         """Start all processes, wait for an event, stop all; returns the exit code. Raises what
@@ -228,8 +243,11 @@ class Supervisor:
         finally:
             for child in children:
                 child.close(0)
-            for engine in self._engines:
-                engine.close(ENGINE_STOP_S)
+            self._stop_engines()
+
+    def _stop_engines(self) -> None:
+        if self._engines is not None:
+            self._engines.close(ENGINE_STOP_S)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._events.put(signal.Signals(number))
@@ -244,16 +262,14 @@ class Supervisor:
         if isinstance(progress, Exception) or progress.folder is not None:
             self._events.put(progress)
 
-    def _start_engine(self, folder: str) -> None:
-        self._engines.append(
-            launch(
-                dataclasses.replace(self._engine_config, model=folder),
-                self._directory,
-                self._config.api_server_count,
-                token=self._token,
-                on_exit=self._events.put,
-                log_level=self._config.log_level,
-            )
+    def _start_engines(self, folder: str) -> None:
+        self._engines = EngineProcesses(
+            dataclasses.replace(self._engine_config, model=folder),
+            self._directory,
+            self._config.api_server_count,
+            token=self._token,
+            on_exit=lambda engine, reason: self._events.put(EngineExit(engine, reason)),
+            log_level=self._config.log_level,
         )
 
     def _start_api_server(self, index: int) -> ChildProcess:
@@ -262,12 +278,13 @@ class Supervisor:
         args = ApiServerArgs(
             self._engine_config,
             self._config,
-            front_end_endpoint(self._directory, index),
+            front_end_endpoints(self._engine_config.data_parallel, self._directory, index),
             self._token,
             self._created,
             index,
             str(metrics_folder),
             peer_socket_paths(self._directory, self._config.api_server_count),
+            remote_token(self._engine_config.data_parallel),
             self._download_path,
         )
         return ChildProcess(
@@ -283,20 +300,24 @@ class Supervisor:
         event = self._events.get()
         while isinstance(event, DownloadProgress):
             assert event.folder is not None
-            self._start_engine(event.folder)
+            self._start_engines(event.folder)
+            event = self._events.get()
+        while isinstance(event, EngineExit) and self._can_go_on(event):
             event = self._events.get()
         if isinstance(event, Exception):
             self._close(children, RESPONSE_GRACE_S + 1)
             raise event
-        if isinstance(event, str):
-            processes: list[ChildProcess] = [*children, *self._engines]
+        if isinstance(event, str | EngineExit):
+            engines = [] if self._engines is None else self._engines.processes.values()
+            processes: list[ChildProcess] = [*children, *engines]
             # A process that exits with a code of its own has logged why.
             has_logged = any((process.poll() or 0) > 0 for process in processes)
-            logger.log(logging.INFO if has_logged else logging.ERROR, "the server stops: %s", event)
+            reason = event.reason if isinstance(event, EngineExit) else event
+            level = logging.INFO if has_logged else logging.ERROR
+            logger.log(level, "the server stops: %s", reason)
             # The API servers notice the engine's end and send error responses; draining would take
             # longer than they have.
-            for engine in self._engines:
-                engine.close(ENGINE_STOP_S)
+            self._stop_engines()
             self._close(children, RESPONSE_GRACE_S + 1)
             is_misconfigured = any(process.poll() == WRONG_SETTING for process in processes)
             return WRONG_SETTING if is_misconfigured else FAILED
@@ -306,6 +327,24 @@ class Supervisor:
         codes = [child.poll() or 0 for child in children]
         # A child that got SIGTERM before it had set its handler had no request to finish.
         return max((abs(code) for code in codes if code != -signal.SIGTERM), default=0)
+
+    def _can_go_on(self, end: EngineExit) -> bool:
+        """Whether an engine is left; then the end of this one is logged. While the engines start,
+        the API servers end instead."""
+        assert self._engines is not None
+        parallel = self._engine_config.data_parallel
+        num_left = self._engines.num_running + parallel.num_remote
+        if num_left:
+            # A process that exits with a code of its own has logged why.
+            has_logged = (self._engines.processes[end.engine].poll() or 0) > 0
+            logger.log(
+                logging.INFO if has_logged else logging.ERROR,
+                "%s, %d of %d engines go on",
+                end.reason,
+                num_left,
+                parallel.data_parallel_size,
+            )
+        return num_left > 0
 
     def _close(self, children: list[ChildProcess], timeout_s: float) -> bool:
         """Let all children drain concurrently; False if another SIGINT came first."""

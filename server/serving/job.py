@@ -223,7 +223,9 @@ def start_tracked(
         cache_salt=cache_salt_of(state, record, options.cache_salt),
         name=record.id,
     )
-    tracker = RequestTracker(stream, params, num_sequences, record, state.metrics)
+    tracker = RequestTracker(
+        stream, params, num_sequences, record, state.metrics.requests[stream.engine]
+    )
     state.active_requests.add(tracker)
     return tracker
 

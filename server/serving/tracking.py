@@ -7,7 +7,7 @@ from config.errors import Overloaded
 from config.params.sampling import SamplingParams
 from server.generation.outputs import Delta, StreamT
 from server.http.access_log import RequestRecord
-from server.metrics.registry import Metrics
+from server.metrics.requests import RequestMetrics
 
 
 class RequestTracker(Generic[StreamT]):
@@ -23,7 +23,7 @@ class RequestTracker(Generic[StreamT]):
         params: SamplingParams | None,
         num_sequences: int,
         record: RequestRecord,
-        metrics: Metrics,
+        metrics: RequestMetrics,
     ) -> None:
         """`params` is None for a pooling request."""
         self.stream = stream

@@ -12,7 +12,10 @@ from config.loading.flags import FLAGS
 from config.loading.sources import load
 
 ROOT = Path(__file__).parents[2]
-RENAMED = {ROOT / "config" / f"{name}.py" for name in ("buckets", "engine", "execution", "server")}
+RENAMED = {
+    ROOT / "config" / f"{name}.py"
+    for name in ("buckets", "data_parallel", "engine", "execution", "server")
+}
 """Their errors name fields, which the loader replaces by flags."""
 KEYS = {flag.key for flag in FLAGS if "-" in flag.key}
 FIELDS = {key.replace("-", "_") for key in KEYS}

@@ -12,7 +12,7 @@ from config.engine import EngineConfig, SchedulerConfig
 from config.params.sampling import SamplingParams
 from engine.client.base import EngineClient
 from engine.client.launcher import launch
-from engine.client.output_queue import RequestOutputQueue
+from engine.client.output_queue import QueueLimits, RequestOutputQueue
 from engine.client.zmq import ZmqClient
 from engine.core.engine_process import front_end_endpoint
 from engine.process.child_process import ChildProcess
@@ -53,9 +53,8 @@ async def engine_rig(
     client = ZmqClient(
         front_end_endpoint(directory.path, 0),
         0,
+        QueueLimits(max_requests=max_queued_requests, max_prompt_tokens=max_queued_prompt_tokens),
         token=TOKEN,
-        max_queued_requests=max_queued_requests,
-        max_queued_prompt_tokens=max_queued_prompt_tokens,
     )
     await client.start()
     loop = asyncio.get_running_loop()

@@ -122,6 +122,8 @@ class ScriptedClient:
     def __init__(self, ready: Ready | None, room: int = 1_000) -> None:
         self.ready = ready
         self.progress: Progress | None = None
+        self.engine = 0
+        self.engines = (self,)
         self.failure: str | None = None
         self.stats = EngineStats()
         self.queues: list[ScriptedQueue] = []

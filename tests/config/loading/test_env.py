@@ -13,6 +13,8 @@ from config.errors import ConfigError
 from config.execution import ExecutionConfig
 from config.loading.env import (
     cache_home,
+    data_parallel_token,
+    device_environment,
     runtime_environment,
     settings,
     variable_table,
@@ -154,3 +156,46 @@ def test_a_worker_in_our_own_process_gets_them_before_torch_imports_the_runtime(
     )
 
     assert done.stdout.strip() == "['true']", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "num_cards", "expected"),
+    [
+        ("hpu", "", 1, {"HABANA_VISIBLE_MODULES": "1", "HLS_MODULE_ID": "1"}),
+        ("hpu", "4, 6,7", 1, {"HABANA_VISIBLE_MODULES": "6", "HLS_MODULE_ID": "6"}),
+        ("hpu", "0,1,2,3", 2, {"HABANA_VISIBLE_MODULES": "2,3"}),
+        ("cpu", "4,6", 1, {}),
+        ("hpu-emulator", "4,6", 1, {}),
+    ],
+)
+def test_each_of_several_engines_gets_cards_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    visible: str,
+    num_cards: int,
+    expected: dict[str, str],
+) -> None:
+    monkeypatch.setenv("HABANA_VISIBLE_MODULES", visible)
+    config = EngineConfig(model="m", device=device)
+
+    assert device_environment(config, 1, 2, num_cards=num_cards) == expected
+    assert device_environment(config, 0, 1, num_cards=num_cards) == {}
+
+
+def test_too_few_cards_for_the_engines_are_told_with_both_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HABANA_VISIBLE_MODULES", "4,6")
+
+    with pytest.raises(ConfigError, match=r"need 3 cards, HABANA_VISIBLE_MODULES has 2 \(4,6\)"):
+        device_environment(EngineConfig(model="m", device="hpu"), 0, 3)
+
+
+def test_the_token_of_several_hosts_is_no_setting_and_must_be_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GAUDISERVE_DATA_PARALLEL_TOKEN", "short")
+
+    assert settings({"GAUDISERVE_DATA_PARALLEL_TOKEN": "short"}) == []
+    with pytest.raises(ConfigError, match=r"has 5 characters, .* need at least 16"):
+        data_parallel_token()

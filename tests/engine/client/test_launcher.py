@@ -14,7 +14,9 @@ from counting_worker import ROOT, counting_command
 from engine_rig import counting_config
 from live import alive
 
-from engine.client.launcher import launch
+from config.data_parallel import DataParallelConfig
+from config.engine import EngineConfig
+from engine.client.launcher import front_end_endpoints, launch, share_cores
 from engine.process.child_process import STOP, ChildProcess, describe_exit, python_command
 
 
@@ -114,3 +116,31 @@ def test_a_front_end_loads_no_torch() -> None:
     )
 
     assert done.stdout.strip() == "False", done.stderr
+
+
+def test_engines_on_one_cpu_share_its_cores() -> None:
+    four = DataParallelConfig(data_parallel_size=4)
+
+    shared = share_cores(EngineConfig(model="m", device="cpu", data_parallel=four), 10)
+    chosen = share_cores(EngineConfig(model="m", device="cpu", num_threads=7, data_parallel=four))
+    alone = share_cores(EngineConfig(model="m", device="cpu"))
+    on_cards = share_cores(EngineConfig(model="m", device="hpu", data_parallel=four))
+
+    threads = [one.num_threads for one in (shared, chosen, alone, on_cards)]
+    assert threads == [2, 7, None, None]
+
+
+def test_each_engine_has_an_address_at_each_front_end() -> None:
+    local = DataParallelConfig(data_parallel_size=2)
+    both = DataParallelConfig(
+        data_parallel_size=4, data_parallel_size_local=2, data_parallel_address="10.0.0.1"
+    )
+
+    assert front_end_endpoints(DataParallelConfig(), "/d", 1) == ("ipc:///d/fe1.sock",)
+    assert front_end_endpoints(local, "/d", 1) == ("ipc:///d/fe1.sock", "ipc:///d/fe1-1.sock")
+    assert front_end_endpoints(both, "/d", 1) == (
+        "ipc:///d/fe1.sock",
+        "ipc:///d/fe1-1.sock",
+        "tcp://10.0.0.1:29556",
+        "tcp://10.0.0.1:29557",
+    )

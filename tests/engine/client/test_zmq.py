@@ -13,6 +13,7 @@ from engine_rig import asking, engine_rig, eventually, generate, prompt_of, read
 from config.errors import EngineDied, Overloaded, UserError
 from config.params.pooling import PoolingParams
 from config.params.sampling import SamplingParams
+from engine.client.output_queue import QueueLimits
 from engine.client.zmq import ZmqClient
 from engine.transport.channels import PairSocket, ZmqContext, endpoint
 from engine.transport.messages import (
@@ -70,9 +71,8 @@ async def pair(
     client = ZmqClient(
         address,
         index,
+        QueueLimits(max_requests=max_requests, max_prompt_tokens=max_tokens),
         token="token",
-        max_queued_requests=max_requests,
-        max_queued_prompt_tokens=max_tokens,
     )
     await client.start()
     line = zmq_context.connect_dealer(address, "0.in", ToEngine)

@@ -24,6 +24,7 @@ from engine_rig import (
 )
 from strangers import all_strangers, connect_and_leave, connected, counting, forgers
 
+from engine.client.output_queue import QueueLimits
 from engine.client.zmq import ZmqClient
 from engine.transport import channels as wire
 from engine.transport.channels import Waiter, ZmqContext, endpoint
@@ -103,7 +104,7 @@ async def test_strangers_beside_an_engine_that_is_connected_disturb_no_request(
 ) -> None:
     address, path = endpoint(str(tmp_path), "fe0.sock"), tmp_path / "fe0.sock"
     client = ZmqClient(
-        address, 0, token=TOKEN, max_queued_requests=10, max_queued_prompt_tokens=1000
+        address, 0, QueueLimits(max_requests=10, max_prompt_tokens=1000), token=TOKEN
     )
     await client.start()
     rejected = counting(client.on_rejected_peer)

@@ -9,7 +9,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
 
 from engine.transport.messages import LATER, EngineStats, Progress
-from server.metrics.registry import counts_up_to, openmetrics_version
+from server.metrics.registry import openmetrics_version
+from server.metrics.requests import counts_up_to
 
 OPEN = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
 VLLM = [
@@ -165,7 +166,7 @@ async def test_the_engines_numbers_are_its_latest() -> None:
             recipes={"hit": 8, "miss": 2},
         )
         rig.state.metrics.observe_stats(
-            EngineStats(step_tokens=[5, 600], step_seconds=[(0, 0.5), (1, 0.004), (1, 0.004)])
+            0, EngineStats(step_tokens=[5, 600], step_seconds=[(0, 0.5), (1, 0.004), (1, 0.004)])
         )
 
         for name, value in {
@@ -201,7 +202,7 @@ async def test_what_was_compiled_is_timed_once_each_by_stage() -> None:
             (later, {"warmup": 6.0, "serving": 7.0}),
         ):
             stats = EngineStats(compilations=compilations, compile_seconds=seconds)
-            rig.state.metrics.observe_stats(stats)
+            rig.state.metrics.observe_stats(0, stats)
 
         for tail, value in {
             '_count{engine="0",model_name="demo",stage="warmup"': 4,

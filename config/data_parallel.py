@@ -1,0 +1,82 @@
+"""DataParallelConfig: several engines with the same model behind one server."""
+
+from dataclasses import dataclass
+
+from config.errors import ConfigError
+from config.setting import check_settings, setting
+
+MAX_ENGINES = 256
+"""The engine's number has 8 bits of a request's key (engine/transport/messages.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallelConfig:
+    """How many engines share the requests, and on which hosts they run."""
+
+    data_parallel_size: int = setting(
+        1,
+        "Number of engines that share the requests, each with the whole model",
+        minimum=1,
+        maximum=MAX_ENGINES,
+    )
+    data_parallel_size_local: int | None = setting(
+        None,
+        "Number of engines on this host; auto: all, or 1 with --data-parallel-rank",
+        minimum=1,
+    )
+    data_parallel_address: str | None = setting(
+        None,
+        "Address of the host with the API servers, where engines of other hosts connect; none: "
+        "all engines are on this host",
+    )
+    data_parallel_rpc_port: int = setting(
+        29550,
+        "First port on --data-parallel-address; each API server takes one for each engine of "
+        "another host",
+        minimum=1,
+        maximum=65535,
+    )
+    data_parallel_rank: int | None = setting(
+        None,
+        "Number of the first engine of this host; from 1 on, the host has engines only and no API "
+        "server",
+        aliases=("data-parallel-start-rank",),
+        minimum=0,
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        end = self.first_engine + self.num_local
+        if end > self.data_parallel_size:
+            raise ConfigError(
+                f"the engines of this host end at {end} (data_parallel_rank {self.first_engine}, "
+                f"data_parallel_size_local {self.num_local}), data_parallel_size is "
+                f"{self.data_parallel_size}"
+            )
+        if self.num_local < self.data_parallel_size and self.data_parallel_address is None:
+            raise ConfigError(
+                f"data_parallel_size is {self.data_parallel_size} and {self.num_local} of these "
+                "engines are on this host: give data_parallel_address, where the others connect"
+            )
+
+    @property
+    def first_engine(self) -> int:
+        """The number of this host's first engine."""
+        return self.data_parallel_rank or 0
+
+    @property
+    def num_local(self) -> int:
+        """Engines on this host."""
+        if self.data_parallel_size_local is not None:
+            return self.data_parallel_size_local
+        return self.data_parallel_size if self.data_parallel_rank is None else 1
+
+    @property
+    def num_remote(self) -> int:
+        """Engines on other hosts."""
+        return self.data_parallel_size - self.num_local
+
+    @property
+    def has_api_servers(self) -> bool:
+        """Whether this host has the API servers."""
+        return self.first_engine == 0

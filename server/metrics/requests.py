@@ -1,0 +1,119 @@
+"""The metrics of the requests of one engine, counted by an API server."""
+
+from collections.abc import Sequence
+
+from server.metrics.counters import Counter, Histogram, Registry
+
+LABELS = ("model_name", "engine")
+FINISH_REASONS = ("stop", "length", "abort", "error")
+PREFIX_CACHES = ("vllm:prefix_cache", "vllm:gpu_prefix_cache")
+"""The name, and vLLM's former name, which routers and dashboards still read."""
+
+_MINUTES = (160.0, 640.0, 2560.0)
+_TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5)
+TTFT_S = (*_TTFT_S, 10.0, 20.0, 40.0, 80.0, *_MINUTES)
+_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5)
+TOKEN_S = (*_TOKEN_S, 10.0, 20.0, 40.0, 80.0, *_MINUTES)
+_REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
+REQUEST_S = (*_REQUEST_S, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
+
+
+def counts_up_to(maximum: int) -> list[float]:
+    """1, 2, 5, 10, ... up to `maximum`."""
+    steps: list[float] = []
+    power = 1
+    while True:
+        for digit in (1, 2, 5):
+            if digit * power > maximum:
+                return steps or [1.0]
+            steps.append(float(digit * power))
+        power *= 10
+
+
+class RequestMetrics:
+    """Counters and times of requests, with the labels of their engine. Used on one thread."""
+
+    def __init__(self, registry: Registry, model_name: str, engine: int) -> None:
+        self._registry = registry
+        self._labels = (model_name, str(engine))
+        self._sizes: dict[str, Histogram] = {}
+        self._add_counters()
+        self._add_times()
+
+    def _add_counters(self) -> None:
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests.")
+        self._cached_tokens = self._counter(
+            "vllm:prompt_tokens_cached", "Prompt tokens that were found in the prefix cache."
+        )
+        self._prefix_queries = [
+            self._counter(f"{name}_queries", "Prompt tokens looked up in the prefix cache.")
+            for name in PREFIX_CACHES
+        ]
+        self._prefix_hits = [
+            self._counter(f"{name}_hits", "Prompt tokens found in the prefix cache.")
+            for name in PREFIX_CACHES
+        ]
+        self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
+        finished = self._registry.counter(
+            "vllm:request_success", "Sequences that ended, by reason.", (*LABELS, "finished_reason")
+        )
+        # Present from the first scrape on, so that a rate over them is never empty.
+        self._finished = {
+            reason: finished.labels(*self._labels, reason) for reason in FINISH_REASONS
+        }
+
+    def _add_times(self) -> None:
+        def times(name: str, text: str, bounds: Sequence[float]) -> Histogram:
+            return self._histogram(f"vllm:{name}_seconds", text, bounds)
+
+        self.time_to_first_token = times(
+            "time_to_first_token", "From the request's arrival to its first token.", TTFT_S
+        )
+        self.inter_token_latency = times(
+            "inter_token_latency", "Between two deliveries of tokens to a sequence.", TOKEN_S
+        )
+        self.time_per_output_token = times(
+            "request_time_per_output_token", "Mean over a request's tokens but the first.", TOKEN_S
+        )
+        self.e2e_latency = times("e2e_request_latency", "From arrival to the end.", REQUEST_S)
+        self.queue_time = times("request_queue_time", "Spent in the waiting queue.", REQUEST_S)
+        self.prefill_time = times("request_prefill_time", "Spent on the prompt.", REQUEST_S)
+        self.decode_time = times("request_decode_time", "Spent after the first token.", REQUEST_S)
+        self.inference_time = times("request_inference_time", "Prefill and decode.", REQUEST_S)
+
+    def add_sizes(self, max_model_len: int) -> None:
+        """Add the histograms whose buckets end at the context length, once that is known."""
+        for name, text in (
+            ("request_prompt_tokens", "Prompt tokens of a request."),
+            ("request_generation_tokens", "Tokens generated for a sequence."),
+            ("request_max_num_generation_tokens", "Tokens of a request's longest sequence."),
+            ("request_params_n", "n of a request."),
+            ("request_params_max_tokens", "max_tokens of a request."),
+        ):
+            largest = 128 if name == "request_params_n" else max_model_len
+            self._sizes[name] = self._histogram(f"vllm:{name}", text, counts_up_to(largest))
+
+    def prompt_processed(self, num_tokens: int, num_cached: int) -> None:
+        """Count a request's prompt tokens, and how many of them were cached: once, whatever its n.
+
+        The engine looks a prompt up for every choice, so its own count grows with n.
+        """
+        self._prompt_tokens.inc(num_tokens)
+        self._cached_tokens.inc(num_cached)
+        for queries, hits in zip(self._prefix_queries, self._prefix_hits, strict=True):
+            queries.inc(num_tokens)
+            hits.inc(num_cached)
+
+    def observe_size(self, name: str, value: int) -> None:
+        """Observe one request's `name`, e.g. request_prompt_tokens."""
+        self._sizes[name].observe(value)
+
+    def sequence_ended(self, reason: str, count: int = 1) -> None:
+        """Count sequences that ended by `reason`: stop, length, abort or error."""
+        self._finished[reason].inc(count)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return self._registry.counter(name, text, LABELS).labels(*self._labels)
+
+    def _histogram(self, name: str, text: str, bounds: Sequence[float]) -> Histogram:
+        return self._registry.histogram(name, text, LABELS, bounds).labels(*self._labels)

@@ -1,0 +1,86 @@
+"""The engines of an `LLM`: one on a thread of this process, or several in their own processes."""
+
+import asyncio
+import contextlib
+
+from config.engine import EngineConfig
+from config.errors import ConfigError
+from engine.client.base import EngineClient
+from engine.client.inproc import InprocClient
+from engine.client.launcher import (
+    EngineProcesses,
+    SocketDirectory,
+    front_end_endpoints,
+    new_token,
+)
+from engine.client.output_queue import QueueLimits
+from engine.client.router import RouterClient
+from engine.client.zmq import ZmqClient
+
+STOP_S = 5.0
+
+
+def make_client(config: EngineConfig, log_level: str) -> EngineClient:
+    """The client of the engines that `config` asks for; its `start` starts them, its `close` stops
+    them. Raises ConfigError for engines on other hosts."""
+    parallel = config.data_parallel
+    if parallel.data_parallel_size == 1:
+        return InprocClient(config)
+    if parallel.num_remote:
+        raise ConfigError(
+            f"--data-parallel-size is {parallel.data_parallel_size} and {parallel.num_local} of "
+            "these engines are on this host: LLM runs all of its engines on this host"
+        )
+    return ProcessesClient(config, log_level)
+
+
+class ProcessesClient(RouterClient):
+    """A RouterClient that starts its engines, and stops them.
+
+    Prompt tokens are not limited: offline, a whole data set is added at once.
+    """
+
+    def __init__(self, config: EngineConfig, log_level: str) -> None:
+        self._config = config
+        self._log_level = log_level
+        self._directory, self._token = SocketDirectory(), new_token()
+        self._processes: EngineProcesses | None = None
+        num_engines = config.data_parallel.data_parallel_size
+        limits = QueueLimits(
+            max_requests=config.scheduler.max_queue_len * num_engines, max_prompt_tokens=2**62
+        )
+        endpoints = front_end_endpoints(config.data_parallel, self._directory.path, 0)
+        super().__init__(
+            [
+                ZmqClient(endpoint, 0, limits, token=self._token, engine=engine)
+                for engine, endpoint in enumerate(endpoints)
+            ],
+            prefix_caching=config.cache.enable_prefix_caching,
+        )
+
+    async def start(self) -> None:
+        await super().start()
+        loop = asyncio.get_running_loop()
+
+        def on_exit(engine: int, reason: str) -> None:
+            # RuntimeError: the loop was closed, and nobody reads any more.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self.engines[engine].fail, reason)
+
+        self._processes = EngineProcesses(
+            self._config,
+            self._directory.path,
+            1,
+            token=self._token,
+            on_exit=on_exit,
+            log_level=self._log_level,
+        )
+
+    async def close(self) -> None:
+        """Disconnect, stop the processes and wait for them; safe to call twice."""
+        self.fail("the client was closed")
+        if self._processes is not None:
+            # On this thread: at interpreter exit, executors take no work.
+            self._processes.close(STOP_S)
+        await super().close()
+        self._directory.close()

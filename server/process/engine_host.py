@@ -1,0 +1,107 @@
+"""`gaudiserve serve --data-parallel-rank R`: engines for the API servers of another host."""
+
+import dataclasses
+import logging
+import signal
+from collections.abc import Callable
+from queue import SimpleQueue
+from types import FrameType
+
+from config.engine import EngineConfig
+from config.loading.env import data_parallel_token
+from config.server import ServerConfig
+from engine.client.launcher import EngineProcesses, SocketDirectory
+from server.process.api_server import FAILED, WRONG_SETTING
+from server.process.model_download import (
+    DownloadProgress,
+    ModelDownload,
+    ResolveCheckpoint,
+    end_process,
+)
+
+logger = logging.getLogger(__name__)
+
+STOP_S = 5.0
+
+Event = DownloadProgress | Exception | signal.Signals | str
+"""Of the checkpoint, a signal, or the end of an engine."""
+
+
+def serve_engines(
+    engine_config: EngineConfig, server_config: ServerConfig, resolve: ResolveCheckpoint
+) -> int:
+    """Run this host's engines until SIGTERM or SIGINT, or until the last one ends; returns the exit
+    code. Raises ConfigError, and what `resolve` raises.
+
+    The engines connect to `server_config.api_server_count` API servers on the other host, which may
+    start later, and end when one of these has gone.
+    """
+    token = data_parallel_token()
+    # Bounded: one event per signal, one per engine that ends, a few of the checkpoint.
+    events: SimpleQueue[Event] = SimpleQueue()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        events.put(signal.Signals(number))
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    directory, download = SocketDirectory(), ModelDownload(resolve)
+    engines: list[EngineProcesses] = []
+
+    def start_engines(folder: str) -> None:
+        logger.info(
+            "engines %d to %d of %d, for %d API servers on %s",
+            parallel.first_engine,
+            parallel.first_engine + parallel.num_local - 1,
+            parallel.data_parallel_size,
+            server_config.api_server_count,
+            parallel.data_parallel_address,
+        )
+        engines.append(
+            EngineProcesses(
+                dataclasses.replace(engine_config, model=folder),
+                directory.path,
+                server_config.api_server_count,
+                token=token,
+                on_exit=lambda engine, reason: events.put(reason),
+                log_level=server_config.log_level,
+            )
+        )
+
+    parallel = engine_config.data_parallel
+    try:
+        download.start(events.put)
+        code = _watch(events, start_engines, engines)
+    finally:
+        has_stopped = download.close()
+        for processes in engines:
+            processes.close(STOP_S)
+        directory.close()
+    if not has_stopped:
+        end_process(code)
+    return code
+
+
+def _watch(
+    events: "SimpleQueue[Event]",
+    start_engines: Callable[[str], None],
+    engines: list[EngineProcesses],
+) -> int:
+    """Until a signal or the end of the last engine; the exit code."""
+    while True:
+        event = events.get()
+        if isinstance(event, Exception):
+            raise event
+        if isinstance(event, signal.Signals):
+            return 0
+        if isinstance(event, DownloadProgress):
+            if event.folder is not None:
+                start_engines(event.folder)
+            continue
+        codes = [process.poll() for process in engines[0].processes.values()]
+        num_left = codes.count(None)
+        # A process that exits with a code of its own has logged why.
+        level = logging.INFO if any((code or 0) > 0 for code in codes) else logging.ERROR
+        logger.log(level, "%s, %d of %d engines of this host go on", event, num_left, len(codes))
+        if not num_left:
+            return WRONG_SETTING if WRONG_SETTING in codes else FAILED

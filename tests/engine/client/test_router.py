@@ -1,0 +1,387 @@
+"""RouterClient: which engine gets a request, what engines say together, and engines that die."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from engine_rig import asking, prompt_of
+from scripted_client import ready as ready_message
+
+from benchmarks.router import RoundRobin, Traffic, simulate
+from config.errors import ConfigError, EngineDied, Overloaded, UserError
+from engine.client.base import SingleEngineClient
+from engine.client.output_queue import QueueLimits
+from engine.client.router import (
+    BUSY,
+    BUSY_RATIO,
+    BUSY_TOKENS,
+    FULL_SHARE,
+    LOAD,
+    PREFIX,
+    ROOM,
+    CachedPrefixes,
+    Candidate,
+    RouterClient,
+    choose,
+    combined,
+)
+from engine.kv_cache.prefix_hashes import block_hashes
+from engine.transport.messages import (
+    ASLEEP,
+    AWAKE,
+    FALLING_ASLEEP,
+    LATER,
+    SLEEP,
+    Abort,
+    AddRequest,
+    Control,
+    EngineStats,
+    Failed,
+    Finish,
+    Progress,
+    PromptBlocks,
+    Reply,
+    StepOutput,
+    ToEngine,
+    engine_of,
+)
+
+BLOCK = 16
+
+
+class FakeEngine(SingleEngineClient):
+    """Keeps what it is sent; a test says what the engine answers, by `says`."""
+
+    def __init__(self, engine: int, limits: QueueLimits, front_end: int = 0) -> None:
+        super().__init__(front_end, limits, engine=engine)
+        self.sent: list[ToEngine] = []
+        self.says = self._receive
+        self.answers: dict[str, Reply] = {}
+
+    async def start(self) -> None:
+        self.says(msgspec.structs.replace(ready_message(), engine=self.engine))
+
+    async def close(self) -> None:
+        self.fail("closed")
+
+    def _send(self, message: ToEngine) -> bool:
+        self.sent.append(message)
+        if isinstance(message, Control):
+            reply = self.answers.get(message.name, Reply(0))
+            self.says(msgspec.structs.replace(reply, call=message.call))
+        return True
+
+    @property
+    def added(self) -> list[AddRequest]:
+        return [message for message in self.sent if isinstance(message, AddRequest)]
+
+    def reports(self, **gauges: Any) -> None:
+        self.says(StepOutput(1, stats=EngineStats(**gauges)))
+
+
+async def started(count: int = 2, **options: Any) -> tuple[RouterClient, list[FakeEngine]]:
+    limits = QueueLimits(max_requests=100, max_prompt_tokens=1_000_000)
+    engines = [FakeEngine(engine, limits) for engine in range(count)]
+    router = RouterClient(engines, **options)
+    await router.start()
+    await router.wait_ready()
+    return router, engines
+
+
+def chat(number: int, num_tokens: int) -> bytes:
+    return prompt_of(*([number] * num_tokens))
+
+
+# The rule
+
+
+def test_the_longest_cached_prefix_wins() -> None:
+    candidates = [Candidate(0, 0), Candidate(32, 900), Candidate(16, 0)]
+
+    assert choose(candidates) == (1, PREFIX)
+
+
+def test_without_a_prefix_the_fewest_tokens_in_hand_win_then_the_fewest_requests() -> None:
+    assert choose([Candidate(0, 9), Candidate(0, 3), Candidate(0, 5)]) == (1, LOAD)
+    assert choose([Candidate(0, 3, 7), Candidate(0, 3, 6)]) == (1, LOAD)
+
+
+@pytest.mark.parametrize(
+    ("busy", "idle", "saved", "expected"),
+    [
+        # Both numbers must be exceeded.
+        (BUSY_TOKENS + 2, 0, 1, BUSY),
+        (BUSY_TOKENS + 1, 0, 1, PREFIX),
+        (int(BUSY_RATIO * 100_000) + 1, 100_000, 1, BUSY),
+        (int(BUSY_RATIO * 100_000), 100_000, 1, PREFIX),
+        # What the prefix saves is worth waiting for.
+        (BUSY_TOKENS + 2000, 0, 2000, PREFIX),
+        (BUSY_TOKENS + 2001, 0, 2000, BUSY),
+    ],
+)
+def test_a_clearly_busier_engine_loses_a_request_whose_prefix_it_has(
+    busy: int, idle: int, saved: int, expected: str
+) -> None:
+    candidates = [Candidate(100 + saved, busy), Candidate(100, idle)]
+
+    assert choose(candidates) == ((0, PREFIX) if expected == PREFIX else (1, BUSY))
+
+
+def test_a_short_prefix_does_not_lead_to_a_full_cache_while_another_has_room() -> None:
+    def chosen(cached: int, fill: float, others: float) -> tuple[int, str]:
+        candidates = [Candidate(cached, 0, fill=fill), Candidate(0, 10, fill=others)]
+        return choose(candidates, num_tokens=100)
+
+    assert chosen(49, FULL_SHARE + 0.1, 0.2) == (1, ROOM)
+    assert chosen(50, FULL_SHARE + 0.1, 0.2) == (0, PREFIX)
+    assert chosen(49, FULL_SHARE, 0.2) == (0, PREFIX)
+    assert chosen(49, FULL_SHARE + 0.1, 0.3) == (0, PREFIX)
+
+
+def test_of_two_engines_with_the_prefix_the_one_with_less_in_hand_gets_the_request() -> None:
+    assert choose([Candidate(32, 50), Candidate(32, 40), Candidate(0, 0)]) == (1, PREFIX)
+
+
+def test_the_tail_of_a_prompt_is_forgotten_before_its_prefix() -> None:
+    prefixes = CachedPrefixes()
+    prefixes.capacity = 3
+    long, other = block_hashes(chat(1, 48), BLOCK), block_hashes(chat(2, 16), BLOCK)
+    prefixes.add(long)
+
+    prefixes.add(other)
+
+    assert prefixes.num_cached(long) == 2
+    assert prefixes.num_cached(other) == 1
+    assert prefixes.num_cached(block_hashes(chat(1, 48), BLOCK, "salt")) == 0
+
+
+# Requests
+
+
+async def test_a_conversation_stays_where_it_began_and_others_spread() -> None:
+    router, engines = await started(3)
+
+    for turn in range(1, 4):
+        for number in range(1, 7):
+            router.add(chat(number, 40 * turn), asking(1))
+
+    homes = [{bytes(one.prompt[:4]) for one in engine.added} for engine in engines]
+    assert [len(home) for home in homes] == [2, 2, 2]
+    assert len(set.union(*homes)) == 6
+    assert [len(engine.added) for engine in engines] == [6, 6, 6]
+
+
+async def test_each_decision_is_told_with_its_engine() -> None:
+    routed: list[tuple[int, str]] = []
+    router, engines = await started(on_route=lambda *facts: routed.append(facts))
+
+    router.add(chat(1, 64), asking(1))
+    router.add(chat(1, 64), asking(1))
+    engines[0].reports(blocks_used=1000)
+    router.add(chat(1, 64), asking(1))
+
+    assert routed == [(0, LOAD), (0, PREFIX), (1, BUSY)]
+
+
+async def test_what_waits_counts_before_the_engine_reports_it() -> None:
+    router, engines = await started()
+
+    router.add(chat(1, 5000), asking(1))
+    router.add(chat(2, 10), asking(1))
+    router.add(chat(3, 10), asking(1))
+    key = engines[0].added[0].key
+    engines[0].says(StepOutput(1, started=[key], started_cached=[0], stats=EngineStats()))
+    router.add(chat(4, 10), asking(1))
+
+    assert [len(engine.added) for engine in engines] == [2, 2]
+
+
+async def test_a_prompt_that_another_front_end_sent_is_known() -> None:
+    router, engines = await started()
+    hashes = block_hashes(chat(5, 64), BLOCK)
+
+    engines[1].says(PromptBlocks(hashes))
+    router.add(chat(5, 80), asking(1))
+
+    assert [len(engine.added) for engine in engines] == [0, 1]
+
+
+async def test_without_a_prefix_cache_only_the_load_counts() -> None:
+    router, engines = await started(prefix_caching=False)
+
+    for _ in range(4):
+        router.add(chat(1, 64), asking(1))
+
+    assert [len(engine.added) for engine in engines] == [2, 2]
+
+
+async def test_keys_name_the_engine_and_aborts_go_to_it() -> None:
+    router, engines = await started(3)
+    queues = [router.add(chat(number, 20), asking(1)) for number in range(3)]
+
+    router.abort([queue.key for queue in queues[1:]])
+
+    assert sorted(engine_of(queue.key) for queue in queues) == [0, 1, 2]
+    assert len({queue.key for queue in queues}) == 3
+    for queue in queues:
+        (engine,) = (one for one in engines if one.engine == engine_of(queue.key))
+        aborts = [message.keys for message in engine.sent if isinstance(message, Abort)]
+        assert aborts == ([] if queue is queues[0] else [[queue.key]])
+
+
+async def test_the_limits_on_waiting_requests_are_those_of_the_front_end() -> None:
+    limits = QueueLimits(max_requests=3, max_prompt_tokens=1000)
+    engines = [FakeEngine(engine, limits) for engine in range(2)]
+    router = RouterClient(engines)
+    await router.start()
+    queues = [router.add(chat(number, 10), asking(1)) for number in range(3)]
+
+    with pytest.raises(Overloaded, match="3 requests are waiting, and at most 3 may"):
+        router.add(chat(4, 10), asking(1))
+    router.abort([queues[0].key])
+    router.add(chat(4, 10), asking(1))
+
+
+# Start and end
+
+
+async def test_it_is_ready_when_all_engines_are_with_the_shortest_context() -> None:
+    limits = QueueLimits(max_requests=3, max_prompt_tokens=1000)
+    engines = [FakeEngine(engine, limits) for engine in range(2)]
+    router = RouterClient(engines)
+    engines[0].says(ready_message(max_model_len=100))
+    engines[1].says(Progress(1, "warmup", 3, 9))
+
+    with pytest.raises(Overloaded, match="warmup: 3 of 9"):
+        router.add(chat(1, 5), asking(1))
+    assert router.ready is None and router.progress == Progress(1, "warmup", 3, 9)
+    engines[1].says(ready_message(max_model_len=80))
+
+    assert (await router.wait_ready()).max_model_len == 80
+    for engine in engines:
+        engine.says(Progress(engine.engine, LATER, 2, 5))
+    assert router.progress == Progress(0, LATER, 4, 10)
+
+
+async def test_an_engine_that_does_not_start_fails_all() -> None:
+    limits = QueueLimits(max_requests=3, max_prompt_tokens=1000)
+    engines = [FakeEngine(engine, limits) for engine in range(2)]
+    router = RouterClient(engines)
+    engines[0].says(ready_message())
+
+    engines[1].says(Failed(1, "no such dtype", is_config=True))
+
+    with pytest.raises(ConfigError, match="no such dtype"):
+        await router.wait_ready()
+    assert router.failure == "no such dtype" and router.is_misconfigured
+
+
+async def test_a_dead_engine_ends_its_requests_and_gets_no_more() -> None:
+    router, engines = await started()
+    lost, kept = (router.add(chat(number, 64), asking(1)) for number in (1, 2))
+
+    engines[0].fail("engine 0 was killed")
+    queues = [router.add(chat(1, 80), asking(1)) for _ in range(3)]
+
+    with pytest.raises(EngineDied, match="engine 0 was killed"):
+        await lost.get()
+    assert router.failure is None
+    assert {engine_of(queue.key) for queue in (kept, *queues)} == {1}
+    engines[1].says(StepOutput(1, finished=[Finish(kept.key, "stop")]))
+    assert (await kept.get()).finish is not None
+    engines[1].fail("engine 1 was killed")
+    assert router.failure == "engine 0 was killed"
+    with pytest.raises(EngineDied):
+        router.add(chat(3, 5), asking(1))
+
+
+# What engines say together
+
+
+async def test_stats_are_summed_over_living_engines() -> None:
+    router, engines = await started()
+    engines[0].reports(running=2, blocks_used=3, lookups={"decode.hit": 4})
+    engines[1].reports(running=5, blocks_used=1, lookups={"decode.hit": 1, "prefill.hit": 2})
+
+    both = router.stats
+    engines[0].fail("killed")
+
+    assert (both.running, both.blocks_used) == (7, 4)
+    assert both.lookups == {"decode.hit": 5, "prefill.hit": 2}
+    assert router.stats.running == 5
+    assert engines[0].stats.lookups == {"decode.hit": 4}
+
+
+async def test_a_sleeping_engine_gets_no_request_while_another_is_awake() -> None:
+    router, engines = await started()
+    engines[0].reports(sleep=ASLEEP[0])
+
+    queues = [router.add(chat(number, 64), asking(1)) for number in range(3)]
+
+    assert router.stats.sleep == AWAKE
+    assert {engine_of(queue.key) for queue in queues} == {1}
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "answer"),
+    [
+        ("ping", ["pong", "pong"], "pong"),
+        ("stop_profile", ["a.json", "b.json"], ["a.json", "b.json"]),
+        (SLEEP, [ASLEEP[0], FALLING_ASLEEP], FALLING_ASLEEP),
+        ("sleep_state", [ASLEEP[0], ASLEEP[0]], ASLEEP[0]),
+        (
+            "shapes",
+            [[["decode", 4, 1, 8, 10, 9, 40, 2]], [["decode", 4, 1, 8, 1, 1, 4, 0]]],
+            [["decode", 4, 1, 8, 11, 10, 44, 2]],
+        ),
+    ],
+)
+def test_answers_of_engines_are_combined(name: str, values: list[Any], answer: object) -> None:
+    assert combined(name, values) == answer
+
+
+async def test_a_control_goes_to_all_engines_and_fails_with_the_first_error() -> None:
+    router, engines = await started()
+    engines[0].answers["ping"] = engines[1].answers["ping"] = Reply(0, "pong")
+    engines[1].answers["wake_up"] = Reply(0, error="it is awake", is_refusal=True)
+
+    assert await router.control("ping") == "pong"
+    with pytest.raises(UserError, match="it is awake"):
+        await router.control("wake_up")
+    engines[1].fail("killed")
+    assert await router.control("ping") == "pong"
+
+    names = [[one.name for one in engine.sent if isinstance(one, Control)] for engine in engines]
+    assert names == [["ping", "wake_up", "ping"], ["ping", "wake_up"]]
+
+
+async def test_a_reset_of_the_prefix_cache_is_one_of_the_routers_too() -> None:
+    router, engines = await started()
+    router.add(chat(1, 64), asking(1))
+    await router.control("reset_prefix_cache")
+    engines[0].reports(blocks_used=4)
+
+    router.add(chat(1, 64), asking(1))
+
+    assert [len(engine.added) for engine in engines] == [1, 1]
+
+
+# Chats
+
+
+def test_four_engines_hit_nearly_as_many_prefixes_as_one_with_all_of_the_cache() -> None:
+    traffic = Traffic(
+        num_conversations=40,
+        between_arrivals=2,
+        num_turns=(2, 4),
+        answer_tokens=(5, 30),
+        think_ticks=(10, 60),
+    )
+
+    large = simulate(1, 800, traffic, max_num_seqs=128)
+    four = simulate(4, 800, traffic)
+    in_turn = simulate(4, 800, traffic, router=RoundRobin)
+
+    assert large.hit_rate > 0.6
+    assert four.hit_rate >= 0.9 * large.hit_rate > 1.2 * in_turn.hit_rate
+    assert four.imbalance < 1.6

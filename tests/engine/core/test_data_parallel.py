@@ -1,0 +1,62 @@
+"""What an engine does differently when it is one of several."""
+
+import dataclasses
+import time
+from typing import Any
+
+from counting_worker import CountingExecutor
+from engine_rig import asking, counting_config, prompt_of
+
+from config.data_parallel import DataParallelConfig
+from engine.core.engine_core import EngineCore
+from engine.core.loop import EngineLoop, make_table
+from engine.kv_cache.prefix_hashes import block_hashes
+from engine.transport.messages import AddRequest, FromEngine, PromptBlocks
+from hpu.protocol import StepPlan
+
+
+def announced(num_engines: int, num_front_ends: int) -> list[tuple[int | None, FromEngine]]:
+    """What front ends hear of a prompt that the first of them sent."""
+    config = dataclasses.replace(
+        counting_config(), data_parallel=DataParallelConfig(data_parallel_size=num_engines)
+    )
+    heard: list[tuple[int | None, FromEngine]] = []
+    loop = EngineLoop(
+        config, lambda *message: heard.append(message), num_front_ends=num_front_ends, engine=1
+    )
+    loop._block_size = 16
+    loop.receive(0, AddRequest(1, memoryview(prompt_of(*range(40))), asking(1), cache_salt="s"))
+    return heard
+
+
+def test_the_other_front_ends_hear_of_a_prompt() -> None:
+    message = PromptBlocks(block_hashes(prompt_of(*range(40)), 16, "s"))
+
+    assert len(message.hashes) == 2
+    assert announced(2, 3) == [(1, message), (2, message)]
+    assert announced(2, 1) == []
+    assert announced(1, 3) == []
+
+
+def test_engines_draw_different_seeds_for_requests_without_one() -> None:
+    assert len({first_seed(engine) for engine in (0, 1, 2)}) == 3
+    assert first_seed(1) == first_seed(1)
+
+
+def first_seed(engine: int) -> int:
+    config, plans = counting_config(), []
+    executor: Any = CountingExecutor(config)
+    worker = executor.start(lambda progress: None)
+    submit = executor.submit
+
+    def watch(plan: StepPlan) -> None:
+        plans.append(plan)
+        submit(plan)
+
+    executor.submit = watch
+    core = EngineCore(
+        config, executor, worker, make_table(config, worker), time.monotonic, engine=engine
+    )
+    core.add_request(AddRequest(1, memoryview(prompt_of(1, 2)), asking(1)), [])
+    core.step()
+    return int(plans[0].new_requests[0].sampling.seed)
