@@ -57,7 +57,12 @@ def launch(
     # Checked here so that the caller gets the error; the engine decides again, and logs why.
     hpu_environment(config)
     parallel = config.data_parallel
-    cards = device_environment(config, engine - parallel.first_engine, parallel.num_local)
+    cards = device_environment(
+        config,
+        engine - parallel.first_engine,
+        parallel.num_local,
+        num_cards=config.parallel.world_size,
+    )
     return ChildProcess(
         "the engine" if parallel.data_parallel_size == 1 else f"engine {engine}",
         command or python_command("engine.core.engine_process"),
@@ -132,10 +137,10 @@ def share_cores(config: EngineConfig, num_cores: int | None = None) -> EngineCon
     if count == 1 or config.num_threads or chosen_device(config.device) not in CPU_DEVICES:
         return config
     num_cores = num_cores or usable_cores()
-    num_threads = max(1, num_cores // count)
+    num_threads = max(1, num_cores // (count * config.parallel.world_size))
     logger.info(
-        "%d engines share %d cores: each has %d compute threads (--num-threads)",
-        count,
+        "%d workers share %d cores: each has %d compute threads (--num-threads)",
+        count * config.parallel.world_size,
         num_cores,
         num_threads,
     )
