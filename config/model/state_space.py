@@ -1,7 +1,7 @@
 """Sizes of the layers that keep a state of fixed size per request in place of keys and values:
 Mamba 2 and gated DeltaNet."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 MAMBA2_CHUNK = 128
@@ -58,6 +58,12 @@ class Mamba2Spec:
         states = self.inner_size * self.state_size // MAMBA2_CHUNK
         return 3 * self.num_heads * MAMBA2_CHUNK + 6 * self.inner_size + 3 * states
 
+    def on_rank(self, num_ranks: int) -> "Mamba2Spec":
+        """The part of the layer on each of so many ranks, which divide its heads. Of fewer groups
+        than ranks, each is on several ranks."""
+        groups = max(1, self.num_groups // num_ranks)
+        return replace(self, num_heads=self.num_heads // num_ranks, num_groups=groups)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedDeltaSpec:
@@ -102,3 +108,9 @@ class GatedDeltaSpec:
         keys = self.num_value_heads * self.key_dim
         pairs = self.num_value_heads * GATED_DELTA_CHUNK
         return 6 * pairs + 6 * keys + 6 * self.value_size + states
+
+    def on_rank(self, num_ranks: int) -> "GatedDeltaSpec":
+        """As that of Mamba2Spec, for value heads and for key heads."""
+        key_heads = max(1, self.num_key_heads // num_ranks)
+        value_heads = self.num_value_heads // num_ranks
+        return replace(self, num_key_heads=key_heads, num_value_heads=value_heads)

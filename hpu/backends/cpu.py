@@ -227,7 +227,13 @@ def use_cpu_kernels(model: nn.Module, library: Library | None) -> nn.Module:
             module.use_kernel(_pack(module, library))
         elif isinstance(module, Experts) and library is not None:
             _pack_experts(module, library)
-    if library is not None and isinstance(model, Decoder) and model.lm_head is not None:
+    # A compiled decoder does not meet other ranks between its products.
+    if (
+        library is not None
+        and isinstance(model, Decoder)
+        and model.lm_head is not None
+        and model.group.size == 1
+    ):
         return CompiledDecoder(model, library)
     return model
 
@@ -235,6 +241,9 @@ def use_cpu_kernels(model: nn.Module, library: Library | None) -> nn.Module:
 def _pack_experts(experts: Experts, library: Library) -> None:
     w13, w2 = experts.w13_weight, experts.w2_weight
     assert w13 is not None and w2 is not None
+    # The kernel knows no experts of other ranks.
+    if experts.is_distributed:
+        return
     if experts.w13_bias is None and has_experts_kernel(w13, w2, experts.activation_name):
         experts.replace_weights(PackedExperts(library, w13.detach(), w2.detach()))
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from config.checkpoint.weight_maps.shard import ShardRank
 from hpu.protocol import SINGLE_RANK as SINGLE_RANK
 from hpu.protocol import Ranks as Ranks
 
@@ -111,6 +112,11 @@ class ProcessGroup:
 
 SINGLE = ProcessGroup()
 """The group of a process that runs alone."""
+
+
+def shard_rank(group: ProcessGroup, expert_group: ProcessGroup = SINGLE) -> ShardRank:
+    """This rank of a tensor-parallel group, and of one over which experts are distributed."""
+    return ShardRank(group.rank, group.size, expert_group.rank, expert_group.size)
 
 
 class ProcessGroups(NamedTuple):

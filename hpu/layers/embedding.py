@@ -1,4 +1,8 @@
-"""Embedding of token ids, and the output head, both with the vocabulary divided among the ranks."""
+"""Embedding of token ids, and the output head, both with the vocabulary divided among the ranks.
+Its shards are rounded up, and what the last ones have too much is never looked up or given out."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +26,7 @@ class VocabParallelEmbedding(nn.Module):
         group: ProcessGroup = SINGLE,
     ) -> None:
         super().__init__()
-        self._shard_size = vocab_size // group.size
+        self._shard_size = -(-vocab_size // group.size)
         weight = torch.empty(self._shard_size, hidden_size, dtype=dtype, device=device)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self._multiplier = multiplier
@@ -45,8 +49,52 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(ColumnParallelLinear):
-    """Hidden states to logits, without a bias. Its weight may be that of the embedding."""
+    """Hidden states to logits. Its weight may be that of the embedding."""
+
+    def __init__(
+        self, in_features: int, vocab_size: int, *, group: ProcessGroup = SINGLE, **options: Any
+    ) -> None:
+        """`options`: as those of LinearBase."""
+        size = -(-vocab_size // group.size)
+        super().__init__(in_features, size * group.size, group=group, **options)
+        self._vocab_size = vocab_size
+        self._first = group.rank * size
+        self._num_own = max(0, min(size, vocab_size - self._first))
 
     def forward(self, x: Tensor) -> Tensor:
         """(M, hidden) to (M, vocab), on every rank."""
-        return self.group.all_gather(super().forward(x))
+        logits = self.group.all_gather(super().forward(x))
+        if logits.shape[-1] == self._vocab_size:
+            return logits
+        return logits[..., : self._vocab_size].contiguous()
+
+    def argmax(self, x: Tensor, scale: Callable[[Tensor], Tensor]) -> Tensor:
+        """(M, hidden) to (M,) int64, on every rank: the tokens of the largest logits, the first of
+        equal ones, -1 where that logit is not finite. `scale`: what follows the head, for each
+        number alone. The ranks exchange two numbers for each row, not the logits."""
+        own = torch.stack(self.local_max(x, scale), dim=-1)
+        values, tokens = self.group.all_gather(own.unsqueeze(1), dim=1).unbind(-1)
+        return first_of_largest(values, tokens)
+
+    def local_max(self, x: Tensor, scale: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """(M, hidden) to (M,) float32 twice: the largest logit of this rank's tokens, and the first
+        token that has it, which float32 holds exactly; infinity where a logit is not a number."""
+        logits = scale(super().forward(x))[:, : self._num_own].float()
+        if not self._num_own:
+            lowest = x.new_full(x.shape[:1], -torch.inf, dtype=torch.float32)
+            return lowest, torch.full_like(lowest, self._first)
+        logits = torch.where(logits.isnan(), torch.inf, logits)
+        values = logits.amax(dim=-1)
+        tokens = torch.arange(self._num_own, dtype=torch.float32, device=x.device)
+        # Not argmax: of equal logits the devices' kernels choose any.
+        is_largest = logits == values.unsqueeze(-1)
+        first = torch.where(is_largest, tokens, float(self._num_own)).amin(dim=-1)
+        return values, first + self._first
+
+
+def first_of_largest(values: Tensor, tokens: Tensor) -> Tensor:
+    """(M,) int64: of `tokens` (M, ranks) the lowest one with the largest of `values` (M, ranks); -1
+    where that value is not finite."""
+    largest = values.amax(dim=-1, keepdim=True)
+    lowest = torch.where(values == largest, tokens, torch.inf).amin(dim=-1)
+    return torch.where(largest.squeeze(-1).isfinite(), lowest, -1.0).long()

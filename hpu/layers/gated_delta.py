@@ -37,7 +37,7 @@ class GatedDeltaNet(nn.Module):
         out_proj: RowParallelLinear,
         eps: float,
     ) -> None:
-        """`in_proj` has the outputs q, k, v, z, b and a."""
+        """`spec`: of this rank. `in_proj` has the outputs q, k, v, z, b and a."""
         super().__init__()
         self.spec = spec
         self.in_proj = in_proj

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hpu.distributed.process_groups import SINGLE, ProcessGroup
+
 
 class GatedRMSNorm(nn.Module):
     """norm(x * silu(gate)) * weight, as in Mamba 2, or norm(x) * weight * silu(gate), as in gated
@@ -19,14 +21,19 @@ class GatedRMSNorm(nn.Module):
         norm_first: bool,
         dtype: torch.dtype,
         device: torch.device,
+        ranks: ProcessGroup = SINGLE,
+        ranks_per_group: int = 1,
     ) -> None:
-        """`size`: of the weight."""
+        """`size`: of the weight, on this rank. A group whose features so many neighbours among
+        `ranks` divide is `group_size` on each of them."""
         super().__init__()
         empty = torch.empty(size, dtype=dtype, device=device)
         self.weight = nn.Parameter(empty, requires_grad=False)
         self.eps = eps
         self._group_size = group_size
         self._norm_first = norm_first
+        self._ranks = ranks
+        self._ranks_per_group = ranks_per_group
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """(..., features) each, to the same in the dtype of `gate`."""
@@ -35,9 +42,17 @@ class GatedRMSNorm(nn.Module):
             x = x * weight
         groups = x.reshape(*x.shape[:-1], -1, self._group_size)
         mean = groups.square().mean(-1, keepdim=True)
+        if self._ranks_per_group > 1:
+            mean = self._over_ranks(mean)
         groups = groups * torch.rsqrt(mean + self.eps)
         groups = groups * self.weight.float().view(-1, self._group_size)
         out: Tensor = groups.flatten(-2)
         if self._norm_first:
             out = out * weight
         return out.to(gate.dtype)
+
+    def _over_ranks(self, mean: Tensor) -> Tensor:
+        """The mean of the ranks that have parts of this rank's one group."""
+        first = self._ranks.rank // self._ranks_per_group * self._ranks_per_group
+        own = self._ranks.all_gather(mean)[..., first : first + self._ranks_per_group]
+        return own.mean(-1, keepdim=True)

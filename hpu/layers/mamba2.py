@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from config.model.state_space import Mamba2Spec
+from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.layers.gated_norm import GatedRMSNorm
 from hpu.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from hpu.layers.metadata import AttentionMetadata
@@ -30,8 +31,11 @@ class Mamba2Mixer(nn.Module):
         in_proj: MergedColumnParallelLinear,
         out_proj: RowParallelLinear,
         eps: float,
+        group: ProcessGroup = SINGLE,
+        ranks_per_group: int = 1,
     ) -> None:
-        """`in_proj` has the outputs z, (x, B, C) and d."""
+        """`spec`: of this rank. `in_proj` has the outputs z, x, B, C and d. `ranks_per_group`: so
+        many neighbours in `group` share B and C."""
         super().__init__()
         self.spec = spec
         self.in_proj = in_proj
@@ -50,6 +54,8 @@ class Mamba2Mixer(nn.Module):
             norm_first=False,
             dtype=dtype,
             device=device,
+            ranks=group,
+            ranks_per_group=ranks_per_group,
         )
         conv = (spec.conv_kernel - 1, spec.conv_size)
         recurrent = (spec.num_heads, spec.head_dim, spec.state_size)
@@ -62,7 +68,8 @@ class Mamba2Mixer(nn.Module):
         spec, states = self.spec, metadata.states
         assert states is not None, "a launch of a model with states names them"
         batch, length, _ = hidden.shape
-        gate, inputs, step = self.in_proj(hidden).split_with_sizes(self.in_proj.output_sizes, -1)
+        sizes = [spec.inner_size, spec.conv_size, spec.num_heads]
+        gate, inputs, step = self.in_proj(hidden).split_with_sizes(sizes, -1)
         conv_state, state = self.state.read(states)
         mixed = functional.silu(causal_conv(inputs, self.conv_weight, self.conv_bias, conv_state))
         sizes = [spec.inner_size, spec.group_size, spec.group_size]

@@ -124,8 +124,9 @@ def _clamped_swiglu(form: ClampedSwiGLU) -> Callable[[Tensor], Tensor]:
 
 
 class Experts(nn.Module):
-    """Stacked gated MLPs. Each one's inner features are divided among the ranks, and the outputs
-    are summed over them. Weights are allocated, not filled."""
+    """Stacked gated MLPs. The ranks divide each one's inner features, or each rank has the next so
+    many whole ones; the outputs are summed over the ranks, which
+    must all have the same tokens. Weights are allocated, not filled."""
 
     w13_weight: nn.Parameter | None
     w2_weight: nn.Parameter | None
@@ -144,9 +145,11 @@ class Experts(nn.Module):
         device: torch.device,
         method: MoEMethod = UNQUANTIZED_MOE,
         group: ProcessGroup = SINGLE,
+        is_distributed: bool = False,
     ) -> None:
-        """`inner_size`, of the whole, must be a multiple of the group's size. `activation`: the
-        name in a checkpoint, or what its experts have in place of it."""
+        """`num_experts` and `inner_size` are those of the whole; the group's size must divide the
+        first if experts are distributed, the second if not. `activation`: the name in a checkpoint,
+        or what its experts have in place of it."""
         super().__init__()
         self.dtype = dtype
         self.device = device
@@ -159,7 +162,15 @@ class Experts(nn.Module):
         """Replaces the method where the device has a kernel: by a module on Gaudi."""
         self.method = method
         self.group = group
-        inner_size //= group.size
+        self.is_distributed = is_distributed
+        """Whether each rank has whole experts."""
+        if is_distributed:
+            num_experts //= group.size
+        else:
+            inner_size //= group.size
+        self.num_experts = num_experts
+        """Of this rank."""
+        self.first_expert = group.rank * num_experts if is_distributed else 0
         method.create_weights(self, num_experts, hidden_size, inner_size)
         self.w13_bias = self.w2_bias = None
         if has_bias:
@@ -173,7 +184,7 @@ class Experts(nn.Module):
     @property
     def applied_w2_bias(self) -> Tensor | None:
         """The bias of the second product that this rank adds."""
-        return self.w2_bias if self.group.rank == 0 else None
+        return self.w2_bias if self.is_distributed or self.group.rank == 0 else None
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Run on a device's fused kernel from now on, if it has one for these experts."""
@@ -181,7 +192,9 @@ class Experts(nn.Module):
         w2_bias: Tensor | None = self.w2_bias
         if w2_bias is not None and self.applied_w2_bias is None:
             w2_bias = torch.zeros_like(w2_bias)
-        weights = ExpertWeights(self.w13_weight, self.w2_weight, self.w13_bias, w2_bias)
+        weights = ExpertWeights(
+            self.w13_weight, self.w2_weight, self.w13_bias, w2_bias, self.first_expert
+        )
         self.moe_op = kernels.make_moe(weights, self._activation_form)
 
     def replace_weights(self, moe_op: MoEImpl) -> None:
@@ -190,11 +203,15 @@ class Experts(nn.Module):
         self.w13_weight = self.w2_weight = None
 
     def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """As MoEMethod.apply, over all ranks."""
+        """As MoEMethod.apply, over the experts of all ranks."""
         if self.moe_op is not None:
             weights = weights.to(hidden.dtype)
             out = self.moe_op(hidden, ids, weights, True, self.activation_name)
         else:
+            if self.is_distributed:
+                ids = ids - self.first_expert
+                is_other = (ids < 0) | (ids >= self.num_experts)
+                ids = ids.masked_fill(is_other, self.num_experts)
             out = self.method.apply(self, hidden, ids, weights)
         return out if self.group.size == 1 else self.group.all_reduce(out)
 

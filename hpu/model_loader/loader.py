@@ -1,4 +1,5 @@
-"""Weights from safetensors into a model's parameters, a tensor at a time, never from pickles."""
+"""Weights from safetensors into a model's parameters, a tensor at a time, never from pickles. Of
+tensors that ranks divide each rank reads its shard."""
 
 import logging
 import math
@@ -15,9 +16,10 @@ from tqdm import tqdm
 
 from config.checkpoint.safetensors_files import StoredTensor, read_header, weight_files
 from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
+from config.checkpoint.weight_maps.shard import Shard, shard_of
 from config.checkpoint.weight_maps.text_part import OUTSIDE
 from config.errors import ConfigError
-from hpu.distributed.process_groups import SINGLE, ProcessGroup
+from hpu.distributed.process_groups import SINGLE, ProcessGroup, shard_rank
 from hpu.model_loader.mxfp4 import dequantize_mxfp4
 from hpu.model_loader.tensor_reader import Read, TensorReader
 
@@ -33,6 +35,7 @@ DTYPES = {
 MXFP4_DTYPE = "U8"
 MAX_NAMES_IN_ERROR = 5
 MIN_MAPPED_BYTES = 2**20
+GIB = 2**30
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that are loaded and the total, once for each tensor."""
@@ -57,38 +60,62 @@ def load_weights(
     *,
     on_progress: Progress,
     group: ProcessGroup = SINGLE,
-) -> None:
-    """Fill `model` from the safetensors in folder `path`, converting dtypes on the way; of sharded
-    parameters the shard of this rank of the tensor-parallel `group`.
+    expert_group: ProcessGroup = SINGLE,
+) -> int:
+    """Fill `model` from the safetensors in folder `path`, converting dtypes on the way. Returns the
+    bytes of the tensors that were read: of sharded parameters only the shard of this rank of the
+    tensor-parallel `group`, and of `expert_group`, if experts are distributed over one.
 
     Tensors that a parameter in host memory takes as they are are read into it. Of the others, at
     most those of one file are in memory at once. ConfigError, before anything is read, names the
     tensors that are missing, left over or of another shape.
     """
     parameters = dict(model.named_parameters())
-    files = _match(model.weight_map, Path(path))
-    total = sum(one.stored.num_bytes for tensors in files.values() for one in tensors)
-    filler = _Filler(group)
+    at = shard_rank(group, expert_group)
+    files = {
+        file: [
+            _Source(stored, shard)
+            for stored, spec in tensors
+            if (shard := shard_of(spec, at)) is not None
+        ]
+        for file, tensors in _match(model.weight_map, Path(path)).items()
+    }
+    total = sum(one.num_bytes for tensors in files.values() for one in tensors)
+    filler = _Filler()
     loaded = 0
     with _progress_bar(total) as bar, TensorReader() as reader:
         for file, tensors in files.items():
             reads = _reads(tensors, parameters, filler)
             for one, read in zip(tensors, reader.read(file, reads), strict=True):
-                parameter = parameters[one.spec.parameter]
-                if filler.place(parameter, one.spec, read.target.dtype) is None:
-                    filler.fill(parameter, one.spec, read.target)
+                parameter, spec = parameters[one.shard.spec.parameter], one.shard.spec
+                if filler.place(parameter, spec, read.target.dtype) is None:
+                    filler.fill(parameter, spec, read.target)
                 # Freed before the next file is read.
                 del read
-                loaded += one.stored.num_bytes
-                bar.update(one.stored.num_bytes)
+                loaded += one.num_bytes
+                bar.update(one.num_bytes)
                 on_progress(loaded, total)
+    if at.size > 1 or at.expert_size > 1:
+        logger.info(
+            "Weights: rank %d of %d read %.2f GiB", group.rank, group.size, reader.num_bytes / GIB
+        )
+    return reader.num_bytes
 
 
 class _Source(NamedTuple):
-    """A tensor of a file, and what it fills."""
+    """A tensor of a file, and what this rank reads of it."""
 
     stored: StoredTensor
-    spec: WeightSpec
+    shard: Shard
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the shard."""
+        if self.shard.intervals is None:
+            return self.stored.num_bytes
+        size = self.stored.shape[self.shard.dim]
+        count = sum(end - begin for begin, end in self.shard.intervals)
+        return self.stored.num_bytes // size * count
 
 
 def _reads(
@@ -97,10 +124,12 @@ def _reads(
     filler: "_Filler",
 ) -> Iterator[Read]:
     """Where each tensor is read to: its parameter, or memory of its own."""
-    for stored, spec in tensors:
+    for stored, (spec, dim, intervals) in tensors:
         dtype = torch.uint8 if spec.mxfp4 else DTYPES[stored.dtype]
         target = filler.place(parameters[spec.parameter], spec, dtype)
-        yield Read(stored, _own_memory(stored.shape, dtype) if target is None else target)
+        if target is None:
+            target = _own_memory(spec.shape, dtype)
+        yield Read(stored, target, dim, intervals)
 
 
 def _own_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -112,10 +141,12 @@ def _own_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
 
 
-def _match(weight_map: WeightMap, folder: Path) -> dict[Path, list[_Source]]:
+def _match(
+    weight_map: WeightMap, folder: Path
+) -> dict[Path, list[tuple[StoredTensor, WeightSpec]]]:
     """The tensors of each file that the model needs. One ConfigError for all that do not fit."""
     specs = {spec.name: spec for spec in weight_map.entries()}
-    files: dict[Path, list[_Source]] = {}
+    files: dict[Path, list[tuple[StoredTensor, WeightSpec]]] = {}
     found: dict[str, Path] = {}
     left_over: list[str] = []
     wrong: list[str] = []
@@ -133,7 +164,7 @@ def _match(weight_map: WeightMap, folder: Path) -> dict[Path, list[_Source]]:
                 wrong.append(f"{name} is in {found[name].name} and in {file.name}")
             else:
                 found[name] = file
-                files[file].append(_Source(stored, spec))
+                files[file].append((stored, spec))
                 wrong += _mismatches(spec, stored, file)
     missing = [f"{name} {_format_shape(specs[name].shape)}" for name in specs if name not in found]
     problems = [_listed(wrong)] if wrong else []
@@ -177,15 +208,14 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class _Filler:
-    """Copies this rank's shards of tensors into parameters.
+    """Copies tensors into parameters; of sharded parameters the tensors are this rank's parts.
 
     A parameter that several tensors fill, and that is not in the host's memory, is put together
     there and copied once: on a lazy device each write to a part of it would copy the whole
     parameter.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
+    def __init__(self) -> None:
         self._unfinished: dict[str, tuple[Tensor, int]] = {}
         """Path of a parameter -> its copy on the host, and how many elements of it are filled."""
         self._halves: dict[str, tuple[WeightSpec, Tensor]] = {}
@@ -194,11 +224,12 @@ class _Filler:
     def place(self, parameter: Tensor, spec: WeightSpec, dtype: torch.dtype) -> Tensor | None:
         """The part of `parameter` that the bytes of a tensor of `dtype` fill as they are; None if
         they have to be copied there."""
-        if parameter.device.type != "cpu" or dtype != parameter.dtype or self._group.size > 1:
-            return None
-        if not spec.is_stored_as_is:
+        if parameter.device.type != "cpu" or dtype != parameter.dtype or not spec.is_stored_as_is:
             return None
         part = parameter.detach()
+        if spec.rounds_up:
+            part[spec.shape[0] :].zero_()
+            part = part[: spec.shape[0]]
         if spec.expert is not None:
             part = part[spec.expert]
         if spec.outputs != tuple(range(len(spec.output_sizes))):
@@ -218,10 +249,9 @@ class _Filler:
                 self._fill_part(parameter, spec, _parts(spec, tensor))
             elif (spec.output_sizes, spec.expert, spec.num_experts) == ((), None, None):
                 # Converted here: on the device that would need memory for both types.
-                parameter.copy_(self._shard(spec, tensor).to(parameter.dtype))
+                parameter.copy_(_filled_up(spec, tensor, parameter).to(parameter.dtype))
             else:
-                num_elements = spec.num_elements(self._group.size)
-                self._collect(parameter, spec, _parts(spec, tensor), num_elements)
+                self._collect(parameter, spec, _parts(spec, tensor), spec.num_elements())
 
     def _fill_mxfp4(self, parameter: Tensor, spec: WeightSpec, tensor: Tensor) -> None:
         """Once both halves are there, dequantize one expert after the other."""
@@ -230,11 +260,12 @@ class _Filler:
             return
         first, half = self._halves.pop(spec.parameter)
         blocks, scales = (tensor, half) if spec.mxfp4 == "blocks" else (half, tensor)
-        parts = map(dequantize_mxfp4, blocks, scales)
+        columns = slice(*(spec.mxfp4_columns or (None,)))
+        parts = (dequantize_mxfp4(*both)[:, columns] for both in zip(blocks, scales, strict=True))
         if parameter.device.type == "cpu":
             self._fill_part(parameter, spec, parts)
         else:
-            num_elements = sum(one.num_elements(self._group.size) for one in (first, spec))
+            num_elements = first.num_elements() + spec.num_elements()
             self._collect(parameter, spec, parts, num_elements)
 
     def _collect(
@@ -256,35 +287,24 @@ class _Filler:
     def _fill_part(self, target: Tensor, spec: WeightSpec, parts: Iterable[Tensor]) -> None:
         targets = target if spec.expert is None else target[spec.expert]
         for part, source in zip(_parts(spec, targets), parts, strict=True):
-            if spec.output_sizes:
-                self._fill_outputs(part, spec, source)
-            else:
-                part.copy_(self._shard(spec, source))
+            if not spec.output_sizes:
+                part.copy_(_filled_up(spec, source, part))
+                continue
+            outputs = part.split_with_sizes(spec.output_sizes)
+            if spec.row is not None:
+                outputs[spec.outputs[0]][spec.row].copy_(source)
+                continue
+            sizes = [spec.output_sizes[output] for output in spec.outputs]
+            for output, own in zip(spec.outputs, source.split_with_sizes(sizes), strict=True):
+                outputs[output].copy_(own)
 
-    def _fill_row(self, part: Tensor, spec: WeightSpec, row: Tensor) -> None:
-        """Copy `row` into `part`, an output's shard, if that has it."""
-        assert spec.row is not None
-        num_shards = spec.num_shards(spec.outputs[0], self._group.size)
-        shard = self._group.rank * num_shards // self._group.size
-        index = spec.row - shard * part.shape[0]
-        if 0 <= index < part.shape[0]:
-            part[index].copy_(row)
 
-    def _shard(self, spec: WeightSpec, tensor: Tensor) -> Tensor:
-        return _shard(tensor, spec.shard_dim, self._group.size, self._group)
-
-    def _fill_outputs(self, target: Tensor, spec: WeightSpec, tensor: Tensor) -> None:
-        # A tensor with several outputs is cut at their full sizes first, then each one is sharded.
-        sizes = [spec.output_sizes[output] for output in spec.outputs]
-        num_shards = [spec.num_shards(i, self._group.size) for i in range(len(spec.output_sizes))]
-        parts = target.split_with_sizes(
-            [size // count for size, count in zip(spec.output_sizes, num_shards, strict=True)]
-        )
-        if spec.row is not None:
-            self._fill_row(parts[spec.outputs[0]], spec, tensor)
-            return
-        for output, part in zip(spec.outputs, tensor.split_with_sizes(sizes), strict=True):
-            parts[output].copy_(_shard(part, spec.shard_dim, num_shards[output], self._group))
+def _filled_up(spec: WeightSpec, tensor: Tensor, parameter: Tensor) -> Tensor:
+    """`tensor`, with rows of zeros behind it as far as `parameter` has more."""
+    missing = parameter.shape[0] - tensor.shape[0] if spec.rounds_up else 0
+    if not missing:
+        return tensor
+    return torch.cat((tensor, tensor.new_zeros(missing, *tensor.shape[1:])))
 
 
 def _parts(spec: WeightSpec, tensor: Tensor) -> Iterable[Tensor]:
@@ -323,14 +343,6 @@ def _in_halves(tensor: Tensor, spec: WeightSpec, size: int) -> Tensor:
     even, odd = torch.arange(start, rotated_end, 2), torch.arange(start + 1, rotated_end, 2)
     order = torch.cat((torch.arange(start), even, odd, torch.arange(rotated_end, end)))
     return heads.index_select(dim + 1, order).view(tensor.shape)
-
-
-def _shard(tensor: Tensor, dim: int | None, num_shards: int, group: ProcessGroup) -> Tensor:
-    """This rank's shard of `tensor` along `dim`. Of fewer shards than ranks, adjacent ranks have
-    the same."""
-    if dim is None:
-        return tensor
-    return tensor.chunk(num_shards, dim)[group.rank * num_shards // group.size]
 
 
 def _format_shape(shape: tuple[int, ...]) -> str:

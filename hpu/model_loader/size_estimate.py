@@ -3,7 +3,10 @@
 Imports no torch. A test compares the number of parameters with that of the built models.
 """
 
+from collections.abc import Iterator
+
 from config.checkpoint.weight_maps.decoder import decoder_weight_map
+from config.checkpoint.weight_maps.shard import ShardRank, shard_of
 from config.errors import ConfigError
 from config.model.architectures import ARCHITECTURES, decoder_spec
 from config.model.decoder_spec import LayerSpec, MLASpec, uniform_layers
@@ -14,13 +17,17 @@ from hpu.layers.window_cache import CacheSizes, ring_blocks
 _EMBEDDING = "model.embed_tokens.weight"
 
 
-def count_parameters(config: ModelConfig, num_cards: int = 1) -> int:
-    """Parameters on each of `num_cards`. ConfigError for an architecture that is not built in and
-    was not counted in its files."""
+def count_parameters(
+    config: ModelConfig, num_cards: int = 1, *, distributes_experts: bool = False
+) -> int:
+    """Parameters on each of `num_cards`, with whole experts on each or with a part of each expert.
+    ConfigError for an architecture that is not built in and was not counted in its files."""
     if config.architecture not in ARCHITECTURES and config.num_parameters is not None:
         return config.num_parameters // num_cards
     weight_map = decoder_weight_map(config, decoder_spec(config))
-    return sum(spec.num_elements(num_cards) for spec in weight_map.entries())
+    at = ShardRank(size=num_cards, expert_size=num_cards if distributes_experts else 1)
+    shards = (shard_of(spec, at) for spec in weight_map.entries())
+    return sum(shard.spec.num_elements() for shard in shards if shard is not None)
 
 
 def rotary_peak_bytes(config: ModelConfig, length: int) -> int:
@@ -60,53 +67,83 @@ def count_active_parameters(config: ModelConfig) -> int:
     return active
 
 
-def check_split(config: ModelConfig, num_cards: int) -> None:
-    """ConfigError, with both numbers, when the model cannot be divided among so many cards."""
-    # Latents are whole on each of them.
-    kv_heads = config.num_kv_heads if _mla(config) is None else num_cards
-    if num_cards > 1 and _states(config):
-        raise ConfigError(
-            f"{config.path} has layers with a state, which are not divided among cards yet: leave "
-            "tensor-parallel-size at 1"
-        )
-    if num_cards > kv_heads and num_cards % kv_heads:
-        raise ConfigError(
-            f"{config.path} has {kv_heads} KV heads, and they cannot be repeated evenly on "
-            f"{num_cards} cards (tensor-parallel-size): use a multiple or a divisor of {kv_heads}"
-        )
-    for count, what in (
-        (config.num_heads, "query heads"),
-        (max(kv_heads, num_cards), "KV heads"),
-        (config.vocab_size, "tokens in the vocabulary"),
-        *_inner_sizes(config),
-    ):
-        if count % num_cards:
+MAX_RANKS = 1024
+"""Sizes of a group up to here are named in errors."""
+
+
+def check_split(config: ModelConfig, num_cards: int, *, distributes_experts: bool = False) -> None:
+    """ConfigError, with both numbers and those that work, when the model cannot be divided among so
+    many cards. `distributes_experts`: whole experts, not a part of each, are on each card."""
+    counts = [*_divided(config, distributes_experts)]
+    for count, what, may_repeat in counts:
+        if not _divides(num_cards, count, may_repeat):
+            fitting = [
+                str(size)
+                for size in range(1, MAX_RANKS + 1)
+                if all(_divides(size, other, repeats) for other, _, repeats in counts)
+            ]
+            no_multiple = ", nor is it a multiple of them" if may_repeat else ""
             raise ConfigError(
                 f"{config.path} has {count} {what}, and {num_cards} (tensor-parallel-size) does "
-                "not divide them"
+                f"not divide them{no_multiple}: it works with {', '.join(fitting)}"
             )
 
 
-def _inner_sizes(config: ModelConfig) -> list[tuple[int, str]]:
-    """Sizes of the MLPs that the layers have, and what they are."""
+def _divides(num_cards: int, count: int, may_repeat: bool) -> bool:
+    return count % num_cards == 0 or (may_repeat and num_cards % count == 0)
+
+
+def _divided(config: ModelConfig, distributes_experts: bool) -> Iterator[tuple[int, str, bool]]:
+    """What the cards divide: how many there are, what they are, and whether there may be fewer than
+    cards, each on several of them."""
+    yield config.num_heads, "query heads", False
+    if _mla(config) is None:
+        # Latents are whole on each card.
+        yield config.num_kv_heads, "KV heads", True
+    for state in {type(state): state for state in _states(config)}.values():
+        if isinstance(state, Mamba2Spec):
+            yield state.num_heads, "heads of its Mamba layers", False
+            yield state.num_groups, "groups of its Mamba layers (mamba_n_groups)", True
+        else:
+            yield state.num_value_heads, "value heads of its linear attention", False
+            yield state.num_key_heads, "key heads of its linear attention", True
     moe = config.moe
     has_experts = [moe is not None and moe.has_experts(i) for i in range(config.num_layers)]
-    sizes = [] if all(has_experts) else [(config.intermediate_size, "inner features")]
+    if not all(has_experts):
+        yield _mlp_size(config), "inner features", False
     if moe is not None and any(has_experts):
-        sizes.append((moe.inner_size, "inner features in an expert"))
-        sizes.append((moe.shared_size, "inner features in the shared expert"))
-    return sizes
+        if distributes_experts:
+            yield moe.num_experts, "experts", False
+        else:
+            yield moe.inner_size, "inner features in an expert", False
+        if moe.shared_size:
+            yield moe.shared_size, "inner features in the shared expert", False
 
 
-def weight_bytes(config: ModelConfig, *, num_cards: int, width: int, length: int) -> int:
-    """Weights on one of `num_cards`, `width` bytes each, with the rotary table for sequences of
-    `length` tokens."""
+def _mlp_size(config: ModelConfig) -> int:
+    """Inner features of the MLPs without experts."""
+    if config.architecture not in ARCHITECTURES:
+        return config.intermediate_size
+    return decoder_spec(config).mlp_size or config.intermediate_size
+
+
+def weight_bytes(
+    config: ModelConfig,
+    *,
+    num_cards: int,
+    width: int,
+    length: int,
+    distributes_experts: bool = False,
+) -> int:
+    """Weights on one of `num_cards`, `width` bytes each, as count_parameters, with the rotary table
+    for sequences of `length` tokens."""
     # Cosines and sines, each of the rotated size.
     rotary = 2 * sum(_rotated_sizes(config)) * length
     mla, absorbed = _mla(config), 0
     if mla is not None:
         absorbed = config.num_layers * config.num_heads // num_cards * mla.absorbed_size
-    return (count_parameters(config, num_cards) + rotary + absorbed) * width
+    parameters = count_parameters(config, num_cards, distributes_experts=distributes_experts)
+    return (parameters + rotary + absorbed) * width
 
 
 def kv_block_bytes(config: ModelConfig, *, num_cards: int, width: int, block_size: int) -> int:
@@ -151,12 +188,11 @@ def _states(config: ModelConfig) -> tuple[Mamba2Spec | GatedDeltaSpec, ...]:
     return decoder_spec(config).states
 
 
-def state_bytes(config: ModelConfig, *, width: int, num_seqs: int) -> int:
-    """States of `num_seqs` sequences, of the index that a warm-up uses and of padding: the
-    convolution's in `width` bytes a number, the others in float32."""
-    elements = sum(
-        state.conv_elements * width + state.state_elements * 4 for state in _states(config)
-    )
+def state_bytes(config: ModelConfig, *, width: int, num_seqs: int, num_cards: int = 1) -> int:
+    """States of `num_seqs` sequences, of the index that a warm-up uses and of padding, on one of
+    `num_cards`: the convolution's in `width` bytes a number, the others in float32."""
+    states = [state.on_rank(num_cards) for state in _states(config)]
+    elements = sum(state.conv_elements * width + state.state_elements * 4 for state in states)
     return (num_seqs + 2) * elements
 
 
@@ -189,7 +225,8 @@ def activation_bytes(
     if _mla(config) is not None:
         # Their heads may be several times as wide as the hidden state.
         layer += num_tokens * (_query_size(config, num_cards) + _kv_size(config, num_cards))
-    scan = 4 * num_tokens * max((state.scan_elements for state in _states(config)), default=0)
+    scans = (state.on_rank(num_cards).scan_elements for state in _states(config))
+    scan = 4 * num_tokens * max(scans, default=0)
     return layer * width + scan + num_seqs * config.vocab_size * 4 * 4
 
 

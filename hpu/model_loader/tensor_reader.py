@@ -1,5 +1,8 @@
-"""TensorReader: reads the bytes of tensors into host memory, on threads, ahead of their use."""
+"""TensorReader: reads the bytes of tensors, or of parts of them, into host memory, on threads,
+ahead of their use."""
 
+import math
+import mmap
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -7,10 +10,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from config.checkpoint.safetensors_files import StoredTensor
+from config.checkpoint.weight_maps.shard import Interval
 from config.errors import ConfigError
 
 NUM_THREADS = 4
@@ -21,11 +27,14 @@ AHEAD_BYTES = 2**27
 
 
 class Read(NamedTuple):
-    """A tensor to be read."""
+    """A tensor to be read, or the part of it in some intervals along one dimension."""
 
     stored: StoredTensor
     target: Tensor
-    """Contiguous, on the host, of the tensor's size in bytes."""
+    """Contiguous, on the host, of the size in bytes of what is read."""
+    dim: int = 0
+    intervals: tuple[Interval, ...] | None = None
+    """None: the whole tensor."""
 
 
 class _InFlight(NamedTuple):
@@ -38,6 +47,8 @@ class TensorReader:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="read")
+        self.num_bytes = 0
+        """That were asked for so far."""
 
     def __enter__(self) -> "TensorReader":
         return self
@@ -55,10 +66,10 @@ class TensorReader:
             try:
                 for read in reads:
                     in_flight.append(_InFlight(read, self._submit(descriptor, read)))
-                    num_bytes += read.stored.num_bytes
+                    num_bytes += read.target.nbytes
                     del read
                     while len(in_flight) > 1 and num_bytes > AHEAD_BYTES:
-                        num_bytes -= in_flight[0].read.stored.num_bytes
+                        num_bytes -= in_flight[0].read.target.nbytes
                         yield _finished(in_flight.popleft())
                 while in_flight:
                     yield _finished(in_flight.popleft())
@@ -72,16 +83,45 @@ class TensorReader:
             raise ConfigError(f"{file} cannot be read: {error}") from error
 
     def _submit(self, descriptor: int, read: Read) -> list[Future[None]]:
-        data = read.target.reshape(-1).view(torch.uint8).numpy().data
+        target = read.target.reshape(-1).view(torch.uint8).numpy()
+        self.num_bytes += len(target)
+        shape, offset = read.stored.shape, read.stored.offset
+        if read.intervals is None:
+            return self._submit_runs(descriptor, target, [(offset, offset + len(target))])
+        num_rows = math.prod(shape[: read.dim])
+        if 0 in shape or not len(target):
+            return []
+        row_bytes = read.stored.num_bytes // num_rows
+        unit = row_bytes // shape[read.dim]
+        runs = [(begin * unit, end * unit) for begin, end in read.intervals]
+        if num_rows == 1 or row_bytes >= PIECE_BYTES:
+            starts = range(offset, offset + num_rows * row_bytes, row_bytes)
+            spread = [(start + begin, start + end) for start in starts for begin, end in runs]
+            return self._submit_runs(descriptor, target, spread)
+        rows, step = target.reshape(num_rows, -1), max(1, PIECE_BYTES // row_bytes)
         return [
             self._pool.submit(
-                _read_piece,
+                _read_columns,
                 descriptor,
-                data[begin : begin + PIECE_BYTES],
-                read.stored.offset + begin,
+                rows[first : first + step],
+                offset + first * row_bytes,
+                row_bytes,
+                runs,
             )
-            for begin in range(0, len(data), PIECE_BYTES)
+            for first in range(0, num_rows, step)
         ]
+
+    def _submit_runs(
+        self, descriptor: int, target: npt.NDArray[np.uint8], runs: list[Interval]
+    ) -> list[Future[None]]:
+        """Fill `target` with the bytes of the file in `runs`, one behind the other."""
+        pieces, data = [], target.data
+        for begin, end in runs:
+            for first in range(begin, end, PIECE_BYTES):
+                size = min(PIECE_BYTES, end - first)
+                pieces.append(self._pool.submit(_read_piece, descriptor, data[:size], first))
+                data = data[size:]
+        return pieces
 
 
 def _finished(one: _InFlight) -> Read:
@@ -96,3 +136,29 @@ def _read_piece(descriptor: int, data: memoryview, offset: int) -> None:
         if count == 0:
             raise OSError(f"it ends at byte {offset}, the header says more")
         data, offset = data[count:], offset + count
+
+
+def _read_columns(
+    descriptor: int,
+    target: npt.NDArray[np.uint8],
+    offset: int,
+    row_bytes: int,
+    runs: list[Interval],
+) -> None:
+    """Fill `target` (rows, bytes) with the bytes in `runs` of each row; the first row begins at
+    `offset` of the file. The file is mapped: a call for each run of each row would take longer than
+    the copy, and a read of whole rows would read the parts of other ranks too."""
+    # A mapping begins at a whole page.
+    skipped = offset % mmap.ALLOCATIONGRANULARITY
+    size = skipped + len(target) * row_bytes
+    if os.fstat(descriptor).st_size < offset - skipped + size:
+        raise OSError(f"it ends before byte {offset - skipped + size}, the header says more")
+    with mmap.mmap(descriptor, size, prot=mmap.PROT_READ, offset=offset - skipped) as mapped:
+        rows = np.frombuffer(mapped, np.uint8, len(target) * row_bytes, skipped)
+        rows = rows.reshape(len(target), row_bytes)
+        column = 0
+        for begin, end in runs:
+            target[:, column : column + end - begin] = rows[:, begin:end]
+            column += end - begin
+        # The mapping cannot be closed while an array refers to it.
+        del rows

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from config.checkpoint.weight_maps.decoder import decoder_weight_map
+from config.checkpoint.weight_maps.shard import Shard, shard_of
 from config.errors import ConfigError
 from config.model.decoder_spec import NORMS, DecoderSpec, LayerSpec, MoESpec, alibi_slopes
 from config.model.model_config import ModelConfig
 from config.model.moe import MoEConfig
-from hpu.distributed.process_groups import SINGLE, ProcessGroup
+from hpu.distributed.process_groups import SINGLE, ProcessGroup, shard_rank
 from hpu.layers.attention import AttentionKind, HeadShape, SelfAttention
 from hpu.layers.attention_base import AttentionLayer, Shape
 from hpu.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -104,9 +105,11 @@ class Decoder(LoadableModel):
         has_head: bool = True,
         quantization: QuantizationScheme | None = None,
         group: ProcessGroup = SINGLE,
+        expert_group: ProcessGroup = SINGLE,
     ) -> None:
         """`length`: tokens of the longest sequence that will be served. `group`: the
-        tensor-parallel ranks."""
+        tensor-parallel ranks. `expert_group`: the ranks over which whole experts are distributed,
+        which must have the same tokens; of one rank: `group` divides each expert."""
         super().__init__()
         self.config = config
         self.spec = spec
@@ -120,8 +123,9 @@ class Decoder(LoadableModel):
             spec.attention_scale or config.head_dim**-0.5,
         )
         self.group = group
+        self._expert_group = expert_group
         self._quantization = quantization
-        self._tensor_names = self.weight_map.tensor_names()
+        self._shards = {} if quantization is None else self._shards_by_parameter()
         self._kinds = distinct(
             Visibility(layer.window, layer.chunk)
             for layer in spec.layers
@@ -150,6 +154,16 @@ class Decoder(LoadableModel):
             self._embed_positions(length) if spec.learned_positions else None,
         )
         self.lm_head = self._head() if has_head else None
+
+    def _shards_by_parameter(self) -> dict[str, list[Shard]]:
+        """What fills each parameter of this rank."""
+        shards: dict[str, list[Shard]] = {}
+        at = shard_rank(self.group, self._expert_group)
+        for spec in self.weight_map.entries():
+            shard = shard_of(spec, at)
+            if shard is not None:
+                shards.setdefault(spec.parameter, []).append(shard)
+        return shards
 
     def _embedding_multiplier(self) -> float:
         multiplier = self.spec.embedding_multiplier
@@ -323,23 +337,32 @@ class Decoder(LoadableModel):
     def _mamba2(self, path: str, layer: LayerSpec) -> Mamba2Mixer:
         state = self.spec.mamba2
         assert state is not None
+        num_ranks, inner = self.group.size, state.inner_size
+        # Of fewer groups than ranks, each is there several times.
+        groups = max(state.num_groups, num_ranks) * state.state_size
         in_proj, out_proj = self._state_projections(
-            path,
-            [state.inner_size, state.conv_size, state.num_heads],
-            state.inner_size,
-            bias=state.proj_bias,
+            path, [inner, inner, groups, groups, state.num_heads], inner, bias=state.proj_bias
         )
-        eps = self.config.rms_norm_eps
-        return Mamba2Mixer(state, in_proj=in_proj, out_proj=out_proj, eps=eps)
+        return Mamba2Mixer(
+            state.on_rank(num_ranks),
+            in_proj=in_proj,
+            out_proj=out_proj,
+            eps=self.config.rms_norm_eps,
+            group=self.group,
+            ranks_per_group=max(1, num_ranks // state.num_groups),
+        )
 
     def _gated_delta(self, path: str, layer: LayerSpec) -> GatedDeltaNet:
         state = self.spec.gated_delta
         assert state is not None
         heads = state.num_value_heads
-        sizes = [state.key_size, state.key_size, state.value_size, state.value_size, heads, heads]
+        # As those of Mamba2Mixer.
+        key_size = max(state.num_key_heads, self.group.size) * state.key_dim
+        sizes = [key_size, key_size, state.value_size, state.value_size, heads, heads]
         in_proj, out_proj = self._state_projections(path, sizes, state.value_size, bias=False)
         eps = self.config.rms_norm_eps
-        return GatedDeltaNet(state, in_proj=in_proj, out_proj=out_proj, eps=eps)
+        own = state.on_rank(self.group.size)
+        return GatedDeltaNet(own, in_proj=in_proj, out_proj=out_proj, eps=eps)
 
     def _state_projections(
         self, path: str, sizes: list[int], inner: int, *, bias: bool
@@ -350,7 +373,12 @@ class Decoder(LoadableModel):
             MergedColumnParallelLinear(
                 hidden, sizes, bias=bias, **self._options(f"{path}.in_proj", hidden)
             ),
-            RowParallelLinear(inner, hidden, bias=bias, **self._options(f"{path}.out_proj", inner)),
+            RowParallelLinear(
+                inner,
+                hidden,
+                bias=bias,
+                **self._options(f"{path}.out_proj", inner // self.group.size),
+            ),
         )
 
     def _qk_norm(self) -> QKNorm | FullQKNorm | UnweightedQKNorm | None:
@@ -380,6 +408,7 @@ class Decoder(LoadableModel):
             )
         options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
         gate_dtype = torch.float32 if spec.float32_router else self.dtype
+        distributes_experts = self._expert_group.size > 1
         shared = shared_gate = None
         if moe.shared_size:
             shared = self._gated_mlp(f"{path}.shared_experts", moe.shared_size)
@@ -399,7 +428,8 @@ class Decoder(LoadableModel):
                 moe.inner_size,
                 activation=spec.clamped_swiglu or config.hidden_act,
                 has_bias=spec.expert_bias,
-                group=self.group,
+                group=self._expert_group if distributes_experts else self.group,
+                is_distributed=distributes_experts,
                 **options,
             ),
             shared,
@@ -439,8 +469,8 @@ class Decoder(LoadableModel):
         """Arguments of the linear layer at `path`, which has `in_features` inputs on this rank."""
         method: LinearMethod = UNQUANTIZED
         if self._quantization is not None:
-            names = self._tensor_names[f"{path}.weight"]
-            method = self._quantization.linear_method(names, in_features, is_head=is_head)
+            shards = self._shards[f"{path}.weight"]
+            method = self._quantization.linear_method(shards, in_features, is_head=is_head)
         return {
             "dtype": self.dtype,
             "device": self.device,
@@ -471,6 +501,14 @@ class Decoder(LoadableModel):
         """As CausalLM.logits, in the model's dtype."""
         assert self.lm_head is not None, "a decoder without a head gives no logits"
         return self.scale_logits(self.lm_head(hidden))
+
+    def argmax(self, hidden: Tensor) -> Tensor | None:
+        """As CausalLM.argmax, where ranks divide the vocabulary; None on one rank, as its logits
+        are all there."""
+        # The FP8 compressor may have replaced the head.
+        if self.group.size == 1 or not isinstance(self.lm_head, ParallelLMHead):
+            return None
+        return self.lm_head.argmax(hidden, self.scale_logits)
 
     def scale_logits(self, logits: Tensor) -> Tensor:
         """What follows the head."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from config.checkpoint.weight_maps.encoder import encoder_weight_map
 from config.model.model_config import ModelConfig
+from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.layers.attention import HeadShape, SelfAttention
 from hpu.layers.embedding import VocabParallelEmbedding
 from hpu.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -51,10 +52,20 @@ class EncoderLayer(nn.Module):
 class Encoder(nn.Module):
     """An encoder. Parameters are allocated, not filled: hpu/model_loader/loader.py does that."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: ProcessGroup = SINGLE,
+    ) -> None:
+        """`group`: the tensor-parallel ranks, which divide the layers; each has the whole
+        embeddings."""
         super().__init__()
         assert config.encoder is not None
         self.config = config
+        self.group = group
         self.encoder_config = config.encoder
         self.dtype = dtype
         self.device = device
@@ -77,13 +88,14 @@ class Encoder(nn.Module):
         return LayerNorm(self.config.hidden_size, self.encoder_config.norm_eps, **self._options)
 
     def _layer(self) -> EncoderLayer:
-        config, options = self.config, {**self._options, "bias": True}
+        config, size = self.config, self.group.size
+        options = {**self._options, "bias": True, "group": self.group}
         hidden, inner = config.hidden_size, config.intermediate_size
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         attention = SelfAttention(
-            HeadShape(heads, kv_heads, head_dim, head_dim**-0.5),
+            HeadShape(heads // size, kv_heads // size, head_dim, head_dim**-0.5),
             qkv_proj=QKVParallelLinear(
-                hidden, QKVParallelLinear.sizes(heads, kv_heads, head_dim), **options
+                hidden, QKVParallelLinear.sizes(heads, kv_heads, head_dim, size), **options
             ),
             o_proj=RowParallelLinear(hidden, hidden, **options),
         )

@@ -10,6 +10,7 @@ from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
 from config.checkpoint.weight_maps.encoder import head_weights
 from config.model.model_config import ModelConfig
 from config.model.pooler import PoolerConfig
+from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.layers.linear import LinearBase
 from hpu.model_loader.dummy_weights import fill_dummy
 from hpu.model_loader.loader import Progress, load_weights
@@ -75,10 +76,12 @@ def load_pooling_model(
     on_progress: Progress,
     offloaded: OffloadedWeights | None = None,
     is_dummy: bool = False,
+    group: ProcessGroup = SINGLE,
 ) -> PoolingModel:
     """The model with its weights, and those of the modules behind it, from their files unless they
-    were `offloaded`, or are random (`is_dummy`). Raises ConfigError."""
-    body = build_body(config, dtype=dtype, device=device, max_model_len=max_model_len)
+    were `offloaded`, or are random (`is_dummy`). The ranks of `group` divide its layers, and each
+    has the whole pooler. Raises ConfigError."""
+    body = build_body(config, dtype=dtype, device=device, max_model_len=max_model_len, group=group)
     model = PoolingModel(body, Pooler(pooler, config, device))
     if offloaded is not None:
         restore(offloaded, model.modules)
@@ -86,7 +89,7 @@ def load_pooling_model(
     if is_dummy:
         fill_dummy(model.modules, on_progress=on_progress)
         return model
-    load_weights(model, config.path, on_progress=on_progress)
+    load_weights(model, config.path, on_progress=on_progress, group=group)
     for dense, linear in zip(pooler.dense, model.pooler.dense, strict=True):
         assert isinstance(linear, LinearBase)
         load_weights(_Dense(linear), dense.folder, on_progress=lambda done, total: None)

@@ -9,6 +9,7 @@ import torch
 
 from config.errors import ConfigError
 from config.model.architectures import decoder_spec
+from config.model.family_fields import causal_name
 from config.model.model_config import ModelConfig
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.model_loader.size_estimate import check_split
@@ -22,14 +23,30 @@ MIN_TRANSFORMERS = (5, 18)
 
 
 def build_body(
-    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    group: ProcessGroup = SINGLE,
 ) -> Encoder | Decoder:
-    """The model of `config` without an output head, with empty parameters. ConfigError for an
-    architecture that is not supported."""
+    """The model of `config` without an output head, with empty parameters; this rank's shard of it
+    in the tensor-parallel `group`. ConfigError as in build_model."""
+    # The registry has the model with a head.
+    causal = replace(config, architecture=causal_name(config.architecture))
+    _check_groups(causal, group, SINGLE)
     if config.encoder is not None:
-        return Encoder(config, dtype=dtype, device=device)
+        return Encoder(config, dtype=dtype, device=device, group=group)
     spec = decoder_spec(config, has_head=False)
-    return Decoder(config, spec, dtype=dtype, device=device, length=max_model_len, has_head=False)
+    return Decoder(
+        config,
+        spec,
+        dtype=dtype,
+        device=device,
+        length=max_model_len,
+        has_head=False,
+        group=group,
+    )
 
 
 def build_model(
@@ -40,15 +57,16 @@ def build_model(
     max_model_len: int | None = None,
     quantization: QuantizationScheme | None = None,
     group: ProcessGroup = SINGLE,
+    expert_group: ProcessGroup = SINGLE,
 ) -> Decoder:
     """The decoder of `config` with empty parameters; this rank's shard of it in the tensor-parallel
-    `group`.
+    `group`, with whole experts of it if they are distributed over an `expert_group`.
 
     `max_model_len`: tokens of the longest sequence that will be served (None: the checkpoint's
     own); it sizes the rotary table, and some rope scalings depend on it. ConfigError for an
     architecture that is not supported, or for sizes that the group cannot divide.
     """
-    check_split(config, group.size)
+    _check_groups(config, group, expert_group)
     length = config.max_position if max_model_len is None else max_model_len
     return Decoder(
         config,
@@ -58,7 +76,20 @@ def build_model(
         length=length,
         quantization=quantization,
         group=group,
+        expert_group=expert_group,
     )
+
+
+def _check_groups(config: ModelConfig, group: ProcessGroup, expert_group: ProcessGroup) -> None:
+    is_distributed = expert_group.size > 1
+    check_split(config, group.size, distributes_experts=is_distributed)
+    if is_distributed and config.moe is None:
+        raise ConfigError(f"{config.path} has no experts that could be distributed over ranks")
+    if is_distributed and expert_group.size != group.size:
+        raise ConfigError(
+            f"experts are distributed over {expert_group.size} ranks, and the layers are divided "
+            f"among {group.size}: ranks with other tokens cannot share experts yet"
+        )
 
 
 def build_transformers_model(
@@ -69,6 +100,7 @@ def build_transformers_model(
     max_model_len: int | None = None,
     quantization: QuantizationScheme | None = None,
     group: ProcessGroup = SINGLE,
+    expert_group: ProcessGroup = SINGLE,
     has_files: bool = True,
 ) -> LoadableModel:
     """As `build_model`, with transformers' code of the model. Without `has_files` it is built from
@@ -90,6 +122,7 @@ def build_transformers_model(
         length=config.max_position if max_model_len is None else max_model_len,
         quantization=quantization,
         group=group,
+        expert_group=expert_group,
         has_files=has_files,
     )
 

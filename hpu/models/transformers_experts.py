@@ -18,19 +18,47 @@ PARAMETERS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 """Names of transformers -> ours, of the same shapes."""
 
 
-def replace_experts(causal: Any, group: ProcessGroup) -> dict[str, str]:
+def replace_experts(causal: Any) -> dict[str, str]:
     """Put ours into `causal`, a PreTrainedModel on the meta device. Returns the paths of their
     parameters -> ours. Raises Unsupported for experts of another kind."""
     renamed = {}
     for path, module in list(causal.named_modules()):
         if not hasattr(module, "is_concatenated"):
             continue
-        if group.size > 1:
-            raise Unsupported("has experts, which are not divided among cards here")
         parent, _, name = path.rpartition(".")
         setattr(causal.get_submodule(parent), name, _experts(module))
         renamed.update({f"{path}.{old}": f"{path}.{new}" for old, new in PARAMETERS.items()})
     return renamed
+
+
+def divide_experts(causal: Any, group: ProcessGroup, expert_group: ProcessGroup) -> None:
+    """Put in the place of our experts in `causal` those of this rank: parts of all of them, or some
+    of them, with an `expert_group`. Raises Unsupported for numbers that do not divide."""
+    is_distributed = expert_group.size > 1
+    ranks = expert_group if is_distributed else group
+    for path, module in list(causal.named_modules()):
+        if not isinstance(module, Experts):
+            continue
+        assert module.w2_weight is not None
+        num_experts, hidden, inner = module.w2_weight.shape
+        count, what = (num_experts, "experts") if is_distributed else (inner, "inner features")
+        if count % ranks.size:
+            raise Unsupported(
+                f"has {count} {what} in {path}, and {ranks.size} (tensor-parallel-size) does not "
+                "divide them"
+            )
+        parent, _, name = path.rpartition(".")
+        experts = Experts(
+            num_experts,
+            hidden,
+            inner,
+            activation=module.activation_name,
+            dtype=module.dtype,
+            device=module.device,
+            group=ranks,
+            is_distributed=is_distributed,
+        )
+        setattr(causal.get_submodule(parent), name, experts)
 
 
 def _experts(module: Any) -> nn.Module:

@@ -21,13 +21,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from config.checkpoint.safetensors_files import Shapes, folder_shapes
-from config.checkpoint.weight_maps.base import WeightMap
+from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
+from config.checkpoint.weight_maps.shard import shard_of
 from config.errors import ConfigError
 from config.model.architectures import ARCHITECTURES
 from config.model.json_fields import Fields, Json, read_json
 from config.model.model_config import MAX_LAYERS, ModelConfig, check_limits
 from config.model.text_part import text_part
-from hpu.distributed.process_groups import SINGLE, ProcessGroup
+from hpu.distributed.process_groups import SINGLE, ProcessGroup, shard_rank
 from hpu.layers.attention import AttentionKind, HeadShape
 from hpu.layers.attention_base import Shape
 from hpu.layers.embedding import ParallelLMHead
@@ -58,7 +59,7 @@ from hpu.models.transformers_attention import (
     record_calls,
     register,
 )
-from hpu.models.transformers_experts import replace_experts
+from hpu.models.transformers_experts import divide_experts, replace_experts
 from hpu.models.transformers_norms import replace_norms
 from hpu.models.transformers_sparsity import replace_sparsity
 from hpu.models.transformers_weights import weight_map_of
@@ -81,6 +82,7 @@ LINEAR_KINDS: Mapping[str, type[LinearBase]] = {
     "rowwise": RowParallelLinear,
 }
 """Entries of a tensor-parallel plan of transformers -> our layer."""
+EXPERT_KIND = "moe_tp_experts"
 WHOLE_KINDS = ("replicate", "replicated_with_grad_allreduce", "embedding_rowwise")
 """Entries of what every card can have as a whole."""
 
@@ -128,10 +130,11 @@ class TransformersModel(LoadableModel):
         length: int,
         quantization: QuantizationScheme | None = None,
         group: ProcessGroup = SINGLE,
+        expert_group: ProcessGroup = SINGLE,
         has_files: bool = True,
     ) -> None:
-        """`length`: tokens of the longest sequence that will be served. `group`: the
-        tensor-parallel ranks. Without `has_files` only config.json is read. ConfigError for a model
+        """`length`: tokens of the longest sequence that will be served. `group` and `expert_group`:
+        as those of Decoder. Without `has_files` only config.json is read. ConfigError for a model
         whose code cannot be driven."""
         super().__init__()
         self.config = config
@@ -151,7 +154,7 @@ class TransformersModel(LoadableModel):
             body = causal.base_model
             _register_stored_buffers(causal)
             shapes = {name: tuple(one.shape) for name, one in causal.named_parameters()}
-            renamed = replace_experts(causal, group)
+            renamed = replace_experts(causal)
             replace_norms(causal)
             replace_sparsity(causal, dtype)
             frequencies = _freeze_rotary(causal, length)
@@ -169,6 +172,8 @@ class TransformersModel(LoadableModel):
                 _compare(self.weight_map, stored, config)
             head = causal.get_output_embeddings()
             self._replace_linears(causal, plan, head)
+            if group.size > 1:
+                divide_experts(causal, group, expert_group)
             _allocate(causal, device, frequencies)
             self.layers = _decoder_layers(body, len(calls))
         except Unsupported as error:
@@ -242,10 +247,18 @@ class TransformersModel(LoadableModel):
     ) -> LinearMethod:
         if self._quantization is None:
             return UNQUANTIZED
-        in_features = linear.in_features
-        if kind.shard_dim == 1:
-            in_features //= self._group.size
-        return self._quantization.linear_method([f"{path}.weight"], in_features, is_head=is_head)
+        shape = linear.out_features, linear.in_features
+        spec = WeightSpec(
+            f"{path}.weight",
+            shape,
+            f"{path}.weight",
+            shard_dim=kind.shard_dim,
+            rounds_up=kind is ParallelLMHead,
+        )
+        shard = shard_of(spec, shard_rank(self._group))
+        assert shard is not None, "a rank has a part of each linear layer"
+        in_features = shard.spec.shape[1]
+        return self._quantization.linear_method([shard], in_features, is_head=is_head)
 
     def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
         self._launch.metadata = build_metadata(
@@ -472,14 +485,29 @@ def _linear_plan(causal: Any, group: ProcessGroup) -> dict[str, type[LinearBase]
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", path.removeprefix(prefix))
         style = styles.get(pattern, "replicate")
         if type(module) is nn.Linear and module is head:
-            plan[path] = ParallelLMHead
+            # The embedding is whole on every card, and so is a weight that both have.
+            is_tied = module.weight is causal.get_input_embeddings().weight
+            plan[path] = ReplicatedLinear if is_tied and group.size > 1 else ParallelLMHead
         elif type(module) is nn.Linear and style in LINEAR_KINDS:
             plan[path] = LINEAR_KINDS[style]
-        elif group.size > 1 and style not in WHOLE_KINDS:
+            is_column = plan[path].shard_dim == 0
+            divided = module.out_features if is_column else module.in_features
+            if divided % group.size:
+                raise Unsupported(
+                    f"has {divided} {'outputs' if is_column else 'inputs'} in {path}, and "
+                    f"{group.size} (tensor-parallel-size) does not divide them"
+                )
+        elif (
+            group.size > 1 and style not in WHOLE_KINDS and not _has_divided_experts(module, style)
+        ):
             raise Unsupported(f"divides {path} among cards as {style}")
         elif type(module) is nn.Linear:
             plan[path] = ReplicatedLinear
     return plan
+
+
+def _has_divided_experts(module: nn.Module, style: str) -> bool:
+    return isinstance(module, Experts) and style == EXPERT_KIND
 
 
 def _register_stored_buffers(causal: Any) -> None:

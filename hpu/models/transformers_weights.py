@@ -11,8 +11,12 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming
 from config.checkpoint.safetensors_files import Shapes
 from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
 from config.checkpoint.weight_maps.text_part import OUTSIDE
+from hpu.layers.embedding import ParallelLMHead
 from hpu.layers.linear import LinearBase
 from hpu.models.transformers_attention import Unsupported
+
+GATE_UP = "w13_weight"
+"""End of the path of a parameter with gate and up of all experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +82,24 @@ def _specs(
     shapes: Shapes, linears: Mapping[str, type[LinearBase]], renamed: Mapping[str, str]
 ) -> Iterator[WeightSpec]:
     for name, shape in shapes.items():
+        if name in renamed:
+            yield _experts(name, shape, renamed[name])
+            continue
         path, _, kind = name.rpartition(".")
         shard_dim = linears[path].shard_dim if path in linears else None
         if kind == "bias" and shard_dim == 1:
             shard_dim = None
-        yield WeightSpec(name, shape, renamed.get(name, name), shard_dim=shard_dim)
+        spec = WeightSpec(name, shape, name, shard_dim=shard_dim)
+        yield spec._replace(rounds_up=linears.get(path) is ParallelLMHead)
+
+
+def _experts(name: str, shape: tuple[int, ...], parameter: str) -> WeightSpec:
+    """The tensor of a product of all experts."""
+    num_experts, rows, _ = shape
+    spec = WeightSpec(name, shape, parameter, num_experts=num_experts)
+    if parameter.endswith(GATE_UP):
+        return spec._replace(output_sizes=(rows // 2,) * 2, outputs=(0, 1), shard_dim=0)
+    return spec._replace(shard_dim=1)
 
 
 class _ExpertMerge(NamedTuple):
@@ -98,16 +115,18 @@ class _ExpertMerge(NamedTuple):
         if not spec.name.endswith(self.target):
             return
         num_experts, rows, columns = spec.shape
-        sizes = (rows // len(self.sources),) * len(self.sources)
+        # Of what is not merged there is one output, which has all rows.
+        rows //= len(self.sources)
         for expert in range(num_experts):
             for output, source in enumerate(self.sources):
                 name = spec.name.removesuffix(self.target) + source.replace("*", str(expert))
                 yield spec._replace(
                     name=name,
-                    shape=(sizes[output], columns),
-                    output_sizes=sizes,
-                    outputs=(output,),
+                    shape=(rows, columns),
+                    outputs=(output,) if spec.outputs else (),
                     expert=expert,
+                    total_experts=num_experts,
+                    num_experts=None,
                 )
 
 

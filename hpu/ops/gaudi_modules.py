@@ -125,15 +125,16 @@ class MoeMatmul(nn.Module):
 
 
 class VllmMixtureOfExpertsOp(nn.Module):
-    """The vendor's kernel for a layer's routed experts, all on this card. Static shapes: the kernel
-    groups the tokens by expert."""
+    """The vendor's kernel for a layer's routed experts on this card. Static shapes: the kernel
+    groups the tokens by expert, and passes over those that other cards have."""
 
     def __init__(self, weights: ExpertWeights) -> None:
         """`weights` are on the card, with both biases or none. Views of them are held, so a later
         move of the parameters is not seen."""
         super().__init__()
         self.num_experts = len(weights.w13)
-        self.experts_min, self.experts_max = 0, self.num_experts - 1
+        self.experts_min = weights.first
+        self.experts_max = weights.first + self.num_experts - 1
         self.w13_list = _matmuls(weights.w13, weights.w13_bias)
         self.w2_list = _matmuls(weights.w2, weights.w2_bias)
         self.bias = weights.w13_bias is not None

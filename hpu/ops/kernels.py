@@ -170,6 +170,8 @@ class ExpertWeights(NamedTuple):
     """(experts, 2 * inner), likewise."""
     w2_bias: Tensor | None = None
     """(experts, hidden). None if there are no biases."""
+    first: int = 0
+    """Id of the first one: other ranks may have those before and behind."""
 
 
 class MoEImpl(Protocol):
@@ -185,8 +187,9 @@ class MoEImpl(Protocol):
     ) -> Tensor:
         """The sum of the experts `expert_routing_table` (T, k) int64 of each token of
         `hidden_states` (T, hidden), weighted by `router_weights` (T, k) in the same dtype: (T,
-        hidden). `permuted_weights`: whether the weights are (out, in), as given to `make_moe`;
-        `activation`: as there. The FP8 compressor replaces the object, and needs both."""
+        hidden). Experts that are not among the weights add nothing. `permuted_weights`: whether the
+        weights are (out, in), as given to `make_moe`; `activation`: as there. The FP8 compressor
+        replaces the object, and needs both."""
         ...
 
 

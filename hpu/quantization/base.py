@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from config.checkpoint.weight_maps.shard import Shard
 from hpu.quantization.quantized_weight import QuantizedWeight
 
 
@@ -74,8 +75,9 @@ class MoEMethod(Protocol):
 
     def apply(self, layer: ExpertsLayer, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The sum of the experts `ids` (T, k) int64 of each token of `hidden` (T, hidden), weighted
-        by `weights` (T, k): (T, hidden). Of a shard the partial sum. Plain operations of torch, for
-        any device, in static shapes but on CPU."""
+        by `weights` (T, k): (T, hidden). Of a shard the partial sum: the number of this rank's
+        experts, as an id, stands for all experts of other ranks, which add nothing. Plain
+        operations of torch, for any device, in static shapes but on CPU."""
         ...
 
 
@@ -83,8 +85,8 @@ class QuantizationScheme(Protocol):
     """Chooses the method of each linear layer of a model."""
 
     def linear_method(
-        self, tensor_names: list[str], in_features: int, *, is_head: bool
+        self, shards: list[Shard], in_features: int, *, is_head: bool
     ) -> LinearMethod:
-        """The method of a layer with `in_features` inputs whose weight the checkpoint's tensors
-        `tensor_names` fill. `is_head`: whether it computes the logits."""
+        """The method of a layer with `in_features` inputs on this rank whose weight is `shards` of
+        the checkpoint's tensors, along the outputs. `is_head`: whether it computes the logits."""
         ...

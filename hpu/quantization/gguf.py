@@ -1,12 +1,17 @@
 """The quantized blocks of a GGUF file, as config/checkpoint/gguf_weights.py stores them."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from config.checkpoint.weight_maps.shard import Shard
 from hpu.quantization.quantized_weight import GROUP_SIZE, QuantizedWeight, concatenate
+
+BLOCK_BYTES = {"Q8_0": 2 + GROUP_SIZE, "Q4_0": 2 + GROUP_SIZE // 2, "Q4_1": 4 + GROUP_SIZE // 2}
+"""Of GROUP_SIZE inputs of an output, by type."""
 
 
 class GgufBlocks:
@@ -18,18 +23,38 @@ class GgufBlocks:
             keys: list[str] = list(file.keys())
         self._kinds = dict(key.rsplit(" ", 1) for key in keys)
 
-    def weight(self, names: list[str]) -> QuantizedWeight | None:
-        """The tensors called `names`, concatenated along the outputs; None if the file has them in
-        types that are not stored, or in several."""
-        if any(name not in self._kinds for name in names):
+    def weight(self, shards: list[Shard]) -> QuantizedWeight | None:
+        """The `shards` of tensors, concatenated along the outputs; None if the file has them in
+        types that are not stored, or in several, or if a shard begins or ends within a block."""
+        if not all(shard.spec.name in self._kinds and _has_whole_blocks(shard) for shard in shards):
             return None
         with safe_open(self._path, framework="pt") as file:
-            return concatenate(
-                [
-                    _unpack(self._kinds[name], file.get_tensor(f"{name} {self._kinds[name]}"))
-                    for name in names
-                ]
-            )
+            parts = []
+            for shard in shards:
+                kind = self._kinds[shard.spec.name]
+                stored = file.get_slice(f"{shard.spec.name} {kind}")
+                parts.append(_unpack(kind, _rows(shard, stored, BLOCK_BYTES[kind])))
+        return concatenate(parts)
+
+
+def _has_whole_blocks(shard: Shard) -> bool:
+    if shard.intervals is None or shard.dim == 0:
+        return True
+    return all(end % GROUP_SIZE == 0 == begin % GROUP_SIZE for begin, end in shard.intervals)
+
+
+def _rows(shard: Shard, stored: Any, block_bytes: int) -> Tensor:
+    """(out, bytes) of this rank. `stored`: all of them, as safetensors slices them."""
+    if shard.intervals is None:
+        whole: Tensor = stored[:]
+        return whole
+    if shard.dim == 0:
+        return torch.cat([stored[begin:end] for begin, end in shard.intervals])
+    bounds = [
+        (begin // GROUP_SIZE * block_bytes, end // GROUP_SIZE * block_bytes)
+        for begin, end in shard.intervals
+    ]
+    return torch.cat([stored[:, begin:end] for begin, end in bounds], dim=1)
 
 
 def _unpack(kind: str, rows: Tensor) -> QuantizedWeight:
@@ -38,7 +63,7 @@ def _unpack(kind: str, rows: Tensor) -> QuantizedWeight:
     high halves the others (https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h)."""
     num_rows = rows.shape[0]
     header = 4 if kind == "Q4_1" else 2
-    blocks = rows.view(num_rows, -1, header + (GROUP_SIZE if kind == "Q8_0" else GROUP_SIZE // 2))
+    blocks = rows.view(num_rows, -1, BLOCK_BYTES[kind])
     tables = blocks[..., :header].contiguous().view(torch.float16)
     packed = blocks[..., header:]
     scales = tables[..., 0].contiguous()

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from config.checkpoint.weight_maps.shard import Shard
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.model.model_config import BLOCKS
@@ -19,7 +20,7 @@ from hpu.quantization.base import LinearMethod, QuantizationScheme
 from hpu.quantization.gguf import GgufBlocks
 from hpu.quantization.int4 import quantize_int4
 from hpu.quantization.int8 import quantize_int8
-from hpu.quantization.quantized_weight import GROUP_SIZE
+from hpu.quantization.quantized_weight import GROUP_SIZE, QuantizedWeight
 from hpu.quantization.weight_only import WeightOnlyLinearMethod
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ class _Int8:
     """8 bits everywhere."""
 
     def linear_method(
-        self, tensor_names: list[str], in_features: int, *, is_head: bool
+        self, shards: list[Shard], in_features: int, *, is_head: bool
     ) -> LinearMethod:
         return WeightOnlyLinearMethod(quantize_int8)
 
@@ -38,7 +39,7 @@ class _Int4:
     """4 bits, but 8 in the head and where the inputs are no whole number of groups."""
 
     def linear_method(
-        self, tensor_names: list[str], in_features: int, *, is_head: bool
+        self, shards: list[Shard], in_features: int, *, is_head: bool
     ) -> LinearMethod:
         if is_head or in_features % GROUP_SIZE:
             return WeightOnlyLinearMethod(quantize_int8)
@@ -52,9 +53,15 @@ class _Gguf:
         self._blocks = GgufBlocks(path)
 
     def linear_method(
-        self, tensor_names: list[str], in_features: int, *, is_head: bool
+        self, shards: list[Shard], in_features: int, *, is_head: bool
     ) -> LinearMethod:
-        return WeightOnlyLinearMethod(lambda weight: self._blocks.weight(tensor_names))
+        def blocks_of(weight: Tensor) -> QuantizedWeight | None:
+            blocks = self._blocks.weight(shards)
+            # A rank whose shard of the vocabulary is filled up has more rows than the file.
+            is_whole = blocks is not None and blocks.values.shape == weight.shape
+            return blocks if is_whole else None
+
+        return WeightOnlyLinearMethod(blocks_of)
 
 
 SCHEMES: dict[str, Callable[[EngineConfig], QuantizationScheme]] = {

@@ -62,7 +62,10 @@ def _apply_to_chosen(layer: ExpertsLayer, hidden: Tensor, ids: Tensor, weights: 
     assert layer.w13_weight is not None
     out = torch.zeros_like(hidden, dtype=torch.float32)
     order = ids.flatten().argsort(stable=True)
-    counts = ids.flatten().bincount(minlength=layer.w13_weight.shape[0]).tolist()
+    num_experts = layer.w13_weight.shape[0]
+    # Behind them are the tokens that chose experts of other ranks.
+    counts = ids.flatten().bincount(minlength=num_experts).tolist()[:num_experts]
+    order = order[: sum(counts)]
     tokens, weights = order // ids.shape[1], weights.flatten()[order].unsqueeze(-1)
     chosen = [index for index, count in enumerate(counts) if count]
     sizes = [counts[index] for index in chosen]

@@ -113,7 +113,12 @@ def plan_card(facts: ModelConfig, demand: CardDemand) -> CardPlan:
         block_size=demand.block_size,
         slices=demand.slices,
     )
-    states = state_bytes(facts, width=demand.width, num_seqs=demand.max_num_seqs)
+    states = state_bytes(
+        facts,
+        width=demand.width,
+        num_seqs=demand.max_num_seqs,
+        num_cards=demand.num_cards,
+    )
     free = card - weights - activations - states
     sizes = kv_cache_sizes(
         facts,

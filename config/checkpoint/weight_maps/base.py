@@ -31,6 +31,8 @@ class WeightSpec(NamedTuple):
     expert: int | None = None
     """Of a parameter that stacks experts along its first dimension: which one the tensor holds. The
     fields above then describe one expert."""
+    total_experts: int | None = None
+    """Of such a parameter, if the tensor holds one expert: how many there are."""
     num_experts: int | None = None
     """Of such a parameter, if the tensor holds all experts, stacked likewise: how many."""
     interleaved_size: int | None = None
@@ -59,6 +61,12 @@ class WeightSpec(NamedTuple):
     mxfp4: Literal["", "blocks", "scales"] = ""
     """Of a parameter whose checkpoint has MXFP4: which half of it the tensor is. Both halves have
     the other fields in common."""
+    mxfp4_columns: tuple[int, int] | None = None
+    """Of the columns in the blocks, the begin and the end of those that the parameter has; None:
+    all."""
+    rounds_up: bool = False
+    """Where the ranks cannot divide the tensor evenly, the shards of the parameter are rounded up,
+    and zero where the tensor ends."""
 
     @property
     def is_stored_as_is(self) -> bool:
@@ -72,23 +80,15 @@ class WeightSpec(NamedTuple):
         ranks."""
         return min(num_ranks, self.num_heads[output]) if self.num_heads else num_ranks
 
-    def num_elements(self, num_ranks: int = 1) -> int:
-        """Of the parameter, those that the tensor fills on each of so many ranks."""
+    def num_elements(self) -> int:
+        """Of the parameter, those that the tensor fills."""
         if self.mxfp4 == "scales":
             return 0
+        if self.mxfp4_columns is not None:
+            begin, end = self.mxfp4_columns
+            return math.prod(self.shape[:-2]) * (end - begin)
         # A byte of blocks has two values.
-        total = math.prod(self.shape) * (self.repeats or 1) * (2 if self.mxfp4 else 1)
-        if self.shard_dim is None:
-            return total
-        if not self.outputs:
-            return total // num_ranks
-        if self.row is not None:
-            return total // self.num_shards(self.outputs[0], num_ranks)
-        row = total // sum(self.output_sizes[output] for output in self.outputs)
-        return sum(
-            row * self.output_sizes[output] // self.num_shards(output, num_ranks)
-            for output in self.outputs
-        )
+        return math.prod(self.shape) * (self.repeats or 1) * (2 if self.mxfp4 else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +149,6 @@ class WeightMap:
         return name.startswith((OUTSIDE, *self.ignored_prefixes)) or name.endswith(
             self.ignored_suffixes
         )
-
-    def tensor_names(self) -> dict[str, list[str]]:
-        """The tensors that fill each parameter, in the order of its outputs."""
-        names: dict[str, list[str]] = {}
-        for spec in self.entries():
-            names.setdefault(spec.parameter, []).append(spec.name)
-        return names
 
 
 class Axis(NamedTuple):

@@ -28,8 +28,9 @@ def decoder_weight_map(
     that differ in the checkpoint."""
     hidden, vocab = Axis(config.hidden_size, "hidden_size"), Axis(config.vocab_size, "vocab_size")
     has_own_head = has_head and not config.tie_word_embeddings
+    embedding = matrix("model.embed_tokens.weight", vocab, hidden, shard_dim=0)
     outer = [
-        matrix("model.embed_tokens.weight", vocab, hidden, shard_dim=0),
+        embedding._replace(rounds_up=True),
         *_norm_weights("model.norm", hidden, spec),
     ]
     if spec.learned_positions:
@@ -37,9 +38,10 @@ def decoder_weight_map(
         outer.append(matrix("model.embed_positions.weight", positions, hidden))
     if has_own_head:
         weight = matrix("lm_head.weight", vocab, hidden, shard_dim=0)
-        outer.append(weight._replace(normalized=spec.normalized_head))
+        outer.append(weight._replace(normalized=spec.normalized_head, rounds_up=True))
     if has_head and spec.head_bias:
-        outer.append(WeightSpec("lm_head.bias", (vocab.size,), "lm_head.bias", shard_dim=0))
+        bias = WeightSpec("lm_head.bias", (vocab.size,), "lm_head.bias", shard_dim=0)
+        outer.append(bias._replace(rounds_up=True))
     layers = f"{spec.names.get('model.layers', 'model.layers')}."
     root, head = f"{layers.partition('.')[0]}.", f"{spec.names.get('lm_head', 'lm_head')}."
     ignored = [f"{root}mtp_", f"{root}mtp."]

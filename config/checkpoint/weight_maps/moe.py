@@ -18,7 +18,7 @@ def moe_weights(config: ModelConfig, spec: DecoderSpec, hidden: Axis) -> Iterato
     yield from _router(names, experts, hidden)
     if names.layout == "separate":
         for expert in range(moe.num_experts):
-            yield from _expert(expert, names, hidden, inner)
+            yield from _expert(expert, experts, names, hidden, inner)
     elif names.layout == "merged":
         yield from _merged_experts(names.block, experts, hidden, inner)
     else:
@@ -51,20 +51,23 @@ def _router(names: MoESpec, experts: Axis, hidden: Axis) -> Iterator[WeightSpec]
         )
 
 
-def _expert(expert: int, names: MoESpec, hidden: Axis, inner: Axis) -> Iterator[WeightSpec]:
+def _expert(
+    expert: int, experts: Axis, names: MoESpec, hidden: Axis, inner: Axis
+) -> Iterator[WeightSpec]:
     """The tensors of one routed expert."""
     gate, up, down = names.projections
-    experts = f"{names.block}.experts"
+    path = f"{names.block}.experts"
     for output, name in enumerate((gate, up)):
-        yield matrix(f"{experts}.{expert}.{name}.weight", inner, hidden)._replace(
-            parameter=f"{experts}.w13_weight",
+        yield matrix(f"{path}.{expert}.{name}.weight", inner, hidden)._replace(
+            parameter=f"{path}.w13_weight",
             output_sizes=(inner.size, inner.size),
             outputs=(output,),
             shard_dim=0,
             expert=expert,
+            total_experts=experts.size,
         )
-    yield matrix(f"{experts}.{expert}.{down}.weight", hidden, inner)._replace(
-        parameter=f"{experts}.w2_weight", shard_dim=1, expert=expert
+    yield matrix(f"{path}.{expert}.{down}.weight", hidden, inner)._replace(
+        parameter=f"{path}.w2_weight", shard_dim=1, expert=expert, total_experts=experts.size
     )
 
 

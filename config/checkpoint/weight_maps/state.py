@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from config.checkpoint.weight_maps.base import Axis, WeightSpec, linear, matrix, row_linear
+from config.checkpoint.weight_maps.base import Axis, WeightSpec, matrix, row_linear
 from config.model.state_space import GatedDeltaSpec, Mamba2Spec
 
 LAYER = "self_attn"
@@ -15,29 +15,30 @@ def mamba2_weights(spec: Mamba2Spec, hidden: Axis) -> Iterator[WeightSpec]:
     inner = Axis(spec.inner_size, "mamba_n_heads * mamba_d_head")
     state = "2 * mamba_n_groups * mamba_d_state"
     conv = Axis(spec.conv_size, f"{inner.fields} + {state}")
-    sizes = (inner.size, conv.size, spec.num_heads)
-    rows = Axis(sum(sizes), f"2 * {inner.fields} + {state} + mamba_n_heads")
-    for weight in linear(f"{name}.in_proj", {f"{name}.in_proj": rows}, hidden, has_bias=False):
-        yield weight._replace(
-            parameter=f"{LAYER}.in_proj.weight", output_sizes=sizes, outputs=(0, 1, 2)
-        )
+    heads = Axis(spec.num_heads, "mamba_n_heads")
+    sizes = (inner.size, inner.size, spec.group_size, spec.group_size, heads.size)
+    counts = (heads.size, heads.size, spec.num_groups, spec.num_groups, heads.size)
+    rows = Axis(sum(sizes), f"2 * {inner.fields} + {state} + {heads.fields}")
+    weight = matrix(f"{name}.in_proj.weight", rows, hidden)
+    projections = [weight._replace(parameter=f"{LAYER}.in_proj.weight")]
     if spec.proj_bias:
-        yield WeightSpec(
-            f"{name}.in_proj.bias",
-            (rows.size,),
-            f"{LAYER}.in_proj.bias",
-            output_sizes=sizes,
-            outputs=(0, 1, 2),
-            shard_dim=0,
+        projections.append(
+            WeightSpec(f"{name}.in_proj.bias", (rows.size,), f"{LAYER}.in_proj.bias")
         )
+    for weight in projections:
+        yield _divided(weight, sizes, counts)
     yield from row_linear(
         f"{name}.out_proj", hidden, inner, has_bias=spec.proj_bias, parameter=f"{LAYER}.out_proj"
     )
-    yield from _recurrence(name, conv, Axis(spec.num_heads, "mamba_n_heads"), spec.conv_kernel)
-    yield WeightSpec(f"{name}.D", (spec.num_heads,), f"{LAYER}.D", "mamba_n_heads")
-    yield WeightSpec(f"{name}.norm.weight", (inner.size,), f"{LAYER}.norm.weight", inner.fields)
+    # Of the convolution: x, B and C.
+    channels = sizes[1:4], counts[1:4]
+    yield from _recurrence(name, conv, heads, spec.conv_kernel, *channels)
+    yield WeightSpec(f"{name}.D", (heads.size,), f"{LAYER}.D", heads.fields, shard_dim=0)
+    norm = WeightSpec(f"{name}.norm.weight", (inner.size,), f"{LAYER}.norm.weight", inner.fields)
+    yield norm._replace(shard_dim=0)
     if spec.conv_bias:
-        yield WeightSpec(f"{name}.conv1d.bias", (conv.size,), f"{LAYER}.conv_bias", conv.fields)
+        bias = WeightSpec(f"{name}.conv1d.bias", (conv.size,), f"{LAYER}.conv_bias", conv.fields)
+        yield _divided(bias, *channels)
 
 
 def gated_delta_weights(spec: GatedDeltaSpec, hidden: Axis) -> Iterator[WeightSpec]:
@@ -48,6 +49,7 @@ def gated_delta_weights(spec: GatedDeltaSpec, hidden: Axis) -> Iterator[WeightSp
     heads = Axis(spec.num_value_heads, "linear_num_value_heads")
     conv = Axis(spec.conv_size, f"2 * {key.fields} + {value.fields}")
     sizes = (key.size, key.size, value.size, value.size, heads.size, heads.size)
+    counts = (spec.num_key_heads,) * 2 + (heads.size,) * 4
     tensors: tuple[tuple[str, Axis, tuple[int, ...]], ...]
     if spec.fused_weights:
         qkvz = Axis(2 * key.size + 2 * value.size, f"2 * {key.fields} + 2 * {value.fields}")
@@ -67,12 +69,13 @@ def gated_delta_weights(spec: GatedDeltaSpec, hidden: Axis) -> Iterator[WeightSp
             parameter=f"{LAYER}.in_proj.weight",
             output_sizes=sizes,
             outputs=outputs,
+            num_heads=counts,
             row_groups=spec.num_key_heads if spec.fused_weights else None,
         )
     yield from row_linear(
         f"{name}.out_proj", hidden, value, has_bias=False, parameter=f"{LAYER}.out_proj"
     )
-    yield from _recurrence(name, conv, heads, spec.conv_kernel)
+    yield from _recurrence(name, conv, heads, spec.conv_kernel, sizes[:3], counts[:3])
     yield WeightSpec(
         f"{name}.norm.weight",
         (spec.value_dim,),
@@ -81,9 +84,26 @@ def gated_delta_weights(spec: GatedDeltaSpec, hidden: Axis) -> Iterator[WeightSp
     )
 
 
-def _recurrence(name: str, conv: Axis, heads: Axis, conv_kernel: int) -> Iterator[WeightSpec]:
-    yield WeightSpec(
-        f"{name}.conv1d.weight", (conv.size, 1, conv_kernel), f"{LAYER}.conv_weight", conv.fields
-    )
+def _recurrence(
+    name: str,
+    conv: Axis,
+    heads: Axis,
+    conv_kernel: int,
+    sizes: tuple[int, ...],
+    counts: tuple[int, ...],
+) -> Iterator[WeightSpec]:
+    """`sizes` and `counts`: of the channels of the convolution, as in _divided."""
+    shape = (conv.size, 1, conv_kernel)
+    weight = WeightSpec(f"{name}.conv1d.weight", shape, f"{LAYER}.conv_weight", conv.fields)
+    yield _divided(weight, sizes, counts)
     for parameter in ("A_log", "dt_bias"):
-        yield WeightSpec(f"{name}.{parameter}", (heads.size,), f"{LAYER}.{parameter}", heads.fields)
+        weight = WeightSpec(
+            f"{name}.{parameter}", (heads.size,), f"{LAYER}.{parameter}", heads.fields
+        )
+        yield weight._replace(shard_dim=0)
+
+
+def _divided(weight: WeightSpec, sizes: tuple[int, ...], counts: tuple[int, ...]) -> WeightSpec:
+    """`weight` with outputs of `sizes` behind each other, of `counts` heads or groups."""
+    outputs = tuple(range(len(sizes)))
+    return weight._replace(output_sizes=sizes, outputs=outputs, num_heads=counts, shard_dim=0)

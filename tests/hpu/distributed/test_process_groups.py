@@ -1,21 +1,17 @@
-"""Collectives between two processes over gloo, and groups of one rank."""
+"""Collectives between processes over gloo, and groups of one rank."""
 
-import multiprocessing
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
+from rank_pool import RankPool
 from torch import Tensor
 
 from hpu.distributed.process_groups import (
     SINGLE,
     ProcessGroup,
     ProcessGroups,
-    Ranks,
     group_members,
-    join,
-    leave,
     make_groups,
 )
 
@@ -60,38 +56,35 @@ COLLECTIVES: dict[str, tuple[Collective, tuple[Tensor, Tensor]]] = {
 }
 
 
-def run_rank(folder: Path, rank: int) -> None:
-    """Write the result of every collective, of the world and of the tensor group."""
-    torch.set_num_threads(1)
-    world = join("gloo", Ranks(2, rank, f"file://{folder}/store", timeout_s=60))
-    groups = make_groups(tensor=2)
-    assert (groups.tensor.rank, groups.tensor.size, groups.data.size) == (rank, 2, 1)
-    for group, kind in ((world, "world"), (groups.tensor, "tensor")):
-        results = {name: run(group, rank) for name, (run, _) in COLLECTIVES.items()}
-        torch.save(results, folder / f"{kind}-{rank}")
-    leave()
+def run_all(group: ProcessGroup) -> dict[str, Tensor]:
+    """The result of every collective of `group`."""
+    return {name: run(group, group.rank) for name, (run, _) in COLLECTIVES.items()}
+
+
+def run_all_of_made_groups(world: ProcessGroup) -> dict[str, Tensor]:
+    """Of the two ranks that `make_groups` makes the tensor group of this one."""
+    groups = make_groups(tensor=2, data=2)
+    sizes = groups.tensor.size, groups.data.size, groups.expert.size, groups.pipeline.size
+    assert sizes == (2, 2, 4, 1)
+    assert groups.tensor.rank == world.rank % 2
+    return run_all(groups.tensor)
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that two ranks wrote their results to."""
-    folder = tmp_path_factory.mktemp("ranks")
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=run_rank, args=(folder, rank)) for rank in (0, 1)]
-    for child in ranks:
-        child.start()
-    for child in ranks:
-        child.join(100)
-    assert [child.exitcode for child in ranks] == [0, 0]
-    return folder
+def results(pool: RankPool) -> dict[str, list[dict[str, Tensor]]]:
+    """By the kind of the group, what each of its ranks found."""
+    made = pool.run(4, run_all_of_made_groups)
+    return {"two": pool.run(2, run_all), "tensor": made[:2], "tensor of others": made[2:]}
 
 
-@pytest.mark.parametrize("kind", ["world", "tensor"])
+@pytest.mark.parametrize("kind", ["two", "tensor", "tensor of others"])
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_two_ranks_agree_on_every_collective(name: str, kind: str, results: Path) -> None:
+def test_two_ranks_agree_on_every_collective(
+    name: str, kind: str, results: dict[str, list[dict[str, Tensor]]]
+) -> None:
     _, expected = COLLECTIVES[name]
 
-    found = [torch.load(results / f"{kind}-{rank}")[name] for rank in (0, 1)]
+    found = [of_rank[name] for of_rank in results[kind]]
 
     assert [torch.equal(*pair) for pair in zip(found, expected, strict=True)] == [True, True]
 

@@ -1,164 +1,293 @@
-"""A decoder divided among ranks over gloo gives the logits of the whole one."""
+"""A model divided among ranks over gloo gives the logits and the greedy tokens of the whole one."""
 
-import multiprocessing
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from paged_harness import PagedHarness, load_decoder, load_transformers_model
+from rank_pool import (
+    Generated,
+    RankPool,
+    encode,
+    generate,
+    load_with_small_pieces,
+    prefill_quantized,
+)
 from releases import transformers_before
+from safetensors.torch import load_file
+from tiny_encoders import make_pooling
 from tiny_models import make_tiny
-from torch import Tensor
 
 from config.errors import ConfigError
 from config.model.read_config import read_model_config
-from hpu.distributed.process_groups import ProcessGroup, Ranks, join, leave
-from hpu.model_loader.size_estimate import count_parameters, kv_block_bytes
-from hpu.models.base import CausalLM
+from hpu.distributed.process_groups import SINGLE, ProcessGroup
+from hpu.model_loader.size_estimate import count_parameters, kv_block_bytes, state_bytes
 from hpu.models.registry import build_model, build_transformers_model
 
 META = torch.device("meta")
-PROMPTS = {0: list(range(10, 31)), 1: [40, 41]}
-CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "llama": (2, "llama", {"attention_bias": True, "mlp_bias": True}),
-    "qwen3": (2, "qwen3", {"tie_word_embeddings": True}),
-    "granite": (2, "granite", {}),
-    "phi3": (2, "phi3", {}),
-    "qwen2_moe": (2, "qwen2_moe", {"mlp_only_layers": [0]}),
-    "glm4_moe": (2, "glm4_moe", {}),
-    "granitemoeshared": (2, "granitemoeshared", {}),
-    "ernie4_5_moe": (2, "ernie4_5_moe", {}),
-    # Latents are on every rank.
-    "deepseek_v2": (2, "deepseek_v2", {"attention_bias": True}),
-    "deepseek_v3, no latent of queries": (4, "deepseek_v3", {"q_lora_rank": None}),
-    # Queries and keys are normed over the heads of all ranks.
-    "olmoe": (2, "olmoe", {}),
-    # One KV head on two ranks, learned positions.
-    "gpt_bigcode": (2, "gpt_bigcode", {"n_inner": 128}),
-    # Queries, keys and values by head, and the head's own name.
-    "gpt_neox": (2, "gpt_neox", {}),
-    # A head with a bias.
-    "phi": (2, "phi", {}),
-    # The norm of each head is a tensor.
-    "stablelm": (2, "stablelm", {"qk_layernorm": True}),
-    "stablelm, two KV heads": (4, "stablelm", {"qk_layernorm": True}),
-    # Norms in float32 of each head, a rope for each kind of layer.
-    "gemma3": (
-        2,
-        "gemma3_text",
-        {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
-    ),
-    # ALiBi, one tensor for queries, keys and values.
-    "mpt": (2, "mpt", {}),
-    # Matrices of (in, out), one tensor for queries, keys and values.
-    "gpt2": (2, "gpt2", {"n_inner": 128}),
+MIB = 2**20
+
+
+class Case(NamedTuple):
+    """A tiny model of 4 heads on 2 KV heads, and on how many ranks it runs."""
+
+    family: str
+    overrides: Mapping[str, Any] = MappingProxyType({})
+    size: int = 2
+    """In the default run; the slow run has the other one of 2 and 4 too."""
+    distributes_experts: bool = False
+
+
+CASES = {
+    "llama": Case("llama", {"attention_bias": True, "mlp_bias": True}, 4),
+    "llama, tokens that do not divide": Case("llama", {"vocab_size": 321}, 4),
+    "qwen3": Case("qwen3", {"tie_word_embeddings": True, "vocab_size": 323}),
+    "granite": Case("granite"),
+    # Queries, keys and values in one tensor, and gate and up.
+    "phi3": Case("phi3"),
     # Fewer KV heads than ranks.
-    "olmoe, one KV head": (2, "olmoe", {"num_key_value_heads": 1}),
-    "qwen3, one KV head": (2, "qwen3", {"num_key_value_heads": 1}),
-    "phi3, one KV head": (2, "phi3", {"num_key_value_heads": 1}),
-    "llama, two KV heads": (4, "llama", {"num_key_value_heads": 2, "attention_bias": True}),
-    "qwen3, one KV head on four": (4, "qwen3", {"num_key_value_heads": 1}),
+    "phi3, one KV head": Case("phi3", {"num_key_value_heads": 1}, 4),
+    "qwen3, one KV head": Case("qwen3", {"num_key_value_heads": 1}, 4),
+    # Queries and keys are normed over the heads of all ranks.
+    "olmoe": Case("olmoe", {}, 4),
+    "olmoe, one KV head": Case("olmoe", {"num_key_value_heads": 1}),
+    "minimax_m2": Case("minimax_m2"),
+    # One KV head, learned positions.
+    "gpt_bigcode": Case("gpt_bigcode", {"n_inner": 128}),
+    # Queries, keys and values by head, and the head's own name.
+    "gpt_neox": Case("gpt_neox", {}, 4),
+    # A head with a bias.
+    "phi": Case("phi", {"vocab_size": 321}),
+    # The norm of each head is a tensor.
+    "stablelm": Case("stablelm", {"qk_layernorm": True}, 4),
+    # Norms in float32 of each head, a rope for each kind of layer.
+    "gemma3": Case(
+        "gemma3_text", {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}
+    ),
+    # Logits behind a cap.
+    "gemma2": Case("gemma2", {"head_dim": 16, "final_logit_softcapping": 2.0}, 4),
+    # ALiBi, one tensor for queries, keys and values.
+    "mpt": Case("mpt", {}, 4),
+    # Matrices of (in, out), one tensor for queries, keys and values.
+    "gpt2": Case("gpt2", {"n_inner": 128}),
+    "mixtral": Case("mixtral", {}, 4),
+    "qwen2_moe": Case("qwen2_moe", {"mlp_only_layers": [0]}),
+    "glm4_moe": Case("glm4_moe", {}, 4),
+    "granitemoeshared": Case("granitemoeshared"),
+    "ernie4_5_moe": Case("ernie4_5_moe"),
+    "phimoe": Case("phimoe"),
+    # Sinks, windows, experts with biases.
+    "gpt_oss": Case("gpt_oss", {}, 4),
+    # Chunks, experts whose inputs are weighted, (in, out).
+    "llama4": Case("llama4_text"),
+    # Latents are on every rank.
+    "deepseek_v2": Case("deepseek_v2", {"attention_bias": True}),
+    "deepseek_v3, no latent of queries": Case("deepseek_v3", {"q_lora_rank": None}, 4),
+    # Mamba 2: all ranks share a group, or each two of four, or each has its own.
+    "granitemoehybrid": Case("granitemoehybrid", {"mamba_proj_bias": True}, 4),
+    "granitemoehybrid, two groups": Case(
+        "granitemoehybrid", {"mamba_n_groups": 2, "num_local_experts": 0, "num_experts_per_tok": 0}
+    ),
+    "granitemoehybrid, two groups on four": Case(
+        "granitemoehybrid", {"mamba_n_groups": 2, "mamba_conv_bias": False}, 4
+    ),
+    # Gated DeltaNet: tensors by key head, or one for each output.
+    "qwen3_next": Case("qwen3_next"),
+    "qwen3_next, two key heads on four": Case("qwen3_next", {"num_key_value_heads": 1}, 4),
+    "qwen3_5": Case("qwen3_5_text", {}, 4),
+    # Whole experts on each rank.
+    "mixtral, distributed": Case("mixtral", {}, 4, True),
+    "mixtral, distributed, five inner features": Case("mixtral", {"intermediate_size": 5}, 2, True),
+    "granitemoeshared, distributed": Case("granitemoeshared", {}, 2, True),
+    "gpt_oss, distributed": Case("gpt_oss", {}, 2, True),
+    "llama4, distributed": Case("llama4_text", {}, 2, True),
+    "deepseek_v3, distributed": Case("deepseek_v3", {}, 4, True),
 }
-"""Number of ranks, family, and what differs from its tiny model of 4 heads on 2 KV heads."""
+NEW = {"qwen3_5_text", "qwen3_next", "granitemoehybrid", "minimax_m2", "llama4_text", "gpt_oss"}
+"""Families that older releases of transformers have not, or spell differently."""
 FOREIGN: dict[str, dict[str, Any]] = {}
-if not transformers_before("5.18"):
-    FOREIGN = {"gpt_neox": {}, "starcoder2": {"use_bias": True}, "ministral": {"head_dim": 16}}
+if transformers_before("5.18"):
+    CASES = {name: case for name, case in CASES.items() if case.family not in NEW}
+else:
+    FOREIGN = {
+        "gpt_neox": {},
+        "starcoder2": {"use_bias": True, "tie_word_embeddings": True},
+        "ministral": {"head_dim": 16, "vocab_size": 321},
+        "qwen3_moe": {},
+    }
 """Likewise, on two ranks in the code of transformers."""
+FOREIGN_CASES = [(name, False) for name in FOREIGN] + [("qwen3_moe", True)] * bool(FOREIGN)
 
 
-def logits_of(model: CausalLM) -> Tensor:
-    """(tokens, vocab) of a prefill and a decode."""
-    harness = PagedHarness(model)
-    with torch.inference_mode():
-        prefill = harness.prefill(PROMPTS).values()
-        decode = harness.decode({0: 5, 1: 6}).values()
-    return torch.cat([*prefill, *(row.unsqueeze(0) for row in decode)])
+class Tiny:
+    """The checkpoint of each case, and what one process makes of it."""
 
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._expected: dict[Path, Generated] = {}
 
-def run_rank(folder: Path, size: int, rank: int) -> None:
-    torch.set_num_threads(1)
-    group = join("gloo", Ranks(size, rank, f"file://{folder}/store-{size}", timeout_s=60))
-    for name, (num_ranks, _, _) in CASES.items():
-        if num_ranks == size:
-            torch.save(
-                logits_of(load_decoder(folder / name, group=group)), folder / f"{name}-{rank}"
-            )
-    if size == 2:
-        for name in FOREIGN:
-            foreign = load_transformers_model(folder / name, group=group)
-            torch.save(logits_of(foreign), folder / f"{name}-{rank}")
-    leave()
+    def make(self, family: str, overrides: Mapping[str, Any]) -> Path:
+        folder = self._folder / f"{family} {sorted(overrides.items())}"
+        return folder if folder.exists() else make_tiny(family, folder, **overrides)
+
+    @torch.inference_mode()
+    def generate(self, folder: Path) -> Generated:
+        if folder not in self._expected:
+            self._expected[folder] = generate(SINGLE, str(folder))
+        return self._expected[folder]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of each case, and the logits that its ranks gave."""
-    folder = tmp_path_factory.mktemp("ranks")
-    for name, (_, family, overrides) in CASES.items():
-        make_tiny(family, folder / name, **overrides)
-    for name, fields in FOREIGN.items():
-        make_tiny(name, folder / name, **fields)
-    context = multiprocessing.get_context("spawn")
-    for size in (2, 4):
-        ranks = [
-            context.Process(target=run_rank, args=(folder, size, rank)) for rank in range(size)
-        ]
-        for child in ranks:
-            child.start()
-        for child in ranks:
-            child.join(120)
-        assert [child.exitcode for child in ranks] == [0] * size
-    return folder
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return Tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def check(name: str, size: int, tiny: Tiny, pool: RankPool) -> None:
+    """All of `size` ranks give what one process gives."""
+    case = CASES[name]
+    folder = tiny.make(case.family, case.overrides)
+    expected = tiny.generate(folder)
+
+    found = pool.run(size, generate, str(folder), case.distributes_experts)
+
+    assert expected.logits.std() > 0.1
+    for one in found:
+        assert torch.equal(one.logits, found[0].logits)
+        assert one.tokens == expected.tokens
+    torch.testing.assert_close(found[0].logits, expected.logits, rtol=1e-4, atol=1e-4)
+    counted = count_parameters(
+        read_model_config(str(folder)), size, distributes_experts=case.distributes_experts
+    )
+    assert found[0].num_parameters == counted
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_all_ranks_give_the_logits_of_one(name: str, folder: Path) -> None:
-    expected = logits_of(load_decoder(folder / name))
-
-    found = [torch.load(folder / f"{name}-{rank}") for rank in range(CASES[name][0])]
-
-    assert expected.std() > 0.1
-    for logits in found:
-        assert torch.equal(logits, found[0])
-    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
+def test_all_ranks_give_the_logits_and_tokens_of_one(name: str, tiny: Tiny, pool: RankPool) -> None:
+    check(name, CASES[name].size, tiny, pool)
 
 
-@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_so_do_another_number_of_ranks(name: str, tiny: Tiny, pool: RankPool) -> None:
+    check(name, 6 - CASES[name].size, tiny, pool)
+
+
+@pytest.mark.parametrize(("name", "distributes_experts"), FOREIGN_CASES)
 def test_ranks_with_the_code_of_transformers_give_the_logits_of_one(
-    name: str, folder: Path
+    name: str, distributes_experts: bool, tiny: Tiny, pool: RankPool
 ) -> None:
-    expected = logits_of(load_transformers_model(folder / name))
+    folder = str(tiny.make(name, FOREIGN[name]))
+    with torch.inference_mode():
+        expected = generate(SINGLE, folder, by_transformers=True)
 
-    found = [torch.load(folder / f"{name}-{rank}") for rank in range(2)]
+    found = pool.run(2, generate, folder, distributes_experts, True)
 
-    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0].logits, found[1].logits)
+    torch.testing.assert_close(found[0].logits, expected.logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_ranks_quantize_their_shards(bits: str, tiny: Tiny, pool: RankPool) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    folder = str(tiny.make("llama", {**sizes, "attention_bias": True}))
+    with torch.inference_mode():
+        expected = prefill_quantized(SINGLE, folder, bits)
+
+    found = pool.run(2, prefill_quantized, folder, bits)
+
+    assert torch.equal(*found)
+    # Of 8 bits the scales are those of a shard of the inputs, of 4 bits those of the whole.
+    error = (found[0] - expected).square().mean().sqrt()
+    assert error < 0.06 * expected.std()
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_ranks_give_the_hidden_states_of_one(family: str, tmp_path: Path, pool: RankPool) -> None:
+    folder = str(make_pooling(family, tmp_path))
+    with torch.inference_mode():
+        expected = encode(SINGLE, folder)
+
+    found = pool.run(2, encode, folder)
+
+    assert torch.equal(*found)
     torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_rank_holds_the_parameters_and_caches_that_the_estimate_gives_it(
-    name: str, folder: Path
+def test_a_rank_has_the_parameters_and_caches_that_the_estimate_gives_it(
+    name: str, tiny: Tiny
 ) -> None:
-    config, size = read_model_config(str(folder / name)), CASES[name][0]
+    case = CASES[name]
+    config, size = read_model_config(str(tiny.make(case.family, case.overrides))), case.size
     group = ProcessGroup(range(size), rank=1)
+    experts = group if case.distributes_experts else SINGLE
 
-    shard = build_model(config, dtype=torch.float32, device=torch.device("meta"), group=group)
+    shard = build_model(config, dtype=torch.float32, device=META, group=group, expert_group=experts)
 
-    assert sum(p.numel() for p in shard.parameters()) == count_parameters(config, size)
+    held = sum(parameter.numel() for parameter in shard.parameters())
+    is_distributed = case.distributes_experts
+    assert held == count_parameters(config, size, distributes_experts=is_distributed)
     caches = [shape for shapes in shard.cache_shapes(1, 16) for shape in shapes]
     is_latent = shard.spec.mla is not None
     kv_heads = 1 if is_latent else max(1, config.num_kv_heads // size)
     assert {heads for _, heads, _ in caches} == {kv_heads}
     held = sum(torch.Size(shape).numel() for shape in caches) * 4
     assert held == kv_block_bytes(config, num_cards=size, width=4, block_size=16)
+    states = 8 * sum(spec.num_bytes for spec in shard.state_specs())
+    assert states == state_bytes(config, width=4, num_seqs=6, num_cards=size)
 
 
-def test_a_model_that_the_ranks_cannot_divide_is_refused_with_both_numbers(folder: Path) -> None:
-    config, group = read_model_config(str(folder / "llama")), ProcessGroup(range(3))
+def test_ranks_read_each_byte_once_but_those_of_what_all_of_them_have(
+    tiny: Tiny, pool: RankPool
+) -> None:
+    folder = tiny.make("llama", CASES["llama"].overrides)
+    tensors = load_file(folder / "model.safetensors")
 
-    with pytest.raises(ConfigError, match=r"has 2 KV heads, and .* on 3 cards"):
-        build_model(config, dtype=torch.float32, device=torch.device("meta"), group=group)
+    found = pool.run(4, generate, str(folder))
+
+    expected = 0
+    for name, tensor in tensors.items():
+        is_key = "k_proj" in name or "v_proj" in name
+        is_whole = "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias"))
+        # Two KV heads are on two ranks each.
+        expected += tensor.nbytes * (2 if is_key else 4 if is_whole else 1)
+    assert sum(one.num_bytes_read for one in found) == expected
+    assert len({one.num_bytes_read for one in found}) == 1
+
+
+def test_a_rank_needs_memory_for_its_shard_and_for_little_more(
+    tmp_path: Path, pool: RankPool
+) -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16}
+    folder = make_tiny("llama", tmp_path, num_key_value_heads=16, **sizes)
+    num_bytes = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
+
+    found = pool.run(4, load_with_small_pieces, str(folder))
+
+    assert num_bytes > 100 * MIB
+    for peak, num_read in found:
+        assert num_read < num_bytes / 4 + MIB
+        assert peak < num_bytes / 4 + 8 * MIB
+
+
+def test_a_model_that_the_ranks_cannot_divide_is_refused_with_both_numbers(tiny: Tiny) -> None:
+    config, group = read_model_config(str(tiny.make("llama", {}))), ProcessGroup(range(3))
+
+    with pytest.raises(ConfigError, match=r"has 4 query heads, and 3 .* works with 1, 2, 4$"):
+        build_model(config, dtype=torch.float32, device=META, group=group)
+
+
+def test_experts_are_distributed_over_the_ranks_that_divide_the_layers(tiny: Tiny) -> None:
+    two, four = ProcessGroup(range(2)), ProcessGroup(range(4))
+    dense = read_model_config(str(tiny.make("llama", {})))
+    mixture = read_model_config(str(tiny.make("mixtral", {})))
+
+    with pytest.raises(ConfigError, match="has no experts"):
+        build_model(dense, dtype=torch.float32, device=META, group=two, expert_group=two)
+    with pytest.raises(ConfigError, match="over 4 ranks, and the layers are divided among 2"):
+        build_model(mixture, dtype=torch.float32, device=META, group=two, expert_group=four)
 
 
 @pytest.mark.skipif(transformers_before("5.18"), reason="needs the interfaces of 5.18")
@@ -167,8 +296,17 @@ def test_a_model_that_the_ranks_cannot_divide_is_refused_with_both_numbers(folde
     [
         ("persimmon", {}, "has no plan for several cards"),
         ("olmo2", {}, "divides .*q_proj among cards as colwise_gather_output"),
-        ("mixtral", {"num_local_experts": 4}, "has experts, which are not divided among cards"),
+        (
+            "mixtral",
+            {"num_local_experts": 4, "intermediate_size": 97},
+            "has 97 inner features in .*experts, and 2 .tensor-parallel-size. does not divide them",
+        ),
         ("starcoder2", {"num_key_value_heads": 1}, "2 .tensor-parallel-size. does not divide"),
+        (
+            "starcoder2",
+            {"intermediate_size": 97},
+            "has 97 outputs in .*mlp.c_fc, and 2 .tensor-parallel-size. does not divide them",
+        ),
     ],
 )
 def test_the_code_of_transformers_is_refused_on_cards_that_it_cannot_be_divided_among(

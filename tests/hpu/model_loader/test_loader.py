@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from config.checkpoint.safetensors_files import read_header
 from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
+from config.checkpoint.weight_maps.shard import Interval
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.model.read_config import read_model_config
 from config.startup_checks import check_checkpoint
+from hpu.model_loader import tensor_reader
 from hpu.model_loader.loader import load_weights
 from hpu.model_loader.tensor_reader import Read, TensorReader
 from hpu.models.registry import build_model
@@ -168,6 +170,53 @@ def test_a_missing_tensor_is_named_with_its_shape(folder: Path) -> None:
         ConfigError, match=r"1 of 29 are missing: model.layers.1.mlp.up_proj.*128x64"
     ):
         load_decoder(folder)
+
+
+@pytest.mark.parametrize("piece_bytes", [64, 1000, tensor_reader.PIECE_BYTES])
+@pytest.mark.parametrize(
+    ("dim", "intervals"),
+    [
+        (0, ((1, 3),)),
+        (0, ((0, 1), (4, 5))),
+        (1, ((2, 5), (6, 7))),
+        (2, ((0, 3),)),
+        (2, ((1, 2), (5, 11))),
+    ],
+)
+def test_intervals_of_a_tensor_are_read_and_nothing_else(
+    dim: int,
+    intervals: tuple[Interval, ...],
+    piece_bytes: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tensor_reader, "PIECE_BYTES", piece_bytes)
+    tensor = torch.arange(5 * 7 * 11, dtype=torch.int16).view(5, 7, 11)
+    # In front of it, so that it begins within a page.
+    save_file({"a": torch.zeros(3, dtype=torch.int32), "b": tensor}, tmp_path / WEIGHTS)
+    (stored,) = (one for one in read_header(tmp_path / WEIGHTS) if one.name == "b")
+    expected = torch.cat([tensor.narrow(dim, a, b - a) for a, b in intervals], dim)
+    target = torch.full_like(expected, -1)
+
+    with TensorReader() as reader:
+        list(reader.read(tmp_path / WEIGHTS, [Read(stored, target, dim, intervals)]))
+
+        assert reader.num_bytes == expected.nbytes
+    assert torch.equal(target, expected)
+
+
+def test_a_file_that_became_shorter_ends_within_its_columns(tmp_path: Path) -> None:
+    file = tmp_path / WEIGHTS
+    save_file({"a": torch.zeros(64, 64)}, file)
+    (stored,) = read_header(file)
+    file.write_bytes(file.read_bytes()[:-64])
+    target = torch.empty(64, 2)
+
+    with (
+        TensorReader() as reader,
+        pytest.raises(ConfigError, match="cannot be read: it ends before byte"),
+    ):
+        list(reader.read(file, [Read(stored, target, 1, ((0, 2),))]))
 
 
 @pytest.fixture

@@ -267,13 +267,31 @@ def test_experts_are_divided_but_not_the_router(tmp_path: Path) -> None:
     assert half == (whole - router - 5 * 64) // 2 + router + 5 * 64
 
 
+NINE_HEADS = {
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "hidden_size": 72,
+    "intermediate_size": 144,
+}
+
+
 @pytest.mark.parametrize(
     ("family", "num_cards", "overrides", "words"),
     [
-        ("llama", 8, {}, "has 4 query heads, and 8"),
-        ("llama", 2, HEADS_12_3, "has 3 KV heads, and 2"),
-        ("llama", 4, HEADS_12_3, "has 3 KV heads, and they cannot be repeated evenly on 4 cards"),
-        ("llama", 2, {"vocab_size": 321}, "has 321 tokens in the vocabulary, and 2"),
+        (
+            "llama",
+            8,
+            {},
+            r"has 4 query heads, and 8 .* does not divide them: it works with 1, 2, 4",
+        ),
+        ("llama", 2, NINE_HEADS, "has 9 query heads, and 2 .* works with 1, 3, 9"),
+        (
+            "llama",
+            4,
+            HEADS_12_3,
+            "has 3 KV heads, and 4 .* does not divide them, nor is it a multiple of them: "
+            "it works with 1$",
+        ),
         ("llama", 2, {"intermediate_size": 129}, "has 129 inner features, and 2"),
         ("mixtral", 2, {"intermediate_size": 129}, "has 129 inner features in an expert, and 2"),
         (
@@ -292,6 +310,25 @@ def test_what_does_not_divide_is_refused_with_both_numbers(
 
     with pytest.raises(ConfigError, match=words):
         check_split(facts, num_cards)
+
+
+def test_experts_that_are_distributed_may_have_any_inner_size(tmp_path: Path) -> None:
+    facts = tiny(tmp_path, "mixtral", intermediate_size=129)
+
+    check_split(facts, 4, distributes_experts=True)
+
+    other = tiny(tmp_path, "mixtral", num_local_experts=6)
+    with pytest.raises(ConfigError, match=r"has 6 experts, and 4 .* works with 1, 2$"):
+        check_split(other, 4, distributes_experts=True)
+
+
+def test_shards_of_the_vocabulary_are_rounded_up(tmp_path: Path) -> None:
+    facts = tiny(tmp_path, "llama", vocab_size=321)
+
+    check_split(facts, 2)
+
+    even = count_parameters(tiny(tmp_path, "llama", vocab_size=322), 2)
+    assert count_parameters(facts, 2) == even
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Families with states against transformers in float32: chunks, padding, batches, preemption."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hpu.layers.metadata import TextAttentionInputs
 from hpu.model_loader.size_estimate import check_split, kv_block_bytes, state_bytes
 from hpu.models.registry import build_body
 from hpu.runner.kv_cache import block_bytes
+from hpu.worker.card_plan import CardDemand, plan_card
 
 pytestmark = pytest.mark.skipif(
     transformers_before("5"), reason="an older transformers spells these configs differently"
@@ -181,9 +183,69 @@ def test_layers_with_states_take_states_and_no_blocks(folder: Path) -> None:
     assert state_bytes(facts, width=4, num_seqs=6) == 8 * spec.num_bytes
 
 
-def test_cards_do_not_divide_states(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="has layers with a state, which are not divided among"):
-        check_split(read_model_config(str(folder)), 2)
+def test_a_plan_counts_the_states_that_a_card_has(folder: Path) -> None:
+    facts = read_model_config(str(folder))
+    demand = CardDemand(
+        device="gaudi2",
+        num_cards=2,
+        width=2,
+        kv_width=2,
+        max_model_len=128,
+        max_num_seqs=4,
+        max_num_batched_tokens=128,
+        block_size=16,
+        utilization=0.9,
+        graph_reserved=0.1,
+    )
+
+    two, one = (plan_card(facts, replace(demand, num_cards=count)) for count in (2, 1))
+
+    recurrent = sum(state.state_elements for state in decoder_spec(facts).states) * 4
+    assert two.state_bytes == state_bytes(facts, width=2, num_seqs=4, num_cards=2)
+    assert one.state_bytes - two.state_bytes > 6 * recurrent // 2
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "num_cards", "words"),
+    [
+        (
+            "granitemoehybrid",
+            {"mamba_n_heads": 16, "mamba_d_head": 8, "mamba_n_groups": 4, "num_attention_heads": 8},
+            8,
+            "",
+        ),
+        (
+            "granitemoehybrid",
+            {"mamba_n_heads": 24, "mamba_d_head": 8, "mamba_n_groups": 3, "hidden_size": 96},
+            2,
+            "has 3 groups of its Mamba layers .* and 2 .* nor is it a multiple of them: it works "
+            "with 1$",
+        ),
+        ("qwen3_next", {}, 4, ""),
+        (
+            "qwen3_next",
+            {"linear_num_key_heads": 3, "linear_num_value_heads": 6},
+            2,
+            "has 3 key heads of its linear attention, and 2",
+        ),
+        (
+            "qwen3_next",
+            {"linear_num_key_heads": 1, "linear_num_value_heads": 3},
+            2,
+            "has 3 value heads of its linear attention, and 2",
+        ),
+    ],
+)
+def test_what_cards_cannot_divide_is_refused_with_both_numbers(
+    family: str, overrides: dict[str, Any], num_cards: int, words: str, tmp_path: Path
+) -> None:
+    facts = read_model_config(str(make_tiny(family, tmp_path, **overrides)))
+
+    if not words:
+        check_split(facts, num_cards)
+        return
+    with pytest.raises(ConfigError, match=words):
+        check_split(facts, num_cards)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from config.engine import EngineConfig
 from config.model.read_config import read_model_config
 from hpu.backends.select import select_backend
 from hpu.distributed.process_groups import ProcessGroup
+from hpu.model_loader.loader import load_weights
 from hpu.models.decoder import Decoder
 from hpu.models.registry import build_model
 
@@ -241,6 +242,33 @@ def test_experts_with_biases_run_on_the_kernel_of_their_activation_where_it_exis
         assert type(layer.mlp.experts.moe_op).__name__ == name
         assert expected.std() > 0.1
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_kernels_of_ranks_with_whole_experts_add_up_to_that_of_all(
+    tmp_path: Path, kernels: None
+) -> None:
+    folder = make_tiny("mixtral", tmp_path, num_hidden_layers=1)
+    expected_of = load_decoder(folder).layers[0].mlp.experts
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(6, 64, generator=generator)
+    ids = torch.rand(6, 4, generator=generator).argsort(1)[:, :2]
+    weights = torch.rand(6, 2, generator=generator)
+
+    parts = []
+    for rank in (0, 1):
+        groups = {name: ProcessGroup(range(2), rank) for name in ("group", "expert_group")}
+        config, device = read_model_config(str(folder)), torch.device("cpu")
+        model = build_model(config, dtype=torch.float32, device=device, **groups)
+        load_weights(model, str(folder), on_progress=lambda done, total: None, **groups)
+        fuse(model)
+        moe_op = model.layers[0].mlp.experts.moe_op
+        assert (moe_op.experts_min, moe_op.experts_max) == (2 * rank, 2 * rank + 1)
+        parts.append(moe_op(hidden, ids, weights, True, "silu"))
+
+    expected = expected_of(hidden, ids, weights)
+    assert all(part.std() > 0.1 for part in parts)
+    torch.testing.assert_close(parts[0] + parts[1], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_rank_other_than_the_first_gives_the_kernel_no_second_bias(

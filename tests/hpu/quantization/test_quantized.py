@@ -16,6 +16,7 @@ from config.errors import ConfigError
 from config.model.read_config import read_model_config
 from config.startup_checks import check_checkpoint
 from hpu.backends.cpu import use_cpu_kernels
+from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.layers.linear import LinearBase
 from hpu.model_loader.loader import load_weights
 from hpu.models.decoder import Decoder
@@ -26,7 +27,7 @@ from hpu.ops.cpu import quantized_linear
 from hpu.quantization.int4 import quantize_int4
 from hpu.quantization.int8 import quantize_int8
 from hpu.quantization.quantized_weight import GROUP_SIZE, QuantizedWeight, concatenate
-from hpu.quantization.registry import process_weights, select_quantization
+from hpu.quantization.registry import SCHEMES, process_weights
 
 OUT, SIZE = 176, 160
 KINDS = ["int8", "int4", "Q8_0"]
@@ -108,13 +109,14 @@ def test_a_shape_without_whole_panels_has_no_kernel() -> None:
     assert kind_of(quantize_int8(torch.randn(20, 64))) is None
 
 
-def loaded(folder: str, quantization: str | None = None) -> Decoder:
+def loaded(folder: str, quantization: str | None = None, group: ProcessGroup = SINGLE) -> Decoder:
     """With weights that are not quantized yet."""
     dtype, device = torch.bfloat16, torch.device("cpu")
-    scheme = select_quantization(EngineConfig(folder, quantization=quantization), dtype, device)
+    # Not by select_quantization, which refuses CPUs that have no fast products.
+    scheme = None if quantization is None else SCHEMES[quantization](EngineConfig(folder))
     facts = read_model_config(folder)
-    model = build_model(facts, dtype=dtype, device=device, quantization=scheme)
-    load_weights(model, folder, on_progress=lambda done, total: None)
+    model = build_model(facts, dtype=dtype, device=device, quantization=scheme, group=group)
+    load_weights(model, folder, on_progress=lambda done, total: None, group=group)
     return model
 
 
@@ -146,6 +148,24 @@ def test_the_blocks_of_a_gguf_file_are_the_weight(gguf: str) -> None:
     assert num_bytes == sum(linear.quantized_weight.num_bytes for linear in quantized)
     for linear in quantized:
         assert torch.equal(linear.quantized_weight.dequantize(torch.bfloat16), weights[linear])
+
+
+@pytest.mark.parametrize(("size", "has_output"), [(2, True), (4, False)])
+def test_the_blocks_of_a_rank_are_its_shard_of_the_weight(
+    size: int, has_output: bool, gguf: str
+) -> None:
+    for rank in range(size):
+        model = loaded(gguf, "gguf", ProcessGroup(range(size), rank))
+        linears = [module for module in model.modules() if isinstance(module, LinearBase)]
+        weights = {linear: linear.weight for linear in linears}
+
+        process_weights(model, "gguf")
+
+        quantized = [linear for linear in linears if linear.quantized_weight is not None]
+        # Of four ranks each has 16 of the output's inputs, half a block.
+        assert len(quantized) == 2 * (2 + has_output) + 1
+        for linear in quantized:
+            assert torch.equal(linear.quantized_weight.dequantize(torch.bfloat16), weights[linear])
 
 
 @torch.inference_mode()

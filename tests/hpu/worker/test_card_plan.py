@@ -140,5 +140,5 @@ def test_nothing_helps_a_model_that_no_box_holds() -> None:
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"8 KV heads, and they cannot be .* on 12 cards"):
+    with pytest.raises(ConfigError, match=r"has 32 query heads, and 12 .* 1, 2, 4, 8, 16, 32$"):
         plan_card(SMALL, demand(num_cards=12))

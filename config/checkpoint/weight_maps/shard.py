@@ -1,0 +1,145 @@
+"""Which part of a tensor of a checkpoint one rank needs, and what it fills of its parameters."""
+
+from typing import NamedTuple
+
+from config.checkpoint.weight_maps.base import WeightSpec
+from config.model.decoder_spec import MXFP4_BLOCK
+
+Interval = tuple[int, int]
+"""Begin, and the end behind the last one."""
+
+
+class ShardRank(NamedTuple):
+    """A rank among those that divide a model."""
+
+    rank: int = 0
+    size: int = 1
+    """Ranks that divide layers by heads and inner features."""
+    expert_rank: int = 0
+    expert_size: int = 1
+    """Ranks over which whole experts are distributed; 1: each expert is divided by its inner
+    features, as an MLP."""
+
+    def interval(self, total: int, num_shards: int) -> Interval:
+        """This rank's shard of `total`. Of fewer shards than ranks, adjacent ranks have the
+        same."""
+        size, index = total // num_shards, self.rank * num_shards // self.size
+        return index * size, (index + 1) * size
+
+
+WHOLE = ShardRank()
+
+
+class Shard(NamedTuple):
+    """A part of a tensor."""
+
+    spec: WeightSpec
+    """Of the part, as if it were a whole tensor of a model of this rank's sizes. Its name is that
+    of the whole tensor."""
+    dim: int = 0
+    """The dimension of the stored tensor that `intervals` are along."""
+    intervals: tuple[Interval, ...] | None = None
+    """In rising order, none adjacent; None: the whole tensor."""
+
+
+def shard_of(spec: WeightSpec, at: ShardRank) -> Shard | None:
+    """The part that the rank `at` needs of a tensor; None: it needs nothing. Sizes must divide, as
+    hpu.model_loader.size_estimate.check_split says."""
+    if at.expert_size > 1:
+        if spec.expert is not None:
+            return _own_expert(spec, spec.expert, at)
+        if spec.num_experts is not None:
+            count = spec.num_experts // at.expert_size
+            first = at.expert_rank * count
+            shape = (count, *spec.shape[1:])
+            local = spec._replace(shape=shape, num_experts=count, shard_dim=None)
+            return Shard(local, 0, ((first, first + count),))
+    if at.size == 1 or spec.shard_dim is None:
+        return Shard(spec)
+    if spec.output_sizes:
+        return _of_outputs(spec, at)
+    return _of_one(spec, spec.shard_dim, at)
+
+
+def _own_expert(spec: WeightSpec, expert: int, at: ShardRank) -> Shard | None:
+    assert spec.total_experts is not None
+    count = spec.total_experts // at.expert_size
+    local = expert - at.expert_rank * count
+    if not 0 <= local < count:
+        return None
+    return Shard(spec._replace(expert=local, total_experts=count, shard_dim=None))
+
+
+def _of_one(spec: WeightSpec, shard_dim: int, at: ShardRank) -> Shard:
+    dim = _stored_dim(spec, shard_dim)
+    total = spec.shape[dim]
+    if spec.mxfp4 and shard_dim == 1:
+        return _of_blocks(spec, dim, at)
+    begin, end = at.interval(total, at.size)
+    if spec.rounds_up:
+        size = -(-total // at.size)
+        begin, end = (min(index * size, total) for index in (at.rank, at.rank + 1))
+    return Shard(_resized(spec, dim, end - begin), dim, ((begin, end),))
+
+
+def _of_blocks(spec: WeightSpec, dim: int, at: ShardRank) -> Shard:
+    """The blocks that have the columns of this rank, which may begin and end within one."""
+    begin, end = at.interval(spec.shape[dim] * MXFP4_BLOCK, at.size)
+    first, last = begin // MXFP4_BLOCK, -(-end // MXFP4_BLOCK)
+    columns = (begin - first * MXFP4_BLOCK, end - first * MXFP4_BLOCK)
+    local = _resized(spec, dim, last - first)._replace(mxfp4_columns=columns)
+    return Shard(local, dim, ((first, last),))
+
+
+def _of_outputs(spec: WeightSpec, at: ShardRank) -> Shard | None:
+    """Of a tensor with one or several outputs: each of them is divided."""
+    num_shards = [spec.num_shards(i, at.size) for i in range(len(spec.output_sizes))]
+    sizes = tuple(size // n for size, n in zip(spec.output_sizes, num_shards, strict=True))
+    local = spec._replace(output_sizes=sizes)
+    first = spec.outputs[0]
+    own = [at.interval(spec.output_sizes[i], num_shards[i]) for i in spec.outputs]
+    if spec.row is not None:
+        row = spec.row - own[0][0]
+        return Shard(local._replace(row=row)) if 0 <= row < sizes[first] else None
+    if spec.repeats is not None:
+        return Shard(local._replace(repeats=sizes[first]))
+    dim = _stored_dim(spec, 0)
+    widths = [spec.output_sizes[i] // (spec.row_groups or 1) for i in spec.outputs]
+    intervals = []
+    begin = num_groups = 0
+    for group in range(spec.row_groups or 1):
+        found = False
+        for (low, high), width in zip(own, widths, strict=True):
+            low, high = max(low, group * width), min(high, (group + 1) * width)
+            if low < high:
+                offset = begin - group * width
+                intervals.append((offset + low, offset + high))
+                found = True
+            begin += width
+        num_groups += found
+    if spec.row_groups is not None:
+        local = local._replace(row_groups=num_groups)
+    local = _resized(local, dim, sum(end - begin for begin, end in intervals))
+    return Shard(local, dim, _joined(intervals))
+
+
+def _stored_dim(spec: WeightSpec, dim: int) -> int:
+    """The dimension of the stored tensor for that of the parameter, or of one expert of it."""
+    if spec.transposed:
+        dim = 1 - dim
+    return dim + (spec.num_experts is not None)
+
+
+def _resized(spec: WeightSpec, dim: int, size: int) -> WeightSpec:
+    return spec._replace(shape=(*spec.shape[:dim], size, *spec.shape[dim + 1 :]))
+
+
+def _joined(intervals: list[Interval]) -> tuple[Interval, ...]:
+    """Adjacent ones as one."""
+    joined: list[Interval] = []
+    for begin, end in intervals:
+        if joined and joined[-1][1] == begin:
+            joined[-1] = joined[-1][0], end
+        else:
+            joined.append((begin, end))
+    return tuple(joined)

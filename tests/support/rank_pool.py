@@ -1,0 +1,199 @@
+"""RankPool: processes that are ranks of gloo groups, for many tests; and what they run there."""
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from paged_harness import PagedHarness
+from torch import Tensor
+from torch import distributed as dist
+
+from config.engine import EngineConfig
+from config.model.read_config import read_model_config
+from hpu.backends.cpu import use_cpu_kernels
+from hpu.distributed.process_groups import SINGLE, ProcessGroup, Ranks, join, leave
+from hpu.layers.metadata import TextAttentionInputs
+from hpu.model_loader import tensor_reader
+from hpu.model_loader.loader import load_weights
+from hpu.models.base import CausalLM, LoadableModel
+from hpu.models.registry import build_body, build_model, build_transformers_model
+from hpu.quantization.registry import SCHEMES, process_weights
+
+PROMPTS = {0: list(range(10, 31)), 1: [40, 41]}
+NUM_TOKENS = 4
+TIMEOUT_S = 100
+PRELOADED = ["hpu.model_loader.loader", "hpu.models.transformers_fallback"]
+
+
+class RankPool:
+    """`size` processes. Use it in a `with` block."""
+
+    def __init__(self, size: int, folder: Path) -> None:
+        """`folder`: empty, for the rendezvous."""
+        context = multiprocessing.get_context("forkserver")
+        # Imported once, not by each process.
+        context.set_forkserver_preload(PRELOADED)
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            self._pipes.append(ours)
+            args = (theirs, Ranks(size, rank, f"file://{folder}/store", timeout_s=60))
+            process = context.Process(target=_serve, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+
+    def __enter__(self) -> "RankPool":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(TIMEOUT_S)
+
+    def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What `function`, of a module, returns for a group of the first `size` ranks, and `args`,
+        on each of them. AssertionError with the traceback of one that fails."""
+        pipes = self._pipes[:size]
+        for pipe in pipes:
+            pipe.send((size, function, args))
+        results: dict[int, Any] = {}
+        while len(results) < size:
+            pending = [rank for rank in range(size) if rank not in results]
+            ready = wait([pipes[rank] for rank in pending], TIMEOUT_S)
+            assert ready, "the ranks do not answer"
+            for rank in pending:
+                if pipes[rank] in ready:
+                    error, results[rank] = pipes[rank].recv()
+                    assert error is None, error
+        return [results[rank] for rank in range(size)]
+
+
+def _serve(pipe: Connection, ranks: Ranks) -> None:
+    torch.set_num_threads(1)
+    groups = {ranks.world_size: join("gloo", ranks), 1: SINGLE}
+    for size in range(2, ranks.world_size):
+        # All ranks make each group.
+        group = dist.new_group(list(range(size)))
+        groups[size] = ProcessGroup(range(size), ranks.rank, group)
+    while (task := pipe.recv()) is not None:
+        size, function, args = task
+        try:
+            with torch.inference_mode():
+                pipe.send((None, function(groups[size], *args)))
+        except Exception:
+            pipe.send((traceback.format_exc(), None))
+    leave()
+
+
+class Generated(NamedTuple):
+    """By greedy sampling from PROMPTS."""
+
+    logits: Tensor
+    """(tokens, vocab) of prefill and decodes."""
+    tokens: list[list[int]]
+    """Of each decode."""
+    num_parameters: int
+    num_bytes_read: int
+
+
+def generate(
+    group: ProcessGroup,
+    folder: str,
+    distributes_experts: bool = False,
+    by_transformers: bool = False,
+) -> Generated:
+    """Of the checkpoint in `folder`, in float32."""
+    config, build = read_model_config(folder), build_model
+    options: dict[str, Any] = {"group": group}
+    if distributes_experts:
+        options["expert_group"] = group
+    if by_transformers:
+        build = build_transformers_model  # type: ignore[assignment]
+    model: LoadableModel = build(config, dtype=torch.float32, device=torch.device("cpu"), **options)
+    num_bytes = load_weights(model, folder, on_progress=lambda done, total: None, **options)
+    process_weights(model, None)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Generated(*_greedy(model), num_parameters, num_bytes)
+
+
+def _greedy(model: CausalLM) -> tuple[Tensor, list[list[int]]]:
+    logits_of = model.logits
+
+    def checked_logits(hidden: Tensor) -> Tensor:
+        logits, best = logits_of(hidden), model.argmax(hidden)
+        assert best is None or torch.equal(best, logits.argmax(-1))
+        return logits
+
+    model.logits = checked_logits  # type: ignore[method-assign]
+    harness = PagedHarness(model)
+    prefill = harness.prefill(PROMPTS)
+    found, tokens = [*prefill.values()], []
+    last = {row: int(logits[-1].argmax()) for row, logits in prefill.items()}
+    for _ in range(NUM_TOKENS):
+        tokens.append([*last.values()])
+        decode = harness.decode(last)
+        found += [logits.unsqueeze(0) for logits in decode.values()]
+        last = {row: int(logits.argmax()) for row, logits in decode.items()}
+    return torch.cat(found), [*tokens, [*last.values()]]
+
+
+def prefill_quantized(group: ProcessGroup, folder: str, bits: str) -> Tensor:
+    """Logits of PROMPTS in bfloat16 with weights in so many bits, by the products of the CPU."""
+    model = build_model(
+        read_model_config(folder),
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        quantization=SCHEMES[bits](EngineConfig(folder)),
+        group=group,
+    )
+    load_weights(model, folder, on_progress=lambda done, total: None, group=group)
+    process_weights(model, bits)
+    prepared = use_cpu_kernels(model, None)
+    assert isinstance(prepared, CausalLM)
+    return torch.cat([*PagedHarness(prepared).prefill(PROMPTS).values()]).float()
+
+
+def encode(group: ProcessGroup, folder: str) -> Tensor:
+    """(tokens, hidden) of PROMPTS by the encoder in `folder`, in float32."""
+    config, device = read_model_config(folder), torch.device("cpu")
+    model = build_body(
+        config, dtype=torch.float32, device=device, max_model_len=config.max_position, group=group
+    )
+    load_weights(model, folder, on_progress=lambda done, total: None, group=group)
+    found = []
+    for tokens in PROMPTS.values():
+        length = torch.tensor([len(tokens)])
+        positions = torch.arange(len(tokens)).unsqueeze(0)
+        inputs = TextAttentionInputs(positions, torch.zeros_like(positions), length)
+        found.append(model(torch.tensor([tokens]), inputs).squeeze(0))
+    return torch.cat(found)
+
+
+def load_with_small_pieces(group: ProcessGroup, folder: str) -> tuple[int, int]:
+    """(bytes that this process needs at most to load its shard of `folder`, bytes it reads)."""
+    usual, tensor_reader.PIECE_BYTES = tensor_reader.PIECE_BYTES, 2**20
+    config = read_model_config(folder)
+    _reset_peak()
+    before = _memory_bytes("VmRSS")
+    model = build_model(config, dtype=torch.float32, device=torch.device("cpu"), group=group)
+    num_read = load_weights(model, folder, on_progress=lambda done, total: None, group=group)
+    tensor_reader.PIECE_BYTES = usual
+    return _memory_bytes("VmHWM") - before, num_read
+
+
+def _reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _memory_bytes(field: str) -> int:
+    """VmRSS (now) or VmHWM (peak) of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith(field))
+    return int(line.split()[1]) * 1024
