@@ -13,6 +13,10 @@ class ParallelConfig:
     tensor_parallel_size: int = setting(
         1, "Devices that each layer of the model is divided among", minimum=1
     )
+    enable_expert_parallel: bool = setting(
+        False,
+        "Distribute whole experts over the tensor-parallel devices, in place of dividing each one",
+    )
     compare_ranks: bool = setting(
         False,
         "Debugging: compare the tokens that the tensor-parallel ranks sample, and stop at the "

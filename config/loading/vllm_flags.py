@@ -151,9 +151,9 @@ ABSENT = (
     ("headless", "a host with --data-parallel-rank above 0 has no API server"),
     ("node-rank master-addr master-port", "an engine runs on one host"),
     (
-        "enable-expert-parallel all2all-backend expert-placement-strategy num-redundant-experts "
-        "enable-eplb eplb-* enable-dbo dbo-* ubatch-size",
-        "one device runs the model, and experts are not spread",
+        "all2all-backend expert-placement-strategy num-redundant-experts enable-eplb eplb-* "
+        "enable-dbo dbo-* ubatch-size",
+        "each device of --enable-expert-parallel has as many experts as the next, in order",
     ),
     ("ray-workers-use-nsight worker-extension-cls", "Ray and workers of your own are not built"),
     (

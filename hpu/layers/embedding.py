@@ -63,7 +63,11 @@ class ParallelLMHead(ColumnParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(M, hidden) to (M, vocab), on every rank."""
-        logits = self.group.all_gather(super().forward(x))
+        return self.gather(super().forward(x))
+
+    def gather(self, own: Tensor) -> Tensor:
+        """(M, vocab of this rank) of all ranks to (M, vocab)."""
+        logits = self.group.all_gather(own)
         if logits.shape[-1] == self._vocab_size:
             return logits
         return logits[..., : self._vocab_size].contiguous()

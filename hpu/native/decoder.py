@@ -152,7 +152,7 @@ class CompiledDecoder(CausalLM):
         if kernel is None:
             return self.model.logits(hidden)
         assert self.model.lm_head is not None
-        logits = self.model.lm_head.group.all_gather(kernel.multiply_float32(hidden))
+        logits = self.model.lm_head.gather(kernel.multiply_float32(hidden))
         return self.model.scale_logits(logits)
 
     def argmax(self, hidden: Tensor) -> Tensor | None:

@@ -267,13 +267,17 @@ class ModelRunner(StepRunner):
         if sampling and graph is None:
             last_hidden = self._last_hidden(hidden, inputs, len(sampling))
             if self._sampler.all_greedy(sampling):
-                argmax = self._model.argmax(last_hidden)
+                argmax = self._argmax(last_hidden)
             if argmax is None:
                 logits = self._logits(last_hidden)
         num_logprobs = self._batch_state.num_logprobs[sampling].tolist()
         return ForwardOutput(
             inputs, hidden, argmax, logits, graph, AsyncLaunchOutput(sampling, num_logprobs, start)
         )
+
+    def _argmax(self, last_hidden: Tensor) -> Tensor | None:
+        tokens = self._model.argmax(last_hidden)
+        return None if tokens is None else tokens.to(self._backend.index_dtype)
 
     def _last_hidden(self, hidden: Tensor, inputs: InputBuffers, count: int) -> Tensor:
         """(B, hidden): hidden states of the sampling tokens; the first `count` are real."""

@@ -111,7 +111,10 @@ def _whole(
     SamplerGraph.run."""
 
     def sample(hidden: Tensor, *params: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = tokens_of(model.logits(hidden.reshape(-1, hidden.shape[-1])), *params)
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        tokens = None if params else model.argmax(hidden)
+        if tokens is None:
+            tokens = tokens_of(model.logits(hidden), *params)
         # A token of -1 (logits that were not finite) may be read by a step already planned.
         return tokens, tokens.clamp(min=0).unsqueeze(1)
 

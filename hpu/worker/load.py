@@ -23,7 +23,7 @@ from config.startup_checks import choose_context
 from hpu.backends.base import Backend
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.distributed.agreement import Agreement
-from hpu.distributed.process_groups import ProcessGroups
+from hpu.distributed.process_groups import SINGLE, ProcessGroups
 from hpu.gaudi_devices import GIB
 from hpu.host import usable_memory
 from hpu.model_loader.dummy_weights import fill_dummy
@@ -159,11 +159,6 @@ def load(
 ) -> LoadedModel:
     """Load this rank's part of the model, with `offloaded` weights or from the checkpoint. Raises
     ConfigError when the checkpoint, the device and the settings do not fit each other."""
-    if pooler is not None and groups.tensor.size > 1:
-        raise ConfigError(
-            f"--tensor-parallel-size is {groups.tensor.size}: a pooling model runs on 1 device; "
-            "more of them serve more requests (--data-parallel-size)"
-        )
     # Quantised products work in bfloat16.
     is_quantized = config.quantization is not None and pooler is None
     dtype = choose_dtype("bfloat16" if is_quantized else config.dtype, facts.dtype, backend)
@@ -185,6 +180,7 @@ def load(
         on_progress(WarmupProgress("load", done, total))
 
     block_size = config.cache.block_size or backend.default_block_size
+    expert_group = groups.expert if config.parallel.enable_expert_parallel else SINGLE
     model: CausalLM | PoolingModel
     if pooler is None:
         build: Callable[..., LoadableModel] = build_model
@@ -197,13 +193,20 @@ def load(
             max_model_len=max_model_len,
             quantization=select_quantization(config, dtype, backend.device),
             group=groups.tensor,
+            expert_group=expert_group,
         )
         if offloaded is not None:
             restore(offloaded, (decoder,))
         elif is_dummy:
             fill_dummy((decoder,), on_progress=report)
         else:
-            load_weights(decoder, config.model, on_progress=report, group=groups.tensor)
+            load_weights(
+                decoder,
+                config.model,
+                on_progress=report,
+                group=groups.tensor,
+                expert_group=expert_group,
+            )
         weight_bytes = process_weights(decoder, config.quantization) + _num_bytes(decoder)
         prepared = backend.prepare(decoder)
         assert isinstance(prepared, CausalLM), "a decoder stays a decoder"
@@ -220,6 +223,7 @@ def load(
             on_progress=report,
             offloaded=offloaded,
             is_dummy=is_dummy,
+            group=groups.tensor,
         )
         weight_bytes = sum(map(_num_bytes, model.modules))
         prepared = backend.prepare(model.body)

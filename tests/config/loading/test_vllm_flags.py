@@ -205,8 +205,7 @@ def test_the_log_has_one_line_for_all_of_them(
         ("--weights-load-device cpu", "--weights-load-device is not in this version: weights"),
         ("--speculative-model x", "--speculative-model is not in this version: there is no"),
         ("--num-speculative-tokens 5", "--num-speculative-tokens is not in this version"),
-        ("--enable-expert-parallel", "--enable-expert-parallel is not in this version: one dev"),
-        ("-ep", "--enable-expert-parallel is not in this version"),
+        ("--enable-eplb", "--enable-eplb is not in this version: each device of --enable-exp"),
         ("--compilation-config {}", "--compilation-config is not in this version: --execution-m"),
         ("-O3", "--compilation-config is not in this version"),
         ("-O.level=3", "--compilation-config.level is not in this version"),
@@ -285,7 +284,7 @@ def test_a_model_behind_the_names_is_not_taken_for_a_name() -> None:
 
 
 def test_what_is_not_here_may_be_turned_off() -> None:
-    off = load(["m", "--no-enable-lora", "--no-enable-expert-parallel"], environ={})
+    off = load(["m", "--no-enable-lora", "--no-enable-eplb"], environ={})
     keywords = from_keywords(model="m", enable_lora=False, speculative_config=None, tokenizer=None)
 
     assert not off.without_effect and not keywords.without_effect
