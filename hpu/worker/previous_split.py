@@ -46,6 +46,8 @@ UNRELATED = frozenset(
         "num_threads",
         "cpu_kernels",
         "emulator",
+        "data_parallel",
+        "compare_ranks",
         "policy",
         "max_inflight_steps",
         "max_queue_len",
