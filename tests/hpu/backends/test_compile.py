@@ -38,7 +38,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 """Family, fields of its config, and options."""
 
-LATER = {"symbolic": pytest.mark.slow}
+LATER = dict.fromkeys(("windowed", "whole", "symbolic"), pytest.mark.slow)
 
 MAX_GUARDS = {"qwen3": 360, "windowed": 360, "whole": 715, "symbolic": 400}
 """Conditions that a call of a compiled part may check; measured, with a margin of 5 %."""

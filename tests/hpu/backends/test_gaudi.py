@@ -59,7 +59,8 @@ ONLY_EXPERTS = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
 @pytest.mark.parametrize(
     ("family", "mode"),
     [
-        *(("qwen2_moe", mode) for mode in ("hpu-graphs", "torch-compile")),
+        ("qwen2_moe", "hpu-graphs"),
+        pytest.param("qwen2_moe", "torch-compile", marks=pytest.mark.slow),
         *(("glm4_moe", mode) for mode in ("hpu-graphs", "torch-compile")),
         ("olmoe", "hpu-graphs"),
     ],
@@ -98,12 +99,8 @@ DENSE: dict[str, dict[str, Any]] = {
     # A layer without rotation.
     "smollm3": {"no_rope_layers": [1, 0]},
 }
-COMPILED = {
-    # A window, a rope for each kind of layer, norms on both sides and in float32.
-    "gemma3_text": (),
-    # The kinds of the others are also in MIXED, and with chunks in tests/hpu/models.
-    **dict.fromkeys(("gemma", "gpt_neox", "gpt_bigcode", "smollm3"), pytest.mark.slow),
-}
+COMPILED = ("gemma", "gemma3_text", "gpt_neox", "gpt_bigcode", "smollm3")
+"""Under torch-compile too, in slow tests; MIXED has most of their kinds of layers."""
 MIXED = ("BiasedForCausalLM", "SinksForCausalLM")
 """Kinds of layers that go together in no family."""
 
@@ -112,7 +109,7 @@ MIXED = ("BiasedForCausalLM", "SinksForCausalLM")
     ("family", "mode"),
     [
         *((family, "hpu-graphs") for family in DENSE),
-        *(pytest.param(family, "torch-compile", marks=marks) for family, marks in COMPILED.items()),
+        *(pytest.param(family, "torch-compile", marks=pytest.mark.slow) for family in COMPILED),
     ],
 )
 def test_each_arrangement_gives_the_tokens_of_the_cpu_and_nothing_compiles_after_warmup(
@@ -123,8 +120,14 @@ def test_each_arrangement_gives_the_tokens_of_the_cpu_and_nothing_compiles_after
     assert_nothing_compiles_after_warmup(folder, ExecutionConfig(mode=mode))
 
 
-@pytest.mark.parametrize("mode", ["hpu-graphs", "torch-compile"])
-@pytest.mark.parametrize("architecture", MIXED)
+@pytest.mark.parametrize(
+    ("architecture", "mode"),
+    [
+        *((architecture, "hpu-graphs") for architecture in MIXED),
+        pytest.param("BiasedForCausalLM", "torch-compile", marks=pytest.mark.slow),
+        ("SinksForCausalLM", "torch-compile"),
+    ],
+)
 def test_mixed_kinds_give_the_tokens_of_the_cpu_and_nothing_compiles_after_warmup(
     architecture: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,7 +149,7 @@ def test_mixed_kinds_give_the_tokens_of_the_cpu_and_nothing_compiles_after_warmu
         # Two experts, one after the other.
         ("PhimoeForCausalLM", {}, False, "hpu-graphs"),
         # All of these in one model.
-        ("CombinedForCausalLM", {}, False, "torch-compile"),
+        pytest.param("CombinedForCausalLM", {}, False, "torch-compile", marks=pytest.mark.slow),
     ],
 )
 def test_other_experts_give_the_tokens_of_the_cpu_and_nothing_compiles_after_warmup(
@@ -171,7 +174,7 @@ def test_other_experts_give_the_tokens_of_the_cpu_and_nothing_compiles_after_war
 @pytest.mark.parametrize(
     "settings",
     [
-        {"execution": ExecutionConfig(mode="torch-compile")},
+        pytest.param({"execution": ExecutionConfig(mode="torch-compile")}, marks=pytest.mark.slow),
         {"execution": ExecutionConfig(mode="torch-compile", regional_compilation=False)},
         {"execution": ExecutionConfig(mode="eager")},
         {"execution": ExecutionConfig(mode="lazy", layers_per_recipe=2)},
@@ -247,7 +250,7 @@ PENALIZED = RequestSampling(temperature=0.7, seed=3, presence_penalty=0.5, bad_w
         ("llama", "hpu-graphs", DRAWN),
         ("qwen3", "hpu-graphs", RequestSampling(temperature=0.0)),
         ("llama", "lazy", PENALIZED),
-        ("llama", "torch-compile", DRAWN),
+        pytest.param("llama", "torch-compile", DRAWN, marks=pytest.mark.slow),
     ],
 )
 def test_no_upload_waits_for_a_launch_while_requests_decode(
@@ -297,10 +300,10 @@ def test_a_replay_reads_the_tensors_that_it_is_given() -> None:
     ("window", "card", "mode"),
     [
         *((window, card, "hpu-graphs") for window in (None, 24) for card in ("gaudi2", "gaudi3")),
-        (24, "gaudi3", "torch-compile"),
         *(
             pytest.param(window, card, "torch-compile", marks=pytest.mark.slow)
-            for window, card in ((None, "gaudi2"), (None, "gaudi3"), (24, "gaudi2"))
+            for window in (None, 24)
+            for card in ("gaudi2", "gaudi3")
         ),
     ],
 )

@@ -43,7 +43,10 @@ PROJECTIONS = {
     ("family", "fields", "execution"),
     [
         ("deepseek_v2", {}, ExecutionConfig(mode="hpu-graphs")),
-        ("deepseek_v2", ONE_LAYER, ExecutionConfig(mode="torch-compile")),
+        pytest.param(
+            *("deepseek_v2", ONE_LAYER, ExecutionConfig(mode="torch-compile")),
+            marks=pytest.mark.slow,
+        ),
         ("deepseek_v3", NO_QUERY_LATENT, ExecutionConfig(mode="hpu-graphs", fused_sdpa=False)),
         (
             "deepseek_v3",

@@ -42,7 +42,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         *((family, "hpu-graphs") for family in FIELDS),
         # Its plain attention and MLP are in the next one too, with a window.
         pytest.param("gpt_neox", "torch-compile", marks=pytest.mark.slow),
-        ("starcoder2", "torch-compile"),
+        pytest.param("starcoder2", "torch-compile", marks=pytest.mark.slow),
         ("qwen3_moe", "torch-compile"),
         pytest.param("gemma4_text", "torch-compile", marks=pytest.mark.slow),
         pytest.param("gemma3n_text", "torch-compile", marks=pytest.mark.slow),

@@ -103,7 +103,7 @@ def test_a_slice_gives_the_tokens_of_a_gather(
     "settings",
     [
         {},
-        {"execution": ExecutionConfig(mode="torch-compile")},
+        pytest.param({"execution": ExecutionConfig(mode="torch-compile")}, marks=pytest.mark.slow),
         {"emulator": EmulatorSettings(card="gaudi3", is_strict=True)},
     ],
     ids=["graphs", "compile", "strict-gaudi3"],
