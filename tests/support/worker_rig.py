@@ -84,7 +84,12 @@ class WorkerRig:
         )
         self.progress: list[WarmupProgress] = []
         self.worker = Worker(config)
-        self.ready = self.worker.start(self.progress.append)
+        try:
+            self.ready = self.worker.start(self.progress.append)
+        except BaseException:
+            # An emulated card that stays installed would fail all later tests.
+            self.worker.close()
+            raise
         self.requests: dict[int, _LiveRequest] = {}
         # Not the order in memory, and the block released last is allocated first.
         self._free = [(block * 37) % num_blocks for block in range(num_blocks)]

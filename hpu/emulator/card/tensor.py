@@ -119,6 +119,11 @@ class HpuTensor(Tensor):
         return get_item(self, key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        if torch._C._is_torch_function_mode_enabled():
+            # As torch does for its own tensors: a mode may run something else.
+            arguments = (Tensor.__setitem__, (self,), self, key, value)
+            torch.overrides.handle_torch_function(*arguments)
+            return
         set_item(self, key, value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped there
