@@ -406,7 +406,8 @@ def _try(causal: Any, body: Any, config: ModelConfig) -> tuple[list[AttentionCal
         # In inference mode torch does not tell views.
         with torch.inference_mode(False), torch.no_grad(), writes:
             out = body(input_ids=tokens, position_ids=tokens, use_cache=False)
-        hidden = out.last_hidden_state
+            # A read: it may be a tensor that `writes` knows under another name.
+            hidden = out.last_hidden_state.clone()
         if hidden.shape[:2] != tokens.shape:
             raise Unsupported(f"gives hidden states of {tuple(hidden.shape)}")
 
