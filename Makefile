@@ -15,7 +15,7 @@ CLIENTS := .venv-clients
 NODE_CLIENT := tests/clients/node
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-hpu serve test test-slow test-clients test-cuda test-kernels test-fuzz lint style format bench bench-cuda clean
+.PHONY: help install install-hpu serve test test-slow test-clients test-cuda test-kernels test-fuzz test-parallel lint style format bench bench-cuda clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -87,6 +87,9 @@ test-kernels: $(VENV)/.installed ## The compiled kernels under the compiler's sa
 
 test-fuzz: $(VENV)/.installed ## Hostile requests for ten minutes; ARGS='--fuzz-seconds 60 --fuzz-seed 7' for others
 	@$(BIN)/python -m pytest -q -s -m fuzz tests/fuzz $(ARGS)
+
+test-parallel: $(VENV)/.installed ## Tensor, expert and data parallelism against one process, a quarter of an hour
+	@$(BIN)/python -m pytest -q -m parallel tests/parallel $(ARGS)
 
 lint: style ## Check format, style and types
 	@$(BIN)/mypy --no-error-summary

@@ -18,6 +18,7 @@ from engine.core.engine_process import run as run_engine
 from engine.executors import worker_main as child
 from engine.executors.base import Executor
 from engine.executors.multiproc import MultiprocExecutor
+from engine.executors.worker_launcher import LocalLauncher
 from engine.process.child_process import read_orders
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.protocol import (
@@ -164,7 +165,7 @@ def _command(process: str, step_s: float) -> list[str]:
 def _make_executor(
     step_s: float, config: EngineConfig, directory: str, on_death: Callable[[str], None]
 ) -> Executor:
-    return MultiprocExecutor(config, directory, on_death, command=_command("worker", step_s))
+    return MultiprocExecutor(config, LocalLauncher(directory, _command("worker", step_s)), on_death)
 
 
 def main() -> int:

@@ -14,7 +14,9 @@ AUTO, NATIVE, TRANSFORMERS = MODEL_IMPLS = ("auto", "native", "transformers")
 DUMMY = "dummy"
 """The value of EngineConfig.load_format for random weights."""
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
-EXECUTORS = ("auto", "uni", "mp")
+RAY = "ray"
+EXTERNAL_LAUNCHER = "external_launcher"
+EXECUTORS = ("auto", "uni", "mp", RAY, EXTERNAL_LAUNCHER)
 DEFAULT_PREFILL_BATCH, DEFAULT_POOLING_BATCH = 4, 16
 
 
@@ -203,8 +205,10 @@ class EngineConfig:
     )
     executor: str = setting(
         "auto",
-        "Run the worker inside the engine process (uni), or each worker in a process of its own "
-        "(mp); auto: uni for one worker on CPU",
+        "Run the worker inside the engine process (uni), each worker in a process of its own "
+        "(mp), in processes that Ray places on a cluster (ray), or, in a script that torchrun "
+        "starts once for each device, the worker of this rank (external_launcher); auto: uni for "
+        "one worker on CPU, else mp",
         group="Parallelism",
         name="distributed-executor-backend",
         aliases=("executor",),
@@ -250,6 +254,12 @@ class EngineConfig:
             raise ConfigError(
                 f"distributed_executor_backend is uni, which runs 1 worker, and "
                 f"{self.parallel.world_size} devices run the model: use mp"
+            )
+        if self.executor == EXTERNAL_LAUNCHER and self.data_parallel.data_parallel_size > 1:
+            raise ConfigError(
+                f"distributed_executor_backend is external_launcher and data_parallel_size is "
+                f"{self.data_parallel.data_parallel_size}: one engine runs on all processes of "
+                "the launcher"
             )
         if self.quantization is not None and self.dtype not in ("auto", "bfloat16"):
             raise ConfigError(

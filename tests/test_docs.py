@@ -125,6 +125,8 @@ def test_flags_that_the_documents_name_exist() -> None:
     # Flags of kubectl, in a manifest, of docker and of pip.
     others = {"--from-literal", "--rm", "--runtime", "--cap-add", "--ipc", "--build-arg"}
     others |= {"--extra-index-url"}
+    # Flags of Ray and of torchrun.
+    others |= {"--head", "--address", "--nproc-per-node"}
     assert named - others <= known
 
 

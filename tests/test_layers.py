@@ -37,7 +37,7 @@ EXCEPTIONS = {
         "hpu.model_loader.size_estimate",
     ),
     "engine.executors.inproc": ("hpu.worker.worker",),
-    "engine.executors.worker_main": ("hpu.worker.worker",),
+    "engine.executors.worker_main": ("hpu.worker.worker", "hpu.numa"),
 }
 
 RESERVED = {
@@ -73,6 +73,7 @@ TWO_WAY = {
 ONLY_IN = {
     "habana_frameworks": ("hpu.backends.gaudi", "hpu.ops", "hpu.emulator"),
     "zmq": ("engine.transport.channels",),
+    "ray": ("engine.executors.ray",),
     "pydantic": ("server",),
     "fastapi": ("server",),
     "starlette": ("server",),
@@ -359,7 +360,7 @@ def test_what_is_imported_is_declared() -> None:
     declared = pyproject.partition("dependencies = [")[2].partition("]\n")[0]
     # Brought by whoever runs us, by fastapi and pydantic as parts of themselves, or by the device's
     # vendor.
-    elsewhere = {"torch", "starlette", "pydantic_core", "habana_frameworks", *FLOORS}
+    elsewhere = {"torch", "ray", "starlette", "pydantic_core", "habana_frameworks", *FLOORS}
     wrong = set()
     for module in FILES:
         for found in imports_of(module):

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
@@ -24,7 +25,11 @@ MIN_TOKEN_CHARACTERS = 16
 
 RECIPE_CACHE_MB = 8192
 
+_RANK_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
+_MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
+
 HABANA_VISIBLE_MODULES = "HABANA_VISIBLE_MODULES"
+HLS_MODULE_ID = "HLS_MODULE_ID"
 _CARD_VARIABLES = {"hpu": HABANA_VISIBLE_MODULES, "cuda": "CUDA_VISIBLE_DEVICES"}
 """By device: the list of the cards that a process may use."""
 
@@ -152,6 +157,34 @@ def data_parallel_token() -> str:
     return token
 
 
+class LaunchedRank(NamedTuple):
+    """This process among those that a launcher such as torchrun started."""
+
+    world_size: int
+    rank: int
+    local_rank: int
+
+
+def launched_rank() -> LaunchedRank:
+    """What the launcher says of this process. torch.distributed reads the two variables of the
+    rendezvous itself (init method env://). Raises ConfigError for a variable that is missing or
+    that is no number."""
+    missing = [name for name in (*_RANK_VARIABLES, *_MASTER_VARIABLES) if not os.environ.get(name)]
+    if missing:
+        raise ConfigError(
+            f"distributed_executor_backend is external_launcher, and {', '.join(missing)} are not "
+            "set: start the script with torchrun --nproc-per-node N"
+        )
+    words = [os.environ[name] for name in _RANK_VARIABLES]
+    for name, word in zip(_RANK_VARIABLES, words, strict=True):
+        if not word.isdecimal():
+            raise ConfigError(f"the variable {name} is {word!r}, it must be a number")
+    ranks = LaunchedRank(*map(int, words))
+    if ranks.rank >= ranks.world_size:
+        raise ConfigError(f"RANK is {ranks.rank} and WORLD_SIZE is {ranks.world_size}")
+    return ranks
+
+
 def device_environment(
     config: EngineConfig, index: int, count: int, *, num_cards: int = 1
 ) -> dict[str, str]:
@@ -172,13 +205,45 @@ def device_environment(
     variables = {variable: ",".join(own)}
     if variable == HABANA_VISIBLE_MODULES and num_cards == 1:
         # A process without a group of others takes the first free card, unless this names one.
-        variables["HLS_MODULE_ID"] = own[0]
+        variables[HLS_MODULE_ID] = own[0]
     return variables
 
 
 def worker_environment(config: EngineConfig) -> dict[str, str]:
     """All variables of a worker's process. Raises ConfigError for an impossible execution mode."""
-    return {**hpu_environment(config), **os.environ, **runtime_environment(config)}
+    variables = {**hpu_environment(config), **os.environ, **runtime_environment(config)}
+    if config.parallel.world_size > 1:
+        # It wins over a worker's rank, so that all of them would take the same card.
+        variables.pop(HLS_MODULE_ID, None)
+    return variables
+
+
+def module_id(device_index: int, world_size: int) -> int | None:
+    """The module id of this worker's card, as the vendor's runtime chooses it; `device_index`
+    counts the cards of this host. None where the runtime takes any free card. Raises ConfigError
+    when HABANA_VISIBLE_MODULES names too few."""
+    own = os.environ.get(HLS_MODULE_ID, "")
+    if own.isdecimal():
+        return int(own)
+    if world_size == 1:
+        return None
+    visible = [word for word in os.environ.get(HABANA_VISIBLE_MODULES, "").split(",") if word]
+    if not visible:
+        return device_index
+    if device_index >= len(visible):
+        raise ConfigError(
+            f"{HABANA_VISIBLE_MODULES} names {len(visible)} cards ({','.join(visible)}), and this "
+            f"host has at least {device_index + 1} workers"
+        )
+    word = visible[device_index].strip()
+    return int(word) if word.isdecimal() else None
+
+
+def card_environment(device: str, card: str) -> dict[str, str]:
+    """Variables of a worker that has `card` alone, which the variable of the visible cards names
+    already."""
+    # A process without a group of others takes the first free card, unless this names one.
+    return {HLS_MODULE_ID: card} if device == "hpu" else {}
 
 
 def chosen_device(device: str) -> str:

@@ -10,11 +10,12 @@ from queue import Empty, SimpleQueue
 
 import msgspec
 
-from config.engine import EngineConfig
+from config.engine import EXTERNAL_LAUNCHER, EngineConfig
 from config.errors import ConfigError, EngineDied, Overloaded, RequestFailed, UserError
 from config.params.structured_output import GrammarSpec
 from engine.core.engine_core import EngineCore
-from engine.executors.base import IDLE_S, Executor
+from engine.core.lockstep import Entry, LockstepInbox
+from engine.executors.base import IDLE_S, Executor, Lockstep
 from engine.kv_cache.prefix_hashes import block_hashes
 from engine.structured_output.compilation import GrammarCompiler
 from engine.structured_output.grammar import Grammar
@@ -40,8 +41,6 @@ from hpu.protocol import WarmupProgress, WorkerReady
 
 logger = logging.getLogger(__name__)
 
-Entry = tuple[int, ToEngine, list[bytes], Grammar | None] | BaseException
-
 MAX_ANNOUNCED_BLOCKS = 1024
 """Of one prompt: as many as a router looks at."""
 
@@ -65,7 +64,11 @@ class EngineLoop:
         self._has_routers = config.data_parallel.data_parallel_size > 1
         self._engine = engine
         self._inbox: SimpleQueue[Entry] = SimpleQueue()
-        self._compiler = GrammarCompiler()
+        self._is_lockstep = config.executor == EXTERNAL_LAUNCHER
+        self._lockstep: LockstepInbox | None = None
+        """Set where the engines of several ranks decide together."""
+        # A request that is too slow on one rank may be fast enough on another.
+        self._compiler = GrammarCompiler(limits_time=not self._is_lockstep)
         self._lock = threading.Lock()
         self._compiling: set[int] = set()
         """Keys of requests that enter the inbox when their grammar is compiled."""
@@ -80,6 +83,10 @@ class EngineLoop:
         compiled on other threads."""
         if isinstance(message, Control) and message.name == COMPILE_GRAMMAR:
             self._compile(front_end, message)
+            return
+        if isinstance(message, Control) and self._is_lockstep:
+            error = f"{message.name} is not possible with the executor {EXTERNAL_LAUNCHER}"
+            self._emit(front_end, _error_reply(message.call, UserError(error)))
             return
         if isinstance(message, Abort):
             with self._lock:
@@ -179,6 +186,8 @@ class EngineLoop:
 
     def _run(self, executor: Executor, freeze_garbage: bool) -> None:
         worker = executor.start(self._report)
+        if isinstance(executor, Lockstep):
+            self._lockstep = LockstepInbox(executor, self._inbox)
         ends = frozenset(worker.eos_token_ids)
         self._compiler.start(self._config.model, worker.vocab_size, ends, early=freeze_garbage)
         table = make_table(self._config, worker)
@@ -217,6 +226,10 @@ class EngineLoop:
         self._emit(None, Progress(self._engine, stage, done, total, progress.left_s))
 
     def _process_inbox(self, core: EngineCore) -> None:
+        if self._lockstep is not None:
+            for item in self._lockstep.take(has_work=core.has_work):
+                self._handle(core, item)
+            return
         if not core.has_work:
             entry = self._wait(core)
             if entry is not None:

@@ -1,7 +1,7 @@
 """Executor: the protocol by which an engine reaches its workers."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from hpu.protocol import GrammarMasks, StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
 
@@ -56,4 +56,19 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Stop the workers and wait for them; safe to call twice."""
+        ...
+
+
+@runtime_checkable
+class Lockstep(Protocol):
+    """An executor whose engine is one of several, a rank each, that must decide the same steps."""
+
+    @property
+    def rank(self) -> int:
+        """Of this engine; what rank 0 decides counts."""
+        ...
+
+    def share(self, data: bytes) -> bytes:
+        """The `data` of rank 0, on all ranks; waits for it. Raises EngineDied when this rank has
+        submitted other plans than rank 0."""
         ...

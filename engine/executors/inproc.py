@@ -3,7 +3,16 @@
 from collections.abc import Callable
 
 from config.engine import EngineConfig
-from hpu.protocol import GrammarMasks, StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
+from hpu.protocol import (
+    SINGLE_RANK,
+    GrammarMasks,
+    Ranks,
+    StepPlan,
+    StepResult,
+    Warmed,
+    WarmupProgress,
+    WorkerReady,
+)
 from hpu.worker.worker import Worker
 
 
@@ -14,8 +23,8 @@ class InprocExecutor:
     and no mask is deferred. On a card, masks are deferred as in other executors.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._worker = Worker(config)
+    def __init__(self, config: EngineConfig, ranks: Ranks = SINGLE_RANK) -> None:
+        self._worker = Worker(config, ranks)
         self._warmed: list[Warmed] = []
 
     def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:

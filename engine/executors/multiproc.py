@@ -1,16 +1,17 @@
-"""MultiprocExecutor: each worker is a process, reached over a PAIR of sockets and watched."""
+"""MultiprocExecutor: each worker is a process, reached over a PAIR of sockets and watched. Where
+the processes run is the launcher's matter."""
 
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied, RequestFailed, UserError
+from engine.executors.worker_launcher import WorkerLauncher
 from engine.executors.worker_main import WorkerOrders
-from engine.process.child_process import ChildProcess
-from engine.transport.channels import PairSocket, Waiter, ZmqContext, endpoint, new_token
+from engine.transport.channels import PairSocket, Waiter, ZmqContext, new_token
 from hpu.protocol import (
     WAKE_UP,
     WARM_UP_NEXT,
@@ -41,25 +42,20 @@ class WorkerProcess:
         self,
         ranks: Ranks,
         config: EngineConfig,
-        directory: str,
+        launcher: WorkerLauncher,
         on_exit: Callable[[str], None],
         *,
-        command: Sequence[str],
-        environment: Mapping[str, str] | None,
         sends_results: bool,
     ) -> None:
         self.name = f"worker {ranks.rank}"
         token = new_token()
         self._context = ZmqContext(token)
-        address = endpoint(directory, f"w{ranks.rank}.sock")
-        self.socket: PairSocket[ToWorker, FromWorker] = self._context.bind_pair(address, FromWorker)
-        self.child = ChildProcess(
-            self.name,
-            command,
-            WorkerOrders(config, address, token, ranks, _log_level(), sends_results),
-            environment=environment,
-            on_exit=on_exit,
+        self.socket: PairSocket[ToWorker, FromWorker] = self._context.bind_pair(
+            launcher.endpoint(ranks.rank), FromWorker
         )
+        address = self.socket.endpoint
+        orders = WorkerOrders(config, address, token, ranks, _log_level(), sends_results)
+        self.child = launcher.launch(self.name, orders, on_exit)
         self.messages: deque[FromWorker] = deque()
         """Received and not taken yet: at most the results of all plans in flight and an answer."""
         self.warmed: deque[Warmed] = deque()
@@ -101,28 +97,25 @@ class MultiprocExecutor:
     def __init__(
         self,
         config: EngineConfig,
-        directory: str,
+        launcher: WorkerLauncher,
         on_death: Callable[[str], None],
         *,
-        command: Sequence[str],
-        environment: Mapping[str, str] | None = None,
         num_workers: int = 1,
         output_rank: int = 0,
     ) -> None:
-        """`output_rank`: the first rank of the last pipeline stage."""
+        """`output_rank`: the first rank of the last pipeline stage. Closes `launcher`."""
+        self._launcher = launcher
         self._on_death = on_death
         self._has_died = threading.Lock()
         self._workers = [
             WorkerProcess(
-                Ranks(num_workers, rank, f"file://{directory}/ranks"),
+                ranks,
                 config,
-                directory,
+                launcher,
                 self._on_exit,
-                command=command,
-                environment=environment,
-                sends_results=rank == output_rank,
+                sends_results=ranks.rank == output_rank,
             )
-            for rank in range(num_workers)
+            for ranks in launcher.place(num_workers)
         ]
         self._output = self._workers[output_rank]
         self._waiter = Waiter(
@@ -194,6 +187,7 @@ class MultiprocExecutor:
             worker.child.stop()
         for worker in self._workers:
             worker.close()
+        self._launcher.close()
 
     def _on_exit(self, description: str) -> None:
         if self._has_died.acquire(blocking=False):
@@ -280,9 +274,11 @@ class MultiprocExecutor:
         """The error of the group, of which `failure` is one worker's: the others fail because of
         it, or it fails because of theirs."""
         failures = [failure]
-        deadline = time.monotonic() + LAST_MESSAGE_S
+        deadline = time.monotonic() + self._launcher.notice_s
         others = [worker for worker in self._workers if worker.child.poll() is None]
         while len(self._workers) > 1 and others and time.monotonic() < deadline:
+            if any((worker.child.poll() or 0) < 0 for worker in self._workers):
+                break
             time.sleep(0.01)
             for worker in self._workers:
                 message = worker.socket.receive()

@@ -2,18 +2,26 @@
 
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from config.engine import EngineConfig
+from config.engine import EXTERNAL_LAUNCHER, RAY, EngineConfig
+from config.errors import ConfigError
 from config.loading.env import (
     chosen_device,
     hpu_environment,
     hpu_mode,
+    is_installed,
+    launched_rank,
+    module_id,
     openmp_environment,
     set_missing,
     worker_environment,
 )
 from engine.executors.base import Executor
 from engine.process.child_process import python_command
+
+if TYPE_CHECKING:
+    from engine.executors.worker_launcher import WorkerLauncher
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +40,14 @@ def make_executor(
         # Logged here: the worker gets the choice in its environment, without the reason.
         logger.info("Execution on HPU: %s, since %s", choice.mode, choice.reason)
     world_size = config.parallel.world_size
+    if config.executor == EXTERNAL_LAUNCHER:
+        launched = launched_rank()
+        if device == "hpu":
+            set_missing(hpu_environment(config))
+        set_missing(openmp_environment())
+        from engine.executors.external_launcher import ExternalLauncherExecutor
+
+        return ExternalLauncherExecutor(config, launched)
     is_small = device == "cpu" and world_size == 1
     if config.executor == "uni" or (config.executor == "auto" and is_small):
         if device == "hpu":
@@ -43,11 +59,22 @@ def make_executor(
 
     from engine.executors.multiproc import MultiprocExecutor
 
-    return MultiprocExecutor(
-        config,
-        directory,
-        on_death,
-        command=python_command("engine.executors.worker_main"),
-        environment=worker_environment(config),
-        num_workers=world_size,
-    )
+    launcher: WorkerLauncher
+    if config.executor == RAY:
+        if not is_installed("ray"):
+            raise ConfigError(
+                "distributed_executor_backend is ray, which is not installed here: "
+                "pip install 'gaudiserve[ray]'"
+            )
+        from engine.executors.ray import RayLauncher
+
+        launcher = RayLauncher(config)
+    else:
+        from engine.executors.worker_launcher import LocalLauncher
+
+        if device == "hpu":
+            # The last worker's, so that a list with too few cards is refused here.
+            module_id(world_size - 1, world_size)
+        command = python_command("engine.executors.worker_main")
+        launcher = LocalLauncher(directory, command, worker_environment(config))
+    return MultiprocExecutor(config, launcher, on_death, num_workers=world_size)

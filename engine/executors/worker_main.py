@@ -22,6 +22,7 @@ from engine.process.child_process import (
     run_child,
 )
 from engine.transport.channels import PairSocket, Waiter, ZmqContext
+from hpu.numa import bind_worker
 from hpu.protocol import (
     SINGLE_RANK,
     WAKE_UP,
@@ -67,9 +68,13 @@ class WorkerOrders(msgspec.Struct, frozen=True):
 
 def main() -> None:
     """The entry of a worker's process."""
+    orders = read_orders(WorkerOrders)
+    setup_log("worker", rank=orders.ranks.rank, level=orders.log_level)
+    # Before torch counts the cores, and before anything allocates memory.
+    config = bind_worker(orders.config, orders.ranks)
     from hpu.worker.worker import Worker
 
-    sys.exit(run(read_orders(WorkerOrders), Worker))
+    sys.exit(run(msgspec.structs.replace(orders, config=config), Worker))
 
 
 def run(orders: WorkerOrders, make_worker: "Callable[[EngineConfig, Ranks], Worker]") -> int:

@@ -53,7 +53,9 @@ class _Checked(msgspec.Struct, array_like=True):
 class GrammarCompiler:
     """May be called from any thread, after `start`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, limits_time: bool = True) -> None:
+        """`limits_time`: as in Grammar."""
+        self._limits_time = limits_time
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
         self._lock = threading.Lock()
         self._cached: OrderedDict[GrammarSpec, Future[Grammar]] = OrderedDict()
@@ -115,9 +117,15 @@ class GrammarCompiler:
         try:
             vocabulary = self._vocabulary.result()
             if spec.kind == FREE:
-                return Grammar(spec, vocabulary)
+                return Grammar(spec, vocabulary, limits_time=self._limits_time)
             checked = self._check(spec)
-            return Grammar(spec, vocabulary, checked.source, checked.num_bytes)
+            return Grammar(
+                spec,
+                vocabulary,
+                checked.source,
+                checked.num_bytes,
+                limits_time=self._limits_time,
+            )
         except (UserError, EngineDied):
             raise
         except Exception as error:  # the border of this thread: a bug of ours or the library's

@@ -99,10 +99,14 @@ class Grammar:
         vocabulary: Vocabulary,
         source: str | None = None,
         compiled_bytes: int = 0,
+        *,
+        limits_time: bool = True,
     ) -> None:
         """Raises UserError when the spec is wrong or too large. Other threads run meanwhile.
         `source` is that of an equal grammar that was checked and compiled in another process,
-        where it took `compiled_bytes`: the checks are not repeated."""
+        where it took `compiled_bytes`: the checks are not repeated. `limits_time`: whether an
+        output fails that takes too long to follow."""
+        self.limits_time = limits_time
         self._compiled_bytes = compiled_bytes
         self.slow_s = 0.0
         """Time beyond SLOW_STEP_S that slow tokens of all its outputs took."""
@@ -256,7 +260,7 @@ class Guide:
         self._spent_s += step_s
         if step_s > SLOW_STEP_S:
             self._grammar.slow_s += step_s - SLOW_STEP_S
-        if self.error is None:
+        if self.error is None and self._grammar.limits_time:
             self.error = _overdue(self._spent_s, self._count)
 
     @property

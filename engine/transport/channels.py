@@ -94,6 +94,13 @@ class PairSocket(Generic[Sent, Received]):
         self.encode: Callable[[Sent], bytes] = msgspec.msgpack.Encoder().encode
         self._decode: Callable[[bytes], Received] = msgspec.msgpack.Decoder(received).decode
 
+    @property
+    def endpoint(self) -> str:
+        """The address on which it listens, with the port that was free."""
+        address = self._socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(address, bytes)
+        return address.rstrip(b"\0").decode()
+
     def send(self, message: Sent) -> bool:
         """Send without waiting; False when the peer has left HIGH_WATER messages unread."""
         return self.send_frame(self.encode(message))

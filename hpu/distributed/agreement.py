@@ -4,6 +4,9 @@ import torch
 
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 
+SHORT_BYTES = 1024
+"""Bytes that one message to all ranks carries; more take a second one."""
+
 
 class Agreement:
     """Decisions that a rank cannot make alone: how many KV blocks there are, whether a bucket fits,
@@ -27,6 +30,23 @@ class Agreement:
     def largest(self, number: int) -> int:
         """The largest of the ranks' numbers."""
         return -self.least(-number)
+
+    def of_first(self, data: bytes) -> bytes:
+        """The bytes of the first rank."""
+        if self._host.size == 1:
+            return data
+        buffer = torch.zeros(SHORT_BYTES, dtype=torch.uint8)
+        if self.is_first:
+            head = len(data).to_bytes(8, "little") + data[: SHORT_BYTES - 8]
+            buffer[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        received = self._host.broadcast(buffer).numpy().tobytes()
+        length = int.from_bytes(received[:8], "little")
+        if length <= SHORT_BYTES - 8:
+            return received[8 : 8 + length]
+        rest = torch.zeros(length, dtype=torch.uint8)
+        if self.is_first:
+            rest = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return self._host.broadcast(rest).numpy().tobytes()
 
     def all_true(self, value: bool) -> bool:
         """Whether `value` is true on all ranks."""

@@ -17,6 +17,7 @@ from config.model.pooler import choose_pooler
 from config.model.read_config import read_model_config
 from hpu.backends.base import Backend
 from hpu.backends.select import select_backend
+from hpu.distributed.agreement import Agreement
 from hpu.distributed.process_groups import SINGLE_RANK, ProcessGroups, Ranks, make_groups
 from hpu.gaudi_devices import GIB
 from hpu.model_loader.offloaded_weights import OffloadedWeights, offload
@@ -199,6 +200,10 @@ class Worker:
             return self._build(self._loaded, on_progress)
 
         return self._try(wake)
+
+    def share(self, data: bytes) -> bytes:
+        """The `data` of rank 0; waits for all ranks."""
+        return Agreement(self._groups.host).of_first(data)
 
     def idle(self) -> Warmed | None:
         """Prepare one of the background buckets; None if there is none. Only with nothing in

@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 from config import log
-from config.engine import DUMMY, EngineConfig
+from config.engine import DUMMY, EXTERNAL_LAUNCHER, EngineConfig
 from config.errors import CheckpointError, ConfigError, EngineDied
 from config.loading.env import cache_home, environment
 from config.loading.flags import FLAGS
@@ -98,6 +98,11 @@ def _serve(argv: list[str]) -> int:
         parser=server_parser("gaudiserve serve", "Serve a model to OpenAI clients."),
     )
     engine, server = loaded.engine, loaded.server
+    if engine.executor == EXTERNAL_LAUNCHER:
+        raise ConfigError(
+            f"distributed_executor_backend is {EXTERNAL_LAUNCHER}, which is for scripts with LLM "
+            "that torchrun starts: a server takes mp or ray"
+        )
     log.setup("server", level=server.log_level, access_log=not server.disable_access_log)
     if loaded.without_effect:
         logger.info("Accepted without effect: %s", _with_reasons(loaded.without_effect))

@@ -6,6 +6,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from config.checkpoint.resolve import resolve
-from config.engine import DUMMY
+from config.engine import DUMMY, EXTERNAL_LAUNCHER
 from config.errors import UserError
 from config.loading.sources import from_keywords
 from config.model.read_config import read_model_config
@@ -96,6 +97,12 @@ class LLM:
         num_engines = engine.data_parallel.data_parallel_size
         self._lookahead = 2 * engine.scheduler.max_num_seqs * num_engines
         self._num_requests = 0
+        self._is_lockstep = engine.executor == EXTERNAL_LAUNCHER
+        self._start_order: AbstractAsyncContextManager[None] = contextlib.nullcontext()
+        if self._is_lockstep:
+            # Every rank must start the same requests in the same order. The lock is first come,
+            # first served.
+            self._start_order = asyncio.Lock()
         self._background = BackgroundLoop("llm")
         self._finalizer = weakref.finalize(
             self, _shut_down, self._background, self._client, self._template, self._tokenizer
@@ -351,8 +358,9 @@ class LLM:
         async def run_job(index: int, bar: "tqdm[Any]") -> RequestOutput:
             nonlocal num_tokens
             make_prompt, params, salt = jobs[index]
-            prompt = await make_prompt()
-            generation = self._pipeline.start([prompt], params, cache_salt=salt, param="prompt")
+            async with self._start_order:
+                prompt = await make_prompt()
+                generation = self._pipeline.start([prompt], params, cache_salt=salt, param="prompt")
             outputs = await generation.collect()
             (prompt_logprobs,) = generation.prompt_logprobs
             num_tokens += generation.num_output_tokens
@@ -397,6 +405,10 @@ class LLM:
         num_workers = max(1, self._lookahead // sampling.n)
         if concurrency_limit is not None:
             num_workers = max(1, min(num_workers, concurrency_limit))
+        if self._is_lockstep:
+            # Searches that run together would start their beams in the order in which they happen
+            # to be scheduled.
+            num_workers = 1
         return await _run_all(run_search, len(inputs), num_workers, use_tqdm)
 
 

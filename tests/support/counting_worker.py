@@ -18,6 +18,7 @@ from engine.core.engine_process import run as run_engine
 from engine.executors import worker_main as child
 from engine.executors.base import Executor
 from engine.executors.multiproc import MultiprocExecutor
+from engine.executors.worker_launcher import LocalLauncher
 from engine.process.child_process import read_orders
 from hpu.protocol import (
     SINGLE_RANK,
@@ -146,7 +147,9 @@ def make_counting_executor(
 ) -> Executor:
     """As engine.executors.select, for a CountingWorker."""
     if config.executor == "mp":
-        return MultiprocExecutor(config, directory, on_death, command=counting_command("worker"))
+        return MultiprocExecutor(
+            config, LocalLauncher(directory, counting_command("worker")), on_death
+        )
     return CountingExecutor(config)
 
 

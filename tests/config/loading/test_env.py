@@ -15,6 +15,8 @@ from config.loading.env import (
     cache_home,
     data_parallel_token,
     device_environment,
+    launched_rank,
+    module_id,
     runtime_environment,
     settings,
     variable_table,
@@ -22,6 +24,7 @@ from config.loading.env import (
 )
 from config.loading.flags import FLAGS
 from config.loading.sources import load
+from config.parallel import ParallelConfig
 
 
 def test_every_flag_has_a_variable() -> None:
@@ -199,3 +202,36 @@ def test_the_token_of_several_hosts_is_no_setting_and_must_be_long(
     assert settings({"GAUDISERVE_DATA_PARALLEL_TOKEN": "short"}) == []
     with pytest.raises(ConfigError, match=r"has 5 characters, .* need at least 16"):
         data_parallel_token()
+
+
+def test_several_workers_do_not_inherit_one_card_and_too_few_cards_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = EngineConfig("m", device="hpu", parallel=ParallelConfig(tensor_parallel_size=2))
+    monkeypatch.setenv("HLS_MODULE_ID", "3")
+    alone = worker_environment(EngineConfig("m", device="hpu"))
+
+    assert (alone["HLS_MODULE_ID"], module_id(1, 2)) == ("3", 3)
+    assert "HLS_MODULE_ID" not in worker_environment(config)
+    monkeypatch.delenv("HLS_MODULE_ID")
+    monkeypatch.setenv("HABANA_VISIBLE_MODULES", "4,6")
+    assert [module_id(0, 2), module_id(1, 2), module_id(0, 1)] == [4, 6, None]
+    with pytest.raises(ConfigError, match=r"names 2 cards \(4,6\).* at least 3 workers"):
+        module_id(2, 3)
+
+
+def test_the_rank_is_that_of_the_launcher_and_a_missing_variable_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, word in (("WORLD_SIZE", "2"), ("RANK", "1"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, word)
+    monkeypatch.setenv("MASTER_ADDR", "host")
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+
+    with pytest.raises(ConfigError, match=r"MASTER_PORT .*torchrun --nproc-per-node"):
+        launched_rank()
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert launched_rank() == (2, 1, 0)
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(ConfigError, match="RANK is 2 and WORLD_SIZE is 2"):
+        launched_rank()

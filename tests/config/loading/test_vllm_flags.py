@@ -191,7 +191,7 @@ def test_the_log_has_one_line_for_all_of_them(
         ("--kv-cache-dtype fp8", "must be auto: the KV cache has the data type of the model"),
         ("--tokenizer other", "is 'other', it must be the model's name: the tokenizer is the"),
         ("--tokenizer-mode mistral", "is 'mistral', it must be auto or hf"),
-        ("--distributed-executor-backend ray", "is 'ray', it must be one of auto, uni, mp"),
+        ("--distributed-executor-backend flux", "is 'flux', it must be one of auto, uni, mp"),
         ("--swap-space much", "swap-space is 'much', it must be a number: preempted requests"),
         ("--cpu-offload-gb 4", "is '4', it must be 0: weights stay on the device"),
         ("--preemption-mode swap", "is 'swap', it must be recompute"),

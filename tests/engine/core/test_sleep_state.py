@@ -7,6 +7,7 @@ from counting_worker import NO_MEMORY, counting_command
 from config.engine import EngineConfig
 from config.errors import RequestFailed, UserError
 from engine.executors.multiproc import MultiprocExecutor
+from engine.executors.worker_launcher import LocalLauncher
 from engine.transport.messages import SLEEP, WAKE_UP, EngineStats
 from hpu.protocol import SLEEP as WORKER_SLEEP
 from hpu.protocol import WAKE_WEIGHTS, WarmupProgress
@@ -148,7 +149,6 @@ def test_a_worker_process_that_cannot_wake_up_says_why_and_lives(
 def worker_process(manners: str, folders: pytest.TempPathFactory) -> MultiprocExecutor:
     return MultiprocExecutor(
         EngineConfig(model=f"counting:{manners}"),
-        str(folders.mktemp("s")),
+        LocalLauncher(str(folders.mktemp("s")), counting_command("worker")),
         lambda death: None,
-        command=counting_command("worker"),
     )

@@ -19,6 +19,7 @@ from engine.executors.base import IDLE_S
 from engine.executors.inproc import InprocExecutor
 from engine.executors.multiproc import MultiprocExecutor
 from engine.executors.select import make_executor
+from engine.executors.worker_launcher import LocalLauncher
 from hpu.protocol import (
     DECODE,
     PREFILL,
@@ -36,9 +37,8 @@ def executor_of(
 ) -> MultiprocExecutor:
     return MultiprocExecutor(
         counting_config(manners),
-        str(directory),
+        LocalLauncher(str(directory), counting_command("worker")),
         (deaths if deaths is not None else []).append,
-        command=counting_command("worker"),
         **group,
     )
 

@@ -1,0 +1,89 @@
+"""LockstepInbox: the same messages before the same step, for the engines of all ranks.
+
+Each rank's process makes the same calls, so the same requests arrive everywhere, but not at the
+same moment. Rank 0 decides which of them are taken before a step, and in which order.
+"""
+
+import zlib
+from collections.abc import Sequence
+from queue import Empty, SimpleQueue
+
+import msgspec
+
+from config.errors import EngineDied
+from engine.executors.base import Lockstep
+from engine.structured_output.grammar import Grammar
+from engine.transport.messages import Abort, AddRequest, ToEngine
+
+Entry = tuple[int, ToEngine, list[bytes], Grammar | None] | BaseException
+
+LATE_S = 120.0
+"""How much later than at rank 0 a request may arrive, once the first one has."""
+
+_ABORT = -1
+"""In place of a request's checksum."""
+
+
+class LockstepInbox:
+    """Takes messages out of an inbox. Requests get their keys in the order in which they are made,
+    so that a key names the same request on all ranks. Aborts are those of rank 0 alone: the others
+    find the same stops in the same outputs, at another moment."""
+
+    def __init__(self, executor: Lockstep, inbox: "SimpleQueue[Entry]") -> None:
+        self._executor = executor
+        self._inbox = inbox
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decoder = msgspec.msgpack.Decoder(list[tuple[int, int]])
+        self._arrived: dict[int, Entry] = {}
+        """Requests that rank 0 has not taken yet, by key."""
+        self._decided: list[tuple[int, int]] = []
+        """On rank 0: (key, checksum, or _ABORT) in the order of arrival."""
+
+    def take(self, *, has_work: bool) -> Sequence[Entry]:
+        """The messages before the next step. Without work it waits for a request. Raises an
+        exception that it finds in the inbox, and EngineDied when the ranks differ."""
+        while self._inbox.qsize():
+            self._receive(None)
+        while not has_work and not self._arrived:
+            # Nothing runs, so nothing is left to abort.
+            self._decided.clear()
+            self._receive(None)
+        decided, self._decided = self._decided, []
+        decided = self._decoder.decode(self._executor.share(self._encode(decided)))
+        return [self._entry(key, checksum) for key, checksum in decided]
+
+    def _receive(self, timeout_s: float | None) -> None:
+        entry = self._inbox.get(timeout=timeout_s)
+        if isinstance(entry, BaseException):
+            raise entry
+        message = entry[1]
+        if isinstance(message, AddRequest):
+            self._arrived[message.key] = entry
+            if self._executor.rank == 0:
+                self._decided.append((message.key, self._checksum(message)))
+        elif isinstance(message, Abort) and self._executor.rank == 0:
+            self._decided += [(key, _ABORT) for key in message.keys]
+
+    def _entry(self, key: int, checksum: int) -> Entry:
+        if checksum == _ABORT:
+            return 0, Abort([key]), [], None
+        try:
+            while key not in self._arrived:
+                self._receive(LATE_S)
+        except Empty:
+            raise EngineDied(
+                f"rank {self._executor.rank} has waited {LATE_S:g} s for request {key}, which "
+                "rank 0 has: all ranks must make the same calls"
+            ) from None
+        entry = self._arrived.pop(key)
+        assert not isinstance(entry, BaseException) and isinstance(entry[1], AddRequest)
+        if self._checksum(entry[1]) != checksum:
+            raise EngineDied(
+                f"request {key} of rank {self._executor.rank} has another prompt or other "
+                "parameters than that of rank 0: all ranks must make the same calls"
+            )
+        return entry
+
+    def _checksum(self, message: AddRequest) -> int:
+        parameters = (message.sampling, message.pooling, message.cache_salt, message.priority)
+        return zlib.crc32(self._encode(parameters), zlib.crc32(message.prompt))

@@ -1,0 +1,294 @@
+"""RayLauncher: workers on the hosts of a Ray cluster.
+
+Ray chooses the hosts and cards. An actor on each starts the worker as its child process; steps go
+over our own channel on tcp.
+"""
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from config.engine import EngineConfig
+from config.errors import ConfigError
+from config.loading.env import card_environment, chosen_device, worker_environment
+from engine.executors.worker_launcher import LaunchedWorker
+from engine.executors.worker_main import WorkerOrders
+from engine.process.child_process import ChildProcess, describe_exit, python_command
+from hpu.protocol import Ranks
+
+logger = logging.getLogger(__name__)
+
+RESOURCES = {"hpu": "HPU", "cuda": "GPU"}
+"""By device: what Ray calls a card of it."""
+
+PLACE_TIMEOUT_S = 60.0
+"""How long the cluster may take to reserve the cards, which another engine may be freeing."""
+
+START_TIMEOUT_S = 120.0
+"""How long an actor may take to start and to answer."""
+
+LOST = -signal.SIGKILL
+"""The exit code of a worker whose actor or node is gone."""
+
+
+class Place(NamedTuple):
+    """Where an actor runs."""
+
+    node: str
+    address: str
+    card: str | None
+    """The id of its card; None on a CPU."""
+
+
+class WorkerActor:
+    """On the worker's host: starts it and waits for its end. Calls run on several threads; what
+    they take and return are plain values."""
+
+    def __init__(self) -> None:
+        self._child: ChildProcess | None = None
+
+    def place(self, resource: str | None) -> tuple[str, str, str | None]:
+        """The fields of this actor's Place; `resource`: Ray's name of the card."""
+        context = ray.get_runtime_context()
+        card = None
+        if resource is not None:
+            card = str(context.get_accelerator_ids()[resource][0])
+        return context.get_node_id(), ray.util.get_node_ip_address(), card
+
+    def free_port(self) -> int:
+        """A port that is free on this host."""
+        with socket.socket() as probe:
+            probe.bind((ray.util.get_node_ip_address(), 0))
+            return int(probe.getsockname()[1])
+
+    def start(self, name: str, orders: bytes, card: str | None) -> int:
+        """Start the worker with `orders` (WorkerOrders in msgpack). Returns its process id."""
+        decoded = msgspec.msgpack.decode(orders, type=WorkerOrders)
+        device = chosen_device(decoded.config.device)
+        environment = worker_environment(decoded.config)
+        if card is not None:
+            environment.update(card_environment(device, card))
+        self._child = ChildProcess(
+            name,
+            python_command("engine.executors.worker_main"),
+            decoded,
+            environment=environment,
+        )
+        return self._child.pid
+
+    def wait(self) -> int:
+        """Wait for the worker's end; its exit code."""
+        assert self._child is not None, "wait before start"
+        while (code := self._child.poll()) is None:
+            select.select([self._child.sentinel], [], [])
+        return code
+
+    def stop(self) -> None:
+        """Send the worker the stop signal."""
+        if self._child is not None:
+            self._child.stop()
+
+
+class RayWorker:
+    """The engine's view of a worker on a host of the cluster: a LaunchedWorker."""
+
+    def __init__(
+        self,
+        name: str,
+        actor: Any,
+        place: Place,
+        orders: WorkerOrders,
+        on_exit: Callable[[str], None],
+    ) -> None:
+        self._name = name
+        self._actor = actor
+        self._place = place
+        self._on_exit = on_exit
+        self._is_closing = False
+        self._code: int | None = None
+        self.sentinel, self._alive = os.pipe()
+        self.pid = _answer(actor.start.remote(name, msgspec.msgpack.encode(orders), place.card))
+        self._watcher = threading.Thread(target=self._watch, name=f"watch-{name}", daemon=True)
+        self._watcher.start()
+
+    def poll(self) -> int | None:
+        return self._code
+
+    @property
+    def exit_description(self) -> str:
+        process = f"{self._name} (process {self.pid} on {self._place.address})"
+        if self._code is None:
+            return f"{process} has not ended"
+        if self._code == LOST:
+            return f"{process} is lost: Ray's node there, or the actor that started it, has ended"
+        return f"{process} {describe_exit(self._code)}"
+
+    def stop(self) -> None:
+        if not self._is_closing:
+            self._is_closing = True
+            self._actor.stop.remote()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        self.stop()
+        self._watcher.join(timeout_s)
+        # Its child goes with it.
+        ray.kill(self._actor)
+        self._watcher.join()
+        if self.sentinel >= 0:
+            os.close(self.sentinel)
+            self.sentinel = -1
+
+    def _watch(self) -> None:
+        try:
+            self._code = ray.get(self._actor.wait.remote())
+        except RayError as error:
+            self._code = LOST
+            logger.debug("%s: %s", self._name, error)
+        os.close(self._alive)
+        if not self._is_closing:
+            self._on_exit(self.exit_description)
+
+
+class RayLauncher:
+    """A WorkerLauncher on the Ray cluster that this host belongs to.
+
+    Reserves a card for each worker, or a CPU, in a placement group; hosts as few as possible, this
+    one first. Messages to Ray's actors are plain bytes; Ray itself must be on a private network.
+    """
+
+    notice_s = 4.0
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Raises ConfigError when no cluster runs here."""
+        self._resource = RESOURCES.get(chosen_device(config.device))
+        self._group: PlacementGroup | None = None
+        self._actors: list[Any] = []
+        self._places: list[Place] = []
+        self._is_closed = False
+        with _kept_signals():
+            try:
+                ray.init(address="auto", log_to_driver=True, logging_level=logging.WARNING)
+            except (ConnectionError, RayError) as error:
+                raise ConfigError(
+                    f"distributed_executor_backend is ray, and no Ray cluster can be reached from "
+                    f"here ({error}): run `ray start` on each host first"
+                ) from error
+        self._address = ray.util.get_node_ip_address()
+
+    def place(self, num_workers: int) -> list[Ranks]:
+        try:
+            return self._place(num_workers)
+        except BaseException:
+            self.close()
+            raise
+
+    def _place(self, num_workers: int) -> list[Ranks]:
+        resource = self._resource or "CPU"
+        total = int(ray.cluster_resources().get(resource, 0))
+        if total < num_workers:
+            raise ConfigError(
+                f"{num_workers} workers need {num_workers} {resource}, the Ray cluster has {total}"
+            )
+        self._group = placement_group([{resource: 1}] * num_workers, strategy="PACK")
+        try:
+            ray.get(self._group.ready(), timeout=PLACE_TIMEOUT_S)
+        except GetTimeoutError:
+            free = int(ray.available_resources().get(resource, 0))
+            raise ConfigError(
+                f"{num_workers} workers need {num_workers} {resource}, {free} of the {total} in "
+                "the Ray cluster are free"
+            ) from None
+        cards = {"resources": {"HPU": 1}} if resource == "HPU" else {"num_gpus": 1}
+        actor_class = ray.remote(
+            # Besides `wait`, `stop` must find a thread.
+            max_concurrency=4,
+            num_cpus=0 if self._resource else 1,
+            **(cards if self._resource else {}),
+        )(WorkerActor)
+        actors = [
+            actor_class.options(
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._group, placement_group_bundle_index=index
+                )
+            ).remote()
+            for index in range(num_workers)
+        ]
+        self._actors = actors
+        places = [Place(*_answer(actor.place.remote(self._resource))) for actor in actors]
+        own = ray.get_runtime_context().get_node_id()
+        # Ranks of a host are adjacent; the engine's host comes first.
+        order = sorted(
+            range(num_workers),
+            key=lambda index: (places[index].node != own, places[index].node, index),
+        )
+        self._actors = [actors[index] for index in order]
+        self._places = [places[index] for index in order]
+        for rank, one in enumerate(self._places):
+            logger.info("Rank %d: host %s, card %s", rank, one.address, one.card or "none")
+        rendezvous = ""
+        if num_workers > 1:
+            port = _answer(self._actors[0].free_port.remote())
+            rendezvous = f"tcp://{self._places[0].address}:{port}"
+        nodes = [one.node for one in self._places]
+        return [
+            Ranks(
+                num_workers,
+                rank,
+                rendezvous,
+                # Ray shows each actor its own card alone.
+                local_rank=0 if self._resource else nodes[:rank].count(nodes[rank]),
+            )
+            for rank in range(num_workers)
+        ]
+
+    def endpoint(self, rank: int) -> str:
+        return f"tcp://{self._address}:*"
+
+    def launch(
+        self, name: str, orders: WorkerOrders, on_exit: Callable[[str], None]
+    ) -> LaunchedWorker:
+        rank = orders.ranks.rank
+        return RayWorker(name, self._actors[rank], self._places[rank], orders, on_exit)
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._group is not None:
+            # Ends the actors in it, too.
+            remove_placement_group(self._group)
+        with _kept_signals():
+            ray.shutdown()
+
+
+def _answer(reference: Any) -> Any:
+    """An actor's answer. Raises ConfigError when the actor does not start in time, or fails."""
+    try:
+        return ray.get(reference, timeout=START_TIMEOUT_S)
+    except RayError as error:
+        raise ConfigError(f"Ray cannot start a worker: {error}") from error
+
+
+@contextlib.contextmanager
+def _kept_signals() -> Any:
+    """Ray sets a handler of SIGTERM, which belongs to our process's main."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

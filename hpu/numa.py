@@ -1,0 +1,123 @@
+"""NUMA: the cores near a card or in a worker's share of the host. Reads the kernel's files below
+`root`, which tests replace. Opens no device.
+
+Memory needs no binding: Linux takes it from the node of the core that first writes it.
+"""
+
+import dataclasses
+import logging
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from config.engine import EngineConfig
+from config.loading.env import chosen_device, module_id
+from hpu.host import ROOT, usable_cores
+from hpu.protocol import Ranks
+
+logger = logging.getLogger(__name__)
+
+CARD_CLASSES = ("accel", "habanalabs")
+"""Below sys/class, of newer and of older drivers."""
+
+
+class CoreRange(NamedTuple):
+    """Cores for one worker, of one NUMA node or of several adjacent ones."""
+
+    cores: frozenset[int]
+    nodes: tuple[int, ...]
+
+
+def bind_worker(config: EngineConfig, ranks: Ranks, root: Path = ROOT) -> EngineConfig:
+    """Bind this process to the cores near its card, or, on a CPU, to its share of this host's,
+    where there are several NUMA nodes; call it before torch is imported. Returns the settings, with
+    the thread count of a CPU's share."""
+    if not hasattr(os, "sched_setaffinity"):
+        return config
+    device = chosen_device(config.device)
+    usable = os.sched_getaffinity(0)
+    module = module_id(ranks.device_index, ranks.world_size) if device == "hpu" else None
+    found = None
+    if module is not None:
+        found = cores_of_module(module, usable, root)
+    elif device == "cpu" and ranks.local_rank is None:
+        found = cores_of_rank(ranks.rank, ranks.world_size, usable, root)
+    if found is None:
+        return config
+    os.sched_setaffinity(0, found.cores)
+    near = "" if module is None else f", near module {module}"
+    nodes = ", ".join(map(str, found.nodes))
+    logger.info("Bound to %d cores of NUMA node %s%s", len(found.cores), nodes, near)
+    if device == "cpu" and config.num_threads is None:
+        return dataclasses.replace(config, num_threads=usable_cores())
+    return config
+
+
+def numa_nodes(root: Path = ROOT) -> dict[int, frozenset[int]]:
+    """The cores of each NUMA node that has any; empty where the kernel shows none."""
+    found = {}
+    for path in (root / "sys/devices/system/node").glob("node[0-9]*/cpulist"):
+        cores = _core_list(path)
+        if cores:
+            found[int(path.parent.name.removeprefix("node"))] = cores
+    return dict(sorted(found.items()))
+
+
+def node_of_module(module: int, root: Path = ROOT) -> int | None:
+    """The NUMA node of the card with this module id; None if the kernel does not tell."""
+    for kind in CARD_CLASSES:
+        for device in sorted((root / "sys/class" / kind).glob("*/device")):
+            if _number(device / "module_id") == module:
+                node = _number(device / "numa_node")
+                return None if node is None or node < 0 else node
+    return None
+
+
+def cores_of_module(module: int, usable: Collection[int], root: Path = ROOT) -> CoreRange | None:
+    """The `usable` cores on the NUMA node of a card; None if its node is unknown, has none of them,
+    or is the only one."""
+    nodes = numa_nodes(root)
+    node = node_of_module(module, root)
+    if len(nodes) < 2 or node is None:
+        return None
+    cores = nodes.get(node, frozenset()) & frozenset(usable)
+    return CoreRange(cores, (node,)) if cores else None
+
+
+def cores_of_rank(
+    rank: int, num_ranks: int, usable: Collection[int], root: Path = ROOT
+) -> CoreRange | None:
+    """The share of worker `rank` of `num_ranks` on this host, whose work runs on the cores: equal
+    ranges of the `usable` ones, node by node. None where there is only one node, or fewer cores
+    than workers."""
+    nodes: Mapping[int, frozenset[int]] = {
+        node: cores & frozenset(usable) for node, cores in numa_nodes(root).items()
+    }
+    ordered = [(node, core) for node, cores in nodes.items() for core in sorted(cores)]
+    if sum(map(bool, nodes.values())) < 2 or num_ranks < 2 or len(ordered) < num_ranks:
+        return None
+    share = ordered[len(ordered) * rank // num_ranks : len(ordered) * (rank + 1) // num_ranks]
+    return CoreRange(
+        frozenset(core for _, core in share), tuple(sorted({node for node, _ in share}))
+    )
+
+
+def _core_list(path: Path) -> frozenset[int]:
+    """`0-3,8-11` as the kernel writes it; empty if it cannot be read."""
+    cores: set[int] = set()
+    try:
+        for part in path.read_text().strip().split(","):
+            first, _, last = part.partition("-")
+            if first:
+                cores.update(range(int(first), int(last or first) + 1))
+    except (OSError, ValueError):
+        return frozenset()
+    return frozenset(cores)
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text().strip(), 0)
+    except (OSError, ValueError):
+        return None
