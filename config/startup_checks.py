@@ -12,6 +12,7 @@ from config.engine import DUMMY, EngineConfig
 from config.errors import ConfigError
 from config.loading.env import is_installed
 from config.model.architectures import decoder_spec, is_native
+from config.model.family_fields import causal_name
 from config.model.model_config import (
     BLOCKS,
     MAX_POSITION,
@@ -20,6 +21,7 @@ from config.model.model_config import (
 )
 from config.model.pooler import PoolerConfig, choose_pooler
 from config.model.read_config import read_model_config
+from config.model.split import check_split
 
 EMULATOR_MAX_MODEL_LEN = 512
 """Default limit of max_model_len on the emulated card: its warm-up computes every bucket of every
@@ -65,6 +67,7 @@ def check_model_config(
         )
     if is_built_in:
         check_operations(facts)
+        _check_ranks(config, facts, is_pooling=pooler is not None)
     choose_context(config, facts, pooler)
     if config.quantization is not None and pooler is not None:
         raise ConfigError(
@@ -76,6 +79,17 @@ def check_model_config(
             f"quantization is gguf, and {folder} was made from no GGUF file: give one as the model"
         )
     return facts, pooler
+
+
+def _check_ranks(config: EngineConfig, facts: ModelConfig, *, is_pooling: bool) -> None:
+    """The worker checks the models that are not built in, whose layers are not known here."""
+    parallel = config.parallel
+    if parallel.tensor_parallel_size > 1:
+        check_split(
+            replace(facts, architecture=causal_name(facts.architecture)) if is_pooling else facts,
+            parallel.tensor_parallel_size,
+            distributes_experts=parallel.enable_expert_parallel and not is_pooling,
+        )
 
 
 def _is_in_transformers(facts: ModelConfig) -> bool:

@@ -274,6 +274,17 @@ class BucketLimits:
         return full if self.prefix_caching else min(full, self.num_blocks)
 
 
+class RankFacts(msgspec.Struct, array_like=True, gc=False):
+    """What one worker of a group has after its start; memory in bytes."""
+
+    rank: int
+    weight_bytes: int
+    kv_bytes: int
+    graph_bytes: int
+    total_bytes: int
+    warmup_compilations: int
+
+
 class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
     """The worker is ready: facts of its model, memory and buckets."""
 
@@ -312,6 +323,24 @@ class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
     prefill_launch_tokens: int = 0
     """Prompt tokens from which on a larger prefill launch takes no less time per token, so that a
     step need not wait for more; 0: a step takes as many as its budget allows."""
+    ranks: list[RankFacts] = []
+    """Of all workers of a group, by rank; the executor fills it in. Empty of one worker."""
+
+    def rank_facts(self, rank: int) -> RankFacts:
+        """What this worker reports, as a part of a group."""
+        compilations = (
+            count
+            for name, count in self.counters.items()
+            if name.startswith("compilations.") and name.endswith(".warmup")
+        )
+        return RankFacts(
+            rank,
+            self.weight_bytes,
+            self.kv_bytes,
+            self.graph_bytes,
+            self.total_bytes,
+            int(sum(compilations)),
+        )
 
 
 class Warmed(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=8):

@@ -211,16 +211,20 @@ class MultiprocExecutor:
         return answers
 
     def _ready(self, messages: list[FromWorker]) -> WorkerReady:
-        """What the worker `output_rank` reports; the others must have as many blocks."""
+        """What the worker `output_rank` reports, with the facts of all in a group; the others must
+        have as many blocks."""
         output = messages[self._workers.index(self._output)]
         assert isinstance(output, WorkerReady), f"{output} before {self._output.name} was ready"
-        for worker, message in zip(self._workers, messages, strict=True):
+        ranks = []
+        for rank, (worker, message) in enumerate(zip(self._workers, messages, strict=True)):
             assert isinstance(message, WorkerReady), f"{message} before {worker.name} was ready"
+            ranks.append(message.rank_facts(rank))
             if message.num_blocks != output.num_blocks:
                 raise EngineDied(
                     f"{worker.name} has {message.num_blocks} KV blocks, "
                     f"{self._output.name} has {output.num_blocks}"
                 )
+        output.ranks = ranks if len(ranks) > 1 else []
         return output
 
     def _next_answer(self, worker: WorkerProcess) -> FromWorker:

@@ -29,9 +29,6 @@ LENGTHS = (512, 2000, 8000, 32000)
 GRAPH_BYTES = (5_000_000, 20_000_000)
 """(smallest, largest) memory of one captured graph, from published calculators."""
 
-TENSOR_PARALLEL_NOTE = (
-    "one model on several cards is planned here already; serving it comes with a later version"
-)
 QUANTIZED_NOTE = (
     "the checkpoint's weights are quantized, which is not served yet: they are counted in {}"
 )
@@ -104,6 +101,7 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
         kv_bytes=cache.kv_cache_memory_bytes,
         card_bytes=target.card_bytes,
         prefix_caching=cache.enable_prefix_caching,
+        distributes_experts=config.parallel.enable_expert_parallel,
     )
     card = plan_card(facts, demand)
     table = _table(config, card) if card.fits else None
@@ -111,8 +109,6 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
     notes = []
     if facts.is_quantized:
         notes.append(QUANTIZED_NOTE.format(dtype))
-    if target.num_cards > 1:
-        notes.append(TENSOR_PARALLEL_NOTE)
     if target.kv_dtype != "auto":
         notes.append(FP8_NOTE)
     if table is not None and not config.enforce_eager:
@@ -187,6 +183,8 @@ def _head(plan: Plan) -> list[str]:
     chosen = _active_parameters(plan.facts)
     active = "" if chosen is None else f" ({chosen / 1e9:.2f} active)"
     cards = f"{target.num_cards} cards" if target.num_cards > 1 else "1 card"
+    if target.num_cards > 1 and demand.distributes_experts:
+        cards += ", whole experts on each"
     return [
         f"{plan.facts.path}: {plan.facts.architecture}, {parameters / 1e9:.2f} billion parameters"
         f"{active}, {plan.dtype}",
@@ -286,6 +284,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "dtype": plan.dtype,
         "device": plan.target.device,
         "tensor_parallel_size": plan.target.num_cards,
+        "enable_expert_parallel": demand.distributes_experts,
         "max_model_len": demand.max_model_len,
         "max_num_seqs": demand.max_num_seqs,
         "block_size": demand.block_size,

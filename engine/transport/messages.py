@@ -11,6 +11,7 @@ import msgspec
 from config.params.pooling import PoolingFacts, PoolingParams
 from config.params.sampling import SamplingParams
 from hpu.protocol import Logprobs as Logprobs
+from hpu.protocol import RankFacts
 
 FRONT_END_SHIFT = 48
 """A key is (front end index << 48) | (engine << 40) | serial number."""
@@ -223,6 +224,8 @@ class Ready(msgspec.Struct, array_like=True, gc=False, tag=8):
     """What the log-probabilities of sampled tokens are: one of config.engine.LOGPROBS_MODES."""
     pooling: PoolingFacts | None = None
     """Set when the model gives vectors, and no tokens."""
+    ranks: list[RankFacts] = []
+    """Of the workers, by rank, where several run one model."""
 
 
 class Failed(msgspec.Struct, array_like=True, gc=False, tag=9):

@@ -3,15 +3,12 @@
 Imports no torch. A test compares the number of parameters with that of the built models.
 """
 
-from collections.abc import Iterator
-
 from config.checkpoint.weight_maps.decoder import decoder_weight_map
 from config.checkpoint.weight_maps.shard import ShardRank, shard_of
-from config.errors import ConfigError
 from config.model.architectures import ARCHITECTURES, decoder_spec
-from config.model.decoder_spec import LayerSpec, MLASpec, uniform_layers
+from config.model.decoder_spec import LayerSpec, uniform_layers
 from config.model.model_config import ModelConfig
-from config.model.state_space import GatedDeltaSpec, Mamba2Spec
+from config.model.split import latents_of, states_of
 from hpu.layers.window_cache import CacheSizes, ring_blocks
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -48,10 +45,6 @@ def _rotated_sizes(config: ModelConfig) -> list[int]:
     ]
 
 
-def _mla(config: ModelConfig) -> MLASpec | None:
-    return decoder_spec(config).mla if config.architecture in ARCHITECTURES else None
-
-
 def count_active_parameters(config: ModelConfig) -> int:
     """Parameters that one token is multiplied by: of the routed experts those that it chooses, and
     no embedding."""
@@ -67,66 +60,6 @@ def count_active_parameters(config: ModelConfig) -> int:
     return active
 
 
-MAX_RANKS = 1024
-"""Sizes of a group up to here are named in errors."""
-
-
-def check_split(config: ModelConfig, num_cards: int, *, distributes_experts: bool = False) -> None:
-    """ConfigError, with both numbers and those that work, when the model cannot be divided among so
-    many cards. `distributes_experts`: whole experts, not a part of each, are on each card."""
-    counts = [*_divided(config, distributes_experts)]
-    for count, what, may_repeat in counts:
-        if not _divides(num_cards, count, may_repeat):
-            fitting = [
-                str(size)
-                for size in range(1, MAX_RANKS + 1)
-                if all(_divides(size, other, repeats) for other, _, repeats in counts)
-            ]
-            no_multiple = ", nor is it a multiple of them" if may_repeat else ""
-            raise ConfigError(
-                f"{config.path} has {count} {what}, and {num_cards} (tensor-parallel-size) does "
-                f"not divide them{no_multiple}: it works with {', '.join(fitting)}"
-            )
-
-
-def _divides(num_cards: int, count: int, may_repeat: bool) -> bool:
-    return count % num_cards == 0 or (may_repeat and num_cards % count == 0)
-
-
-def _divided(config: ModelConfig, distributes_experts: bool) -> Iterator[tuple[int, str, bool]]:
-    """What the cards divide: how many there are, what they are, and whether there may be fewer than
-    cards, each on several of them."""
-    yield config.num_heads, "query heads", False
-    if _mla(config) is None:
-        # Latents are whole on each card.
-        yield config.num_kv_heads, "KV heads", True
-    for state in {type(state): state for state in _states(config)}.values():
-        if isinstance(state, Mamba2Spec):
-            yield state.num_heads, "heads of its Mamba layers", False
-            yield state.num_groups, "groups of its Mamba layers (mamba_n_groups)", True
-        else:
-            yield state.num_value_heads, "value heads of its linear attention", False
-            yield state.num_key_heads, "key heads of its linear attention", True
-    moe = config.moe
-    has_experts = [moe is not None and moe.has_experts(i) for i in range(config.num_layers)]
-    if not all(has_experts):
-        yield _mlp_size(config), "inner features", False
-    if moe is not None and any(has_experts):
-        if distributes_experts:
-            yield moe.num_experts, "experts", False
-        else:
-            yield moe.inner_size, "inner features in an expert", False
-        if moe.shared_size:
-            yield moe.shared_size, "inner features in the shared expert", False
-
-
-def _mlp_size(config: ModelConfig) -> int:
-    """Inner features of the MLPs without experts."""
-    if config.architecture not in ARCHITECTURES:
-        return config.intermediate_size
-    return decoder_spec(config).mlp_size or config.intermediate_size
-
-
 def weight_bytes(
     config: ModelConfig,
     *,
@@ -139,7 +72,7 @@ def weight_bytes(
     for sequences of `length` tokens."""
     # Cosines and sines, each of the rotated size.
     rotary = 2 * sum(_rotated_sizes(config)) * length
-    mla, absorbed = _mla(config), 0
+    mla, absorbed = latents_of(config), 0
     if mla is not None:
         absorbed = config.num_layers * config.num_heads // num_cards * mla.absorbed_size
     parameters = count_parameters(config, num_cards, distributes_experts=distributes_experts)
@@ -152,7 +85,7 @@ def kv_block_bytes(config: ModelConfig, *, num_cards: int, width: int, block_siz
     `config` has their number."""
     if config.cached_numbers is not None:
         return config.cached_numbers // num_cards * width * block_size
-    num_layers = config.num_layers - len(_states(config))
+    num_layers = config.num_layers - len(states_of(config))
     return num_layers * _cached_size(config, num_cards) * width * block_size
 
 
@@ -178,20 +111,14 @@ def kv_cache_sizes(
 
 def _cached_size(config: ModelConfig, num_cards: int) -> int:
     """Numbers that one layer caches of a token on one card."""
-    mla = _mla(config)
+    mla = latents_of(config)
     return _kv_size(config, num_cards) if mla is None else mla.latent_size
-
-
-def _states(config: ModelConfig) -> tuple[Mamba2Spec | GatedDeltaSpec, ...]:
-    if config.architecture not in ARCHITECTURES:
-        return ()
-    return decoder_spec(config).states
 
 
 def state_bytes(config: ModelConfig, *, width: int, num_seqs: int, num_cards: int = 1) -> int:
     """States of `num_seqs` sequences, of the index that a warm-up uses and of padding, on one of
     `num_cards`: the convolution's in `width` bytes a number, the others in float32."""
-    states = [state.on_rank(num_cards) for state in _states(config)]
+    states = [state.on_rank(num_cards) for state in states_of(config)]
     elements = sum(state.conv_elements * width + state.state_elements * 4 for state in states)
     return (num_seqs + 2) * elements
 
@@ -199,7 +126,7 @@ def state_bytes(config: ModelConfig, *, width: int, num_seqs: int, num_cards: in
 def _kv_size(config: ModelConfig, num_cards: int) -> int:
     """Numbers in the keys and values of a token, in one layer on one card, as attention over
     prompts takes them: latents are expanded to all heads."""
-    mla = _mla(config)
+    mla = latents_of(config)
     if mla is not None:
         return 2 * config.num_heads // num_cards * mla.padded_head_dim
     return 2 * config.kv_heads_per_rank(num_cards) * config.head_dim
@@ -207,7 +134,7 @@ def _kv_size(config: ModelConfig, num_cards: int) -> int:
 
 def _query_size(config: ModelConfig, num_cards: int) -> int:
     """As `_kv_size`, of a token's queries."""
-    mla = _mla(config)
+    mla = latents_of(config)
     head_dim = config.head_dim if mla is None else mla.padded_head_dim
     return config.num_heads // num_cards * head_dim
 
@@ -222,10 +149,10 @@ def activation_bytes(
     if moe is not None:
         inner = max(inner, moe.top_k * moe.inner_size + moe.shared_size)
     layer = num_tokens * (6 * config.hidden_size + 3 * inner // num_cards)
-    if _mla(config) is not None:
+    if latents_of(config) is not None:
         # Their heads may be several times as wide as the hidden state.
         layer += num_tokens * (_query_size(config, num_cards) + _kv_size(config, num_cards))
-    scans = (state.on_rank(num_cards).scan_elements for state in _states(config))
+    scans = (state.on_rank(num_cards).scan_elements for state in states_of(config))
     scan = 4 * num_tokens * max(scans, default=0)
     return layer * width + scan + num_seqs * config.vocab_size * 4 * 4
 

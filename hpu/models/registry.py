@@ -11,8 +11,8 @@ from config.errors import ConfigError
 from config.model.architectures import decoder_spec
 from config.model.family_fields import causal_name
 from config.model.model_config import ModelConfig
+from config.model.split import check_split
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
-from hpu.model_loader.size_estimate import check_split
 from hpu.models.base import LoadableModel
 from hpu.models.decoder import Decoder
 from hpu.models.encoder import Encoder
@@ -83,8 +83,6 @@ def build_model(
 def _check_groups(config: ModelConfig, group: ProcessGroup, expert_group: ProcessGroup) -> None:
     is_distributed = expert_group.size > 1
     check_split(config, group.size, distributes_experts=is_distributed)
-    if is_distributed and config.moe is None:
-        raise ConfigError(f"{config.path} has no experts that could be distributed over ranks")
     if is_distributed and expert_group.size != group.size:
         raise ConfigError(
             f"experts are distributed over {expert_group.size} ranks, and the layers are divided "

@@ -199,13 +199,16 @@ class Profiler:
         config: ExecutionConfig,
         cache_dir: str | None,
         *,
+        rank: int = 0,
         max_events: int = MAX_EVENTS,
     ) -> None:
+        """`rank`: of several workers each traces itself, in a file of its own."""
         self.trace: Trace | None = None
         """Records steps while it is set; changed between steps."""
         self._backend = backend
         self._config = config
         self._folder = Path(cache_dir or cache_home()) / "traces"
+        self._rank = rank
         self._max_events = max_events
         self._num_traces = 0
 
@@ -213,9 +216,9 @@ class Profiler:
         """Begin the configured trace. Raises ConfigError when its file cannot be written."""
         if self._config.profiler is None:
             return
-        path = self._config.profiler
+        path = self._path()
         try:
-            self._begin(self._default_path() if path == "auto" else path)
+            self._begin(path)
         except OSError as error:
             raise ConfigError(f"the trace cannot be written to {path}: {error}") from None
 
@@ -223,9 +226,7 @@ class Profiler:
         """Trace the operations of `run`, on host and device, with torch's profiler: the last of
         three runs, for the profiler to start in the others. `run` waits for the device. Returns the
         path of the file. Raises ConfigError when it cannot be written."""
-        path = self._config.profiler or "auto"
-        if path == "auto":
-            path = self._default_path()
+        path = self._path()
         kinds = torch.profiler.ProfilerActivity
         device = getattr(kinds, self._backend.device.type.upper())
         supported = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]  # torch's own
@@ -286,6 +287,16 @@ class Profiler:
         self._num_traces += 1
         logger.info("Profiling into %s", path)
         return path
+
+    def _path(self) -> str:
+        """The configured file, with the rank before its ending for ranks above 0."""
+        configured = self._config.profiler or "auto"
+        if configured == "auto":
+            return self._default_path()
+        if self._rank == 0:
+            return configured
+        path = Path(configured)
+        return str(path.with_suffix(f".rank{self._rank}{path.suffix}"))
 
     def _default_path(self) -> str:
         stamp = time.strftime("%Y%m%d-%H%M%S")

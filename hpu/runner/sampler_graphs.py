@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from hpu.backends.base import Backend, Graph
@@ -77,7 +78,9 @@ class SamplerGraphs:
         width, stages = key
         free, _ = self._backend.memory()
         if stages not in self._functions:
-            self._functions[stages] = _whole(self._model, self._sampler.whole(stages))
+            self._functions[stages] = _whole(
+                self._model, self._sampler.whole(stages), self._backend.index_dtype
+            )
         inputs = (hidden, self._sampler.params(width)) if stages.draw else (hidden,)
         try:
             graph = self._backend.capture(self._functions[stages], inputs, frees_intermediates=True)
@@ -105,7 +108,7 @@ class SamplerGraphs:
 
 
 def _whole(
-    model: CausalLM, tokens_of: Callable[..., Tensor]
+    model: CausalLM, tokens_of: Callable[..., Tensor], index_dtype: torch.dtype
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """A function of hidden states (B, 1, hidden), and of parameters if it draws, as
     SamplerGraph.run."""
@@ -115,6 +118,7 @@ def _whole(
         tokens = None if params else model.argmax(hidden)
         if tokens is None:
             tokens = tokens_of(model.logits(hidden), *params)
+        tokens = tokens.to(index_dtype)
         # A token of -1 (logits that were not finite) may be read by a step already planned.
         return tokens, tokens.clamp(min=0).unsqueeze(1)
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 from config.errors import ConfigError
 from config.model.model_config import ModelConfig
+from config.model.split import check_split
 from hpu.gaudi_devices import GENERATIONS, GIB, generation
 from hpu.layers.window_cache import rings_hold_more
 from hpu.model_loader.size_estimate import (
     activation_bytes,
-    check_split,
     context_bytes,
     kv_cache_sizes,
     state_bytes,
@@ -47,6 +47,8 @@ class CardDemand:
     card_bytes: int | None = None
     """Memory of a card; None: the generation's."""
     prefix_caching: bool = True
+    distributes_experts: bool = False
+    """Whole experts on each card, in place of a part of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +94,15 @@ class CardPlan:
 def plan_card(facts: ModelConfig, demand: CardDemand) -> CardPlan:
     """Apply the documented memory split. Raises ConfigError when the model cannot be sharded or is
     not supported."""
-    check_split(facts, demand.num_cards)
+    distributes_experts = demand.distributes_experts and demand.num_cards > 1
+    check_split(facts, demand.num_cards, distributes_experts=distributes_experts)
     card = demand.card_bytes or generation(demand.device).usable_bytes
     weights = weight_bytes(
-        facts, num_cards=demand.num_cards, width=demand.width, length=demand.max_model_len
+        facts,
+        num_cards=demand.num_cards,
+        width=demand.width,
+        length=demand.max_model_len,
+        distributes_experts=distributes_experts,
     )
     activations = activation_bytes(
         facts,

@@ -245,6 +245,10 @@ class Worker:
         self.sleep(1)
         raise RequestFailed(f"the worker cannot wake up, and sleeps on: {why}")
 
+    def _make_profiler(self, backend: Backend) -> Profiler:
+        config = self._config
+        return Profiler(backend, config.execution, config.cache_dir, rank=self._ranks.rank)
+
     def _drop(self) -> None:
         """Drop everything but the weights and the back end."""
         self._close_profiler()
@@ -298,7 +302,7 @@ class Worker:
         if cache is not None and loaded.contiguous:
             cache.warm_moves()
         if profiled := profiled_buckets(config.execution, table.limits):
-            profiler = Profiler(backend, config.execution, config.cache_dir)
+            profiler = self._make_profiler(backend)
             path = profile_launches(profiled, runner, graphs, components.input_buffers, profiler)
             raise ConfigError(
                 f"the profile is in {path}: to serve, start without --profile-prompt and "
@@ -320,7 +324,7 @@ class Worker:
         warmup_s = time.perf_counter() - start
         if self._diagnostics is not None:
             self._diagnostics.reset()
-        self._profiler = Profiler(backend, config.execution, config.cache_dir)
+        self._profiler = self._make_profiler(backend)
         return WorkerReady(
             num_blocks=components.num_blocks,
             block_size=loaded.block_size,

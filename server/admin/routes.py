@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -98,6 +99,14 @@ def _readiness(state: AppState) -> Response:
     if len(engines) > 1:
         num_alive = sum(engine.failure is None for engine in engines)
         answer["engines"] = f"{num_alive} of {len(engines)}"
+    ranks = [
+        {"engine": engine.engine, **msgspec.structs.asdict(rank)}
+        for engine in engines
+        if engine.ready is not None and engine.failure is None
+        for rank in engine.ready.ranks
+    ]
+    if ranks:
+        answer["ranks"] = ranks
     progress = state.client.progress
     if progress is not None and progress.stage == LATER and progress.done < progress.total:
         answer["warmup"] = {"done": progress.done, "total": progress.total}

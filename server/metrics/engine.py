@@ -3,7 +3,7 @@
 All API servers receive the same stats, so each can report them alone and nothing is counted twice.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
@@ -22,6 +22,16 @@ STAGES = ("warmup", "serving")
 STEP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 COMPILE_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000)
+
+
+RANK_GAUGES = (
+    ("weight_bytes", "hpu_rank_weights_bytes", "The weights of a rank."),
+    ("kv_bytes", "hpu_rank_kv_cache_bytes", "The KV cache of a rank."),
+    ("graph_bytes", "hpu_rank_graph_memory_bytes", "Held by a rank's graphs after the warm-up."),
+    ("total_bytes", "hpu_rank_memory_total_bytes", "Memory of a rank's device."),
+    ("warmup_compilations", "hpu_rank_warmup_compilations", "Graphs that its warm-up compiled."),
+)
+"""(field of RankFacts, name, text): of all workers of an engine, if there are several."""
 
 
 class EngineCollector:
@@ -229,10 +239,12 @@ class _EngineMetrics:
         if ready is not None:
             weights, kv, total = ready.weight_bytes, ready.kv_bytes, ready.total_bytes
             device, driver, software = ready.device, ready.driver, ready.software
+        freed: list[str] = []
         if stats.sleep in ASLEEP:
-            kv = 0
+            kv, freed = 0, ["kv_bytes", "graph_bytes"]
             keeps_weights = device == "cpu" and stats.sleep == ASLEEP[0]
-            weights = weights if keeps_weights else 0
+            if not keeps_weights:
+                weights, freed = 0, [*freed, "weight_bytes"]
         used = weights + kv + stats.graph_bytes
         yield self._gauge("hpu_graphs_cached", "Captured graphs.", stats.graphs)
         yield self._gauge("hpu_graph_memory_bytes", "Held by graphs.", stats.graph_bytes)
@@ -243,11 +255,22 @@ class _EngineMetrics:
             ("hpu_weights_bytes", "The weights.", weights),
         ):
             yield self._gauges(name, text, ("device",), {("0",): value})
+        yield from self._ranks(freed)
         yield self._info(
             "hpu_info",
             "What this server runs on.",
             {"device": device, "driver": driver, "software": software, "torch": self._torch},
         )
+
+    def _ranks(self, freed: Collection[str]) -> Iterator[Metric]:
+        """Of each worker, where several run one model. `freed`: the fields that a sleep makes 0."""
+        ready = self._engine.ready
+        ranks = () if ready is None else ready.ranks
+        for field, name, text in RANK_GAUGES:
+            values: dict[Labels, float] = {
+                (str(rank.rank),): 0 if field in freed else getattr(rank, field) for rank in ranks
+            }
+            yield self._gauges(name, text, ("rank",), values)
 
     def _warmup(self) -> Iterator[Metric]:
         ready, progress = self._engine.ready, self._engine.progress

@@ -13,6 +13,7 @@ from tiny_models import make_tiny
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.model.read_config import read_model_config
+from config.parallel import ParallelConfig
 from config.startup_checks import check_checkpoint, check_device, choose_max_model_len
 
 
@@ -92,3 +93,23 @@ def test_checking_never_imports_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False)
 
     assert done.returncode == 0
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused_with_the_sizes_that_do(
+    folder: str, tmp_path: Path
+) -> None:
+    def check(size: int, **more: bool) -> None:
+        parallel = ParallelConfig(tensor_parallel_size=size, **more)
+        check_checkpoint(EngineConfig(folder, parallel=parallel), folder)
+
+    check(4)
+    with pytest.raises(ConfigError, match=r"has 4 query heads, and 3 .* works with 1, 2, 4$"):
+        check(3)
+    with pytest.raises(ConfigError, match="has no experts that could be distributed"):
+        check(2, enable_expert_parallel=True)
+    check(1, enable_expert_parallel=True)
+    pooling = str(make_pooling("bert", tmp_path))
+    with pytest.raises(ConfigError, match=r"query heads, and 3 "):
+        check_checkpoint(
+            EngineConfig(pooling, parallel=ParallelConfig(tensor_parallel_size=3)), pooling
+        )

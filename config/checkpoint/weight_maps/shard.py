@@ -44,7 +44,7 @@ class Shard(NamedTuple):
 
 def shard_of(spec: WeightSpec, at: ShardRank) -> Shard | None:
     """The part that the rank `at` needs of a tensor; None: it needs nothing. Sizes must divide, as
-    hpu.model_loader.size_estimate.check_split says."""
+    config.model.split.check_split says."""
     if at.expert_size > 1:
         if spec.expert is not None:
             return _own_expert(spec, spec.expert, at)

@@ -1,5 +1,6 @@
 """The plan's two reports, and what contradicts itself."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from config.errors import ConfigError
 from config.execution import WarmupConfig
 from config.model.json_fields import Fields
 from config.model.model_config import ModelConfig
+from config.model.read_config import read_model_config
+from config.parallel import ParallelConfig
 from engine.reports.plan import Target, as_json, as_text, make_plan
 
 FACTS = ModelConfig(
@@ -113,7 +116,6 @@ def test_what_is_only_planned_is_called_so() -> None:
     text = as_text(plan)
 
     assert "Gaudi 3, 8 cards" in text
-    assert "serving it comes with a later version" in text
     assert "serving with it comes with a later version" in text
     assert as_json(plan)["block_bytes"] == 1 << 20
 
@@ -160,3 +162,80 @@ def test_a_model_that_cannot_be_built_is_not_planned() -> None:
         make_plan(
             replace(FACTS, architecture="MambaForCausalLM"), config(), Target(device="gaudi2")
         )
+
+
+LLAMA_70B = ModelConfig(
+    "70b", "LlamaForCausalLM", 128256, 8192, 28672, 80, 64, 8, 128, max_position=131072
+)
+DEEPSEEK_R1 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "hidden_act": "silu",
+    "num_nextn_predict_layers": 1,
+    "torch_dtype": "bfloat16",
+}
+"""Fields of the published config.json."""
+
+
+def test_a_model_of_70_billion_parameters_fits_eight_cards() -> None:
+    one, eight = (
+        as_json(make_plan(LLAMA_70B, config(), Target(device="gaudi2", num_cards=count)))
+        for count in (1, 8)
+    )
+
+    assert one["parameters"] == eight["parameters"] == 70_553_706_496
+    assert (one["fits"], eight["fits"]) == (False, True)
+    # Norms and the rotary table are on every card.
+    assert 0.999 < eight["weight_bytes"] * 8 / one["weight_bytes"] < 1.01
+    assert eight["block_bytes"] * 8 == one["block_bytes"]
+    assert eight["notes"] == [note for note in eight["notes"] if "later version" not in note]
+
+
+def test_whole_experts_are_planned_on_eight_cards(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_R1))
+    facts = read_model_config(str(tmp_path))
+    target = Target(device="gaudi3", num_cards=8)
+
+    whole, parts = (
+        make_plan(facts, config(parallel=ParallelConfig(enable_expert_parallel=each)), target)
+        for each in (True, False)
+    )
+
+    told = as_json(whole)
+    assert round(told["parameters"] / 1e9) == 671 and round(told["active_parameters"] / 1e9) == 37
+    assert told["enable_expert_parallel"] and "8 cards, whole experts on each" in as_text(whole)
+    # 32 of 256 experts have as many weights as an eighth of each.
+    assert told["weight_bytes"] == as_json(parts)["weight_bytes"]
+    assert told["weight_bytes"] > 671e9 * 2 / 8
+    # Latents of 576 numbers in 61 layers, whole on each card.
+    assert told["block_bytes"] == 61 * 576 * 2 * 128
+    # 1.3 TB of weights in bfloat16 are more than eight cards of 128 GB have.
+    assert not told["fits"]
+    with pytest.raises(ConfigError, match="has no experts that could be distributed"):
+        make_plan(FACTS, config(parallel=ParallelConfig(enable_expert_parallel=True)), target)

@@ -12,8 +12,8 @@ from tiny_models import COMMON, FAMILIES, make_tiny
 from config.errors import ConfigError
 from config.model.model_config import ModelConfig
 from config.model.read_config import read_model_config
+from config.model.split import check_split
 from hpu.model_loader.size_estimate import (
-    check_split,
     context_bytes,
     count_active_parameters,
     count_parameters,

@@ -15,8 +15,9 @@ from tiny_models import make_tiny
 from config.errors import ConfigError
 from config.model.architectures import decoder_spec
 from config.model.read_config import read_model_config
+from config.model.split import check_split
 from hpu.layers.metadata import TextAttentionInputs
-from hpu.model_loader.size_estimate import check_split, kv_block_bytes, state_bytes
+from hpu.model_loader.size_estimate import kv_block_bytes, state_bytes
 from hpu.models.registry import build_body
 from hpu.runner.kv_cache import block_bytes
 from hpu.worker.card_plan import CardDemand, plan_card

@@ -9,6 +9,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
 
 from engine.transport.messages import LATER, EngineStats, Progress
+from hpu.protocol import RankFacts
 from server.metrics.registry import openmetrics_version
 from server.metrics.requests import counts_up_to
 
@@ -225,6 +226,31 @@ async def test_the_device_is_named_with_the_versions_it_runs_on() -> None:
 
         line = next(line for line in text.splitlines() if line.startswith("hpu_info{"))
         assert 'driver="1.24.1"' in line and 'software="1.24.0.1"' in line
+
+
+async def test_every_rank_tells_its_memory_and_what_its_warmup_compiled() -> None:
+    async with in_memory() as rig:
+        assert rig.client.ready is not None
+        ranks = [RankFacts(rank, 100 + rank, 40, 7, 1000, 5) for rank in (0, 1)]
+        rig.client.ready = msgspec.structs.replace(rig.client.ready, ranks=ranks)
+
+        async def values(name: str) -> list[float]:
+            labels = (f'{{engine="0",model_name="demo",rank="{rank}"' for rank in (0, 1))
+            return [await rig.metric(f"hpu_rank_{name}{each}") for each in labels]
+
+        assert await values("weights_bytes") == [100, 101]
+        assert await values("kv_cache_bytes") == [40, 40]
+        assert await values("graph_memory_bytes") == [7, 7]
+        assert await values("memory_total_bytes") == [1000, 1000]
+        assert await values("warmup_compilations") == [5, 5]
+        shown = (await rig.http.get("/ready")).json()["ranks"]
+        assert [(rank["engine"], rank["rank"], rank["weight_bytes"]) for rank in shown] == [
+            (0, 0, 100),
+            (0, 1, 101),
+        ]
+        rig.client.stats = EngineStats(sleep="discard_all")
+        assert await values("weights_bytes") == [0, 0]
+        assert await values("kv_cache_bytes") == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,82 @@
+"""Whether a model can be divided among so many tensor-parallel ranks, from its config alone."""
+
+from collections.abc import Iterator
+
+from config.errors import ConfigError
+from config.model.architectures import ARCHITECTURES, decoder_spec
+from config.model.decoder_spec import MLASpec
+from config.model.model_config import ModelConfig
+from config.model.state_space import GatedDeltaSpec, Mamba2Spec
+
+MAX_RANKS = 1024
+"""Sizes of a group up to here are named in errors."""
+
+
+def check_split(config: ModelConfig, num_cards: int, *, distributes_experts: bool = False) -> None:
+    """ConfigError, with both numbers and those that work, when the model cannot be divided among so
+    many cards. `distributes_experts`: whole experts, not a part of each, are on each card."""
+    if distributes_experts and config.moe is None:
+        raise ConfigError(f"{config.path} has no experts that could be distributed over ranks")
+    counts = [*_divided(config, distributes_experts)]
+    for count, what, may_repeat in counts:
+        if not _divides(num_cards, count, may_repeat):
+            fitting = [
+                str(size)
+                for size in range(1, MAX_RANKS + 1)
+                if all(_divides(size, other, repeats) for other, _, repeats in counts)
+            ]
+            no_multiple = ", nor is it a multiple of them" if may_repeat else ""
+            raise ConfigError(
+                f"{config.path} has {count} {what}, and {num_cards} (tensor-parallel-size) does "
+                f"not divide them{no_multiple}: it works with {', '.join(fitting)}"
+            )
+
+
+def _divides(num_cards: int, count: int, may_repeat: bool) -> bool:
+    return count % num_cards == 0 or (may_repeat and num_cards % count == 0)
+
+
+def _divided(config: ModelConfig, distributes_experts: bool) -> Iterator[tuple[int, str, bool]]:
+    """What the cards divide: how many there are, what they are, and whether there may be fewer than
+    cards, each on several of them."""
+    yield config.num_heads, "query heads", False
+    if latents_of(config) is None:
+        # Latents are whole on each card.
+        yield config.num_kv_heads, "KV heads", True
+    for state in {type(state): state for state in states_of(config)}.values():
+        if isinstance(state, Mamba2Spec):
+            yield state.num_heads, "heads of its Mamba layers", False
+            yield state.num_groups, "groups of its Mamba layers (mamba_n_groups)", True
+        else:
+            yield state.num_value_heads, "value heads of its linear attention", False
+            yield state.num_key_heads, "key heads of its linear attention", True
+    moe = config.moe
+    has_experts = [moe is not None and moe.has_experts(i) for i in range(config.num_layers)]
+    if not all(has_experts):
+        yield _mlp_size(config), "inner features", False
+    if moe is not None and any(has_experts):
+        if distributes_experts:
+            yield moe.num_experts, "experts", False
+        else:
+            yield moe.inner_size, "inner features in an expert", False
+        if moe.shared_size:
+            yield moe.shared_size, "inner features in the shared expert", False
+
+
+def _mlp_size(config: ModelConfig) -> int:
+    """Inner features of the MLPs without experts."""
+    if config.architecture not in ARCHITECTURES:
+        return config.intermediate_size
+    return decoder_spec(config).mlp_size or config.intermediate_size
+
+
+def latents_of(config: ModelConfig) -> MLASpec | None:
+    """The latent attention of a model that is built in; None if it has none."""
+    return decoder_spec(config).mla if config.architecture in ARCHITECTURES else None
+
+
+def states_of(config: ModelConfig) -> tuple[Mamba2Spec | GatedDeltaSpec, ...]:
+    """The layers that keep a state of each sequence, of a model that is built in."""
+    if config.architecture not in ARCHITECTURES:
+        return ()
+    return decoder_spec(config).states
