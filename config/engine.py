@@ -281,3 +281,10 @@ class EngineConfig:
                 "contiguous_pa and enable_prefix_caching are both on: shared blocks cannot be "
                 "read as one slice; turn one of them off"
             )
+
+    @property
+    def max_inflight_steps(self) -> int:
+        """Steps that are submitted and not collected: with asynchronous scheduling one for each
+        pipeline stage, and at least 2."""
+        configured = self.scheduler.max_inflight_steps
+        return max(configured, self.parallel.pipeline_parallel_size) if configured > 1 else 1

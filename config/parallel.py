@@ -13,6 +13,11 @@ class ParallelConfig:
     tensor_parallel_size: int = setting(
         1, "Devices that each layer of the model is divided among", minimum=1
     )
+    pipeline_parallel_size: int = setting(
+        1,
+        "Stages, each on devices of its own, that the layers of the model are divided into",
+        minimum=1,
+    )
     enable_expert_parallel: bool = setting(
         False,
         "Distribute whole experts over the tensor-parallel devices, in place of dividing each one",
@@ -29,4 +34,9 @@ class ParallelConfig:
     @property
     def world_size(self) -> int:
         """Workers of one engine."""
-        return self.tensor_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def output_rank(self) -> int:
+        """The first rank of the last stage: its worker sends the results."""
+        return self.world_size - self.tensor_parallel_size

@@ -281,6 +281,10 @@ def hpu_environment(config: EngineConfig) -> dict[str, str]:
     if is_lazy:
         # Without it HPU graphs cannot contain collectives.
         variables["PT_HPU_ENABLE_LAZY_COLLECTIVES"] = "true"
+        if config.parallel.pipeline_parallel_size > 1:
+            # Graphs read tensors that another stage has sent: the tensor cache must stay on
+            # (vllm-project/vllm-gaudi, docs/configuration/pipeline_parallelism.md).
+            variables["PT_HPUGRAPH_DISABLE_TENSOR_CACHE"] = "0"
     else:
         # As in the vendor's plug-in: one recipe for all FP8 scales, and parallel compilation.
         variables["RUNTIME_SCALE_PATCHING"] = "1"

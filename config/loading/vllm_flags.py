@@ -34,9 +34,10 @@ MODEL, NUMBER = "the model's name", "a number"
 VALUES = (
     # Flags, the values that are accepted (none: any), and why they have no effect.
     (
-        "pipeline-parallel-size decode-context-parallel-size prefill-context-parallel-size nnodes",
+        "decode-context-parallel-size prefill-context-parallel-size nnodes",
         ("1",),
-        "--tensor-parallel-size divides a model among devices in this version",
+        "--tensor-parallel-size and --pipeline-parallel-size divide a model among devices in this "
+        "version",
     ),
     (
         "data-parallel-backend",

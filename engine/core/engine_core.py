@@ -63,7 +63,7 @@ class EngineCore:
         scheduler = config.scheduler
         self._executor = executor
         self._clock = clock
-        self._max_inflight = scheduler.max_inflight_steps
+        self._max_inflight = config.max_inflight_steps
         self._max_queue_len = scheduler.max_queue_len
         self._by_priority = scheduler.policy == "priority"
         self._limits = ModelLimits(
@@ -82,7 +82,7 @@ class EngineCore:
             prefix_caching=config.cache.enable_prefix_caching
             and ready.bucket_limits.prefix_caching,
             contiguous=ready.contiguous,
-            num_lookahead_tokens=(ready.max_tokens_per_step - 1) * scheduler.max_inflight_steps,
+            num_lookahead_tokens=(ready.max_tokens_per_step - 1) * config.max_inflight_steps,
         )
         self._packer = LaunchPacker(
             table,
@@ -107,6 +107,7 @@ class EngineCore:
                 self._stats,
                 defrag_threshold=config.execution.defrag_threshold,
                 prefill_launch_tokens=ready.prefill_launch_tokens,
+                num_stages=config.parallel.pipeline_parallel_size,
             )
         self._outputs = OutputProcessor(self._kv)
         self._sleep_state = SleepState(executor, on_progress)

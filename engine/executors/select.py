@@ -77,4 +77,10 @@ def make_executor(
             module_id(world_size - 1, world_size)
         command = python_command("engine.executors.worker_main")
         launcher = LocalLauncher(directory, command, worker_environment(config))
-    return MultiprocExecutor(config, launcher, on_death, num_workers=world_size)
+    return MultiprocExecutor(
+        config,
+        launcher,
+        on_death,
+        num_workers=world_size,
+        output_rank=config.parallel.output_rank,
+    )

@@ -92,7 +92,7 @@ def _work(orders: WorkerOrders, make_worker: "Callable[[EngineConfig, Ranks], Wo
     try:
         try:
             socket.send(worker.start(lambda progress: _send_progress(socket, progress)))
-            depth = orders.config.scheduler.max_inflight_steps
+            depth = orders.config.max_inflight_steps
             _serve(
                 worker,
                 socket,

@@ -64,6 +64,10 @@ class Scheduler:
     the launch of the last. Only the first of these steps decodes: a decode in each of them would
     delay all prompts behind it, and running requests wait no longer than for one step with all of
     these prompts.
+
+    With pipeline stages a decode's input, the last token, is back on the first stage `num_stages`
+    steps after it was sampled. Each step takes a part of the decodes, so that the parts follow each
+    other through the stages; a step in which all must wait gets a plan without launches.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Scheduler:
         *,
         defrag_threshold: int = 32,
         prefill_launch_tokens: int = 0,
+        num_stages: int = 1,
     ) -> None:
         """`defrag_threshold`: blocks that may be free below the highest used one, where decodes
         read a slice of the cache. `prefill_launch_tokens`: a step starts no further prompt once it
@@ -88,6 +93,9 @@ class Scheduler:
         self._num_since_decodes = 0
         """Prompt tokens scheduled since the last decodes, if every step since then was full; 0: the
         next step decodes."""
+        self._num_stages = num_stages
+        self._is_waiting_for_tokens = False
+        """Whether a decode was left out of this step because its token is not back yet."""
         self._max_num_seqs = config.max_num_seqs
         self._watermark = max(kv.pool.size // WATERMARK_SHARE, 1)
         self._decoding: list[Request] = []
@@ -191,9 +199,16 @@ class Scheduler:
         step = output.step
         scheduled = output.decodes
         num_blocks = 0
+        last_returned = step - self._num_stages
+        most = -(-len(self._decoding) // self._num_stages)
+        self._is_waiting_for_tokens = False
         # A preempted request is behind the one that needs its blocks, so the list only loses
         # entries that the loop has not reached.
         for request in self._decoding:
+            if request.last_step > last_returned or len(scheduled) == most:
+                if not _is_last_token_scheduled(request):
+                    self._is_waiting_for_tokens = True
+                continue
             num_computed = request.num_computed_tokens
             if num_computed >= request.decode_limit and not self._can_decode(request, output):
                 continue
@@ -391,7 +406,7 @@ class Scheduler:
             for launch, chunks in self._packer.prefill(output.chunks):
                 launches.append(launch)
                 output.prefills.extend(chunks)
-        if not launches:
+        if not launches and not self._is_waiting_for_tokens:
             return
         freed, self._freed_indices = self._freed_indices, []
         moves, self._moves = self._moves, []

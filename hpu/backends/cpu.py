@@ -227,12 +227,13 @@ def use_cpu_kernels(model: nn.Module, library: Library | None) -> nn.Module:
             module.use_kernel(_pack(module, library))
         elif isinstance(module, Experts) and library is not None:
             _pack_experts(module, library)
-    # A compiled decoder does not meet other ranks between its products.
+    # A compiled decoder does not meet other ranks between its products, and has all layers.
     if (
         library is not None
         and isinstance(model, Decoder)
         and model.lm_head is not None
         and model.group.size == 1
+        and model.stage.size == 1
     ):
         return CompiledDecoder(model, library)
     return model

@@ -99,15 +99,19 @@ class ProcessGroup:
         """Send `tensor` to rank `target` of the group, which must be another rank."""
         self._run(dist.send, tensor, dst=self._ranks[target])
 
+    def isend(self, tensor: Tensor, target: int) -> Any:
+        """As `send`, without waiting: `tensor` must not change before `wait` of the result."""
+        return self._run(dist.isend, tensor, dst=self._ranks[target])
+
     def recv(self, tensor: Tensor, source: int) -> Tensor:
         """Fill `tensor` with what rank `source` of the group sends."""
         self._run(dist.recv, tensor, src=self._ranks[source])
         return tensor
 
-    def _run_now(self, collective: Callable[..., Any], *tensors: Any, **options: Any) -> None:
+    def _run_now(self, collective: Callable[..., Any], *tensors: Any, **options: Any) -> Any:
         if self._mark_step is not None:
             self._mark_step()
-        collective(*tensors, group=self._group, **options)
+        return collective(*tensors, group=self._group, **options)
 
 
 SINGLE = ProcessGroup()
@@ -132,6 +136,8 @@ class ProcessGroups(NamedTuple):
     """Ranks that hold the same shard in each replica."""
     host: ProcessGroup = SINGLE
     """All ranks, for tensors of the host."""
+    stage_host: ProcessGroup = SINGLE
+    """The ranks of `tensor`, for tensors of the host."""
 
 
 def group_members(tensor: int, pipeline: int, data: int) -> dict[str, list[list[int]]]:
@@ -191,6 +197,10 @@ def make_groups(
                 found[kind] = ProcessGroup(members, members.index(rank), group, mark_step)
     # Device back ends carry no tensors of the host.
     found["host"] = ProcessGroup(everyone, rank, dist.new_group(list(everyone), backend="gloo"))
+    for members in group_members(tensor, pipeline, data)["tensor"]:
+        group = dist.new_group(members, backend="gloo") if len(members) > 1 else None
+        if rank in members and group is not None:
+            found["stage_host"] = ProcessGroup(members, members.index(rank), group)
     return ProcessGroups(**found)
 
 

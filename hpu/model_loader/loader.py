@@ -61,10 +61,12 @@ def load_weights(
     on_progress: Progress,
     group: ProcessGroup = SINGLE,
     expert_group: ProcessGroup = SINGLE,
+    is_stage: bool = False,
 ) -> int:
     """Fill `model` from the safetensors in folder `path`, converting dtypes on the way. Returns the
     bytes of the tensors that were read: of sharded parameters only the shard of this rank of the
-    tensor-parallel `group`, and of `expert_group`, if experts are distributed over one.
+    tensor-parallel `group`, and of `expert_group`, if experts are distributed over one; of a
+    pipeline stage (`is_stage`) the tensors of its own parameters.
 
     Tensors that a parameter in host memory takes as they are are read into it. Of the others, at
     most those of one file are in memory at once. ConfigError, before anything is read, names the
@@ -76,7 +78,8 @@ def load_weights(
         file: [
             _Source(stored, shard)
             for stored, spec in tensors
-            if (shard := shard_of(spec, at)) is not None
+            if (not is_stage or spec.parameter in parameters)
+            and (shard := shard_of(spec, at)) is not None
         ]
         for file, tensors in _match(model.weight_map, Path(path)).items()
     }

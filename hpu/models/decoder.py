@@ -16,6 +16,7 @@ from config.errors import ConfigError
 from config.model.decoder_spec import NORMS, DecoderSpec, LayerSpec, MoESpec, alibi_slopes
 from config.model.model_config import ModelConfig
 from config.model.moe import MoEConfig
+from hpu.distributed.pipeline import WHOLE, Stage
 from hpu.distributed.process_groups import SINGLE, ProcessGroup, shard_rank
 from hpu.layers.attention import AttentionKind, HeadShape, SelfAttention
 from hpu.layers.attention_base import AttentionLayer, Shape
@@ -45,23 +46,30 @@ from hpu.quantization.unquantized import UNQUANTIZED
 
 
 class DecoderModel(nn.Module):
-    """From tokens to normed hidden states."""
+    """From tokens to normed hidden states; of a pipeline stage, from those or from the hidden
+    states of the stage before it to its own."""
 
     def __init__(
         self,
-        embed_tokens: VocabParallelEmbedding,
-        layers: list[DecoderLayer],
-        norm: RMSNorm | LayerNorm,
+        embed_tokens: VocabParallelEmbedding | None,
+        layers: dict[int, DecoderLayer],
+        norm: RMSNorm | LayerNorm | None,
         metadata: MetadataBuilder,
         rotary_embs: dict[str, RotaryEmbedding],
         ropes: list[str],
         embed_positions: VocabParallelEmbedding | None,
+        embeds: bool = True,
     ) -> None:
-        """`rotary_embs` by the names in `ropes`, which has that of each layer."""
+        """`layers` by their numbers in the whole model, which their paths keep. `rotary_embs` by
+        the names in `ropes`, which has that of each layer. `norm`: None but on the last stage.
+        `embeds`: whether it takes tokens; another stage may have the embedding for its head."""
         super().__init__()
         self.embed_tokens = embed_tokens
         self.embed_positions = embed_positions
-        self.layers = nn.ModuleList(layers)
+        self._embeds = embeds
+        self.layers = nn.ModuleList()
+        for number, layer in layers.items():
+            self.layers.add_module(str(number), layer)
         self.norm = norm
         self.metadata = metadata
         self.rotary_emb = rotary_embs.get("default")
@@ -75,19 +83,24 @@ class DecoderModel(nn.Module):
         return [one for one in both if one is not None]
 
     def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
-        """(B, Q) to (B, Q, hidden)."""
+        """(B, Q), or hidden states (B, Q, hidden), to (B, Q, hidden)."""
         rotations: dict[str, Rotation] = {}
         if self.rotary_emb is not None:
             rotations["default"] = self.rotary_emb(inputs.positions)
         if self.local_rotary_emb is not None:
             rotations["local"] = self.local_rotary_emb(inputs.positions)
         metadata: AttentionMetadata = self.metadata(inputs)
-        hidden: Tensor = self.embed_tokens(tokens)
-        if self.embed_positions is not None:
-            hidden = hidden + self.embed_positions(inputs.positions)
+        hidden = self._embed(tokens, inputs.positions) if self._embeds else tokens
         for layer, rope in zip(self.layers, self._ropes, strict=True):
             hidden = layer(hidden, rotations.get(rope), metadata)
-        return self.norm(hidden)  # type: ignore[no-any-return]
+        return hidden if self.norm is None else self.norm(hidden)
+
+    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        assert self.embed_tokens is not None, "the first stage has the embedding"
+        hidden: Tensor = self.embed_tokens(tokens)
+        if self.embed_positions is not None:
+            hidden = hidden + self.embed_positions(positions)
+        return hidden
 
 
 class Decoder(LoadableModel):
@@ -106,11 +119,16 @@ class Decoder(LoadableModel):
         quantization: QuantizationScheme | None = None,
         group: ProcessGroup = SINGLE,
         expert_group: ProcessGroup = SINGLE,
+        stage: Stage = WHOLE,
     ) -> None:
         """`length`: tokens of the longest sequence that will be served. `group`: the
         tensor-parallel ranks. `expert_group`: the ranks over which whole experts are distributed,
-        which must have the same tokens; of one rank: `group` divides each expert."""
+        which must have the same tokens; of one rank: `group` divides each expert. `stage`: has
+        its layers only, the first stage the embedding, the last one norm and head."""
         super().__init__()
+        own = {i: spec.layers[i] for i in stage.layers(len(spec.layers))}
+        self.stage = stage
+        self._stage_layers = own
         self.config = config
         self.spec = spec
         self.dtype = dtype
@@ -128,20 +146,13 @@ class Decoder(LoadableModel):
         self._shards = {} if quantization is None else self._shards_by_parameter()
         self._kinds = distinct(
             Visibility(layer.window, layer.chunk)
-            for layer in spec.layers
+            for layer in own.values()
             if spec.state_of(layer) is None
         )
         self.model = DecoderModel(
-            VocabParallelEmbedding(
-                config.vocab_size,
-                config.hidden_size,
-                multiplier=self._embedding_multiplier(),
-                dtype=dtype,
-                device=device,
-                group=group,
-            ),
-            [self._layer(f"model.layers.{i}", layer) for i, layer in enumerate(spec.layers)],
-            self._norm(),
+            self._embedding(has_head=has_head),
+            {i: self._layer(f"model.layers.{i}", layer) for i, layer in own.items()},
+            self._norm() if stage.is_last else None,
             MetadataBuilder(
                 self._kinds,
                 causal=config.is_causal,
@@ -150,10 +161,16 @@ class Decoder(LoadableModel):
                 has_states=bool(spec.states),
             ),
             self._rotary_embs(length),
-            [layer.rope for layer in spec.layers],
-            self._embed_positions(length) if spec.learned_positions else None,
+            [layer.rope for layer in own.values()],
+            self._embed_positions(length) if spec.learned_positions and stage.is_first else None,
+            embeds=stage.is_first,
         )
-        self.lm_head = self._head() if has_head else None
+        self.lm_head = self._head() if has_head and stage.is_last else None
+        if not stage.is_last:
+            # The blocks of a request whose logits are not finite are scrubbed on the last stage,
+            # which alone knows of it.
+            for attention in self.attention_layers:
+                attention.zero_non_finite()
 
     def _shards_by_parameter(self) -> dict[str, list[Shard]]:
         """What fills each parameter of this rank."""
@@ -165,6 +182,21 @@ class Decoder(LoadableModel):
                 shards.setdefault(spec.parameter, []).append(shard)
         return shards
 
+    def _embedding(self, *, has_head: bool) -> VocabParallelEmbedding | None:
+        """That of the first stage, and that of a head that has the same weights."""
+        config = self.config
+        is_tied = has_head and config.tie_word_embeddings
+        if not self.stage.is_first and not (self.stage.is_last and is_tied):
+            return None
+        return VocabParallelEmbedding(
+            config.vocab_size,
+            config.hidden_size,
+            multiplier=self._embedding_multiplier(),
+            dtype=self.dtype,
+            device=self.device,
+            group=self.group,
+        )
+
     def _embedding_multiplier(self) -> float:
         multiplier = self.spec.embedding_multiplier
         if self.spec.rounded_embedding_multiplier:
@@ -173,7 +205,7 @@ class Decoder(LoadableModel):
 
     def _rotary_embs(self, length: int) -> dict[str, RotaryEmbedding]:
         config = self.config
-        used = {layer.rope for layer in self.spec.layers}
+        used = {layer.rope for layer in self._stage_layers.values()}
         ropes = {"default": config.rope, "local": config.local_rope}
         return {
             name: RotaryEmbedding(config, rope, length=length, dtype=self.dtype, device=self.device)
@@ -212,6 +244,7 @@ class Decoder(LoadableModel):
             **self._options(path, config.hidden_size, is_head=True),
         )
         if config.tie_word_embeddings:
+            assert self.model.embed_tokens is not None, "a tied head has the embedding's weights"
             head.weight = self.model.embed_tokens.weight
         return head
 
@@ -499,7 +532,7 @@ class Decoder(LoadableModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As CausalLM.logits, in the model's dtype."""
-        assert self.lm_head is not None, "a decoder without a head gives no logits"
+        assert self.lm_head is not None, "a decoder or a stage without a head gives no logits"
         return self.scale_logits(self.lm_head(hidden))
 
     def argmax(self, hidden: Tensor) -> Tensor | None:

@@ -12,6 +12,7 @@ from config.model.architectures import decoder_spec
 from config.model.family_fields import causal_name
 from config.model.model_config import ModelConfig
 from config.model.split import check_split
+from hpu.distributed.pipeline import WHOLE, Stage
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.models.base import LoadableModel
 from hpu.models.decoder import Decoder
@@ -58,25 +59,34 @@ def build_model(
     quantization: QuantizationScheme | None = None,
     group: ProcessGroup = SINGLE,
     expert_group: ProcessGroup = SINGLE,
+    stage: Stage = WHOLE,
 ) -> Decoder:
     """The decoder of `config` with empty parameters; this rank's shard of it in the tensor-parallel
-    `group`, with whole experts of it if they are distributed over an `expert_group`.
+    `group`, with whole experts of it if they are distributed over an `expert_group`, and with the
+    layers of this pipeline `stage`.
 
     `max_model_len`: tokens of the longest sequence that will be served (None: the checkpoint's
     own); it sizes the rotary table, and some rope scalings depend on it. ConfigError for an
     architecture that is not supported, or for sizes that the group cannot divide.
     """
     _check_groups(config, group, expert_group)
+    spec = decoder_spec(config)
+    if stage.size > 1 and spec.states:
+        raise ConfigError(
+            f"{config.path} has layers with a state, which {stage.size} stages "
+            "(--pipeline-parallel-size) cannot divide yet: use --tensor-parallel-size"
+        )
     length = config.max_position if max_model_len is None else max_model_len
     return Decoder(
         config,
-        decoder_spec(config),
+        spec,
         dtype=dtype,
         device=device,
         length=length,
         quantization=quantization,
         group=group,
         expert_group=expert_group,
+        stage=stage,
     )
 
 

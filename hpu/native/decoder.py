@@ -326,6 +326,7 @@ class _Launcher:
         rotary_emb = model.model.rotary_emb
         assert rotary_emb is not None
         table = rotary_emb.table
+        assert model.model.norm is not None and model.model.embed_tokens is not None
         outer = (model.model.norm.weight, model.model.embed_tokens.weight, table)
         # The structures hold their addresses.
         self._tensors = (outer, tuple(layers), tuple(caches))

@@ -51,7 +51,8 @@ class GraphCache:
     ) -> None:
         """`agreement`: of the ranks, whose graphs contain the same collectives. `runs_once`:
         whether `forward` advances states or replaces tokens of a ring, so that a launch of requests
-        must run exactly once, and a capture would run it once more."""
+        must run exactly once, and a capture would run it once more; or whether it is a pipeline
+        stage, which may not wait in a capture for a stage that waits for its launch."""
         self.stage = "warmup"
         """warmup or serving: the label of compilations in the counters."""
         self.on_demand = False

@@ -75,11 +75,32 @@ def _shapes(bucket: Bucket, prompts_per_row: int, names_requests: bool) -> list[
     return [(batch,), (batch, 1), (batch,), (blocks,), (blocks,), (blocks,), (blocks,)]
 
 
+class HiddenBuffers:
+    """The tensors that a pipeline stage receives hidden states into. Prepared buckets with the same
+    batch and query share one: a graph reads it in each replay, and launches run one after the
+    other."""
+
+    def __init__(self, backend: Backend, hidden_size: int, dtype: torch.dtype) -> None:
+        self._backend = backend
+        self._hidden_size = hidden_size
+        self._dtype = dtype
+        self._static: dict[tuple[int, int], Tensor] = {}
+
+    def get(self, batch: int, query: int, *, is_static: bool) -> Tensor:
+        """(batch, query, hidden); kept if it `is_static`."""
+        if is_static and (batch, query) in self._static:
+            return self._static[batch, query]
+        buffer = self._backend.zeros((batch, query, self._hidden_size), self._dtype)
+        if is_static:
+            self._static[batch, query] = buffer
+        return buffer
+
+
 class LaunchTensors(NamedTuple):
     """Device tensors of one launch, views of its flat inputs."""
 
     tokens: Tensor
-    """(B, Q)"""
+    """(B, Q); on a pipeline stage that is not the first the hidden states (B, Q, hidden)."""
     context: AttentionInputs
     rest: tuple[Tensor, ...]
     """What is read after the forward pass."""
@@ -143,7 +164,7 @@ class BaseInputBuffers(Generic[A]):
 
     @property
     def tokens(self) -> Tensor:
-        """(B, Q): input tokens of the forward pass; a decode's are written on the device."""
+        """As LaunchTensors.tokens; a decode's, and hidden states, are written on the device."""
         return self._current.tensors.tokens
 
     @property
@@ -219,7 +240,8 @@ class BaseInputBuffers(Generic[A]):
 class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
     """Inputs of a launch over a KV cache. With `prompts_per_row` S, a prefill of B rows has up to S
     sequences in each, and the arrays of (B,) have B * S entries. With `names_requests` they have
-    the request index of each sequence, for layers with a state or a ring."""
+    the request index of each sequence, for layers with a state or a ring. With `hidden_buffers` the
+    forward pass reads received hidden states in place of tokens."""
 
     def __init__(
         self,
@@ -229,9 +251,11 @@ class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
         is_static: bool,
         prompts_per_row: int = 1,
         names_requests: bool = False,
+        hidden_buffers: HiddenBuffers | None = None,
     ) -> None:
         make = PrefillArrays if bucket[0] == PREFILL else DecodeArrays
         self._names_requests = names_requests
+        self._hidden_buffers = hidden_buffers
         shapes = _shapes(bucket, prompts_per_row, names_requests)
         super().__init__(bucket, shapes, make, backend, is_static=is_static)
 
@@ -248,6 +272,8 @@ class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
 
     def _own_tensors(self) -> tuple[Tensor, ...]:
         phase, batch, query, _ = self.bucket
+        if self._hidden_buffers is not None:
+            return (self._hidden_buffers.get(batch, query, is_static=self.is_static),)
         if phase == PREFILL:
             return ()
         return (self._backend.zeros((batch, query), self._backend.index_dtype),)
@@ -258,7 +284,7 @@ class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
             context = PrefillAttentionInputs(
                 positions, slots.view(-1), query_lens, context_lens, blocks.view(-1), *views[8:]
             )
-            return LaunchTensors(tokens, context, (requests, last))
+            return LaunchTensors(own[0] if own else tokens, context, (requests, last))
         states = views[:1] if self._names_requests else []
         return LaunchTensors(own[0], DecodeAttentionInputs(*views[1:], *states), (views[0],))
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from config.errors import ConfigError
 from config.params.sampling import MAX_LOGPROBS
 from hpu.backends.base import Backend
+from hpu.distributed.agreement import ALONE, Agreement
+from hpu.distributed.pipeline import SINGLE_STAGE, PipelineLink
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.models.base import CausalLM
 from hpu.protocol import (
@@ -62,9 +64,15 @@ class ModelRunner(StepRunner):
         vocab_size: int,
         pads: bool,
         compared_ranks: ProcessGroup = SINGLE,
+        link: PipelineLink = SINGLE_STAGE,
+        agreement: Agreement = ALONE,
     ) -> None:
-        """`compared_ranks`: ranks that must sample the same tokens, which is checked."""
+        """`compared_ranks`: ranks that must sample the same tokens, which is checked. `link`: to
+        the other pipeline stages, of which the last one samples. `agreement`: of the ranks of this
+        stage."""
         super().__init__(backend)
+        self._link = link
+        self._samples = link.stage.is_last
         self._compared_ranks = compared_ranks
         self._model = model
         self._batch_state = batch_state
@@ -79,7 +87,7 @@ class ModelRunner(StepRunner):
         """Requests whose logits were not finite, until they are freed."""
         # One entry more: padding reads and writes there. As a column, like a decode's input.
         self._last_tokens = backend.zeros((batch_state.max_num_reqs + 1, 1), backend.index_dtype)
-        self._sampler_graphs = SamplerGraphs(model, sampler, backend, graphs)
+        self._sampler_graphs = SamplerGraphs(model, sampler, backend, graphs, agreement)
         self._logits = backend.compiled(model.logits)
         if vocab_size > MAX_PACKED:
             raise ConfigError(f"{vocab_size} tokens in the vocabulary, at most {MAX_PACKED}")
@@ -102,6 +110,7 @@ class ModelRunner(StepRunner):
 
     def _launch_all(self, plan: StepPlan, output: AsyncStepOutput) -> None:
         """Launches with deferred requests are left for `sample_deferred`, before the next plan."""
+        self._begin_step(len(plan.launches))
         deferred = set(plan.deferred_requests)
         for index, launch in enumerate(plan.launches):
             if deferred.isdisjoint(launch.req_indices):
@@ -118,6 +127,14 @@ class ModelRunner(StepRunner):
             # Nothing runs after the last launch.
             launches = output.launches
             output.end = launches[-1].end if launches else self._backend.event()
+
+    def _begin_step(self, num_launches: int) -> None:
+        """Tell the link to the other stages of `num_launches` that follow."""
+        if self._link.stage.size > 1:
+            # What it does is a recipe of its own.
+            self._backend.mark_step()
+            self._link.begin_step(self._last_tokens, num_launches)
+            self._backend.mark_step()
 
     def sample_deferred(self, output: AsyncStepOutput, masks: GrammarMasks) -> None:
         """Set the bitmasks of the newest plan's deferred requests and run their launches; does not
@@ -167,6 +184,7 @@ class ModelRunner(StepRunner):
         self._batch_state.fill_dummy(inputs.host_arrays())
         inputs.upload()
         output = AsyncStepOutput(step=-1, host_s=0.0)
+        self._begin_step(1)
         forward = self._forward(inputs, [self.dummy_req_index])
         if prompts and bucket[0] == PREFILL:
             target = np.zeros(1, np.uint32)
@@ -189,19 +207,23 @@ class ModelRunner(StepRunner):
                 self._non_finite.discard(req_index)
                 self._cache.scrub(self._batch_state.exclusive_blocks(req_index), req_index)
             self._batch_state.remove_request(req_index)
-            self._sampler.remove_request(req_index)
+            if self._samples:
+                self._sampler.remove_request(req_index)
         if plan.moved_from:
             self._cache.move_blocks(plan.moved_from, plan.moved_to)
             self._batch_state.move_blocks(plan.moved_from, plan.moved_to)
         for new in plan.new_requests:
             tokens = self._batch_state.add_request(new)
-            self._sampler.add_request(new.req_index, new.sampling, tokens, new.num_prompt_tokens)
+            if self._samples:
+                self._sampler.add_request(
+                    new.req_index, new.sampling, tokens, new.num_prompt_tokens
+                )
         self._set_bitmasks(plan.masked_requests, plan.masks)
         for req_index, block in zip(plan.grown_requests, plan.grown_blocks, strict=True):
             self._batch_state.append_blocks(req_index, [block])
 
     def _set_bitmasks(self, req_indices: list[int], masks: memoryview) -> None:
-        if req_indices:
+        if req_indices and self._samples:
             words = np.frombuffer(masks, dtype="<i4")
             self._sampler.set_bitmasks(req_indices, words.reshape(len(req_indices), -1))
 
@@ -212,7 +234,8 @@ class ModelRunner(StepRunner):
         arrays = inputs.host_arrays()
         targets: list[PromptTargets] = []
         if isinstance(arrays, PrefillArrays):
-            targets = self._prompt_targets(launch)
+            if self._samples:
+                targets = self._prompt_targets(launch)
             sampling = self._batch_state.fill_prefill(launch, arrays)
         else:
             sampling = launch.req_indices
@@ -228,6 +251,9 @@ class ModelRunner(StepRunner):
     def _finish(self, forward: ForwardOutput, output: AsyncStepOutput) -> AsyncLaunchOutput:
         """Sample after the forward pass, and start the copy to the host."""
         done = forward.launch
+        if not self._samples:
+            done.end = self._backend.event()
+            return done
         results = None
         if forward.prompt_targets and not self._backend.shares_host_memory:
             results = self._results(forward.inputs)
@@ -243,7 +269,8 @@ class ModelRunner(StepRunner):
     def _results(self, inputs: InputBuffers) -> Tensor:
         """A new (B + B * Q + 1, N) tensor for a prefill's packed results: rows of the sampling
         requests, of all positions, and one for padding."""
-        num_rows = len(inputs.req_indices) + inputs.tokens.numel() + 1
+        _, batch, query, _ = inputs.bucket
+        num_rows = len(inputs.req_indices) + batch * query + 1
         return self._backend.zeros((num_rows, 2 * self._num_logprobs + 4), torch.float32)
 
     def _forward(
@@ -251,12 +278,18 @@ class ModelRunner(StepRunner):
     ) -> ForwardOutput:
         """Run the uploaded inputs of `req_indices`, with logits at the last tokens of those in
         `sampling`."""
+        stage = self._link.stage
         start = self._backend.event()
-        if inputs.last_token_indices is None:
+        if not stage.is_first:
+            self._link.receive_hidden(inputs.tokens)
+        elif inputs.last_token_indices is None:
             # A decode's tokens were sampled on the device; the host may not know them yet.
             # No `out=`, whose target would have to be a view.
             inputs.tokens.copy_(self._last_tokens.index_select(0, inputs.req_indices))
         hidden = self._graphs.run(inputs, req_indices)
+        if not stage.is_last:
+            self._link.send_hidden(hidden)
+            return ForwardOutput(inputs, hidden, None, None, None, AsyncLaunchOutput([], [], start))
         graph = argmax = logits = None
         if sampling:
             graph = self._sampler_graphs.find(inputs.bucket, hidden, sampling)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hpu.backends.base import Backend, Graph
+from hpu.distributed.agreement import Agreement
 from hpu.models.base import CausalLM
 from hpu.protocol import DECODE, Bucket
 from hpu.runner.graph_cache import GraphCache
@@ -44,8 +45,15 @@ class SamplerGraphs:
     """
 
     def __init__(
-        self, model: CausalLM, sampler: Sampler, backend: Backend, graphs: GraphCache
+        self,
+        model: CausalLM,
+        sampler: Sampler,
+        backend: Backend,
+        graphs: GraphCache,
+        agreement: Agreement,
     ) -> None:
+        """`agreement`: of the ranks that sample."""
+        self._agreement = agreement
         self._model = model
         self._sampler = sampler
         self._backend = backend
@@ -97,14 +105,14 @@ class SamplerGraphs:
             # Free what was captured until then.
             gc.collect()
             self._backend.synchronize()
-            self._graphs.agreement.all_true(False)
+            self._agreement.all_true(False)
             return
-        if not self._graphs.agreement.all_true(True):
+        if not self._agreement.all_true(True):
             self._captured[key] = None
             return
         self._captured[key] = SamplerGraph(graph, stages)
         taken = max(0, free - self._backend.memory()[0])
-        self._graphs.add_bytes(self._graphs.agreement.largest(taken))
+        self._graphs.add_bytes(self._agreement.largest(taken))
 
 
 def _whole(

@@ -309,7 +309,9 @@ class Warmup:
             settings = self._runner.captured_settings
         before = self._graphs.bytes
         fits = all(self._run_once(bucket, sampling) for sampling in settings)
-        self._budgets[bucket[0]].remaining_bytes -= self._graphs.bytes - before
+        # Only the ranks of the last pipeline stage sample.
+        taken = self._agreement.largest(self._graphs.bytes - before)
+        self._budgets[bucket[0]].remaining_bytes -= taken
         return fits
 
     def _fits_budget(self, bucket: Bucket, is_pooled: bool) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from config.engine import CacheConfig
 from config.execution import WarmupConfig
+from hpu.distributed.agreement import Agreement
 from hpu.distributed.process_groups import SINGLE
 from hpu.gaudi_devices import GIB
 from hpu.layers.window_cache import CacheSizes, rings_hold_more
@@ -19,7 +20,7 @@ from hpu.protocol import Bucket
 from hpu.runner.batch_state import BatchState
 from hpu.runner.counters import Counters
 from hpu.runner.graph_cache import GraphCache
-from hpu.runner.input_buffers import InputBufferPool, InputBuffers
+from hpu.runner.input_buffers import HiddenBuffers, InputBufferPool, InputBuffers
 from hpu.runner.kv_cache import KVCache, cache_sizes
 from hpu.runner.model_runner import ModelRunner
 from hpu.runner.pooling_runner import PoolingInputBuffers, PoolingRunner
@@ -138,6 +139,7 @@ def make_runner(
     runner's own."""
     backend, model = loaded.backend, loaded.model
     body = model.body if isinstance(model, PoolingModel) else model
+    stage = loaded.link.stage
     names_requests = loaded.has_states or loaded.num_rings > 0
     graphs = GraphCache(
         body,
@@ -145,7 +147,7 @@ def make_runner(
         counters,
         captures=captures,
         budget_bytes=graph_bytes,
-        runs_once=names_requests,
+        runs_once=names_requests or stage.size > 1,
         agreement=loaded.agreement,
     )
     if isinstance(model, PoolingModel):
@@ -163,8 +165,14 @@ def make_runner(
     )
     num_requests = _num_requests(loaded)
     states = RequestStates(model, backend, num_requests) if loaded.has_states else None
+    hidden_buffers = None
+    if not stage.is_first:
+        hidden_buffers = HiddenBuffers(backend, loaded.facts.hidden_size, loaded.dtype)
     make = partial(
-        InputBuffers, prompts_per_row=loaded.prompts_per_row, names_requests=names_requests
+        InputBuffers,
+        prompts_per_row=loaded.prompts_per_row,
+        names_requests=names_requests,
+        hidden_buffers=hidden_buffers,
     )
     buffers = InputBufferPool(backend, make)
     batch_state = BatchState(
@@ -185,6 +193,8 @@ def make_runner(
         vocab_size=loaded.facts.vocab_size,
         pads=loaded.pads,
         compared_ranks=loaded.groups.tensor if loaded.config.parallel.compare_ranks else SINGLE,
+        link=loaded.link,
+        agreement=Agreement(loaded.groups.stage_host),
     )
     return Components(runner, graphs, buffers, cache, states)
 
@@ -247,6 +257,12 @@ def _choose_rings(loaded: LoadedModel) -> int:
         return 0
     windows = [window for window in model.cache_windows() if window is not None]
     if not windows:
+        return 0
+    if loaded.link.stage.size > 1:
+        logger.info(
+            "Window caches: layers with a window cache the whole context, since a pipeline stage "
+            "may have none of them, and all stages must hold the same number of requests"
+        )
         return 0
     sizes, demand = _sizes(loaded), _demand(loaded)
     reserve = 0 if backend.shares_host_memory else _estimated_activations(loaded)

@@ -23,6 +23,7 @@ from config.startup_checks import choose_context
 from hpu.backends.base import Backend
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.distributed.agreement import Agreement
+from hpu.distributed.pipeline import SINGLE_STAGE, PipelineLink
 from hpu.distributed.process_groups import SINGLE, ProcessGroups
 from hpu.gaudi_devices import GIB
 from hpu.host import usable_memory
@@ -68,6 +69,7 @@ class LoadedModel:
     weight_bytes: int
     load_s: float
     groups: ProcessGroups = SINGLE_GROUPS
+    link: PipelineLink = SINGLE_STAGE
     num_rings: int = 0
     """In the caches of each layer with a window, that of padding included; 0: blocks of the whole
     context, as in other layers."""
@@ -156,6 +158,7 @@ def load(
     on_progress: OnProgress,
     offloaded: OffloadedWeights | None = None,
     groups: ProcessGroups = SINGLE_GROUPS,
+    link: PipelineLink = SINGLE_STAGE,
 ) -> LoadedModel:
     """Load this rank's part of the model, with `offloaded` weights or from the checkpoint. Raises
     ConfigError when the checkpoint, the device and the settings do not fit each other."""
@@ -167,9 +170,16 @@ def load(
     start = time.perf_counter()
     is_built_in = pooler is not None or is_native(facts, config.model_impl)
     is_dummy = config.load_format == DUMMY
+    stage = link.stage
+    if stage.size > 1 and (pooler is not None or not is_built_in):
+        what = "is served for pooling" if pooler is not None else "runs in the code of transformers"
+        raise ConfigError(
+            f"{config.model} {what}, and pipeline-parallel-size is {stage.size}: only decoders "
+            "that are built in have stages; use --tensor-parallel-size"
+        )
     if offloaded is None:
         num_weights = _num_weights(config, facts, is_built_in=is_built_in)
-        num_here = math.ceil(num_weights / groups.tensor.size)
+        num_here = math.ceil(num_weights / (groups.tensor.size * stage.size))
         check_memory(facts, backend, dtype, max_model_len, num_here)
     if is_dummy:
         logger.warning(
@@ -183,7 +193,7 @@ def load(
     expert_group = groups.expert if config.parallel.enable_expert_parallel else SINGLE
     model: CausalLM | PoolingModel
     if pooler is None:
-        build: Callable[..., LoadableModel] = build_model
+        build: Callable[..., LoadableModel] = partial(build_model, stage=stage)
         if not is_built_in:
             build = partial(build_transformers_model, has_files=not is_dummy)
         decoder = build(
@@ -206,6 +216,7 @@ def load(
                 on_progress=report,
                 group=groups.tensor,
                 expert_group=expert_group,
+                is_stage=stage.size > 1,
             )
         weight_bytes = process_weights(decoder, config.quantization) + _num_bytes(decoder)
         prepared = backend.prepare(decoder)
@@ -243,6 +254,7 @@ def load(
         weight_bytes=weight_bytes,
         load_s=load_s,
         groups=groups,
+        link=link,
     )
     if loaded.has_states:
         _log_states(config)

@@ -18,6 +18,7 @@ from config.model.read_config import read_model_config
 from hpu.backends.base import Backend
 from hpu.backends.select import select_backend
 from hpu.distributed.agreement import Agreement
+from hpu.distributed.pipeline import SINGLE_STAGE, PipelineLink
 from hpu.distributed.process_groups import SINGLE_RANK, ProcessGroups, Ranks, make_groups
 from hpu.gaudi_devices import GIB
 from hpu.model_loader.offloaded_weights import OffloadedWeights, offload
@@ -60,6 +61,7 @@ class Worker:
         self._config = config
         self._ranks = ranks
         self._groups = ProcessGroups()
+        self._link = SINGLE_STAGE
         self._backend: Backend | None = None
         self._facts: ModelConfig | None = None
         self._loaded: LoadedModel | None = None
@@ -265,8 +267,10 @@ class Worker:
         self._backend = select_backend(self._config, self._ranks)
         self._groups = make_groups(
             tensor=self._config.parallel.tensor_parallel_size,
+            pipeline=self._config.parallel.pipeline_parallel_size,
             mark_step=self._backend.mark_step if self._backend.compiles else None,
         )
+        self._link = PipelineLink(self._groups.pipeline, self._backend.device)
         self._facts = read_model_config(self._config.model)
         self._loaded = self._load(on_progress)
         ready = self._build(self._loaded, on_progress)
@@ -278,7 +282,16 @@ class Worker:
         config, facts, backend = self._config, self._facts, self._backend
         assert facts is not None and backend is not None, "load before start"
         pooler = choose_pooler(config, facts)
-        return load(config, facts, pooler, backend, on_progress, self._offloaded, self._groups)
+        return load(
+            config,
+            facts,
+            pooler,
+            backend,
+            on_progress,
+            self._offloaded,
+            self._groups,
+            self._link,
+        )
 
     def _build(self, loaded: LoadedModel, on_progress: Progress) -> WorkerReady:
         """Build all components beside the weights, and warm them up."""

@@ -103,7 +103,7 @@ def test_one_message_names_every_flag_that_cannot_be_used(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     line = (
-        "-pp 2 --enable-lora --lora-modules a=b c=d --kv-cache-dtype fp8 --max-modellen 9 "
+        "--nnodes 2 --enable-lora --lora-modules a=b c=d --kv-cache-dtype fp8 --max-modellen 9 "
         "--speculative-config.method ngram --frobnicate --port x --quantization awq "
         "--enable-prefix-caching=maybe"
     )
@@ -119,19 +119,19 @@ def test_one_message_names_every_flag_that_cannot_be_used(
         "--kv-cache-dtype",
         "--lora-modules",
         "--max-modellen",
-        "--pipeline-parallel-size",
+        "--nnodes",
         "--port",
         "--quantization",
         "--speculative-config.method",
     ]
     assert "--max-modellen is no flag of gaudiserve serve; did you mean --max-model-len?" in message
-    assert "--pipeline-parallel-size is '2', it must be 1: --tensor-parallel-size div" in message
+    assert "--nnodes is '2', it must be 1: --tensor-parallel-size and" in message
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        "-pp 1 -dp 1",
+        "--nnodes 1 -pp 1 -dp 1",
         "--kv-cache-dtype auto",
         "--tokenizer-mode auto",
         "--tokenizer m",
@@ -183,7 +183,8 @@ def test_the_log_has_one_line_for_all_of_them(
     ("line", "message"),
     [
         ("-tp 0", "tensor-parallel-size is 0, it must be at least 1"),
-        ("-pp=2", "pipeline-parallel-size is '2', it must be 1"),
+        ("-pp=0", "pipeline-parallel-size is 0, it must be at least 1"),
+        ("-dcp=2", "decode-context-parallel-size is '2', it must be 1"),
         ("-dp 4 -dpl 2", "on this host: give --data-parallel-address, where the others connect"),
         ("-dp 2 -dpn 2", "end at 3 (--data-parallel-rank 2, --data-parallel-size-local 1), --dat"),
         ("--data-parallel-hybrid-lb", "the server itself distributes the requests over its eng"),
@@ -336,14 +337,12 @@ def test_short_forms_stand_for_flags_that_exist_or_have_a_reason() -> None:
 
 
 def test_keywords_of_vllm_are_accepted_and_refused_alike() -> None:
-    loaded = from_keywords(
-        model="m", pipeline_parallel_size=1, swap_space=4, trust_remote_code=True
-    )
+    loaded = from_keywords(model="m", nnodes=1, swap_space=4, trust_remote_code=True)
 
     assert set(loaded.without_effect) == {
-        "--pipeline-parallel-size 1",
+        "--nnodes 1",
         "--swap-space 4",
         "--trust-remote-code",
     }
     with pytest.raises(ConfigError, match=r"2 settings.*\n.*enable_lora is not in.*\n.*must be 1"):
-        from_keywords(model="m", enable_lora=True, pipeline_parallel_size=2)
+        from_keywords(model="m", enable_lora=True, nnodes=2)
