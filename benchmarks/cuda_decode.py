@@ -214,6 +214,7 @@ def measure(decoding: Decoding, num_steps: int) -> tuple[float, float]:
 
 def weight_bytes(model: Decoder) -> int:
     """Bytes of the weights that a decode reads: all but the embedding table."""
+    assert model.model.embed_tokens is not None
     table = model.model.embed_tokens.weight
     every = sum(p.numel() * p.element_size() for p in model.parameters())
     return every - table.numel() * table.element_size()

@@ -5,8 +5,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from config.model.window_cache import ring_blocks
 from hpu.layers.metadata import AttentionMetadata
-from hpu.layers.window_cache import ring_blocks
 from hpu.ops.kernels import Kernels
 from hpu.ops.rope import Rotation
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from config.model.decoder_spec import TemperatureTuning
+from config.model.window_cache import ring_blocks
 from hpu.layers.state_cache import StateMetadata, decode_states, prefill_states
-from hpu.layers.window_cache import ring_blocks
 from hpu.ops.attention import MASKED, as_mask, causal_mask, mask_in
 from hpu.ops.kernels import AttentionForm, ContextSlice
 

@@ -9,7 +9,7 @@ from config.model.architectures import ARCHITECTURES, decoder_spec
 from config.model.decoder_spec import LayerSpec, uniform_layers
 from config.model.model_config import ModelConfig
 from config.model.split import latents_of, states_of
-from hpu.layers.window_cache import CacheSizes, ring_blocks
+from config.model.window_cache import CacheSizes, ring_blocks
 
 _EMBEDDING = "model.embed_tokens.weight"
 

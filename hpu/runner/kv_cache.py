@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from config.engine import EngineConfig
+from config.model.window_cache import CacheSizes, ring_blocks
 from hpu.backends.base import Backend, Event
-from hpu.layers.window_cache import CacheSizes, ring_blocks
 from hpu.models.base import CausalLM
 
 logger = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ from typing import Any
 
 from config.engine import CacheConfig
 from config.execution import WarmupConfig
+from config.model.window_cache import CacheSizes, rings_hold_more
 from hpu.distributed.agreement import Agreement
 from hpu.distributed.process_groups import SINGLE
 from hpu.gaudi_devices import GIB
-from hpu.layers.window_cache import CacheSizes, rings_hold_more
 from hpu.model_loader.size_estimate import activation_bytes
 from hpu.models.base import CausalLM
 from hpu.models.pooling import PoolingModel

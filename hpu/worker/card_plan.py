@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from config.errors import ConfigError
 from config.model.model_config import ModelConfig
 from config.model.split import check_split
+from config.model.window_cache import rings_hold_more
 from hpu.gaudi_devices import GENERATIONS, GIB, generation
-from hpu.layers.window_cache import rings_hold_more
 from hpu.model_loader.size_estimate import (
     activation_bytes,
     context_bytes,

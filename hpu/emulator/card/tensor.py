@@ -121,8 +121,8 @@ class HpuTensor(Tensor):
     def __setitem__(self, key: Any, value: Any) -> None:
         if torch._C._is_torch_function_mode_enabled():
             # As torch does for its own tensors: a mode may run something else.
-            arguments = (Tensor.__setitem__, (self,), self, key, value)
-            torch.overrides.handle_torch_function(*arguments)
+            handle: Any = torch.overrides.handle_torch_function
+            handle(Tensor.__setitem__, (self,), self, key, value)
             return
         set_item(self, key, value)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpu.layers.window_cache import CacheSizes, ring_blocks, rings_hold_more
+from config.model.window_cache import CacheSizes, ring_blocks, rings_hold_more
 
 
 @pytest.mark.parametrize("window", [1, 2, 7, 8, 9, 16, 17, 128])
