@@ -172,7 +172,7 @@ def launched_rank() -> LaunchedRank:
     missing = [name for name in (*_RANK_VARIABLES, *_MASTER_VARIABLES) if not os.environ.get(name)]
     if missing:
         raise ConfigError(
-            f"distributed_executor_backend is external_launcher, and {', '.join(missing)} are not "
+            f"--distributed-executor-backend is external_launcher, and {', '.join(missing)} are not "
             "set: start the script with torchrun --nproc-per-node N"
         )
     words = [os.environ[name] for name in _RANK_VARIABLES]

@@ -27,7 +27,7 @@ def check_split(config: ModelConfig, num_cards: int, *, distributes_experts: boo
             ]
             no_multiple = ", nor is it a multiple of them" if may_repeat else ""
             raise ConfigError(
-                f"{config.path} has {count} {what}, and {num_cards} (tensor-parallel-size) does "
+                f"{config.path} has {count} {what}, and {num_cards} (--tensor-parallel-size) does "
                 f"not divide them{no_multiple}: it works with {', '.join(fitting)}"
             )
 

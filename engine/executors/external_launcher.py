@@ -32,7 +32,7 @@ class ExternalLauncherExecutor(InprocExecutor):
             )
         if parallel.world_size != parallel.tensor_parallel_size:
             raise ConfigError(
-                f"distributed_executor_backend is external_launcher, where each rank needs the "
+                f"--distributed-executor-backend is external_launcher, where each rank needs the "
                 f"results: all {parallel.world_size} ranks must be tensor-parallel, "
                 f"{parallel.tensor_parallel_size} are"
             )

@@ -63,7 +63,7 @@ def make_executor(
     if config.executor == RAY:
         if not is_installed("ray"):
             raise ConfigError(
-                "distributed_executor_backend is ray, which is not installed here: "
+                "--distributed-executor-backend is ray, which is not installed here: "
                 "pip install 'gaudiserve[ray]'"
             )
         from engine.executors.ray import RayLauncher

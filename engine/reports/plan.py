@@ -49,7 +49,7 @@ class Target:
     def __post_init__(self) -> None:
         generation(self.device)
         if self.num_cards < 1:
-            raise ConfigError(f"tensor-parallel-size is {self.num_cards}, it must be at least 1")
+            raise ConfigError(f"--tensor-parallel-size is {self.num_cards}, it must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)

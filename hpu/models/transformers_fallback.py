@@ -205,7 +205,7 @@ class TransformersModel(LoadableModel):
         if call.num_heads % size or call.num_kv_heads % size:
             raise ConfigError(
                 f"{self.config.path} has {call.num_heads} query heads and {call.num_kv_heads} KV "
-                f"heads, and {size} (tensor-parallel-size) does not divide them"
+                f"heads, and {size} (--tensor-parallel-size) does not divide them"
             )
         shape = HeadShape(
             call.num_heads // size, call.num_kv_heads // size, call.head_dim, call.scale
@@ -496,7 +496,7 @@ def _linear_plan(causal: Any, group: ProcessGroup) -> dict[str, type[LinearBase]
             if divided % group.size:
                 raise Unsupported(
                     f"has {divided} {'outputs' if is_column else 'inputs'} in {path}, and "
-                    f"{group.size} (tensor-parallel-size) does not divide them"
+                    f"{group.size} (--tensor-parallel-size) does not divide them"
                 )
         elif (
             group.size > 1 and style not in WHOLE_KINDS and not _has_divided_experts(module, style)

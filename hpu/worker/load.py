@@ -174,7 +174,7 @@ def load(
     if stage.size > 1 and (pooler is not None or not is_built_in):
         what = "is served for pooling" if pooler is not None else "runs in the code of transformers"
         raise ConfigError(
-            f"{config.model} {what}, and pipeline-parallel-size is {stage.size}: only decoders "
+            f"{config.model} {what}, and --pipeline-parallel-size is {stage.size}: only decoders "
             "that are built in have stages; use --tensor-parallel-size"
         )
     if offloaded is None:

@@ -100,7 +100,7 @@ def _serve(argv: list[str]) -> int:
     engine, server = loaded.engine, loaded.server
     if engine.executor == EXTERNAL_LAUNCHER:
         raise ConfigError(
-            f"distributed_executor_backend is {EXTERNAL_LAUNCHER}, which is for scripts with LLM "
+            f"--distributed-executor-backend is {EXTERNAL_LAUNCHER}, which is for scripts with LLM "
             "that torchrun starts: a server takes mp or ray"
         )
     log.setup("server", level=server.log_level, access_log=not server.disable_access_log)

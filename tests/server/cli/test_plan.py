@@ -95,7 +95,7 @@ def test_what_does_not_fit_ends_with_status_1(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--tensor-parallel-size", "8"], "4 query heads, and 8 (tensor-parallel-size)"),
+        (["--tensor-parallel-size", "8"], "4 query heads, and 8 (--tensor-parallel-size)"),
         (["--lengths", "2000;8000"], "must be numbers with commas between"),
         (["--lengths", "513"], "between 1 and --max-model-len, 512"),
         (["--card-gib", "0"], "card-gib is 0, it must be above 0"),
