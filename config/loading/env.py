@@ -172,8 +172,8 @@ def launched_rank() -> LaunchedRank:
     missing = [name for name in (*_RANK_VARIABLES, *_MASTER_VARIABLES) if not os.environ.get(name)]
     if missing:
         raise ConfigError(
-            f"--distributed-executor-backend is external_launcher, and {', '.join(missing)} are not "
-            "set: start the script with torchrun --nproc-per-node N"
+            f"--distributed-executor-backend is external_launcher, and {', '.join(missing)} are "
+            "not set: start the script with torchrun --nproc-per-node N"
         )
     words = [os.environ[name] for name in _RANK_VARIABLES]
     for name, word in zip(_RANK_VARIABLES, words, strict=True):

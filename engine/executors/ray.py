@@ -182,8 +182,8 @@ class RayLauncher:
                 ray.init(address="auto", log_to_driver=True, logging_level=logging.WARNING)
             except (ConnectionError, RayError) as error:
                 raise ConfigError(
-                    f"--distributed-executor-backend is ray, and no Ray cluster can be reached from "
-                    f"here ({error}): run `ray start` on each host first"
+                    f"--distributed-executor-backend is ray, and no Ray cluster can be reached "
+                    f"from here ({error}): run `ray start` on each host first"
                 ) from error
         self._address = ray.util.get_node_ip_address()
 

@@ -33,8 +33,8 @@ def test_a_size_that_does_not_divide_the_heads_ends_the_server_before_any_worker
         assert live.wait_exit(1) == 1
         assert not any("engine_process" in command or "worker_main" in command for command in seen)
         assert live.text().strip() == (
-            f"gaudiserve: {model} has 9 query heads, and 2 (--tensor-parallel-size) does not divide "
-            "them: it works with 1, 3"
+            f"gaudiserve: {model} has 9 query heads, and 2 (--tensor-parallel-size) does not "
+            "divide them: it works with 1, 3"
         )
         assert live.leftovers() == []
     finally:
