@@ -167,9 +167,9 @@ class HPUGraph:
             self._device.counters.misuse(
                 "random_in_graph", "a replay draws the captured numbers again", name
             )
-        is_view = not func._schema.is_mutable and all(
-            storage_of(out.host) in shared for out in outs
-        )
+        # The schemas of collectives do not say that they write to their arguments.
+        is_mutable = func._schema.is_mutable or name.startswith("c10d::")
+        is_view = not is_mutable and all(storage_of(out.host) in shared for out in outs)
         is_static = bool(outs) and (is_view or name in rules.EMPTY)
         self._steps.append(Step(func, slot_args, slot_kwargs, results, constants, is_static))
 
