@@ -3,7 +3,7 @@ random traffic."""
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ TABLE = BucketConfig(
 )
 LIMITS = {"max_num_seqs": 2, "max_num_batched_tokens": 128, "max_model_len": 128}
 """Of launches: one bucket is added to TABLE, for the longest prompt; the sampler has one width."""
+WIDE = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 512}
 PROMPTS = ([3, 5, 7, 9, 11] * 9, [8, 1, 2])
 
 
@@ -32,6 +33,11 @@ def working(folder: Path, **settings: Any) -> Iterator[WorkerRig]:
         yield rig
     finally:
         rig.worker.close()
+
+
+def working_wide(folder: Path, **settings: Any) -> AbstractContextManager[WorkerRig]:
+    """`working` with room for more requests, and longer ones."""
+    return working(folder, **{**WIDE, **settings})
 
 
 def greedy(rig: WorkerRig, count: int = 12) -> list[list[int]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import make_tiny
-from two_prompts import PROMPTS, greedy, working
+from two_prompts import PROMPTS, greedy, working_wide
 
 from config.execution import WarmupConfig
 
@@ -16,7 +16,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_an_index_is_used_again_while_the_last_decode_is_in_flight(folder: Path) -> None:
-    with working(folder) as rig:
+    with working_wide(folder) as rig:
         expected = greedy(rig)[0]
         rig.admit(0, [7, 7, 7, 9])
         rig.prefill({0: None})
@@ -40,7 +40,7 @@ def test_an_index_is_used_again_while_the_last_decode_is_in_flight(folder: Path)
 
 
 def test_indices_do_not_matter(folder: Path) -> None:
-    with working(folder) as rig:
+    with working_wide(folder) as rig:
         expected = greedy(rig)
         for req_index, prompt in ((6, PROMPTS[0]), (3, PROMPTS[1])):
             rig.admit(req_index, prompt)
@@ -58,7 +58,7 @@ def test_indices_do_not_matter(folder: Path) -> None:
 def test_prefix_caching_and_merged_prefill_are_off_with_one_line_each(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level("INFO"), working(folder, merged_prefill=True) as rig:
+    with caplog.at_level("INFO"), working_wide(folder, merged_prefill=True) as rig:
         limits = rig.ready.bucket_limits
 
     assert not limits.prefix_caching and not limits.merged_prefill
@@ -68,7 +68,7 @@ def test_prefix_caching_and_merged_prefill_are_off_with_one_line_each(
 
 
 def test_states_are_freed_asleep_and_counted(folder: Path) -> None:
-    with working(folder) as rig:
+    with working_wide(folder) as rig:
         expected = greedy(rig)
         states = [tensor for layer in rig.worker._loaded.model.state_layers  # type: ignore[union-attr]
                   for tensor in layer.state._tensors]  # fmt: skip
@@ -92,10 +92,10 @@ def test_states_are_freed_asleep_and_counted(folder: Path) -> None:
 def test_a_launch_runs_once_also_where_its_bucket_was_not_warmed_up(
     mode: str, folder: Path
 ) -> None:
-    with working(folder) as on_cpu:
+    with working_wide(folder) as on_cpu:
         expected = greedy(on_cpu)
 
-    with working(folder, device="hpu-emulator", warmup=WarmupConfig(mode=mode)) as rig:
+    with working_wide(folder, device="hpu-emulator", warmup=WarmupConfig(mode=mode)) as rig:
         found = greedy(rig)
         counts = torch.hpu.emulated.counters.counts  # type: ignore[attr-defined]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import make_tiny
-from two_prompts import PROMPTS, greedy, working
+from two_prompts import PROMPTS, greedy, working_wide
 from worker_rig import BLOCK_SIZE, WorkerRig
 
 RINGS = 10
@@ -27,11 +27,11 @@ def caches(rig: WorkerRig) -> list[int]:
 def test_the_cache_of_a_window_is_as_large_as_the_window(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with working(folder) as rig:
+    with working_wide(folder) as rig:
         expected, whole = greedy(rig), rig.ready.kv_bytes
         assert set(caches(rig)) == {97 * BLOCK_SIZE}
 
-    with caplog.at_level("INFO"), working(folder, prefix_caching=False) as rig:
+    with caplog.at_level("INFO"), working_wide(folder, prefix_caching=False) as rig:
         assert greedy(rig) == expected
         # A window of 9 or a chunk of 7 lies in two blocks.
         assert caches(rig) == [RINGS * 2 * BLOCK_SIZE, 97 * BLOCK_SIZE]
@@ -44,7 +44,7 @@ def test_the_cache_of_a_window_is_as_large_as_the_window(
 
 
 def test_an_index_is_used_again_while_the_last_decode_is_in_flight(folder: Path) -> None:
-    with working(folder, prefix_caching=False) as rig:
+    with working_wide(folder, prefix_caching=False) as rig:
         expected = greedy(rig)[0]
         rig.admit(0, [7, 7, 7, 9] * 9)
         rig.prefill({0: None})
@@ -68,7 +68,7 @@ def test_an_index_is_used_again_while_the_last_decode_is_in_flight(folder: Path)
 
 @torch.inference_mode()
 def test_what_was_not_finite_is_gone_before_the_index_is_used_again(folder: Path) -> None:
-    with working(folder, prefix_caching=False) as rig:
+    with working_wide(folder, prefix_caching=False) as rig:
         expected = greedy(rig)
         model = rig.worker._loaded.model  # type: ignore[union-attr]
         for layer in model.attention_layers:  # type: ignore[union-attr]
@@ -92,7 +92,7 @@ def test_one_line_says_why_whole_contexts_are_cached(
     settings: dict[str, int], why: str, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = {"prefix_caching": False, "max_model_len": 128, **settings}
-    with caplog.at_level("INFO"), working(folder, **given) as rig:
+    with caplog.at_level("INFO"), working_wide(folder, **given) as rig:
         assert len(set(caches(rig))) == 1
 
     assert caplog.text.count("cache the whole context, because " + why) == 1
@@ -102,7 +102,7 @@ def test_a_model_without_other_layers_keeps_blocks(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = make_tiny("mistral", tmp_path, sliding_window=9)
-    with caplog.at_level("INFO"), working(folder, prefix_caching=False) as rig:
+    with caplog.at_level("INFO"), working_wide(folder, prefix_caching=False) as rig:
         assert set(caches(rig)) == {97 * BLOCK_SIZE}
 
     assert "because all layers have a window" in caplog.text
