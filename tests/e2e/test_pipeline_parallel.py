@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from live import workers_of
+from live import own_workers
 from tiny_models import make_tiny
 
 from config.errors import ConfigError, EngineDied
@@ -145,7 +145,7 @@ def test_more_stages_than_layers_are_an_error_with_both_numbers(folder: str) -> 
 
 def test_a_killed_stage_ends_the_group_within_seconds(folder: str) -> None:
     with LLM(folder, **CPU, pipeline_parallel_size=2) as llm:
-        victim = sorted(workers_of(os.getpid()))[0]
+        victim = own_workers()[0]
         os.kill(victim, signal.SIGKILL)
         start = time.monotonic()
         with pytest.raises(EngineDied, match=rf"worker 0 \(process {victim}\) was killed by SIGK"):

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from live import workers_of
+from live import own_workers
 from tiny_models import make_tiny
 
 from config.errors import ConfigError, EngineDied
@@ -79,7 +79,7 @@ def test_heads_that_the_ranks_do_not_divide_are_an_error_with_both_numbers(folde
 
 def test_a_killed_rank_ends_the_group_within_seconds(folder: str) -> None:
     with LLM(folder, **CPU, tensor_parallel_size=2) as llm:
-        victim = sorted(workers_of(os.getpid()))[1]
+        victim = own_workers()[1]
         os.kill(victim, signal.SIGKILL)
         start = time.monotonic()
         with pytest.raises(EngineDied, match=rf"worker 1 \(process {victim}\) was killed by SIGK"):

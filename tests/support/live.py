@@ -63,6 +63,13 @@ def workers_of(pid: int) -> list[int]:
     ]
 
 
+def own_workers() -> list[int]:
+    """Workers that engines in this process started, in the order of their ranks: not those of
+    servers that other tests use."""
+    children = _direct_children(os.getpid())
+    return sorted(child for child in children if "executors.worker_main" in command_of(child))
+
+
 class LiveServer:
     """One daemon; its output goes to `log`."""
 
