@@ -299,13 +299,17 @@ def test_experts_are_distributed_over_the_ranks_that_divide_the_layers(tiny: Tin
         (
             "mixtral",
             {"num_local_experts": 4, "intermediate_size": 97},
-            "has 97 inner features in .*experts, and 2 .tensor-parallel-size. does not divide them",
+            r"has 97 inner features in .*experts, and 2 .* does not divide them",
         ),
-        ("starcoder2", {"num_key_value_heads": 1}, "2 .tensor-parallel-size. does not divide"),
+        (
+            "starcoder2",
+            {"num_key_value_heads": 1},
+            r"4 query heads and 1 KV heads, and 2 \(--tensor-parallel-size\) does not divide",
+        ),
         (
             "starcoder2",
             {"intermediate_size": 97},
-            "has 97 outputs in .*mlp.c_fc, and 2 .tensor-parallel-size. does not divide them",
+            r"has 97 outputs in .*mlp.c_fc, and 2 \(--tensor-parallel-size\) does not divide",
         ),
     ],
 )
