@@ -14,7 +14,7 @@ from statistics import mean, median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.host_processes import step_seconds
+from benchmarks.host_processes import watch_steps
 from benchmarks.host_rig import watch_admission, watch_decodes, watch_growth
 from benchmarks.machine import machine
 
@@ -59,7 +59,7 @@ def measure_overlap(repeats: int) -> list[Numbers]:
     found: list[Numbers] = []
     for rows, step_ms in ((256, 5.0), (256, 1.0), (1024, 5.0)):
         runs = [
-            asyncio.run(step_seconds(rows, step_ms / 1e3, int(4000 / step_ms)))
+            asyncio.run(watch_steps(rows, step_ms / 1e3, int(4000 / step_ms))).seconds
             for _ in range(repeats)
         ]
         least = min(mean(seconds) for seconds in runs)

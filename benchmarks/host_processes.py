@@ -2,9 +2,12 @@
 server."""
 
 import asyncio
+import dataclasses
+from pathlib import Path
 
 from benchmarks.host_rig import make_config
 from benchmarks.null_device import null_engine_command
+from config.parallel import ParallelConfig
 from config.params.sampling import SamplingParams
 from engine.client.launcher import launch
 from engine.client.output_queue import QueueLimits
@@ -17,10 +20,27 @@ WARM_STEPS = 200
 PROMPT_TOKENS = 128
 
 
-async def step_seconds(num_rows: int, step_s: float, num_steps: int) -> list[float]:
-    """Seconds of each decode step of a batch on a device with `step_s` per step, including the
-    device's idle time before it. `step_s` is the minimum."""
-    config = make_config(num_rows, PROMPT_TOKENS + 3 * num_rows + WARM_STEPS + 2 * num_steps)
+@dataclasses.dataclass
+class Steps:
+    """The decode steps of a batch."""
+
+    seconds: list[float]
+    """Of each step, including the device's idle time before it."""
+    engine_s: float
+    """CPU seconds of the engine's thread per step."""
+    sockets_s: float
+    """CPU seconds per step of the engine's other threads, which read and write its sockets."""
+
+
+async def watch_steps(
+    num_rows: int, step_s: float, num_steps: int, *, num_workers: int = 1
+) -> Steps:
+    """Steps of a batch on a device with `step_s` per step. `num_workers` processes get each plan;
+    one of them answers."""
+    config = dataclasses.replace(
+        make_config(num_rows, PROMPT_TOKENS + 3 * num_rows + WARM_STEPS + 2 * num_steps),
+        parallel=ParallelConfig(tensor_parallel_size=num_workers),
+    )
     directory, token = SocketDirectory(), new_token()
     client = ZmqClient(
         front_end_endpoint(directory.path, 0),
@@ -29,11 +49,15 @@ async def step_seconds(num_rows: int, step_s: float, num_steps: int) -> list[flo
         token=token,
     )
     found: list[float] = []
+    cpu: list[tuple[int, tuple[float, float]]] = []
+    """Steps so far, and the engine's CPU seconds then: at the first and the last measured step."""
     enough = asyncio.Event()
 
     def on_stats(stats: EngineStats) -> None:
         if stats.running == num_rows:
             found.extend(seconds for _, seconds in stats.step_seconds)
+        if (len(found) >= WARM_STEPS and not cpu) or len(found) >= WARM_STEPS + num_steps:
+            cpu.append((len(found), _cpu_seconds(engine.pid)))
         if len(found) >= WARM_STEPS + num_steps:
             enough.set()
 
@@ -46,8 +70,24 @@ async def step_seconds(num_rows: int, step_s: float, num_steps: int) -> list[flo
         for row in range(num_rows):
             client.add(bytes(4 * PROMPT_TOKENS), params, cache_salt=str(row))
         await asyncio.wait_for(enough.wait(), 60 + 4 * num_steps * step_s)
-        return found[WARM_STEPS : WARM_STEPS + num_steps]
     finally:
         engine.close()
         await client.close()
         directory.close()
+    (first, before), (last, after) = cpu[:2]
+    engine_s, sockets_s = (
+        (one - other) / (last - first) for one, other in zip(after, before, strict=True)
+    )
+    return Steps(found[WARM_STEPS : WARM_STEPS + num_steps], engine_s, sockets_s)
+
+
+def _cpu_seconds(pid: int) -> tuple[float, float]:
+    """CPU seconds of a process: of its main thread, and of all others."""
+    main = others = 0.0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        seconds = int((task / "schedstat").read_text().split()[0]) / 1e9
+        if task.name == str(pid):
+            main += seconds
+        else:
+            others += seconds
+    return main, others

@@ -25,6 +25,7 @@ from hpu.protocol import (
     DECODE,
     BucketLimits,
     GrammarMasks,
+    Ranks,
     StepPlan,
     StepResult,
     Warmed,
@@ -165,7 +166,8 @@ def _command(process: str, step_s: float) -> list[str]:
 def _make_executor(
     step_s: float, config: EngineConfig, directory: str, on_death: Callable[[str], None]
 ) -> Executor:
-    return MultiprocExecutor(config, LocalLauncher(directory, _command("worker", step_s)), on_death)
+    launcher = LocalLauncher(directory, _command("worker", step_s))
+    return MultiprocExecutor(config, launcher, on_death, num_workers=config.parallel.world_size)
 
 
 def main() -> int:
@@ -176,7 +178,10 @@ def main() -> int:
     step_s: float = arguments.step_s
     if arguments.process == "engine":
         return run_engine(read_orders(EngineOrders), partial(_make_executor, step_s))
-    make_worker: Any = partial(NullDevice, step_s=step_s)
+
+    def make_worker(config: EngineConfig, ranks: Ranks) -> Any:
+        return NullDevice(config, step_s)
+
     return child.run(read_orders(child.WorkerOrders), make_worker)
 
 

@@ -43,14 +43,15 @@ class WorkerProcess:
         ranks: Ranks,
         config: EngineConfig,
         launcher: WorkerLauncher,
+        context: ZmqContext,
+        token: str,
         on_exit: Callable[[str], None],
         *,
         sends_results: bool,
     ) -> None:
+        """`context` lets in who presents `token`."""
         self.name = f"worker {ranks.rank}"
-        token = new_token()
-        self._context = ZmqContext(token)
-        self.socket: PairSocket[ToWorker, FromWorker] = self._context.bind_pair(
+        self.socket: PairSocket[ToWorker, FromWorker] = context.bind_pair(
             launcher.endpoint(ranks.rank), FromWorker
         )
         address = self.socket.endpoint
@@ -64,7 +65,7 @@ class WorkerProcess:
         """The next message, if there is one. Behind the first one, no other peer may connect."""
         message = self.socket.receive()
         if message is not None:
-            self._context.stop_accepting()
+            self.socket.stop_accepting()
         return message
 
     def send_error(self, what: str) -> ConfigError | EngineDied:
@@ -83,7 +84,6 @@ class WorkerProcess:
     def close(self) -> None:
         self.child.close(STOP_TIMEOUT_S)
         self.socket.close()
-        self._context.close()
 
 
 class MultiprocExecutor:
@@ -107,11 +107,15 @@ class MultiprocExecutor:
         self._launcher = launcher
         self._on_death = on_death
         self._has_died = threading.Lock()
+        token = new_token()
+        self._context = ZmqContext(token)
         self._workers = [
             WorkerProcess(
                 ranks,
                 config,
                 launcher,
+                self._context,
+                token,
                 self._on_exit,
                 sends_results=ranks.rank == output_rank,
             )
@@ -187,6 +191,7 @@ class MultiprocExecutor:
             worker.child.stop()
         for worker in self._workers:
             worker.close()
+        self._context.close()
         self._launcher.close()
 
     def _on_exit(self, description: str) -> None:

@@ -11,6 +11,7 @@ import secrets
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -89,8 +90,10 @@ def endpoint(directory: str, name: str) -> str:
 class PairSocket(Generic[Sent, Received]):
     """A channel to one peer. Not thread-safe."""
 
-    def __init__(self, socket: "zmq.Socket[bytes]", received: Any) -> None:
+    def __init__(self, socket: "zmq.Socket[bytes]", received: Any, path: str | None = None) -> None:
+        """`path`: the file of a Unix socket that listens."""
         self._socket = socket
+        self._path = path
         self.encode: Callable[[Sent], bytes] = msgspec.msgpack.Encoder().encode
         self._decode: Callable[[bytes], Received] = msgspec.msgpack.Decoder(received).decode
 
@@ -120,6 +123,11 @@ class PairSocket(Generic[Sent, Received]):
         except zmq.Again:
             return None
         return self._decode(frame)
+
+    def stop_accepting(self) -> None:
+        """Accept no connections from now on; safe to call twice. Existing connections continue."""
+        _remove(self._path)
+        self._path = None
 
     def close(self, linger_s: float = 0.0) -> None:
         """Disconnect; unsent messages have `linger_s` to leave (ZmqContext.close waits)."""
@@ -294,22 +302,21 @@ class RouterSocket(Generic[Sent, Received]):
 
 
 class ZmqContext:
-    """All channels of one process (or of one client in it): at most one that listens, any number
-    that connect. A peer is let in if it presents the token that the launcher gave to both."""
+    """Channels that listen or connect, all with one I/O thread, so that a message to several peers
+    wakes it once. A peer is let in if it presents the token that the launcher gave to both."""
 
     def __init__(self, token: str) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._token = token.encode()
-        self._authenticator: _Authenticator | None = None
-        self._path: str | None = None
+        self._has_authenticator = False
 
     def bind_pair(self, endpoint: str, received: Any) -> PairSocket[Any, Any]:
         """Open the parent's end of a step channel; `received` is the union it decodes. The child
         must send the first message: before, there is no peer to send to. Raises ConfigError when it
         cannot listen on the address."""
         socket = self._socket(zmq.PAIR)
-        self._listen(socket, endpoint, counts=True)
-        return PairSocket(socket, received)
+        _RejectionCounter(socket, self._context, rejection_warning(endpoint))
+        return PairSocket(socket, received, self._listen(socket, endpoint))
 
     def connect_pair(self, endpoint: str, received: Any) -> PairSocket[Any, Any]:
         """Open the worker's end of a step channel."""
@@ -343,19 +350,8 @@ class ZmqContext:
         never). Raises ConfigError when it cannot listen on the address."""
         socket = self._socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._listen(socket, endpoint, counts=False)
-        return RouterSocket(socket, received, num_peers, self.stop_accepting)
-
-    def stop_accepting(self) -> None:
-        """Accept no connections from now on; safe to call twice. Existing connections continue.
-
-        Removes the socket's file, since unbinding a ZeroMQ socket ends its connections. A serving
-        process must not even accept a stranger: libzmq aborts the process if it has no descriptor
-        left to accept with.
-        """
-        if self._path is not None:
-            Path(self._path).unlink(missing_ok=True)
-            self._path = None
+        path = self._listen(socket, endpoint)
+        return RouterSocket(socket, received, num_peers, partial(_remove, path))
 
     def close(self) -> None:
         """Wait until closed sockets have lingered. Every channel must be closed before."""
@@ -376,80 +372,83 @@ class ZmqContext:
         _add_heartbeats(socket, endpoint)
         socket.connect(endpoint)
 
-    def _listen(self, socket: "zmq.Socket[bytes]", endpoint: str, *, counts: bool) -> None:
-        assert self._authenticator is None, "this context listens already"
+    def _listen(self, socket: "zmq.Socket[bytes]", endpoint: str) -> str | None:
+        """The file that was created, if any."""
         socket.setsockopt(zmq.PLAIN_SERVER, 1)
         socket.setsockopt(zmq.ZAP_DOMAIN, _USER)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         _add_heartbeats(socket, endpoint)
-        self._authenticator = _Authenticator(
-            self._context, self._token, rejection_warning(endpoint), socket if counts else None
-        )
+        if not self._has_authenticator:
+            self._has_authenticator = True
+            _Authenticator(self._context, self._token)
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             socket.close(linger=0)
             raise ConfigError(f"cannot listen on {endpoint}: {error.strerror}") from error
-        self._path = endpoint.removeprefix("ipc://") if endpoint.startswith("ipc://") else None
+        return endpoint.removeprefix("ipc://") if endpoint.startswith("ipc://") else None
 
 
-class _Authenticator:
-    """Admits peers that present the token; libzmq closes all other connections before it reads one
-    of their frames. Also counts the rejected connections of a socket without another monitor.
+class _SocketThread:
+    """A thread that reads one socket of a context, and ends with the context."""
 
-    A separate thread, since the socket's thread may be waiting for a device. It wakes for
-    handshakes only, and ends with the context.
-    """
-
-    def __init__(
-        self,
-        context: "zmq.Context[zmq.Socket[bytes]]",
-        token: bytes,
-        rejected: LimitedWarning,
-        monitored: "zmq.Socket[bytes] | None",
-    ) -> None:
-        self._token = token
-        self._rejected = rejected
-        # A shadow context: the thread closes its own sockets, and Context.destroy must not.
-        shadow: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
-        self._requests = shadow.socket(zmq.ROUTER)
-        self._requests.bind(_ZAP_ENDPOINT)
-        self._monitor: zmq.Socket[bytes] | None = None
-        if monitored is not None:
-            events = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-            self._monitor = _monitor(monitored, shadow, events)
-        self._num_open = self._num_admitted = 0
-        threading.Thread(target=self._run, name="authenticator", daemon=True).start()
+    def __init__(self, socket: "zmq.Socket[bytes]", name: str) -> None:
+        self._socket = socket
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._requests, zmq.POLLIN)
-        if self._monitor is not None:
-            poller.register(self._monitor, zmq.POLLIN)
         try:
             while True:
-                for socket, _ in poller.poll():
-                    if socket is self._requests:
-                        self._answer()
-                    elif self._monitor is not None:
-                        self._count(*_EVENT.unpack(self._monitor.recv_multipart()[0]))
+                self._take(self._socket.recv_multipart())
         except zmq.ContextTerminated:
             pass
         finally:
-            self._requests.close(linger=0)
-            if self._monitor is not None:
-                self._monitor.close(linger=0)
+            self._socket.close(linger=0)
 
-    def _answer(self) -> None:
-        identity, _, version, request, *_, mechanism, _, password = self._requests.recv_multipart()
+    def _take(self, frames: list[bytes]) -> None:
+        raise NotImplementedError
+
+
+class _Authenticator(_SocketThread):
+    """Admits peers that present the token; libzmq closes all other connections before it reads one
+    of their frames.
+
+    A separate thread, since the sockets' thread may be waiting for a device. It wakes for
+    handshakes only.
+    """
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", token: bytes) -> None:
+        self._token = token
+        requests = _shadow(context).socket(zmq.ROUTER)
+        requests.bind(_ZAP_ENDPOINT)
+        super().__init__(requests, "authenticator")
+
+    def _take(self, frames: list[bytes]) -> None:
+        identity, _, version, request, *_, mechanism, _, password = frames
         is_admitted = mechanism == b"PLAIN" and hmac.compare_digest(password, self._token)
         status = b"200" if is_admitted else b"400"
-        self._requests.send_multipart([identity, b"", version, request, status, b"", _USER, b""])
+        self._socket.send_multipart([identity, b"", version, request, status, b"", _USER, b""])
 
-    def _count(self, event: int, value: int) -> None:
+
+class _RejectionCounter(_SocketThread):
+    """Counts the rejected connections of a socket that listens, without another monitor."""
+
+    def __init__(
+        self,
+        socket: "zmq.Socket[bytes]",
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        rejected: LimitedWarning,
+    ) -> None:
+        self._rejected = rejected
+        self._num_open = self._num_admitted = 0
+        events = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        super().__init__(_monitor(socket, _shadow(context), events), "rejections")
+
+    def _take(self, frames: list[bytes]) -> None:
         """Events do not say whether an ended connection had been admitted. So it counts as rejected
         as long as there are as many open connections as admitted ones."""
+        event, _ = _EVENT.unpack(frames[0])
         if event == zmq.EVENT_ACCEPTED:
             self._num_open += 1
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -460,6 +459,19 @@ class _Authenticator:
                 self._num_admitted -= 1
             else:
                 self._rejected.add()
+
+
+def _shadow(context: "zmq.Context[zmq.Socket[bytes]]") -> "zmq.Context[zmq.Socket[bytes]]":
+    """The same context, whose sockets another thread closes itself: Context.destroy must not."""
+    return zmq.Context.shadow(context.underlying)
+
+
+def _remove(path: str | None) -> None:
+    """Remove the file of a listening Unix socket, if there is one: unbinding a ZeroMQ socket would
+    end its connections. A serving process must not even accept a stranger: libzmq aborts the
+    process if it has no descriptor left to accept with."""
+    if path is not None:
+        Path(path).unlink(missing_ok=True)
 
 
 def _add_heartbeats(socket: "zmq.Socket[bytes]", endpoint: str) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
@@ -40,7 +41,11 @@ class ProcessesClient(RouterClient):
     Prompt tokens are not limited: offline, a whole data set is added at once.
     """
 
-    def __init__(self, config: EngineConfig, log_level: str) -> None:
+    def __init__(
+        self, config: EngineConfig, log_level: str, *, command: Sequence[str] | None = None
+    ) -> None:
+        """`command` replaces the engines' entry."""
+        self._command = command
         self._config = config
         self._log_level = log_level
         self._directory, self._token = SocketDirectory(), new_token()
@@ -74,6 +79,7 @@ class ProcessesClient(RouterClient):
             token=self._token,
             on_exit=on_exit,
             log_level=self._log_level,
+            command=self._command,
         )
 
     async def close(self) -> None:
