@@ -5,8 +5,8 @@
 
 Four parts, all by default:
 
-engine  a step of 256 requests before 1, 2, 4 and 8 worker processes with simulated devices of 5 ms a
-        step: CPU time of the engine, and how busy the devices are
+engine  a step of 256 requests before 1, 2, 4 and 8 workers with simulated devices of 5 ms a step:
+        CPU time of the engine, and how busy the devices are
 tensor  a random model on the CPU, `-tp 2` compared with one process on the same cores, by turns
 data    two engines with simulated devices compared with one: requests per second
 router  prefix hits of chats on four engines compared with one that has all of the cache
@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from statistics import mean, median
 
