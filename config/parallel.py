@@ -1,7 +1,9 @@
 """ParallelConfig: how one model is divided among devices, and who starts their workers."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from config.errors import ConfigError
 from config.setting import check_settings, setting
 
 
@@ -40,3 +42,34 @@ class ParallelConfig:
     def output_rank(self) -> int:
         """The first rank of the last stage: its worker sends the results."""
         return self.world_size - self.tensor_parallel_size
+
+
+class Stage(NamedTuple):
+    """A stage among those that divide the layers of a model."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it has the embedding."""
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has the final norm and the head, and samples."""
+        return self.rank == self.size - 1
+
+    def layers(self, num_layers: int) -> range:
+        """Its layers of `num_layers`. Raises ConfigError when some stage would have none."""
+        if self.size > num_layers:
+            raise ConfigError(
+                f"the model has {num_layers} layers, and {self.size} stages "
+                "(--pipeline-parallel-size) need one each"
+            )
+        first, end = (num_layers * rank // self.size for rank in (self.rank, self.rank + 1))
+        return range(first, end)
+
+
+WHOLE = Stage()
+"""The one stage that has all layers."""

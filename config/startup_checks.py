@@ -21,7 +21,7 @@ from config.model.model_config import (
 )
 from config.model.pooler import PoolerConfig, choose_pooler
 from config.model.read_config import read_model_config
-from config.model.split import check_split
+from config.model.split import check_split, check_stages
 
 EMULATOR_MAX_MODEL_LEN = 512
 """Default limit of max_model_len on the emulated card: its warm-up computes every bucket of every
@@ -90,6 +90,8 @@ def _check_ranks(config: EngineConfig, facts: ModelConfig, *, is_pooling: bool) 
             parallel.tensor_parallel_size,
             distributes_experts=parallel.enable_expert_parallel and not is_pooling,
         )
+    if not is_pooling:
+        check_stages(facts, parallel.pipeline_parallel_size)
 
 
 def _is_in_transformers(facts: ModelConfig) -> bool:

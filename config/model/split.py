@@ -7,6 +7,7 @@ from config.model.architectures import ARCHITECTURES, decoder_spec
 from config.model.decoder_spec import MLASpec
 from config.model.model_config import ModelConfig
 from config.model.state_space import GatedDeltaSpec, Mamba2Spec
+from config.parallel import Stage
 
 MAX_RANKS = 1024
 """Sizes of a group up to here are named in errors."""
@@ -30,6 +31,19 @@ def check_split(config: ModelConfig, num_cards: int, *, distributes_experts: boo
                 f"{config.path} has {count} {what}, and {num_cards} (--tensor-parallel-size) does "
                 f"not divide them{no_multiple}: it works with {', '.join(fitting)}"
             )
+
+
+def check_stages(config: ModelConfig, num_stages: int) -> None:
+    """ConfigError when the layers of a model that is built in cannot be divided into so many
+    pipeline stages."""
+    if num_stages == 1:
+        return
+    if states_of(config):
+        raise ConfigError(
+            f"{config.path} has layers with a state, which {num_stages} stages "
+            "(--pipeline-parallel-size) cannot divide yet: use --tensor-parallel-size"
+        )
+    Stage(0, num_stages).layers(config.num_layers)
 
 
 def _divides(num_cards: int, count: int, may_repeat: bool) -> bool:

@@ -40,7 +40,6 @@ class Target:
     """The cards, in addition to a server's settings."""
 
     device: str
-    num_cards: int = 1
     kv_dtype: str = "auto"
     card_bytes: int | None = None
     lengths: tuple[int, ...] = ()
@@ -48,8 +47,6 @@ class Target:
 
     def __post_init__(self) -> None:
         generation(self.device)
-        if self.num_cards < 1:
-            raise ConfigError(f"--tensor-parallel-size is {self.num_cards}, it must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +84,8 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
     cache, schedule = config.cache, config.scheduler
     demand = CardDemand(
         device=target.device,
-        num_cards=target.num_cards,
+        num_cards=config.parallel.tensor_parallel_size,
+        num_stages=config.parallel.pipeline_parallel_size,
         width=WIDTHS[dtype],
         kv_width=KV_WIDTHS[target.kv_dtype] or WIDTHS[dtype],
         max_model_len=max_model_len,
@@ -182,8 +180,11 @@ def _head(plan: Plan) -> list[str]:
     title, demand = generation(target.device).title, card.demand
     chosen = _active_parameters(plan.facts)
     active = "" if chosen is None else f" ({chosen / 1e9:.2f} active)"
-    cards = f"{target.num_cards} cards" if target.num_cards > 1 else "1 card"
-    if target.num_cards > 1 and demand.distributes_experts:
+    num_cards = demand.num_cards * demand.num_stages
+    cards = f"{num_cards} cards" if num_cards > 1 else "1 card"
+    if demand.num_stages > 1:
+        cards += f" in {demand.num_stages} stages"
+    if demand.num_cards > 1 and demand.distributes_experts:
         cards += ", whole experts on each"
     return [
         f"{plan.facts.path}: {plan.facts.architecture}, {parameters / 1e9:.2f} billion parameters"
@@ -220,7 +221,10 @@ def _memory(plan: Plan) -> list[str]:
         ("    KV cache", kv, blocks),
         ("  margin", card.parts.margin, "never planned for"),
     )
-    lines = [f"{'each card':<16}{'GiB':>8}"]
+    which = "each card"
+    if demand.num_stages > 1:
+        which = f"stage {card.stage.rank + 1} of {demand.num_stages}"
+    lines = [f"{which:<16}{'GiB':>8}"]
     lines += [f"{name:<16}{size / GIB:>8.2f}  {what}".rstrip() for name, size, what in rows]
     return lines
 
@@ -283,7 +287,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "active_parameters": _active_parameters(plan.facts),
         "dtype": plan.dtype,
         "device": plan.target.device,
-        "tensor_parallel_size": plan.target.num_cards,
+        "tensor_parallel_size": demand.num_cards,
+        "pipeline_parallel_size": demand.num_stages,
+        "stage": card.stage.rank,
         "enable_expert_parallel": demand.distributes_experts,
         "max_model_len": demand.max_model_len,
         "max_num_seqs": demand.max_num_seqs,

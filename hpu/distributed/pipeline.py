@@ -6,44 +6,13 @@ the device.
 """
 
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from config.errors import ConfigError
+from config.parallel import Stage
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
-
-
-class Stage(NamedTuple):
-    """A stage among those that divide the layers of a model."""
-
-    rank: int = 0
-    size: int = 1
-
-    @property
-    def is_first(self) -> bool:
-        """Whether it has the embedding."""
-        return self.rank == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether it has the final norm and the head, and samples."""
-        return self.rank == self.size - 1
-
-    def layers(self, num_layers: int) -> range:
-        """Its layers of `num_layers`. Raises ConfigError when some stage would have none."""
-        if self.size > num_layers:
-            raise ConfigError(
-                f"the model has {num_layers} layers, and {self.size} stages "
-                "(--pipeline-parallel-size) need one each"
-            )
-        first, end = (num_layers * rank // self.size for rank in (self.rank, self.rank + 1))
-        return range(first, end)
-
-
-WHOLE = Stage()
-"""The one stage that has all layers."""
 
 
 class PipelineLink:

@@ -3,6 +3,9 @@
 Imports no torch. A test compares the number of parameters with that of the built models.
 """
 
+from collections.abc import Iterator
+
+from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
 from config.checkpoint.weight_maps.decoder import decoder_weight_map
 from config.checkpoint.weight_maps.shard import ShardRank, shard_of
 from config.model.architectures import ARCHITECTURES, decoder_spec
@@ -10,21 +13,41 @@ from config.model.decoder_spec import LayerSpec, uniform_layers
 from config.model.model_config import ModelConfig
 from config.model.split import latents_of, states_of
 from config.model.window_cache import CacheSizes, ring_blocks
+from config.parallel import WHOLE, Stage
 
 _EMBEDDING = "model.embed_tokens.weight"
 
 
 def count_parameters(
-    config: ModelConfig, num_cards: int = 1, *, distributes_experts: bool = False
+    config: ModelConfig,
+    num_cards: int = 1,
+    *,
+    distributes_experts: bool = False,
+    stage: Stage = WHOLE,
 ) -> int:
-    """Parameters on each of `num_cards`, with whole experts on each or with a part of each expert.
-    ConfigError for an architecture that is not built in and was not counted in its files."""
+    """Parameters on each of the `num_cards` of a pipeline stage, with whole experts on each or with
+    a part of each expert. ConfigError for an architecture that is not built in and was not counted
+    in its files."""
     if config.architecture not in ARCHITECTURES and config.num_parameters is not None:
         return config.num_parameters // num_cards
     weight_map = decoder_weight_map(config, decoder_spec(config))
     at = ShardRank(size=num_cards, expert_size=num_cards if distributes_experts else 1)
-    shards = (shard_of(spec, at) for spec in weight_map.entries())
+    own = _stage_entries(weight_map, stage, is_tied=config.tie_word_embeddings)
+    shards = (shard_of(spec, at) for spec in own)
     return sum(shard.spec.num_elements() for shard in shards if shard is not None)
+
+
+def _stage_entries(weight_map: WeightMap, stage: Stage, *, is_tied: bool) -> Iterator[WeightSpec]:
+    """The tensors of a stage, as Decoder divides them."""
+    for spec in weight_map.outer:
+        if spec.parameter.startswith("model.embed_"):
+            is_head = is_tied and stage.is_last and spec.parameter == _EMBEDDING
+            if stage.is_first or is_head:
+                yield spec
+        elif stage.is_last:
+            yield spec
+    for index in stage.layers(len(weight_map.layers)):
+        yield from weight_map.layers[index]
 
 
 def rotary_peak_bytes(config: ModelConfig, length: int) -> int:
@@ -67,25 +90,31 @@ def weight_bytes(
     width: int,
     length: int,
     distributes_experts: bool = False,
+    stage: Stage = WHOLE,
 ) -> int:
-    """Weights on one of `num_cards`, `width` bytes each, as count_parameters, with the rotary table
-    for sequences of `length` tokens."""
+    """Weights on one of the `num_cards` of a pipeline stage, `width` bytes each, as
+    count_parameters, with the rotary table for sequences of `length` tokens."""
     # Cosines and sines, each of the rotated size.
     rotary = 2 * sum(_rotated_sizes(config)) * length
     mla, absorbed = latents_of(config), 0
     if mla is not None:
-        absorbed = config.num_layers * config.num_heads // num_cards * mla.absorbed_size
-    parameters = count_parameters(config, num_cards, distributes_experts=distributes_experts)
+        num_layers = len(stage.layers(config.num_layers))
+        absorbed = num_layers * config.num_heads // num_cards * mla.absorbed_size
+    parameters = count_parameters(
+        config, num_cards, distributes_experts=distributes_experts, stage=stage
+    )
     return (parameters + rotary + absorbed) * width
 
 
-def kv_block_bytes(config: ModelConfig, *, num_cards: int, width: int, block_size: int) -> int:
-    """One KV block of all layers with attention on one card: keys and values of its shard of the
-    heads, or the latents, which every card has. Layers that share keys and values count once where
-    `config` has their number."""
+def kv_block_bytes(
+    config: ModelConfig, *, num_cards: int, width: int, block_size: int, stage: Stage = WHOLE
+) -> int:
+    """One KV block of a stage's layers with attention on one card: keys and values of its shard of
+    the heads, or the latents, which every card has. Layers that share keys and values count once
+    where `config` has their number."""
     if config.cached_numbers is not None:
         return config.cached_numbers // num_cards * width * block_size
-    num_layers = config.num_layers - len(states_of(config))
+    num_layers = len(stage.layers(config.num_layers)) - len(states_of(config))
     return num_layers * _cached_size(config, num_cards) * width * block_size
 
 

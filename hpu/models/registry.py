@@ -11,8 +11,8 @@ from config.errors import ConfigError
 from config.model.architectures import decoder_spec
 from config.model.family_fields import causal_name
 from config.model.model_config import ModelConfig
-from config.model.split import check_split
-from hpu.distributed.pipeline import WHOLE, Stage
+from config.model.split import check_split, check_stages
+from config.parallel import WHOLE, Stage
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.models.base import LoadableModel
 from hpu.models.decoder import Decoder
@@ -71,11 +71,7 @@ def build_model(
     """
     _check_groups(config, group, expert_group)
     spec = decoder_spec(config)
-    if stage.size > 1 and spec.states:
-        raise ConfigError(
-            f"{config.path} has layers with a state, which {stage.size} stages "
-            "(--pipeline-parallel-size) cannot divide yet: use --tensor-parallel-size"
-        )
+    check_stages(config, stage.size)
     length = config.max_position if max_model_len is None else max_model_len
     return Decoder(
         config,

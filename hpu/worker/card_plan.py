@@ -1,17 +1,21 @@
 """CardPlan: how a model fits a card's memory, and what would make it fit. Pure arithmetic."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from config.errors import ConfigError
+from config.model.architectures import ARCHITECTURES
 from config.model.model_config import ModelConfig
-from config.model.split import check_split
+from config.model.split import check_split, check_stages
 from config.model.window_cache import rings_hold_more
+from config.parallel import WHOLE, Stage
 from hpu.gaudi_devices import GENERATIONS, GIB, generation
 from hpu.model_loader.size_estimate import (
     activation_bytes,
     context_bytes,
+    kv_block_bytes,
     kv_cache_sizes,
     state_bytes,
     weight_bytes,
@@ -20,6 +24,8 @@ from hpu.worker.memory import MemoryPlan, num_blocks, plan_memory
 
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
 """Sizes that a machine of eight cards can form."""
+PIPELINE_PARALLEL_SIZES = (2, 3, 4)
+"""Machines of eight cards that are proposed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +34,9 @@ class CardDemand:
 
     device: str
     num_cards: int
+    """Cards that each layer is divided among."""
+    num_stages: int = 1
+    """Pipeline stages of so many cards each."""
     width: int
     """Bytes of a weight or an activation."""
     kv_width: int
@@ -68,6 +77,8 @@ class CardPlan:
     """Of layers that keep a state of each sequence."""
     ring_bytes: int = 0
     """Of layers that cache a window of each sequence, and are in no block."""
+    stage: Stage = WHOLE
+    """Whose cards these are."""
 
     @property
     def free_bytes(self) -> int:
@@ -92,8 +103,21 @@ class CardPlan:
 
 
 def plan_card(facts: ModelConfig, demand: CardDemand) -> CardPlan:
-    """Apply the documented memory split. Raises ConfigError when the model cannot be sharded or is
-    not supported."""
+    """Apply the documented memory split; with pipeline stages on the cards that hold the fewest
+    blocks, since all hold as many. Raises ConfigError when the model cannot be sharded or is not
+    supported."""
+    if demand.num_stages > 1 and facts.architecture not in ARCHITECTURES:
+        raise ConfigError(
+            f"{facts.path} is a {facts.architecture}, which is not built in, and "
+            f"--pipeline-parallel-size is {demand.num_stages}: use --tensor-parallel-size"
+        )
+    check_stages(facts, demand.num_stages)
+    stages = (Stage(rank, demand.num_stages) for rank in range(demand.num_stages))
+    plans = [_plan_stage(facts, demand, stage) for stage in stages]
+    return min(plans, key=lambda plan: (plan.fits, plan.num_blocks, plan.free_bytes))
+
+
+def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPlan:
     distributes_experts = demand.distributes_experts and demand.num_cards > 1
     check_split(facts, demand.num_cards, distributes_experts=distributes_experts)
     card = demand.card_bytes or generation(demand.device).usable_bytes
@@ -103,6 +127,7 @@ def plan_card(facts: ModelConfig, demand: CardDemand) -> CardPlan:
         width=demand.width,
         length=demand.max_model_len,
         distributes_experts=distributes_experts,
+        stage=stage,
     )
     activations = activation_bytes(
         facts,
@@ -137,8 +162,16 @@ def plan_card(facts: ModelConfig, demand: CardDemand) -> CardPlan:
     parts, block_bytes, rings = _parts(demand, free), sizes.block, 0
     kv_bytes = parts.kv if demand.kv_bytes is None else demand.kv_bytes
     context_blocks = math.ceil(demand.max_model_len / demand.block_size)
-    # A model with states caches no prefixes.
-    if (not demand.prefix_caching or states) and rings_hold_more(
+    if stage.size > 1:
+        block_bytes = kv_block_bytes(
+            facts,
+            num_cards=demand.num_cards,
+            width=demand.kv_width,
+            block_size=demand.block_size,
+            stage=stage,
+        )
+    # A model with states caches no prefixes, and stages have no rings.
+    elif (not demand.prefix_caching or states) and rings_hold_more(
         sizes,
         int(kv_bytes) if demand.num_blocks is None else max(0, free),
         demand.num_blocks or demand.max_num_seqs * context_blocks,
@@ -149,7 +182,9 @@ def plan_card(facts: ModelConfig, demand: CardDemand) -> CardPlan:
     blocks = demand.num_blocks
     if blocks is None:
         blocks = num_blocks(kv_bytes, block_bytes)
-    return CardPlan(demand, card, weights, activations, parts, block_bytes, blocks, states, rings)
+    return CardPlan(
+        *(demand, card, weights, activations, parts, block_bytes, blocks, states, rings, stage)
+    )
 
 
 def _parts(demand: CardDemand, free: int) -> MemoryPlan:
@@ -198,15 +233,24 @@ def _smaller_demands(plan: CardPlan) -> Iterator[str]:
 def _more_memory(facts: ModelConfig, plan: CardPlan) -> Iterator[str]:
     """More cards, or other cards."""
     demand = replace(plan.demand, num_blocks=None, kv_bytes=None)
-    for count in TENSOR_PARALLEL_SIZES:
-        if count > demand.num_cards and (text := _fitting(facts, replace(demand, num_cards=count))):
-            yield f"--tensor-parallel-size {count}: {text}"
-            break
+    yield from itertools.islice(_more_cards(facts, demand), 1)
     if demand.card_bytes is None:
         for name, other in GENERATIONS.items():
             larger = other.memory_bytes > generation(demand.device).memory_bytes
             if larger and (text := _fitting(facts, replace(demand, device=name))):
                 yield f"--device {name}: {text}"
+
+
+def _more_cards(facts: ModelConfig, demand: CardDemand) -> Iterator[str]:
+    """More cards of one machine, then several machines of eight cards, a stage on each."""
+    for count in TENSOR_PARALLEL_SIZES:
+        if count > demand.num_cards and (text := _fitting(facts, replace(demand, num_cards=count))):
+            yield f"--tensor-parallel-size {count}: {text}"
+    for stages in PIPELINE_PARALLEL_SIZES:
+        more = replace(demand, num_cards=TENSOR_PARALLEL_SIZES[-1], num_stages=stages)
+        if stages > demand.num_stages and (text := _fitting(facts, more)):
+            flags = f"--tensor-parallel-size {more.num_cards} --pipeline-parallel-size {stages}"
+            yield f"{flags}, on {stages} machines: {text}"
 
 
 def _fitting(facts: ModelConfig, demand: CardDemand) -> str | None:

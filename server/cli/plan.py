@@ -25,13 +25,6 @@ def plan_parser() -> Parser:
         "--device", choices=DEVICES, default="gaudi3", help="Generation of the cards [gaudi3]"
     )
     group.add_argument(
-        "--tensor-parallel-size",
-        type=number(int, minimum=1),
-        default=1,
-        metavar="N",
-        help="Cards per model [1]",
-    )
-    group.add_argument(
         "--kv-cache-dtype",
         choices=tuple(KV_WIDTHS),
         default="auto",
@@ -65,7 +58,6 @@ def main(argv: list[str]) -> int:
     args, engine = loaded.arguments, loaded.engine
     target = Target(
         device=args.device,
-        num_cards=args.tensor_parallel_size,
         kv_dtype=args.kv_cache_dtype,
         card_bytes=None if args.card_gib is None else int(args.card_gib * 2**30),
         lengths=_lengths(args.lengths),

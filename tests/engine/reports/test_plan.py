@@ -31,6 +31,13 @@ def config(**changed: Any) -> EngineConfig:
     return EngineConfig("8b", **{**given, **changed})
 
 
+def on_cards(num_cards: int, num_stages: int = 1, **changed: Any) -> EngineConfig:
+    parallel = ParallelConfig(
+        tensor_parallel_size=num_cards, pipeline_parallel_size=num_stages, **changed
+    )
+    return config(parallel=parallel)
+
+
 def test_both_reports_say_the_same() -> None:
     plan = make_plan(FACTS, config(), Target(device="gaudi2", lengths=(2000, 4096)))
 
@@ -111,7 +118,7 @@ def test_a_reserve_too_small_for_all_graphs_is_noted() -> None:
 
 
 def test_what_is_only_planned_is_called_so() -> None:
-    plan = make_plan(FACTS, config(), Target(device="gaudi3", num_cards=8, kv_dtype="fp8_inc"))
+    plan = make_plan(FACTS, on_cards(8), Target(device="gaudi3", kv_dtype="fp8_inc"))
 
     text = as_text(plan)
 
@@ -145,8 +152,8 @@ def test_told_blocks_are_the_plans() -> None:
     [
         ({"max_model_len": 20000}, {}, "max-model-len is 20000.*made for 16384"),
         ({}, {"lengths": (5000,)}, "a length is 5000.*max-model-len, 4096"),
-        ({}, {"num_cards": 3}, "32 query heads, and 3"),
-        ({}, {"num_cards": 0}, "tensor-parallel-size is 0"),
+        ({"parallel": ParallelConfig(tensor_parallel_size=3)}, {}, "32 query heads, and 3"),
+        ({"parallel": ParallelConfig(pipeline_parallel_size=33)}, {}, "32 layers, and 33 stages"),
         ({}, {"device": "gaudi1"}, "'gaudi1' is not one of gaudi2, gaudi3"),
     ],
 )
@@ -205,8 +212,7 @@ DEEPSEEK_R1 = {
 
 def test_a_model_of_70_billion_parameters_fits_eight_cards() -> None:
     one, eight = (
-        as_json(make_plan(LLAMA_70B, config(), Target(device="gaudi2", num_cards=count)))
-        for count in (1, 8)
+        as_json(make_plan(LLAMA_70B, on_cards(count), Target(device="gaudi2"))) for count in (1, 8)
     )
 
     assert one["parameters"] == eight["parameters"] == 70_553_706_496
@@ -220,11 +226,11 @@ def test_a_model_of_70_billion_parameters_fits_eight_cards() -> None:
 def test_whole_experts_are_planned_on_eight_cards(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_R1))
     facts = read_model_config(str(tmp_path))
-    target = Target(device="gaudi3", num_cards=8)
+    target = Target(device="gaudi3")
 
-    whole, parts = (
-        make_plan(facts, config(parallel=ParallelConfig(enable_expert_parallel=each)), target)
-        for each in (True, False)
+    whole, parts, two_machines = (
+        make_plan(facts, on_cards(8, stages, enable_expert_parallel=whole), target)
+        for stages, whole in ((1, True), (1, False), (2, True))
     )
 
     told = as_json(whole)
@@ -237,5 +243,14 @@ def test_whole_experts_are_planned_on_eight_cards(tmp_path: Path) -> None:
     assert told["block_bytes"] == 61 * 576 * 2 * 128
     # 1.3 TB of weights in bfloat16 are more than eight cards of 128 GB have.
     assert not told["fits"]
+    assert any(
+        line.startswith("--tensor-parallel-size 8 --pipeline-parallel-size 2, on 2 machines: ")
+        for line in told["changes"]
+    )
+    told = as_json(two_machines)
+    assert told["fits"] and (told["pipeline_parallel_size"], told["stage"]) == (2, 1)
+    assert told["block_bytes"] == 31 * 576 * 2 * 128
+    assert "16 cards in 2 stages, whole experts on each" in as_text(two_machines)
+    assert "stage 2 of 2" in as_text(two_machines)
     with pytest.raises(ConfigError, match="has no experts that could be distributed"):
-        make_plan(FACTS, config(parallel=ParallelConfig(enable_expert_parallel=True)), target)
+        make_plan(FACTS, on_cards(2, enable_expert_parallel=True), target)

@@ -13,6 +13,7 @@ from config.errors import ConfigError
 from config.model.model_config import ModelConfig
 from config.model.read_config import read_model_config
 from config.model.split import check_split
+from config.parallel import Stage
 from hpu.model_loader.size_estimate import (
     context_bytes,
     count_active_parameters,
@@ -78,6 +79,30 @@ def test_the_parameters_are_those_of_the_real_decoder(
     assert kv_block_bytes(facts, num_cards=1, width=4, block_size=16) == block_bytes(
         model, 16, torch.float32
     )
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("deepseek_v3", {}),
+        ("phimoe", {}),
+    ],
+)
+def test_the_parameters_of_a_stage_are_those_of_its_decoder(
+    family: str, overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    facts = tiny(tmp_path, family, num_hidden_layers=3, **overrides)
+
+    for rank in range(2):
+        stage = Stage(rank, 2)
+        model = build_model(facts, dtype=torch.float32, device=torch.device("cpu"), stage=stage)
+
+        assert count_parameters(facts, stage=stage) == sum(p.numel() for p in model.parameters())
+        assert kv_block_bytes(
+            facts, num_cards=1, width=4, block_size=16, stage=stage
+        ) == block_bytes(model, 16, torch.float32)
 
 
 def test_a_checkpoint_on_disk_is_sized_as_it_was_saved(tmp_path: Path) -> None:
