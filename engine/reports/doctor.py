@@ -72,7 +72,8 @@ def diagnose(machine: Machine, config: EngineConfig, cache_folder: str) -> Diagn
     """Check everything that a server with `config` needs."""
     device_name, reason = _device(machine, config.device)
     packages = {name: machine.version(name) for name in PACKAGES}
-    cards = preflight(machine)
+    num_cards = config.parallel.world_size * config.data_parallel.num_local
+    cards = preflight(machine, num_cards=num_cards)
     mode, contradiction = _mode(machine, config, device_name)
     gaudi: tuple[Finding, ...] = cards.findings
     if device_name != "hpu" and not has_sign_of_gaudi(machine):

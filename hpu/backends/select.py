@@ -35,7 +35,9 @@ def _gaudi(config: EngineConfig, ranks: Ranks) -> Backend:
     from hpu.doctor.software import driver_version
 
     machine = Machine(environment=env.environment())
-    check_start(machine)
+    # With a local rank, how many of the cards are on this host is not known.
+    num_cards = ranks.world_size if ranks.local_rank is None else 1
+    check_start(machine, num_cards=num_cards, rank=ranks.device_index)
     choice = env.hpu_mode(config)
     env.set_missing(env.hpu_environment(config))
     from hpu.backends.gaudi import GaudiBackend

@@ -1,7 +1,11 @@
 """Agreement: numbers that all ranks of a model must have alike, though each measures its own."""
 
+import json
+from collections.abc import Mapping
+
 import torch
 
+from config.errors import ConfigError
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 
 SHORT_BYTES = 1024
@@ -47,6 +51,20 @@ class Agreement:
         if self.is_first:
             rest = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return self._host.broadcast(rest).numpy().tobytes()
+
+    def check_same(self, facts: Mapping[str, str], where: str) -> None:
+        """Raise ConfigError when `facts` (versions, say) differ from those of the first rank.
+        `where`: this rank's place, for the message."""
+        if self._host.size == 1:
+            return
+        first: dict[str, str] = json.loads(self.of_first(json.dumps(dict(facts)).encode()))
+        differing = [
+            f"{name} is {facts.get(name)} on {where} and {first.get(name)} on rank 0"
+            for name in {**first, **facts}
+            if facts.get(name) != first.get(name)
+        ]
+        if differing:
+            raise ConfigError(f"all ranks must have the same versions, and {'; '.join(differing)}")
 
     def all_true(self, value: bool) -> bool:
         """Whether `value` is true on all ranks."""

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from config.errors import ConfigError
 from hpu.doctor.cards import Card, Cards, find_cards
 from hpu.doctor.environment import environment_findings, host_findings, visible_modules
+from hpu.doctor.links import group_findings
 from hpu.doctor.machine import ERROR, OK, WARN, Finding, Machine
 from hpu.doctor.software import (
     has_runtime,
@@ -43,6 +44,8 @@ def preflight(machine: Machine, *, num_cards: int = 1, rank: int | None = None) 
         findings = [_as_warning(finding) for finding in findings]
     findings += environment_findings(machine, found.cards, num_cards)
     findings += _card_findings(machine, found, num_cards, rank)
+    if rank is None:
+        findings += group_findings(machine, _visible(machine, found.cards), num_cards)
     findings += host_findings(machine, num_cards)
     return Preflight(tuple(findings), found.cards)
 
@@ -86,9 +89,7 @@ def _card_findings(
         findings.append(
             Finding(level, "cards", f"this user may not open {nodes}", "run as a user who may")
         )
-    visible = visible_modules(machine)
-    visible_cards = [card for card in cards if visible is None or card.module in (None, *visible)]
-    findings += _cards_in_use(machine, visible_cards, num_cards, rank)
+    findings += _cards_in_use(machine, list(_visible(machine, cards)), num_cards, rank)
     if found.hidden_processes and not any(card.holders for card in cards):
         findings.append(
             Finding(
@@ -99,6 +100,12 @@ def _card_findings(
             )
         )
     return findings
+
+
+def _visible(machine: Machine, cards: tuple[Card, ...]) -> tuple[Card, ...]:
+    """Those that the variable names, or all."""
+    modules = visible_modules(machine)
+    return tuple(card for card in cards if modules is None or card.module in (None, *modules))
 
 
 def _kernels(machine: Machine, cards: tuple[Card, ...]) -> list[Finding]:

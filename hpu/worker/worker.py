@@ -3,6 +3,7 @@ which frees the device's memory until wake-up builds the same again."""
 
 import gc
 import logging
+import platform
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,11 +16,13 @@ from config.errors import ConfigError, RequestFailed, UserError
 from config.model.model_config import ModelConfig
 from config.model.pooler import choose_pooler
 from config.model.read_config import read_model_config
+from config.version import VERSION
 from hpu.backends.base import Backend
 from hpu.backends.select import select_backend
 from hpu.distributed.agreement import Agreement
 from hpu.distributed.pipeline import SINGLE_STAGE, PipelineLink
 from hpu.distributed.process_groups import SINGLE_RANK, ProcessGroups, Ranks, make_groups
+from hpu.doctor.machine import distribution_version
 from hpu.gaudi_devices import GIB
 from hpu.model_loader.offloaded_weights import OffloadedWeights, offload
 from hpu.profiling.diagnostics import CountsWork, Diagnostics
@@ -270,6 +273,7 @@ class Worker:
             pipeline=self._config.parallel.pipeline_parallel_size,
             mark_step=self._backend.mark_step if self._backend.compiles else None,
         )
+        Agreement(self._groups.host).check_same(_versions(), f"rank {self._ranks.rank}")
         self._link = PipelineLink(self._groups.pipeline, self._backend.device)
         self._facts = read_model_config(self._config.model)
         self._loaded = self._load(on_progress)
@@ -363,3 +367,11 @@ class Worker:
             pooling=None if loaded.pooler is None else loaded.pooler.facts,
             prefill_launch_tokens=0 if loaded.pads else backend.prefill_launch_tokens,
         )
+
+
+def _versions() -> dict[str, str]:
+    """What must be the same on all ranks of a model, of which some may be on other hosts."""
+    versions = {"gaudiserve": VERSION, "Python": platform.python_version()}
+    for name in ("torch", "transformers", "habana-torch-plugin"):
+        versions[name] = distribution_version(name) or "not installed"
+    return versions

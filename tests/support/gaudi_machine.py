@@ -26,6 +26,8 @@ class GaudiMachine:
         }
         self.modules = {"habana_frameworks"}
         self.driver: str | None = "1.22.1-6f0bb5a"
+        self.links_down: list[tuple[int, int]] = []
+        """(card, port)"""
         self.smi_modules: list[int] = list(range(cards))
         self.write("proc/modules", "".join(f"{name} 16384 0 - Live 0x0\n" for name in MODULES))
         self.huge_pages(ENOUGH_PAGES)
@@ -70,6 +72,8 @@ class GaudiMachine:
         """What hl-smi prints, if the machine has a driver."""
         if argv[0] != "hl-smi" or self.driver is None:
             return None
+        if "-n" in argv:
+            return self.ports(argv[2], argv[4])
         if "driver_version" in argv:
             return f"{self.driver}\n" * len(self.smi_modules)
         return "".join(
@@ -77,6 +81,16 @@ class GaudiMachine:
             f"131072 MiB, 672 MiB\n"
             for index, module in enumerate(self.smi_modules)
         )
+
+    def ports(self, what: str, bus_id: str) -> str:
+        """What `hl-smi -n` prints: six ports, the last of them to other hosts and not in use."""
+        words = ["internal"] * 5 + ["external"]
+        if what == "link":
+            words = ["UP"] * 5 + ["DOWN"]
+            for card, port in self.links_down:
+                if bus_id == f"0000:{card + 0x10:02x}:00.0":
+                    words[port] = "DOWN"
+        return "".join(f"port {port:2d}:\t{word}\n" for port, word in enumerate(words))
 
     def seen(self, **changes: Any) -> Machine:
         """The machine as a preflight sees it."""

@@ -7,6 +7,8 @@ import torch
 from rank_pool import RankPool
 from torch import Tensor
 
+from config.errors import ConfigError
+from hpu.distributed.agreement import Agreement
 from hpu.distributed.process_groups import (
     SINGLE,
     ProcessGroup,
@@ -107,3 +109,22 @@ def test_tensor_ranks_are_adjacent_then_stages_then_replicas() -> None:
     assert members["pipeline"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert members["expert"] == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert members["data"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def check_versions(group: ProcessGroup) -> str:
+    """The error of a rank whose version differs, if any."""
+    versions = {"torch": f"2.{7 + group.rank}", "python": "3.11"}
+    try:
+        Agreement(group).check_same(versions, f"rank {group.rank}")
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_with_another_version_is_told_both(pool: RankPool) -> None:
+    same, different = pool.run(2, check_versions)
+
+    assert same == ""
+    assert different == (
+        "all ranks must have the same versions, and torch is 2.8 on rank 1 and 2.7 on rank 0"
+    )

@@ -250,3 +250,35 @@ def test_this_machine_is_read_by_the_same_means() -> None:
     assert run_command(["no-such-command-anywhere"]) is None
     assert run_command(["echo", "1.22.1"]) == "1.22.1\n"
     assert preflight(Machine(environment={})).findings
+
+
+def test_links_between_cards_that_are_down_are_named(gaudi: GaudiMachine) -> None:
+    def told() -> list[str]:
+        found = preflight(gaudi.seen(), num_cards=8).findings
+        return [f"{one.level} {one.what}" for one in found if one.about == "links"]
+
+    assert told() == ["ok 40 links between 8 cards are up"]
+    gaudi.links_down = [(2, 1), (3, 4)]
+    (warning,) = told()
+    assert warning.startswith("warn 2 of 40 links between cards are not up: port 1 of module 2, ")
+    assert "; port 4 of module 3, " in warning
+    gaudi.environment["HABANA_VISIBLE_MODULES"] = "0,1,4,5,6,7"
+    assert told() == ["ok 30 links between 6 cards are up"]
+
+
+def test_links_are_of_no_interest_to_one_card(gaudi: GaudiMachine) -> None:
+    gaudi.links_down = [(0, 1)]
+
+    assert levels(gaudi.seen()) == {}
+    check_start(gaudi.seen(), num_cards=8, rank=0)
+
+
+def test_cards_of_two_generations_cannot_work_together(tmp_path: Path) -> None:
+    mixed = GaudiMachine(tmp_path, cards=4)
+    mixed.card(4, pci_id="0x1020")
+    mixed.smi_modules.append(4)
+
+    (error,) = preflight(mixed.seen(), num_cards=4).errors
+
+    assert error.what == "the cards are of 2 generations: 1 are gaudi2, 4 are gaudi3"
+    assert preflight(mixed.seen()).errors == ()

@@ -1,0 +1,71 @@
+"""What several cards must have in common, and whether their links to each other are up, as hl-smi
+tells."""
+
+import re
+
+from hpu.doctor.cards import Card
+from hpu.doctor.machine import ERROR, OK, WARN, Finding, Machine
+
+_PORT = re.compile(r"port\s+(\d+)\s*:\s*(\w+)")
+"""A line of `hl-smi -n link` (UP or DOWN) and of `hl-smi -n ports` (internal or external)."""
+
+
+def group_findings(machine: Machine, cards: tuple[Card, ...], num_cards: int) -> list[Finding]:
+    """Of `cards`, of which `num_cards` work together; nothing about one card."""
+    if num_cards == 1 or not cards:
+        return []
+    return [*_generations(cards), *_links(machine, cards)]
+
+
+def _generations(cards: tuple[Card, ...]) -> list[Finding]:
+    generations = sorted({card.generation for card in cards if card.generation})
+    if len(generations) < 2:
+        return []
+    counts = (
+        f"{sum(card.generation == name for card in cards)} are {name}" for name in generations
+    )
+    return [
+        Finding(
+            ERROR,
+            "generations",
+            f"the cards are of {len(generations)} generations: {', '.join(counts)}",
+            "name cards of one generation in HABANA_VISIBLE_MODULES",
+        )
+    ]
+
+
+def _links(machine: Machine, cards: tuple[Card, ...]) -> list[Finding]:
+    """Ports between cards that are down. External ports, to other hosts, may be unused."""
+    down, num_up = [], 0
+    for card in cards:
+        states = _ports(machine, card, "link")
+        kinds = _ports(machine, card, "ports")
+        for port, state in states.items():
+            if kinds.get(port, "internal") == "external":
+                continue
+            if state == "up":
+                num_up += 1
+            else:
+                down.append(f"port {port} of {card} is {state}")
+    if down:
+        return [
+            Finding(
+                WARN,
+                "links",
+                f"{len(down)} of {num_up + len(down)} links between cards are not up: "
+                f"{'; '.join(down)}",
+                "collectives over them hang or are slow: look at `hl-smi -n link -i BUS_ID`, and "
+                "load the driver again on the host",
+            )
+        ]
+    if num_up:
+        return [Finding(OK, "links", f"{num_up} links between {len(cards)} cards are up")]
+    return [Finding(OK, "links", "hl-smi tells nothing about the links between cards")]
+
+
+def _ports(machine: Machine, card: Card, what: str) -> dict[int, str]:
+    """By port, in small letters; empty if unknown."""
+    if not card.bus_id:
+        return {}
+    text = machine.run(["hl-smi", "-n", what, "-i", card.bus_id])
+    return {int(port): word.lower() for port, word in _PORT.findall((text or "").lower())}
