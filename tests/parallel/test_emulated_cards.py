@@ -61,29 +61,20 @@ def tokens(llm: LLM, count: int) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path: Path = make_tiny("mixtral", tmp_path_factory.mktemp("tiny"), seed=3)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def expected(folder: str) -> list[list[int]]:
-    with LLM(folder, **CPU) as llm:
-        return tokens(llm, NUM_REQUESTS)
-
-
 @pytest.mark.parametrize(
-    ("setup", "count"),
+    ("family", "setup", "count"),
     [
-        ({"tensor_parallel_size": 2, "compare_ranks": True}, NUM_REQUESTS),
-        ({"tensor_parallel_size": 4, "enable_expert_parallel": True}, 200),
+        ("mixtral", {"tensor_parallel_size": 2, "compare_ranks": True}, NUM_REQUESTS),
+        ("qwen3_moe", {"tensor_parallel_size": 4, "enable_expert_parallel": True}, 200),
     ],
     ids=["tp 2", "ep 4"],
 )
 def test_random_requests_compile_nothing_and_fall_back_never(
-    setup: dict[str, Any], count: int, folder: str, expected: list[list[int]]
+    family: str, setup: dict[str, Any], count: int, tmp_path: Path
 ) -> None:
+    folder = str(make_tiny(family, tmp_path, seed=3))
+    with LLM(folder, **CPU) as llm:
+        expected = tokens(llm, count)
     with LLM(folder, **CARD, **setup) as llm:
         assert llm._client.ready is not None
         ranks = llm._client.ready.ranks
@@ -95,7 +86,7 @@ def test_random_requests_compile_nothing_and_fall_back_never(
     differing = [
         (sampling.temperature, index)
         for index, ((_, sampling), one, other) in enumerate(
-            zip(random_requests(count), found, expected[:count], strict=True)
+            zip(random_requests(count), found, expected, strict=True)
         )
         if one != other
     ]

@@ -1,5 +1,6 @@
-"""Tensor, expert and data parallelism against one process: the same tokens and log-probabilities,
-with chunks, preemptions, prefix hits, grammars, beams, seeds and penalties at once."""
+"""Tensor, pipeline, expert and data parallelism against one process: the same tokens and
+log-probabilities, with chunks, preemptions, prefix hits, grammars, beams, seeds and penalties at
+once."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,12 +20,16 @@ TP2: dict[str, Any] = {"tensor_parallel_size": 2, "compare_ranks": True}
 TP4: dict[str, Any] = {"tensor_parallel_size": 4}
 EP2: dict[str, Any] = {**TP2, "enable_expert_parallel": True}
 EP4: dict[str, Any] = {**TP4, "enable_expert_parallel": True}
+PP2: dict[str, Any] = {"pipeline_parallel_size": 2}
 DP2: dict[str, Any] = {"data_parallel_size": 2}
 SETUPS = {
     "tp 2": TP2,
     "tp 4": TP4,
     "ep 2": EP2,
     "ep 4": EP4,
+    "pp 2": PP2,
+    "tp 2, pp 2": {**TP2, **PP2},
+    "ep 2, pp 2": {**EP2, **PP2},
     "dp 2": DP2,
     "dp 2, tp 2": {**DP2, **TP2},
     "dp 2, ep 2": {**DP2, **EP2},
@@ -40,14 +45,14 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "llama": Case("llama", ("tp 2", "tp 4", "dp 2", "dp 2, tp 2")),
+    "llama": Case("llama", ("tp 2", "tp 4", "pp 2", "tp 2, pp 2", "dp 2", "dp 2, tp 2")),
     "llama, tokens that do not divide": Case("llama", ("tp 4",), {"vocab_size": 323}),
     "qwen3, one KV head": Case("qwen3", ("tp 4",), {"num_key_value_heads": 1}),
-    "qwen3_moe": Case("qwen3_moe", ("tp 2", "ep 2", "ep 4", "dp 2, ep 2")),
-    "deepseek_v3": Case("deepseek_v3", ("tp 2", "ep 2", "ep 4")),
+    "qwen3_moe": Case("qwen3_moe", ("tp 2", "ep 2", "ep 4", "ep 2, pp 2", "dp 2, ep 2")),
+    "deepseek_v3": Case("deepseek_v3", ("tp 2", "ep 2", "ep 4", "pp 2")),
     "gemma3": Case(
         "gemma3_text",
-        ("tp 2", "dp 2"),
+        ("tp 2", "pp 2", "dp 2"),
         {
             "head_dim": 16,
             "sliding_window": 24,
@@ -55,7 +60,7 @@ CASES = {
             "initializer_range": 0.3,
         },
     ),
-    "gpt_oss": Case("gpt_oss", ("tp 2", "ep 2")),
+    "gpt_oss": Case("gpt_oss", ("tp 2", "ep 2", "tp 2, pp 2")),
     "granitemoehybrid": Case("granitemoehybrid", ("tp 2", "tp 4", "dp 2")),
 }
 # gemma3_text is a model of transformers and needs no fields of its own in FAMILIES.
