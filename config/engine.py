@@ -261,6 +261,8 @@ class EngineConfig:
                 f"{self.data_parallel.data_parallel_size}: one engine runs on all processes of "
                 "the launcher"
             )
+        if self.num_coupled_engines > 1:
+            self._check_coupled()
         if self.quantization is not None and self.dtype not in ("auto", "bfloat16"):
             raise ConfigError(
                 f"quantization is {self.quantization} and dtype is {self.dtype}: quantized weights "
@@ -281,6 +283,34 @@ class EngineConfig:
                 "contiguous_pa and enable_prefix_caching are both on: shared blocks cannot be "
                 "read as one slice; turn one of them off"
             )
+
+    def _check_coupled(self) -> None:
+        what = (
+            f"data_parallel_size is {self.data_parallel.data_parallel_size} and "
+            "enable_expert_parallel is set, so that all engines step together"
+        )
+        if self.parallel.pipeline_parallel_size > 1:
+            raise ConfigError(
+                f"{what}: pipeline_parallel_size is {self.parallel.pipeline_parallel_size}, it "
+                "must be 1"
+            )
+        if self.data_parallel.num_remote or not self.data_parallel.has_api_servers:
+            raise ConfigError(
+                f"{what}: {self.data_parallel.num_local} of them are on this host, and engines of "
+                "several hosts cannot share experts yet"
+            )
+        if self.executor == RAY:
+            raise ConfigError(
+                f"{what}: distributed_executor_backend is ray, which runs one engine; use mp"
+            )
+
+    @property
+    def num_coupled_engines(self) -> int:
+        """Engines that step together, because experts are distributed over the devices of all; 1:
+        each engine steps alone."""
+        if not self.parallel.enable_expert_parallel:
+            return 1
+        return self.data_parallel.data_parallel_size
 
     @property
     def max_inflight_steps(self) -> int:

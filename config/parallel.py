@@ -22,7 +22,8 @@ class ParallelConfig:
     )
     enable_expert_parallel: bool = setting(
         False,
-        "Distribute whole experts over the tensor-parallel devices, in place of dividing each one",
+        "Distribute whole experts over the tensor-parallel devices, in place of dividing each one; "
+        "with --data-parallel-size over those of all engines, which then step together",
     )
     compare_ranks: bool = setting(
         False,

@@ -83,12 +83,19 @@ def check_model_config(
 
 def _check_ranks(config: EngineConfig, facts: ModelConfig, *, is_pooling: bool) -> None:
     """The worker checks the models that are not built in, whose layers are not known here."""
-    parallel = config.parallel
-    if parallel.tensor_parallel_size > 1:
+    parallel, num_engines = config.parallel, config.num_coupled_engines
+    if num_engines > 1 and is_pooling:
+        raise ConfigError(
+            f"{facts.path} is served for pooling, and --enable-expert-parallel with "
+            f"--data-parallel-size {num_engines} distributes experts over engines that generate: "
+            "leave --enable-expert-parallel out"
+        )
+    if parallel.tensor_parallel_size > 1 or num_engines > 1:
         check_split(
             replace(facts, architecture=causal_name(facts.architecture)) if is_pooling else facts,
             parallel.tensor_parallel_size,
             distributes_experts=parallel.enable_expert_parallel and not is_pooling,
+            num_engines=num_engines,
         )
     if not is_pooling:
         check_stages(facts, parallel.pipeline_parallel_size)

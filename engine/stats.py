@@ -51,6 +51,11 @@ class StepStats:
         counts.useful_tokens[phase] = counts.useful_tokens.get(phase, 0) + useful
         counts.padding_tokens[phase] = counts.padding_tokens.get(phase, 0) + padded - useful
 
+    def count_padding(self, phase: str, padding: int) -> None:
+        """Count tokens of padding that a launch computes for other engines."""
+        counts = self.counts.padding_tokens
+        counts[phase] = counts.get(phase, 0) + padding
+
     def count_refusal(self, phase: str) -> None:
         """Count a sequence that was rejected because its launch would have to be compiled."""
         name = f"{phase}.refused"

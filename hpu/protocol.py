@@ -31,16 +31,32 @@ TOKEN_BYTES = 4
 
 
 class Ranks(NamedTuple):
-    """This process among those that run one model."""
+    """This process among those that run one engine's model, and the engine among those that share
+    experts."""
 
     world_size: int = 1
+    """Of the engine."""
     rank: int = 0
+    """In the engine."""
     init_method: str = ""
     """Rendezvous, as torch.distributed spells it: tcp://host:port or file://path."""
     timeout_s: float = 1800.0
     """How long a rank waits for the others, at the start and in each collective."""
     local_rank: int | None = None
     """The index of its device among those of this host; None: `rank`."""
+    engine: int = 0
+    num_engines: int = 1
+    """Engines that step together, since their experts are distributed over the ranks of all."""
+
+    @property
+    def global_size(self) -> int:
+        """Ranks of all engines, which meet."""
+        return self.world_size * self.num_engines
+
+    @property
+    def global_rank(self) -> int:
+        """Among `global_size`; the ranks of an engine are adjacent."""
+        return self.engine * self.world_size + self.rank
 
     @property
     def device_index(self) -> int:
@@ -113,6 +129,8 @@ class Launch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     last (`samples[i]`). A request of a decode computes the token that it sampled last, and always
     samples: `query_lens` and `samples` are empty. For a pooling model every launch is a prefill,
     `req_indices` are indices into the plan's `texts`, and nothing samples.
+
+    A launch without requests computes padding only, for the experts of other engines.
     """
 
     phase: int

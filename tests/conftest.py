@@ -21,6 +21,9 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 for name in [name for name in os.environ if name.startswith(("GAUDISERVE_", "VLLM_"))]:
     del os.environ[name]
 
+# The servers that tests start would compile our modules each time.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 TESTS = Path(__file__).parent
 FIRST = ("hpu", "e2e")
 

@@ -13,9 +13,16 @@ MAX_RANKS = 1024
 """Sizes of a group up to here are named in errors."""
 
 
-def check_split(config: ModelConfig, num_cards: int, *, distributes_experts: bool = False) -> None:
+def check_split(
+    config: ModelConfig,
+    num_cards: int,
+    *,
+    distributes_experts: bool = False,
+    num_engines: int = 1,
+) -> None:
     """ConfigError, with both numbers and those that work, when the model cannot be divided among so
-    many cards. `distributes_experts`: whole experts, not a part of each, are on each card."""
+    many cards. `distributes_experts`: whole experts, not a part of each, are on each card, of
+    `num_engines` together."""
     if distributes_experts and config.moe is None:
         raise ConfigError(f"{config.path} has no experts that could be distributed over ranks")
     counts = [*_divided(config, distributes_experts)]
@@ -30,6 +37,14 @@ def check_split(config: ModelConfig, num_cards: int, *, distributes_experts: boo
             raise ConfigError(
                 f"{config.path} has {count} {what}, and {num_cards} (--tensor-parallel-size) does "
                 f"not divide them{no_multiple}: it works with {', '.join(fitting)}"
+            )
+    if distributes_experts and config.moe is not None:
+        count, num_ranks = config.moe.num_experts, num_cards * num_engines
+        if count % num_ranks:
+            raise ConfigError(
+                f"{config.path} has {count} experts, and {num_ranks} (--data-parallel-size "
+                f"{num_engines} x --tensor-parallel-size {num_cards}) does not divide them: "
+                "set another --data-parallel-size, or leave --enable-expert-parallel out"
             )
 
 

@@ -4,7 +4,7 @@ share."""
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from config.errors import ConfigError, EngineDied, Overloaded, RequestFailed, UserError
 from config.params.pooling import PoolingParams
@@ -37,6 +37,18 @@ SLOW_CONTROLS_S = {SLEEP: 600.0, WAKE_UP: 7200.0}
 
 NO_SAMPLING = SamplingParams()
 """Of a request that samples nothing."""
+
+
+class Failure(NamedTuple):
+    """Why an engine is gone."""
+
+    message: str
+    is_config: bool = False
+    """A setting is to blame."""
+    is_logged: bool = False
+    """The engine said it itself, and has logged it."""
+    may_follow: bool = False
+    """The end of another engine may be the cause."""
 
 
 class EngineClient(Protocol):
@@ -117,6 +129,7 @@ class SingleEngineClient:
         """The latest gauges and counters."""
         self._on_stats: Callable[[EngineStats], None] | None = None
         self._on_prompt: Callable[[list[bytes]], None] | None = None
+        self._on_failure: Callable[[int, Failure], None] | None = None
         self._settled = asyncio.Event()
         """Set when the engine is ready or has failed."""
         first_key = (index << FRONT_END_SHIFT) | (engine << ENGINE_SHIFT)
@@ -154,6 +167,11 @@ class SingleEngineClient:
         """Call `observe` with the block hashes of every prompt that another front end sent to this
         engine."""
         self._on_prompt = observe
+
+    def on_failure(self, decide: Callable[[int, Failure], None]) -> None:
+        """Call `decide` with this engine's number and the reason when it is gone; it calls
+        `end`."""
+        self._on_failure = decide
 
     def add(
         self,
@@ -232,13 +250,24 @@ class SingleEngineClient:
     def fail(self, message: str, *, is_config: bool = False) -> None:
         """The engine is gone. To be called on the loop's thread by whoever watches the process.
         `is_config`: a setting is to blame. Only the first call counts."""
+        self._fail(Failure(message, is_config))
+
+    def end(self, failure: Failure) -> None:
+        """End all requests and calls. Only the first call counts."""
         if self.failure is None:
-            self.failure, self.is_misconfigured = message, is_config
-            self._router.fail(message)
+            self.failure, self.is_misconfigured = failure.message, failure.is_config
+            self.is_failure_logged = failure.is_logged
+            self._router.fail(failure.message)
             self._settled.set()
         for answer in self._calls.values():
             if not answer.done():
-                answer.set_exception(EngineDied(message))
+                answer.set_exception(EngineDied(failure.message))
+
+    def _fail(self, failure: Failure) -> None:
+        if self._on_failure is None:
+            self.end(failure)
+        else:
+            self._on_failure(self.engine, failure)
 
     def _receive(self, message: FromEngine) -> None:
         if isinstance(message, StepOutput):
@@ -257,8 +286,7 @@ class SingleEngineClient:
             self.ready = message
             self._settled.set()
         elif isinstance(message, Failed):
-            self.is_failure_logged = True
-            self.fail(message.message, is_config=message.is_config)
+            self._fail(Failure(message.message, message.is_config, True, message.may_follow))
         elif isinstance(message, PromptBlocks) and self._on_prompt is not None:
             self._on_prompt(message.hashes)
 

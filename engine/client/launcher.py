@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -34,6 +35,9 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 CPU_DEVICES = ("cpu", "hpu-emulator")
+
+COUPLED_STOP_S = 2.0
+"""How long an engine may take to stop after another one that it steps together with has ended."""
 
 
 def launch(
@@ -98,6 +102,10 @@ class EngineProcesses:
     ) -> None:
         """Start them as `launch` does; `on_exit` gets the engine's number too."""
         config = share_cores(config)
+        self.are_coupled = config.num_coupled_engines > 1
+        """Whether all end when one does."""
+        self._on_exit = on_exit
+        self._closing = threading.Lock()
         first = config.data_parallel.first_engine
         self.processes: dict[int, ChildProcess] = {}
         """By the engine's number."""
@@ -108,7 +116,7 @@ class EngineProcesses:
                     directory,
                     num_front_ends,
                     token=token,
-                    on_exit=partial(on_exit, engine),
+                    on_exit=partial(self._ended, engine),
                     log_level=log_level,
                     command=command,
                     engine=engine,
@@ -123,10 +131,18 @@ class EngineProcesses:
 
     def close(self, timeout_s: float) -> None:
         """Stop all at once and wait until they are gone; safe to call twice."""
-        for process in self.processes.values():
-            process.stop()
-        for process in self.processes.values():
-            process.close(timeout_s)
+        with self._closing:
+            for process in self.processes.values():
+                process.stop()
+            for process in self.processes.values():
+                process.close(timeout_s)
+
+    def _ended(self, engine: int, reason: str) -> None:
+        self._on_exit(engine, reason)
+        if self.are_coupled:
+            # The others wait for its devices, some of them for ever. Not on this thread, which is
+            # the watcher of the one that has ended.
+            threading.Thread(target=self.close, args=(COUPLED_STOP_S,), daemon=True).start()
 
 
 def share_cores(config: EngineConfig, num_cores: int | None = None) -> EngineConfig:

@@ -11,7 +11,8 @@ import msgspec
 from config.errors import EngineDied
 from config.params.pooling import PoolingParams
 from config.params.sampling import SamplingParams
-from engine.client.base import NO_SAMPLING, SingleEngineClient
+from engine.client.base import NO_SAMPLING, Failure, SingleEngineClient
+from engine.client.common_end import CommonEnd
 from engine.client.output_queue import RequestOutputQueue
 from engine.kv_cache.prefix_hashes import block_hashes
 from engine.transport.messages import (
@@ -130,7 +131,8 @@ class RouterClient:
     """One EngineClient for several engines. Belongs to one asyncio loop.
 
     All engines must start. One that dies later is taken out: its requests end with EngineDied, new
-    ones go to the others; the router has failed when none is left.
+    ones go to the others; the router has failed when none is left. Coupled engines, which step
+    together, end together.
     """
 
     def __init__(
@@ -138,6 +140,7 @@ class RouterClient:
         engines: Sequence[SingleEngineClient],
         *,
         prefix_caching: bool = True,
+        are_coupled: bool = False,
         on_route: Callable[[int, str], None] = lambda engine, reason: None,
     ) -> None:
         """`engines` are in the order of their numbers. `on_route` is called with the engine of each
@@ -153,6 +156,7 @@ class RouterClient:
         """What `_stats` is the sum of."""
         for engine, prefixes in zip(engines, self._prefixes, strict=True):
             engine.on_prompt(prefixes.add)
+        self._common_end = CommonEnd(engines) if are_coupled else None
 
     @property
     def engines(self) -> Sequence[SingleEngineClient]:
@@ -218,6 +222,8 @@ class RouterClient:
             await engine.start()
 
     async def close(self) -> None:
+        if self._common_end is not None:
+            self._common_end.end(Failure("the client was closed"))
         for engine in self._engines:
             await engine.close()
 
@@ -284,6 +290,8 @@ class RouterClient:
 
     def fail(self, message: str, *, is_config: bool = False) -> None:
         """All engines are gone."""
+        if self._common_end is not None:
+            self._common_end.end(Failure(message, is_config))
         for engine in self._engines:
             engine.fail(message, is_config=is_config)
 

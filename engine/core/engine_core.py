@@ -2,6 +2,7 @@
 
 import logging
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from config.engine import EngineConfig
 from config.errors import UserError
 from engine.core.admission import admission_error, num_prompt_tokens
+from engine.core.coupled_steps import CoupledSteps
 from engine.core.output_processor import OutputProcessor
 from engine.core.sleep_state import SleepState
 from engine.executors.base import Executor
@@ -30,11 +32,23 @@ from engine.transport.messages import (
     StepOutput,
 )
 from hpu.bucketing.bucket_table import BucketTable
-from hpu.protocol import DECODE, PROFILE_CALLS, StepResult, WarmupProgress, WorkerReady
+from hpu.protocol import (
+    DECODE,
+    PROFILE_CALLS,
+    StepPlan,
+    StepResult,
+    WarmupProgress,
+    WorkerReady,
+)
 
 logger = logging.getLogger(__name__)
 
 SLEEPING = "the engine sleeps"
+
+CALL_POLL_S = 50e-6
+"""How often an idle engine, whose devices compute padding for others, looks for the next call."""
+MAX_CALL_WAIT_S = 0.1
+"""How long it does, before it waits for the devices alone."""
 
 _ARGUMENTS = {SLEEP: ("level", "mode"), WAKE_UP: ("tags",)}
 """Argument names of the controls that take any."""
@@ -57,12 +71,14 @@ class EngineCore:
         on_progress: Callable[[WarmupProgress], None] = lambda progress: None,
         *,
         engine: int = 0,
+        coupled: CoupledSteps | None = None,
     ) -> None:
         """`on_progress` is called during warm-ups after a sleep. `engine` is its number among the
-        engines of a server."""
+        engines of a server, which step together if there is `coupled`."""
         scheduler = config.scheduler
         self._executor = executor
         self._clock = clock
+        self._coupled = coupled
         self._max_inflight = config.max_inflight_steps
         self._max_queue_len = scheduler.max_queue_len
         self._by_priority = scheduler.policy == "priority"
@@ -112,6 +128,8 @@ class EngineCore:
         self._outputs = OutputProcessor(self._kv)
         self._sleep_state = SleepState(executor, on_progress)
         self._requests: dict[int, Request] = {}
+        self._guided: set[int] = set()
+        """Keys of requests with a grammar that may be unfinished."""
         self._front_ends: set[int] = set()
         self._inflight: deque[SchedulerOutput] = deque()
         self._step = 0
@@ -137,7 +155,13 @@ class EngineCore:
             or self._has_output
             or not self._outputs.is_empty
             or (self._sleep_state.is_pending and not self._requests)
+            or self._is_called
         )
+
+    @property
+    def _is_called(self) -> bool:
+        """Whether another engine has planned the next step, in which this one must take part."""
+        return self._coupled is not None and self._coupled.is_called(self._step)
 
     def warm_up_next(self) -> bool:
         """Warm up one of the buckets that are left, when there has been no work for a while.
@@ -213,6 +237,8 @@ class EngineCore:
             self._outputs.finish(request, "length", now)
             return
         self._requests[key] = request
+        if request.guide is not None:
+            self._guided.add(key)
         self._scheduler.add_request(request)
         self._has_output = True
 
@@ -265,6 +291,11 @@ class EngineCore:
             raise UserError(f"level is {level}, it must be 1 or 2", param="level")
         if mode not in ("abort", "wait"):
             raise UserError(f"mode is {mode!r}, it must be abort or wait", param="mode")
+        if self._coupled is not None:
+            raise UserError(
+                "an engine whose experts are distributed over several engines "
+                "(--enable-expert-parallel with --data-parallel-size) cannot sleep"
+            )
         self._has_output = True
         self._sleep_state.request(level)
         if mode == "abort" or not self._requests:
@@ -311,22 +342,62 @@ class EngineCore:
             self._enter_sleep()
         if self._inflight and self._executor.has_result():
             self._process(self._executor.collect())
-            return self._take_messages()
+            return self._take_news()
+        if self._coupled is not None and self._guided:
+            self._collect_for_masks()
         if len(self._inflight) < self._max_inflight:
             output = self._scheduler.schedule(self._step)
             if output.started or output.failed:
                 self._report_scheduled(output)
+            if self._coupled is not None and (output.plan is not None or self._is_called):
+                output.plan = self._share(output, self._coupled)
             if output.plan is not None:
                 self._executor.submit(output.plan)
                 self._inflight.append(output)
                 self._step += 1
                 if len(self._inflight) < self._max_inflight:
                     return []
+            elif self._coupled is not None and self._inflight and self._wait_for_call():
+                return self._take_news()
         if self._inflight:
             self._process(self._executor.collect())
-        elif not self._has_output and self._outputs.is_empty:
+        return self._take_news()
+
+    def _take_news(self) -> list[tuple[int, StepOutput]]:
+        """The messages, if there is anything to say."""
+        if not self._has_output and self._outputs.is_empty:
             return []
         return self._take_messages()
+
+    def _share(self, output: SchedulerOutput, coupled: CoupledSteps) -> StepPlan:
+        """The plan of `output` in the buckets that all engines agree on; waits for them."""
+        before = [] if output.plan is None else output.plan.launches
+        useful = {id(launch): launch.bucket[0] * launch.bucket[1] for launch in before}
+        plan = coupled.share(output.step, output.plan)
+        for launch in plan.launches:
+            computed = launch.bucket[0] * launch.bucket[1]
+            added = computed - useful.get(id(launch), 0)
+            if added:
+                self._stats.count_padding(PHASES[launch.phase], added)
+        return plan
+
+    def _collect_for_masks(self) -> None:
+        """Process all plans in flight, so that no launch has to be deferred until its masks are
+        known: the launches of all engines keep their order."""
+        self._guided.intersection_update(self._requests)
+        while self._guided and self._inflight:
+            self._process(self._executor.collect())
+
+    def _wait_for_call(self) -> bool:
+        """Wait until another engine has planned the next step, while an idle one's padding is
+        computed: else the others' next step would wait for the end of this one. False when a result
+        came first."""
+        end_s = time.monotonic() + MAX_CALL_WAIT_S
+        while not self._executor.has_result() and time.monotonic() < end_s:
+            if self._is_called:
+                return True
+            time.sleep(CALL_POLL_S)
+        return False
 
     def take_outputs(self) -> list[tuple[int, StepOutput]]:
         """Messages that `step` would return, without a step."""
@@ -350,12 +421,14 @@ class EngineCore:
         self._submit_deferred_masks()
         self._scheduler.update_from_output(output.step)
         phases = [launch.phase for launch in output.plan.launches]
-        self._stats.count_step(output.num_tokens, phases, result.seconds)
+        if output.num_tokens:
+            self._stats.count_step(output.num_tokens, phases, result.seconds)
+            self._has_output = True
         if result.counters:
             compiled = self._stats.num_compiled
             self._stats.update_counters(result.counters)
             self._log_compilations(output, self._stats.num_compiled - compiled)
-        self._has_output = True
+            self._has_output = True
         if not self._requests and not self._inflight:
             self._check_idle()
 

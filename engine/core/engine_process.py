@@ -14,6 +14,7 @@ from config.data_parallel import DataParallelConfig
 from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied
 from config.log import setup as setup_log
+from engine.core.coupled_steps import HubClient, StepHub
 from engine.core.loop import EngineLoop, describe_failure
 from engine.executors.base import Executor
 from engine.executors.select import make_executor
@@ -32,6 +33,7 @@ from engine.transport.channels import (
     endpoint,
 )
 from engine.transport.messages import Failed, FromEngine, Hello, ToEngine
+from hpu.protocol import SINGLE_RANK, Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +47,8 @@ ONE_ENGINE = DataParallelConfig()
 LINGER_S = 1.0
 """How long the last messages may take to be sent."""
 
-MakeExecutor = Callable[[EngineConfig, str, Callable[[str], None]], Executor]
+MakeExecutor = Callable[..., Executor]
+"""As engine.executors.select.make_executor."""
 
 
 class EngineOrders(msgspec.Struct, frozen=True):
@@ -68,6 +71,25 @@ class EngineOrders(msgspec.Struct, frozen=True):
     def endpoint(self, index: int) -> str:
         """Where front end `index` listens for this engine."""
         return front_end_endpoint(self.directory, index, self.engine, self.config.data_parallel)
+
+    def hub_endpoint(self, engine: int) -> str:
+        """Where the hub of engines that step together listens for `engine`."""
+        return endpoint(self.directory, f"st{engine}.sock")
+
+    @property
+    def ranks(self) -> Ranks:
+        """The first rank of this engine, if engines share experts, which all ranks do on this
+        host."""
+        num_engines = self.config.num_coupled_engines
+        if num_engines == 1:
+            return SINGLE_RANK
+        return Ranks(
+            self.config.parallel.world_size,
+            0,
+            f"file://{self.directory}/all_ranks",
+            engine=self.engine,
+            num_engines=num_engines,
+        )
 
 
 def front_end_endpoint(
@@ -116,13 +138,22 @@ def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
     output.on_error = loop.stop
     receiver.start()
     executor: Executor | None = None
+    hub: StepHub | None = None
+    group: HubClient | None = None
     code, failed = 0, Failed(orders.engine, "the engine was told to stop")
     try:
         try:
+            if orders.config.num_coupled_engines > 1:
+                hub = _start_hub(orders)
+                group = HubClient(orders.hub_endpoint(orders.engine), orders.token, loop.check_stop)
+                group.join(orders.engine, orders.config)
             executor = make_executor(
-                orders.config, orders.own_directory, lambda message: loop.stop(EngineDied(message))
+                orders.config,
+                orders.own_directory,
+                lambda message: loop.stop(EngineDied(message)),
+                orders.ranks,
             )
-            loop.run(executor, freeze_garbage=True)
+            loop.run(executor, freeze_garbage=True, group=group)
         except Exception as error:
             failed = describe_failure(error, orders.engine)
             code = CONFIG_ERROR_EXIT if failed.is_config else 1
@@ -138,8 +169,20 @@ def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
     receiver.close()
     if executor is not None:
         executor.close()
+    if group is not None:
+        group.close()
+    if hub is not None:
+        hub.close()
     context.close()
     return code
+
+
+def _start_hub(orders: EngineOrders) -> StepHub | None:
+    """The hub of engines that step together, in the process of the first one."""
+    if orders.engine:
+        return None
+    endpoints = [orders.hub_endpoint(one) for one in range(orders.config.num_coupled_engines)]
+    return StepHub(endpoints, orders.token)
 
 
 class MessageSender:

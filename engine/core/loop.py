@@ -1,7 +1,9 @@
 """EngineLoop: takes messages from an inbox, steps the core, emits its messages."""
 
+import contextlib
 import gc
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +15,7 @@ import msgspec
 from config.engine import EXTERNAL_LAUNCHER, EngineConfig
 from config.errors import ConfigError, EngineDied, Overloaded, RequestFailed, UserError
 from config.params.structured_output import GrammarSpec
+from engine.core.coupled_steps import CoupledSteps, StepGroup
 from engine.core.engine_core import EngineCore
 from engine.core.lockstep import Entry, LockstepInbox
 from engine.executors.base import IDLE_S, Executor, Lockstep
@@ -48,6 +51,23 @@ Emit = Callable[[int | None, FromEngine], None]
 """Sends a message to the front end of this index (None: to all); called on several threads."""
 
 
+class WakingInbox(SimpleQueue[Entry]):
+    """A queue whose `wake_fd` becomes readable with each entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def put(self, item: Entry, block: bool = True, timeout: float | None = None) -> None:
+        super().put(item)
+        os.eventfd_write(self.wake_fd, 1)
+
+    def clear_wake(self) -> None:
+        """`wake_fd` is not readable until the next entry."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.wake_fd)
+
+
 class EngineLoop:
     """Owns a core on the thread that calls `run`. Other threads may call `receive` and `stop`.
 
@@ -63,7 +83,11 @@ class EngineLoop:
         self._num_front_ends = num_front_ends
         self._has_routers = config.data_parallel.data_parallel_size > 1
         self._engine = engine
-        self._inbox: SimpleQueue[Entry] = SimpleQueue()
+        self._inbox: SimpleQueue[Entry] | WakingInbox = SimpleQueue()
+        if config.num_coupled_engines > 1:
+            self._inbox = WakingInbox()
+        self._coupled: CoupledSteps | None = None
+        """Set where engines share experts."""
         self._is_lockstep = config.executor == EXTERNAL_LAUNCHER
         self._lockstep: LockstepInbox | None = None
         """Set where the engines of several ranks decide together."""
@@ -175,22 +199,36 @@ class EngineLoop:
         self._stop_reason = reason
         self._inbox.put(reason)
 
-    def run(self, executor: Executor, *, freeze_garbage: bool = False) -> None:
+    def check_stop(self) -> None:
+        """Raise the reason of `stop`, if it was called."""
+        if self._stop_reason is not None:
+            raise self._stop_reason
+
+    def run(
+        self, executor: Executor, *, freeze_garbage: bool = False, group: StepGroup | None = None
+    ) -> None:
         """Start the executor, send Ready, step until `stop`. Ends only by an exception; waits when
         there is no work. The caller closes the executor. `freeze_garbage` is for a process that
-        does nothing else."""
+        does nothing else. `group`: of engines that step together."""
         try:
-            self._run(executor, freeze_garbage)
+            self._run(executor, freeze_garbage, group)
         finally:
             self._compiler.close()
 
-    def _run(self, executor: Executor, freeze_garbage: bool) -> None:
+    def _run(self, executor: Executor, freeze_garbage: bool, group: StepGroup | None) -> None:
         worker = executor.start(self._report)
         if isinstance(executor, Lockstep):
             self._lockstep = LockstepInbox(executor, self._inbox)
         ends = frozenset(worker.eos_token_ids)
         self._compiler.start(self._config.model, worker.vocab_size, ends, early=freeze_garbage)
         table = make_table(self._config, worker)
+        if group is not None:
+            self._coupled = CoupledSteps(
+                group,
+                self._engine,
+                make_table(self._config, worker),
+                max_tokens=self._config.scheduler.max_num_batched_tokens,
+            )
         core = EngineCore(
             self._config,
             executor,
@@ -199,6 +237,7 @@ class EngineLoop:
             time.monotonic,
             on_progress=self._report,
             engine=self._engine,
+            coupled=self._coupled,
         )
         for front_end in range(self._num_front_ends):
             core.add_front_end(front_end)
@@ -220,8 +259,7 @@ class EngineLoop:
                 self._emit(front_end, tokens)
 
     def _report(self, progress: WarmupProgress) -> None:
-        if self._stop_reason is not None:
-            raise self._stop_reason
+        self.check_stop()
         stage, done, total = progress.stage, progress.done, progress.total
         self._emit(None, Progress(self._engine, stage, done, total, progress.left_s))
 
@@ -230,7 +268,9 @@ class EngineLoop:
             for item in self._lockstep.take(has_work=core.has_work):
                 self._handle(core, item)
             return
-        if not core.has_work:
+        if isinstance(self._inbox, WakingInbox) and self._coupled is not None:
+            self._wait_coupled(core, self._inbox, self._coupled)
+        elif not core.has_work:
             entry = self._wait(core)
             if entry is not None:
                 self._handle(core, entry)
@@ -247,6 +287,16 @@ class EngineLoop:
             if core.has_work:
                 return None
         return self._inbox.get()
+
+    def _wait_coupled(self, core: EngineCore, inbox: WakingInbox, coupled: CoupledSteps) -> None:
+        """Wait for an entry, or for a step that another engine has planned, unless there is
+        work."""
+        while not core.has_work:
+            # Before the look at the inbox: what comes in between wakes it again.
+            inbox.clear_wake()
+            if inbox.qsize():
+                return
+            coupled.wait(inbox.wake_fd)
 
     def _handle(self, core: EngineCore, item: Entry) -> None:
         self._is_busy = False
@@ -268,10 +318,12 @@ class EngineLoop:
 def describe_failure(error: Exception, engine: int = 0) -> Failed:
     """The message with which an engine ends that raised `error`; a bug is logged."""
     message = str(error)
+    is_end_of_process = isinstance(error, EngineDied) and not error.is_logged
     if not isinstance(error, (ConfigError, EngineDied)):
         message = f"{type(error).__name__}: {error}"
         logger.error("the engine cannot go on", exc_info=error)
-    return Failed(engine, message, is_config=isinstance(error, ConfigError))
+    is_config = isinstance(error, ConfigError)
+    return Failed(engine, message, is_config, may_follow=not (is_config or is_end_of_process))
 
 
 def make_table(config: EngineConfig, worker: WorkerReady) -> BucketTable:

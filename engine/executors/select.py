@@ -19,6 +19,7 @@ from config.loading.env import (
 )
 from engine.executors.base import Executor
 from engine.process.child_process import python_command
+from hpu.protocol import SINGLE_RANK, Ranks
 
 if TYPE_CHECKING:
     from engine.executors.worker_launcher import WorkerLauncher
@@ -27,12 +28,16 @@ logger = logging.getLogger(__name__)
 
 
 def make_executor(
-    config: EngineConfig, directory: str, on_death: Callable[[str], None]
+    config: EngineConfig,
+    directory: str,
+    on_death: Callable[[str], None],
+    ranks: Ranks = SINGLE_RANK,
 ) -> Executor:
     """The executor that `config.executor` names; `auto` runs the worker inline on CPU.
 
     Sockets are created in `directory`. `on_death(message)` is called, on any thread, when a worker
-    process ends by itself. Raises ConfigError for an execution mode that is not possible.
+    process ends by itself. `ranks`: the first rank of this engine, where several share experts.
+    Raises ConfigError for an execution mode that is not possible.
     """
     device = chosen_device(config.device)
     if device.startswith("hpu"):
@@ -55,7 +60,7 @@ def make_executor(
         set_missing(openmp_environment())
         from engine.executors.inproc import InprocExecutor
 
-        return InprocExecutor(config)
+        return InprocExecutor(config, ranks)
 
     from engine.executors.multiproc import MultiprocExecutor
 
@@ -76,7 +81,7 @@ def make_executor(
             # The last worker's, so that a list with too few cards is refused here.
             module_id(world_size - 1, world_size)
         command = python_command("engine.executors.worker_main")
-        launcher = LocalLauncher(directory, command, worker_environment(config))
+        launcher = LocalLauncher(directory, command, worker_environment(config), ranks)
     return MultiprocExecutor(
         config,
         launcher,

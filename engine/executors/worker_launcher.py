@@ -7,7 +7,7 @@ from typing import Protocol
 from engine.executors.worker_main import WorkerOrders
 from engine.process.child_process import ChildProcess
 from engine.transport.channels import endpoint
-from hpu.protocol import Ranks
+from hpu.protocol import SINGLE_RANK, Ranks
 
 
 class LaunchedWorker(Protocol):
@@ -78,16 +78,22 @@ class LocalLauncher:
         directory: str,
         command: Sequence[str],
         environment: Mapping[str, str] | None = None,
+        first: Ranks = SINGLE_RANK,
     ) -> None:
         """Sockets are created in `directory`; `command` runs worker_main in `environment` (None: a
-        copy of ours)."""
+        copy of ours). `first`: the first rank of this engine, where several share experts."""
+        self._first = first
         self._directory = directory
         self._command = command
         self._environment = environment
 
     def place(self, num_workers: int) -> list[Ranks]:
         return [
-            Ranks(num_workers, rank, f"file://{self._directory}/ranks")
+            self._first._replace(
+                world_size=num_workers,
+                rank=rank,
+                init_method=self._first.init_method or f"file://{self._directory}/ranks",
+            )
             for rank in range(num_workers)
         ]
 

@@ -98,7 +98,7 @@ def _work(orders: WorkerOrders, make_worker: "Callable[[EngineConfig, Ranks], Wo
                 socket,
                 depth,
                 sends_results=orders.sends_results,
-                is_alone=orders.ranks.world_size == 1,
+                is_alone=orders.ranks.global_size == 1,
             )
         except ConfigError as error:
             code = 2

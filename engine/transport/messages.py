@@ -235,6 +235,8 @@ class Failed(msgspec.Struct, array_like=True, gc=False, tag=9):
     message: str
     is_config: bool = False
     """It is a ConfigError."""
+    may_follow: bool = False
+    """Where engines share experts, the end of another engine may be the cause."""
 
 
 class PromptBlocks(msgspec.Struct, array_like=True, gc=False, tag=10):

@@ -234,6 +234,7 @@ def use_cpu_kernels(model: nn.Module, library: Library | None) -> nn.Module:
         and model.lm_head is not None
         and model.group.size == 1
         and model.stage.size == 1
+        and not any(isinstance(one, Experts) and one.is_distributed for one in model.modules())
     ):
         return CompiledDecoder(model, library)
     return model

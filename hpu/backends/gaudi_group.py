@@ -21,11 +21,13 @@ class GaudiGroup:
 
     def __init__(self, ranks: Ranks) -> None:
         self.world: ProcessGroup = SINGLE
-        if ranks.world_size == 1:
+        if ranks.global_size == 1:
             return
         hccl = importlib.import_module(MODULE)
         hccl.initialize_distributed_hpu(
-            world_size=ranks.world_size, rank=ranks.rank, local_rank=ranks.device_index
+            world_size=ranks.global_size,
+            rank=ranks.global_rank,
+            local_rank=ranks.device_index,
         )
         # The vendor's own engine marks a step before each collective: with lazy collectives the
         # bridge may otherwise reduce a tensor that is not computed yet (vllm-project/vllm-gaudi,

@@ -64,10 +64,14 @@ class ProcessGroup:
         # The concatenated output form: the stacked one has trouble under torch.compile on HPU.
         shape = tensor.shape
         gathered = tensor.new_empty((self.size * shape[0], *shape[1:]))
-        tensor = tensor.contiguous()
-        self._run(dist.all_gather_into_tensor, gathered, tensor)
+        self.all_gather_into(gathered, tensor)
         dim %= tensor.dim()
         return gathered.view(self.size, *shape).movedim(0, dim).flatten(dim, dim + 1)
+
+    def all_gather_into(self, target: Tensor, tensor: Tensor) -> None:
+        """Overwrite `target` with the tensors of all ranks, concatenated along the first
+        dimension."""
+        self._run(dist.all_gather_into_tensor, target, tensor.contiguous())
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """This rank's slice along the first dimension, which the size divides, of the sum over all
@@ -118,6 +122,57 @@ SINGLE = ProcessGroup()
 """The group of a process that runs alone."""
 
 
+class ExpertGroup(ProcessGroup):
+    """The ranks over which experts are distributed. With several engines the ranks of one have
+    other tokens than those of another: the experts get the tokens of all engines, and each engine
+    gets the sums of its own."""
+
+    __slots__ = ("_data", "_gather", "_targets", "_tensor")
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        group: Any,
+        mark_step: Callable[[], None] | None,
+        *,
+        tensor: ProcessGroup,
+        data: ProcessGroup,
+    ) -> None:
+        """As ProcessGroup, with this rank's groups `tensor`, whose ranks have the same tokens, and
+        `data`, whose ranks have those of each engine."""
+        super().__init__(ranks, rank, group, mark_step)
+        self._tensor = tensor
+        self._data = data
+        # Where graphs are captured, allocated once for each shape, before the capture: in its first
+        # run. The vendor's engine does so, too (vllm-project/vllm-gaudi, hpu_dp_utils.py).
+        self._targets: dict[tuple[torch.Size, torch.dtype], Tensor] | None = None
+        self._gather = self._gather_now
+        if mark_step is not None:
+            self._targets = {}
+            self._gather = torch.compiler.disable(self._gather_now)  # type: ignore[no-untyped-call]  # theirs
+
+    def gather_tokens(self, tensor: Tensor) -> Tensor:
+        """Of (T, ...) of this engine's tokens (engines * T, ...) of those of all, in the engines'
+        order. All engines must have as many. The next call with this shape may overwrite it."""
+        return tensor if self._data.size == 1 else self._gather(tensor)
+
+    def reduce_tokens(self, sums: Tensor) -> Tensor:
+        """Of partial sums (engines * T, ...) the sums (T, ...) over all ranks for this engine's
+        tokens."""
+        return self._tensor.all_reduce(self._data.reduce_scatter(sums))
+
+    def _gather_now(self, tensor: Tensor) -> Tensor:
+        key = tensor.shape, tensor.dtype
+        target = None if self._targets is None else self._targets.get(key)
+        if target is None:
+            target = tensor.new_empty((self._data.size * tensor.shape[0], *tensor.shape[1:]))
+            if self._targets is not None:
+                self._targets[key] = target
+        self._data.all_gather_into(target, tensor)
+        return target
+
+
 def shard_rank(group: ProcessGroup, expert_group: ProcessGroup = SINGLE) -> ShardRank:
     """This rank of a tensor-parallel group, and of one over which experts are distributed."""
     return ShardRank(group.rank, group.size, expert_group.rank, expert_group.size)
@@ -131,7 +186,8 @@ class ProcessGroups(NamedTuple):
     pipeline: ProcessGroup = SINGLE
     """One rank of each pipeline stage."""
     expert: ProcessGroup = SINGLE
-    """All ranks of a pipeline stage, over which experts are distributed."""
+    """All ranks of a pipeline stage, over which experts are distributed: an ExpertGroup, if there
+    are several."""
     data: ProcessGroup = SINGLE
     """Ranks that hold the same shard in each replica."""
     host: ProcessGroup = SINGLE
@@ -159,16 +215,16 @@ def group_members(tensor: int, pipeline: int, data: int) -> dict[str, list[list[
 def join(backend: str, ranks: Ranks, mark_step: Callable[[], None] | None = None) -> ProcessGroup:
     """Meet the other ranks, over `backend` of torch.distributed; the group of all of them, which
     calls `mark_step` before each collective. RuntimeError when they do not come in time."""
-    if ranks.world_size == 1:
+    if ranks.global_size == 1:
         return SINGLE
     dist.init_process_group(
         backend,
         init_method=ranks.init_method,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
+        rank=ranks.global_rank,
+        world_size=ranks.global_size,
         timeout=timedelta(seconds=ranks.timeout_s),
     )
-    return ProcessGroup(range(ranks.world_size), ranks.rank, mark_step=mark_step)
+    return ProcessGroup(range(ranks.global_size), ranks.global_rank, mark_step=mark_step)
 
 
 def make_groups(
@@ -189,15 +245,22 @@ def make_groups(
             f"ranks, there are {world_size}"
         )
     found: dict[str, ProcessGroup] = {}
-    for kind, groups in group_members(tensor, pipeline, data).items():
-        for members in groups:
+    kinds = group_members(tensor, pipeline, data)
+    for kind in ("tensor", "pipeline", "data", "expert"):
+        for members in kinds[kind]:
             # Every rank creates every group, in the same order: torch.distributed demands it.
             group = dist.new_group(members) if len(members) > 1 else None
-            if rank in members and group is not None:
-                found[kind] = ProcessGroup(members, members.index(rank), group, mark_step)
+            if rank not in members or group is None:
+                continue
+            own = members, members.index(rank), group, mark_step
+            if kind == "expert":
+                shards, replicas = found.get("tensor", SINGLE), found.get("data", SINGLE)
+                found[kind] = ExpertGroup(*own, tensor=shards, data=replicas)
+            else:
+                found[kind] = ProcessGroup(*own)
     # Device back ends carry no tensors of the host.
     found["host"] = ProcessGroup(everyone, rank, dist.new_group(list(everyone), backend="gloo"))
-    for members in group_members(tensor, pipeline, data)["tensor"]:
+    for members in kinds["tensor"]:
         group = dist.new_group(members, backend="gloo") if len(members) > 1 else None
         if rank in members and group is not None:
             found["stage_host"] = ProcessGroup(members, members.index(rank), group)

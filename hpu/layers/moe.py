@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from config.model.decoder_spec import ClampedSwiGLU
-from hpu.distributed.process_groups import SINGLE, ProcessGroup
+from hpu.distributed.process_groups import SINGLE, ExpertGroup, ProcessGroup
 from hpu.layers.linear import ReplicatedLinear
 from hpu.layers.mlp import GatedMLP, get_activation
 from hpu.ops.kernels import ExpertWeights, Kernels, MoEImpl
@@ -125,8 +125,8 @@ def _clamped_swiglu(form: ClampedSwiGLU) -> Callable[[Tensor], Tensor]:
 
 class Experts(nn.Module):
     """Stacked gated MLPs. The ranks divide each one's inner features, or each rank has the next so
-    many whole ones; the outputs are summed over the ranks, which
-    must all have the same tokens. Weights are allocated, not filled."""
+    many whole ones; the outputs are summed over the ranks, which must all have the same tokens, or
+    as many, in an ExpertGroup. Weights are allocated, not filled."""
 
     w13_weight: nn.Parameter | None
     w2_weight: nn.Parameter | None
@@ -206,6 +206,10 @@ class Experts(nn.Module):
         """As MoEMethod.apply, over the experts of all ranks."""
         if self.moe_op is not None:
             weights = weights.to(hidden.dtype)
+        group = self.group
+        if isinstance(group, ExpertGroup):
+            hidden, ids, weights = map(group.gather_tokens, (hidden, ids, weights))
+        if self.moe_op is not None:
             out = self.moe_op(hidden, ids, weights, True, self.activation_name)
         else:
             if self.is_distributed:
@@ -213,7 +217,9 @@ class Experts(nn.Module):
                 is_other = (ids < 0) | (ids >= self.num_experts)
                 ids = ids.masked_fill(is_other, self.num_experts)
             out = self.method.apply(self, hidden, ids, weights)
-        return out if self.group.size == 1 else self.group.all_reduce(out)
+        if isinstance(group, ExpertGroup):
+            return group.reduce_tokens(out)
+        return out if group.size == 1 else group.all_reduce(out)
 
 
 class MoE(nn.Module):

@@ -122,8 +122,8 @@ class Decoder(LoadableModel):
         stage: Stage = WHOLE,
     ) -> None:
         """`length`: tokens of the longest sequence that will be served. `group`: the
-        tensor-parallel ranks. `expert_group`: the ranks over which whole experts are distributed,
-        which must have the same tokens; of one rank: `group` divides each expert. `stage`: has
+        tensor-parallel ranks. `expert_group`: the ranks over which whole experts are distributed;
+        of one rank: `group` divides each expert. `stage`: has
         its layers only, the first stage the embedding, the last one norm and head."""
         super().__init__()
         own = {i: spec.layers[i] for i in stage.layers(len(spec.layers))}

@@ -62,8 +62,8 @@ def build_model(
     stage: Stage = WHOLE,
 ) -> Decoder:
     """The decoder of `config` with empty parameters; this rank's shard of it in the tensor-parallel
-    `group`, with whole experts of it if they are distributed over an `expert_group`, and with the
-    layers of this pipeline `stage`.
+    `group`, with whole experts if they are distributed over an `expert_group`, and with the layers
+    of this pipeline `stage`.
 
     `max_model_len`: tokens of the longest sequence that will be served (None: the checkpoint's
     own); it sizes the rotary table, and some rope scalings depend on it. ConfigError for an
@@ -88,12 +88,8 @@ def build_model(
 
 def _check_groups(config: ModelConfig, group: ProcessGroup, expert_group: ProcessGroup) -> None:
     is_distributed = expert_group.size > 1
-    check_split(config, group.size, distributes_experts=is_distributed)
-    if is_distributed and expert_group.size != group.size:
-        raise ConfigError(
-            f"experts are distributed over {expert_group.size} ranks, and the layers are divided "
-            f"among {group.size}: ranks with other tokens cannot share experts yet"
-        )
+    num_engines = expert_group.size // group.size if is_distributed else 1
+    check_split(config, group.size, distributes_experts=is_distributed, num_engines=num_engines)
 
 
 def build_transformers_model(

@@ -144,7 +144,8 @@ class GraphCache:
             self._warn(inputs.bucket, req_indices)
         may_capture = self.captures and self.on_demand and inputs.is_static
         may_capture = may_capture and not self._runs_once
-        if may_capture and self.bytes < self.budget_bytes:
+        # Engines that step together may have captured other samplers.
+        if may_capture and self.agreement.all_true(self.bytes < self.budget_bytes):
             if self.capture(inputs) is not None:
                 return self.run(inputs)
             if inputs.bucket not in self.uncompilable:

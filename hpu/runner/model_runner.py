@@ -233,7 +233,10 @@ class ModelRunner(StepRunner):
         inputs = self._input_buffers.get((launch.phase, *launch.bucket))
         arrays = inputs.host_arrays()
         targets: list[PromptTargets] = []
-        if isinstance(arrays, PrefillArrays):
+        if not launch.req_indices:
+            self._batch_state.fill_dummy(arrays)
+            sampling = []
+        elif isinstance(arrays, PrefillArrays):
             if self._samples:
                 targets = self._prompt_targets(launch)
             sampling = self._batch_state.fill_prefill(launch, arrays)

@@ -171,6 +171,7 @@ def load(
     is_built_in = pooler is not None or is_native(facts, config.model_impl)
     is_dummy = config.load_format == DUMMY
     stage = link.stage
+    expert_group = groups.expert if config.parallel.enable_expert_parallel else SINGLE
     if stage.size > 1 and (pooler is not None or not is_built_in):
         what = "is served for pooling" if pooler is not None else "runs in the code of transformers"
         raise ConfigError(
@@ -179,7 +180,10 @@ def load(
         )
     if offloaded is None:
         num_weights = _num_weights(config, facts, is_built_in=is_built_in)
-        num_here = math.ceil(num_weights / (groups.tensor.size * stage.size))
+        num_remote = 0
+        if expert_group.size > groups.tensor.size:
+            num_remote = _num_remote_weights(facts, expert_group.size // groups.tensor.size)
+        num_here = math.ceil((num_weights - num_remote) / (groups.tensor.size * stage.size))
         check_memory(facts, backend, dtype, max_model_len, num_here)
     if is_dummy:
         logger.warning(
@@ -190,7 +194,6 @@ def load(
         on_progress(WarmupProgress("load", done, total))
 
     block_size = config.cache.block_size or backend.default_block_size
-    expert_group = groups.expert if config.parallel.enable_expert_parallel else SINGLE
     model: CausalLM | PoolingModel
     if pooler is None:
         build: Callable[..., LoadableModel] = partial(build_model, stage=stage)
@@ -271,6 +274,15 @@ def _num_weights(config: EngineConfig, facts: ModelConfig, *, is_built_in: bool)
         return transformers_facts(facts).num_parameters or 0
     weight_map = weight_map_of(facts)
     return sum(spec.num_elements() for spec in weight_map.entries()) if weight_map else 0
+
+
+def _num_remote_weights(facts: ModelConfig, num_engines: int) -> int:
+    """Weights of experts that are on the devices of other engines."""
+    moe = facts.moe
+    assert moe is not None, "only experts are distributed over engines"
+    num_layers = sum(moe.has_experts(index) for index in range(facts.num_layers))
+    num_weights = num_layers * moe.num_experts * 3 * facts.hidden_size * moe.inner_size
+    return num_weights - num_weights // num_engines
 
 
 def check_memory(

@@ -271,6 +271,7 @@ class Worker:
         self._groups = make_groups(
             tensor=self._config.parallel.tensor_parallel_size,
             pipeline=self._config.parallel.pipeline_parallel_size,
+            data=self._ranks.num_engines,
             mark_step=self._backend.mark_step if self._backend.compiles else None,
         )
         Agreement(self._groups.host).check_same(_versions(), f"rank {self._ranks.rank}")
@@ -338,6 +339,10 @@ class Worker:
         self._warmup = warmup
         start = time.perf_counter()
         prepared = warmup.start(table, on_progress)
+        if self._ranks.num_engines > 1:
+            # Idle moments of coupled engines differ.
+            while warmup.num_later:
+                prepared += warmup.prepare_next()
         warmup_s = time.perf_counter() - start
         if self._diagnostics is not None:
             self._diagnostics.reset()

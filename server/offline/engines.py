@@ -61,6 +61,7 @@ class ProcessesClient(RouterClient):
                 for engine, endpoint in enumerate(endpoints)
             ],
             prefix_caching=config.cache.enable_prefix_caching,
+            are_coupled=config.num_coupled_engines > 1,
         )
 
     async def start(self) -> None:

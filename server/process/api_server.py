@@ -126,7 +126,9 @@ class ApiServer:
         router = None
         if len(engines) > 1:
             self._client = router = RouterClient(
-                engines, prefix_caching=args.engine.cache.enable_prefix_caching
+                engines,
+                prefix_caching=args.engine.cache.enable_prefix_caching,
+                are_coupled=args.engine.num_coupled_engines > 1,
             )
         self._lost: set[int] = set()
         """Engines that have died and were logged."""

@@ -99,7 +99,7 @@ def _watch(
                 start_engines(event.folder)
             continue
         codes = [process.poll() for process in engines[0].processes.values()]
-        num_left = codes.count(None)
+        num_left = 0 if engines[0].are_coupled else codes.count(None)
         # A process that exits with a code of its own has logged why.
         level = logging.INFO if any((code or 0) > 0 for code in codes) else logging.ERROR
         logger.log(level, "%s, %d of %d engines of this host go on", event, num_left, len(codes))

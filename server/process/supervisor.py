@@ -334,6 +334,8 @@ class Supervisor:
         assert self._engines is not None
         parallel = self._engine_config.data_parallel
         num_left = self._engines.num_running + parallel.num_remote
+        if self._engines.are_coupled:
+            num_left = 0
         if num_left:
             # A process that exits with a code of its own has logged why.
             has_logged = (self._engines.processes[end.engine].poll() or 0) > 0

@@ -66,8 +66,9 @@ def tokens(llm: LLM, count: int) -> list[list[int]]:
     [
         ("mixtral", {"tensor_parallel_size": 2, "compare_ranks": True}, NUM_REQUESTS),
         ("qwen3_moe", {"tensor_parallel_size": 4, "enable_expert_parallel": True}, 200),
+        ("mixtral", {"data_parallel_size": 2, "enable_expert_parallel": True}, 200),
     ],
-    ids=["tp 2", "ep 4"],
+    ids=["tp 2", "ep 4", "dp 2, ep"],
 )
 def test_random_requests_compile_nothing_and_fall_back_never(
     family: str, setup: dict[str, Any], count: int, tmp_path: Path
@@ -92,10 +93,11 @@ def test_random_requests_compile_nothing_and_fall_back_never(
     ]
     assert [index for temperature, index in differing if temperature == 0] == []
     assert len(differing) <= MAX_BORDERLINE, differing
-    assert [rank.rank for rank in ranks] == list(range(setup["tensor_parallel_size"]))
-    assert ranks[0].warmup_compilations > 0 and ranks[0].weight_bytes > 0
-    assert len({rank.warmup_compilations for rank in ranks}) == 1
-    assert len({(rank.kv_bytes, rank.graph_bytes) for rank in ranks}) == 1
+    if "tensor_parallel_size" in setup:
+        assert [rank.rank for rank in ranks] == list(range(setup["tensor_parallel_size"]))
+        assert ranks[0].warmup_compilations > 0 and ranks[0].weight_bytes > 0
+        assert len({rank.warmup_compilations for rank in ranks}) == 1
+        assert len({(rank.kv_bytes, rank.graph_bytes) for rank in ranks}) == 1
     assert stats.steps > count / 8
     assert stats.preemptions > 0
     assert {name: n for name, n in stats.compilations.items() if name.endswith(".serving")} in (

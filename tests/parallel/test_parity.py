@@ -32,6 +32,8 @@ SETUPS = {
     "ep 2, pp 2": {**EP2, **PP2},
     "dp 2": DP2,
     "dp 2, tp 2": {**DP2, **TP2},
+    # Engines that share experts, with one rank each and with two.
+    "dp 2, ep": {**DP2, "enable_expert_parallel": True},
     "dp 2, ep 2": {**DP2, **EP2},
 }
 
@@ -49,7 +51,7 @@ CASES = {
     "llama, tokens that do not divide": Case("llama", ("tp 4",), {"vocab_size": 323}),
     "qwen3, one KV head": Case("qwen3", ("tp 4",), {"num_key_value_heads": 1}),
     "qwen3_moe": Case("qwen3_moe", ("tp 2", "ep 2", "ep 4", "ep 2, pp 2", "dp 2, ep 2")),
-    "deepseek_v3": Case("deepseek_v3", ("tp 2", "ep 2", "ep 4", "pp 2")),
+    "deepseek_v3": Case("deepseek_v3", ("tp 2", "ep 2", "ep 4", "pp 2", "dp 2, ep")),
     "gemma3": Case(
         "gemma3_text",
         ("tp 2", "pp 2", "dp 2"),

@@ -143,7 +143,10 @@ class CountingExecutor:
 
 
 def make_counting_executor(
-    config: EngineConfig, directory: str, on_death: Callable[[str], None]
+    config: EngineConfig,
+    directory: str,
+    on_death: Callable[[str], None],
+    ranks: Ranks = SINGLE_RANK,
 ) -> Executor:
     """As engine.executors.select, for a CountingWorker."""
     if config.executor == "mp":

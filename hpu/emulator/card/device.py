@@ -1,5 +1,6 @@
 """Device: runs every op of an HpuTensor on its CPU bytes and enforces the card's rules."""
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -414,8 +415,10 @@ def _result_of_nothing(func: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
+@functools.cache
 def _is_composite(func: Any, name: str) -> bool:
     """Whether an op is composed of others; only inference mode passes such an op undecomposed."""
+    # Cached: torch's look-up takes longer than a small op.
     if not name.startswith("aten::") or name in rules.UNDECOMPOSED:
         return False
     if name == "aten::matmul" and func._schema.overload_name == "out":

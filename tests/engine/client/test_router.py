@@ -1,5 +1,6 @@
 """RouterClient: which engine gets a request, what engines say together, and engines that die."""
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -385,3 +386,39 @@ def test_four_engines_hit_nearly_as_many_prefixes_as_one_with_all_of_the_cache()
     assert large.hit_rate > 0.6
     assert four.hit_rate >= 0.9 * large.hit_rate > 1.2 * in_turn.hit_rate
     assert four.imbalance < 1.6
+
+
+# Engines that share experts
+
+
+async def test_coupled_engines_end_with_the_cause_and_not_with_what_follows_from_it() -> None:
+    router, engines = await started(are_coupled=True)
+    queues = [engine.add(chat(1, 4)) for engine in engines]
+
+    engines[0].says(Failed(0, "RuntimeError: connection closed by peer", may_follow=True))
+    assert router.failure is None
+    engines[1].fail("engine 1 (process 7) was killed by SIGKILL")
+
+    assert router.failure == engines[0].failure == engines[1].failure
+    assert router.failure is not None and router.failure.startswith("engine 1 has ended, and the")
+    assert router.failure.endswith("engine 1 (process 7) was killed by SIGKILL")
+    assert not router.is_failure_logged
+    for queue in queues:
+        with pytest.raises(EngineDied, match="engine 1 has ended"):
+            await queue.get()
+
+
+async def test_coupled_engines_end_with_the_first_reason_when_no_better_one_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.client.common_end.CAUSE_GRACE_S", 0.02)
+    router, engines = await started(are_coupled=True)
+
+    engines[0].says(Failed(0, "ValueError: a fault", may_follow=True))
+    engines[1].says(Failed(1, "RuntimeError: connection closed by peer", may_follow=True))
+    engines[0].fail("engine 0 (process 6) exited with code 1")
+    await asyncio.sleep(0.1)
+
+    assert router.failure is not None and router.failure.endswith("experts: ValueError: a fault")
+    router.fail("later")
+    assert "later" not in str(engines[1].failure)

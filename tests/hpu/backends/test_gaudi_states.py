@@ -9,8 +9,14 @@ from tiny_models import make_tiny
 from config.execution import ExecutionConfig
 
 
-@pytest.mark.parametrize("mode", ["hpu-graphs", "torch-compile"])
-@pytest.mark.parametrize("family", ["granitemoehybrid", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [
+        *((family, "hpu-graphs") for family in ("granitemoehybrid", "qwen3_next")),
+        ("granitemoehybrid", "torch-compile"),
+        pytest.param("qwen3_next", "torch-compile", marks=pytest.mark.slow),
+    ],
+)
 def test_states_give_the_tokens_of_the_cpu_and_nothing_compiles_after_warmup(
     family: str, mode: str, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from config.errors import ConfigError
 from hpu.distributed.agreement import Agreement
 from hpu.distributed.process_groups import (
     SINGLE,
+    ExpertGroup,
     ProcessGroup,
     ProcessGroups,
     group_members,
@@ -128,3 +129,22 @@ def test_a_rank_with_another_version_is_told_both(pool: RankPool) -> None:
     assert different == (
         "all ranks must have the same versions, and torch is 2.8 on rank 1 and 2.7 on rank 0"
     )
+
+
+def exchange_tokens(world: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """What an engine of two ranks, one of two, gathers of its two tokens, and what its experts sum
+    up."""
+    experts = make_groups(tensor=2, data=2).expert
+    assert isinstance(experts, ExpertGroup) and experts.rank == world.rank
+    gathered = experts.gather_tokens(tensor_of(world.rank // 2))
+    return gathered, experts.reduce_tokens(gathered * (world.rank + 1))
+
+
+def test_experts_get_the_tokens_of_all_engines_and_each_engine_gets_its_sums(
+    pool: RankPool,
+) -> None:
+    found = pool.run(4, exchange_tokens)
+
+    for rank, (gathered, sums) in enumerate(found):
+        assert torch.equal(gathered, torch.cat((FIRST, SECOND)))
+        assert torch.equal(sums, 10 * tensor_of(rank // 2))

@@ -1,0 +1,52 @@
+"""CommonEnd: engines that step together end together, with one reason."""
+
+import asyncio
+from collections.abc import Sequence
+
+from engine.client.base import Failure, SingleEngineClient
+
+CAUSE_GRACE_S = 0.5
+"""How long the cause may take to arrive, once an engine has failed that may only follow another."""
+
+
+class CommonEnd:
+    """Ends the clients of all engines when the first engine ends. An engine whose collectives fail
+    since another one is gone may report that before the other's end is noticed, so a reason that
+    may follow from another one waits for that."""
+
+    def __init__(self, engines: Sequence[SingleEngineClient]) -> None:
+        self._engines = engines
+        self._cause: tuple[int, Failure] | None = None
+        self._has_ended = False
+        for engine in engines:
+            engine.on_failure(self._report)
+
+    def _report(self, engine: int, failure: Failure) -> None:
+        """`engine` has ended."""
+        if self._cause is None:
+            self._cause = engine, failure
+            if failure.may_follow:
+                asyncio.get_running_loop().call_later(CAUSE_GRACE_S, self._end)
+                return
+        elif failure.may_follow or engine == self._cause[0] or not self._cause[1].may_follow:
+            return
+        self._cause = engine, failure
+        self._end()
+
+    def end(self, failure: Failure) -> None:
+        """End all clients with `failure`, if they have not ended."""
+        if not self._has_ended:
+            self._has_ended = True
+            for engine in self._engines:
+                engine.end(failure)
+
+    def _end(self) -> None:
+        assert self._cause is not None, "an end has a cause"
+        number, failure = self._cause
+        message = failure.message
+        if not failure.is_config:
+            message = (
+                f"engine {number} has ended, and the others with it, since they share experts: "
+                f"{message}"
+            )
+        self.end(failure._replace(message=message, is_logged=failure.is_config))

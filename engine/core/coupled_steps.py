@@ -1,0 +1,237 @@
+"""CoupledSteps: how engines that share experts agree on each step. StepHub: where they do.
+
+The devices of all engines run the same launches in the same order, since each launch of one waits
+for the tokens of the others. So each step is agreed on before it is submitted; without work
+nobody proposes a step, and all engines sleep.
+"""
+
+import os
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from config.engine import EngineConfig
+from config.errors import ConfigError
+from engine.scheduling.shared_launches import share_launches
+from engine.transport.channels import PairSocket, Waiter, ZmqContext
+from engine.transport.step_messages import (
+    AgreedStep,
+    FromHub,
+    JoinSteps,
+    StepCall,
+    StepProposal,
+    StepsRefused,
+    ToHub,
+)
+from hpu.bucketing.bucket_table import BucketTable
+from hpu.protocol import Bucket, Launch, StepPlan
+
+JOINED = -1
+"""In place of a step's number."""
+
+CHECK_S = 0.2
+"""How often an engine that waits for the others looks whether it must stop."""
+
+_OWN_SETTINGS = ("model", "cache_dir", "download_dir", "num_threads", "data_parallel")
+"""Settings that may differ between engines."""
+
+
+class StepGroup(Protocol):
+    """The engines that step together."""
+
+    def is_called(self, step: int) -> bool:
+        """Whether another engine has planned `step`; does not wait."""
+        ...
+
+    def agree(self, step: int, buckets: Sequence[Bucket]) -> list[list[Bucket]]:
+        """Propose `buckets` for `step`; what all engines have proposed, by engine. Waits for all
+        of them."""
+        ...
+
+    def wait(self, wake_fd: int) -> None:
+        """Wait until there may be a call, or `wake_fd` is readable."""
+        ...
+
+
+class CoupledSteps:
+    """One engine's part in the steps of all."""
+
+    def __init__(
+        self, group: StepGroup, engine: int, table: BucketTable, *, max_tokens: int
+    ) -> None:
+        """`table`: of the prepared buckets, in the use of nobody else, so that it stays the same on
+        all engines. `max_tokens`: of a launch."""
+        self._group = group
+        self._engine = engine
+        self._table = table
+        self._max_tokens = max_tokens
+
+    def is_called(self, step: int) -> bool:
+        """Whether this engine must take part in `step`, even without work."""
+        return self._group.is_called(step)
+
+    def wait(self, wake_fd: int) -> None:
+        """As StepGroup.wait."""
+        self._group.wait(wake_fd)
+
+    def share(self, step: int, plan: StepPlan | None) -> StepPlan:
+        """`plan` with the launches of all engines, its own ones in the buckets agreed on; a plan of
+        padding, if it is None. Waits for all engines."""
+        plan = StepPlan(step, []) if plan is None else plan
+        own = plan.launches
+        planned = self._group.agree(step, [(one.phase, *one.bucket) for one in own])
+        plan.launches = []
+        for (phase, *shape), indices in share_launches(planned, self._table, self._max_tokens):
+            index = indices[self._engine]
+            launch = Launch(phase, (0, 0, 0), []) if index is None else own[index]
+            launch.bucket = (shape[0], shape[1], shape[2])
+            plan.launches.append(launch)
+        return plan
+
+
+class HubClient:
+    """The StepGroup of an engine's process. All methods belong to the thread that runs the
+    engine."""
+
+    def __init__(self, endpoint: str, token: str, check: Callable[[], None]) -> None:
+        """`check` is called while it waits for other engines; what it raises ends the wait."""
+        self._context = ZmqContext(token)
+        self._socket: PairSocket[ToHub, FromHub] = self._context.connect_pair(endpoint, FromHub)
+        self._waiter = Waiter([self._socket])
+        self._check = check
+        self._called = JOINED
+        """The last step that another engine has planned."""
+        self._agreed: AgreedStep | None = None
+
+    def join(self, engine: int, config: EngineConfig) -> None:
+        """Wait until all engines are here. Raises ConfigError when their settings differ."""
+        self._socket.send(JoinSteps(engine, settings_checksum(config)))
+        self._wait_for(JOINED)
+
+    def is_called(self, step: int) -> bool:
+        self._receive()
+        return self._called >= step
+
+    def agree(self, step: int, buckets: Sequence[Bucket]) -> list[list[Bucket]]:
+        self._socket.send(StepProposal(step, list(buckets)))
+        return self._wait_for(step).planned
+
+    def wait(self, wake_fd: int) -> None:
+        Waiter([self._socket], [wake_fd]).wait()
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.close()
+
+    def _wait_for(self, step: int) -> AgreedStep:
+        self._receive()
+        while self._agreed is None:
+            self._waiter.wait(CHECK_S)
+            self._check()
+            self._receive()
+        agreed, self._agreed = self._agreed, None
+        assert agreed.step == step, f"step {agreed.step} was agreed on, not {step}"
+        return agreed
+
+    def _receive(self) -> None:
+        while (message := self._socket.receive()) is not None:
+            if isinstance(message, StepCall):
+                self._called = message.step
+            elif isinstance(message, AgreedStep):
+                self._agreed = message
+            else:
+                raise ConfigError(message.message)
+
+
+class StepHub:
+    """Collects the proposals of all engines for a step, on a thread of the first engine's process.
+    The first proposal calls the other engines; the last one is answered to all."""
+
+    def __init__(self, endpoints: Sequence[str], token: str) -> None:
+        """Listen at an endpoint for each engine, which presents the token there. Raises
+        ConfigError when an address cannot be taken."""
+        self._contexts = [ZmqContext(token) for _ in endpoints]
+        self._sockets: list[PairSocket[FromHub, ToHub]] = [
+            context.bind_pair(endpoint, ToHub)
+            for context, endpoint in zip(self._contexts, endpoints, strict=True)
+        ]
+        self._steps = StepCollector(len(endpoints))
+        self._end_read, self._end_write = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="step hub", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread, and disconnect."""
+        os.close(self._end_write)
+        self._thread.join()
+        os.close(self._end_read)
+
+    def _run(self) -> None:
+        waiter = Waiter(self._sockets, [self._end_read])
+        while self._end_read not in waiter.wait():
+            for engine, socket in enumerate(self._sockets):
+                while (message := socket.receive()) is not None:
+                    if isinstance(message, JoinSteps):
+                        self._contexts[engine].stop_accepting()
+                    for to, answer in self._steps.take(engine, message):
+                        # An engine that is gone reads nothing; whoever watches it ends the others.
+                        self._sockets[to].send(answer)
+        for socket in self._sockets:
+            socket.close()
+        for context in self._contexts:
+            context.close()
+
+
+class StepCollector:
+    """The hub without its sockets."""
+
+    def __init__(self, num_engines: int) -> None:
+        self._num_engines = num_engines
+        self._settings: dict[int, int] = {}
+        """Of the engines that have joined."""
+        self._step = 0
+        self._proposals: dict[int, list[Bucket]] = {}
+        """For `_step`, by engine."""
+
+    def take(self, engine: int, message: ToHub) -> list[tuple[int, FromHub]]:
+        """The answers to a message of `engine`, and to which engines they go."""
+        everyone = range(self._num_engines)
+        if isinstance(message, JoinSteps):
+            self._settings[engine] = message.settings
+            if len(self._settings) < self._num_engines:
+                return []
+            refusal = self._refusal()
+            return [(one, refusal or AgreedStep(JOINED, [])) for one in everyone]
+        assert message.step == self._step and engine not in self._proposals, (
+            f"engine {engine} proposes step {message.step}, the next one is {self._step}"
+        )
+        self._proposals[engine] = message.buckets
+        if len(self._proposals) == self._num_engines:
+            agreed = AgreedStep(self._step, [self._proposals[one] for one in everyone])
+            self._proposals = {}
+            self._step += 1
+            return [(one, agreed) for one in everyone]
+        if len(self._proposals) > 1:
+            return []
+        return [(one, StepCall(self._step)) for one in everyone if one != engine]
+
+    def _refusal(self) -> StepsRefused | None:
+        for engine, settings in sorted(self._settings.items()):
+            if settings != self._settings[0]:
+                return StepsRefused(
+                    f"engine {engine} was started with other settings than engine 0: engines that "
+                    "share experts (--enable-expert-parallel) need the same ones"
+                )
+        return None
+
+
+def settings_checksum(config: EngineConfig) -> int:
+    """Of the settings that engines that step together must have alike."""
+    settings = msgspec.to_builtins(config)
+    for name in _OWN_SETTINGS:
+        del settings[name]
+    size = config.data_parallel.data_parallel_size
+    return zlib.crc32(msgspec.json.encode([size, settings], order="deterministic"))

@@ -1,0 +1,81 @@
+"""Shared launches: those that engines which step together run at once, from what each of them has
+planned (pure).
+
+The experts of a launch get the tokens of all engines, so that each launch is of one bucket on all
+of them; an engine without a launch of its own computes padding.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hpu.bucketing.bucket_table import BucketTable
+from hpu.protocol import DECODE, PREFILL, Bucket
+
+
+class SharedLaunch(NamedTuple):
+    """One launch of all engines."""
+
+    bucket: Bucket
+    indices: tuple[int | None, ...]
+    """By engine: which of its own launches runs in it; None: none."""
+
+
+def share_launches(
+    planned: Sequence[Sequence[Bucket]], table: BucketTable, max_tokens: int
+) -> list[SharedLaunch]:
+    """The launches of a step, decodes before prefills, from the buckets that each engine has
+    planned; each engine's own stay in their order.
+
+    Launches of several engines are joined in the smallest prepared bucket that holds them, if that
+    costs less than one after the other: there the others compute padding. A joined prefill has at
+    most `max_tokens` tokens of each engine, or as many as one of its parts. The result depends on
+    the arguments alone, so that all engines get the same.
+    """
+    shared: list[SharedLaunch] = []
+    for phase in (DECODE, PREFILL):
+        waiting = [
+            [index for index, bucket in enumerate(own) if bucket[0] == phase] for own in planned
+        ]
+        while any(waiting):
+            heads = {
+                engine: planned[engine][indices[0]]
+                for engine, indices in enumerate(waiting)
+                if indices
+            }
+            # The largest first: it is the least likely to fit another's bucket.
+            order = sorted(heads, key=lambda engine: (-_cost(heads[engine], table), engine))
+            bucket = heads[order[0]]
+            indices: list[int | None] = [None] * len(planned)
+            for engine in order:
+                joined = _joined(bucket, heads[engine], table, max_tokens)
+                if joined is not None:
+                    bucket = joined
+                    indices[engine] = waiting[engine].pop(0)
+            shared.append(SharedLaunch(bucket, tuple(indices)))
+    return shared
+
+
+def _joined(bucket: Bucket, other: Bucket, table: BucketTable, max_tokens: int) -> Bucket | None:
+    """The bucket in which both run at once; None if they run one after the other."""
+    phase = bucket[0]
+    batch, query, blocks = map(max, bucket[1:], other[1:])
+    if (phase, batch, query, blocks) == bucket:
+        return bucket
+    # Checked first, because `find` adds a bucket for any shape.
+    if not table.is_prepared(phase, batch, query, blocks):
+        return None
+    joined: Bucket = (phase, *table.find(phase, batch, query, blocks).bucket)
+    if phase == PREFILL and _num_tokens(joined) > max(
+        max_tokens, _num_tokens(bucket), _num_tokens(other)
+    ):
+        return None
+    apart = _cost(bucket, table) + _cost(other, table) + table.overhead
+    return joined if _cost(joined, table) <= apart else None
+
+
+def _cost(bucket: Bucket, table: BucketTable) -> int:
+    return table.cost(bucket[0], bucket[1:])
+
+
+def _num_tokens(bucket: Bucket) -> int:
+    return bucket[1] * bucket[2]
