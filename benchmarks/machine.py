@@ -4,7 +4,7 @@ import os
 import platform
 from pathlib import Path
 
-EXTENSIONS = ("avx512_bf16", "amx_bf16")
+EXTENSIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 """CPU extensions that speed up the matrix products."""
 
 

@@ -34,24 +34,34 @@ void multiply(int64_t turns) {
 }
 constexpr int64_t OPERATIONS = 4 * 2 * 16 * 16 * 32;
 #else
-#define DOT(sum) "vdpbf16ps %%zmm30, %%zmm31, %%zmm" #sum "\n"
-// Sixteen independent sums of 16 numbers, 2 inputs each.
+#if defined(__AVX512BF16__)
+#define STEP(sum) "vdpbf16ps %%zmm0, %%zmm0, %%zmm" #sum "\n"
+constexpr int64_t PRODUCTS = 32;
+#elif defined(__AVX512F__)
+#define STEP(sum) "vfmadd231ps %%zmm0, %%zmm0, %%zmm" #sum "\n"
+constexpr int64_t PRODUCTS = 16;
+#else
+#define STEP(sum) "vfmadd231ps %%ymm0, %%ymm0, %%ymm" #sum "\n"
+constexpr int64_t PRODUCTS = 8;
+#endif
+// Twelve independent sums.
 void multiply(int64_t turns) {
-  asm volatile("vpxorq %%zmm30, %%zmm30, %%zmm30\nvpxorq %%zmm31, %%zmm31, %%zmm31\n" ::: "zmm30", "zmm31");
+  asm volatile("vpxor %%xmm0, %%xmm0, %%xmm0\n" ::: "xmm0");
   for (int64_t i = 0; i < turns; ++i)
-    asm volatile(DOT(0) DOT(1) DOT(2) DOT(3) DOT(4) DOT(5) DOT(6) DOT(7) DOT(8) DOT(9) DOT(10)
-                 DOT(11) DOT(12) DOT(13) DOT(14) DOT(15)
-                 ::: "zmm0", "zmm1", "zmm2", "zmm3", "zmm4", "zmm5", "zmm6", "zmm7", "zmm8", "zmm9",
-                     "zmm10", "zmm11", "zmm12", "zmm13", "zmm14", "zmm15");
+    asm volatile(STEP(1) STEP(2) STEP(3) STEP(4) STEP(5) STEP(6) STEP(7) STEP(8) STEP(9) STEP(10)
+                 STEP(11) STEP(12)
+                 ::: "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10",
+                     "xmm11", "xmm12");
 }
-constexpr int64_t OPERATIONS = 16 * 2 * 16 * 2;
+constexpr int64_t OPERATIONS = 12 * 2 * PRODUCTS;
 #endif
 
 }  // namespace
 
 extern "C" {
 
-// Seconds for about `operations` floating-point operations (a multiply-add is two) in bfloat16.
+// Seconds for about `operations` floating-point operations (a multiply-add is two): of bfloat16 with
+// AVX512-BF16 or AMX, else of float32.
 double multiply_only(int64_t operations, int64_t threads) {
 #ifdef __AMX_BF16__
   syscall(SYS_arch_prctl, 0x1023, 18);  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
@@ -70,13 +80,13 @@ double read_only(const char* from, int64_t bytes, int64_t threads) {
   {
     const int64_t part = bytes / threads / 256 * 256;
     const char* at = from + part * omp_get_thread_num();
-    __m512i sum = _mm512_setzero_si512();
+    __m256i sum = _mm256_setzero_si256();
     for (const char* end = at + part; at < end; at += 256)
-      for (int i = 0; i < 256; i += 64) {
-        _mm_prefetch(at + i + AHEAD, _MM_HINT_T0);
-        sum = _mm512_xor_si512(sum, _mm512_loadu_si512(at + i));
+      for (int i = 0; i < 256; i += 32) {
+        if (i % 64 == 0) _mm_prefetch(at + i + AHEAD, _MM_HINT_T0);
+        sum = _mm256_xor_si256(sum, _mm256_loadu_si256((const __m256i*)(at + i)));
       }
-    asm volatile("" ::"v"(sum));
+    asm volatile("" ::"x"(sum));
   }
   return omp_get_wtime() - start;
 }

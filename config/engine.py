@@ -225,7 +225,7 @@ class EngineConfig:
     cpu_kernels: str = setting(
         "auto",
         "bfloat16 kernels on CPU; auto: our own, compiled at the first start, if there are a C++ "
-        "compiler and AVX512-BF16; torch: PyTorch's",
+        "compiler and AVX2; torch: PyTorch's",
         group="Device",
         choices=("auto", "torch"),
     )

@@ -153,10 +153,9 @@ class StepHub:
     def __init__(self, endpoints: Sequence[str], token: str) -> None:
         """Listen at an endpoint for each engine, which presents the token there. Raises
         ConfigError when an address cannot be taken."""
-        self._contexts = [ZmqContext(token) for _ in endpoints]
+        self._context = ZmqContext(token)
         self._sockets: list[PairSocket[FromHub, ToHub]] = [
-            context.bind_pair(endpoint, ToHub)
-            for context, endpoint in zip(self._contexts, endpoints, strict=True)
+            self._context.bind_pair(endpoint, ToHub) for endpoint in endpoints
         ]
         self._steps = StepCollector(len(endpoints))
         self._end_read, self._end_write = os.pipe()
@@ -175,14 +174,13 @@ class StepHub:
             for engine, socket in enumerate(self._sockets):
                 while (message := socket.receive()) is not None:
                     if isinstance(message, JoinSteps):
-                        self._contexts[engine].stop_accepting()
+                        socket.stop_accepting()
                     for to, answer in self._steps.take(engine, message):
                         # An engine that is gone reads nothing; whoever watches it ends the others.
                         self._sockets[to].send(answer)
         for socket in self._sockets:
             socket.close()
-        for context in self._contexts:
-            context.close()
+        self._context.close()
 
 
 class StepCollector:

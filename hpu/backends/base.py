@@ -92,6 +92,12 @@ class Backend(Protocol):
     """The ranks that run one model. A back end joins them before it touches its device, and leaves
     them in `close`."""
 
+    def dtype_for(self, facts: ModelConfig, *, is_plain: bool = True) -> torch.dtype:
+        """The dtype of a model for which none was asked: the checkpoint's if it is fast, else the
+        default. `is_plain`: a decoder that is built in, whole on one device."""
+        dtype = getattr(torch, facts.dtype, None)
+        return dtype if dtype in self.fast_dtypes else self.default_dtype
+
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes, after all work is done."""
         ...

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from config.malloc import retain_freed_memory
+from config.model.model_config import ModelConfig
 from hpu.backends.base import Backend
 from hpu.distributed.process_groups import SINGLE_RANK, Ranks, join, leave
 from hpu.host import has_fast_bfloat16, usable_cores, usable_memory
@@ -23,7 +24,7 @@ from hpu.layers.linear import Kernel, LinearBase
 from hpu.layers.moe import Experts, MoE
 from hpu.layers.norm import RMSNorm
 from hpu.models.decoder import Decoder
-from hpu.native.decoder import CompiledDecoder
+from hpu.native.decoder import CompiledDecoder, is_known
 from hpu.native.library import (
     Library,
     PackedExperts,
@@ -125,7 +126,7 @@ class CpuBackend(Backend):
         """Weights that a large launch reads, for each one that a token is multiplied with: above 1
         for a mixture of experts."""
         self._library: Library | None = None
-        if kernels is not None and fast:
+        if kernels is not None:
             self._library = open_library(kernels, threads)
         self.world = join("gloo", ranks)
 
@@ -182,10 +183,21 @@ class CpuBackend(Backend):
         num_read = dense_cost + sum(weight.numel() for weight in experts)
         self._weights_per_use = num_read / max(1, self._token_cost)
         dtype = linears[0].dtype
-        if can_pack(dtype, linears[0].device):
+        if self._multiplies(dtype) or can_pack(dtype, linears[0].device):
             return use_cpu_kernels(model, self._library)
         logger.info("Weights are not packed: there is no packed product for %s here", dtype)
         return model
+
+    def _multiplies(self, dtype: torch.dtype) -> bool:
+        """Whether our kernels do, on a CPU without bfloat16 instructions as well."""
+        return dtype == torch.bfloat16 and self._library is not None
+
+    def dtype_for(self, facts: ModelConfig, *, is_plain: bool = True) -> torch.dtype:
+        dtype = super().dtype_for(facts, is_plain=is_plain)
+        if facts.dtype == "float32" or not self._multiplies(torch.bfloat16):
+            return dtype
+        # Without bfloat16 instructions torch's own operators are slow in it, ours are not.
+        return torch.bfloat16 if is_plain and is_known(facts) else dtype
 
     @property
     def prefill_launch_tokens(self) -> int:
@@ -217,14 +229,17 @@ class CpuBackend(Backend):
 
 def use_cpu_kernels(model: nn.Module, library: Library | None) -> nn.Module:
     """Give the layers of a loaded bfloat16 model packed products and norms: those of `library`, or
-    torch's where it has none. Returns the model to run, a CompiledDecoder of a decoder."""
+    torch's where it has none and the CPU has bfloat16 instructions. Returns the model to run, a
+    CompiledDecoder of a decoder."""
     # They are small, have any number of outputs, and may be in float32.
     routers = {gate for one in model.modules() if isinstance(one, MoE) for gate in one.gates}
     for module in list(model.modules()):
         if isinstance(module, RMSNorm):
             module.use_kernel(MirroredRMSNorm(module.weight))
         elif isinstance(module, LinearBase) and module not in routers:
-            module.use_kernel(_pack(module, library))
+            kernel = _pack(module, library)
+            if kernel is not None:
+                module.use_kernel(kernel)
         elif isinstance(module, Experts) and library is not None:
             _pack_experts(module, library)
     # A compiled decoder does not meet other ranks between its products, and has all layers.
@@ -250,7 +265,8 @@ def _pack_experts(experts: Experts, library: Library) -> None:
         experts.replace_weights(PackedExperts(library, w13.detach(), w2.detach()))
 
 
-def _pack(linear: LinearBase, library: Library | None) -> Kernel:
+def _pack(linear: LinearBase, library: Library | None) -> Kernel | None:
+    """None: there is no faster form than the method's own."""
     bias, quantized = linear.applied_bias, linear.quantized_weight
     if quantized is not None:
         if library is not None and has_kernel(quantized):
@@ -260,4 +276,4 @@ def _pack(linear: LinearBase, library: Library | None) -> Kernel:
     weight = linear.weight.detach()
     if library is not None and has_kernel(weight):
         return PackedLinear(library, weight, bias)
-    return packed_linear(weight, bias)
+    return packed_linear(weight, bias) if can_pack(weight.dtype, weight.device) else None

@@ -6,7 +6,8 @@
 
 namespace {
 
-constexpr int HEADS_AT_ONCE = 4;
+// Query heads whose sums of 32 numbers the registers hold.
+constexpr int HEADS_AT_ONCE = std::min(4, MOST_SUMS / 2);
 
 // The blocks of one request in the block list.
 struct Span {
@@ -56,28 +57,27 @@ void find_tiles(const Model& m, const Layer& layer, const Step& s, const Place& 
 
 // Dot products of WORDS * 32 numbers of one query with up to 16 keys.
 template <int WORDS>
-inline __m512 score(const bf16* query, const bf16* keys, int64_t stride, int64_t count) {
-  __m512bh q[WORDS];
-  for (int d = 0; d < WORDS; ++d) q[d] = (__m512bh)_mm512_loadu_si512(query + d * 32);
-  __m512 found[16];
+inline Lanes score(const bf16* query, const bf16* keys, int64_t stride, int64_t count) {
+  Factor q[WORDS][TURNS];
+  for (int d = 0; d < WORDS; ++d)
+    for (int turn = 0; turn < TURNS; ++turn) q[d][turn] = factor(query + d * 32, turn);
+  Lanes found[16];
   for (int i = 0; i < 16; ++i) {
-    found[i] = _mm512_setzero_ps();
+    found[i] = zero();
     if (i < count)
-      for (int d = 0; d < WORDS; ++d) {
-        const __m512bh key = (__m512bh)_mm512_loadu_si512(keys + i * stride + d * 32);
-        found[i] = _mm512_dpbf16_ps(found[i], key, q[d]);
-      }
+      for (int d = 0; d < WORDS; ++d)
+        for (int turn = 0; turn < TURNS; ++turn)
+          found[i] = dot(found[i], factor(keys + i * stride + d * 32, turn), q[d][turn]);
   }
-  return joined(found, [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); });
+  return joined(found, [](auto a, auto b) { return add(a, b); });
 }
 
-inline __m512 score(const bf16* query, const bf16* keys, int64_t stride, int64_t count,
-                    int64_t size) {
-  __m512 sum = _mm512_setzero_ps();
+inline Lanes score(const bf16* query, const bf16* keys, int64_t stride, int64_t count,
+                   int64_t size) {
+  Lanes sum = zero();
   int64_t d = 0;
-  for (; d + 64 <= size; d += 64)
-    sum = _mm512_add_ps(sum, score<2>(query + d, keys + d, stride, count));
-  return d == size ? sum : _mm512_add_ps(sum, score<1>(query + d, keys + d, stride, count));
+  for (; d + 64 <= size; d += 64) sum = add(sum, score<2>(query + d, keys + d, stride, count));
+  return d == size ? sum : add(sum, score<1>(query + d, keys + d, stride, count));
 }
 
 #ifdef __AMX_BF16__
@@ -123,68 +123,63 @@ inline void end_scores() {
 // Weighted sums of WORDS * 32 numbers of the values from `d`, for HEADS heads: `powers` (heads, room)
 // and one factor per head.
 template <int HEADS, int WORDS>
-void mean(const Model& m, const std::vector<Tile>& tiles, int64_t d, const bf16* powers,
+void mean(const Model& m, const std::vector<Tile>& tiles, int64_t d, const Input* powers,
           int64_t room, const float* shares, bf16* out) {
   alignas(64) static const bf16 nothing[32] = {};
   const int64_t stride = m.kv_heads * m.head_dim;
-  // Interleaving two tokens leaves fours of their numbers in each half, by turns.
-  __m512 low[HEADS][WORDS], high[HEADS][WORDS];
+  Lanes low[HEADS][WORDS], high[HEADS][WORDS];
+#pragma GCC unroll 4
   for (int g = 0; g < HEADS; ++g)
-    for (int w = 0; w < WORDS; ++w) low[g][w] = high[g][w] = _mm512_setzero_ps();
+#pragma GCC unroll 2
+    for (int w = 0; w < WORDS; ++w) low[g][w] = high[g][w] = zero();
   for (const Tile& tile : tiles) {
-    for (int64_t i = 0; i < tile.count; i += 2) {
+    for (int64_t i = 0; i < tile.count; i += TOKENS) {
       const bf16* value = tile.values + i * stride + d;
-      __m512bh both[HEADS];
-      for (int g = 0; g < HEADS; ++g) {
-        int32_t pair;
-        std::memcpy(&pair, powers + g * room + i, 4);
-        both[g] = (__m512bh)_mm512_set1_epi32(pair);
-      }
+      Factor each[HEADS];
+#pragma GCC unroll 4
+      for (int g = 0; g < HEADS; ++g) each[g] = repeat(powers + g * room + i, 0);
+#pragma GCC unroll 2
       for (int w = 0; w < WORDS; ++w) {
-        const __m512i one = _mm512_loadu_si512(value + w * 32);
-        const __m512i two =
-            _mm512_loadu_si512(i + 1 < tile.count ? value + stride + w * 32 : nothing);
-        const __m512bh a = (__m512bh)_mm512_unpacklo_epi16(one, two);
-        const __m512bh b = (__m512bh)_mm512_unpackhi_epi16(one, two);
+        Factor a, b;
+        split(value + w * 32, i + 1 < tile.count ? value + stride + w * 32 : nothing, a, b);
+#pragma GCC unroll 4
         for (int g = 0; g < HEADS; ++g) {
-          low[g][w] = _mm512_dpbf16_ps(low[g][w], a, both[g]);
-          high[g][w] = _mm512_dpbf16_ps(high[g][w], b, both[g]);
+          low[g][w] = dot(low[g][w], a, each[g]);
+          high[g][w] = dot(high[g][w], b, each[g]);
         }
       }
     }
     powers += 16;
   }
-  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+#pragma GCC unroll 4
   for (int g = 0; g < HEADS; ++g)
+#pragma GCC unroll 2
     for (int w = 0; w < WORDS; ++w) {
-      const __m512 by = _mm512_set1_ps(shares[g]);
-      const __m512bh found =
-          _mm512_cvtne2ps_pbh(_mm512_mul_ps(high[g][w], by), _mm512_mul_ps(low[g][w], by));
-      _mm512_storeu_si512(out + g * m.head_dim + d + w * 32,
-                          _mm512_permutexvar_epi64(order, (__m512i)found));
+      const Lanes by = set1(shares[g]);
+      store_split(out + g * m.head_dim + d + w * 32, mul(low[g][w], by), mul(high[g][w], by));
     }
 }
 
 template <int HEADS>
-void means(const Model& m, const std::vector<Tile>& tiles, const bf16* powers, int64_t room,
+void means(const Model& m, const std::vector<Tile>& tiles, const Input* powers, int64_t room,
            const float* shares, bf16* out) {
   int64_t d = 0;
-  for (; d + 64 <= m.head_dim; d += 64)
-    mean<HEADS, 2>(m, tiles, d, powers, room, shares, out);
-  if (d < m.head_dim) mean<HEADS, 1>(m, tiles, d, powers, room, shares, out);
+  if constexpr (4 * HEADS <= MOST_SUMS)
+    for (; d + 64 <= m.head_dim; d += 64)
+      mean<HEADS, 2>(m, tiles, d, powers, room, shares, out);
+  for (; d < m.head_dim; d += 32) mean<HEADS, 1>(m, tiles, d, powers, room, shares, out);
 }
 
 // The powers of two of one head's scores; returns their sum.
-float weigh(const float* scores, int64_t count, float scale, __m512 top, bf16* powers) {
-  const __m512 by = _mm512_set1_ps(scale);
-  const __m512 base = _mm512_set1_ps(_mm512_reduce_max_ps(top) * scale);
-  __m512 sum = _mm512_setzero_ps();
+float weigh(const float* scores, int64_t count, float scale, Lanes top, Input* powers) {
+  const Lanes by = set1(scale), base = set1(reduce_max(top) * scale);
+  Lanes sum = zero();
   for (int64_t i = 0; i < count; i += 16) {
-    const __m512 found = power(_mm512_fmsub_ps(_mm512_load_ps(scores + i), by, base));
-    sum = _mm512_add_ps(sum, found);
+    const Lanes found = power(fmsub(load(scores + i), by, base));
+    sum = add(sum, found);
     store(powers + i, found);
   }
-  return _mm512_reduce_add_ps(sum);
+  return reduce_add(sum);
 }
 
 // All query heads of one key head, over the tokens of `tiles`.
@@ -195,20 +190,20 @@ void attend(const Model& m, const std::vector<Tile>& tiles, const bf16* queries,
   if (count == 0) return void(std::memset(out, 0, group * size * sizeof(bf16)));
   thread_local Scratch kept, narrow;
   float* scores = kept.room<float>(room * group);
-  bf16* powers = narrow.room<bf16>(room * group);
-  alignas(64) bf16 panel[MOST_HEAD * PANEL];
+  Input* powers = narrow.room<Input>(room * group);
 #ifdef __AMX_BF16__
+  alignas(64) bf16 panel[MOST_HEAD * PANEL];
   if (has_tiles) lay_out(queries, group, size, panel);
   // The tile-load intrinsic does not tell the compiler which memory it reads.
   asm volatile("" ::"r"(panel) : "memory");
 #endif
-  __m512 top[MOST_GROUP];
-  for (int64_t g = 0; g < group; ++g) top[g] = _mm512_set1_ps(-INFINITY);
+  Lanes top[MOST_GROUP];
+  for (int64_t g = 0; g < group; ++g) top[g] = set1(-INFINITY);
   for (int64_t t = 0; t < count; ++t) {
     const Tile& tile = tiles[t];
     ask_for(tile.values, stride, tile.count, size);
     if (t + EARLY < count) ask_for(tiles[t + EARLY].keys, stride, tiles[t + EARLY].count, size);
-    const __mmask16 seen = tile.count == 16 ? 0xffff : (1 << tile.count) - 1;
+    const Mask seen = between(0, tile.count);
 #ifdef __AMX_BF16__
     const bool tiled = has_tiles && tile.count == 16;
     if (tiled) score_tile(panel, group, tile.keys, stride, size, scores + t * 16, room);
@@ -217,12 +212,10 @@ void attend(const Model& m, const std::vector<Tile>& tiles, const bf16* queries,
 #endif
     for (int64_t g = 0; g < group; ++g) {
       float* to = scores + g * room + t * 16;
-      if (!tiled)
-        _mm512_store_ps(to, score(queries + g * size, tile.keys, stride, tile.count, size));
-      const __m512 found =
-          _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, _mm512_load_ps(to));
-      top[g] = _mm512_max_ps(top[g], found);
-      _mm512_store_ps(to, found);
+      if (!tiled) store(to, score(queries + g * size, tile.keys, stride, tile.count, size));
+      const Lanes found = select(seen, load(to), set1(-INFINITY));
+      top[g] = max(top[g], found);
+      store(to, found);
     }
   }
   float shares[MOST_GROUP];
@@ -235,7 +228,7 @@ void attend(const Model& m, const std::vector<Tile>& tiles, const bf16* queries,
     const auto kernel = heads == 1   ? means<1>
                         : heads == 2 ? means<2>
                         : heads == 3 ? means<3>
-                                     : means<4>;
+                                     : means<HEADS_AT_ONCE>;
     kernel(m, tiles, powers + g * room, room, shares + g, out + g * size);
   }
 }

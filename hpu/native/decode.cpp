@@ -1,5 +1,5 @@
-// Decode steps and matrix products of the CPU back end in bfloat16, for AVX-512 with BF16, and for
-// AMX where available. hpu/native/library.py passes the pointers.
+// Decode steps and matrix products of the CPU back end in bfloat16, for the instruction sets of
+// numbers.h, and for AMX where available. hpu/native/library.py passes the pointers.
 //
 // A step that takes torch some six hundred operators is one call here, in one parallel region.
 // Activations in memory are bfloat16, as on the torch path; sums are float32.
@@ -10,17 +10,15 @@
 namespace {
 
 void rms_norm(const bf16* x, const bf16* weight, bf16* out, int64_t size, float eps) {
-  __m512 squares = _mm512_setzero_ps();
+  Lanes squares = zero();
   for (int64_t i = 0; i < size; i += 16) {
-    __m512 v = load(x + i);
-    squares = _mm512_fmadd_ps(v, v, squares);
+    const Lanes v = load(x + i);
+    squares = fmadd(v, v, squares);
   }
-  const __m512 scale =
-      _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / float(size) + eps));
-  for (int64_t i = 0; i < size; i += 16)
-  {
-    const __m512 scaled = _mm512_mul_ps(load(x + i), scale);
-    store(out + i, weight ? _mm512_mul_ps(scaled, load(weight + i)) : scaled);
+  const Lanes factor = set1(1.0f / std::sqrt(reduce_add(squares) / float(size) + eps));
+  for (int64_t i = 0; i < size; i += 16) {
+    const Lanes scaled = mul(load(x + i), factor);
+    store(out + i, weight ? mul(scaled, load(weight + i)) : scaled);
   }
 }
 
@@ -30,16 +28,16 @@ void turn(const Model& m, const Layer& layer, const Step& s, int64_t row, int64_
     alignas(64) bf16 normed[MOST_HEAD];
     rms_norm(x, nullptr, normed, m.head_dim, m.eps);
     for (int64_t d = 0; d < m.head_dim; d += 16) {
-      const __m512 weight = load(layer.head_norm + head * m.head_dim + d);
-      store(x + d, _mm512_mul_ps(load(normed + d), weight));
+      const Lanes weight = load(layer.head_norm + head * m.head_dim + d);
+      store(x + d, mul(load(normed + d), weight));
     }
   }
   const bf16 *cos = m.rotation + s.positions[row] * 2 * m.rotated, *sin = cos + m.rotated;
   const int64_t half = m.rotated / 2;
   alignas(64) bf16 turned[MOST_HEAD];
   for (int64_t d = 0; d < m.rotated; d += 16) {
-    const __m512 crossed = _mm512_mul_ps(load(x + (d < half ? d + half : d - half)), load(sin + d));
-    store(turned + d, _mm512_fmadd_ps(load(x + d), load(cos + d), crossed));
+    const Lanes crossed = mul(load(x + (d < half ? d + half : d - half)), load(sin + d));
+    store(turned + d, fmadd(load(x + d), load(cos + d), crossed));
   }
   std::memcpy(x, turned, m.rotated * sizeof(bf16));
 }
@@ -68,7 +66,7 @@ void embed(const Model& m, const Step& s) {
       std::memcpy(to, from, m.hidden * sizeof(bf16));
     else
       for (int64_t i = 0; i < m.hidden; i += 16)
-        store(to + i, _mm512_mul_ps(load(from + i), _mm512_set1_ps(m.embedding_multiplier)));
+        store(to + i, mul(load(from + i), set1(m.embedding_multiplier)));
   }
 }
 
@@ -95,10 +93,10 @@ void add(const Model& m, const Layer& layer, const Step& s, const bf16* attended
   norm_rows(m, s, layer.mlp_norm);
   if (layer.mixture) {
     mix_routed(*layer.mixture, s.hidden, s.rows, g, inside);
-    const __m512 alpha = _mm512_set1_ps(m.multiplier);
+    const Lanes alpha = set1(m.multiplier);
 #pragma omp for
     for (int64_t i = 0; i < s.rows * m.hidden; i += 16)
-      store(s.total + i, _mm512_fmadd_ps(alpha, _mm512_loadu_ps(g.sums + i), load(s.total + i)));
+      store(s.total + i, fmadd(alpha, load(g.sums + i), load(s.total + i)));
     return;
   }
   multiply(layer.gate_up, s.hidden, s.rows, End{inside, nullptr, 0, true});
@@ -123,6 +121,9 @@ std::vector<Span> spans_of(const Step& s) {
 }  // namespace
 
 extern "C" {
+
+// The name of the instruction set that this file is compiled for.
+const char* instruction_set() { return LEVEL; }
 
 // Enables products in tiles if requested and available (asks the operating system for permission);
 // returns whether they are used.
@@ -190,7 +191,7 @@ void mix_experts(const Experts* experts, const Choice* choice, bf16* out, int64_
     mix(*experts, *choice, g);
 #pragma omp barrier
 #pragma omp for
-    for (int64_t i = 0; i < size; i += 16) store(out + i, _mm512_loadu_ps(g.sums + i));
+    for (int64_t i = 0; i < size; i += 16) store(out + i, load(g.sums + i));
   }
 }
 

@@ -8,6 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from config.model.architectures import ARCHITECTURES, decoder_spec
+from config.model.decoder_spec import DecoderSpec
+from config.model.model_config import ModelConfig
 from hpu.layers.attention import SelfAttention
 from hpu.layers.attention_base import Shape
 from hpu.layers.metadata import AttentionInputs, DecodeAttentionInputs, PrefillAttentionInputs
@@ -197,18 +200,26 @@ class CompiledDecoder(CausalLM):
         self.model.read_contiguously()
 
 
-def _is_supported(model: Decoder) -> bool:
-    """Whether the library computes what `model` does, apart from its activation and weights."""
-    spec = model.spec
+def is_known(config: ModelConfig) -> bool:
+    """Whether the library computes a model of `config`, apart from its sizes and weights."""
+    return config.architecture in ARCHITECTURES and _is_known(config, decoder_spec(config))
+
+
+def _is_known(config: ModelConfig, spec: DecoderSpec) -> bool:
     has_known_norms = (spec.norm, spec.norm_offset, spec.arrangement) == ("rms", False, "before")
     return (
-        model.group.size == 1
-        and has_known_norms
-        and not spec.learned_positions
-        and all(layer.rope == "default" for layer in spec.layers)
+        has_known_norms
+        and config.hidden_act in ("silu", "swish")
+        and not (spec.mla or spec.states or spec.learned_positions)
         and spec.qk_norm in ("none", "heads")
-        and _sizes(model).are_supported
+        and _attention_is_known(config, spec)
     )
+
+
+def _is_supported(model: Decoder) -> bool:
+    """Whether the library computes what `model` does, apart from its weights."""
+    is_alone = model.group.size == 1
+    return is_alone and _is_known(model.config, model.spec) and _sizes(model).are_supported
 
 
 def _sizes(model: Decoder) -> _Sizes:
@@ -231,16 +242,13 @@ def _sizes(model: Decoder) -> _Sizes:
 
 def _layer_weights(model: Decoder) -> list[_LayerWeights] | None:
     """What the library reads; None unless it has everything."""
-    if model.config.hidden_act not in ("silu", "swish") or not _attention_is_known(model):
-        return None
     layers = [_weights_of(layer) for layer in model.layers]
     found = [weights for weights in layers if weights is not None]
     return found if len(found) == len(layers) else None
 
 
-def _attention_is_known(model: Decoder) -> bool:
+def _attention_is_known(config: ModelConfig, spec: DecoderSpec) -> bool:
     """Whether the library computes the attention of all layers."""
-    config, spec = model.config, model.spec
     return not (
         config.clip_qkv is not None
         or spec.has_score_options

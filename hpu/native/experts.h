@@ -41,13 +41,11 @@ namespace {
 
 constexpr float LEAST_SUM = 1e-20f;  // smallest divisor of weights that are renormalized
 
-inline __m512 load(const float* from) { return _mm512_loadu_ps(from); }
-
 template <typename T>
-float dot(const T* weight, const bf16* x, int64_t size) {
-  __m512 sum = _mm512_setzero_ps();
-  for (int64_t i = 0; i < size; i += 16) sum = _mm512_fmadd_ps(load(weight + i), load(x + i), sum);
-  return _mm512_reduce_add_ps(sum);
+float product_of(const T* weight, const bf16* x, int64_t size) {
+  Lanes sum = zero();
+  for (int64_t i = 0; i < size; i += 16) sum = fmadd(load(weight + i), load(x + i), sum);
+  return reduce_add(sum);
 }
 
 inline float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
@@ -82,8 +80,8 @@ void route(const Mixture& m, const bf16* x, int64_t* ids, float* weights) {
   std::vector<float> scores(count), choice(count);
   std::vector<char> taken(count);
   for (int64_t i = 0; i < count; ++i)
-    scores[i] = m.is_float32 ? dot((const float*)m.gate + i * hidden, x, hidden)
-                             : dot((const bf16*)m.gate + i * hidden, x, hidden);
+    scores[i] = m.is_float32 ? product_of((const float*)m.gate + i * hidden, x, hidden)
+                             : product_of((const bf16*)m.gate + i * hidden, x, hidden);
   if (m.is_sigmoid) {
     for (float& score : scores) score = sigmoid(score);
   } else {
@@ -196,7 +194,7 @@ void mix_routed(const Mixture& m, const bf16* x, int64_t rows, Groups& g, bf16* 
     const bf16* token = x + r * hidden;
     route(m, token, g.ids + r * m.top_k, g.weights + r * m.top_k);
     g.rows[r] = r;
-    g.shared[r] = m.shared_gate ? sigmoid(dot(m.shared_gate, token, hidden)) : 1;
+    g.shared[r] = m.shared_gate ? sigmoid(product_of(m.shared_gate, token, hidden)) : 1;
   }
   const Choice choice{rows, m.top_k, g.ids, g.weights, x};
 #pragma omp single

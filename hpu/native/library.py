@@ -25,7 +25,8 @@ SOURCE = Path(__file__).with_name("decode.cpp")
 SOURCES = (SOURCE, *sorted(SOURCE.parent.glob("*.h")))
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC")
-NEEDED = frozenset(("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"))
+NEEDED = frozenset(("avx2", "fma", "f16c"))
+"""At least. -march=native selects AVX-512, its BF16 and AMX where the CPU has them."""
 COMPILE_TIMEOUT_S = 120.0
 
 
@@ -141,9 +142,12 @@ class Library:
         """Raises OSError when `path` cannot be loaded."""
         self._code = ctypes.CDLL(str(path))
         self._code.use_tiles.restype = ctypes.c_int64
+        self._code.instruction_set.restype = ctypes.c_char_p
         self._threads = ctypes.c_int64(num_threads)
         self.has_tiles = self.use_tiles(True)
         """Whether the machine multiplies in tiles (AMX)."""
+        self.instruction_set: str = self._code.instruction_set().decode()
+        """That it was compiled for, AMX apart: AVX512-BF16, AVX-512 or AVX2."""
         self.pages = HugePages()
         """Memory of the weights."""
 
@@ -246,7 +250,8 @@ def open_library(folder: Path, num_threads: int) -> Library | None:
     except OSError as error:
         logger.warning("Kernels: torch's, because ours cannot be loaded: %s", error)
         return None
-    logger.info("Kernels: compiled for this CPU%s", " (AMX)" if library.has_tiles else "")
+    tiles = " and AMX" if library.has_tiles else ""
+    logger.info("Kernels: compiled for this CPU (%s%s)", library.instruction_set, tiles)
     return library
 
 

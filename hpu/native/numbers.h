@@ -1,4 +1,31 @@
 // Sixteen numbers at a time: bfloat16 in memory, float32 in registers. Part of decode.cpp.
+//
+// One of the headers lanes_*.h defines them for the instruction set of the compiler's flags. All
+// define the same names:
+//
+// LEVEL          the instruction set's name
+// Lanes          16 float32; Mask: a condition on each lane; Words: 16 integers of 32 bits
+// load, store    of float32, or of bfloat16, which is rounded to nearest even; NaN stays NaN.
+//                `store` of two Lanes stores 32 numbers
+// fraction(x)    x - floor(x), below 1; scale(x, y): x * 2^floor(y), zero for y = -infinity
+// between(a, b)  the lanes from a up to b, which is excluded
+// joined(v, f)   lane i of the result is v[i] reduced with f
+// store_pairs    interleaves two times 16 numbers; store_transposed(to, rows, size): 16 rows of `size`
+//                bfloat16 numbers, so that pairs of the 16 rows are adjacent (and `size` may be rounded
+//                up to a multiple of 16)
+//
+// Products multiply bfloat16 weights of 16 outputs, stored in pairs of inputs, by Input numbers in
+// TURNS turns: BF16 instructions multiply both numbers of a pair at once, and x is bfloat16; the others
+// multiply the first numbers of the pairs, then the second ones, and x is float32.
+//
+// Factor         the operand of one turn
+// factor(w, t)   the numbers of turn t of 16 pairs; repeat(x, t): those of one pair of Input in all lanes
+// dot(c, a, b)   c plus the products of a turn
+// int4(w, i)     the i-th nibble of each word; int4_factor(w, i, t): the factor of pair i of four
+// MOST_SUMS      Lanes of sums that the registers hold beside factors
+//
+// Sums over tokens take TOKENS tokens at once: `split` makes factors of 32 numbers of each, store_split
+// stores the sums of both in the order of the numbers.
 
 #pragma once
 
@@ -9,11 +36,20 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 using bf16 = uint16_t;
 
 namespace {
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#include "lanes_avx512.h"
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include "lanes_avx2.h"
+#else
+#error "AVX2 with FMA and F16C is needed"
+#endif
 
 // Memory that is reused between calls, aligned to a cache line: otherwise each row of a tile would
 // span two lines.
@@ -41,74 +77,73 @@ class Scratch {
   int64_t bytes_ = 0;
 };
 
-inline __m512 load(const bf16* from) {
-  return _mm512_castsi512_ps(
-      _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16));
+// Rows of x as the products read them: `stride` numbers apart.
+template <typename Number>
+struct RowsOf {
+  const Number* x;
+  int64_t stride;
+};
+using Rows = RowsOf<Input>;
+
+// Copies `size` numbers to float32.
+inline void widen(const bf16* from, int64_t size, float* to) {
+  int64_t i = 0;
+  for (; i + 16 <= size; i += 16) store(to + i, load(from + i));
+  for (; i < size; ++i) {
+    const uint32_t bits = uint32_t(from[i]) << 16;
+    std::memcpy(to + i, &bits, 4);
+  }
 }
 
-inline void store(bf16* to, __m512 value) {
-  _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(value));
+// `rows` rows of `size` numbers, converted into `kept` if products do not read bfloat16.
+template <typename Number = Input>
+inline RowsOf<Number> rows_of(const bf16* x, int64_t stride, int64_t rows, int64_t size,
+                              Scratch& kept) {
+  if constexpr (std::is_same_v<Number, bf16>) {
+    return {x, stride};
+  } else {
+    // Rows that are a power of two apart would share few lines of the L1 cache.
+    const int64_t apart = (size + 15) / 16 * 16 + 16;
+    float* wide = kept.room<float>(rows * apart);
+    for (int64_t r = 0; r < rows; ++r) widen(x + r * stride, size, wide + r * apart);
+    return {wide, apart};
+  }
 }
 
-inline __m512 exponential(__m512 x) {
-  // e^x as 2^(x / ln 2): a polynomial of the fraction, within about 2 ulp of float32; the order of the
-  // operands of max keeps NaN.
-  const __m512 t = _mm512_mul_ps(_mm512_max_ps(_mm512_set1_ps(-87.0f), x), _mm512_set1_ps(1.44269504f));
-  const __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT);
-  const __m512 f = _mm512_sub_ps(t, whole);
-  __m512 p = _mm512_set1_ps(1.535336188e-4f);
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.339887440e-3f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.618437357e-3f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.550332548e-2f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.402264791e-1f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.931472028e-1f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(p, whole);
-}
-
-inline __m512 rounded(__m512 value) {
-  const __m256i narrow = (__m256i)_mm512_cvtneps_pbh(value);
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+// e^x as 2^(x / ln 2): a polynomial of the fraction, within about 2 ulp of float32; the order of the
+// operands of max keeps NaN.
+inline Lanes exponential(Lanes x) {
+  const Lanes t = mul(max(set1(-87.0f), x), set1(1.44269504f));
+  const Lanes whole = nearest(t);
+  const Lanes f = sub(t, whole);
+  Lanes p = set1(1.535336188e-4f);
+  p = fmadd(p, f, set1(1.339887440e-3f));
+  p = fmadd(p, f, set1(9.618437357e-3f));
+  p = fmadd(p, f, set1(5.550332548e-2f));
+  p = fmadd(p, f, set1(2.402264791e-1f));
+  p = fmadd(p, f, set1(6.931472028e-1f));
+  p = fmadd(p, f, set1(1.0f));
+  return scale(p, whole);
 }
 
 // silu(x) * up
-inline __m512 gate(__m512 x, __m512 up) {
-  const __m512 grown = exponential(_mm512_sub_ps(_mm512_setzero_ps(), x));
-  return _mm512_mul_ps(_mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1), grown)), up);
+inline Lanes gate(Lanes x, Lanes up) {
+  const Lanes grown = exponential(sub(zero(), x));
+  return mul(div(x, add(set1(1), grown)), up);
 }
 
 constexpr float TO_POWERS = 1.44269504f;  // log2(e): turns exponents of e into exponents of 2
 
-// 2^x: a polynomial of the fraction with a relative error of about 3e-6; bfloat16 then rounds to 2e-3.
-inline __m512 power(__m512 x) {
-  const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
-  __m512 p = _mm512_set1_ps(1.353416605e-2f);
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.201146419e-2f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.414427548e-1f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.930038349e-1f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.000002593f));
-  return _mm512_scalef_ps(p, x);
-}
-
-// Reduces each of 16 vectors to one number: the sum or the maximum.
-template <typename Join>
-inline __m512 joined(const __m512* of, Join join) {
-  __m512 by_four[4];
-  for (int i = 0; i < 4; ++i) {
-    const __m512* v = of + 4 * i;
-    const __m512 a = join(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
-    const __m512 b = join(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
-    const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
-    by_four[i] = join(_mm512_castpd_ps(_mm512_unpacklo_pd(c, d)),
-                               _mm512_castpd_ps(_mm512_unpackhi_pd(c, d)));
-  }
-  __m512 by_eight[2];
-  for (int i = 0; i < 2; ++i) {
-    const __m512 a = by_four[2 * i], b = by_four[2 * i + 1];
-    by_eight[i] = join(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
-  }
-  return join(_mm512_shuffle_f32x4(by_eight[0], by_eight[1], 0x88),
-                       _mm512_shuffle_f32x4(by_eight[0], by_eight[1], 0xdd));
+// 2^x for x of at most about 1: a polynomial of the fraction with a relative error of about 3e-6;
+// bfloat16 then rounds to 2e-3.
+inline Lanes power(Lanes x) {
+  const Lanes f = fraction(x);
+  Lanes p = set1(1.353416605e-2f);
+  p = fmadd(p, f, set1(5.201146419e-2f));
+  p = fmadd(p, f, set1(2.414427548e-1f));
+  p = fmadd(p, f, set1(6.930038349e-1f));
+  p = fmadd(p, f, set1(1.000002593f));
+  return scale(p, x);
 }
 
 }  // namespace

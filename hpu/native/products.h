@@ -1,5 +1,5 @@
-// Matrix products of the CPU back end: x W^T for weights in bfloat16, with dot products (AVX512-BF16)
-// or tiles (AMX). Part of decode.cpp.
+// Matrix products of the CPU back end: x W^T for weights in bfloat16, with dot products of lanes or
+// with tiles (AMX). Part of decode.cpp.
 //
 // Weights are stored in panels of 16 outputs with pairs of inputs adjacent, as dot products and tiles
 // read them. Panels are prefetched in software: the hardware prefetcher starts too late and stops at
@@ -44,15 +44,14 @@ struct alignas(64) Best {
   int32_t panels[PANEL];
 
   void begin() {
-    _mm512_store_ps(values, _mm512_set1_ps(-INFINITY));
-    _mm512_store_si512(panels, _mm512_setzero_si512());
+    store(values, set1(-INFINITY));
+    std::memset(panels, 0, sizeof(panels));
   }
 
-  void offer(__m512 value, int64_t panel) {
-    const __mmask16 wins = _mm512_cmp_ps_mask(value, _mm512_load_ps(values), _CMP_GT_OQ) |
-                           _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-    _mm512_mask_store_ps(values, wins, value);
-    _mm512_mask_store_epi32(panels, wins, _mm512_set1_epi32(int32_t(panel)));
+  void offer(Lanes value, int64_t panel) {
+    const Mask wins = either(is_greater(value, load(values)), is_nan(value));
+    store_where(wins, values, value);
+    store_where(wins, panels, int32_t(panel));
   }
 };
 
@@ -115,10 +114,10 @@ inline Width width_of(int64_t left, const End& end, int most) {
   return {wide, end.gated ? wide / 2 : wide};
 }
 
-inline __m512 sum_of(const Product& by, const float* from, int64_t at) {
-  __m512 sum = _mm512_loadu_ps(from);
-  if (by.scales) sum = _mm512_mul_ps(sum, _mm512_loadu_ps(by.scales + at));
-  return by.bias ? _mm512_add_ps(sum, load(by.bias + at)) : sum;
+inline Lanes sum_of(const Product& by, const float* from, int64_t at) {
+  Lanes sum = load(from);
+  if (by.scales) sum = mul(sum, load(by.scales + at));
+  return by.bias ? add(sum, load(by.bias + at)) : sum;
 }
 
 // The sums of one row and `wide` panels from `panel`, with stride `apart`.
@@ -127,7 +126,7 @@ inline void finish(const Product& by, const End& end, const float* sums, int64_t
   const int64_t at = panel * PANEL;
   if (end.best) {
     for (int q = 0; q < wide; ++q) {
-      const __m512 sum = sum_of(by, sums + q * apart, at + q * PANEL);
+      const Lanes sum = sum_of(by, sums + q * apart, at + q * PANEL);
       end.best[row].offer(sum, panel + q);
     }
     return;
@@ -135,16 +134,16 @@ inline void finish(const Product& by, const End& end, const float* sums, int64_t
   if (end.exact) {
     for (int q = 0; q < wide; ++q) {
       const int64_t from = at + q * PANEL;
-      _mm512_storeu_ps(end.exact + row * by.outputs + from, sum_of(by, sums + q * apart, from));
+      store(end.exact + row * by.outputs + from, sum_of(by, sums + q * apart, from));
     }
     return;
   }
   if (end.mixed) {
-    const __m512 share = _mm512_set1_ps(end.shares[row]);
+    const Lanes share = set1(end.shares[row]);
     float* to = end.mixed + end.tokens[row] * by.outputs + at;
     for (int q = 0; q < wide; ++q, to += PANEL) {
-      const __m512 sum = sum_of(by, sums + q * apart, at + q * PANEL);
-      _mm512_storeu_ps(to, _mm512_fmadd_ps(share, sum, _mm512_loadu_ps(to)));
+      const Lanes sum = sum_of(by, sums + q * apart, at + q * PANEL);
+      store(to, fmadd(share, sum, load(to)));
     }
     return;
   }
@@ -152,22 +151,20 @@ inline void finish(const Product& by, const End& end, const float* sums, int64_t
     const int64_t half = by.outputs / 2;
     for (int q = 0; q < wide / 2; ++q) {
       const int64_t from = at + q * PANEL;
-      const __m512 x = rounded(sum_of(by, sums + q * apart, from));
-      const __m512 up = rounded(sum_of(by, sums + (q + wide / 2) * apart, half + from));
+      const Lanes x = rounded(sum_of(by, sums + q * apart, from));
+      const Lanes up = rounded(sum_of(by, sums + (q + wide / 2) * apart, half + from));
       store(end.out + row * half + from, gate(x, up));
     }
     return;
   }
   if (wide == 2 && !by.bias && !by.scales && !end.total) {
-    const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(sums + apart), _mm512_loadu_ps(sums));
-    _mm512_storeu_si512(end.out + row * by.outputs + at, (__m512i)both);
-    return;
+    return store(end.out + row * by.outputs + at, load(sums), load(sums + apart));
   }
   for (int q = 0; q < wide; ++q) {
     const int64_t from = at + q * PANEL;
-    __m512 sum = sum_of(by, sums + q * apart, from);
+    Lanes sum = sum_of(by, sums + q * apart, from);
     bf16* place = (end.total ? end.total : end.out) + row * by.outputs + from;
-    if (end.total) sum = _mm512_fmadd_ps(_mm512_set1_ps(end.alpha), sum, load(place));
+    if (end.total) sum = fmadd(set1(end.alpha), sum, load(place));
     store(place, sum);
   }
 }
@@ -189,43 +186,56 @@ struct Ahead {
 
 // ROWS rows times PANELS panels of 16 outputs, added to `sums` with row stride `apart` or stored there.
 template <int ROWS, int PANELS>
-inline void dots(const bf16* x, int64_t stride, const Weights& by, int64_t pairs, float* sums,
-                 int64_t apart, bool adds, const Ahead& ahead) {
+inline void dots(const Rows& rows, const Weights& by, int64_t pairs, float* sums, int64_t apart,
+                 bool adds, const Ahead& ahead) {
   constexpr int NEAR = PANELS > 1 ? PANELS / 2 : 1;
-  __m512 acc[ROWS][PANELS];
+  if constexpr (PANELS > 1 && ROWS * PANELS > MOST_SUMS) {
+    for (int q = 0; q < PANELS; q += NEAR)
+      dots<ROWS, NEAR>(rows, {by.of(q, NEAR), by.panel, by.panel}, pairs, sums + q * 16, apart, adds,
+                       q ? Ahead{} : ahead);
+    return;
+  }
+  Lanes acc[ROWS][PANELS];
+#pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
     for (int p = 0; p < PANELS; ++p)
-      acc[r][p] = adds ? _mm512_loadu_ps(sums + r * apart + p * 16) : _mm512_setzero_ps();
+      acc[r][p] = adds ? load(sums + r * apart + p * 16) : zero();
   for (int64_t k = 0; k < pairs; ++k) {
-    __m512bh w[PANELS];
-    for (int p = 0; p < PANELS; ++p) {
-      const bf16* at = by.of(p, NEAR) + k * 2 * PANEL;
-      _mm_prefetch((const char*)at + AHEAD, _MM_HINT_T0);
-      w[p] = (__m512bh)_mm512_loadu_si512(at);
-    }
+#pragma GCC unroll 4
+    for (int p = 0; p < PANELS; ++p)
+      _mm_prefetch((const char*)(by.of(p, NEAR) + k * 2 * PANEL) + AHEAD, _MM_HINT_T0);
     for (int q = 0; q < ahead.count; ++q)
       _mm_prefetch((const char*)(ahead.from + q * ahead.panel + k * 2 * PANEL), _MM_HINT_T1);
-    for (int r = 0; r < ROWS; ++r) {
-      int32_t pair;
-      std::memcpy(&pair, x + r * stride + 2 * k, 4);
-      __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-      for (int p = 0; p < PANELS; ++p) acc[r][p] = _mm512_dpbf16_ps(acc[r][p], w[p], both);
+#pragma GCC unroll 2
+    for (int turn = 0; turn < TURNS; ++turn) {
+      Factor w[PANELS];
+#pragma GCC unroll 4
+      for (int p = 0; p < PANELS; ++p) w[p] = factor(by.of(p, NEAR) + k * 2 * PANEL, turn);
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; ++r) {
+        const Factor x = repeat(rows.x + r * rows.stride + 2 * k, turn);
+#pragma GCC unroll 4
+        for (int p = 0; p < PANELS; ++p) acc[r][p] = dot(acc[r][p], w[p], x);
+      }
     }
   }
+#pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r)
-    for (int p = 0; p < PANELS; ++p) _mm512_storeu_ps(sums + r * apart + p * 16, acc[r][p]);
+#pragma GCC unroll 4
+    for (int p = 0; p < PANELS; ++p) store(sums + r * apart + p * 16, acc[r][p]);
 }
 
 template <int PANELS>
-void dots_of(int64_t rows, const bf16* x, int64_t stride, const Weights& by, int64_t pairs,
-             float* sums, int64_t apart, bool adds, const Ahead& ahead) {
-  switch (rows) {
-    case 1: return dots<1, PANELS>(x, stride, by, pairs, sums, apart, adds, ahead);
-    case 2: return dots<2, PANELS>(x, stride, by, pairs, sums, apart, adds, ahead);
-    case 3: return dots<3, PANELS>(x, stride, by, pairs, sums, apart, adds, ahead);
-    case 4: return dots<4, PANELS>(x, stride, by, pairs, sums, apart, adds, ahead);
-    case 5: return dots<5, PANELS>(x, stride, by, pairs, sums, apart, adds, ahead);
-    default: return dots<6, PANELS>(x, stride, by, pairs, sums, apart, adds, ahead);
+void dots_of(int64_t count, const Rows& rows, const Weights& by, int64_t pairs, float* sums,
+             int64_t apart, bool adds, const Ahead& ahead) {
+  switch (count) {
+    case 1: return dots<1, PANELS>(rows, by, pairs, sums, apart, adds, ahead);
+    case 2: return dots<2, PANELS>(rows, by, pairs, sums, apart, adds, ahead);
+    case 3: return dots<3, PANELS>(rows, by, pairs, sums, apart, adds, ahead);
+    case 4: return dots<4, PANELS>(rows, by, pairs, sums, apart, adds, ahead);
+    case 5: return dots<5, PANELS>(rows, by, pairs, sums, apart, adds, ahead);
+    default: return dots<6, PANELS>(rows, by, pairs, sums, apart, adds, ahead);
   }
 }
 
@@ -234,9 +244,9 @@ constexpr int64_t MOST_TILES = 16;   // with more tiles of rows, blocks gain not
 
 // While the rows are multiplied by four panels, the next weights are prefetched: with few rows,
 // reading takes as long as multiplying.
-void multiply_dots(const Product& by, const Panels& from, const bf16* x, int64_t rows,
-                   const End& end, Range range) {
-  const int64_t tiles = (rows + 5) / 6, panel = by.inputs * PANEL, pairs = by.inputs / 2;
+void multiply_dots(const Product& by, const Panels& from, const Rows& rows, int64_t num_rows,
+                   int64_t first_row, const End& end, Range range) {
+  const int64_t tiles = (num_rows + 5) / 6, panel = by.inputs * PANEL, pairs = by.inputs / 2;
   const bool has_blocks = tiles > 1 && tiles <= MOST_TILES;
   const int64_t blocks = has_blocks ? (pairs + MOST_PAIRS - 1) / MOST_PAIRS : 1;
   // One tile prefetches within its panels.
@@ -252,15 +262,15 @@ void multiply_dots(const Product& by, const Panels& from, const bf16* x, int64_t
       const Weights block{w + k * 2 * PANEL, panel, far};
       const bf16* after = b + 1 < blocks ? w + stop * 2 * PANEL : w + step * panel;
       for (int64_t t = 0; t < tiles; ++t) {
-        const int64_t begin = rows * t / tiles, count = rows * (t + 1) / tiles - begin;
+        const int64_t begin = num_rows * t / tiles, count = num_rows * (t + 1) / tiles - begin;
         const int64_t q = t * fetched;
         const Ahead ahead{Weights{after, panel, far}.of(q, 2), panel, q < 4 ? fetched : 0};
         float* to = sums + (has_blocks ? begin * apart : 0);
-        kernel(count, x + begin * by.inputs + 2 * k, by.inputs, block, stop - k, to, apart, b > 0,
-               ahead);
+        const Rows tile{rows.x + begin * rows.stride + 2 * k, rows.stride};
+        kernel(count, tile, block, stop - k, to, apart, b > 0, ahead);
         if (b + 1 == blocks)
           for (int64_t r = 0; r < count; ++r)
-            finish(by, end, to + r * apart, PANEL, begin + r, p, wide);
+            finish(by, end, to + r * apart, PANEL, first_row + begin + r, p, wide);
       }
     }
     p += step;
@@ -420,7 +430,14 @@ void multiply_wide(const Product& by, const Panels& from, const bf16* x, int64_t
   if (has_tiles && by.inputs % TILE_INPUTS == 0)
     return multiply_tiles(by, from, x, rows, end, range);
 #endif
-  multiply_dots(by, from, x, rows, end, range);
+  thread_local Scratch kept;
+  // Rows that are converted stay in the cache while all panels are multiplied.
+  const int64_t most = std::is_same_v<Input, bf16> ? rows : 6 * MOST_TILES;
+  for (int64_t r = 0; r < rows; r += most) {
+    const int64_t count = std::min(rows - r, most);
+    const Rows some = rows_of(x + r * by.inputs, by.inputs, count, by.inputs, kept);
+    multiply_dots(by, from, some, count, r, end, range);
+  }
 }
 
 }  // namespace

@@ -27,11 +27,11 @@ inline int64_t tokens_of(const Prompts& of, int64_t prompt) {
   return of.context_lens[prompt] + of.query_lens[prompt];
 }
 
-constexpr int ROWS = 32;  // keys and values packed at a time
+constexpr int PACKED = 32;  // keys and values packed at a time
 
 // Their addresses.
 struct Sources {
-  const bf16 *keys[ROWS], *values[ROWS];
+  const bf16 *keys[PACKED], *values[PACKED];
 };
 
 // Finds and prefetches the keys or values of a prompt's tokens from `begin`; zeros after the last one.
@@ -41,7 +41,7 @@ void find(const Model& m, const Layer& layer, const Step& s, const Prompts& of, 
   const int64_t cached = of.context_lens[prompt], count = tokens_of(of, prompt);
   const int64_t *blocks = s.block_list + prompt * of.context, *slots = s.slots + prompt * of.length;
   int64_t block = begin / m.block_size, inside = begin % m.block_size;
-  for (int64_t i = 0, j = begin; i < ROWS; ++i, ++j) {
+  for (int64_t i = 0, j = begin; i < PACKED; ++i, ++j) {
     found.keys[i] = found.values[i] = nothing;
     if (j >= count) continue;
     const int64_t slot = j < cached ? blocks[block] * m.block_size + inside : slots[j - cached];
@@ -57,26 +57,12 @@ void find(const Model& m, const Layer& layer, const Step& s, const Prompts& of, 
 
 void lay_out(const Model& m, const Sources& from, int64_t begin, const Laid& laid) {
   const int64_t size = m.head_dim;
-  bf16* to = laid.keys + begin * size;
-  for (int64_t p = 0; p < 2; ++p, to += PANEL * size) {
-    const __m512i low = _mm512_loadu_si512(from.keys + p * 16);
-    const __m512i high = _mm512_loadu_si512(from.keys + p * 16 + 8);
-    for (int64_t d = 0; d < size; d += 2) {
-      const __m512i by = _mm512_set1_epi64(d * sizeof(bf16));
-      const __m256i a = _mm512_i64gather_epi32(_mm512_add_epi64(low, by), nullptr, 1);
-      const __m256i b = _mm512_i64gather_epi32(_mm512_add_epi64(high, by), nullptr, 1);
-      _mm512_storeu_si512(to + d * PANEL, _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1));
-    }
-  }
-  to = laid.values(size) + begin * PANEL;
+  for (int64_t p = 0; p < PACKED; p += PANEL)
+    store_transposed(laid.keys + (begin + p) * size, from.keys + p, size);
+  bf16* to = laid.values(size) + begin * PANEL;
   for (int64_t d = 0; d < size; d += PANEL, to += laid.span * PANEL)
-    for (int64_t i = 0; i < ROWS; i += 2) {
-      const auto at = [&](int64_t j) {
-        return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(from.values[j] + d)));
-      };
-      const __m512i even = at(i), odd = at(i + 1);
-      _mm512_storeu_si512(to + i * PANEL, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
-    }
+    for (int64_t i = 0; i < PACKED; i += 2)
+      store_pairs(to + i * PANEL, from.values[i] + d, from.values[i + 1] + d);
 }
 
 // Packs the tokens `begin` to `end` of a prompt, for one key head.
@@ -84,19 +70,19 @@ void lay_out(const Model& m, const Layer& layer, const Step& s, const Prompts& o
              int64_t kv, int64_t begin, int64_t end, const Laid& laid) {
   Sources both[2];
   if (begin < end) find(m, layer, s, of, prompt, kv, begin, both[0]);
-  for (int64_t turn = 0; begin < end; begin += ROWS, turn ^= 1) {
-    if (begin + ROWS < end) find(m, layer, s, of, prompt, kv, begin + ROWS, both[turn ^ 1]);
+  for (int64_t turn = 0; begin < end; begin += PACKED, turn ^= 1) {
+    if (begin + PACKED < end) find(m, layer, s, of, prompt, kv, begin + PACKED, both[turn ^ 1]);
     lay_out(m, both[turn], begin, laid);
   }
 }
 
 // Up to 32 rows times panels for `columns` outputs, a multiple of 32, stored to or added to `out` with
 // row stride `apart`. `panel`: numbers from one panel to the next.
-void product(const bf16* x, int64_t stride, int64_t rows, const bf16* w, int64_t panel,
-             int64_t columns, int64_t inputs, float* out, int64_t apart, bool adds) {
+void product(const Rows& x, int64_t rows, const bf16* w, int64_t panel, int64_t columns,
+             int64_t inputs, float* out, int64_t apart, bool adds) {
 #ifdef __AMX_BF16__
   for (int64_t c = 0; has_tiles && c < columns; c += 32, w += 2 * panel, out += 32) {
-    const int64_t wide = apart * sizeof(float), long_ = stride * sizeof(bf16);
+    const int64_t wide = apart * sizeof(float), long_ = x.stride * sizeof(bf16);
     float* below = out + 16 * apart;
     if (adds) {
       _tile_loadd(0, out, wide);
@@ -110,13 +96,13 @@ void product(const bf16* x, int64_t stride, int64_t rows, const bf16* w, int64_t
       _tile_zero(3);
     }
     for (int64_t k = 0; k < inputs; k += TILE_INPUTS) {
-      _tile_loadd(4, x + k, long_);
+      _tile_loadd(4, x.x + k, long_);
       _tile_loadd(6, w + k * PANEL, 64);
       _tile_dpbf16ps(0, 4, 6);
       _tile_loadd(7, w + panel + k * PANEL, 64);
       _tile_dpbf16ps(1, 4, 7);
       if (rows <= 16) continue;
-      _tile_loadd(5, x + 16 * stride + k, long_);
+      _tile_loadd(5, x.x + 16 * x.stride + k, long_);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
@@ -135,7 +121,7 @@ void product(const bf16* x, int64_t stride, int64_t rows, const bf16* w, int64_t
     for (int64_t t = 0; t < tiles; ++t) {
       const int64_t begin = rows * t / tiles, count = rows * (t + 1) / tiles - begin;
       float* to = out + begin * apart + c;
-      kernel(count, x + begin * stride, stride, by, inputs / 2, to, apart, adds, {});
+      kernel(count, {x.x + begin * x.stride, x.stride}, by, inputs / 2, to, apart, adds, {});
     }
     c += wide * PANEL;
   }
@@ -143,7 +129,7 @@ void product(const bf16* x, int64_t stride, int64_t rows, const bf16* w, int64_t
 
 // State of the online softmax: the maximum score of each row, in powers of two, and the sums of its
 // powers by lane.
-struct Rows {
+struct Softmax {
   alignas(64) float top[QUERIES];
   alignas(64) float sums[QUERIES * 16];
 };
@@ -154,52 +140,52 @@ struct Seen {
   int64_t begin, end;
 };
 
-inline __mmask16 mask_of(int64_t i, const Seen& of, int64_t r) {
+inline Mask mask_of(int64_t i, const Seen& of, int64_t r) {
   const int64_t low = std::clamp<int64_t>(of.begin + r - i, 0, 16);
   const int64_t high = std::clamp<int64_t>(of.end + r - i, 0, 16);
-  return ((1 << high) - 1) & ~((1 << low) - 1);
+  return between(low, high);
 }
 
-// Replaces the scores of 16 rows from `first`, `width` columns, with powers in bfloat16, zero where
-// masked. `shares` rescales the sums so far of each row; returns the rows whose share is not 1.
+// Replaces the scores of 16 rows from `first`, `width` columns, with powers as inputs of a product, zero
+// where masked. `shares` rescales the sums so far of each row; returns whether one of them is not 1.
 template <bool ALL>
-inline __mmask16 weigh(const float* scores, const Seen& of, int64_t first, int64_t width, float scale,
-                       Rows& rows, bf16* powers, float* shares) {
-  __m512 tops[16];
+inline bool weigh(const float* scores, const Seen& of, int64_t first, int64_t width, float scale,
+                  Softmax& rows, Input* powers, float* shares) {
+  Lanes tops[16];
   for (int64_t r = 0; r < 16; ++r) {
     const float* from = scores + (first + r) * KEYS;
-    tops[r] = _mm512_set1_ps(-INFINITY);
+    Lanes top = set1(-INFINITY);
     for (int64_t i = 0; i < width; i += 16) {
-      const __m512 score = _mm512_load_ps(from + i);
-      tops[r] = ALL ? _mm512_max_ps(tops[r], score)
-                    : _mm512_mask_max_ps(tops[r], mask_of(i, of, first + r), tops[r], score);
+      const Lanes score = load(from + i);
+      top = ALL ? max(top, score) : max_where(mask_of(i, of, first + r), top, score);
     }
+    tops[r] = top;
   }
-  const __m512 greatest = joined(tops, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); });
-  const __m512 by = _mm512_set1_ps(scale), before = _mm512_load_ps(rows.top + first);
-  const __m512 now = _mm512_max_ps(_mm512_mul_ps(greatest, by), before);
+  const Lanes greatest = joined(tops, [](auto a, auto b) { return max(a, b); });
+  const Lanes by = set1(scale), before = load(rows.top + first);
+  const Lanes now = max(mul(greatest, by), before);
   // A row without any visible key so far: all its powers and sums are zero.
-  const __mmask16 some = _mm512_cmp_ps_mask(now, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ);
+  const Mask some = differs(now, set1(-INFINITY));
   alignas(64) float bases[16];
-  _mm512_store_ps(bases, _mm512_maskz_mov_ps(some, now));
-  _mm512_store_ps(rows.top + first, now);
-  const __mmask16 moved = _mm512_cmp_ps_mask(before, now, _CMP_NEQ_UQ);
-  const __m512 share = power(_mm512_sub_ps(before, _mm512_load_ps(bases)));
-  _mm512_store_ps(shares, _mm512_mask_mov_ps(_mm512_set1_ps(1), moved, share));
+  store(bases, keep(some, now));
+  store(rows.top + first, now);
+  const Mask moved = differs(before, now);
+  const Lanes share = power(sub(before, load(bases)));
+  store(shares, select(moved, share, set1(1)));
   for (int64_t r = 0; r < 16; ++r) {
     const float* from = scores + (first + r) * KEYS;
-    const __m512 base = _mm512_set1_ps(bases[r]);
+    const Lanes base = set1(bases[r]);
     float* sums = rows.sums + (first + r) * 16;
-    __m512 sum = _mm512_mul_ps(_mm512_load_ps(sums), _mm512_set1_ps(shares[r]));
+    Lanes sum = mul(load(sums), set1(shares[r]));
     for (int64_t i = 0; i < width; i += 16) {
-      __m512 found = power(_mm512_fmsub_ps(_mm512_load_ps(from + i), by, base));
-      if (!ALL) found = _mm512_maskz_mov_ps(mask_of(i, of, first + r), found);
-      sum = _mm512_add_ps(sum, found);
+      Lanes found = power(fmsub(load(from + i), by, base));
+      if (!ALL) found = keep(mask_of(i, of, first + r), found);
+      sum = add(sum, found);
       store(powers + (first + r) * KEYS + i, found);
     }
-    _mm512_store_ps(sums, sum);
+    store(sums, sum);
   }
-  return moved;
+  return any(moved);
 }
 
 // Up to 32 new tokens of a prompt from `begin`, for one query head, over all visible keys.
@@ -214,19 +200,20 @@ void attend_block(const Model& m, const Layer& layer, const Prompts& of, const L
 #ifdef __AMX_BF16__
   if (has_tiles) configure(std::min<int64_t>(count, 16), count > 16 ? count - 16 : count);
 #endif
-  const bf16* x = heads + (prompt * of.length + begin) * all + head * size;
+  thread_local Scratch kept;
+  const Rows x = rows_of(heads + (prompt * of.length + begin) * all + head * size, all, count, size, kept);
   const bf16 *keys = laid.keys, *values = laid.values(size);
   const int64_t own = of.context_lens[prompt] + begin;  // position of the first row
   const int64_t first = layer.window ? std::max<int64_t>(0, own - layer.window + 1) / 32 * 32 : 0;
   const float scale = m.scale * TO_POWERS;
   alignas(64) float scores[QUERIES * KEYS], means[QUERIES * MOST_HEAD];
-  alignas(64) bf16 powers[QUERIES * KEYS];
-  Rows rows;
+  alignas(64) Input powers[QUERIES * KEYS];
+  Softmax rows;
   std::fill(rows.top, rows.top + QUERIES, -INFINITY);
   std::fill(rows.sums, rows.sums + QUERIES * 16, 0.0f);
   for (int64_t k = first; k < own + count; k += KEYS) {
     const int64_t width = std::min<int64_t>(KEYS, (own + count - k + 31) / 32 * 32);
-    product(x, all, count, keys + k * size, PANEL * size, width, size, scores, KEYS, false);
+    product(x, count, keys + k * size, PANEL * size, width, size, scores, KEYS, false);
     const Seen of_rows{layer.window ? own + 1 - layer.window - k : -QUERIES, own + 1 - k};
     const bool all = of_rows.begin + count <= 1 && of_rows.end >= width;
     const auto kernel = all ? weigh<true> : weigh<false>;
@@ -235,21 +222,21 @@ void attend_block(const Model& m, const Layer& layer, const Prompts& of, const L
       if (!kernel(scores, of_rows, r, width, scale, rows, powers, shares) || k == first) continue;
       for (int64_t i = 0; i < 16 * size; i += 16) {
         float* mean = means + r * size + i;
-        _mm512_store_ps(mean, _mm512_mul_ps(_mm512_load_ps(mean), _mm512_set1_ps(shares[i / size])));
+        store(mean, mul(load(mean), set1(shares[i / size])));
       }
     }
     // The tile-load intrinsic does not tell the compiler which memory it reads.
     asm volatile("" ::"r"(powers), "r"(means) : "memory");
-    product(powers, KEYS, count, values + k * PANEL, laid.span * PANEL, size, width, means, size,
+    product({powers, KEYS}, count, values + k * PANEL, laid.span * PANEL, size, width, means, size,
             k > first);
   }
 #ifdef __AMX_BF16__
   if (has_tiles) _tile_release();
 #endif
   for (int64_t r = 0; r < count; ++r) {
-    const __m512 share = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(_mm512_load_ps(rows.sums + r * 16)));
+    const Lanes share = set1(1.0f / reduce_add(load(rows.sums + r * 16)));
     for (int64_t d = 0; d < size; d += 16)
-      store(to + r * query + d, _mm512_mul_ps(_mm512_load_ps(means + r * size + d), share));
+      store(to + r * query + d, mul(load(means + r * size + d), share));
   }
 }
 

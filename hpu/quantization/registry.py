@@ -15,7 +15,6 @@ from config.model.model_config import BLOCKS
 from hpu.layers.linear import LinearBase
 from hpu.layers.mla import PagedLatentAttention
 from hpu.layers.moe import Experts
-from hpu.ops.cpu import can_pack
 from hpu.quantization.base import LinearMethod, QuantizationScheme
 from hpu.quantization.gguf import GgufBlocks
 from hpu.quantization.int4 import quantize_int4
@@ -75,13 +74,13 @@ def select_quantization(
     config: EngineConfig, dtype: torch.dtype, device: torch.device
 ) -> QuantizationScheme | None:
     """What `config.quantization` names; None for none. ConfigError where the device cannot multiply
-    quantized weights."""
+    quantized weights: they need bfloat16 activations on a CPU."""
     if config.quantization is None:
         return None
-    if not can_pack(dtype, device):
+    if device.type != "cpu" or dtype != torch.bfloat16:
         raise ConfigError(
-            f"quantization is {config.quantization}: it needs a CPU with bfloat16 instructions, "
-            f"and this is {device.type}"
+            f"quantization is {config.quantization}: it needs bfloat16 on a CPU, and this is "
+            f"{str(dtype).removeprefix('torch.')} on {device.type}"
         )
     return SCHEMES[config.quantization](config)
 

@@ -164,14 +164,20 @@ def load(
     ConfigError when the checkpoint, the device and the settings do not fit each other."""
     # Quantised products work in bfloat16.
     is_quantized = config.quantization is not None and pooler is None
-    dtype = choose_dtype("bfloat16" if is_quantized else config.dtype, facts.dtype, backend)
+    is_built_in = pooler is not None or is_native(facts, config.model_impl)
+    stage = link.stage
+    expert_group = groups.expert if config.parallel.enable_expert_parallel else SINGLE
+    is_whole = groups.tensor.size == expert_group.size == stage.size == 1
+    dtype = choose_dtype(
+        "bfloat16" if is_quantized else config.dtype,
+        facts,
+        backend,
+        is_plain=pooler is None and is_built_in and is_whole,
+    )
     max_model_len = choose_context(config, facts, pooler)
     _log_model(config, facts, pooler, backend, dtype, max_model_len)
     start = time.perf_counter()
-    is_built_in = pooler is not None or is_native(facts, config.model_impl)
     is_dummy = config.load_format == DUMMY
-    stage = link.stage
-    expert_group = groups.expert if config.parallel.enable_expert_parallel else SINGLE
     if stage.size > 1 and (pooler is not None or not is_built_in):
         what = "is served for pooling" if pooler is not None else "runs in the code of transformers"
         raise ConfigError(
@@ -310,13 +316,13 @@ def check_memory(
         )
 
 
-def choose_dtype(configured: str, checkpoint: str, backend: Backend) -> torch.dtype:
-    """The configured dtype; for `auto` the checkpoint's if it is fast on the device, else the
-    device's default."""
-    if configured != "auto":
-        return _dtype(configured)
-    dtype = _dtype(checkpoint)
-    return dtype if dtype in backend.fast_dtypes else backend.default_dtype
+def choose_dtype(
+    configured: str, facts: ModelConfig, backend: Backend, *, is_plain: bool = True
+) -> torch.dtype:
+    """The configured dtype; for `auto` what the device runs best, as Backend.dtype_for."""
+    if configured == "auto":
+        return backend.dtype_for(facts, is_plain=is_plain)
+    return _dtype(configured)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -23,7 +23,7 @@ def kernel_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def built(kernel_folder: Path) -> Iterator[Library]:
     """Compiled with the words of KERNEL_FLAGS too, if that is set."""
     if not cpu_flags() >= NEEDED or not any(map(shutil.which, COMPILERS)):
-        pytest.skip("no compiler, or a CPU without AVX512-BF16")
+        pytest.skip("no compiler, or a CPU without AVX2")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "FLAGS", (*module.FLAGS, *os.environ.get("KERNEL_FLAGS", "").split()))
         library = open_library(kernel_folder, 2)

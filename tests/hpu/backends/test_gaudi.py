@@ -16,6 +16,7 @@ from two_prompts import PROMPTS, greedy, working
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.execution import EmulatorSettings, ExecutionConfig
+from config.model.model_config import ModelConfig
 from hpu.backends import gaudi_copies
 from hpu.backends.select import select_backend
 from hpu.emulator.settings import EmulatorConfig
@@ -328,8 +329,11 @@ def test_float16_gives_the_tokens_of_the_cpu(
 def test_a_float16_checkpoint_runs_in_bfloat16_unless_float16_is_asked_for() -> None:
     backend = select_backend(EngineConfig("m", device="hpu-emulator"))
 
-    assert choose_dtype("auto", "float16", backend) == torch.bfloat16
-    assert choose_dtype("float16", "bfloat16", backend) == torch.float16
+    facts = ModelConfig("m", "LlamaForCausalLM", 64, 64, 64, 1, 4, 2, 16, max_position=64)
+    facts = dataclasses.replace(facts, dtype="float16")
+
+    assert choose_dtype("auto", facts, backend) == torch.bfloat16
+    assert choose_dtype("float16", facts, backend) == torch.float16
     backend.close()
 
 

@@ -112,7 +112,6 @@ def test_a_shape_without_whole_panels_has_no_kernel() -> None:
 def loaded(folder: str, quantization: str | None = None, group: ProcessGroup = SINGLE) -> Decoder:
     """With weights that are not quantized yet."""
     dtype, device = torch.bfloat16, torch.device("cpu")
-    # Not by select_quantization, which refuses CPUs that have no fast products.
     scheme = None if quantization is None else SCHEMES[quantization](EngineConfig(folder))
     facts = read_model_config(folder)
     model = build_model(facts, dtype=dtype, device=device, quantization=scheme, group=group)

@@ -1,5 +1,6 @@
 """A worker's life: what it finds out at start, what it refuses, what it leaves."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from config.buckets import BucketConfig, Range
 from config.engine import CacheConfig, EngineConfig
 from config.errors import ConfigError
 from config.execution import WarmupConfig
+from config.model.model_config import ModelConfig
 from hpu.backends.cpu import CpuBackend
 from hpu.protocol import DECODE, PREFILL, WarmupProgress
 from hpu.worker.load import choose_dtype
@@ -158,9 +160,10 @@ def test_a_checkpoint_keeps_its_type_only_where_it_runs_well() -> None:
     backend = CpuBackend(num_threads=1)
     backend.fast_dtypes = (torch.float32,)
     backend.default_dtype = torch.float32
+    facts = ModelConfig("m", "LlamaForCausalLM", 64, 64, 64, 1, 4, 2, 16, max_position=64)
 
     chosen = [
-        choose_dtype(asked, own, backend)
+        choose_dtype(asked, replace(facts, dtype=own), backend)
         for asked, own in (
             ("auto", "float32"),
             ("auto", "bfloat16"),

@@ -1,0 +1,224 @@
+// The sixteen lanes of numbers.h on AVX-512 (F, BW, VL, DQ), with or without BF16.
+
+#pragma once
+
+using Lanes = __m512;
+using Mask = __mmask16;
+using Words = __m512i;
+
+// Sums that the registers hold beside the factors of a product.
+constexpr int MOST_SUMS = 24;
+
+inline Lanes zero() { return _mm512_setzero_ps(); }
+inline Lanes set1(float value) { return _mm512_set1_ps(value); }
+inline Lanes add(Lanes a, Lanes b) { return _mm512_add_ps(a, b); }
+inline Lanes sub(Lanes a, Lanes b) { return _mm512_sub_ps(a, b); }
+inline Lanes mul(Lanes a, Lanes b) { return _mm512_mul_ps(a, b); }
+inline Lanes div(Lanes a, Lanes b) { return _mm512_div_ps(a, b); }
+inline Lanes max(Lanes a, Lanes b) { return _mm512_max_ps(a, b); }
+inline Lanes fmadd(Lanes a, Lanes b, Lanes c) { return _mm512_fmadd_ps(a, b, c); }
+inline Lanes fmsub(Lanes a, Lanes b, Lanes c) { return _mm512_fmsub_ps(a, b, c); }
+
+inline Lanes load(const float* from) { return _mm512_loadu_ps(from); }
+inline void store(float* to, Lanes value) { _mm512_storeu_ps(to, value); }
+
+inline Lanes load(const bf16* from) {
+  return _mm512_castsi512_ps(
+      _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16));
+}
+
+inline Lanes load_half(const uint8_t* from) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+}
+
+inline Lanes load_int8(const uint8_t* from) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+}
+
+inline Words load_words(const void* from) { return _mm512_loadu_si512(from); }
+
+inline Lanes nearest(Lanes x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT); }
+inline Lanes fraction(Lanes x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF); }
+inline Lanes scale(Lanes x, Lanes by) { return _mm512_scalef_ps(x, by); }
+
+inline Mask between(int64_t begin, int64_t end) { return ((1 << end) - 1) & ~((1 << begin) - 1); }
+inline bool any(Mask mask) { return mask; }
+inline Mask either(Mask a, Mask b) { return a | b; }
+inline Mask is_greater(Lanes a, Lanes b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+inline Mask differs(Lanes a, Lanes b) { return _mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ); }
+inline Mask is_nan(Lanes a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q); }
+inline Lanes select(Mask mask, Lanes a, Lanes b) { return _mm512_mask_mov_ps(b, mask, a); }
+inline Lanes keep(Mask mask, Lanes a) { return _mm512_maskz_mov_ps(mask, a); }
+inline Lanes max_where(Mask mask, Lanes a, Lanes b) { return _mm512_mask_max_ps(a, mask, a, b); }
+inline void store_where(Mask mask, float* to, Lanes a) { _mm512_mask_storeu_ps(to, mask, a); }
+inline void store_where(Mask mask, int32_t* to, int32_t value) {
+  _mm512_mask_storeu_epi32(to, mask, _mm512_set1_epi32(value));
+}
+
+inline float reduce_add(Lanes a) { return _mm512_reduce_add_ps(a); }
+inline float reduce_max(Lanes a) { return _mm512_reduce_max_ps(a); }
+
+template <typename Join>
+inline Lanes joined(const Lanes* of, Join join) {
+  Lanes by_four[4];
+  for (int i = 0; i < 4; ++i) {
+    const Lanes* v = of + 4 * i;
+    const Lanes a = join(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+    const Lanes b = join(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+    const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
+    by_four[i] = join(_mm512_castpd_ps(_mm512_unpacklo_pd(c, d)),
+                      _mm512_castpd_ps(_mm512_unpackhi_pd(c, d)));
+  }
+  Lanes by_eight[2];
+  for (int i = 0; i < 2; ++i) {
+    const Lanes a = by_four[2 * i], b = by_four[2 * i + 1];
+    by_eight[i] = join(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  }
+  return join(_mm512_shuffle_f32x4(by_eight[0], by_eight[1], 0x88),
+              _mm512_shuffle_f32x4(by_eight[0], by_eight[1], 0xdd));
+}
+
+inline void store_pairs(bf16* to, const bf16* first, const bf16* second) {
+  const auto wide = [](const bf16* from) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
+  };
+  const __m512i even = wide(first), odd = wide(second);
+  _mm512_storeu_si512(to, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+}
+
+inline void store_transposed(bf16* to, const bf16* const* rows, int64_t size) {
+  const __m512i low = _mm512_loadu_si512(rows), high = _mm512_loadu_si512(rows + 8);
+  for (int64_t d = 0; d < size; d += 2) {
+    const __m512i by = _mm512_set1_epi64(d * sizeof(bf16));
+    const __m256i a = _mm512_i64gather_epi32(_mm512_add_epi64(low, by), nullptr, 1);
+    const __m256i b = _mm512_i64gather_epi32(_mm512_add_epi64(high, by), nullptr, 1);
+    _mm512_storeu_si512(to + d * 16, _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1));
+  }
+}
+
+#ifdef __AVX512BF16__
+
+constexpr char LEVEL[] = "AVX512-BF16";
+
+using Input = bf16;
+using Factor = __m512bh;
+constexpr int TURNS = 1;
+constexpr int TOKENS = 2;
+
+inline Factor factor(const bf16* pairs, int) { return (Factor)_mm512_loadu_si512(pairs); }
+
+inline Factor repeat(const Input* pair, int) {
+  int32_t both;
+  std::memcpy(&both, pair, 4);
+  return (Factor)_mm512_set1_epi32(both);
+}
+
+inline Lanes dot(Lanes sum, Factor a, Factor b) { return _mm512_dpbf16_ps(sum, a, b); }
+
+inline Factor int4_factor(Words words, int pair, int) {
+  // Twice: the lookup uses five bits, of which four matter.
+  alignas(64) static const bf16 numbers[32] = {
+      0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120,
+      0x4130, 0x4140, 0x4150, 0x4160, 0x4170, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
+      0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
+  return (Factor)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * pair),
+                                          _mm512_load_si512(numbers));
+}
+
+inline Lanes int4(Words words, int place) {
+  const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return _mm512_permutexvar_ps(_mm512_srli_epi32(words, 4 * place), numbers);
+}
+
+// Interleaving two tokens leaves fours of their numbers in each half, by turns.
+inline void split(const bf16* token, const bf16* next, Factor& low, Factor& high) {
+  const __m512i one = _mm512_loadu_si512(token), two = _mm512_loadu_si512(next);
+  low = (Factor)_mm512_unpacklo_epi16(one, two);
+  high = (Factor)_mm512_unpackhi_epi16(one, two);
+}
+
+inline void store_split(bf16* to, Lanes low, Lanes high) {
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm512_storeu_si512(to, _mm512_permutexvar_epi64(order, (__m512i)_mm512_cvtne2ps_pbh(high, low)));
+}
+
+inline void store(bf16* to, Lanes value) {
+  _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(value));
+}
+
+inline void store(bf16* to, Lanes low, Lanes high) {
+  _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+}
+
+inline void store_pairs(bf16* to, Lanes first, Lanes second) {
+  alignas(64) static const int16_t side_by_side[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                       21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                       11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+  _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_load_si512(side_by_side), both));
+}
+
+inline Lanes rounded(Lanes value) {
+  const __m256i narrow = (__m256i)_mm512_cvtneps_pbh(value);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+}
+
+#else
+
+constexpr char LEVEL[] = "AVX-512";
+
+using Input = float;
+using Factor = Lanes;
+constexpr int TURNS = 2;
+constexpr int TOKENS = 1;
+
+inline Words high_half() { return _mm512_set1_epi32(int32_t(0xffff0000)); }
+
+inline Factor factor(const bf16* pairs, int turn) {
+  const __m512i words = _mm512_loadu_si512(pairs);
+  return _mm512_castsi512_ps(turn == 0 ? _mm512_slli_epi32(words, 16)
+                                       : _mm512_and_si512(words, high_half()));
+}
+
+inline Factor repeat(const Input* pair, int turn) { return _mm512_set1_ps(pair[turn]); }
+
+inline Lanes dot(Lanes sum, Factor a, Factor b) { return _mm512_fmadd_ps(a, b, sum); }
+
+inline Lanes int4(Words words, int place) {
+  const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return _mm512_permutexvar_ps(_mm512_srli_epi32(words, 4 * place), numbers);
+}
+
+inline Factor int4_factor(Words words, int pair, int turn) { return int4(words, pair + 4 * turn); }
+
+inline void split(const bf16* token, const bf16*, Factor& low, Factor& high) {
+  low = factor(token, 0), high = factor(token, 1);
+}
+
+// The bits of `value` rounded to bfloat16, in the high half of each lane.
+inline Words round_bits(Lanes value) {
+  const __m512i bits = _mm512_castps_si512(value);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  // A NaN must not become infinity: it is made quiet.
+  const __m512i found = _mm512_mask_or_epi32(up, is_nan(value), bits, _mm512_set1_epi32(0x400000));
+  return _mm512_and_si512(found, high_half());
+}
+
+inline void store_pairs(bf16* to, Lanes first, Lanes second) {
+  const __m512i even = _mm512_srli_epi32(round_bits(first), 16);
+  _mm512_storeu_si512(to, _mm512_or_si512(even, round_bits(second)));
+}
+
+inline void store_split(bf16* to, Lanes low, Lanes high) { store_pairs(to, low, high); }
+
+inline void store(bf16* to, Lanes value) {
+  const __m512i narrow = _mm512_srli_epi32(round_bits(value), 16);
+  _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16(narrow));
+}
+
+inline void store(bf16* to, Lanes low, Lanes high) { store(to, low), store(to + 16, high); }
+
+inline Lanes rounded(Lanes value) { return _mm512_castsi512_ps(round_bits(value)); }
+
+#endif
