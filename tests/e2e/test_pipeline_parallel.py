@@ -81,7 +81,11 @@ def expected(folder: str) -> list[RequestOutput]:
 
 @pytest.mark.parametrize(
     ("stages", "shards"),
-    [(2, 1), (3, 1), pytest.param(2, 2, marks=pytest.mark.slow)],
+    [
+        (2, 1),
+        pytest.param(3, 1, marks=pytest.mark.slow),
+        pytest.param(2, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_stages_give_the_tokens_and_logprobs_of_one_worker(
     stages: int, shards: int, folder: str, expected: list[RequestOutput]
@@ -96,6 +100,7 @@ def test_stages_give_the_tokens_and_logprobs_of_one_worker(
     assert logprobs_of(found) == pytest.approx(logprobs_of(expected), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_stages_with_few_blocks_preempt_and_give_the_same_tokens(folder: str) -> None:
     prompts = [{"prompt_token_ids": [first, 5]} for first in range(6)]
     sampling = SamplingParams(max_tokens=40, temperature=0.7, seed=1, ignore_eos=True)

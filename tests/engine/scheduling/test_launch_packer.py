@@ -1,5 +1,6 @@
 """engine/scheduling/launch_packer.py: requests into launches that fit buckets."""
 
+import functools
 from itertools import combinations, pairwise
 
 import pytest
@@ -104,11 +105,15 @@ def test_context_is_padded_to_the_largest_of_the_group() -> None:
     assert launch.bucket == (2, 17, 2)
 
 
-def merged_packer() -> LaunchPacker:
+@functools.cache
+def merged_table() -> BucketTable:
     limits = BucketLimits(16, 2048, 64, BUDGET, MAX_BATCH, 1000, True, merged_prefill=True)
-    table = BucketTable.make(BucketConfig(strategy="linear"), limits)
+    return BucketTable.make(BucketConfig(strategy="linear"), limits)
+
+
+def merged_packer() -> LaunchPacker:
     return LaunchPacker(
-        table,
+        merged_table(),
         max_prefill_batch=MAX_BATCH,
         max_tokens=BUDGET,
         stats=StepStats(),

@@ -62,7 +62,8 @@ ONLY_EXPERTS = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
     [
         ("qwen2_moe", "hpu-graphs"),
         pytest.param("qwen2_moe", "torch-compile", marks=pytest.mark.slow),
-        *(("glm4_moe", mode) for mode in ("hpu-graphs", "torch-compile")),
+        ("glm4_moe", "hpu-graphs"),
+        pytest.param("glm4_moe", "torch-compile", marks=pytest.mark.slow),
         ("olmoe", "hpu-graphs"),
     ],
 )
@@ -126,7 +127,7 @@ def test_each_arrangement_gives_the_tokens_of_the_cpu_and_nothing_compiles_after
     [
         *((architecture, "hpu-graphs") for architecture in MIXED),
         pytest.param("BiasedForCausalLM", "torch-compile", marks=pytest.mark.slow),
-        ("SinksForCausalLM", "torch-compile"),
+        pytest.param("SinksForCausalLM", "torch-compile", marks=pytest.mark.slow),
     ],
 )
 def test_mixed_kinds_give_the_tokens_of_the_cpu_and_nothing_compiles_after_warmup(
@@ -143,7 +144,10 @@ def test_mixed_kinds_give_the_tokens_of_the_cpu_and_nothing_compiles_after_warmu
     [
         # Biases and the clamped activation: on the vendor's kernel, and on releases without it.
         ("GptOssForCausalLM", {"swiglu_limit": 7.0}, True, "hpu-graphs"),
-        ("GptOssForCausalLM", {"swiglu_limit": 7.0}, True, "torch-compile"),
+        pytest.param(
+            *("GptOssForCausalLM", {"swiglu_limit": 7.0}, True, "torch-compile"),
+            marks=pytest.mark.slow,
+        ),
         ("GptOssForCausalLM", {}, False, "hpu-graphs"),
         # Weights on the inputs of the experts, a shared expert, beside a dense layer.
         ("Llama4ForCausalLM", {"num_experts_per_tok": 2}, False, "hpu-graphs"),

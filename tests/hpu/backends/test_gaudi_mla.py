@@ -48,10 +48,11 @@ PROJECTIONS = {
             marks=pytest.mark.slow,
         ),
         ("deepseek_v3", NO_QUERY_LATENT, ExecutionConfig(mode="hpu-graphs", fused_sdpa=False)),
-        (
+        pytest.param(
             "deepseek_v3",
             {**NO_QUERY_LATENT, **ONE_LAYER},
             ExecutionConfig(mode="torch-compile", fused_sdpa=False),
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["v2", "v2, compiled", "v3, unfused", "v3, unfused, compiled"],

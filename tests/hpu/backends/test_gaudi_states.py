@@ -13,7 +13,7 @@ from config.execution import ExecutionConfig
     ("family", "mode"),
     [
         *((family, "hpu-graphs") for family in ("granitemoehybrid", "qwen3_next")),
-        ("granitemoehybrid", "torch-compile"),
+        pytest.param("granitemoehybrid", "torch-compile", marks=pytest.mark.slow),
         pytest.param("qwen3_next", "torch-compile", marks=pytest.mark.slow),
     ],
 )

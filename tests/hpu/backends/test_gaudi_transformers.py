@@ -43,7 +43,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         # Its plain attention and MLP are in the next one too, with a window.
         pytest.param("gpt_neox", "torch-compile", marks=pytest.mark.slow),
         pytest.param("starcoder2", "torch-compile", marks=pytest.mark.slow),
-        ("qwen3_moe", "torch-compile"),
+        pytest.param("qwen3_moe", "torch-compile", marks=pytest.mark.slow),
         pytest.param("gemma4_text", "torch-compile", marks=pytest.mark.slow),
         pytest.param("gemma3n_text", "torch-compile", marks=pytest.mark.slow),
     ],

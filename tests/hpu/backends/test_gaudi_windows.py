@@ -10,7 +10,9 @@ from two_prompts import greedy, working
 from config.execution import EmulatorSettings, ExecutionConfig
 
 
-@pytest.mark.parametrize("mode", ["hpu-graphs", "torch-compile"])
+@pytest.mark.parametrize(
+    "mode", ["hpu-graphs", pytest.param("torch-compile", marks=pytest.mark.slow)]
+)
 def test_rings_give_the_tokens_of_the_cpu_and_nothing_compiles_after_warmup(
     mode: str, tmp_path: Path
 ) -> None:

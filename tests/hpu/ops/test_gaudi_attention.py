@@ -315,6 +315,9 @@ def launched(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> 
         device="hpu-emulator",
         dtype="bfloat16",
         execution=ExecutionConfig(mode="lazy"),
+        max_model_len=64,
+        max_num_seqs=2,
+        max_num_batched_tokens=32,
         **settings,
     )
     found: Counter[str] = Counter()
