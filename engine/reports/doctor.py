@@ -153,7 +153,8 @@ def _device_problems(machine: Machine, device_name: str, cards: Preflight) -> It
 def _host(machine: Machine) -> tuple[Finding, ...]:
     free, total = usable_memory(machine.root)
     fast = has_fast_bfloat16(machine.root)
-    speed = "multiplied in hardware" if fast else "not multiplied in hardware: slow on this CPU"
+    slow = "slow on this CPU but for models that our kernels compute"
+    speed = "multiplied in hardware" if fast else f"not multiplied in hardware: {slow}"
     return (
         Finding(OK, "cores", f"{usable_cores(machine.root)} cores may be used"),
         Finding(OK, "memory", f"{free / GIB:.1f} of {total / GIB:.1f} GiB of memory are free"),

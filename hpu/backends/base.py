@@ -94,7 +94,7 @@ class Backend(Protocol):
 
     def dtype_for(self, facts: ModelConfig, *, is_plain: bool = True) -> torch.dtype:
         """The dtype of a model for which none was asked: the checkpoint's if it is fast, else the
-        default. `is_plain`: a decoder that is built in, whole on one device."""
+        default. `is_plain`: a decoder that is built in, with all layers and all experts here."""
         dtype = getattr(torch, facts.dtype, None)
         return dtype if dtype in self.fast_dtypes else self.default_dtype
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from config.malloc import retain_freed_memory
 from config.model.model_config import ModelConfig
 from hpu.backends.base import Backend
+from hpu.distributed.agreement import Agreement
 from hpu.distributed.process_groups import SINGLE_RANK, Ranks, join, leave
 from hpu.host import has_fast_bfloat16, usable_cores, usable_memory
 from hpu.layers.embedding import ParallelLMHead
@@ -33,6 +34,7 @@ from hpu.native.library import (
     has_kernel,
     open_library,
 )
+from hpu.native.shared_sums import SharedSums
 from hpu.ops.cpu import MirroredRMSNorm, can_pack, packed_linear, quantized_linear
 
 logger = logging.getLogger(__name__)
@@ -242,16 +244,28 @@ def use_cpu_kernels(model: nn.Module, library: Library | None) -> nn.Module:
                 module.use_kernel(kernel)
         elif isinstance(module, Experts) and library is not None:
             _pack_experts(module, library)
-    # A compiled decoder does not meet other ranks between its products, and has all layers.
+    # A compiled decoder has all layers, and their experts.
     if (
-        library is not None
-        and isinstance(model, Decoder)
-        and model.lm_head is not None
-        and model.group.size == 1
-        and model.stage.size == 1
-        and not any(isinstance(one, Experts) and one.is_distributed for one in model.modules())
+        not isinstance(model, Decoder)
+        or model.lm_head is None
+        or model.stage.size > 1
+        or any(isinstance(one, Experts) and one.is_distributed for one in model.modules())
     ):
-        return CompiledDecoder(model, library)
+        return model
+    if model.group.size == 1:
+        return model if library is None else CompiledDecoder(model, library)
+    return _compiled_shard(model, library)
+
+
+def _compiled_shard(model: Decoder, library: Library | None) -> nn.Module:
+    """The compiled decoder, if all ranks have the library and share memory."""
+    has_library = Agreement(model.group).all_true(library is not None)
+    if not has_library or library is None:
+        return model
+    sums = SharedSums(model.group)
+    if sums.reserve(model.config.hidden_size):
+        return CompiledDecoder(model, library, sums)
+    logger.info("Layers run one by one, since the ranks share no memory")
     return model
 
 

@@ -27,6 +27,8 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self._shard_size = -(-vocab_size // group.size)
+        self.first_token = group.rank * self._shard_size
+        """Of this rank."""
         weight = torch.empty(self._shard_size, hidden_size, dtype=dtype, device=device)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self._multiplier = multiplier
@@ -42,7 +44,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def _lookup_shard(self, ids: Tensor) -> Tensor:
         """Each rank looks up its own range of ids; the others' rows are zero in the sum."""
-        local = ids - self._group.rank * self._shard_size
+        local = ids - self.first_token
         is_outside = (local < 0) | (local >= self._shard_size)
         hidden = functional.embedding(local.masked_fill(is_outside, 0), self.weight)
         return self._group.all_reduce(hidden.masked_fill(is_outside.unsqueeze(-1), 0))
@@ -76,20 +78,29 @@ class ParallelLMHead(ColumnParallelLinear):
         """(M, hidden) to (M,) int64, on every rank: the tokens of the largest logits, the first of
         equal ones, -1 where that logit is not finite. `scale`: what follows the head, for each
         number alone. The ranks exchange two numbers for each row, not the logits."""
-        own = torch.stack(self.local_max(x, scale), dim=-1)
-        values, tokens = self.group.all_gather(own.unsqueeze(1), dim=1).unbind(-1)
-        return first_of_largest(values, tokens)
+        return self._first_of_all(self.local_max(x, scale))
+
+    def argmax_of(self, logits: Tensor) -> Tensor:
+        """As `argmax`, of the logits (M, vocab of this rank) of all ranks."""
+        return self._first_of_all(self._largest(logits))
+
+    def _first_of_all(self, own: tuple[Tensor, Tensor]) -> Tensor:
+        pairs = torch.stack(own, dim=-1).unsqueeze(1)
+        return first_of_largest(*self.group.all_gather(pairs, dim=1).unbind(-1))
 
     def local_max(self, x: Tensor, scale: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """(M, hidden) to (M,) float32 twice: the largest logit of this rank's tokens, and the first
         token that has it, which float32 holds exactly; infinity where a logit is not a number."""
-        logits = scale(super().forward(x))[:, : self._num_own].float()
+        return self._largest(scale(super().forward(x)))
+
+    def _largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        logits = logits[:, : self._num_own].float()
         if not self._num_own:
-            lowest = x.new_full(x.shape[:1], -torch.inf, dtype=torch.float32)
+            lowest = logits.new_full(logits.shape[:1], -torch.inf, dtype=torch.float32)
             return lowest, torch.full_like(lowest, self._first)
         logits = torch.where(logits.isnan(), torch.inf, logits)
         values = logits.amax(dim=-1)
-        tokens = torch.arange(self._num_own, dtype=torch.float32, device=x.device)
+        tokens = torch.arange(self._num_own, dtype=torch.float32, device=logits.device)
         # Not argmax: of equal logits the devices' kernels choose any.
         is_largest = logits == values.unsqueeze(-1)
         first = torch.where(is_largest, tokens, float(self._num_own)).amin(dim=-1)

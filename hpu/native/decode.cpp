@@ -58,6 +58,20 @@ void file_group(const Model& m, const Layer& layer, const Step& s, int64_t row, 
 
 // Token embeddings, the start of the residual stream.
 void embed(const Model& m, const Step& s) {
+  if (m.group) {
+    const Lanes by = set1(m.embedding_multiplier);
+    float* own = slot_of(*m.group, m.group->rank);
+#pragma omp for
+    for (int64_t r = 0; r < s.rows; ++r) {
+      const int64_t token = s.tokens[r] - m.first_token;
+      const bool is_own = token >= 0 && token < m.num_tokens;
+      for (int64_t i = 0; i < m.hidden; i += 16)
+        store(own + r * m.hidden + i,
+              is_own ? mul(load(m.embedding + token * m.hidden + i), by) : zero());
+    }
+    return sum_over_ranks(*m.group, s.rows * m.hidden,
+                          [&](int64_t i, Lanes sum) { store(s.total + i, sum); });
+  }
 #pragma omp for
   for (int64_t r = 0; r < s.rows; ++r) {
     const bf16* from = m.embedding + s.tokens[r] * m.hidden;
@@ -83,16 +97,37 @@ void project(const Model& m, const Layer& layer, const Step& s, bf16* heads) {
 #pragma omp barrier
 }
 
+void add_sums_of_ranks(const Model& m, const Step& s) {
+  const Lanes alpha = set1(m.multiplier);
+  sum_over_ranks(*m.group, s.rows * m.hidden, [&](int64_t i, Lanes sum) {
+    store(s.total + i, fmadd(alpha, sum, load(s.total + i)));
+  });
+}
+
+// Multiplies, and adds the sums to the residual stream. `next`: the product after it, if any.
+void add_product(const Model& m, const Step& s, const Product& by, const bf16* x,
+                 const Product* next, bool gated) {
+  End end{nullptr, s.total, m.multiplier};
+  if (m.group) end = {nullptr, nullptr, 0, false, nullptr, slot_of(*m.group, m.group->rank)};
+  multiply(by, x, s.rows, end);
+  if (next) expect(*next, gated);
+#pragma omp barrier
+  if (m.group) add_sums_of_ranks(m, s);
+}
+
 // Adds the outputs of the attention and of the MLP to the residual stream.
 void add(const Model& m, const Layer& layer, const Step& s, const bf16* attended, bf16* inside,
          Groups& g) {
-  const End total{nullptr, s.total, m.multiplier};
-  multiply(layer.out, attended, s.rows, total);
-  if (!layer.mixture) expect(layer.gate_up, true);
-#pragma omp barrier
+  add_product(m, s, layer.out, attended, layer.mixture ? nullptr : &layer.gate_up, true);
   norm_rows(m, s, layer.mlp_norm);
   if (layer.mixture) {
     mix_routed(*layer.mixture, s.hidden, s.rows, g, inside);
+    if (m.group) {
+      float* own = slot_of(*m.group, m.group->rank);
+#pragma omp for
+      for (int64_t i = 0; i < s.rows * m.hidden; i += 16) store(own + i, load(g.sums + i));
+      return add_sums_of_ranks(m, s);
+    }
     const Lanes alpha = set1(m.multiplier);
 #pragma omp for
     for (int64_t i = 0; i < s.rows * m.hidden; i += 16)
@@ -102,9 +137,8 @@ void add(const Model& m, const Layer& layer, const Step& s, const bf16* attended
   multiply(layer.gate_up, s.hidden, s.rows, End{inside, nullptr, 0, true});
   expect(layer.down, false);
 #pragma omp barrier
-  multiply(layer.down, inside, s.rows, total);
-  if (&layer + 1 < m.layers + m.num_layers) expect((&layer + 1)->qkv, false);
-#pragma omp barrier
+  const bool is_last = &layer + 1 == m.layers + m.num_layers;
+  add_product(m, s, layer.down, inside, is_last ? nullptr : &(&layer + 1)->qkv, false);
 }
 
 std::vector<Span> spans_of(const Step& s) {

@@ -11,6 +11,7 @@ from torch import Tensor
 from config.model.architectures import ARCHITECTURES, decoder_spec
 from config.model.decoder_spec import DecoderSpec
 from config.model.model_config import ModelConfig
+from hpu.distributed.agreement import Agreement
 from hpu.layers.attention import SelfAttention
 from hpu.layers.attention_base import Shape
 from hpu.layers.metadata import AttentionInputs, DecodeAttentionInputs, PrefillAttentionInputs
@@ -28,6 +29,7 @@ from hpu.native.library import (
     PackedLinear,
     Product,
 )
+from hpu.native.shared_sums import SharedSums
 
 MAX_HEAD_DIM = 256
 MAX_QUERIES_PER_KV_HEAD = 16
@@ -49,6 +51,8 @@ class _Model(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("kv_heads", "head_dim", "rotated", "block_size")),
         *((name, ctypes.c_float) for name in ("eps", "scale", "multiplier")),
         ("embedding_multiplier", ctypes.c_float),
+        ("group", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("first_token", "num_tokens")),
     )
 
 
@@ -125,13 +129,17 @@ class CompiledDecoder(CausalLM):
     """`model`, whose linear layers have got PackedLinear kernels where there are any. Runs on
     `model` itself where a layer lacks one or the library does not support the sizes."""
 
-    def __init__(self, model: Decoder, library: Library) -> None:
+    def __init__(self, model: Decoder, library: Library, sums: SharedSums | None = None) -> None:
+        """`sums`: where several ranks divide the layers."""
         super().__init__()
         self.config = model.config
         self.dtype = model.dtype
         self.model = model
         self._library = library
+        self._sums = sums
         self._layers = _layer_weights(model) if _is_supported(model) else None
+        if sums is not None and not Agreement(model.group).all_true(self._layers is not None):
+            self._layers = None
         self._launcher: _Launcher | None = None
         """Set once caches are bound."""
 
@@ -161,7 +169,10 @@ class CompiledDecoder(CausalLM):
     def argmax(self, hidden: Tensor) -> Tensor | None:
         kernel, spec = self._head_kernel, self.model.spec
         if self.model.group.size > 1:
-            return None
+            head = self.model.lm_head
+            if kernel is None or head is None:
+                return self.model.argmax(hidden)
+            return head.argmax_of(self.model.scale_logits(kernel.multiply_float32(hidden)))
         # What follows the head can make logits equal.
         if kernel is None or spec.logits_divisor != 1 or spec.logits_soft_cap is not None:
             return None
@@ -188,7 +199,7 @@ class CompiledDecoder(CausalLM):
     ) -> None:
         self.model.bind_caches(caches, block_size, num_rings)
         if self._layers is not None:
-            self._launcher = _Launcher(self._library, self.model, self._layers, caches)
+            self._launcher = _Launcher(self._library, self.model, self._layers, caches, self._sums)
 
     def state_specs(self) -> list[StateCacheSpec]:
         return self.model.state_specs()
@@ -218,8 +229,7 @@ def _is_known(config: ModelConfig, spec: DecoderSpec) -> bool:
 
 def _is_supported(model: Decoder) -> bool:
     """Whether the library computes what `model` does, apart from its weights."""
-    is_alone = model.group.size == 1
-    return is_alone and _is_known(model.config, model.spec) and _sizes(model).are_supported
+    return _is_known(model.config, model.spec) and _sizes(model).are_supported
 
 
 def _sizes(model: Decoder) -> _Sizes:
@@ -327,8 +337,10 @@ class _Launcher:
         model: Decoder,
         layers: Sequence[_LayerWeights],
         caches: Sequence[tuple[Tensor, ...]],
+        sums: SharedSums | None,
     ) -> None:
         self._library = library
+        self._sums = sums
         self._hidden_size = model.config.hidden_size
         # (positions, 2 * rotated): cos, then sin with its first half negated.
         rotary_emb = model.model.rotary_emb
@@ -345,6 +357,9 @@ class _Launcher:
             *(tensor.data_ptr() for tensor in outer),
             len(layers),
             *_sizes(model),
+            None if sums is None else ctypes.addressof(sums.structure),
+            model.model.embed_tokens.first_token,
+            len(model.model.embed_tokens.weight),
         )
 
     def decode(self, tokens: Tensor, inputs: DecodeAttentionInputs) -> Tensor:
@@ -353,7 +368,9 @@ class _Launcher:
         # Without state_indices, which its models do not have.
         columns = map(_address, (tokens, *inputs[:-1]))
         step = _Step(len(tokens), len(inputs.block_list), *columns, hidden.data_ptr())
+        self._begin(hidden)
         self._library.decode(self._model, step)
+        self._end()
         return hidden
 
     def prefill(self, tokens: Tensor, inputs: PrefillAttentionInputs) -> Tensor:
@@ -364,8 +381,18 @@ class _Launcher:
         step = _Step(batch * length, 0, *map(_address, columns), hidden=hidden.data_ptr())
         lengths = map(_address, (inputs.query_lens, inputs.context_lens))
         prompts = _Prompts(batch, length, len(inputs.block_list) // batch, *lengths)
+        self._begin(hidden)
         self._library.prompt(self._model, step, prompts)
+        self._end()
         return hidden
+
+    def _begin(self, hidden: Tensor) -> None:
+        if self._sums is not None and not self._sums.reserve(hidden.numel()):
+            raise RuntimeError(f"no shared memory for sums of {hidden.numel()} numbers")
+
+    def _end(self) -> None:
+        if self._sums is not None:
+            self._sums.check()
 
     def _output(self, tokens: Tensor) -> Tensor:
         return torch.empty((*tokens.shape, self._hidden_size), dtype=torch.bfloat16)

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "experts.h"
+#include "ranks.h"
 
 extern "C" {
 
@@ -21,6 +22,10 @@ struct Model {
   const bf16* rotation;          // (positions, 2 * rotated): cos, then sin with its first half negated
   int64_t num_layers, hidden, inner, heads, kv_heads, head_dim, rotated, block_size;
   float eps, scale, multiplier, embedding_multiplier;
+  // Of ranks that divide the layers, or none: heads and inner sizes are those of this rank, and the
+  // embedding has `num_tokens` tokens from `first_token` on.
+  Group* group;
+  int64_t first_token, num_tokens;
 };
 
 // Attention inputs as in hpu/layers/metadata.py. The call allocates the residual stream, total (rows,

@@ -167,7 +167,7 @@ def load(
     is_built_in = pooler is not None or is_native(facts, config.model_impl)
     stage = link.stage
     expert_group = groups.expert if config.parallel.enable_expert_parallel else SINGLE
-    is_whole = groups.tensor.size == expert_group.size == stage.size == 1
+    is_whole = expert_group.size == stage.size == 1
     dtype = choose_dtype(
         "bfloat16" if is_quantized else config.dtype,
         facts,

@@ -1,0 +1,92 @@
+// Sums over the ranks of a model on this host, which are processes, in memory that they share. Part of
+// decode.cpp.
+
+#pragma once
+
+#include <sched.h>
+#include <signal.h>
+#include <time.h>
+
+#include <atomic>
+
+#include "products.h"
+
+extern "C" {
+
+// The memory begins with one RankState of each rank. Two slots of each rank follow, of `capacity` float32
+// numbers each, used by turns: a rank that writes to one has met all others since they read from it.
+struct Group {
+  int64_t rank, size, capacity;
+  uint8_t* memory;
+  int64_t meetings;  // that this rank has come to
+  int64_t lost;      // 0, or 1 + the rank of a process that has ended: all sums are wrong from then on
+};
+
+}  // extern "C"
+
+namespace {
+
+// What a rank tells the others.
+struct alignas(64) RankState {
+  std::atomic<int64_t> meetings;
+  int64_t process;
+};
+
+constexpr int SPINS = 4096;                 // looks at another rank before the core is given away
+constexpr int64_t WAIT_NS = 50'000;         // between looks of a rank that waits for long
+constexpr int64_t LOOKS_PER_CHECK = 2'000;  // of those, until it looks whether the other process lives
+
+inline RankState& state_of(const Group& g, int64_t rank) { return ((RankState*)g.memory)[rank]; }
+
+inline float* slot_of(const Group& g, int64_t rank) {
+  float* slots = (float*)(g.memory + g.size * sizeof(RankState));
+  return slots + (rank * 2 + (g.meetings & 1)) * g.capacity;
+}
+
+// Returns whether the rank has come to the meeting; false: its process has ended.
+inline bool await(const RankState& other, int64_t meeting) {
+  const auto has_come = [&] {
+    return other.meetings.load(std::memory_order_acquire) >= meeting;
+  };
+  for (int i = 0; i < SPINS; ++i) {
+    if (has_come()) return true;
+    _mm_pause();
+  }
+  for (int i = 0; i < SPINS; ++i) {
+    if (has_come()) return true;
+    sched_yield();
+  }
+  for (int64_t look = 1; !has_come(); ++look) {
+    const timespec pause{0, WAIT_NS};
+    nanosleep(&pause, nullptr);
+    if (look % LOOKS_PER_CHECK == 0 && kill(pid_t(other.process), 0) != 0) return has_come();
+  }
+  return true;
+}
+
+// All ranks have written their slots, and may read those of the others until the meeting after the
+// next. Called by one thread.
+inline void meet(Group& g) {
+  const int64_t meeting = g.meetings + 1;
+  state_of(g, g.rank).meetings.store(meeting, std::memory_order_release);
+  for (int64_t rank = 0; rank < g.size && !g.lost; ++rank)
+    if (rank != g.rank && !await(state_of(g, rank), meeting)) g.lost = 1 + rank;
+}
+
+// Calls `take(i, sum)` for each sixteen of `count` numbers: the sums over the ranks' slots, in the same
+// order on all ranks. Called by all threads of a parallel region, after a barrier.
+template <typename Take>
+void sum_over_ranks(Group& g, int64_t count, Take take) {
+#pragma omp single
+  meet(g);
+#pragma omp for
+  for (int64_t i = 0; i < count; i += 16) {
+    Lanes sum = load(slot_of(g, 0) + i);
+    for (int64_t rank = 1; rank < g.size; ++rank) sum = add(sum, load(slot_of(g, rank) + i));
+    take(i, sum);
+  }
+#pragma omp single
+  ++g.meetings;
+}
+
+}  // namespace

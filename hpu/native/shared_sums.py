@@ -1,0 +1,91 @@
+"""SharedSums: memory in which the ranks of a model on one host add up what each computes."""
+
+import ctypes
+import logging
+import mmap
+import os
+import secrets
+from contextlib import suppress
+
+from config.errors import EngineDied
+from hpu.distributed.agreement import Agreement
+from hpu.distributed.process_groups import ProcessGroup
+
+logger = logging.getLogger(__name__)
+
+STATE_BYTES = 64
+"""Of a rank: RankState in hpu/native/ranks.h."""
+SLOTS = 2
+NUMBER_BYTES = 4
+TOKEN_BYTES = 16
+"""At the end of the memory, by which a rank knows that it has opened the right one."""
+
+
+class GroupStructure(ctypes.Structure):
+    """`Group` in hpu/native/ranks.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rank", "size", "capacity")),
+        ("memory", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("meetings", "lost")),
+    )
+
+
+class SharedSums:
+    """Of the ranks of `group`, all of which call the same methods in the same order."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._agreement = Agreement(group)
+        self._group = group
+        self._memory: mmap.mmap | None = None
+        self.structure = GroupStructure(group.rank, group.size, 0, None, 0, 0)
+
+    def reserve(self, count: int) -> bool:
+        """Make room for sums of `count` numbers, which is the same on all ranks. False where the
+        ranks share no memory: they are on several hosts, or may not open each other's."""
+        if count <= self.structure.capacity:
+            return True
+        capacity = -(-count // 16) * 16
+        state_bytes = self._group.size * STATE_BYTES
+        token_at = state_bytes + self._group.size * SLOTS * capacity * NUMBER_BYTES
+        memory = self._open(token_at)
+        if memory is None:
+            return False
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        process = ctypes.c_int64.from_address(address + self._group.rank * STATE_BYTES + 8)
+        process.value = os.getpid()
+        # Nobody waits for a rank that has not written its process yet.
+        self._agreement.all_true(True)
+        self._memory = memory
+        self.structure.memory, self.structure.capacity = address, capacity
+        self.structure.meetings = 0
+        return True
+
+    def check(self) -> None:
+        """Raise EngineDied after a call in which another rank ended."""
+        if self.structure.lost:
+            raise EngineDied(f"rank {self.structure.lost - 1} has ended in a step")
+
+    def _open(self, token_at: int) -> mmap.mmap | None:
+        """Memory of `token_at` bytes and a token, which the first rank makes: anonymous, so that
+        nothing is left when the processes end."""
+        memory, descriptor, token = None, -1, b""
+        if self._agreement.is_first:
+            token = secrets.token_bytes(TOKEN_BYTES)
+            with suppress(OSError, AttributeError):
+                descriptor = os.memfd_create("gaudiserve-sums")
+                os.ftruncate(descriptor, token_at + TOKEN_BYTES)
+                memory = mmap.mmap(descriptor, token_at + TOKEN_BYTES)
+                memory[token_at:] = token
+        path = f"/proc/{os.getpid()}/fd/{descriptor}".encode()
+        told = self._agreement.of_first(token + path)
+        if not self._agreement.is_first:
+            token = told[:TOKEN_BYTES]
+            with suppress(OSError, ValueError):
+                descriptor = os.open(told[TOKEN_BYTES:].decode(), os.O_RDWR)
+                memory = mmap.mmap(descriptor, token_at + TOKEN_BYTES)
+        is_right = memory is not None and memory[token_at:] == token
+        all_have_it = self._agreement.all_true(is_right)
+        if descriptor >= 0:
+            os.close(descriptor)
+        return memory if all_have_it else None
