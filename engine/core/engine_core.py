@@ -129,7 +129,7 @@ class EngineCore:
         self._sleep_state = SleepState(executor, on_progress)
         self._requests: dict[int, Request] = {}
         self._guided: set[int] = set()
-        """Keys of requests with a grammar that may be unfinished."""
+        """Of coupled engines: keys of requests with a grammar that may be unfinished."""
         self._front_ends: set[int] = set()
         self._inflight: deque[SchedulerOutput] = deque()
         self._step = 0
@@ -237,7 +237,7 @@ class EngineCore:
             self._outputs.finish(request, "length", now)
             return
         self._requests[key] = request
-        if request.guide is not None:
+        if self._coupled is not None and request.guide is not None:
             self._guided.add(key)
         self._scheduler.add_request(request)
         self._has_output = True
@@ -421,7 +421,8 @@ class EngineCore:
         self._submit_deferred_masks()
         self._scheduler.update_from_output(output.step)
         phases = [launch.phase for launch in output.plan.launches]
-        if output.num_tokens:
+        # Padding for other engines is no step of this one.
+        if output.num_tokens or self._coupled is None:
             self._stats.count_step(output.num_tokens, phases, result.seconds)
             self._has_output = True
         if result.counters:
