@@ -84,7 +84,7 @@ def test_of_equal_tokens_the_first_is_the_most_likely_one() -> None:
     [
         (HPU_GRAPHS, 100, "raw_logprobs"),
         (HPU_GRAPHS, 50, "processed_logprobs"),
-        (TORCH_COMPILE, 50, "processed_logits"),
+        pytest.param(TORCH_COMPILE, 50, "processed_logits", marks=pytest.mark.slow),
     ],
 )
 def test_once_warm_no_mix_of_settings_compiles_waits_or_takes_memory(

@@ -90,6 +90,7 @@ def test_a_restart_with_a_little_other_memory_compiles_nothing(
     assert f"({first.num_blocks} fit)" not in text
 
 
+@pytest.mark.slow
 def test_the_profile_run_of_a_restart_has_the_same_shapes(
     recipes: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
