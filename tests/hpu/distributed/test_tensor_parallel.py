@@ -287,7 +287,7 @@ def test_experts_are_distributed_over_the_ranks_that_divide_the_layers(tiny: Tin
     with pytest.raises(ConfigError, match="has no experts"):
         build_model(dense, dtype=torch.float32, device=META, group=two, expert_group=two)
     build_model(mixture, dtype=torch.float32, device=META, group=two, expert_group=four)
-    with pytest.raises(ConfigError, match="has 4 experts, and 6 .* does not divide"):
+    with pytest.raises(ConfigError, match=r"has 4 experts, and 6 .* does not divide"):
         build_model(mixture, dtype=torch.float32, device=META, group=two, expert_group=six)
 
 
