@@ -164,8 +164,13 @@ def _command(process: str, step_s: float) -> list[str]:
 
 
 def _make_executor(
-    step_s: float, config: EngineConfig, directory: str, on_death: Callable[[str], None]
+    step_s: float,
+    config: EngineConfig,
+    directory: str,
+    on_death: Callable[[str], None],
+    ranks: Ranks,
 ) -> Executor:
+    del ranks
     launcher = LocalLauncher(directory, _command("worker", step_s))
     return MultiprocExecutor(config, launcher, on_death, num_workers=config.parallel.world_size)
 

@@ -21,7 +21,7 @@ from engine.client.launcher import launch
 from engine.core.engine_process import EngineOrders, run
 from engine.executors.base import Executor
 from engine.process.child_process import read_orders
-from hpu.protocol import BucketLimits
+from hpu.protocol import SINGLE_RANK, BucketLimits, Ranks
 from server.cli import main as cli
 from server.process import supervisor
 
@@ -34,7 +34,11 @@ SENTENCE = (
 
 
 def make_null_executor(
-    step_s: float, config: EngineConfig, directory: str, on_death: Callable[[str], None]
+    step_s: float,
+    config: EngineConfig,
+    directory: str,
+    on_death: Callable[[str], None],
+    ranks: Ranks = SINGLE_RANK,
 ) -> Executor:
     """Executor factory, as in engine.executors.select: a NullDevice with the model's vocabulary and
     blocks for 256 requests of 512 tokens plus one full context."""
