@@ -81,6 +81,16 @@ def engine_rows(repeats: int) -> Rows:
     return found
 
 
+def rate_rows(what: str, unit: str, rates: dict[int, list[float]]) -> Rows:
+    """The median rate of each number of `what`, and its ratio to that of one."""
+    alone = median(rates[1])
+    medians = {count: median(found) for count, found in rates.items()}
+    return [
+        [what, unit, "over 1"],
+        *([f"{count}", f"{rate:.1f}", f"{rate / alone:.2f}"] for count, rate in medians.items()),
+    ]
+
+
 def tensor_rows(repeats: int) -> Rows:
     """Tokens per second of 32 streams; each measurement has its own process."""
     rates: dict[int, list[float]] = {1: [], 2: []}
@@ -89,14 +99,7 @@ def tensor_rows(repeats: int) -> Rows:
             command = [sys.executable, __file__, "--measure-model", f"{size}"]
             output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
             found.append(float(output.splitlines()[-1]))
-    alone = median(rates[1])
-    return [
-        ["processes", "tokens/s", "over 1"],
-        *(
-            [f"{size}", f"{median(found):.1f}", f"{median(found) / alone:.2f}"]
-            for size, found in rates.items()
-        ),
-    ]
+    return rate_rows("processes", "tokens/s", rates)
 
 
 def measure_model(size: int) -> float:
@@ -158,14 +161,7 @@ def data_rows(repeats: int) -> Rows:
     for _ in range(repeats):
         for engines, found in rates.items():
             found.append(asyncio.run(requests_per_s(engines, 4 * DATA_ROWS)))
-    alone = median(rates[1])
-    return [
-        ["engines", "requests/s", "over 1"],
-        *(
-            [f"{engines}", f"{median(found):.1f}", f"{median(found) / alone:.2f}"]
-            for engines, found in rates.items()
-        ),
-    ]
+    return rate_rows("engines", "requests/s", rates)
 
 
 def router_rows(repeats: int) -> Rows:
