@@ -67,8 +67,18 @@ def tokens(llm: LLM, count: int) -> list[list[int]]:
         ("mixtral", {"tensor_parallel_size": 2, "compare_ranks": True}, NUM_REQUESTS),
         ("qwen3_moe", {"tensor_parallel_size": 4, "enable_expert_parallel": True}, 200),
         ("mixtral", {"data_parallel_size": 2, "enable_expert_parallel": True}, 200),
+        (
+            "mixtral",
+            {
+                "tensor_parallel_size": 2,
+                "data_parallel_size": 2,
+                "enable_expert_parallel": True,
+                "compare_ranks": True,
+            },
+            60,
+        ),
     ],
-    ids=["tp 2", "ep 4", "dp 2, ep"],
+    ids=["tp 2", "ep 4", "dp 2, ep", "dp 2, ep 2"],
 )
 def test_random_requests_compile_nothing_and_fall_back_never(
     family: str, setup: dict[str, Any], count: int, tmp_path: Path

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from hpu.emulator.card.device import POINT_TO_POINT, Device
+from hpu.emulator.card.tensor import tensors_in
 
 RANK_VARIABLES = {
     "world_size": ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"),
@@ -19,38 +20,61 @@ RANK_VARIABLES = {
 }
 
 
+TEXT_BYTES = 1024
+"""Of a collective's description that goes to the other ranks when they disagree."""
+
+
 class CollectiveCheck:
-    """Compares the collectives of all ranks before they run.
+    """Compares the collectives of all ranks of a group before they run, for each group by itself.
 
     The real card waits forever if one rank runs another bucket; here every rank raises an error
     with both. A rank that never arrives is a timeout of gloo.
     """
 
-    def __init__(self, device: Device, group: Any, rank: int, size: int) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
-        self._group = group
-        self._rank = rank
-        self._size = size
 
-    def check(self, name: str, tensors: list[Tensor]) -> None:
-        """Raise RuntimeError on every rank if they do not all run `name` with tensors like these. A
-        send and its receive are not compared: they concern two ranks, and differ by design."""
+    def check(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise RuntimeError on every rank of the group among the arguments of the operator `name`
+        if they do not all run it with tensors and numbers (the root, say) like these. The kind of
+        reduction is not compared: torch does not show it. A send and its receive are not compared:
+        they concern two ranks, and differ by design."""
         if name in POINT_TO_POINT:
             return
-        shapes = [(tuple(given.shape), str(given.dtype)) for given in tensors]
-        own = torch.tensor([zlib.crc32(repr((name, shapes)).encode())], dtype=torch.int64)
-        all_ranks = [torch.zeros_like(own) for _ in range(self._size)]
-        self._group.allgather([all_ranks], [own]).wait()
-        others = [rank for rank, value in enumerate(all_ranks) if value[0] != own[0]]
-        if others:
-            self._device.counters.misuse(
-                "ranks_disagree",
-                f"rank {self._rank} runs {name} of {shapes}, not so {others}",
-                name,
-            )
-            raise RuntimeError(
-                f"deadlock: rank {self._rank} runs {name} of {shapes}, ranks {others} run another"
-            )
+        group = _group_of(args, kwargs)
+        shapes = [(tuple(given.shape), str(given.dtype)) for given in tensors_in((args, kwargs))]
+        numbers = [value for value in args if type(value) is int]
+        text = f"{name} of {shapes}, {numbers}".encode()[:TEXT_BYTES]
+        checksums = self._gather(group, torch.tensor([zlib.crc32(text)]))
+        if len({int(checksum) for checksum in checksums}) == 1:
+            return
+        own = torch.frombuffer(bytearray(text.ljust(TEXT_BYTES)), dtype=torch.uint8)
+        texts = [bytes(found.tolist()).decode().rstrip() for found in self._gather(group, own)]
+        ranks = dist.get_process_group_ranks(group)
+        own_text = texts[group.rank()]
+        differing = [
+            (rank, found) for rank, found in zip(ranks, texts, strict=True) if found != own_text
+        ]
+        message = ", ".join(
+            f"rank {rank} runs {found}" for rank, found in [(dist.get_rank(), own_text), *differing]
+        )
+        self._device.counters.misuse("ranks_disagree", message, name)
+        raise RuntimeError(f"deadlock: {message}")
+
+    def _gather(self, group: Any, own: Tensor) -> list[Tensor]:
+        """The tensors of all ranks of the group."""
+        gathered = [torch.zeros_like(own) for _ in range(group.size())]
+        backend = group._get_backend(torch.device("cpu"))
+        backend.allgather([gathered], [own]).wait()
+        return gathered
+
+
+def _group_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The process group among the arguments of an operator of c10d."""
+    for given in (*args, *kwargs.values()):
+        if isinstance(given, torch.ScriptObject) and "ProcessGroup" in str(given._type()):
+            return dist.ProcessGroup.unbox(given)
+    raise RuntimeError("a collective without a process group")
 
 
 def register(current: str) -> None:
@@ -65,9 +89,9 @@ def register(current: str) -> None:
             raise RuntimeError("hccl must be initialised before the first touch of the device")
         timeout = min(timeout, timedelta(seconds=device.config.collective_timeout_s))
         group = dist.ProcessGroupGloo(store, rank, size, timeout)
-        device.world_size = size
+        device.world_size = max(device.world_size, size)
         if size > 1:
-            device.before_collective = CollectiveCheck(device, group, rank, size).check
+            device.before_collective = CollectiveCheck(device).check
         return group
 
     dist.Backend.register_backend("hccl", make, devices=["cpu", "hpu"])

@@ -73,8 +73,8 @@ class Device:
         self.in_step = False
         """Inside a step: host syncs are misuses."""
         self.world_size = 1
-        self.before_collective: Callable[[str, list[Tensor]], None] | None = None
-        """Called before every collective of more than one rank."""
+        self.before_collective: Callable[[str, tuple[Any, ...], dict[str, Any]], None] | None = None
+        """Called before every collective of more than one rank, with the operator's arguments."""
         self._base_versions: list[Allocation] = []
         """Of the current segment."""
         self.uids = count()
@@ -206,7 +206,7 @@ class Device:
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.before_collective is not None:
-            self.before_collective(func._schema.name, list(tensors_in((args, kwargs))))
+            self.before_collective(func._schema.name, args, kwargs)
         if self.world_size > 1 and self.variables.lazy_collectives() and self.segment.has_ops():
             # A documented fault of the bridge with lazy collectives; shown as the worst it can do.
             text = "a collective without mark_step before it may read what is not computed yet"

@@ -338,29 +338,39 @@ def test_14_a_fork_of_the_holder_is_refused() -> None:
 
 def test_15_a_rank_in_another_bucket_is_named_instead_of_a_deadlock(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=_rank, args=(tmp_path / "store", rank)) for rank in (0, 1)]
+    ranks = [context.Process(target=_rank, args=(tmp_path / "store", rank)) for rank in range(3)]
     for child in ranks:
         child.start()
     for child in ranks:
         child.join(60)
 
-    assert [child.exitcode for child in ranks] == [15, 15]
+    assert [child.exitcode for child in ranks] == [15, 15, 15]
 
 
 def _rank(store: Path, rank: int) -> None:
-    """Both ranks before_collective on a first sum, then each runs a bucket of its own size."""
+    """All ranks sum in the world, then ranks 0 and 1 in a group of theirs, and 1 and 2; then 1 and
+    2 each run a bucket of their own size."""
     with emulated():
         torch.distributed.init_process_group(
-            "hccl", init_method=f"file://{store}", rank=rank, world_size=2
+            "hccl", init_method=f"file://{store}", rank=rank, world_size=3
         )
-        total = torch.ones(1, device="hpu")
-        torch.distributed.all_reduce(total)
-        if total.item() != 2.0:
-            os._exit(1)
+        groups = [None, *(torch.distributed.new_group([one, one + 1]) for one in (0, 1))]
+        for members, group in zip(((0, 1, 2), (0, 1), (1, 2)), groups, strict=True):
+            total = torch.ones(2 + len(members), device="hpu")
+            if rank in members:
+                torch.distributed.all_reduce(total, group=group)
+                if total[0].item() != len(members):
+                    os._exit(1)
+        if rank == 0:
+            os._exit(15)
         try:
-            torch.distributed.all_reduce(torch.ones(4 + rank, device="hpu"))
+            torch.distributed.all_reduce(torch.ones(4 + rank, device="hpu"), group=groups[2])
         except RuntimeError as error:
-            os._exit(15 if f"deadlock: rank {rank}" in str(error) else 2)
+            both = [
+                f"rank {one} runs c10d::allreduce_ of [(({4 + one},), 'torch.float32')], []"
+                for one in (rank, 3 - rank)
+            ]
+            os._exit(15 if str(error) == f"deadlock: {', '.join(both)}" else 2)
     os._exit(3)
 
 
