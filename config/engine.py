@@ -294,11 +294,6 @@ class EngineConfig:
                 f"{what}: pipeline_parallel_size is {self.parallel.pipeline_parallel_size}, it "
                 "must be 1"
             )
-        if self.data_parallel.num_remote or not self.data_parallel.has_api_servers:
-            raise ConfigError(
-                f"{what}: {self.data_parallel.num_local} of them are on this host, and engines of "
-                "several hosts cannot share experts yet"
-            )
         if self.executor == RAY:
             raise ConfigError(
                 f"{what}: distributed_executor_backend is ray, which runs one engine; use mp"

@@ -50,9 +50,11 @@ def launch(
     log_level: str = "info",
     command: Sequence[str] | None = None,
     engine: int = 0,
+    remote_token: str = "",
 ) -> ChildProcess:
     """Start the process of engine `engine`, which ends with this one. It connects to
-    `front_end_endpoint` of each front end and presents `token` there.
+    `front_end_endpoint` of each front end and presents `token` there. `remote_token`: what engines
+    of other hosts present to it.
 
     `on_exit(description)` is called on another thread when it ends without `close`. `command`
     replaces the engine's entry. Raises ConfigError for an execution mode that is not possible, and
@@ -70,7 +72,7 @@ def launch(
     return ChildProcess(
         "the engine" if parallel.data_parallel_size == 1 else f"engine {engine}",
         command or python_command("engine.core.engine_process"),
-        EngineOrders(config, directory, num_front_ends, token, engine, log_level),
+        EngineOrders(config, directory, num_front_ends, token, engine, log_level, remote_token),
         environment={**environment(), **runtime_environment(config), **cards},
         on_exit=on_exit,
     )
@@ -99,6 +101,7 @@ class EngineProcesses:
         on_exit: Callable[[int, str], None],
         log_level: str = "info",
         command: Sequence[str] | None = None,
+        remote_token: str = "",
     ) -> None:
         """Start them as `launch` does; `on_exit` gets the engine's number too."""
         config = share_cores(config)
@@ -120,6 +123,7 @@ class EngineProcesses:
                     log_level=log_level,
                     command=command,
                     engine=engine,
+                    remote_token=remote_token,
                 )
         except BaseException:
             self.close(0)

@@ -16,7 +16,7 @@ import msgspec
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from engine.scheduling.shared_launches import share_launches
-from engine.transport.channels import PairSocket, Waiter, ZmqContext
+from engine.transport.channels import TCP, ConnectionWatch, PairSocket, Waiter, ZmqContext
 from engine.transport.step_messages import (
     AgreedStep,
     FromHub,
@@ -93,14 +93,19 @@ class CoupledSteps:
 
 
 class HubClient:
-    """The StepGroup of an engine's process. All methods belong to the thread that runs the
-    engine."""
+    """The StepGroup of an engine's process. All methods belong to the thread that runs the engine,
+    and raise EngineDied when a hub on another host is gone, ConfigError when it refuses the
+    token."""
 
     def __init__(self, endpoint: str, token: str, check: Callable[[], None]) -> None:
         """`check` is called while it waits for other engines; what it raises ends the wait."""
         self._context = ZmqContext(token)
-        self._socket: PairSocket[ToHub, FromHub] = self._context.connect_pair(endpoint, FromHub)
-        self._waiter = Waiter([self._socket])
+        self._watches: list[ConnectionWatch] = []
+        """Of the connection to a hub on another host."""
+        self._socket: PairSocket[ToHub, FromHub] = self._context.connect_pair(
+            endpoint, FromHub, self._watches
+        )
+        self._waiter = Waiter([self._socket, *self._watches])
         self._check = check
         self._called = JOINED
         """The last step that another engine has planned."""
@@ -120,9 +125,11 @@ class HubClient:
         return self._wait_for(step).planned
 
     def wait(self, wake_fd: int) -> None:
-        Waiter([self._socket], [wake_fd]).wait()
+        Waiter([self._socket, *self._watches], [wake_fd]).wait()
 
     def close(self) -> None:
+        for watch in self._watches:
+            watch.close()
         self._socket.close()
         self._context.close()
 
@@ -137,6 +144,8 @@ class HubClient:
         return agreed
 
     def _receive(self) -> None:
+        for watch in self._watches:
+            watch.check()
         while (message := self._socket.receive()) is not None:
             if isinstance(message, StepCall):
                 self._called = message.step
@@ -150,12 +159,15 @@ class StepHub:
     """Collects the proposals of all engines for a step, on a thread of the first engine's process.
     The first proposal calls the other engines; the last one is answered to all."""
 
-    def __init__(self, endpoints: Sequence[str], token: str) -> None:
-        """Listen at an endpoint for each engine, which presents the token there. Raises
-        ConfigError when an address cannot be taken."""
-        self._context = ZmqContext(token)
+    def __init__(self, endpoints: Sequence[str], token: str, remote_token: str = "") -> None:
+        """Listen at an endpoint for each engine, which presents `token` there, or `remote_token` if
+        it is on another host. Raises ConfigError when an address cannot be taken."""
+        self._contexts = [ZmqContext(token)]
+        if remote_token:
+            self._contexts.append(ZmqContext(remote_token))
         self._sockets: list[PairSocket[FromHub, ToHub]] = [
-            self._context.bind_pair(endpoint, ToHub) for endpoint in endpoints
+            self._contexts[endpoint.startswith(TCP)].bind_pair(endpoint, ToHub)
+            for endpoint in endpoints
         ]
         self._steps = StepCollector(len(endpoints))
         self._end_read, self._end_write = os.pipe()
@@ -180,7 +192,8 @@ class StepHub:
                         self._sockets[to].send(answer)
         for socket in self._sockets:
             socket.close()
-        self._context.close()
+        for context in self._contexts:
+            context.close()
 
 
 class StepCollector:

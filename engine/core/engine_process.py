@@ -62,6 +62,8 @@ class EngineOrders(msgspec.Struct, frozen=True):
     engine: int = 0
     """The engine's number among those of the server."""
     log_level: str = "info"
+    remote_token: str = ""
+    """What the engines of other hosts present to this one, if they step together."""
 
     @property
     def own_directory(self) -> str:
@@ -73,20 +75,29 @@ class EngineOrders(msgspec.Struct, frozen=True):
         return front_end_endpoint(self.directory, index, self.engine, self.config.data_parallel)
 
     def hub_endpoint(self, engine: int) -> str:
-        """Where the hub of engines that step together listens for `engine`."""
-        return endpoint(self.directory, f"st{engine}.sock")
+        """Where the hub of engines that step together listens for `engine`. Raises ConfigError when
+        there is no such port."""
+        parallel = self.config.data_parallel
+        if parallel.has_api_servers and engine < parallel.num_local:
+            return endpoint(self.directory, f"st{engine}.sock")
+        # The ports behind those of the last front end.
+        return _remote_endpoint(self.num_front_ends, engine, parallel)
 
     @property
     def ranks(self) -> Ranks:
-        """The first rank of this engine, if engines share experts, which all ranks do on this
-        host."""
-        num_engines = self.config.num_coupled_engines
+        """The first rank of this engine, if engines share experts. Raises ConfigError as
+        `hub_endpoint`."""
+        num_engines, parallel = self.config.num_coupled_engines, self.config.data_parallel
         if num_engines == 1:
             return SINGLE_RANK
+        meeting = f"file://{self.directory}/all_ranks"
+        if parallel.num_remote:
+            # The hub's port for engine 0, which is on the hub's host, is free.
+            meeting = _remote_endpoint(self.num_front_ends, 0, parallel)
         return Ranks(
             self.config.parallel.world_size,
             0,
-            f"file://{self.directory}/all_ranks",
+            meeting,
             engine=self.engine,
             num_engines=num_engines,
         )
@@ -102,6 +113,11 @@ def front_end_endpoint(
     engines of other hosts. Raises ConfigError when there is no such port."""
     if data_parallel.has_api_servers and engine < data_parallel.num_local:
         return endpoint(directory, f"fe{index}-{engine}.sock" if engine else f"fe{index}.sock")
+    return _remote_endpoint(index, engine, data_parallel)
+
+
+def _remote_endpoint(index: int, engine: int, data_parallel: DataParallelConfig) -> str:
+    """Port `index` for engine `engine` on the address of the host with the API servers."""
     first, size = data_parallel.data_parallel_rpc_port, data_parallel.data_parallel_size
     port = first + index * size + engine
     if port > MAX_PORT:
@@ -182,7 +198,7 @@ def _start_hub(orders: EngineOrders) -> StepHub | None:
     if orders.engine:
         return None
     endpoints = [orders.hub_endpoint(one) for one in range(orders.config.num_coupled_engines)]
-    return StepHub(endpoints, orders.token)
+    return StepHub(endpoints, orders.token, orders.remote_token)
 
 
 class MessageSender:

@@ -318,11 +318,11 @@ class ZmqContext:
         _RejectionCounter(socket, self._context, rejection_warning(endpoint))
         return PairSocket(socket, received, self._listen(socket, endpoint))
 
-    def connect_pair(self, endpoint: str, received: Any) -> PairSocket[Any, Any]:
-        """Open the worker's end of a step channel."""
-        socket = self._socket(zmq.PAIR)
-        self._connect(socket, endpoint)
-        return PairSocket(socket, received)
+    def connect_pair(
+        self, endpoint: str, received: Any, watches: "list[ConnectionWatch] | None" = None
+    ) -> PairSocket[Any, Any]:
+        """Open the end of a step channel that does not listen. `watches`: as of connect_dealer."""
+        return self._connected(zmq.PAIR, endpoint, received, watches)
 
     def connect_dealer(
         self,
@@ -334,14 +334,7 @@ class ZmqContext:
         """Connect to a router, which identifies this socket as `name`. If the router is on another
         host, whose end no parent process tells of, a watch of the connection is added to
         `watches`."""
-        socket = self._socket(zmq.DEALER)
-        socket.setsockopt(zmq.ROUTING_ID, name.encode())
-        socket.setsockopt(zmq.RECONNECT_IVL, 10)
-        pair: PairSocket[Any, Any] = PairSocket(socket, received)
-        if watches is not None and endpoint.startswith(TCP):
-            watches.append(ConnectionWatch(pair, endpoint))
-        self._connect(socket, endpoint)
-        return pair
+        return self._connected(zmq.DEALER, endpoint, received, watches, name)
 
     def bind_router(
         self, endpoint: str, received: Any, *, num_peers: int = 0
@@ -365,12 +358,27 @@ class ZmqContext:
         socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
         return socket
 
-    def _connect(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+    def _connected(
+        self,
+        kind: int,
+        endpoint: str,
+        received: Any,
+        watches: "list[ConnectionWatch] | None",
+        name: str = "",
+    ) -> PairSocket[Any, Any]:
+        socket = self._socket(kind)
+        if name:
+            socket.setsockopt(zmq.ROUTING_ID, name.encode())
+        socket.setsockopt(zmq.RECONNECT_IVL, 10)
         # PLAIN costs a handshake and nothing after it; CURVE would encrypt 4 MB of masks for 10 ms.
         socket.setsockopt(zmq.PLAIN_USERNAME, _USER)
         socket.setsockopt(zmq.PLAIN_PASSWORD, self._token)
         _add_heartbeats(socket, endpoint)
+        pair: PairSocket[Any, Any] = PairSocket(socket, received)
+        if watches is not None and endpoint.startswith(TCP):
+            watches.append(ConnectionWatch(pair, endpoint))
         socket.connect(endpoint)
+        return pair
 
     def _listen(self, socket: "zmq.Socket[bytes]", endpoint: str) -> str | None:
         """The file that was created, if any."""

@@ -5,6 +5,7 @@ A group of one rank needs no torch.distributed: each of its collectives is a no-
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from socket import create_server
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,8 @@ from torch import distributed as dist
 from config.checkpoint.weight_maps.shard import ShardRank
 from hpu.protocol import SINGLE_RANK as SINGLE_RANK
 from hpu.protocol import Ranks as Ranks
+
+TCP = "tcp://"
 
 
 class ProcessGroup:
@@ -217,14 +220,37 @@ def join(backend: str, ranks: Ranks, mark_step: Callable[[], None] | None = None
     calls `mark_step` before each collective. RuntimeError when they do not come in time."""
     if ranks.global_size == 1:
         return SINGLE
+    store = _tcp_store(ranks) if ranks.init_method.startswith(TCP) else None
     dist.init_process_group(
         backend,
-        init_method=ranks.init_method,
+        init_method=ranks.init_method if store is None else None,
+        store=store,
         rank=ranks.global_rank,
         world_size=ranks.global_size,
         timeout=timedelta(seconds=ranks.timeout_s),
     )
     return ProcessGroup(range(ranks.global_size), ranks.global_rank, mark_step=mark_step)
+
+
+def _tcp_store(ranks: Ranks) -> dist.Store:
+    """The rendezvous, of which rank 0 is the server, on the given address only: left to itself,
+    torch listens on all of them. RuntimeError when the address cannot be taken."""
+    host, _, port = ranks.init_method.removeprefix(TCP).rpartition(":")
+    listener = None
+    if ranks.global_rank == 0:
+        try:
+            listener = create_server((host, int(port)), backlog=ranks.global_size)
+        except OSError as error:
+            raise RuntimeError(f"cannot listen on {ranks.init_method}: {error}") from error
+    return dist.TCPStore(
+        host,
+        int(port),
+        ranks.global_size,
+        is_master=listener is not None,
+        timeout=timedelta(seconds=ranks.timeout_s),
+        # The store closes it.
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
 
 
 def make_groups(

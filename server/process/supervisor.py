@@ -173,6 +173,7 @@ def _serve_in_process(
                         loop, partial(api_server.fail, engine), reason
                     ),
                     log_level=server_config.log_level,
+                    remote_token=remote_token(engine_config.data_parallel),
                 )
             )
 
@@ -270,6 +271,7 @@ class Supervisor:
             token=self._token,
             on_exit=lambda engine, reason: self._events.put(EngineExit(engine, reason)),
             log_level=self._config.log_level,
+            remote_token=remote_token(self._engine_config.data_parallel),
         )
 
     def _start_api_server(self, index: int) -> ChildProcess:

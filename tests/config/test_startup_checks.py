@@ -122,22 +122,17 @@ def test_ranks_that_do_not_divide_the_heads_are_refused_with_the_sizes_that_do(
     [
         ({"executor": "ray"}, "distributed_executor_backend is ray"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, it must be 1"),
-        (
-            {"data_parallel_size_local": 1, "data_parallel_address": "10.0.0.1"},
-            "1 of them are on this host, and engines of several hosts cannot share experts yet",
-        ),
     ],
 )
 def test_what_engines_that_share_experts_cannot_have_is_refused(
     more: dict[str, Any], error: str
 ) -> None:
     def build(experts: bool) -> EngineConfig:
-        own = {name: value for name, value in more.items() if name.startswith("data_parallel")}
         stages = more.get("pipeline_parallel_size", 1)
         return EngineConfig(
             "m",
             executor=more.get("executor", "auto"),
-            data_parallel=DataParallelConfig(data_parallel_size=2, **own),
+            data_parallel=DataParallelConfig(data_parallel_size=2),
             parallel=ParallelConfig(pipeline_parallel_size=stages, enable_expert_parallel=experts),
         )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live import alive, workers_of
+from live import alive, own_workers, workers_of
 from parity import SHORT_OF_BLOCKS, answers, difference
 from tiny_models import make_tiny
 
@@ -90,6 +90,29 @@ def test_two_ranks_are_profiled_sleep_and_wake_up_and_end_together(
         assert seconds < KILLED_S
         assert all(isinstance(end, EngineDied) for end in ends), ends
         assert "worker 0" in str(ends[0]) and "was killed by SIGKILL" in str(ends[0])
+        wait_until_gone(workers)
+
+
+@pytest.mark.parametrize(
+    ("stages", "shards", "victim"),
+    [(2, 1, 1), (2, 2, 0)],
+    ids=["pp 2, its last stage", "tp 2 x pp 2, a rank of its first stage"],
+)
+def test_a_killed_rank_of_a_pipeline_ends_all_stages(
+    stages: int, shards: int, victim: int, folder: str
+) -> None:
+    sizes = {"pipeline_parallel_size": stages, "tensor_parallel_size": shards}
+    with LLM(folder, **SHORT_OF_BLOCKS, **sizes) as llm:
+        workers = own_workers()
+        assert len(workers) == stages * shards
+
+        ends, seconds = llm._background.run(_answer_and_kill(llm, workers[victim], 3))
+
+        assert seconds < KILLED_S
+        assert all(isinstance(end, EngineDied) for end in ends), ends
+        assert {str(end) for end in ends} == {
+            f"worker {victim} (process {workers[victim]}) was killed by SIGKILL"
+        }
         wait_until_gone(workers)
 
 

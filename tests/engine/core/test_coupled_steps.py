@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from counting_worker import CountingExecutor
 from engine_rig import asking, counting_config, prompt_of
+from live import free_port
 
 from config.data_parallel import DataParallelConfig
 from config.engine import EngineConfig
@@ -258,4 +259,26 @@ def test_an_engine_that_waits_for_the_others_can_be_stopped() -> None:
 
     assert str(alone.error) == "the test is over"
     hub.close()
+    directory.close()
+
+
+def test_a_hub_on_another_host_takes_its_token_only_and_is_missed_when_it_is_gone() -> None:
+    directory, token, remote = SocketDirectory(), new_token(), new_token()
+    names = [endpoint(directory.path, "steps0"), f"tcp://127.0.0.1:{free_port()}"]
+    hub = StepHub(names, token, remote)
+
+    stranger = Engine(1, names[1], token, config())
+    wait_until(lambda: stranger.is_ready)
+    engines = [Engine(0, names[0], token, config()), Engine(1, names[1], remote, config())]
+    wait_until(lambda: all(engine.is_ready for engine in engines))
+    engines[1].ask(1, 5)
+    wait_until(lambda: engines[1].has_finished(1))
+    engines[0].stop()
+    hub.close()
+    wait_until(lambda: engines[1].error is not None)
+
+    assert isinstance(stranger.error, ConfigError)
+    assert str(stranger.error) == (f"{names[1]} refused the token: all hosts need the same one")
+    assert str(engines[1].error) == f"{names[1]} has disconnected"
+    assert engines[1].tokens(1) == list(range(5))
     directory.close()
