@@ -86,6 +86,7 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
         device=target.device,
         num_cards=config.parallel.tensor_parallel_size,
         num_stages=config.parallel.pipeline_parallel_size,
+        num_engines=config.num_coupled_engines,
         width=WIDTHS[dtype],
         kv_width=KV_WIDTHS[target.kv_dtype] or WIDTHS[dtype],
         max_model_len=max_model_len,
@@ -180,11 +181,13 @@ def _head(plan: Plan) -> list[str]:
     title, demand = generation(target.device).title, card.demand
     chosen = _active_parameters(plan.facts)
     active = "" if chosen is None else f" ({chosen / 1e9:.2f} active)"
-    num_cards = demand.num_cards * demand.num_stages
+    num_cards = demand.num_cards * demand.num_stages * demand.num_engines
     cards = f"{num_cards} cards" if num_cards > 1 else "1 card"
     if demand.num_stages > 1:
         cards += f" in {demand.num_stages} stages"
-    if demand.num_cards > 1 and demand.distributes_experts:
+    if demand.num_engines > 1:
+        cards += f" of {demand.num_engines} engines"
+    if demand.num_cards * demand.num_engines > 1 and demand.distributes_experts:
         cards += ", whole experts on each"
     return [
         f"{plan.facts.path}: {plan.facts.architecture}, {parameters / 1e9:.2f} billion parameters"
@@ -290,6 +293,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "tensor_parallel_size": demand.num_cards,
         "pipeline_parallel_size": demand.num_stages,
         "stage": card.stage.rank,
+        "num_coupled_engines": demand.num_engines,
         "enable_expert_parallel": demand.distributes_experts,
         "max_model_len": demand.max_model_len,
         "max_num_seqs": demand.max_num_seqs,

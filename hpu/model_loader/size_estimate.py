@@ -23,15 +23,17 @@ def count_parameters(
     num_cards: int = 1,
     *,
     distributes_experts: bool = False,
+    num_engines: int = 1,
     stage: Stage = WHOLE,
 ) -> int:
-    """Parameters on each of the `num_cards` of a pipeline stage, with whole experts on each or with
-    a part of each expert. ConfigError for an architecture that is not built in and was not counted
-    in its files."""
+    """Parameters on each of the `num_cards` of a pipeline stage, with whole experts on each card of
+    `num_engines` together, or with a part of each expert. ConfigError for an architecture that is
+    not built in and was not counted in its files."""
     if config.architecture not in ARCHITECTURES and config.num_parameters is not None:
         return config.num_parameters // num_cards
     weight_map = decoder_weight_map(config, decoder_spec(config))
-    at = ShardRank(size=num_cards, expert_size=num_cards if distributes_experts else 1)
+    expert_size = num_cards * num_engines if distributes_experts else 1
+    at = ShardRank(size=num_cards, expert_size=expert_size)
     own = _stage_entries(weight_map, stage, is_tied=config.tie_word_embeddings)
     shards = (shard_of(spec, at) for spec in own)
     return sum(shard.spec.num_elements() for shard in shards if shard is not None)
@@ -90,6 +92,7 @@ def weight_bytes(
     width: int,
     length: int,
     distributes_experts: bool = False,
+    num_engines: int = 1,
     stage: Stage = WHOLE,
 ) -> int:
     """Weights on one of the `num_cards` of a pipeline stage, `width` bytes each, as
@@ -101,7 +104,11 @@ def weight_bytes(
         num_layers = len(stage.layers(config.num_layers))
         absorbed = num_layers * config.num_heads // num_cards * mla.absorbed_size
     parameters = count_parameters(
-        config, num_cards, distributes_experts=distributes_experts, stage=stage
+        config,
+        num_cards,
+        distributes_experts=distributes_experts,
+        num_engines=num_engines,
+        stage=stage,
     )
     return (parameters + rotary + absorbed) * width
 
@@ -169,15 +176,24 @@ def _query_size(config: ModelConfig, num_cards: int) -> int:
 
 
 def activation_bytes(
-    config: ModelConfig, *, num_cards: int, width: int, num_tokens: int, num_seqs: int
+    config: ModelConfig,
+    *,
+    num_cards: int,
+    width: int,
+    num_tokens: int,
+    num_seqs: int,
+    num_engines: int = 1,
 ) -> int:
     """Estimate for the largest launch: one layer's activations, and the logits of all sequences in
-    float32 with the copies that sampling makes."""
+    float32 with the copies that sampling makes. `num_engines`: which share experts."""
     moe = config.moe
     inner = config.intermediate_size
     if moe is not None:
         inner = max(inner, moe.top_k * moe.inner_size + moe.shared_size)
     layer = num_tokens * (6 * config.hidden_size + 3 * inner // num_cards)
+    if num_engines > 1:
+        # The tokens of all engines, and what the experts add for them.
+        layer += 2 * num_engines * num_tokens * config.hidden_size
     if latents_of(config) is not None:
         # Their heads may be several times as wide as the hidden state.
         layer += num_tokens * (_query_size(config, num_cards) + _kv_size(config, num_cards))

@@ -37,6 +37,8 @@ class CardDemand:
     """Cards that each layer is divided among."""
     num_stages: int = 1
     """Pipeline stages of so many cards each."""
+    num_engines: int = 1
+    """Engines that share experts, of so many cards each."""
     width: int
     """Bytes of a weight or an activation."""
     kv_width: int
@@ -118,8 +120,13 @@ def plan_card(facts: ModelConfig, demand: CardDemand) -> CardPlan:
 
 
 def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPlan:
-    distributes_experts = demand.distributes_experts and demand.num_cards > 1
-    check_split(facts, demand.num_cards, distributes_experts=distributes_experts)
+    distributes_experts = demand.distributes_experts and demand.num_cards * demand.num_engines > 1
+    check_split(
+        facts,
+        demand.num_cards,
+        distributes_experts=distributes_experts,
+        num_engines=demand.num_engines,
+    )
     card = demand.card_bytes or generation(demand.device).usable_bytes
     weights = weight_bytes(
         facts,
@@ -127,6 +134,7 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
         width=demand.width,
         length=demand.max_model_len,
         distributes_experts=distributes_experts,
+        num_engines=demand.num_engines,
         stage=stage,
     )
     activations = activation_bytes(
@@ -135,6 +143,7 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
         width=demand.width,
         num_tokens=demand.max_num_batched_tokens,
         num_seqs=demand.max_num_seqs,
+        num_engines=demand.num_engines,
     )
     activations += context_bytes(
         facts,
@@ -246,7 +255,8 @@ def _more_cards(facts: ModelConfig, demand: CardDemand) -> Iterator[str]:
     for count in TENSOR_PARALLEL_SIZES:
         if count > demand.num_cards and (text := _fitting(facts, replace(demand, num_cards=count))):
             yield f"--tensor-parallel-size {count}: {text}"
-    for stages in PIPELINE_PARALLEL_SIZES:
+    # Engines that share experts have no stages.
+    for stages in PIPELINE_PARALLEL_SIZES if demand.num_engines == 1 else ():
         more = replace(demand, num_cards=TENSOR_PARALLEL_SIZES[-1], num_stages=stages)
         if stages > demand.num_stages and (text := _fitting(facts, more)):
             flags = f"--tensor-parallel-size {more.num_cards} --pipeline-parallel-size {stages}"

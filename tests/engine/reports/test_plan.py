@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from config.data_parallel import DataParallelConfig
 from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.errors import ConfigError
 from config.execution import WarmupConfig
@@ -14,7 +15,7 @@ from config.model.json_fields import Fields
 from config.model.model_config import ModelConfig
 from config.model.read_config import read_model_config
 from config.parallel import ParallelConfig
-from engine.reports.plan import Target, as_json, as_text, make_plan
+from engine.reports.plan import Plan, Target, as_json, as_text, make_plan
 
 FACTS = ModelConfig(
     "8b", "LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, max_position=16384
@@ -174,7 +175,7 @@ def test_a_model_that_cannot_be_built_is_not_planned() -> None:
 LLAMA_70B = ModelConfig(
     "70b", "LlamaForCausalLM", 128256, 8192, 28672, 80, 64, 8, 128, max_position=131072
 )
-DEEPSEEK_R1 = {
+DEEPSEEK_R1: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
     "vocab_size": 129280,
@@ -254,3 +255,30 @@ def test_whole_experts_are_planned_on_eight_cards(tmp_path: Path) -> None:
     assert "stage 2 of 2" in as_text(two_machines)
     with pytest.raises(ConfigError, match="has no experts that could be distributed"):
         make_plan(FACTS, on_cards(2, enable_expert_parallel=True), target)
+
+
+def test_experts_are_planned_over_the_cards_of_all_engines(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_R1))
+    facts = read_model_config(str(tmp_path))
+
+    def plan(num_engines: int, *, whole: bool = True) -> Plan:
+        settings = replace(
+            on_cards(8, enable_expert_parallel=whole),
+            data_parallel=DataParallelConfig(data_parallel_size=num_engines),
+        )
+        return make_plan(facts, settings, Target(device="gaudi3"))
+
+    one, two = as_json(plan(1)), as_json(plan(2))
+
+    # 16 of 256 experts in place of 32, in 58 layers; nothing else is divided further.
+    expert = 3 * DEEPSEEK_R1["hidden_size"] * DEEPSEEK_R1["moe_intermediate_size"]
+    assert one["weight_bytes"] - two["weight_bytes"] == 16 * 58 * expert * 2
+    assert one["block_bytes"] == two["block_bytes"]
+    assert not one["fits"] and two["fits"]
+    assert two["num_coupled_engines"] == 2
+    assert "16 cards of 2 engines, whole experts on each" in as_text(plan(2))
+    # Engines that do not share them have all experts each.
+    apart = as_json(plan(2, whole=False))
+    assert (apart["weight_bytes"], apart["fits"]) == (one["weight_bytes"], False)
+    with pytest.raises(ConfigError, match=r"256 experts, and 24 \(--data-parallel-size 3 x --tens"):
+        plan(3)
