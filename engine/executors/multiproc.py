@@ -1,5 +1,6 @@
-"""MultiprocExecutor: each worker is a process, reached over a PAIR of sockets and watched. Where
-the processes run is the launcher's matter."""
+"""MultiprocExecutor: each worker is a process that is watched. All of them are reached over one
+socket, and answer to another one, so that the engine's thread has the same work for any number of
+them. Where the processes run is the launcher's matter."""
 
 import logging
 import threading
@@ -11,13 +12,12 @@ from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied, RequestFailed, UserError
 from engine.executors.worker_launcher import WorkerLauncher
 from engine.executors.worker_main import WorkerOrders
-from engine.transport.channels import PairSocket, Waiter, ZmqContext, new_token
+from engine.transport.channels import PairSocket, Publisher, Waiter, ZmqContext, new_token
 from hpu.protocol import (
     WAKE_UP,
     WARM_UP_NEXT,
     FromWorker,
     GrammarMasks,
-    Ranks,
     StepPlan,
     StepResult,
     ToWorker,
@@ -36,54 +36,16 @@ STOP_TIMEOUT_S = 5.0
 
 
 class WorkerProcess:
-    """A worker's process and the engine's end of its step channel."""
+    """A worker's process, and what it has sent."""
 
     def __init__(
-        self,
-        ranks: Ranks,
-        config: EngineConfig,
-        launcher: WorkerLauncher,
-        context: ZmqContext,
-        token: str,
-        on_exit: Callable[[str], None],
-        *,
-        sends_results: bool,
+        self, orders: WorkerOrders, launcher: WorkerLauncher, on_exit: Callable[[str], None]
     ) -> None:
-        """`context` lets in who presents `token`."""
-        self.name = f"worker {ranks.rank}"
-        self.socket: PairSocket[ToWorker, FromWorker] = context.bind_pair(
-            launcher.endpoint(ranks.rank), FromWorker
-        )
-        address = self.socket.endpoint
-        orders = WorkerOrders(config, address, token, ranks, _log_level(), sends_results)
+        self.name = f"worker {orders.ranks.rank}"
         self.child = launcher.launch(self.name, orders, on_exit)
         self.messages: deque[FromWorker] = deque()
         """Received and not taken yet: at most the results of all plans in flight and an answer."""
         self.warmed: deque[Warmed] = deque()
-
-    def receive(self) -> FromWorker | None:
-        """The next message, if there is one. Behind the first one, no other peer may connect."""
-        message = self.socket.receive()
-        if message is not None:
-            self.socket.stop_accepting()
-        return message
-
-    def send_error(self, what: str) -> ConfigError | EngineDied:
-        """Why the worker does not read `what`. The system reports its end a moment later than the
-        socket does."""
-        deadline = time.monotonic() + LAST_MESSAGE_S
-        while self.child.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        while (message := self.socket.receive()) is not None:
-            if isinstance(message, WorkerFailed):
-                return _failure(message)
-        if self.child.poll() is not None:
-            return EngineDied(self.child.exit_description)
-        return EngineDied(f"{self.name} does not read its {what}")
-
-    def close(self) -> None:
-        self.child.close(STOP_TIMEOUT_S)
-        self.socket.close()
 
 
 class MultiprocExecutor:
@@ -109,23 +71,32 @@ class MultiprocExecutor:
         self._has_died = threading.Lock()
         token = new_token()
         self._context = ZmqContext(token)
+        places = launcher.place(num_workers)
+        self._plans: Publisher[ToWorker] = self._context.bind_publisher(
+            launcher.endpoint("plans"), num_workers
+        )
+        self._results: PairSocket[None, tuple[int, FromWorker]] = self._context.bind_collector(
+            launcher.endpoint("results"), tuple[int, FromWorker]
+        )
         self._workers = [
             WorkerProcess(
-                ranks,
-                config,
+                WorkerOrders(
+                    config,
+                    self._plans.endpoint,
+                    self._results.endpoint,
+                    token,
+                    ranks,
+                    _log_level(),
+                    sends_results=ranks.rank == output_rank,
+                ),
                 launcher,
-                self._context,
-                token,
                 self._on_exit,
-                sends_results=ranks.rank == output_rank,
             )
-            for ranks in launcher.place(num_workers)
+            for ranks in places
         ]
         self._output = self._workers[output_rank]
-        self._waiter = Waiter(
-            [worker.socket for worker in self._workers],
-            [worker.child.sentinel for worker in self._workers],
-        )
+        self._sentinels = [worker.child.sentinel for worker in self._workers]
+        self._waiter = Waiter([self._results], self._sentinels)
         self._on_progress: Callable[[WarmupProgress], None] = lambda progress: None
         self._is_closed = False
 
@@ -136,7 +107,9 @@ class MultiprocExecutor:
 
     def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
         self._on_progress = on_progress
-        return self._ready([self._next_message(worker) for worker in self._workers])
+        messages = [self._next_message(worker) for worker in self._workers]
+        self._wait_for_connections()
+        return self._ready(messages)
 
     def submit(self, plan: StepPlan) -> None:
         self._send(plan, "plans")
@@ -156,7 +129,8 @@ class MultiprocExecutor:
         return result
 
     def call(self, name: str, level: int = 0) -> str:
-        answer = self._call(WorkerCall(name, level))[self._workers.index(self._output)]
+        # Of the first rank, whose files have the names that the user gave.
+        answer = self._call(WorkerCall(name, level))[0]
         assert isinstance(answer, WorkerAnswer), f"{answer} in place of an answer to {name}"
         return answer.value
 
@@ -190,7 +164,9 @@ class MultiprocExecutor:
         for worker in self._workers:
             worker.child.stop()
         for worker in self._workers:
-            worker.close()
+            worker.child.close(STOP_TIMEOUT_S)
+        self._plans.close()
+        self._results.close()
         self._context.close()
         self._launcher.close()
 
@@ -199,10 +175,18 @@ class MultiprocExecutor:
             self._on_death(description)
 
     def _send(self, message: ToWorker, what: str) -> None:
-        frame = self._output.socket.encode(message)
+        if not self._plans.send(message):
+            raise self._send_error(what)
+
+    def _send_error(self, what: str) -> ConfigError | EngineDied:
+        """Why a worker does not read `what`."""
+        while (received := self._results.receive()) is not None:
+            if isinstance(received[1], WorkerFailed):
+                return self._cause(received[1])
         for worker in self._workers:
-            if not worker.socket.send_frame(frame):
-                raise worker.send_error(what)
+            if worker.child.poll() is not None:
+                return EngineDied(worker.child.exit_description)
+        return EngineDied(f"a worker does not read its {what}")
 
     def _call(self, call: WorkerCall) -> list[FromWorker]:
         """Every worker's answer, by rank. Raises the first error among them."""
@@ -246,6 +230,16 @@ class MultiprocExecutor:
             self._wait()
         return worker.messages.popleft()
 
+    def _wait_for_connections(self) -> None:
+        """Until every worker gets what is sent. Raises EngineDied when one is dead."""
+        self._results.stop_accepting()
+        waiter = Waiter([self._plans], self._sentinels)
+        while not self._plans.has_all_peers():
+            waiter.wait()
+            for worker in self._workers:
+                if worker.child.poll() is not None:
+                    raise EngineDied(worker.child.exit_description)
+
     def _wait(self) -> None:
         """Wait for a message of any worker. Raises EngineDied when one is dead."""
         if self._receive():
@@ -255,29 +249,28 @@ class MultiprocExecutor:
             return
         for worker in self._workers:
             if worker.child.poll() is not None:
-                Waiter([worker.socket]).wait(LAST_MESSAGE_S)
+                Waiter([self._results]).wait(LAST_MESSAGE_S)
                 if not self._receive():
                     raise EngineDied(worker.child.exit_description)
                 return
 
     def _receive(self) -> bool:
-        """Take one message of each worker, if there is one; whether there was any. Raises
-        ConfigError or EngineDied when a worker failed."""
-        has_received = False
-        for worker in self._workers:
-            message = worker.receive()
-            if message is None:
-                continue
-            has_received = True
-            if isinstance(message, WorkerFailed):
-                raise self._cause(message)
-            if isinstance(message, Warmed):
-                worker.warmed.append(message)
-            elif not isinstance(message, WarmupProgress):
-                worker.messages.append(message)
-            elif worker is self._output:
-                self._on_progress(message)
-        return has_received
+        """Take a message, if there is one; whether there was. Raises ConfigError or EngineDied when
+        a worker failed."""
+        received = self._results.receive()
+        if received is None:
+            return False
+        rank, message = received
+        worker = self._workers[rank]
+        if isinstance(message, WorkerFailed):
+            raise self._cause(message)
+        if isinstance(message, Warmed):
+            worker.warmed.append(message)
+        elif not isinstance(message, WarmupProgress):
+            worker.messages.append(message)
+        elif worker is self._output:
+            self._on_progress(message)
+        return True
 
     def _cause(self, failure: WorkerFailed) -> ConfigError | EngineDied:
         """The error of the group, of which `failure` is one worker's: the others fail because of
@@ -289,10 +282,9 @@ class MultiprocExecutor:
             if any((worker.child.poll() or 0) < 0 for worker in self._workers):
                 break
             time.sleep(0.01)
-            for worker in self._workers:
-                message = worker.socket.receive()
-                if isinstance(message, WorkerFailed):
-                    failures.append(message)
+            while (received := self._results.receive()) is not None:
+                if isinstance(received[1], WorkerFailed):
+                    failures.append(received[1])
         for worker in self._workers:
             if (worker.child.poll() or 0) < 0:
                 return EngineDied(worker.child.exit_description)

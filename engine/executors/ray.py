@@ -253,7 +253,7 @@ class RayLauncher:
             for rank in range(num_workers)
         ]
 
-    def endpoint(self, rank: int) -> str:
+    def endpoint(self, name: str) -> str:
         return f"tcp://{self._address}:*"
 
     def launch(

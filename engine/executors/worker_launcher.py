@@ -52,8 +52,9 @@ class WorkerLauncher(Protocol):
         when there is no place for so many."""
         ...
 
-    def endpoint(self, rank: int) -> str:
-        """The address on which the engine listens for a worker; a port of * is any free one."""
+    def endpoint(self, name: str) -> str:
+        """The address on which the engine listens for the workers, at the socket `name`; a port of
+        * is any free one."""
         ...
 
     def launch(
@@ -97,8 +98,8 @@ class LocalLauncher:
             for rank in range(num_workers)
         ]
 
-    def endpoint(self, rank: int) -> str:
-        return endpoint(self._directory, f"w{rank}.sock")
+    def endpoint(self, name: str) -> str:
+        return endpoint(self._directory, f"{name}.sock")
 
     def launch(
         self, name: str, orders: WorkerOrders, on_exit: Callable[[str], None]

@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -27,6 +27,7 @@ from hpu.protocol import (
     SINGLE_RANK,
     WAKE_UP,
     WARM_UP_NEXT,
+    FromWorker,
     GrammarMasks,
     Ranks,
     ToWorker,
@@ -57,13 +58,44 @@ class WorkerOrders(msgspec.Struct, frozen=True):
     """The arguments of a worker process."""
 
     config: EngineConfig
-    endpoint: str
+    plans: str
+    """Where the engine sends plans, masks and calls."""
+    results: str
+    """Where it receives results, answers and failures."""
     token: str
-    """What the engine requires of a peer that connects to `endpoint`."""
+    """What it requires of a peer that connects."""
     ranks: Ranks = SINGLE_RANK
     log_level: str = "info"
     sends_results: bool = True
     """Of a group of workers, one sends the results of all."""
+
+
+class StepChannel:
+    """A worker's end of the channel to the engine, which all workers of a group share."""
+
+    def __init__(self, context: ZmqContext, orders: WorkerOrders) -> None:
+        self._rank = orders.ranks.rank
+        self._plans: PairSocket[None, ToWorker] = context.connect_subscriber(orders.plans, ToWorker)
+        self._results: PairSocket[tuple[int, FromWorker], None] = context.connect_collector(
+            orders.results
+        )
+        self._waiter = Waiter([self._plans])
+
+    def receive(self) -> ToWorker | None:
+        """The next message, or None if there is none."""
+        return self._plans.receive()
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Wait for a message, at most `timeout_s`."""
+        self._waiter.wait(timeout_s)
+
+    def send(self, message: FromWorker) -> None:
+        self._results.send((self._rank, message))
+
+    def close(self) -> None:
+        """Disconnect; the last messages have LINGER_S to leave."""
+        self._plans.close()
+        self._results.close(LINGER_S)
 
 
 def main() -> None:
@@ -86,43 +118,43 @@ def _work(orders: WorkerOrders, make_worker: "Callable[[EngineConfig, Ranks], Wo
     rank = orders.ranks.rank
     setup_log("worker", rank=rank, level=orders.log_level)
     context = ZmqContext(orders.token)
-    socket = context.connect_pair(orders.endpoint, ToWorker)
+    channel = StepChannel(context, orders)
     worker = make_worker(orders.config, orders.ranks)
     code = 0
     try:
         try:
-            socket.send(worker.start(lambda progress: _send_progress(socket, progress)))
+            channel.send(worker.start(lambda progress: _send_progress(channel, progress)))
             depth = orders.config.max_inflight_steps
             _serve(
                 worker,
-                socket,
+                channel,
                 depth,
                 sends_results=orders.sends_results,
                 is_alone=orders.ranks.global_size == 1,
             )
         except ConfigError as error:
             code = 2
-            socket.send(WorkerFailed(str(error), is_config=True, time=time.time()))
+            channel.send(WorkerFailed(str(error), is_config=True, time=time.time()))
         except Exception as error:
             code = 1
             failed_at = time.time()
             logger.exception("worker %d cannot go on", rank)
             message = f"worker {rank}: {type(error).__name__}: {error}"
-            socket.send(WorkerFailed(message, time=failed_at))
+            channel.send(WorkerFailed(message, time=failed_at))
         finally:
             ignore_stop_signal()
     except Terminated:
         # If it came while a failure was handled, the failure's exit code stands.
         pass
     worker.close()
-    socket.close(LINGER_S)
+    channel.close()
     context.close()
     return code
 
 
 def _serve(
     worker: "Worker",
-    socket: PairSocket[Any, ToWorker],
+    channel: StepChannel,
     depth: int,
     *,
     sends_results: bool = True,
@@ -130,21 +162,22 @@ def _serve(
 ) -> None:
     """`depth`: plans that the engine keeps in flight. `is_alone`: whether the worker may warm up
     when it is idle, because no other one must do the same."""
-    waiter = Waiter([socket])
     in_flight = 0
     may_idle, is_quiet = is_alone, False
     plan_is_due = 0.0
     while True:
         if in_flight and worker.has_result():
-            _finish_step(worker, socket, sends_results)
+            _finish_step(worker, channel, sends_results)
             in_flight -= 1
             plan_is_due = time.monotonic() + PLAN_DUE_S
         # Launch a plan that has arrived before waiting for the running one's result.
-        message = socket.receive()
+        message = channel.receive()
         if isinstance(message, WorkerCall) and message.name == WARM_UP_NEXT:
-            socket.send(worker.idle() or Warmed([], 0))
+            channel.send(worker.idle() or Warmed([], 0))
         elif isinstance(message, WorkerCall):
-            socket.send(_answer(worker, message, lambda progress: _send_progress(socket, progress)))
+            channel.send(
+                _answer(worker, message, lambda progress: _send_progress(channel, progress))
+            )
             may_idle = is_alone and (may_idle or message.name == WAKE_UP)
         elif isinstance(message, GrammarMasks):
             worker.mask(message)
@@ -158,24 +191,24 @@ def _serve(
                 # Waiting for the device now would delay the next launch until the device is idle.
                 time.sleep(POLL_S)
                 continue
-            _finish_step(worker, socket, sends_results)
+            _finish_step(worker, channel, sends_results)
             in_flight -= 1
             plan_is_due = time.monotonic() + PLAN_DUE_S
         elif may_idle and is_quiet:
             warmed = worker.idle()
             if warmed is not None:
-                socket.send(warmed)
+                channel.send(warmed)
             may_idle = warmed is not None
         else:
             # No warm-up between two steps of a request, or before its masks.
-            waiter.wait(IDLE_S if may_idle else None)
+            channel.wait(IDLE_S if may_idle else None)
             is_quiet = not in_flight
 
 
-def _finish_step(worker: "Worker", socket: PairSocket[Any, ToWorker], sends_results: bool) -> None:
+def _finish_step(worker: "Worker", channel: StepChannel, sends_results: bool) -> None:
     result = worker.collect()
     if sends_results:
-        socket.send(result)
+        channel.send(result)
 
 
 def _answer(
@@ -191,5 +224,5 @@ def _answer(
         return WorkerAnswer(error=str(error))
 
 
-def _send_progress(socket: PairSocket[Any, ToWorker], progress: WarmupProgress) -> None:
-    socket.send(progress)
+def _send_progress(channel: StepChannel, progress: WarmupProgress) -> None:
+    channel.send(progress)

@@ -1,4 +1,4 @@
-"""Typed channels over ZeroMQ: PairSocket for one thread, RouterSocket for asyncio.
+"""Typed channels over ZeroMQ: PairSocket and Publisher for one thread, RouterSocket for asyncio.
 
 The only file that imports zmq.
 """
@@ -57,6 +57,9 @@ _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _EVENT = struct.Struct("=HI")
 """The first frame of a monitor's message: event and descriptor."""
 
+_SUBSCRIBED = b"\1"
+"""How the message begins by which a publisher is told of a peer."""
+
 _MESSAGES_PER_CALLBACK = 64
 """Messages read before other callbacks of the event loop run."""
 
@@ -88,33 +91,23 @@ def endpoint(directory: str, name: str) -> str:
 
 
 class PairSocket(Generic[Sent, Received]):
-    """A channel to one peer. Not thread-safe."""
+    """One end of a channel, some of which only send or only receive. Not thread-safe."""
 
     def __init__(self, socket: "zmq.Socket[bytes]", received: Any, path: str | None = None) -> None:
         """`path`: the file of a Unix socket that listens."""
         self._socket = socket
         self._path = path
-        self.encode: Callable[[Sent], bytes] = msgspec.msgpack.Encoder().encode
+        self._encode: Callable[[Sent], bytes] = msgspec.msgpack.Encoder().encode
         self._decode: Callable[[bytes], Received] = msgspec.msgpack.Decoder(received).decode
 
     @property
     def endpoint(self) -> str:
         """The address on which it listens, with the port that was free."""
-        address = self._socket.getsockopt(zmq.LAST_ENDPOINT)
-        assert isinstance(address, bytes)
-        return address.rstrip(b"\0").decode()
+        return _endpoint(self._socket)
 
     def send(self, message: Sent) -> bool:
         """Send without waiting; False when the peer has left HIGH_WATER messages unread."""
-        return self.send_frame(self.encode(message))
-
-    def send_frame(self, frame: bytes) -> bool:
-        """Send what `encode` returned, also of another socket for the same messages."""
-        try:
-            self._socket.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
+        return _send(self._socket, self._encode(message))
 
     def receive(self) -> Received | None:
         """The next message, or None if there is none. Binary fields are views of its frame."""
@@ -132,6 +125,45 @@ class PairSocket(Generic[Sent, Received]):
     def close(self, linger_s: float = 0.0) -> None:
         """Disconnect; unsent messages have `linger_s` to leave (ZmqContext.close waits)."""
         self._socket.close(linger=round(linger_s * 1000))
+
+
+class Publisher(Generic[Sent]):
+    """Sends each message to all of its peers, encoded once and sent by one call. Not
+    thread-safe."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]", path: str | None, num_peers: int) -> None:
+        """`path`: the file of a Unix socket."""
+        self._socket = socket
+        self._path = path
+        self._num_missing = num_peers
+        self._encode: Callable[[Sent], bytes] = msgspec.msgpack.Encoder().encode
+
+    @property
+    def endpoint(self) -> str:
+        """The address on which it listens, with the port that was free."""
+        return _endpoint(self._socket)
+
+    def has_all_peers(self) -> bool:
+        """Whether all peers are connected: before, a message would not reach all of them. From then
+        on, no other connections are accepted."""
+        while self._num_missing:
+            try:
+                is_new = self._socket.recv(zmq.NOBLOCK).startswith(_SUBSCRIBED)
+            except zmq.Again:
+                return False
+            self._num_missing += -1 if is_new else 1
+        _remove(self._path)
+        self._path = None
+        return True
+
+    def send(self, message: Sent) -> bool:
+        """Send without waiting; False, and nothing is sent, when a peer has left HIGH_WATER
+        messages unread. A peer that is gone is left out."""
+        return _send(self._socket, self._encode(message))
+
+    def close(self) -> None:
+        """Disconnect; unsent messages are dropped."""
+        self._socket.close(linger=0)
 
 
 class ConnectionWatch:
@@ -169,7 +201,7 @@ class Waiter:
 
     def __init__(
         self,
-        sockets: "Sequence[PairSocket[Any, Any] | ConnectionWatch]",
+        sockets: "Sequence[PairSocket[Any, Any] | Publisher[Any] | ConnectionWatch]",
         fds: Sequence[int] = (),
     ) -> None:
         self._poller = zmq.Poller()
@@ -324,6 +356,32 @@ class ZmqContext:
         """Open the end of a step channel that does not listen. `watches`: as of connect_dealer."""
         return self._connected(zmq.PAIR, endpoint, received, watches)
 
+    def bind_publisher(self, endpoint: str, num_peers: int) -> Publisher[Any]:
+        """Open the engine's end of the step channel to `num_peers` workers. Raises ConfigError when
+        it cannot listen on the address."""
+        socket = self._socket(zmq.XPUB)
+        # A send to a peer with a full queue fails, in place of leaving that peer out.
+        socket.setsockopt(zmq.XPUB_NODROP, 1)
+        # Every peer is told of, though all subscribe to the same.
+        socket.setsockopt(zmq.XPUB_VERBOSER, 1)
+        _RejectionCounter(socket, self._context, rejection_warning(endpoint))
+        return Publisher(socket, self._listen(socket, endpoint), num_peers)
+
+    def connect_subscriber(self, endpoint: str, received: Any) -> PairSocket[None, Any]:
+        """Receive what a publisher sends."""
+        return self._connected(zmq.SUB, endpoint, received, None)
+
+    def bind_collector(self, endpoint: str, received: Any) -> PairSocket[None, Any]:
+        """Receive what several peers send. Raises ConfigError when it cannot listen on the
+        address."""
+        socket = self._socket(zmq.PULL)
+        _RejectionCounter(socket, self._context, rejection_warning(endpoint))
+        return PairSocket(socket, received, self._listen(socket, endpoint))
+
+    def connect_collector(self, endpoint: str) -> PairSocket[Any, None]:
+        """Send to a collector."""
+        return self._connected(zmq.PUSH, endpoint, None, None)
+
     def connect_dealer(
         self,
         endpoint: str,
@@ -369,6 +427,8 @@ class ZmqContext:
         socket = self._socket(kind)
         if name:
             socket.setsockopt(zmq.ROUTING_ID, name.encode())
+        if kind == zmq.SUB:
+            socket.setsockopt(zmq.SUBSCRIBE, b"")
         socket.setsockopt(zmq.RECONNECT_IVL, 10)
         # PLAIN costs a handshake and nothing after it; CURVE would encrypt 4 MB of masks for 10 ms.
         socket.setsockopt(zmq.PLAIN_USERNAME, _USER)
@@ -472,6 +532,21 @@ class _RejectionCounter(_SocketThread):
 def _shadow(context: "zmq.Context[zmq.Socket[bytes]]") -> "zmq.Context[zmq.Socket[bytes]]":
     """The same context, whose sockets another thread closes itself: Context.destroy must not."""
     return zmq.Context.shadow(context.underlying)
+
+
+def _endpoint(socket: "zmq.Socket[bytes]") -> str:
+    address = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(address, bytes)
+    return address.rstrip(b"\0").decode()
+
+
+def _send(socket: "zmq.Socket[bytes]", frame: bytes) -> bool:
+    """Whether there was room for `frame`."""
+    try:
+        socket.send(frame, zmq.NOBLOCK)
+    except zmq.Again:
+        return False
+    return True
 
 
 def _remove(path: str | None) -> None:

@@ -32,7 +32,8 @@ END_S = 5.0
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_tiny("mixtral", tmp_path_factory.mktemp("tiny"), seed=3))
+    folder = tmp_path_factory.mktemp("tiny")
+    return str(make_tiny("mixtral", folder, seed=3, max_position_embeddings=2000))
 
 
 def raw(prompt: list[int]) -> bytes:

@@ -59,11 +59,13 @@ async def _answer_and_kill(llm: LLM, victim: int, num_requests: int) -> tuple[li
     return ends, time.monotonic() - start
 
 
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
 def test_two_ranks_are_profiled_sleep_and_wake_up_and_end_together(
-    folder: str, tmp_path: Path
+    kind: str, folder: str, tmp_path: Path
 ) -> None:
     trace = tmp_path / "trace.json"
-    with LLM(folder, **SHORT_OF_BLOCKS, tensor_parallel_size=2, profiler_trace=str(trace)) as llm:
+    two = {f"{kind}_parallel_size": 2}
+    with LLM(folder, **SHORT_OF_BLOCKS, **two, profiler_trace=str(trace)) as llm:
         control(llm, "stop_profile")
         first, second = (json.loads(file.read_text()) for file in sorted(tmp_path.iterdir()))
         assert first["traceEvents"] and second["traceEvents"]
@@ -75,7 +77,9 @@ def test_two_ranks_are_profiled_sleep_and_wake_up_and_end_together(
         named = control(llm, "start_profile")
         before = answers(llm)
         assert control(llm, "stop_profile") == named
-        assert json.loads(Path(named).read_text())["traceEvents"]
+        assert named == str(trace)
+        traces = [json.loads(file.read_text())["traceEvents"] for file in tmp_path.iterdir()]
+        assert len(traces) == 2 and all(traces)
         for level in (1, 2):
             assert control(llm, "sleep", level=level) != "awake"
             with pytest.raises(Exception, match="sleeps"):

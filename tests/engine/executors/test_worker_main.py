@@ -7,10 +7,11 @@ from collections import deque
 from typing import Any
 
 import pytest
+from engine_rig import counting_config
 
 from engine.executors import worker_main as child
 from engine.transport.channels import Waiter, ZmqContext, endpoint
-from hpu.protocol import FromWorker, StepPlan, StepResult, ToWorker, WarmupProgress
+from hpu.protocol import SINGLE_RANK, FromWorker, StepPlan, StepResult, WarmupProgress
 
 LAST = 99
 
@@ -53,16 +54,21 @@ def test_a_plan_that_comes_while_another_runs_is_launched_before_that_one_is_don
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(child, "PLAN_DUE_S", 60.0)
-    address = endpoint(str(tmp_path_factory.mktemp("s")), "w")
+    folder = str(tmp_path_factory.mktemp("s"))
+    plans, results = endpoint(folder, "plans"), endpoint(folder, "results")
     zmq_context, device = ZmqContext("token"), HeldDevice()
-    engine = zmq_context.bind_pair(address, FromWorker)
-    thread = threading.Thread(target=_work, args=(zmq_context, address, device))
+    orders = child.WorkerOrders(counting_config(), plans, results, "token", SINGLE_RANK)
+    engine = zmq_context.bind_publisher(plans, 1)
+    line = zmq_context.bind_collector(results, tuple[int, FromWorker])
+    thread = threading.Thread(target=_work, args=(zmq_context, orders, device))
     thread.start()
-    assert isinstance(_next(engine), WarmupProgress)
+    assert isinstance(_next(line), WarmupProgress)
+    Waiter([engine]).wait(10)
+    assert engine.has_all_peers()
     engine.send(StepPlan(0, []))
     engine.send(StepPlan(1, []))
     device.finish()
-    assert _next(engine).step == 0
+    assert _next(line).step == 0
 
     time.sleep(0.05)  # as an engine needs for its next plan; the worker has nothing to do but wait
     engine.send(StepPlan(2, []))
@@ -72,10 +78,11 @@ def test_a_plan_that_comes_while_another_runs_is_launched_before_that_one_is_don
     launched = device.launched.copy()
     device.finish()
     device.finish()
-    steps = [_next(engine).step, _next(engine).step]
+    steps = [_next(line).step, _next(line).step]
     engine.send(StepPlan(LAST, []))
     thread.join(10)
     engine.close()
+    line.close()
     zmq_context.close()
 
     assert launched == [0, 1, 2]
@@ -83,15 +90,17 @@ def test_a_plan_that_comes_while_another_runs_is_launched_before_that_one_is_don
     assert not thread.is_alive()
 
 
-def _work(zmq_context: ZmqContext, address: str, device: HeldDevice) -> None:
-    line = zmq_context.connect_pair(address, ToWorker)
-    line.send(WarmupProgress("warmup", 1, 1))
+def _work(zmq_context: ZmqContext, orders: child.WorkerOrders, device: HeldDevice) -> None:
+    channel = child.StepChannel(zmq_context, orders)
+    channel.send(WarmupProgress("warmup", 1, 1))
     worker: Any = device
     with contextlib.suppress(Ended):
-        child._serve(worker, line, 2)
-    line.close()
+        child._serve(worker, channel, 2)
+    channel.close()
 
 
 def _next(line: Any) -> Any:
     Waiter([line]).wait(10)
-    return line.receive()
+    rank, message = line.receive()
+    assert rank == 0
+    return message

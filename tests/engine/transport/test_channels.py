@@ -12,7 +12,15 @@ import pytest
 import uvloop
 
 from config.errors import ConfigError
-from engine.transport.channels import HIGH_WATER, SocketDirectory, Waiter, ZmqContext, endpoint
+from engine.transport import channels
+from engine.transport.channels import (
+    HIGH_WATER,
+    Publisher,
+    SocketDirectory,
+    Waiter,
+    ZmqContext,
+    endpoint,
+)
 from engine.transport.messages import Abort, FromEngine, Hello, Reply, StepOutput, ToEngine
 from hpu.protocol import (
     FromWorker,
@@ -107,6 +115,82 @@ def test_a_full_channel_says_so_and_loses_nothing(zmq_context: ZmqContext, tmp_p
     assert calls == list(range(sent))
     sender.close()
     receiver.close()
+
+
+def subscribed(publisher: Publisher[ToWorker]) -> None:
+    while not publisher.has_all_peers():
+        Waiter([publisher]).wait(5)
+
+
+def test_what_is_published_reaches_every_worker_in_order_and_what_they_send_one_collector(
+    zmq_context: ZmqContext, tmp_path: Path
+) -> None:
+    plans, results = (endpoint(str(tmp_path), name) for name in ("plans.sock", "results.sock"))
+    publisher = zmq_context.bind_publisher(plans, 3)
+    collector = zmq_context.bind_collector(results, tuple[int, FromWorker])
+
+    workers = [zmq_context.connect_subscriber(plans, ToWorker) for _ in range(2)]
+    time.sleep(0.1)
+    early = publisher.has_all_peers()
+    workers.append(zmq_context.connect_subscriber(plans, ToWorker))
+    subscribed(publisher)
+    senders = [zmq_context.connect_collector(results) for _ in workers]
+    for step in range(3):
+        assert publisher.send(StepPlan(step, []))
+    for rank, (worker, sender) in enumerate(zip(workers, senders, strict=True)):
+        for step in range(3):
+            Waiter([worker]).wait(5)
+            plan = worker.receive()
+            assert isinstance(plan, StepPlan) and plan.step == step
+            assert sender.send((rank, StepResult(step, [rank])))
+    received = []
+    while len(received) < 9:
+        Waiter([collector]).wait(5)
+        received.append(collector.receive())
+
+    assert not early
+    for rank in range(3):
+        own = [result for one, result in received if one == rank]
+        assert own == [StepResult(step, [rank]) for step in range(3)]
+    # Nobody else may connect.
+    assert not Path(tmp_path, "plans.sock").exists()
+    for socket in (publisher, collector, *workers, *senders):
+        socket.close()
+
+
+def test_one_worker_that_does_not_read_fails_the_send_and_no_other_misses_a_plan(
+    zmq_context: ZmqContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels, "HIGH_WATER", 64)
+    address = endpoint(str(tmp_path), "plans.sock")
+    publisher = zmq_context.bind_publisher(address, 2)
+    hung, reading = (zmq_context.connect_subscriber(address, ToWorker) for _ in range(2))
+    subscribed(publisher)
+    large = StepPlan(0, [], new_requests=[])
+    large.masks = memoryview(bytes(2**20))
+
+    steps = []
+    sent = 0
+    end_s = time.monotonic() + 20
+    while publisher.send(large):
+        sent += 1
+        Waiter([reading]).wait(5)
+        plan = reading.receive()
+        assert plan is not None and time.monotonic() < end_s
+        steps.append(plan.step)
+        large.step += 1
+
+    assert sent >= 64 and steps == list(range(sent))
+    # The plan that failed went to nobody; with the hung one gone, the next ones arrive.
+    hung.close()
+    while not publisher.send(large):
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    Waiter([reading]).wait(5)
+    plan = reading.receive()
+    assert isinstance(plan, StepPlan) and plan.step == sent
+    publisher.close()
+    reading.close()
 
 
 def test_waiting_ends_with_the_time_or_with_a_descriptor(

@@ -69,9 +69,10 @@ async def test_strangers_that_are_first_do_not_keep_the_engine_or_its_worker_out
             path = Path(rig.directory, "fe0.sock")
             count = stack.enter_context(all_strangers(path, zmq.DEALER, b"0.in"))
             if executor == "mp":
-                path = Path(rig.directory, "w0.sock")
-                assert await eventually(path.exists, 10)
-                stack.enter_context(all_strangers(path, zmq.PAIR, b""))
+                for name, kind in (("plans.sock", zmq.XSUB), ("results.sock", zmq.PUSH)):
+                    path = Path(rig.directory, name)
+                    assert await eventually(path.exists, 10)
+                    stack.enter_context(all_strangers(path, kind, b""))
             await asyncio.wait_for(rig.client.wait_ready(), 20)
             tokens = await generate(rig.client, 5)
             is_counted = await eventually(lambda: rejected() >= count, 5)
@@ -93,7 +94,7 @@ async def test_nobody_can_connect_to_a_serving_engine(executor: str) -> None:
         tokens = await generate(rig.client, 5)
 
         assert sockets_in(rig.directory) == []
-        for name in ("fe0.sock", "w0.sock"):
+        for name in ("fe0.sock", "plans.sock", "results.sock"):
             with pytest.raises(FileNotFoundError):
                 connected(Path(rig.directory, name))
         assert tokens == list(range(5)) == await generate(rig.client, 5)
@@ -272,6 +273,37 @@ def test_a_stranger_that_is_first_does_not_take_the_workers_place(
     assert sent and isinstance(plan, StepPlan) and plan.step == 7
     assert nothing_else is None
     assert any("w0.sock" in one.getMessage() for one in caplog.records)
+
+
+def test_a_stranger_counts_as_no_worker_and_gets_and_sends_nothing(
+    zmq_context: ZmqContext, listening: ZmqContext, tmp_path: Path
+) -> None:
+    """A worker's two connections: where plans are published, and where results are collected."""
+    paths = [tmp_path / name for name in ("plans.sock", "results.sock")]
+    plans, results = (endpoint(str(tmp_path), path.name) for path in paths)
+    publisher = listening.bind_publisher(plans, 1)
+    collector = listening.bind_collector(results, tuple[int, FromWorker])
+
+    with all_strangers(paths[0], zmq.XSUB, b""), all_strangers(paths[1], zmq.PUSH, b""):
+        time.sleep(0.2)
+        is_first = publisher.has_all_peers()
+        early = collector.receive()
+        worker = zmq_context.connect_subscriber(plans, ToWorker)
+        line = zmq_context.connect_collector(results)
+        Waiter([publisher]).wait(5)
+        assert publisher.has_all_peers()
+        publisher.send(StepPlan(7, []))
+        Waiter([worker]).wait(5)
+        plan = worker.receive()
+        line.send((0, WarmupProgress("load", 0, 1)))
+        Waiter([collector]).wait(5)
+        received, nothing_else = collector.receive(), collector.receive()
+    for one in (publisher, collector, worker, line):
+        one.close()
+
+    assert (is_first, early, nothing_else) == (False, None, None)
+    assert isinstance(plan, StepPlan) and plan.step == 7
+    assert received == (0, WarmupProgress("load", 0, 1))
 
 
 def test_a_connection_that_never_presents_the_token_is_closed(
