@@ -122,8 +122,8 @@ def _remote_endpoint(index: int, engine: int, data_parallel: DataParallelConfig)
     port = first + index * size + engine
     if port > MAX_PORT:
         raise ConfigError(
-            f"engine {engine} of API server {index} needs port {port}, the last one is {MAX_PORT}: "
-            "lower --data-parallel-rpc-port"
+            f"engine {engine} needs port {port}, the last one is {MAX_PORT}: lower "
+            "--data-parallel-rpc-port"
         )
     return f"tcp://{data_parallel.data_parallel_address}:{port}"
 
