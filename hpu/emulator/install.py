@@ -21,7 +21,7 @@ from hpu.emulator.card.device import Device
 from hpu.emulator.card.device_guard import set_guard
 from hpu.emulator.card.memory import Memory
 from hpu.emulator.card.rules import UNDECOMPOSED
-from hpu.emulator.card.tensor import DEVICE, is_hpu, with_index
+from hpu.emulator.card.tensor import DEVICE, is_hpu, tensors_in, with_index
 from hpu.emulator.ops.fakes import register_fakes
 from hpu.emulator.ops.kernels import define_ops
 from hpu.emulator.settings import EmulatorConfig, RuntimeVariables
@@ -131,7 +131,7 @@ class Emulator:
         device tensor as an argument, and composite ops that the card runs undecomposed."""
 
         def factory(op: Any, *args: Any, **kwargs: Any) -> Any:
-            return self.device.run(op, args, kwargs)
+            return self.device.run(op, args, kwargs, tensors_in((args, kwargs)))
 
         fallback = Library("_", "IMPL")  # type: ignore[no-untyped-call]  # torch's own
         fallback.fallback(factory, "HPU")  # type: ignore[no-untyped-call]  # torch's own
@@ -144,7 +144,7 @@ class Emulator:
         op = getattr(torch.ops.aten, name.removeprefix("aten::")).default
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return self.device.run(op, args, kwargs)
+            return self.device.run(op, args, kwargs, tensors_in((args, kwargs)))
 
         return call
 

@@ -4,6 +4,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
 
@@ -19,7 +20,6 @@ from hpu.emulator.card.streams import LaunchClock, StreamState, WriteClock
 from hpu.emulator.card.tensor import (
     HpuTensor,
     Lifetime,
-    device_tensors,
     is_hpu,
     map_leaves,
     storage_of,
@@ -31,6 +31,8 @@ from hpu.gaudi_devices import GENERATIONS
 
 OVERWRITES = ("aten::copy_", "aten::fill_", "aten::zero_")
 
+SCALARS = frozenset((int, float, bool, str, type(None)))
+
 LAZY_NEEDS_VENDOR_TORCH = "lazy mode needs the vendor's build of torch; set PT_HPU_LAZY_MODE=0"
 
 
@@ -40,6 +42,53 @@ class Recording(Protocol):
     def add(self, func: Any, args: Any, kwargs: Any, result: Any, used: list[Allocation]) -> None:
         """An op on CPU tensors, its result as device tensors, and its arguments' storages."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class OpFacts:
+    """What an op's schema says of it. Read once: reading takes longer than a small op."""
+
+    name: str
+    is_composite: bool
+    writes: bool
+    """To an argument; a view does not."""
+    overwrites: bool
+    is_view: bool
+    is_alias: bool
+    is_empty: bool
+    is_copy: bool
+    is_host_read: bool
+    may_wait: bool
+    """Whether `rules.waits_for_data` depends on the arguments."""
+    is_collective: bool
+    may_mix_devices: bool
+
+
+@functools.cache
+def op_facts(func: Any) -> OpFacts:
+    """Of an overload of an op."""
+    name: str = func._schema.name
+    is_view = name in rules.VIEWS
+    return OpFacts(
+        name=name,
+        is_composite=_is_composite(func, name),
+        writes=func._schema.is_mutable and not is_view,
+        overwrites=name in OVERWRITES,
+        is_view=is_view,
+        is_alias=name in rules.ALIASES,
+        is_empty=name in rules.EMPTY,
+        is_copy=name == "aten::copy_",
+        is_host_read=name in rules.HOST_READS,
+        may_wait=rules.may_wait_for_data(name),
+        is_collective=name.startswith("c10d::"),
+        may_mix_devices=name == "aten::copy_" or name.startswith(("c10d", "_c10d")),
+    )
+
+
+@functools.cache
+def _name_of(value: object) -> str:
+    """Of a dtype, a device, a layout or a memory format."""
+    return str(value)
 
 
 POINT_TO_POINT = ("c10d::send", "c10d::recv_")
@@ -105,33 +154,40 @@ class Device:
         """Allocate device memory for a CPU tensor's storage and wrap it."""
         return HpuTensor(inner, self, self.memory.allocate(inner.untyped_storage().nbytes()))
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one op that has a device tensor as an argument, or the device as a keyword."""
-        name: str = func._schema.name
-        if _is_composite(func, name):
+    def run(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
+    ) -> Any:
+        """Run one op that has a device tensor as an argument, or the device as a keyword. `given`:
+        the tensors among its arguments."""
+        op = op_facts(func)
+        if op.is_composite:
             result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+        name = op.name
+        on_device = [one for one in given if isinstance(one, HpuTensor)]
         self.acquisition.touch()
-        self._check_lifetimes(name, args, kwargs)
-        self._check_view_write(func, name, args, kwargs)
+        self._check_lifetimes(op, args, on_device)
+        if op.writes:
+            self._check_view_write(name, args, kwargs)
         if not self.stream_state.is_default:
-            for given in device_tensors((args, kwargs)):
-                self.stream_state.check(given, name, self.counters.misuse)
+            for one in on_device:
+                self.stream_state.check(one, name, self.counters.misuse)
         if name == "aten::copy_" and not isinstance(args[0], HpuTensor):
             return self._to_host(args[0], args[1], _non_blocking(args, kwargs, 2))
         if name == "aten::_to_copy" and _goes_to_cpu(kwargs):
             return self._host_copy(args[0], kwargs)
-        if name in rules.HOST_READS:
+        if op.is_host_read:
             self.host_sync(name)
             return self._host_value(func, args, kwargs)
-        if rules.waits_for_data(name, args, kwargs):
+        if op.may_wait and rules.waits_for_data(name, args, kwargs):
             self.host_sync(name)
         lazy = self.is_lazy()
         if not self._is_supported(func, name, args, kwargs):
             self._fall_back(name)
-        _check_devices(name, args, kwargs)
-        return self._launch(func, name, args, kwargs, lazy)
+        if len(on_device) < len(given) and not op.may_mix_devices:
+            _check_devices(name, given)
+        return self._launch(func, op, args, kwargs, on_device, lazy)
 
     def close_segment(self) -> None:
         """End the lazy segment, or this part of a compiled region, and launch it."""
@@ -185,15 +241,15 @@ class Device:
 
     def kernel(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the op on CPU tensors with the device's rules for indices and integers."""
-        if func._schema.name.startswith("c10d::"):
+        op = op_facts(func)
+        if op.is_collective:
             return self._collective(func, args, kwargs)
         result = rules.run(func, args, kwargs, self._report_misuse)
-        name = func._schema.name
-        if self.variables.int64() or name in rules.VIEWS or name in rules.EMPTY:
+        if op.is_view or op.is_empty or self.variables.int64():
             return result
         for out in tensors_in(result):
             if out.dtype == torch.int64 and out.numel():
-                rules.wrap_to_int32(out, name, self._report_misuse)
+                rules.wrap_to_int32(out, op.name, self._report_misuse)
         return result
 
     def skips_launch(self, op: str) -> bool:
@@ -225,92 +281,100 @@ class Device:
                 work._get_method("wait")()
         return result
 
-    def _launch(self, func: Any, name: str, args: Any, kwargs: Any, lazy: bool) -> Any:
+    def _launch(
+        self, func: Any, op: OpFacts, args: Any, kwargs: Any, given: list[HpuTensor], lazy: bool
+    ) -> Any:
+        name, recording = op.name, self.recording
         # A recorded copy from the host keeps its current value: it is baked into the graph.
-        is_recording = self.recording is not None
-        inner_args, inner_kwargs = _unwrap(args, is_recording), _unwrap(kwargs, is_recording)
-        is_upload = _is_upload(name, args)
-        runs = not (is_upload or name in rules.VIEWS or name in rules.EMPTY)
+        clones_host = recording is not None
+        inner_args, inner_kwargs = _unwrap(args, clones_host), _unwrap(kwargs, clones_host)
+        is_upload = op.is_copy and _is_upload(args)
+        runs = not (is_upload or op.is_view or op.is_empty)
         if runs and self.skips_launch(name):
             result = _result_of_nothing(func, inner_args, inner_kwargs)
         else:
             result = self.kernel(func, inner_args, inner_kwargs)
-        for out in tensors_in(result):
-            rules.check_dtype(out, name)
-        wrapped = self._wrap(name, result, args, kwargs)
-        if name not in rules.VIEWS:
-            for out in device_tensors(wrapped):
+        outs: list[HpuTensor] = []
+        wrapped = self._wrap(op, result, given, outs)
+        if not op.is_view:
+            for out in outs:
                 self.clock.mark_written(out.allocation)
-        if self.recording is not None:
-            used = [given.allocation for given in device_tensors((args, kwargs))]
-            self.recording.add(func, inner_args, inner_kwargs, wrapped, used)
+        if recording is not None:
+            used = [one.allocation for one in given]
+            recording.add(func, inner_args, inner_kwargs, wrapped, used)
         if is_upload:
             if self.launches.is_in_use(args[0].allocation):
                 self.counters.counts["upload_waits"] += 1
             if _non_blocking(args, kwargs, 2):
                 self.queue.upload(args[0].host, args[1])
-        needs_recipe = name not in rules.EMPTY and not is_upload
-        if needs_recipe and (lazy or self.in_region or name not in rules.VIEWS):
-            self._add_to_segment(name, args, kwargs, wrapped)
+        needs_recipe = not op.is_empty and not is_upload
+        if needs_recipe and (lazy or self.in_region or not op.is_view):
+            self._add_to_segment(name, args, kwargs, given, outs)
         if not lazy and not self.in_region:
             self.counters.counts["eager_ops"] += self.segment.has_ops()
             self.close_segment()
         return wrapped
 
-    def _add_to_segment(self, name: str, args: Any, kwargs: Any, wrapped: Any) -> None:
+    def _add_to_segment(
+        self, name: str, args: Any, kwargs: Any, given: list[HpuTensor], outs: list[HpuTensor]
+    ) -> None:
         parts = self._describe(args), self._describe(kwargs)
         # Views and in-place ops write to an argument's memory and need no workspace.
-        given = {storage_of(one.host) for one in device_tensors((args, kwargs))}
+        storages = {id(one.allocation) for one in given}
         largest = 0
-        for one in device_tensors((args, kwargs)):
+        for one in given:
             self.launches.use(one.allocation)
-        for out in device_tensors(wrapped):
+        for out in outs:
             self.launches.use(out.allocation)
             self.segment.number(out.uid)
-            if storage_of(out.host) not in given:
+            if id(out.allocation) not in storages:
                 largest = max(largest, out.host.numel() * out.host.element_size())
         self.segment.add(name, parts, largest)
 
     def _describe(self, value: Any) -> object:
         """The part of an argument that belongs to a recipe's signature."""
+        if type(value) in SCALARS:
+            return value
         if isinstance(value, HpuTensor):
             inner = value.host
             number = self.segment.number(value.uid)
-            return number, tuple(inner.shape), inner.stride(), str(inner.dtype)
+            return number, tuple(inner.shape), inner.stride(), _name_of(inner.dtype)
         if isinstance(value, Tensor):
             if value.dim() == 0:
                 return value.item(), str(value.dtype)
             return "host", tuple(value.shape), str(value.dtype)
         if isinstance(value, (list, tuple)):
-            return tuple(self._describe(item) for item in value)
+            return tuple([self._describe(item) for item in value])
         if isinstance(value, dict):
             return tuple((key, self._describe(item)) for key, item in value.items())
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
-            return str(value)
+            return _name_of(value)
         return type(value).__name__
 
-    def _wrap(self, name: str, result: Any, args: Any, kwargs: Any) -> Any:
-        """CPU results as device tensors: an in-place op returns its argument, a view shares storage
-        and lifetime with its base, any other result allocates memory."""
-        known = {id(given.host): given for given in device_tensors((args, kwargs))}
-        storages = {storage_of(given.host): given for given in known.values()}
+    def _wrap(self, op: OpFacts, result: Any, given: list[HpuTensor], outs: list[HpuTensor]) -> Any:
+        """CPU results as device tensors, which are added to `outs`: an in-place op returns its
+        argument, a view shares storage and lifetime with its base, any other result allocates
+        memory."""
+        known = {id(one.host): one for one in given}
+        storages = {storage_of(one.host): one for one in given}
 
         def wrap(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            given = known.get(id(value))
-            if given is not None:
-                return given
-            base = storages.get(storage_of(value))
-            if base is not None:
-                view = HpuTensor(value, self, base.allocation, base.lifetime)
-                view.is_view = base.is_view or name not in rules.ALIASES
-                return view
-            tensor = self.from_host(value)
-            storages[storage_of(value)] = tensor
-            return tensor
+            rules.check_dtype(value, op.name)
+            found = known.get(id(value))
+            if found is None:
+                storage = storage_of(value)
+                base = storages.get(storage)
+                if base is None:
+                    found = storages[storage] = self.from_host(value)
+                else:
+                    found = HpuTensor(value, self, base.allocation, base.lifetime)
+                    found.is_view = base.is_view or not op.is_alias
+            outs.append(found)
+            return found
 
         return map_leaves(wrap, result)
 
@@ -367,21 +431,19 @@ class Device:
     def compile_only(self) -> bool:
         return self.variables.flag("PT_COMPILE_ONLY_MODE")
 
-    def _check_lifetimes(self, name: str, args: Any, kwargs: Any) -> None:
-        for given in device_tensors((args, kwargs)):
-            lifetime: Lifetime | None = given.lifetime
+    def _check_lifetimes(self, op: OpFacts, args: Any, given: list[HpuTensor]) -> None:
+        for one in given:
+            lifetime: Lifetime | None = one.lifetime
             if lifetime is None or not lifetime.has_ended():
                 continue
-            if name in OVERWRITES and given is args[0]:
+            if op.overwrites and one is args[0]:
                 lifetime.renew()
-            elif name not in rules.VIEWS:
-                self.counters.misuse(lifetime.kind, lifetime.text, name)
+            elif not op.is_view:
+                self.counters.misuse(lifetime.kind, lifetime.text, op.name)
 
-    def _check_view_write(self, func: Any, name: str, args: Any, kwargs: Any) -> None:
+    def _check_view_write(self, name: str, args: Any, kwargs: Any) -> None:
         """An in-place write to a view, which the runtime rejects during capture. In lazy mode it
         makes a new version of the view's whole base, which lasts until the segment is launched."""
-        if not func._schema.is_mutable or name in rules.VIEWS:
-            return
         target = kwargs.get("out", args[0] if args else None)
         if not (isinstance(target, HpuTensor) and target.is_view and self.is_lazy()):
             return
@@ -415,10 +477,8 @@ def _result_of_nothing(func: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
-@functools.cache
 def _is_composite(func: Any, name: str) -> bool:
     """Whether an op is composed of others; only inference mode passes such an op undecomposed."""
-    # Cached: torch's look-up takes longer than a small op.
     if not name.startswith("aten::") or name in rules.UNDECOMPOSED:
         return False
     if name == "aten::matmul" and func._schema.overload_name == "out":
@@ -427,11 +487,9 @@ def _is_composite(func: Any, name: str) -> bool:
     return bool(has(func.name(), "CompositeImplicitAutograd"))
 
 
-def _is_upload(name: str, args: tuple[Any, ...]) -> bool:
-    """A plain copy from the host: moved by DMA, not by a recipe."""
-    if name != "aten::copy_" or isinstance(args[1], HpuTensor):
-        return False
-    return bool(args[0].dtype == args[1].dtype)
+def _is_upload(args: tuple[Any, ...]) -> bool:
+    """Whether a copy comes from the host as it is: moved by DMA, not by a recipe."""
+    return not isinstance(args[1], HpuTensor) and bool(args[0].dtype == args[1].dtype)
 
 
 def _goes_to_cpu(kwargs: dict[str, Any]) -> bool:
@@ -443,15 +501,13 @@ def _non_blocking(args: tuple[Any, ...], kwargs: dict[str, Any], position: int) 
     return bool(args[position] if len(args) > position else kwargs.get("non_blocking", False))
 
 
-def _check_devices(name: str, args: Any, kwargs: Any) -> None:
+def _check_devices(name: str, given: list[Tensor]) -> None:
     """Host tensors with dimensions may be mixed with device tensors only in copies."""
-    if name == "aten::copy_" or name.startswith(("c10d", "_c10d")):
-        return
-    for given in tensors_in((args, kwargs)):
-        if not isinstance(given, HpuTensor) and given.dim() > 0:
+    for one in given:
+        if not isinstance(one, HpuTensor) and one.dim() > 0:
             raise RuntimeError(
                 f"{name}: expected all tensors to be on the same device, but found at least two "
-                f"devices, hpu:0 and cpu (a host tensor of shape {tuple(given.shape)})"
+                f"devices, hpu:0 and cpu (a host tensor of shape {tuple(one.shape)})"
             )
 
 

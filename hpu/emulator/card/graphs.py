@@ -152,7 +152,7 @@ class HPUGraph:
         of its arguments."""
         self._used.update(used)
         name = func._schema.name
-        outs = tuple(device_tensors(result))
+        outs = device_tensors(result)
         shared = {storage_of(given) for given in tensors_in((args, kwargs))}
         slot_args, slot_kwargs = self._slots(args), self._slots(kwargs)
         for out in outs:
@@ -317,7 +317,7 @@ class HPUGraph:
             return table[leaf.number] if isinstance(leaf, Slot) else leaf
 
         args, kwargs = map_leaves(fill, step.args), map_leaves(fill, step.kwargs)
-        return list(tensors_in(self._device.kernel(step.func, args, kwargs)))
+        return tensors_in(self._device.kernel(step.func, args, kwargs))
 
     def _replay_constants(
         self, step: Step, constants: tuple[Tensor, ...], table: Sequence[Tensor | None]

@@ -1,6 +1,7 @@
 """Rules of single ops: which wait for the host, how the device handles -1 indices and wide dtypes.
 Pure functions of CPU tensors. registry.py says which ops the device has."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -41,7 +42,7 @@ EMPTY = _names("empty empty_strided empty_like new_empty new_empty_strided")
 UNDECOMPOSED = ("aten::one_hot", "aten::scaled_dot_product_attention")
 """Composite ops that the device runs as one."""
 
-UNSUPPORTED_DTYPES = (torch.float64, torch.complex64, torch.complex128, torch.complex32)
+UNSUPPORTED_DTYPES = frozenset((torch.float64, torch.complex64, torch.complex128, torch.complex32))
 
 Report = Callable[[str, str, str], None]
 """Called with (kind, text, op) when data, not shapes, break a rule."""
@@ -87,41 +88,57 @@ MASKS = (torch.bool, torch.uint8)
 PUTS = ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 
 
+def may_wait_for_data(name: str) -> bool:
+    """Whether there are arguments with which `waits_for_data`."""
+    return name in DATA_SHAPED or name == "aten::index" or name in PUTS
+
+
 def waits_for_data(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an op's shape depends on data: listed ones, and indexing by a mask."""
     if name in DATA_SHAPED:
         return kwargs.get("output_size") is None
-    if name != "aten::index" and name not in PUTS:
+    if not may_wait_for_data(name):
         return False
     return any(index is not None and index.dtype in MASKS for index in args[1])
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
     """Run the op on CPU tensors with the device's handling of indices."""
+    handler = _handler(func)
+    return func(*args, **kwargs) if handler is None else handler(func, args, kwargs, report)
+
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any], Report], Any]
+
+
+@functools.cache
+def _handler(func: Any) -> Handler | None:
+    """What runs the op where the device has rules of its own for it."""
+    # Cached: to ask for the name of an op takes longer than many an op.
     name = func._schema.name
-    if name == "aten::one_hot":
-        return _one_hot(args, kwargs, report)
-    if name == "aten::matmul" and "out" in kwargs:
-        return _matmul_into(*args, **kwargs)
     overload = f"{name}.{func._schema.overload_name}".removesuffix(".")
-    if overload in EXTREMES and args[0].dim():
-        return _last_extreme(overload, args, kwargs)
-    rule = INDEX_RULES.get(name)
-    if rule is not None or name in PUTS or name == "aten::index":
-        number = 1 if rule is None else rule.indices
-        args = (*args[:number], _as_int64(args[number]), *args[number + 1 :])
-    if rule is not None:
-        return _run_indexed(func, name, rule, args, kwargs, report)
+    if name == "aten::one_hot":
+        return _one_hot
+    if overload == "aten::matmul.out":
+        return _matmul_into
+    if overload in EXTREMES:
+        return functools.partial(_last_extreme, overload)
+    if name in INDEX_RULES:
+        return functools.partial(_run_indexed, name, INDEX_RULES[name])
     if name in PUTS:
-        return _run_put(func, name, args, kwargs, report)
-    return func(*args, **kwargs)
+        return functools.partial(_run_put, name)
+    return _run_index if name == "aten::index" else None
 
 
-def _matmul_into(input: Tensor, other: Tensor, out: Tensor) -> Tensor:
+def _matmul_into(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report
+) -> Tensor:
     """The product is written in the dtype of `out`, without being rounded to that of the factors:
     vllm-gaudi writes float32 scores of bfloat16 queries and keys so (flat_pa in
     vllm_gaudi/extension/ops.py)."""
-    product = torch.matmul(input.to(out.dtype), other.to(out.dtype))
+    left, right = args
+    out: Tensor = kwargs["out"]
+    product = torch.matmul(left.to(out.dtype), right.to(out.dtype))
     if product.shape != out.shape:
         raise RuntimeError(
             f"matmul: out has the shape {tuple(out.shape)}, the product {tuple(product.shape)}"
@@ -136,14 +153,24 @@ def _as_int64(index: Any) -> Any:
     return index.long() if index is not None and index.dtype == torch.int32 else index
 
 
+def _with_int64(args: tuple[Any, ...], number: int) -> tuple[Any, ...]:
+    """The arguments with indices of int64 as argument `number`."""
+    return (*args[:number], _as_int64(args[number]), *args[number + 1 :])
+
+
+def _run_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+    return func(*_with_int64(args, 1), **kwargs)
+
+
 def _run_indexed(
-    func: Any,
     name: str,
     rule: IndexRule,
+    func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     report: Report,
 ) -> Any:
+    args = _with_int64(args, rule.indices)
     index = args[rule.indices]
     if name in INDEX_COPIES and args[0].dtype == torch.bool:
         report("untested_dtype", "the bridge's tests cover no index_copy of bool", name)
@@ -192,9 +219,10 @@ def _write_valid(
 
 
 def _run_put(
-    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report
+    name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report
 ) -> Any:
     """index_put along leading dimensions; an element with a -1 index is dropped."""
+    args = _with_int64(args, 1)
     target, indices, values = args[0], args[1], args[2]
     given = [index for index in indices if index is not None]
     bad = False
@@ -216,10 +244,14 @@ def _run_put(
     return func(target, [index[valid] for index in broadcast], valid_values, *args[3:], **kwargs)
 
 
-def _last_extreme(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _last_extreme(
+    name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report
+) -> Any:
     """The last of equal values, as if there were no NaN: what programs may not rely on."""
     reduce, other = EXTREMES[name]
     values: Tensor = args[0]
+    if not values.dim():
+        return func(*args, **kwargs)
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
     if dim is None:
@@ -236,7 +268,7 @@ def _last_extreme(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return index
 
 
-def _one_hot(args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Tensor:
+def _one_hot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Tensor:
     """All zeros where the index is -1; the number of classes must be given."""
     index = args[0]
     classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
