@@ -171,27 +171,33 @@ class ModelRunner(StepRunner):
     def captured_settings(self) -> tuple[RequestSampling, ...]:
         return self._sampler.captured_settings
 
-    def warm_up(self, bucket: Bucket, sampling: RequestSampling, *, prompts: bool = False) -> None:
+    def warm_up(self, bucket: Bucket, *samplings: RequestSampling, prompts: bool = False) -> None:
         """As StepRunner.warm_up, sampling included."""
-        self._sampler.add_request(self.dummy_req_index, sampling, np.zeros(1, np.uint32), 1)
-        try:
-            self._run_dummy(bucket, prompts)
-        finally:
-            self._sampler.remove_request(self.dummy_req_index)
+        hidden: Tensor | None = None
+        for number, sampling in enumerate(samplings):
+            self._sampler.add_request(self.dummy_req_index, sampling, np.zeros(1, np.uint32), 1)
+            try:
+                hidden = self._run_dummy(bucket, prompts and number == 0, hidden)
+            finally:
+                self._sampler.remove_request(self.dummy_req_index)
 
-    def _run_dummy(self, bucket: Bucket, prompts: bool) -> None:
+    def _run_dummy(self, bucket: Bucket, prompts: bool, hidden: Tensor | None) -> Tensor | None:
+        """Returns the hidden states, for further samplings; None between pipeline stages, which
+        tell each other what was sampled. `hidden`: those of an earlier call with this bucket."""
         inputs = self._input_buffers.get(bucket)
-        self._batch_state.fill_dummy(inputs.host_arrays())
-        inputs.upload()
+        if hidden is None:
+            self._batch_state.fill_dummy(inputs.host_arrays())
+            inputs.upload()
         output = AsyncStepOutput(step=-1, host_s=0.0)
         self._begin_step(1)
-        forward = self._forward(inputs, [self.dummy_req_index])
+        forward = self._forward(inputs, [self.dummy_req_index], hidden=hidden)
         if prompts and bucket[0] == PREFILL:
             target = np.zeros(1, np.uint32)
             forward.prompt_targets = [PromptTargets(0, self.dummy_req_index, MAX_LOGPROBS, target)]
         # Kept until the device is done: it reads and writes their host tensors.
         output.launches.append(self._finish(forward, output))
         self._backend.synchronize()
+        return forward.hidden if self._link.stage.size == 1 else None
 
     def _on_result(self, output: AsyncStepOutput, result: StepResult) -> None:
         for launch in output.launches:
@@ -277,19 +283,19 @@ class ModelRunner(StepRunner):
         return self._backend.zeros((num_rows, 2 * self._num_logprobs + 4), torch.float32)
 
     def _forward(
-        self, inputs: InputBuffers, sampling: list[int], req_indices: Sequence[int] = ()
+        self,
+        inputs: InputBuffers,
+        sampling: list[int],
+        req_indices: Sequence[int] = (),
+        *,
+        hidden: Tensor | None = None,
     ) -> ForwardOutput:
         """Run the uploaded inputs of `req_indices`, with logits at the last tokens of those in
-        `sampling`."""
+        `sampling`. `hidden`: that of an earlier output for these inputs, instead of a run."""
         stage = self._link.stage
         start = self._backend.event()
-        if not stage.is_first:
-            self._link.receive_hidden(inputs.tokens)
-        elif inputs.last_token_indices is None:
-            # A decode's tokens were sampled on the device; the host may not know them yet.
-            # No `out=`, whose target would have to be a view.
-            inputs.tokens.copy_(self._last_tokens.index_select(0, inputs.req_indices))
-        hidden = self._graphs.run(inputs, req_indices)
+        if hidden is None:
+            hidden = self._run_model(inputs, req_indices)
         if not stage.is_last:
             self._link.send_hidden(hidden)
             return ForwardOutput(inputs, hidden, None, None, None, AsyncLaunchOutput([], [], start))
@@ -297,7 +303,8 @@ class ModelRunner(StepRunner):
         if sampling:
             graph = self._sampler_graphs.find(inputs.bucket, hidden, sampling)
         if graph is None:
-            hidden = hidden.reshape(-1, hidden.shape[-1])
+            if hidden.dim() > 2:
+                hidden = hidden.reshape(-1, hidden.shape[-1])
             # On a lazy device the recipe ends here, whatever the launch does with the output.
             self._backend.mark_step()
         if sampling and graph is None:
@@ -310,6 +317,15 @@ class ModelRunner(StepRunner):
         return ForwardOutput(
             inputs, hidden, argmax, logits, graph, AsyncLaunchOutput(sampling, num_logprobs, start)
         )
+
+    def _run_model(self, inputs: InputBuffers, req_indices: Sequence[int]) -> Tensor:
+        if not self._link.stage.is_first:
+            self._link.receive_hidden(inputs.tokens)
+        elif inputs.last_token_indices is None:
+            # A decode's tokens were sampled on the device; the host may not know them yet.
+            # No `out=`, whose target would have to be a view.
+            inputs.tokens.copy_(self._last_tokens.index_select(0, inputs.req_indices))
+        return self._graphs.run(inputs, req_indices)
 
     def _argmax(self, last_hidden: Tensor) -> Tensor | None:
         tokens = self._model.argmax(last_hidden)

@@ -119,7 +119,7 @@ class PoolingRunner(StepRunner):
         """Only one: nothing is sampled."""
         return (GREEDY,)
 
-    def warm_up(self, bucket: Bucket, sampling: RequestSampling, *, prompts: bool = False) -> None:
+    def warm_up(self, bucket: Bucket, *samplings: RequestSampling, prompts: bool = False) -> None:
         inputs = self._input_buffers.get(bucket)
         fill_dummy(inputs.host_arrays())
         inputs.upload()

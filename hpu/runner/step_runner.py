@@ -41,9 +41,10 @@ class StepRunner:
         decodes: those that a graph may sample, and one that none does, if there is one."""
         return self.warmup_settings[:1]
 
-    def warm_up(self, bucket: Bucket, sampling: RequestSampling, *, prompts: bool = False) -> None:
-        """Run a bucket once on dummy inputs with one of `warmup_settings`, and with `prompts` the
-        prompt log-probabilities of a prefill. Waits for the device."""
+    def warm_up(self, bucket: Bucket, *samplings: RequestSampling, prompts: bool = False) -> None:
+        """Run a bucket once on dummy inputs and sample with each of `samplings` in turn, some of
+        `warmup_settings`; with `prompts` the prompt log-probabilities of a prefill follow the
+        first. Waits for the device."""
         raise NotImplementedError
 
     def _apply(self, plan: StepPlan) -> None:

@@ -154,7 +154,8 @@ class Warmup:
         order = largest_first(buckets or _small_launches(phases), self._block_size)
         samplings = self._samplings_by_width(order)
         num_graphs = len(buckets) if self._graphs.captures else 0
-        progress = _Progress(len(order) + len(samplings) + num_graphs, on_progress)
+        num_samplings = sum(len(kinds) for _, kinds in samplings)
+        progress = _Progress(len(order) + num_samplings + num_graphs, on_progress)
         usable = self._run_all(order, progress)
         self._sample_all(self._samplings_by_width(usable), progress)
         if num_graphs:
@@ -206,10 +207,12 @@ class Warmup:
         return usable
 
     def _sample_all(
-        self, samplings: list[tuple[Bucket, RequestSampling]], progress: "_Progress | None"
+        self,
+        samplings: list[tuple[Bucket, tuple[RequestSampling, ...]]],
+        progress: "_Progress | None",
     ) -> None:
-        for bucket, sampling in samplings:
-            if not self._run_once(bucket, sampling):
+        for bucket, kinds in samplings:
+            if not self._run_once(bucket, *kinds):
                 raise ConfigError(
                     f"sampling of {self._width(bucket)} rows does not fit into the device's "
                     "memory: lower --max-num-seqs, --gpu-memory-utilization, or the number of KV "
@@ -217,22 +220,22 @@ class Warmup:
                 )
             self._widths.add(self._width(bucket))
             if progress is not None:
-                progress.step()
+                progress.step(len(kinds))
 
     def _width(self, bucket: Bucket) -> int:
         """Rows that a launch in the bucket samples."""
         return self._prompt_width or bucket[1] if bucket[0] == PREFILL else bucket[1]
 
-    def _samplings_by_width(self, buckets: list[Bucket]) -> list[tuple[Bucket, RequestSampling]]:
-        """Every kind of sampling once for each batch width, in its smallest bucket, the widest
-        first. GREEDY is left out: each bucket's first run uses it."""
+    def _samplings_by_width(
+        self, buckets: list[Bucket]
+    ) -> list[tuple[Bucket, tuple[RequestSampling, ...]]]:
+        """Every kind of sampling for each batch width, with its smallest bucket, the widest first.
+        GREEDY is left out: each bucket's first run uses it."""
+        kinds = tuple(one for one in self._runner.warmup_settings if one != GREEDY)
+        if not kinds:
+            return []
         smallest = {self._width(bucket): bucket for bucket in buckets}
-        return [
-            (smallest[width], sampling)
-            for width in sorted(smallest, reverse=True)
-            for sampling in self._runner.warmup_settings
-            if sampling != GREEDY
-        ]
+        return [(smallest[width], kinds) for width in sorted(smallest, reverse=True)]
 
     def _capture_all(self, buckets: list[Bucket], progress: "_Progress") -> None:
         """Capture prompts within their share, decodes within theirs and what is left of the
@@ -325,16 +328,17 @@ class Warmup:
         other.remaining_bytes = min(0, other.remaining_bytes)
         return budget.fits(bucket)
 
-    def _run_once(self, bucket: Bucket, sampling: RequestSampling) -> bool:
-        """Run a bucket with one request of this sampling; False when memory is full or the device's
-        compiler refuses it, which is logged, on any rank."""
-        return self._agreement.all_true(self._try_once(bucket, sampling))
+    def _run_once(self, bucket: Bucket, *samplings: RequestSampling) -> bool:
+        """Run a bucket with one request, sampled in each of these ways; False when memory is full
+        or the device's compiler refuses it, which is logged, on any rank."""
+        return self._agreement.all_true(self._try_once(bucket, samplings))
 
-    def _try_once(self, bucket: Bucket, sampling: RequestSampling) -> bool:
+    def _try_once(self, bucket: Bucket, samplings: tuple[RequestSampling, ...]) -> bool:
         try:
             if self._graphs.captures and self._pads:
                 self._input_buffers.prepare(bucket)
-            self._runner.warm_up(bucket, sampling, prompts=self._pads and sampling == GREEDY)
+            prompts = self._pads and GREEDY in samplings
+            self._runner.warm_up(bucket, *samplings, prompts=prompts)
         except (RuntimeError, MemoryError) as error:
             if self._backend.is_compile_failure(error):
                 report.log_uncompilable(bucket, error)
@@ -358,8 +362,8 @@ class _Progress:
         self._start_s = time.perf_counter()
         on_progress(WarmupProgress("warmup", 0, total))
 
-    def step(self) -> None:
-        self._done = min(self._done + 1, self._total)
+    def step(self, count: int = 1) -> None:
+        self._done = min(self._done + count, self._total)
         # The largest buckets come first: this is an upper estimate.
         a_step_s = (time.perf_counter() - self._start_s) / self._done
         left_s = a_step_s * (self._total - self._done)

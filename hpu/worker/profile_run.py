@@ -33,8 +33,7 @@ def measure_launches(runner: StepRunner, backend: Backend, buckets: list[Bucket]
 
 def _run(runner: StepRunner, backend: Backend, bucket: Bucket) -> None:
     try:
-        for sampling in runner.warmup_settings:
-            runner.warm_up(bucket, sampling, prompts=True)
+        runner.warm_up(bucket, *runner.warmup_settings, prompts=True)
     except (RuntimeError, MemoryError) as error:
         if not backend.is_out_of_memory(error):
             raise

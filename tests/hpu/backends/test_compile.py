@@ -13,7 +13,7 @@ import torch
 from tiny_encoders import Reader, make_pooling
 from tiny_models import make_tiny
 from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
-from two_prompts import random_traffic
+from two_prompts import LIMITS, random_traffic
 from worker_rig import WorkerRig
 
 from config.buckets import BucketConfig, Range
@@ -65,6 +65,7 @@ def working(
         execution=mode,
         emulator=EmulatorSettings(card=card, is_strict=True),
         warmup=WarmupConfig(full_guards_off=guards_off),
+        **LIMITS,
     )
     try:
         yield rig

@@ -35,7 +35,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def card_rig(folder: Path) -> Iterator[WorkerRig]:
     rig = WorkerRig(
-        folder, device="hpu-emulator", emulator=CARD, buckets=BUCKETS, steps=(2, 64, 16)
+        folder,
+        device="hpu-emulator",
+        emulator=CARD,
+        buckets=BUCKETS,
+        steps=(2, 64, 16),
+        # No more launches than BUCKETS has: each wake-up captures them all.
+        max_num_seqs=2,
+        max_num_batched_tokens=128,
+        max_model_len=64,
     )
     yield rig
     rig.worker.close()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import make_tiny
-from two_prompts import PROMPTS, greedy, working_wide
+from two_prompts import PROMPTS, greedy, working, working_wide
 
 from config.execution import WarmupConfig
 
@@ -92,10 +92,10 @@ def test_states_are_freed_asleep_and_counted(folder: Path) -> None:
 def test_a_launch_runs_once_also_where_its_bucket_was_not_warmed_up(
     mode: str, folder: Path
 ) -> None:
-    with working_wide(folder) as on_cpu:
+    with working(folder) as on_cpu:
         expected = greedy(on_cpu)
 
-    with working_wide(folder, device="hpu-emulator", warmup=WarmupConfig(mode=mode)) as rig:
+    with working(folder, device="hpu-emulator", warmup=WarmupConfig(mode=mode)) as rig:
         found = greedy(rig)
         counts = torch.hpu.emulated.counters.counts  # type: ignore[attr-defined]
 
