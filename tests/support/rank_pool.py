@@ -1,6 +1,5 @@
 """RankPool: processes that are ranks of gloo groups, for many tests; and what they run there."""
 
-import multiprocessing
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from child_processes import child_context
 from paged_harness import PagedHarness
 from torch import Tensor
 from torch import distributed as dist
@@ -26,7 +26,6 @@ from hpu.quantization.registry import SCHEMES, process_weights
 PROMPTS = {0: list(range(10, 31)), 1: [40, 41]}
 NUM_TOKENS = 4
 TIMEOUT_S = 100
-PRELOADED = ["hpu.model_loader.loader", "hpu.models.transformers_fallback"]
 
 
 class RankPool:
@@ -34,9 +33,7 @@ class RankPool:
 
     def __init__(self, size: int, folder: Path) -> None:
         """`folder`: empty, for the rendezvous."""
-        context = multiprocessing.get_context("forkserver")
-        # Imported once, not by each process.
-        context.set_forkserver_preload(PRELOADED)
+        context = child_context()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):

@@ -1,9 +1,10 @@
 """GaudiGroup between two processes, each with an emulated card: the sum at the start, and a rank
 that meets nobody."""
 
-import multiprocessing
 import os
 from pathlib import Path
+
+from child_processes import child_context
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
@@ -50,7 +51,7 @@ def run_alone(store: Path) -> None:
 
 
 def test_two_ranks_sum_over_both_cards(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = child_context()
     ranks = [context.Process(target=run_rank, args=(tmp_path / "store", rank)) for rank in (0, 1)]
 
     for child in ranks:
@@ -62,9 +63,7 @@ def test_two_ranks_sum_over_both_cards(tmp_path: Path) -> None:
 
 
 def test_a_rank_whose_partner_never_comes_gives_up_in_time(tmp_path: Path) -> None:
-    child = multiprocessing.get_context("spawn").Process(
-        target=run_alone, args=(tmp_path / "store",)
-    )
+    child = child_context().Process(target=run_alone, args=(tmp_path / "store",))
 
     child.start()
     child.join(60)

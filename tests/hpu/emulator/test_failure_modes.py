@@ -1,7 +1,6 @@
 """Each way in which a program can hurt itself on the card, committed by a small program."""
 
 import importlib
-import multiprocessing
 import os
 import time
 import traceback
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from child_processes import child_context
 from emulated import emulated
 from torch import Tensor
 
@@ -292,7 +292,7 @@ def test_13_what_is_read_in_compile_only_mode_is_garbage() -> None:
 def test_14_a_second_process_cannot_acquire_a_card(tmp_path: Path) -> None:
     with emulated(lock_dir=tmp_path) as card:
         torch.ones(1, device="hpu")
-        child = multiprocessing.get_context("spawn").Process(target=_acquire, args=(tmp_path,))
+        child = child_context().Process(target=_acquire, args=(tmp_path,))
         child.start()
         child.join(30)
 
@@ -337,7 +337,7 @@ def test_14_a_fork_of_the_holder_is_refused() -> None:
 
 
 def test_15_a_rank_in_another_bucket_is_named_instead_of_a_deadlock(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = child_context()
     ranks = [context.Process(target=_rank, args=(tmp_path / "store", rank)) for rank in range(3)]
     for child in ranks:
         child.start()
@@ -375,7 +375,7 @@ def _rank(store: Path, rank: int) -> None:
 
 
 def test_15_a_lazy_collective_needs_a_mark_before_it(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = child_context()
     ranks = [
         context.Process(target=_unmarked_rank, args=(tmp_path / "store", rank)) for rank in (0, 1)
     ]

@@ -94,8 +94,15 @@ def test_a_card_that_is_too_small_says_what_did_not_fit(
     worker.close()
 
 
-@pytest.mark.parametrize("device", ["cpu", "hpu-emulator"])
-@pytest.mark.parametrize("mode", ["auto", "torch-compile"])
+@pytest.mark.parametrize(
+    ("device", "mode"),
+    [
+        ("cpu", "auto"),
+        ("cpu", "torch-compile"),
+        ("hpu-emulator", "auto"),
+        pytest.param("hpu-emulator", "torch-compile", marks=pytest.mark.slow),
+    ],
+)
 def test_the_named_launches_are_profiled_instead_of_serving(
     device: str, mode: str, folder: Path, tmp_path: Path
 ) -> None:
