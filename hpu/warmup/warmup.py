@@ -220,7 +220,8 @@ class Warmup:
                 )
             self._widths.add(self._width(bucket))
             if progress is not None:
-                progress.step(len(kinds))
+                for _ in kinds:
+                    progress.step()
 
     def _width(self, bucket: Bucket) -> int:
         """Rows that a launch in the bucket samples."""
@@ -362,8 +363,8 @@ class _Progress:
         self._start_s = time.perf_counter()
         on_progress(WarmupProgress("warmup", 0, total))
 
-    def step(self, count: int = 1) -> None:
-        self._done = min(self._done + count, self._total)
+    def step(self) -> None:
+        self._done = min(self._done + 1, self._total)
         # The largest buckets come first: this is an upper estimate.
         a_step_s = (time.perf_counter() - self._start_s) / self._done
         left_s = a_step_s * (self._total - self._done)
