@@ -14,6 +14,10 @@ AUTO, NATIVE, TRANSFORMERS = MODEL_IMPLS = ("auto", "native", "transformers")
 DUMMY = "dummy"
 """The value of EngineConfig.load_format for random weights."""
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
+OF_CHECKPOINTS = ("gptq", "awq", "compressed-tensors", "fp8")
+"""Values of EngineConfig.quantization that a checkpoint may say of its weights."""
+AT_LOAD = ("int8", "int4", "gguf")
+"""Those for weights that are not quantized, or of a GGUF file."""
 RAY = "ray"
 EXTERNAL_LAUNCHER = "external_launcher"
 EXECUTORS = ("auto", "uni", "mp", RAY, EXTERNAL_LAUNCHER)
@@ -231,10 +235,16 @@ class EngineConfig:
     )
     quantization: str | None = setting(
         None,
-        "Weight quantization on CPU: int8 per output channel; int4 in groups of 32 inputs (the "
-        "head has 8 bits); gguf: the blocks of the GGUF file given as the model, without loss",
+        "Weight quantization; if it is left out, that of the checkpoint, if it has one. Of "
+        "quantized checkpoints: gptq, awq, compressed-tensors, fp8. Of others, on CPU: int8 per "
+        "output channel; int4 in groups of 32 inputs (the head has 8 bits); gguf: the blocks of "
+        "the GGUF file given as the model, without loss",
         group="Device",
-        choices=("int8", "int4", "gguf"),
+        choices=(*OF_CHECKPOINTS, *AT_LOAD),
+        spellings={
+            **dict.fromkeys(("gptq_marlin", "gptq_hpu"), "gptq"),
+            **dict.fromkeys(("awq_marlin", "awq_hpu"), "awq"),
+        },
     )
     enforce_eager: bool = setting(False, "Do not capture graphs", group="Device")
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -263,12 +273,12 @@ class EngineConfig:
             )
         if self.num_coupled_engines > 1:
             self._check_coupled()
-        if self.quantization is not None and self.dtype not in ("auto", "bfloat16"):
+        if self.quantization in AT_LOAD and self.dtype not in ("auto", "bfloat16"):
             raise ConfigError(
                 f"quantization is {self.quantization} and dtype is {self.dtype}: quantized weights "
                 "are multiplied in bfloat16"
             )
-        if self.quantization is not None and self.device not in ("auto", "cpu"):
+        if self.quantization in AT_LOAD and self.device not in ("auto", "cpu"):
             raise ConfigError(
                 f"quantization is {self.quantization} and device is {self.device}: weights are "
                 "quantized on cpu only"

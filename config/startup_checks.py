@@ -8,7 +8,7 @@ from pathlib import Path
 
 from config.checkpoint.operations import check_operations
 from config.checkpoint.shapes import check_weights
-from config.engine import DUMMY, EngineConfig
+from config.engine import AT_LOAD, DUMMY, EngineConfig
 from config.errors import ConfigError
 from config.loading.env import is_installed
 from config.model.architectures import decoder_spec, is_native
@@ -20,6 +20,7 @@ from config.model.model_config import (
     check_limits,
 )
 from config.model.pooler import PoolerConfig, choose_pooler
+from config.model.quantization.registry import METHODS
 from config.model.read_config import read_model_config
 from config.model.split import check_split, check_stages
 
@@ -69,7 +70,19 @@ def check_model_config(
         check_operations(facts)
         _check_ranks(config, facts, is_pooling=pooler is not None)
     choose_context(config, facts, pooler)
-    if config.quantization is not None and pooler is not None:
+    chosen_quantization(config.quantization, facts)
+    if facts.quantization is not None and not is_built_in:
+        raise ConfigError(
+            f"{facts.fields.file} has quantized weights ({facts.quantization.method}), which are "
+            f"served of built-in models only, and the code of this {facts.architecture} is that of "
+            "transformers"
+        )
+    if facts.quantization is not None and facts.encoder is not None:
+        raise ConfigError(
+            f"{facts.fields.file} has quantized weights ({facts.quantization.method}), which are "
+            f"not served of encoders"
+        )
+    if config.quantization in AT_LOAD and pooler is not None:
         raise ConfigError(
             f"quantization is {config.quantization}, and {folder} is served for pooling, where "
             "weights are not quantized"
@@ -79,6 +92,26 @@ def check_model_config(
             f"quantization is gguf, and {folder} was made from no GGUF file: give one as the model"
         )
     return facts, pooler
+
+
+def chosen_quantization(requested: str | None, facts: ModelConfig) -> str | None:
+    """The value of --quantization, or, if it is left out, that of the checkpoint. ConfigError where
+    they contradict each other."""
+    own = None if facts.quantization is None else facts.quantization.method
+    if requested is None or requested == own:
+        return own
+    file = facts.fields.file
+    if own is not None:
+        raise ConfigError(
+            f"quantization is {requested}, and {file} says that the weights are quantized by "
+            f"{own}: leave --quantization out"
+        )
+    if requested in METHODS:
+        raise ConfigError(
+            f"quantization is {requested}, and {file} has no quantization_config: the weights are "
+            "not quantized; leave --quantization out"
+        )
+    return requested
 
 
 def _check_ranks(config: EngineConfig, facts: ModelConfig, *, is_pooling: bool) -> None:

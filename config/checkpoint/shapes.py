@@ -87,11 +87,21 @@ def _check(weights: Iterable[WeightSpec], shapes: Shapes, source: Path) -> None:
         if not weight.fields:
             continue
         shape = shapes.get(weight.name)
-        says = f"{source} says {_size_text(weight.shape)} ({weight.fields}) for {weight.name}"
+        says = f"{source} says {_size_text(weight.stored_shape)} ({_fields(weight)})"
         if shape is None:
-            raise ConfigError(f"{says}, the files have no such tensor")
-        if shape != weight.shape:
-            raise ConfigError(f"{says}, the files have {_size_text(shape)}")
+            raise ConfigError(f"{says} for {weight.name}, the files have no such tensor")
+        if not weight.fits(shape):
+            raise ConfigError(f"{says} for {weight.name}, the files have {_size_text(shape)}")
+
+
+def _fields(weight: WeightSpec) -> str:
+    """Those that the shape of the tensor comes from."""
+    scheme = weight.scheme
+    if scheme is None:
+        return weight.fields
+    groups = "all inputs" if scheme.group_size is None else f"{scheme.group_size} inputs"
+    kind = "FP8" if scheme.is_float else f"{scheme.bits} bits"
+    return f"{weight.fields} in {kind}, a scale for {groups}"
 
 
 def _size_text(shape: tuple[int, ...]) -> str:

@@ -7,6 +7,7 @@ from config.errors import ConfigError
 from config.model.encoder import EncoderConfig
 from config.model.json_fields import Fields
 from config.model.moe import MoEConfig
+from config.model.quantization.base import QuantizationConfig
 
 GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -115,6 +116,8 @@ class ModelConfig:
     not loaded."""
     is_causal: bool = True
     """Whether attention is causal."""
+    quantization: QuantizationConfig | None = None
+    """Of quantized weights, but for those that only one family has."""
     encoder: EncoderConfig | None = None
     """Set for encoders of the BERT family, which have no rotary embedding."""
     dtype: str = "bfloat16"

@@ -26,6 +26,7 @@ from config.model.model_config import (
     RopeScaling,
 )
 from config.model.moe import MoEConfig, moe_config
+from config.model.quantization.registry import is_served, read_quantization
 from config.model.text_part import text_part
 
 _CLASS_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\Z")
@@ -36,8 +37,9 @@ def read_model_config(path: str, *, allow_quantized: bool = False) -> ModelConfi
 
     Accepts the field names of transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5
     (rope_parameters, dtype). ConfigError for a missing file or field, a value of the wrong type, a
-    quantized checkpoint unless `allow_quantized`, and a model that is neither a plain decoder nor
-    an encoder of the BERT family. Of a model with images or audio it is the text model.
+    checkpoint quantized by a method that is not served, unless `allow_quantized`, and a model that
+    is neither a plain decoder nor an encoder of the BERT family. Of a model with images or audio it
+    is the text model.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
@@ -47,10 +49,11 @@ def read_model_config(path: str, *, allow_quantized: bool = False) -> ModelConfi
     whole = Fields(read_json(file), file)
     part = text_part(whole)
     fields = part or whole
-    if not allow_quantized:
-        family = ARCHITECTURES.get(causal_name(_architecture(fields)))
-        _refuse_quantized(fields, () if family is None else family.quantizations)
     facts = model_config_of(path, fields, Fields(generation, generation_file))
+    if not allow_quantized or is_served(fields):
+        family = ARCHITECTURES.get(causal_name(facts.architecture))
+        known = () if family is None else family.quantizations
+        facts = replace(facts, quantization=read_quantization(fields, known))
     return facts if part is None else replace(facts, is_text_part=True)
 
 
@@ -95,20 +98,6 @@ def _architecture(fields: Fields) -> str:
             "supported"
         )
     return names[0]
-
-
-def _refuse_quantized(fields: Fields, known: tuple[str, ...]) -> None:
-    """Raise ConfigError unless the weights are unquantized, or by one of the `known` methods."""
-    quantization = fields.raw.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        if method in known:
-            return
-        named = method if isinstance(method, str) else "method unnamed"
-        raise ConfigError(
-            f"{fields.file} says that its weights are quantized ({shown(named)[1:-1]}): "
-            "only bfloat16, float16 and float32 weights are supported yet"
-        )
 
 
 def _family_fields(family: Family, fields: Fields) -> Fields:

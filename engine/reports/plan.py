@@ -32,6 +32,7 @@ GRAPH_BYTES = (5_000_000, 20_000_000)
 QUANTIZED_NOTE = (
     "the checkpoint's weights are quantized, which is not served yet: they are counted in {}"
 )
+EXPERTS_NOTE = "quantized experts are dequantized when they are loaded: they are counted in {}"
 FP8_NOTE = "an FP8 cache is planned here already; serving with it comes with a later version"
 
 
@@ -106,8 +107,10 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
     table = _table(config, card) if card.fits else None
     strategy = "exponential" if config.buckets.strategy == "auto" else config.buckets.strategy
     notes = []
-    if facts.is_quantized:
+    if facts.is_quantized and facts.quantization is None:
         notes.append(QUANTIZED_NOTE.format(dtype))
+    if facts.quantization is not None and facts.moe is not None:
+        notes.append(EXPERTS_NOTE.format(dtype))
     if target.kv_dtype != "auto":
         notes.append(FP8_NOTE)
     if table is not None and not config.enforce_eager:

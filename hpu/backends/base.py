@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from config.model.model_config import ModelConfig
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.ops.kernels import Kernels
+from hpu.quantization.base import LinearMethod
+from hpu.quantization.stored import StoredWeight
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -176,6 +178,11 @@ class Backend(Protocol):
         """Prepare a loaded model for this device: fused kernels, packed weights, compiled layers.
         Returns the model to run: `model` itself, or a faster one with the same interface."""
         ...
+
+    def linear_method(self, weight: StoredWeight, dtype: torch.dtype) -> LinearMethod | None:
+        """How the device multiplies activations of `dtype` by a weight that a checkpoint has
+        quantized; None: by the weight in `dtype`, dequantized."""
+        return None
 
     @property
     def prefill_launch_tokens(self) -> int:

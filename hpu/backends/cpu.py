@@ -36,6 +36,10 @@ from hpu.native.library import (
 )
 from hpu.native.shared_sums import SharedSums
 from hpu.ops.cpu import MirroredRMSNorm, can_pack, packed_linear, quantized_linear
+from hpu.quantization.base import LinearMethod
+from hpu.quantization.packed import PackedLinearMethod
+from hpu.quantization.packed import can_pack as can_pack_integers
+from hpu.quantization.stored import StoredWeight
 
 logger = logging.getLogger(__name__)
 
@@ -200,6 +204,11 @@ class CpuBackend(Backend):
             return dtype
         # Without bfloat16 instructions torch's own operators are slow in it, ours are not.
         return torch.bfloat16 if is_plain and is_known(facts) else dtype
+
+    def linear_method(self, weight: StoredWeight, dtype: torch.dtype) -> LinearMethod | None:
+        if dtype != torch.bfloat16 or not can_pack_integers(weight):
+            return None
+        return PackedLinearMethod(weight)
 
     @property
     def prefill_launch_tokens(self) -> int:

@@ -27,6 +27,10 @@ from hpu.doctor.software import RUNTIME_DISTRIBUTION
 from hpu.gaudi_devices import GENERATIONS, GIB, has_kernel, release_of
 from hpu.layers.embedding import ParallelLMHead
 from hpu.ops.kernels import Kernels, SliceSizes
+from hpu.quantization.base import LinearMethod
+from hpu.quantization.fp8 import Fp8LinearMethod
+from hpu.quantization.stored import StoredWeight
+from hpu.quantization.uint4 import Uint4LinearMethod, can_convert
 
 logger = logging.getLogger(__name__)
 
@@ -229,27 +233,44 @@ class GaudiBackend(Backend):
         """The choices of the vendor's plug-in for vLLM (vllm_gaudi/extension/features.py): softmax
         in float32 for Qwen2, and the adjustment kernel where it exists, but for neither Qwen2 nor
         float16. It leaves block_softmax off."""
-        experimental = importlib.import_module(f"{ROOT}.utils.experimental")
-        kinds = experimental.synDeviceType
-        found = experimental._get_device_type()
-        card = {kinds.synDeviceGaudi2: "gaudi2", kinds.synDeviceGaudi3: "gaudi3"}.get(found)
+        card = self._generation()
         # Not at the top of the file: it imports the vendor's kernels.
         module = importlib.import_module("hpu.ops.gaudi")
         is_qwen2 = model.config.architecture.startswith("Qwen2")
-        exists = card in GENERATIONS and has_kernel(
-            "block_softmax_adjustment", str(card), release_of(self.software)
-        )
+        exists = self._has_kernel("block_softmax_adjustment", card)
         sizes = self._execution.slice_sizes
         kernels = module.GaudiKernels(
             fused_sdpa=self._execution.fused_sdpa,
             softmax_mode="fp32" if is_qwen2 else "fast",
-            fused_adjustment=bool(exists) and not is_qwen2 and model.dtype != torch.float16,
+            fused_adjustment=exists and not is_qwen2 and model.dtype != torch.float16,
             slices=None if sizes is None else SliceSizes(*sizes),
             # In the lazy modes each slice is a recipe of its own, as in the plug-in: equal slices
             # share it, and a recipe holds one of them in memory.
             end_slice=self.mark_step if self._mode in (HPU_GRAPHS, LAZY) else lambda: None,
         )
         return cast(Kernels, kernels)
+
+    def _generation(self) -> str | None:
+        """Of the card, as GENERATIONS names it; None: it is not known."""
+        experimental = importlib.import_module(f"{ROOT}.utils.experimental")
+        kinds = experimental.synDeviceType
+        found = experimental._get_device_type()
+        return {kinds.synDeviceGaudi2: "gaudi2", kinds.synDeviceGaudi3: "gaudi3"}.get(found)
+
+    def _has_kernel(self, kernel: str, card: str | None) -> bool:
+        return card is not None and bool(has_kernel(kernel, card, release_of(self.software)))
+
+    def linear_method(self, weight: StoredWeight, dtype: torch.dtype) -> LinearMethod | None:
+        card = self._generation()
+        if dtype != torch.bfloat16 or card is None:
+            return None
+        if weight.scheme.is_float:
+            return Fp8LinearMethod(weight, GENERATIONS[card].fp8_max)
+        takes_groups = self._has_kernel("convert_from_uint4.g_idx", card)
+        # The bridge's tests name the operator as not supported in eager mode.
+        if self._mode == EAGER or not can_convert(weight, takes_groups=takes_groups):
+            return None
+        return Uint4LinearMethod(weight)
 
     def memory(self) -> tuple[int, int]:
         self.synchronize()

@@ -120,10 +120,11 @@ class SelfAttention(nn.Module):
         self.attn.bind_caches(keys, values, block_size, num_rings)
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool) -> None:
-        """Run on fused kernels from now on; with `split_qkv` as three projections."""
+        """Run on fused kernels from now on; with `split_qkv` as three projections, unless their
+        weights are quantized."""
         self._kernels = kernels
         self.attn.impl = kernels.make_attention()
-        self._splits_qkv = split_qkv
+        self._splits_qkv = split_qkv and self.qkv_proj.weight is not None
 
     def zero_non_finite(self) -> None:
         """Zero non-finite Q, K and V from now on: where a matrix product weighs blocks of other

@@ -16,11 +16,13 @@ from tqdm import tqdm
 
 from config.checkpoint.safetensors_files import StoredTensor, read_header, weight_files
 from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
-from config.checkpoint.weight_maps.shard import Shard, shard_of
+from config.checkpoint.weight_maps.shard import Interval, Shard, shard_of
 from config.checkpoint.weight_maps.text_part import OUTSIDE
 from config.errors import ConfigError
+from config.model.quantization.base import Role
 from hpu.distributed.process_groups import SINGLE, ProcessGroup, shard_rank
 from hpu.model_loader.mxfp4 import dequantize_mxfp4
+from hpu.model_loader.quantized_weights import check_part, dequantize, to_pairs, unpack_part
 from hpu.model_loader.tensor_reader import Read, TensorReader
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,14 @@ DTYPES = {
     "BF16": torch.bfloat16,
 }
 """Names in the files -> dtypes of weights."""
+QUANTIZED_DTYPES = {
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    **DTYPES,
+}
+"""Likewise, of the tensors of quantized weights."""
 MXFP4_DTYPE = "U8"
 MAX_NAMES_IN_ERROR = 5
 MIN_MAPPED_BYTES = 2**20
@@ -76,23 +86,26 @@ def load_weights(
     at = shard_rank(group, expert_group)
     files = {
         file: [
-            _Source(stored, shard)
+            _Source(stored, shard, spec)
             for stored, spec in tensors
-            if (not is_stage or spec.parameter in parameters)
+            if (not is_stage or _is_here(spec, parameters))
             and (shard := shard_of(spec, at)) is not None
         ]
         for file, tensors in _match(model.weight_map, Path(path)).items()
     }
     total = sum(one.num_bytes for tensors in files.values() for one in tensors)
     filler = _Filler()
+    quantized = _QuantizedWeights(parameters, filler, files.values())
     loaded = 0
     with _progress_bar(total) as bar, TensorReader() as reader:
         for file, tensors in files.items():
             reads = _reads(tensors, parameters, filler)
             for one, read in zip(tensors, reader.read(file, reads), strict=True):
-                parameter, spec = parameters[one.shard.spec.parameter], one.shard.spec
-                if filler.place(parameter, spec, read.target.dtype) is None:
-                    filler.fill(parameter, spec, read.target)
+                spec = one.shard.spec
+                if spec.part is not None:
+                    quantized.add(one, read.target, file)
+                elif filler.place(parameters[spec.parameter], spec, read.target.dtype) is None:
+                    filler.fill(parameters[spec.parameter], spec, read.target)
                 # Freed before the next file is read.
                 del read
                 loaded += one.num_bytes
@@ -110,15 +123,85 @@ class _Source(NamedTuple):
 
     stored: StoredTensor
     shard: Shard
+    whole: WeightSpec
+    """Of all ranks."""
 
     @property
     def num_bytes(self) -> int:
         """Of the shard."""
-        if self.shard.intervals is None:
+        dim, intervals = self.shard.stored
+        if intervals is None:
             return self.stored.num_bytes
-        size = self.stored.shape[self.shard.dim]
-        count = sum(end - begin for begin, end in self.shard.intervals)
-        return self.stored.num_bytes // size * count
+        return self.stored.num_bytes // self.stored.shape[dim] * _length(intervals)
+
+
+def _length(intervals: Iterable[Interval]) -> int:
+    return sum(end - begin for begin, end in intervals)
+
+
+def _is_here(spec: WeightSpec, parameters: Mapping[str, Tensor]) -> bool:
+    """Whether the model has the parameter, quantized or not."""
+    return spec.parameter in parameters or (
+        spec.part is not None and spec.quantized_parameter in parameters
+    )
+
+
+class _QuantizedWeights:
+    """Fills the parameters of linear layers that keep their weights quantized, and the weights of
+    others, dequantized, once all tensors of one are there."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        filler: "_Filler",
+        files: Iterable[Sequence["_Source"]],
+    ) -> None:
+        self._parameters = parameters
+        self._filler = filler
+        self._missing: dict[str, int] = {}
+        """Of modules that have been read in part, or not at all: how many tensors are not there."""
+        for sources in files:
+            for spec in (one.shard.spec for one in sources):
+                if spec.part is not None:
+                    self._missing[spec.module] = self._missing.get(spec.module, 0) + 1
+        self._found: dict[str, dict[Role, Tensor]] = {}
+
+    def add(self, source: "_Source", tensor: Tensor, file: Path) -> None:
+        """`tensor`: as it was read. Raises ConfigError for impossible values."""
+        spec = source.shard.spec
+        assert spec.part is not None and spec.scheme is not None
+        role = spec.part.role
+        check_part(tensor, source.shard, f"{source.stored.name} in {file}", source.whole.shape)
+        self._missing[spec.module] -= 1
+        weight = self._parameters.get(spec.parameter)
+        own = self._parameters.get(spec.quantized_parameter)
+        if own is not None:
+            self._fill(own, spec, unpack_part(tensor, source.shard))
+            return
+        if weight is None:
+            # A layer that keeps its weight quantized does not need the tensor.
+            return
+        found = self._found.setdefault(spec.module, {})
+        if role not in ("shape", "input_scale"):
+            found[role] = unpack_part(tensor, source.shard)
+        if self._missing[spec.module] == 0:
+            plain = dequantize(self._found.pop(spec.module), spec.scheme)
+            self._filler.fill(weight, _unquantized(spec), plain)
+
+    def _fill(self, parameter: Tensor, spec: WeightSpec, tensor: Tensor) -> None:
+        assert spec.part is not None and spec.scheme is not None
+        if spec.part.role == "groups":
+            # A row for each output of the layer.
+            with torch.no_grad():
+                parameter[list(spec.outputs) or [0]] = tensor.to(parameter.dtype)
+            return
+        if spec.part.role == "values" and spec.scheme.bits == 4:
+            tensor = to_pairs(tensor)
+        self._filler.fill(parameter, _unquantized(spec), tensor)
+
+
+def _unquantized(spec: WeightSpec) -> WeightSpec:
+    return spec._replace(part=None, scheme=None)
 
 
 def _reads(
@@ -127,11 +210,18 @@ def _reads(
     filler: "_Filler",
 ) -> Iterator[Read]:
     """Where each tensor is read to: its parameter, or memory of its own."""
-    for stored, (spec, dim, intervals) in tensors:
-        dtype = torch.uint8 if spec.mxfp4 else DTYPES[stored.dtype]
-        target = filler.place(parameters[spec.parameter], spec, dtype)
+    for source in tensors:
+        stored, spec = source.stored, source.shard.spec
+        dim, intervals = source.shard.stored
+        dtype = torch.uint8 if spec.mxfp4 else QUANTIZED_DTYPES[stored.dtype]
+        target = None
+        if spec.part is None:
+            target = filler.place(parameters[spec.parameter], spec, dtype)
         if target is None:
-            target = _own_memory(spec.shape, dtype)
+            shape = stored.shape
+            if intervals is not None:
+                shape = (*shape[:dim], _length(intervals), *shape[dim + 1 :])
+            target = _own_memory(shape, dtype)
         yield Read(stored, target, dim, intervals)
 
 
@@ -169,7 +259,11 @@ def _match(
                 found[name] = file
                 files[file].append((stored, spec))
                 wrong += _mismatches(spec, stored, file)
-    missing = [f"{name} {_format_shape(specs[name].shape)}" for name in specs if name not in found]
+    missing = [
+        f"{name} {_format_shape(spec.stored_shape)}"
+        for name, spec in specs.items()
+        if name not in found
+    ]
     problems = [_listed(wrong)] if wrong else []
     if missing:
         problems.append(f"{len(missing)} of {len(specs)} are missing: {_listed(missing)}")
@@ -188,18 +282,24 @@ def _match(
 
 
 def _mismatches(spec: WeightSpec, stored: StoredTensor, file: Path) -> Iterator[str]:
-    if stored.shape != spec.shape:
+    if not spec.fits(stored.shape):
         yield (
             f"{spec.name} in {file.name} is {_format_shape(stored.shape)}, the model needs "
-            f"{_format_shape(spec.shape)}"
+            f"{_format_shape(spec.stored_shape)}"
         )
+    elif spec.part is not None:
+        if stored.dtype not in spec.part.dtypes:
+            yield (
+                f"{spec.name} in {file.name} is {stored.dtype}, by the quantization_config of "
+                f"config.json it must be {' or '.join(spec.part.dtypes)}"
+            )
     elif spec.mxfp4:
         if stored.dtype != MXFP4_DTYPE:
             yield f"{spec.name} in {file.name} is {stored.dtype}, MXFP4 is in {MXFP4_DTYPE}"
     elif stored.dtype not in DTYPES:
         yield (
             f"{spec.name} in {file.name} is {stored.dtype}, it must be one of {', '.join(DTYPES)}: "
-            "quantized weights are not supported yet"
+            "config.json has no quantization_config of such weights"
         )
 
 

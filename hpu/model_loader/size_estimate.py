@@ -31,12 +31,52 @@ def count_parameters(
     not built in and was not counted in its files."""
     if config.architecture not in ARCHITECTURES and config.num_parameters is not None:
         return config.num_parameters // num_cards
+    own = _own_specs(
+        config,
+        num_cards,
+        distributes_experts=distributes_experts,
+        num_engines=num_engines,
+        stage=stage,
+    )
+    return sum(spec.num_elements() for spec in own)
+
+
+def _own_specs(
+    config: ModelConfig,
+    num_cards: int,
+    *,
+    distributes_experts: bool,
+    num_engines: int,
+    stage: Stage,
+) -> Iterator[WeightSpec]:
+    """The tensors of one card, cut to its shards."""
     weight_map = decoder_weight_map(config, decoder_spec(config))
     expert_size = num_cards * num_engines if distributes_experts else 1
     at = ShardRank(size=num_cards, expert_size=expert_size)
-    own = _stage_entries(weight_map, stage, is_tied=config.tie_word_embeddings)
-    shards = (shard_of(spec, at) for spec in own)
-    return sum(shard.spec.num_elements() for shard in shards if shard is not None)
+    for spec in _stage_entries(weight_map, stage, is_tied=config.tie_word_embeddings):
+        shard = shard_of(spec, at)
+        if shard is not None:
+            yield shard.spec
+
+
+def _card_bytes(spec: WeightSpec, width: int) -> int:
+    """What the tensor takes on a Gaudi, `width` bytes for a number that is not quantized: 4 bits
+    and FP8 stay as they are, with scales of outputs for FP8; 8-bit integers, experts and the
+    matrices that latent attention absorbs are dequantized."""
+    scheme, part = spec.scheme, spec.part
+    is_kept = scheme is not None and (scheme.is_float or scheme.bits == 4)
+    if not is_kept or spec.expert is not None or ".kv_b_proj." in spec.parameter:
+        return spec.num_elements() * width
+    assert scheme is not None and part is not None
+    outputs, inputs = spec.shape
+    if part.role == "values":
+        return spec.num_elements() * scheme.bits // 8
+    if part.role != "scales":
+        return inputs * 4 if part.role == "groups" else 0
+    if scheme.is_float:
+        return outputs * 4
+    # With zero points of 4 bits, stored or not.
+    return outputs * scheme.num_groups(inputs) * (2 * width + 1) // 2
 
 
 def _stage_entries(weight_map: WeightMap, stage: Stage, *, is_tied: bool) -> Iterator[WeightSpec]:
@@ -103,6 +143,15 @@ def weight_bytes(
     if mla is not None:
         num_layers = len(stage.layers(config.num_layers))
         absorbed = num_layers * config.num_heads // num_cards * mla.absorbed_size
+    if config.quantization is not None:
+        own = _own_specs(
+            config,
+            num_cards,
+            distributes_experts=distributes_experts,
+            num_engines=num_engines,
+            stage=stage,
+        )
+        return sum(_card_bytes(spec, width) for spec in own) + (rotary + absorbed) * width
     parameters = count_parameters(
         config,
         num_cards,

@@ -434,7 +434,7 @@ class Decoder(LoadableModel):
         config, moe, spec = self.config, self.config.moe, self.spec.moe
         assert moe is not None and spec is not None
         hidden = config.hidden_size
-        if self._quantization is not None:
+        if self._quantization is not None and not self._quantization.serves_experts:
             raise ConfigError(
                 f"{config.path} is a mixture of experts, whose weights are not quantized yet: "
                 "leave quantization out"

@@ -40,6 +40,8 @@ class Product(ctypes.Structure):
         ("inputs", ctypes.c_int64),
         ("kind", ctypes.c_int64),
         ("scales", ctypes.c_void_p),
+        ("group", ctypes.c_int64),
+        ("order", ctypes.c_void_p),
     )
 
 
@@ -51,18 +53,25 @@ class PackedLinear:
     ) -> None:
         """Copies `weight` (out, in), which `has_kernel` accepts."""
         self._library = library
-        kind, scales = 0, None
+        kind, group, scales, order = 0, 0, None, None
+        shape: tuple[int, ...] = tuple(weight.shape)
         if isinstance(weight, QuantizedWeight):
             kind, panels = to_panels(weight)
             packed = library.pages.allocate(panels.shape, panels.dtype).copy_(panels)
-            shape = weight.values.shape
             scales = weight.scales.flatten() if kind == INT8_ROWS else None
+            group, order = weight.group_size, weight.order
         else:
-            packed, shape = library.pack(weight), weight.shape
+            packed = library.pack(weight)
         # `product` holds their addresses.
-        self._tensors = (packed, bias, scales)
+        self._tensors = (packed, bias, scales, order)
         self.product = Product(
-            packed.data_ptr(), _address_or_null(bias), *shape, kind, _address_or_null(scales)
+            packed.data_ptr(),
+            _address_or_null(bias),
+            *shape,
+            kind,
+            _address_or_null(scales),
+            group,
+            _address_or_null(order),
         )
 
     def __call__(self, x: Tensor) -> Tensor:

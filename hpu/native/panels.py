@@ -7,31 +7,39 @@ from hpu.quantization.quantized_weight import GROUP_SIZE, QuantizedWeight
 
 PANEL = 16
 """Outputs that are stored side by side."""
-INT8_ROWS, INT8_GROUPS, INT4_GROUPS = 1, 2, 3
+INT8_ROWS, INT8_GROUPS, INT4_GROUPS, INT8_STORED, INT4_STORED = range(1, 6)
 """As `Kind` in hpu/native/products.h."""
 
 
 def kind_of(weight: QuantizedWeight) -> int | None:
     """The kernel for such a weight; None if the library has none."""
-    out, size = weight.values.shape
-    if out % PANEL or size % GROUP_SIZE:
+    out, size = weight.shape
+    group = weight.group_size
+    if out % PANEL or size % GROUP_SIZE or group % GROUP_SIZE:
         return None
-    if weight.bits == 4:
-        return INT4_GROUPS if weight.mins is not None else None
-    return INT8_ROWS if weight.is_per_output else INT8_GROUPS
+    is_half, has_mins = weight.scales.dtype == torch.float16, weight.mins is not None
+    if is_half:
+        kinds = {(4, True): INT4_GROUPS, (8, False): INT8_GROUPS}
+        return kinds.get((weight.bits, has_mins)) if group == GROUP_SIZE else None
+    if weight.bits == 8 and weight.is_per_output:
+        return INT8_ROWS
+    if not has_mins:
+        return None
+    return INT4_STORED if weight.bits == 4 else INT8_STORED
 
 
 def to_panels(weight: QuantizedWeight) -> tuple[int, Tensor]:
     """The kind, and the bytes uint8: for each panel and group the scales (and mins) of 16 outputs
-    in float16, then the values. 8 bits are (pair, 2, output); with 4 bits each 16-bit word holds
-    one value of four pairs, the first in the lowest bits. ValueError if `kind_of` gives None."""
-    kind, (out, size) = kind_of(weight), weight.values.shape
+    in their dtype, then the values. 8 bits are (pair, 2, output); with 4 bits each 16-bit word
+    holds one value of four pairs, the first in the lowest bits. ValueError if `kind_of` gives
+    None."""
+    kind, (out, size) = kind_of(weight), weight.shape
     if kind is None:
         raise ValueError(f"there is no kernel for {weight.bits} bits of shape ({out}, {size})")
-    groups = size // GROUP_SIZE
-    by_panel = weight.values.view(out // PANEL, PANEL, groups, GROUP_SIZE // 8, 4, 2)
-    if kind == INT4_GROUPS:
-        # (panel, group, four pairs, output, input of the pair, which pair)
+    groups = weight.scales.shape[1]
+    by_panel = weight.unpacked.view(out // PANEL, PANEL, size // GROUP_SIZE, GROUP_SIZE // 8, 4, 2)
+    if weight.bits == 4:
+        # (panel, block, four pairs, output, input of the pair, which pair)
         nibbles = by_panel.permute(0, 2, 3, 1, 5, 4).to(torch.int32)
         words = nibbles.mul_(torch.tensor([1, 16, 256, 4096], dtype=torch.int32)).sum(-1)
         values = words.to(torch.int16).contiguous().view(torch.uint8)
@@ -47,7 +55,7 @@ def to_panels(weight: QuantizedWeight) -> tuple[int, Tensor]:
 
 
 def _to_bytes(table: Tensor) -> Tensor:
-    """(out, groups) float16 to (panels, groups, bytes)."""
+    """(out, groups) to (panels, groups, bytes)."""
     out, groups = table.shape
-    by_panel = table.half().view(out // PANEL, PANEL, groups).transpose(1, 2)
+    by_panel = table.view(out // PANEL, PANEL, groups).transpose(1, 2)
     return by_panel.contiguous().view(torch.uint8)

@@ -13,13 +13,15 @@
 
 #include "numbers.h"
 
-// Layout of a weight. hpu/native/panels.py packs the quantized kinds; a group is 32 inputs, its scale
-// and minimum are float16.
+// Layout of a weight. hpu/native/panels.py packs the quantized kinds. A group is 32 inputs, its scale
+// and minimum are float16; or, of the weights of checkpoints, `group` inputs with float32.
 enum Kind : int64_t {
   BFLOAT16,
   INT8_ROWS,     // value * scale of the output
   INT8_GROUPS,   // value * scale of the group
   INT4_GROUPS,   // value * scale of the group + minimum of the group
+  INT8_STORED,   // likewise
+  INT4_STORED,
 };
 
 struct Product {
@@ -27,6 +29,8 @@ struct Product {
   const bf16* bias;
   int64_t outputs, inputs, kind;
   const float* scales;  // of the outputs, for INT8_ROWS
+  int64_t group;         // inputs, a multiple of 32, for INT8_STORED and INT4_STORED
+  const int32_t* order;  // (inputs) which entry of x each input is, or null: the same
 };
 
 namespace {

@@ -7,27 +7,50 @@
 
 namespace {
 
-// Bytes of one group of a panel: its scales and minima, then its values.
-constexpr int64_t GROUP = 32;
-constexpr int64_t group_bytes(int64_t kind) {
-  return kind == INT4_GROUPS ? 64 + PANEL * GROUP / 2
-                             : (kind == INT8_GROUPS ? 32 : 0) + PANEL * GROUP;
+// A panel is groups; a group is its scales and minima, and then blocks of values of 32 inputs.
+constexpr int64_t BLOCK = 32;
+constexpr bool is_int4(int64_t kind) { return kind == INT4_GROUPS || kind == INT4_STORED; }
+constexpr bool is_stored(int64_t kind) { return kind == INT8_STORED || kind == INT4_STORED; }
+constexpr bool has_minima(int64_t kind) { return kind == INT4_GROUPS || is_stored(kind); }
+constexpr int64_t table_bytes(int64_t kind) {
+  const int64_t width = is_stored(kind) ? 4 : 2;
+  return kind == INT8_ROWS ? 0 : PANEL * width * (has_minima(kind) ? 2 : 1);
+}
+constexpr int64_t block_bytes(int64_t kind) { return PANEL * BLOCK / (is_int4(kind) ? 2 : 1); }
+
+// Blocks of a group.
+template <int KIND>
+inline int64_t blocks_of(const Product& by) {
+  return is_stored(KIND) ? by.group / BLOCK : 1;
+}
+template <int KIND>
+inline int64_t group_bytes(int64_t blocks) {
+  return table_bytes(KIND) + blocks * block_bytes(KIND);
+}
+template <int KIND>
+inline int64_t panel_bytes(int64_t inputs, int64_t blocks) {
+  return inputs / (blocks * BLOCK) * group_bytes<KIND>(blocks);
 }
 
-// Values of a group, behind its scales and minima.
 template <int KIND>
-inline const uint8_t* values_of(const uint8_t* group) {
-  return group + (KIND == INT4_GROUPS ? 64 : KIND == INT8_GROUPS ? 32 : 0);
+inline Lanes scales_of(const uint8_t* group) {
+  if constexpr (is_stored(KIND)) return load((const float*)group);
+  else return load_half(group);
+}
+template <int KIND>
+inline Lanes minima_of(const uint8_t* group) {
+  if constexpr (is_stored(KIND)) return load((const float*)group + PANEL);
+  else return load_half(group + 32);
 }
 
-// Pairs of the inputs 8q to 8q + 7 of a group: integers, which bfloat16 represents exactly.
+// Pairs of the inputs 8q to 8q + 7 of a block: integers, which bfloat16 represents exactly.
 template <int KIND>
-inline void four_pairs(const uint8_t* group, int q, Lanes* first, Lanes* second) {
-  if constexpr (KIND == INT4_GROUPS) {
-    const Words words = load_words(values_of<KIND>(group) + q * 64);
+inline void four_pairs(const uint8_t* block, int q, Lanes* first, Lanes* second) {
+  if constexpr (is_int4(KIND)) {
+    const Words words = load_words(block + q * 64);
     for (int t = 0; t < 4; ++t) first[t] = int4(words, t), second[t] = int4(words, 4 + t);
   } else {
-    const uint8_t* from = values_of<KIND>(group) + q * 128;
+    const uint8_t* from = block + q * 128;
     for (int t = 0; t < 4; ++t)
       first[t] = load_int8(from + t * 32), second[t] = load_int8(from + t * 32 + 16);
   }
@@ -41,20 +64,15 @@ struct Rows32 {
   int64_t inputs;
 };
 
-// Sums of one group of each panel, from input `at`. BF16 instructions multiply 4-bit values as pairs;
-// 8-bit values convert to float32 faster.
+// Adds the sums of one block of each panel, from input `at`. BF16 instructions multiply 4-bit values
+// as pairs; 8-bit values convert to float32 faster.
 template <int KIND, int ROWS, int PANELS>
-inline void sum_groups(const uint8_t* const* groups, const Rows32& rows, int64_t at,
+inline void sum_blocks(const uint8_t* const* blocks, const Rows32& rows, int64_t at,
                        Lanes (*sums)[ROWS]) {
-#pragma GCC unroll 4
-  for (int p = 0; p < PANELS; ++p)
-#pragma GCC unroll 4
-    for (int r = 0; r < ROWS; ++r) sums[p][r] = zero();
   for (int q = 0; q < 4; ++q)
-    if constexpr (KIND == INT4_GROUPS) {
+    if constexpr (is_int4(KIND)) {
       Words words[PANELS];
-      for (int p = 0; p < PANELS; ++p)
-        words[p] = load_words(values_of<KIND>(groups[p]) + q * 64);
+      for (int p = 0; p < PANELS; ++p) words[p] = load_words(blocks[p] + q * 64);
 #pragma GCC unroll 4
       for (int t = 0; t < 4; ++t)
 #pragma GCC unroll 4
@@ -71,7 +89,7 @@ inline void sum_groups(const uint8_t* const* groups, const Rows32& rows, int64_t
     } else {
 #pragma GCC unroll 4
       for (int p = 0; p < PANELS; ++p) {
-        const uint8_t* from = values_of<KIND>(groups[p]) + q * 128;
+        const uint8_t* from = blocks[p] + q * 128;
 #pragma GCC unroll 8
         for (int t = 0; t < 8; ++t) {
           const Lanes weights = load_int8(from + t * 16);
@@ -85,39 +103,51 @@ inline void sum_groups(const uint8_t* const* groups, const Rows32& rows, int64_t
     }
 }
 
-// Like `dots`, with quantized weights and few rows; `of_x` (rows, groups) holds the sums of x.
+// Like `dots`, with quantized weights and few rows, in groups of `blocks`; `of_x` (rows, groups)
+// holds the sums of x.
 template <int KIND, int ROWS, int PANELS>
-void quantized_dots(const Rows32& rows, const uint8_t* weight, int64_t far, const float* of_x,
-                    float* sums, int64_t apart) {
+void quantized_dots(const Rows32& rows, const uint8_t* weight, int64_t blocks, int64_t far,
+                    const float* of_x, float* sums, int64_t apart) {
   constexpr int NEAR = PANELS > 1 ? PANELS / 2 : 1;
-  const int64_t groups = rows.inputs / GROUP, panel = groups * group_bytes(KIND);
+  const int64_t panel = panel_bytes<KIND>(rows.inputs, blocks);
+  const int64_t groups = rows.inputs / (blocks * BLOCK), bytes = group_bytes<KIND>(blocks);
   if constexpr (PANELS > 1 && ROWS * PANELS > MOST_SUMS) {
     for (int q = 0; q < 2; ++q)
-      quantized_dots<KIND, ROWS, NEAR>(rows, weight + q * far, panel, of_x, sums + q * NEAR * 16,
-                                       apart);
+      quantized_dots<KIND, ROWS, NEAR>(rows, weight + q * far, blocks, panel, of_x,
+                                       sums + q * NEAR * 16, apart);
     return;
   }
   Lanes acc[PANELS][ROWS];
   for (int p = 0; p < PANELS; ++p)
     for (int r = 0; r < ROWS; ++r) acc[p][r] = zero();
   for (int64_t g = 0; g < groups; ++g) {
-    const uint8_t* from[PANELS];
-    for (int p = 0; p < PANELS; ++p)
-      from[p] = weight + p % NEAR * panel + p / NEAR * far + g * group_bytes(KIND);
-    // 4-bit products are compute-bound: prefetching gains nothing.
-    if constexpr (KIND != INT4_GROUPS)
-      for (int p = 0; p < PANELS; ++p)
-        for (int64_t b = 0; b < group_bytes(KIND); b += 64)
-          _mm_prefetch((const char*)from[p] + AHEAD + b, _MM_HINT_T0);
+    const uint8_t *tables[PANELS], *from[PANELS];
+    for (int p = 0; p < PANELS; ++p) {
+      tables[p] = weight + p % NEAR * panel + p / NEAR * far + g * bytes;
+      from[p] = tables[p] + table_bytes(KIND);
+    }
     Lanes inner[PANELS][ROWS];
-    sum_groups<KIND, ROWS, PANELS>(from, rows, g * GROUP, inner);
+#pragma GCC unroll 4
+    for (int p = 0; p < PANELS; ++p)
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; ++r) inner[p][r] = zero();
+    for (int64_t b = 0; b < blocks; ++b) {
+      // 4-bit products are compute-bound: prefetching gains nothing.
+      if constexpr (!is_int4(KIND))
+        for (int p = 0; p < PANELS; ++p)
+          for (int64_t byte = 0; byte < block_bytes(KIND); byte += 64)
+            _mm_prefetch((const char*)from[p] + AHEAD + byte, _MM_HINT_T0);
+      sum_blocks<KIND, ROWS, PANELS>(from, rows, (g * blocks + b) * BLOCK, inner);
+      for (int p = 0; p < PANELS; ++p) from[p] += block_bytes(KIND);
+      if constexpr (!is_stored(KIND)) break;
+    }
     for (int p = 0; p < PANELS; ++p)
       for (int r = 0; r < ROWS; ++r) {
         Lanes& sum = acc[p][r];
         sum = KIND == INT8_ROWS ? add(sum, inner[p][r])
-                                : fmadd(inner[p][r], load_half(from[p]), sum);
-        if constexpr (KIND == INT4_GROUPS)
-          sum = fmadd(load_half(from[p] + 32), set1(of_x[r * groups + g]), sum);
+                                : fmadd(inner[p][r], scales_of<KIND>(tables[p]), sum);
+        if constexpr (has_minima(KIND))
+          sum = fmadd(minima_of<KIND>(tables[p]), set1(of_x[r * groups + g]), sum);
       }
   }
   for (int r = 0; r < ROWS; ++r)
@@ -125,14 +155,14 @@ void quantized_dots(const Rows32& rows, const uint8_t* weight, int64_t far, cons
 }
 
 template <int KIND, int PANELS>
-void quantized_dots_of(int64_t count, const Rows32& rows, const uint8_t* w, int64_t far,
-                       const float* of_x, float* sums) {
+void quantized_dots_of(int64_t count, const Rows32& rows, const uint8_t* w, int64_t blocks,
+                       int64_t far, const float* of_x, float* sums) {
   constexpr int64_t apart = PANELS * 16;
   switch (count) {
-    case 1: return quantized_dots<KIND, 1, PANELS>(rows, w, far, of_x, sums, apart);
-    case 2: return quantized_dots<KIND, 2, PANELS>(rows, w, far, of_x, sums, apart);
-    case 3: return quantized_dots<KIND, 3, PANELS>(rows, w, far, of_x, sums, apart);
-    default: return quantized_dots<KIND, 4, PANELS>(rows, w, far, of_x, sums, apart);
+    case 1: return quantized_dots<KIND, 1, PANELS>(rows, w, blocks, far, of_x, sums, apart);
+    case 2: return quantized_dots<KIND, 2, PANELS>(rows, w, blocks, far, of_x, sums, apart);
+    case 3: return quantized_dots<KIND, 3, PANELS>(rows, w, blocks, far, of_x, sums, apart);
+    default: return quantized_dots<KIND, 4, PANELS>(rows, w, blocks, far, of_x, sums, apart);
   }
 }
 
@@ -140,14 +170,19 @@ constexpr int64_t FEW_ROWS = 4;  // up to this many rows the quantized values ar
 
 template <int KIND>
 void multiply_few_rows(const Product& by, const bf16* x, int64_t rows, const End& end, Range range) {
-  const int64_t groups = by.inputs / GROUP, panel = groups * group_bytes(KIND);
+  const int64_t blocks = blocks_of<KIND>(by), groups = by.inputs / (blocks * BLOCK);
+  const int64_t panel = panel_bytes<KIND>(by.inputs, blocks);
   thread_local Scratch kept, summed;
   float *full = kept.room<float>(rows * by.inputs), *of_x = summed.room<float>(rows * groups);
-  for (int64_t i = 0; i < rows * groups; ++i) {
-    const Lanes low = load(x + i * GROUP), high = load(x + i * GROUP + GROUP / 2);
-    store(full + i * GROUP, low);
-    store(full + i * GROUP + GROUP / 2, high);
-    if constexpr (KIND == INT4_GROUPS) of_x[i] = reduce_add(add(low, high));
+  for (int64_t g = 0; g < rows * groups; ++g) {
+    Lanes sum = zero();
+    for (int64_t i = g * blocks; i < (g + 1) * blocks; ++i) {
+      const Lanes low = load(x + i * BLOCK), high = load(x + i * BLOCK + BLOCK / 2);
+      store(full + i * BLOCK, low);
+      store(full + i * BLOCK + BLOCK / 2, high);
+      if constexpr (has_minima(KIND)) sum = add(sum, add(low, high));
+    }
+    if constexpr (has_minima(KIND)) of_x[g] = reduce_add(sum);
   }
   Rows of;
   if constexpr (std::is_same_v<Input, bf16>) of = {(const Input*)x, by.inputs};
@@ -160,7 +195,7 @@ void multiply_few_rows(const Product& by, const bf16* x, int64_t rows, const End
     const auto kernel = wide == 4   ? quantized_dots_of<KIND, 4>
                         : wide == 2 ? quantized_dots_of<KIND, 2>
                                     : quantized_dots_of<KIND, 1>;
-    kernel(rows, {of, full, by.inputs}, w, far, of_x, sums);
+    kernel(rows, {of, full, by.inputs}, w, blocks, far, of_x, sums);
     for (int64_t r = 0; r < rows; ++r) finish(by, end, sums + r * wide * 16, 16, r, p, wide);
     p += step;
   }
@@ -169,24 +204,27 @@ void multiply_few_rows(const Product& by, const bf16* x, int64_t rows, const End
 // Dequantizes panels to bfloat16; INT8_ROWS keeps the unscaled values, which `finish` scales.
 template <int KIND>
 void dequantize(const Product& by, int64_t first, int64_t last, bf16* out) {
-  const int64_t groups = by.inputs / GROUP;
+  const int64_t blocks = blocks_of<KIND>(by), groups = by.inputs / (blocks * BLOCK);
   for (int64_t i = first * groups; i < last * groups; ++i) {
-    const uint8_t* group = (const uint8_t*)by.weight + i * group_bytes(KIND);
+    const uint8_t* group = (const uint8_t*)by.weight + i * group_bytes<KIND>(blocks);
     Lanes scales = set1(1), least = zero();
-    if constexpr (KIND != INT8_ROWS) scales = load_half(group);
-    if constexpr (KIND == INT4_GROUPS) least = load_half(group + 32);
-    for (int q = 0; q < 4; ++q) {
-      Lanes a[4], b[4];
-      four_pairs<KIND>(group, q, a, b);
-      for (int t = 0; t < 4; ++t, out += 2 * PANEL) {
-        if constexpr (KIND != INT8_ROWS) {
-          // The product is exact: 8 significant bits times 11.
-          a[t] = fmadd(a[t], scales, least);
-          b[t] = fmadd(b[t], scales, least);
+    if constexpr (KIND != INT8_ROWS) scales = scales_of<KIND>(group);
+    if constexpr (has_minima(KIND)) least = minima_of<KIND>(group);
+    const uint8_t* block = group + table_bytes(KIND);
+    for (const uint8_t* end = block + blocks * block_bytes(KIND); block < end;
+         block += block_bytes(KIND))
+      for (int q = 0; q < 4; ++q) {
+        Lanes a[4], b[4];
+        four_pairs<KIND>(block, q, a, b);
+        for (int t = 0; t < 4; ++t, out += 2 * PANEL) {
+          if constexpr (KIND != INT8_ROWS) {
+            // The product is exact: 8 significant bits times 11, or times the 8 of bfloat16.
+            a[t] = fmadd(a[t], scales, least);
+            b[t] = fmadd(b[t], scales, least);
+          }
+          store_pairs(out, a[t], b[t]);
         }
-        store_pairs(out, a[t], b[t]);
       }
-    }
   }
 }
 
@@ -207,13 +245,25 @@ void multiply_quantized(const Product& by, const bf16* x, int64_t rows, const En
   }
 }
 
+// x (rows, inputs) with the inputs in the order of the weight, for this thread.
+const bf16* reordered(const Product& by, const bf16* x, int64_t rows) {
+  thread_local Scratch kept;
+  bf16* out = kept.room<bf16>(rows * by.inputs);
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t i = 0; i < by.inputs; ++i) out[r * by.inputs + i] = x[r * by.inputs + by.order[i]];
+  return out;
+}
+
 // This thread's share of the product of x (rows, inputs) and `by`.
 void multiply(const Product& by, const bf16* x, int64_t rows, const End& end) {
   const Range range = share_of(by, end.gated);
+  if (by.order != nullptr) x = reordered(by, x, rows);
   switch (by.kind) {
     case INT8_ROWS: return multiply_quantized<INT8_ROWS>(by, x, rows, end, range);
     case INT8_GROUPS: return multiply_quantized<INT8_GROUPS>(by, x, rows, end, range);
     case INT4_GROUPS: return multiply_quantized<INT4_GROUPS>(by, x, rows, end, range);
+    case INT8_STORED: return multiply_quantized<INT8_STORED>(by, x, rows, end, range);
+    case INT4_STORED: return multiply_quantized<INT4_STORED>(by, x, rows, end, range);
     default: return multiply_wide(by, panels_of(by, range), x, rows, end, range);
   }
 }

@@ -7,8 +7,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpu.ops.norm import mirrored_rms_norm, rms_norm
-from hpu.quantization.quantized_weight import GROUP_SIZE, QuantizedWeight
+from hpu.quantization.quantized_weight import QuantizedWeight
 
+TORCH_GROUP_SIZES = (32, 64, 128, 256)
+"""Of torch's product with 4-bit weights."""
 MAX_MIRRORED_ROWS = 8
 """Rows up to which a norm runs in its mirrored form; measured equal at 32."""
 
@@ -43,33 +45,34 @@ def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Ten
 def quantized_linear(weight: QuantizedWeight, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """The product (..., in) bfloat16 to (..., out) with torch's quantized kernels, or, where it
     has none for the kind, with a bfloat16 copy of the weight."""
-    size = weight.values.shape[1]
-    if weight.is_per_output:
+    size, group_size, order = weight.shape[1], weight.group_size, weight.order
+    if weight.is_per_output and weight.bits == 8:
         scales = weight.scales.flatten().bfloat16()
 
         def multiply(x: Tensor) -> Tensor:
             return torch._weight_int8pack_mm(x, weight.values, scales)
 
-    elif weight.bits == 4 and weight.mins is not None:
+    elif weight.bits == 4 and weight.mins is not None and group_size in TORCH_GROUP_SIZES:
         # Its values lie around 8: value * scale + min = (value - 8) * scale + (min + 8 * scale).
         middle = weight.mins.float() + 8 * weight.scales.float()
         tables = torch.stack((weight.scales.float(), middle), dim=-1).transpose(0, 1)
         tables = tables.bfloat16().contiguous()
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.values.int(), 1)
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.unpacked.int(), 1)
 
         def multiply(x: Tensor) -> Tensor:
             product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-                x, packed, GROUP_SIZE, tables
+                x, packed, group_size, tables
             )
             return product
 
     else:
-        dequantized = weight.dequantize(torch.bfloat16)
+        dequantized, order = weight.dequantize(torch.bfloat16), None
 
         def multiply(x: Tensor) -> Tensor:
             return functional.linear(x, dequantized)
 
     def multiply_and_add(x: Tensor) -> Tensor:
+        x = x if order is None else x.index_select(-1, order)
         out = multiply(x.reshape(-1, size)).view(*x.shape[:-1], -1)
         return out if bias is None else out + bias
 

@@ -21,6 +21,12 @@ class LinearLayer(Protocol):
     quantized_weight: QuantizedWeight | None
     """What replaced it, if anything did."""
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As that of nn.Module; None: the layer has it no longer."""
+        ...
+
+    def get_parameter(self, target: str) -> nn.Parameter: ...
+
 
 class LinearMethod(Protocol):
     """One instance may serve many layers: what a layer needs is stored on the layer."""
@@ -83,6 +89,9 @@ class MoEMethod(Protocol):
 
 class QuantizationScheme(Protocol):
     """Chooses the method of each linear layer of a model."""
+
+    serves_experts: bool
+    """Whether the model may have experts, whose weights are not quantized in memory."""
 
     def linear_method(
         self, shards: list[Shard], in_features: int, *, is_head: bool

@@ -5,42 +5,68 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hpu.model_loader.quantized_weights import from_pairs
+
 GROUP_SIZE = 32
-"""Inputs that share a scale, where an output has more than one."""
+"""Inputs that share a scale where we quantize, and of which groups of checkpoints consist."""
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight (out, in): values * scales + mins."""
+    """A weight (out, in): values * scales + mins, in groups of inputs of the same size."""
 
     bits: int
     """4 or 8."""
     values: Tensor
-    """(out, in): int8, or uint8 up to 15."""
+    """(out, in): int8, or uint8 up to 15; (out, in / 2) uint8 of `in_pairs`."""
     scales: Tensor
-    """(out, in / GROUP_SIZE) float16, or (out, 1) float32."""
+    """(out, groups): float16 for groups of GROUP_SIZE, or float32."""
     mins: Tensor | None = None
-    """As `scales`; with 4 bits only."""
+    """As `scales`; float16 with 4 bits only."""
+    order: Tensor | None = None
+    """(in) int32: which input of the layer each of the weight is for; None: the same."""
+    in_pairs: bool = False
+    """Two 4-bit values are in a byte, the first in its low half."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        out, size = self.values.shape
+        return out, size * (2 if self.in_pairs else 1)
+
+    @property
+    def group_size(self) -> int:
+        """Inputs that share a scale."""
+        return self.shape[1] // self.scales.shape[1]
 
     @property
     def is_per_output(self) -> bool:
-        """Whether each output has one scale, not one for each group of inputs."""
-        return self.scales.dtype == torch.float32
+        """Whether each output has one scale and no minimum."""
+        return self.scales.shape[1] == 1 and self.mins is None
 
     @property
     def num_bytes(self) -> int:
         """Packed size: two 4-bit values to a byte."""
         tables = (self.scales,) if self.mins is None else (self.scales, self.mins)
-        return self.values.numel() * self.bits // 8 + sum(
+        out, size = self.shape
+        return out * size * self.bits // 8 + sum(
             tensor.numel() * tensor.element_size() for tensor in tables
         )
 
+    @property
+    def unpacked(self) -> Tensor:
+        """`values` (out, in)."""
+        return from_pairs(self.values) if self.in_pairs else self.values
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """(out, in) in `dtype`, rounded once."""
+        """(out, in) in `dtype`, rounded once, for the inputs of the layer in their own order."""
         out, groups = self.scales.shape
-        weight = self.values.view(out, groups, -1) * self.scales.float().unsqueeze(-1)
+        weight = self.unpacked.view(out, groups, -1) * self.scales.float().unsqueeze(-1)
         if self.mins is not None:
             weight += self.mins.float().unsqueeze(-1)
-        return weight.view(out, -1).to(dtype)
+        weight = weight.view(out, -1).to(dtype)
+        if self.order is None:
+            return weight
+        return torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
 
 
 def concatenate(parts: list[QuantizedWeight]) -> QuantizedWeight | None:

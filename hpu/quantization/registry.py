@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from config.checkpoint.weight_maps.shard import Shard
 from config.engine import EngineConfig
 from config.errors import ConfigError
-from config.model.model_config import BLOCKS
+from config.model.model_config import BLOCKS, ModelConfig
+from config.startup_checks import chosen_quantization
 from hpu.layers.linear import LinearBase
 from hpu.layers.mla import PagedLatentAttention
 from hpu.layers.moe import Experts
 from hpu.quantization.base import LinearMethod, QuantizationScheme
+from hpu.quantization.checkpoint import CheckpointScheme, MakeMethod
 from hpu.quantization.gguf import GgufBlocks
 from hpu.quantization.int4 import quantize_int4
 from hpu.quantization.int8 import quantize_int8
@@ -28,6 +30,8 @@ logger = logging.getLogger(__name__)
 class _Int8:
     """8 bits everywhere."""
 
+    serves_experts = False
+
     def linear_method(
         self, shards: list[Shard], in_features: int, *, is_head: bool
     ) -> LinearMethod:
@@ -36,6 +40,8 @@ class _Int8:
 
 class _Int4:
     """4 bits, but 8 in the head and where the inputs are no whole number of groups."""
+
+    serves_experts = False
 
     def linear_method(
         self, shards: list[Shard], in_features: int, *, is_head: bool
@@ -47,6 +53,8 @@ class _Int4:
 
 class _Gguf:
     """The bits that the GGUF file has."""
+
+    serves_experts = False
 
     def __init__(self, path: Path) -> None:
         self._blocks = GgufBlocks(path)
@@ -71,18 +79,26 @@ SCHEMES: dict[str, Callable[[EngineConfig], QuantizationScheme]] = {
 
 
 def select_quantization(
-    config: EngineConfig, dtype: torch.dtype, device: torch.device
+    config: EngineConfig,
+    facts: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    make_method: MakeMethod,
 ) -> QuantizationScheme | None:
-    """What `config.quantization` names; None for none. ConfigError where the device cannot multiply
-    quantized weights: they need bfloat16 activations on a CPU."""
-    if config.quantization is None:
+    """That of the checkpoint, by the methods of `make_method`, or what `config.quantization` names;
+    None for none. ConfigError where they contradict each other, or where the device cannot multiply
+    weights that we quantize: they need bfloat16 activations on a CPU."""
+    name = chosen_quantization(config.quantization, facts)
+    if facts.quantization is not None:
+        return CheckpointScheme(make_method)
+    if name is None:
         return None
     if device.type != "cpu" or dtype != torch.bfloat16:
         raise ConfigError(
-            f"quantization is {config.quantization}: it needs bfloat16 on a CPU, and this is "
+            f"quantization is {name}: it needs bfloat16 on a CPU, and this is "
             f"{str(dtype).removeprefix('torch.')} on {device.type}"
         )
-    return SCHEMES[config.quantization](config)
+    return SCHEMES[name](config)
 
 
 def process_weights(model: nn.Module, quantization: str | None) -> int:
@@ -90,7 +106,7 @@ def process_weights(model: nn.Module, quantization: str | None) -> int:
     attention make the matrices that its decodes absorb. Returns the
     bytes of the quantized weights, which are not among the parameters of `model`."""
     start = time.perf_counter()
-    num_bytes = num_unquantized = 0
+    num_bytes = num_kept = num_unquantized = 0
     for layer in model.modules():
         if isinstance(layer, PagedLatentAttention):
             layer.process_weights()
@@ -98,18 +114,18 @@ def process_weights(model: nn.Module, quantization: str | None) -> int:
             layer.method.process_weights(layer)
         elif isinstance(layer, LinearBase):
             layer.method.process_weights(layer)
-            if layer.quantized_weight is None:
-                num_unquantized += 1
-            else:
+            if layer.quantized_weight is not None:
                 num_bytes += layer.quantized_weight.num_bytes
+            elif layer.weight is None:
+                num_kept += sum(parameter.nbytes for parameter in layer.parameters())
+            else:
+                num_unquantized += 1
     if quantization is not None:
         logger.info(
             "Quantization: %s, %.3f GiB, in %.1f s%s",
             quantization,
-            num_bytes / 2**30,
+            (num_bytes + num_kept) / 2**30,
             time.perf_counter() - start,
-            f"; {num_unquantized} layers stay in bfloat16, as the file has them in other types"
-            if num_unquantized
-            else "",
+            f"; {num_unquantized} layers stay in the model's data type" if num_unquantized else "",
         )
     return num_bytes

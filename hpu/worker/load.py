@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from config.buckets import BucketConfig
-from config.checkpoint.safetensors_files import folder_shapes
+from config.checkpoint.safetensors_files import folder_shapes, weight_files
 from config.checkpoint.shapes import model_shapes, weight_map_of
 from config.engine import DUMMY, EngineConfig
 from config.errors import ConfigError
 from config.model.architectures import is_native
 from config.model.model_config import ModelConfig
 from config.model.pooler import PoolerConfig
-from config.startup_checks import choose_context
+from config.startup_checks import choose_context, chosen_quantization
 from hpu.backends.base import Backend
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.distributed.agreement import Agreement
@@ -162,8 +162,9 @@ def load(
 ) -> LoadedModel:
     """Load this rank's part of the model, with `offloaded` weights or from the checkpoint. Raises
     ConfigError when the checkpoint, the device and the settings do not fit each other."""
-    # Quantised products work in bfloat16.
-    is_quantized = config.quantization is not None and pooler is None
+    quantization = chosen_quantization(config.quantization, facts)
+    # Products with weights that we quantize work in bfloat16.
+    is_quantized = quantization is not None and facts.quantization is None and pooler is None
     is_built_in = pooler is not None or is_native(facts, config.model_impl)
     stage = link.stage
     expert_group = groups.expert if config.parallel.enable_expert_parallel else SINGLE
@@ -185,7 +186,7 @@ def load(
             "that are built in have stages; use --tensor-parallel-size"
         )
     if offloaded is None:
-        num_weights = _num_weights(config, facts, is_built_in=is_built_in)
+        num_weights = _num_weights(config, facts, dtype, is_built_in=is_built_in)
         num_remote = 0
         if expert_group.size > groups.tensor.size:
             num_remote = _num_remote_weights(facts, expert_group.size // groups.tensor.size)
@@ -210,7 +211,13 @@ def load(
             dtype=dtype,
             device=backend.device,
             max_model_len=max_model_len,
-            quantization=select_quantization(config, dtype, backend.device),
+            quantization=select_quantization(
+                config,
+                facts,
+                dtype,
+                backend.device,
+                lambda weight: backend.linear_method(weight, dtype),
+            ),
             group=groups.tensor,
             expert_group=expert_group,
         )
@@ -227,7 +234,7 @@ def load(
                 expert_group=expert_group,
                 is_stage=stage.size > 1,
             )
-        weight_bytes = process_weights(decoder, config.quantization) + _num_bytes(decoder)
+        weight_bytes = process_weights(decoder, quantization) + _num_bytes(decoder)
         prepared = backend.prepare(decoder)
         assert isinstance(prepared, CausalLM), "a decoder stays a decoder"
         model = prepared
@@ -270,9 +277,15 @@ def load(
     return loaded
 
 
-def _num_weights(config: EngineConfig, facts: ModelConfig, *, is_built_in: bool) -> int:
-    """Weights in the checkpoint's files, or those that the model would have without them. 0 of a
-    model that is refused when it is built."""
+def _num_weights(
+    config: EngineConfig, facts: ModelConfig, dtype: torch.dtype, *, is_built_in: bool
+) -> int:
+    """Weights in the checkpoint's files, or those that the model would have without them; of
+    quantized ones, how many of `dtype` take as much memory. 0 of a model that is refused when it is
+    built."""
+    if facts.quantization is not None and config.load_format != DUMMY:
+        files = weight_files(Path(facts.path))
+        return sum(file.stat().st_size for file in files) // dtype.itemsize
     if config.load_format != DUMMY:
         own = model_shapes(facts, folder_shapes(Path(facts.path)))
         return sum(map(math.prod, own.values()))

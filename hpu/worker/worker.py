@@ -163,15 +163,22 @@ class Worker:
 
     def sleep(self, level: int) -> None:
         """Free the KV cache, the graphs and everything but the weights; at level 1 the weights are
-        offloaded to the host if the device has its own memory, at level 2 they are dropped. A
-        second call may raise the level; a lower level changes nothing."""
+        offloaded to the host if the device has its own memory and they are not quantized, else, and
+        at level 2, they are dropped and read again later. A second call may raise the level; a
+        lower level changes nothing."""
         assert self._backend is not None and not self._in_flight, (
             "sleep with a plan, or before start"
         )
         before = self._backend.memory()[0]
         with torch.inference_mode():
             self._drop()
-            if level == 1 and self._loaded is not None and not self._backend.shares_host_memory:
+            # What loading makes of quantized weights is not what it fills.
+            keeps = not (
+                self._backend.shares_host_memory
+                or self._loaded is None
+                or self._loaded.facts.quantization
+            )
+            if level == 1 and self._loaded is not None and keeps:
                 self._offloaded = offload(self._loaded.modules)
         if level > 1 or not self._backend.shares_host_memory:
             self._loaded = None

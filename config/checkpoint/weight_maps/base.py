@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from config.checkpoint.weight_maps.text_part import OUTSIDE, text_part_name
+from config.model.quantization.base import PARAMETERS, WeightPart, WeightScheme
 
 
 class WeightSpec(NamedTuple):
@@ -67,11 +68,39 @@ class WeightSpec(NamedTuple):
     rounds_up: bool = False
     """Where the ranks cannot divide the tensor evenly, the shards of the parameter are rounded up,
     and zero where the tensor ends."""
+    scheme: WeightScheme | None = None
+    """Of a quantized weight. The fields above, but `name`, then describe the weight itself."""
+    part: WeightPart | None = None
+    """Which of the tensors it is stored as."""
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Of the tensor in the file."""
+        return self.shape if self.part is None else self.part.shape(*self.shape)
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of `shape` is the one."""
+        expected = self.stored_shape
+        return shape == expected if self.part is None else self.part.fits(shape, expected)
+
+    @property
+    def module(self) -> str:
+        """The name of the linear layer of a quantized weight in the checkpoint."""
+        assert self.part is not None
+        return self.name.removesuffix(f".{self.part.suffix}")
+
+    @property
+    def quantized_parameter(self) -> str:
+        """Path of the parameter that the tensor of a quantized weight fills in a layer that keeps
+        it quantized; empty if none does."""
+        assert self.part is not None
+        name = PARAMETERS.get(self.part.role)
+        return "" if name is None else self.parameter.removesuffix("weight") + name
 
     @property
     def is_stored_as_is(self) -> bool:
         """Whether the bytes of the tensor are those of a part of the parameter with its dtype."""
-        changes = (self.transposed, self.offset, self.normalized, self.mxfp4)
+        changes = (self.transposed, self.offset, self.normalized, self.mxfp4, self.part)
         is_set = (self.interleaved_size, self.row_groups, self.row, self.repeats)
         return not any(changes) and all(one is None for one in is_set)
 
@@ -81,8 +110,9 @@ class WeightSpec(NamedTuple):
         return min(num_ranks, self.num_heads[output]) if self.num_heads else num_ranks
 
     def num_elements(self) -> int:
-        """Of the parameter, those that the tensor fills."""
-        if self.mxfp4 == "scales":
+        """Of the parameter, those that the tensor fills; of a quantized weight, those of the
+        weight."""
+        if self.mxfp4 == "scales" or (self.part is not None and self.part.role != "values"):
             return 0
         if self.mxfp4_columns is not None:
             begin, end = self.mxfp4_columns

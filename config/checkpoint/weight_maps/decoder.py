@@ -13,6 +13,7 @@ from config.checkpoint.weight_maps.base import (
 from config.checkpoint.weight_maps.mla import mla_weights
 from config.checkpoint.weight_maps.mlp import merged_mlp_weights, mlp_weights
 from config.checkpoint.weight_maps.moe import moe_weights
+from config.checkpoint.weight_maps.quantized import quantized_weights
 from config.checkpoint.weight_maps.state import gated_delta_weights, mamba2_weights
 from config.model.decoder_spec import NORMS, DecoderSpec
 from config.model.model_config import ModelConfig
@@ -50,11 +51,16 @@ def decoder_weight_map(
         ignored.append(f"{head}weight")
     if not has_head:
         ignored.append("score.")
+    quantization = config.quantization
     return WeightMap(
-        tuple(_named(weight, spec) for weight in outer),
+        tuple(quantized_weights((_named(weight, spec) for weight in outer), quantization)),
         tuple(
-            tuple(_named(weight, spec) for weight in layer)
-            for layer in _decoder_layers(config, spec, hidden)
+            tuple(
+                quantized_weights(
+                    (_named(weight, spec) for weight in layer), quantization, f"{layers}{index}."
+                )
+            )
+            for index, layer in enumerate(_decoder_layers(config, spec, hidden))
         ),
         layer_prefix=layers,
         parameter_prefix="model.layers.",
@@ -62,7 +68,11 @@ def decoder_weight_map(
         default_prefix=root,
         known_prefixes=(root, head, "score."),
         ignored_prefixes=tuple(ignored),
-        ignored_suffixes=(".rotary_emb.inv_freq", *spec.unused),
+        ignored_suffixes=(
+            ".rotary_emb.inv_freq",
+            *spec.unused,
+            *(() if quantization is None else quantization.ignored_suffixes),
+        ),
         is_text_part=config.is_text_part,
     )
 

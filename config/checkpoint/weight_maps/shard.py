@@ -30,6 +30,11 @@ class ShardRank(NamedTuple):
 WHOLE = ShardRank()
 
 
+def covering(intervals: tuple[Interval, ...], unit: int) -> tuple[Interval, ...]:
+    """The intervals of units that have all of `intervals`, in their order."""
+    return tuple((begin // unit, -(-end // unit)) for begin, end in intervals)
+
+
 class Shard(NamedTuple):
     """A part of a tensor."""
 
@@ -39,7 +44,22 @@ class Shard(NamedTuple):
     dim: int = 0
     """The dimension of the stored tensor that `intervals` are along."""
     intervals: tuple[Interval, ...] | None = None
-    """In rising order, none adjacent; None: the whole tensor."""
+    """In rising order, none adjacent; None: the whole tensor. Of a quantized weight, those of the
+    weight (out, in)."""
+    total: int = 0
+    """Size of that dimension, if there are intervals."""
+
+    @property
+    def stored(self) -> tuple[int, tuple[Interval, ...] | None]:
+        """(dimension of the tensor in the file, its intervals): of a quantized weight those that
+        have all that is needed, and may have more."""
+        part = self.spec.part
+        if part is None or self.intervals is None:
+            return self.dim, self.intervals
+        for dim, axis in enumerate(part.axes):
+            if axis.of == self.dim and axis.unit and not axis.is_whole:
+                return dim, covering(self.intervals, axis.unit)
+        return 0, None
 
 
 def shard_of(spec: WeightSpec, at: ShardRank) -> Shard | None:
@@ -79,7 +99,7 @@ def _of_one(spec: WeightSpec, shard_dim: int, at: ShardRank) -> Shard:
     if spec.rounds_up:
         size = -(-total // at.size)
         begin, end = (min(index * size, total) for index in (at.rank, at.rank + 1))
-    return Shard(_resized(spec, dim, end - begin), dim, ((begin, end),))
+    return Shard(_resized(spec, dim, end - begin), dim, ((begin, end),), total)
 
 
 def _of_blocks(spec: WeightSpec, dim: int, at: ShardRank) -> Shard:

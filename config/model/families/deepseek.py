@@ -115,8 +115,8 @@ FAMILIES: Mapping[str, Family] = {
     "DeepseekV3ForCausalLM": Family(
         _deepseek_v3,
         "DeepSeek-V3, V3.1, R1; Kimi K2, Moonlight",
-        "layers for multi-token prediction are not loaded; weights must be in bfloat16, those of "
-        "V3, R1 and Kimi K2 are published in FP8",
+        "layers for multi-token prediction are not loaded; experts in FP8, as V3, R1 and Kimi K2 "
+        "have them, are converted to bfloat16",
         renamed=_ROTATED,
         defaults={
             "scoring_func": "sigmoid",

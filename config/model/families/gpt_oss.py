@@ -16,7 +16,7 @@ from config.model.moe import MoEFields
 
 
 def _gpt_oss(config: ModelConfig) -> DecoderSpec:
-    is_packed = bool(config.fields.raw.get("quantization_config"))
+    is_packed = config.is_quantized and config.quantization is None
     if is_packed:
         _check_blocks(config)
     return DecoderSpec(

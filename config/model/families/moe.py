@@ -173,7 +173,7 @@ FAMILIES: Mapping[str, Family] = {
     "MiniMaxM2ForCausalLM": Family(
         _minimax_m2,
         "MiniMax-M2",
-        "weights must be in bfloat16; the published ones are FP8",
+        "experts in FP8, as they are published, are converted to bfloat16",
         defaults={"rope_theta": 5000000.0},
         moe=MoEFields("num_local_experts"),
     ),

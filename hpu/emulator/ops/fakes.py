@@ -57,6 +57,36 @@ def _from_four_bits(
     return input.new_empty((*input.shape[:-1], 8 * input.shape[-1]), dtype=out_dtype)
 
 
+def _cast_to_fp8(
+    x: Tensor,
+    scale: Tensor | None = None,
+    stochastic_rounding: bool = False,
+    is_amax: bool = False,
+    dtype: torch.dtype | None = None,
+    scale_shape: list[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=dtype or torch.float8_e4m3fn), x.new_empty(
+        (), dtype=torch.float32
+    )
+
+
+def _fp8_gemm(
+    A: Tensor,
+    trans_A: bool,
+    B: Tensor,
+    trans_B: bool,
+    D: Tensor | None,
+    out_dtype: torch.dtype,
+    A_scale_inv: Tensor | None = None,
+    B_scale_inv: Tensor | None = None,
+    bias: Tensor | None = None,
+    accumulate: bool = False,
+    B_scale_shape: list[int] | None = None,
+) -> Tensor:
+    rows, columns = A.shape[-1 if trans_A else -2], B.shape[-2 if trans_B else -1]
+    return A.new_empty((*A.shape[:-2], rows, columns), dtype=out_dtype)
+
+
 FAKES: dict[str, Callable[..., Any]] = {
     "sdpa_recomp_fwd": _sdpa,
     "rms_norm": _rms_norm,
@@ -65,6 +95,8 @@ FAKES: dict[str, Callable[..., Any]] = {
     "block_softmax_adjustment": _adjustment,
     "convert_from_uint4": _from_four_bits,
     "convert_from_int4": _from_four_bits,
+    "cast_to_fp8_v2": _cast_to_fp8,
+    "fp8_gemm_v2": _fp8_gemm,
 }
 
 

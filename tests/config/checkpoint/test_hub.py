@@ -99,16 +99,16 @@ def test_serve_refuses_an_unknown_architecture_before_the_weights_are_downloaded
 def test_a_model_that_its_files_exclude_is_refused_before_its_weights_are_downloaded(
     hub: FakeHub, outcomes: Callable[..., list[str]], files: dict[str, bytes]
 ) -> None:
-    quantized = {**json.loads(files["config.json"]), "quantization_config": {"quant_method": "awq"}}
-    hub.add("org/awq", {**files, "config.json": json.dumps(quantized)})
+    quantized = {**json.loads(files["config.json"]), "quantization_config": {"quant_method": "hqq"}}
+    hub.add("org/hqq", {**files, "config.json": json.dumps(quantized)})
     without = {name: text for name, text in files.items() if name != "model.safetensors"}
     hub.add("org/pickled", {**without, "pytorch_model.bin": b"never read"})
     hub.add("org/gguf", {"tiny-Q4.gguf": b"GGUF", "README.md": "tiny"})
     hub.add("org/adapter", {"adapter_model.safetensors": files["model.safetensors"]})
 
-    awq, pickled, gguf, adapter = outcomes("org/awq", "org/pickled", "org/gguf", "org/adapter")
+    hqq, pickled, gguf, adapter = outcomes("org/hqq", "org/pickled", "org/gguf", "org/adapter")
 
-    assert awq.startswith("org/awq/config.json says that its weights are quantized (awq)")
+    assert hqq.startswith("org/hqq/config.json says that its weights are quantized (hqq)")
     assert pickled.startswith("org/pickled has its weights only as pickles (pytorch_model.bin)")
     assert "t.LlamaForCausalLM" in pickled and '"org/pickled"' in pickled
     assert "tiny-Q4.gguf: give the path of one GGUF file" in gguf

@@ -104,7 +104,7 @@ def test_one_message_names_every_flag_that_cannot_be_used(
 ) -> None:
     line = (
         "--nnodes 2 --enable-lora --lora-modules a=b c=d --kv-cache-dtype fp8 --max-modellen 9 "
-        "--speculative-config.method ngram --frobnicate --port x --quantization awq "
+        "--speculative-config.method ngram --frobnicate --port x --quantization hqq "
         "--enable-prefix-caching=maybe"
     )
 
@@ -201,7 +201,7 @@ def test_the_log_has_one_line_for_all_of_them(
         ("--enable-chunked-prefill=False", "enable-chunked-prefill is False, it must be true"),
         ("--enable-chunked-prefill=no", "--enable-chunked-prefill takes no value, --enable-ch"),
         ("--max-logprobs 21", "max-logprobs is 21, it must be between 0 and 20"),
-        ("-q awq", "quantization is 'awq', it must be one of int8, int4, gguf"),
+        ("-q hqq", "quantization is 'hqq', it must be one of gptq, awq, compressed-tensors, fp8"),
         ("--generation-config ./folder", "is './folder', it must be one of auto, vllm"),
         ("--weights-load-device cpu", "--weights-load-device is not in this version: weights"),
         ("--speculative-model x", "--speculative-model is not in this version: there is no"),

@@ -181,7 +181,7 @@ def test_the_dtype_is_read_in_both_spellings(tmp_path: Path, fields: dict[str, A
         ({"rms_norm_eps": "small"}, "rms_norm_eps in .* is 'small', it must be a number"),
         ({"architectures": []}, r"architectures in .* is \[\], it must name one model"),
         ({"text_config": {}}, "more than a text model"),
-        ({"quantization_config": {"quant_method": "awq"}}, r"are quantized \(awq\)"),
+        ({"quantization_config": {"quant_method": "hqq"}}, r"are quantized \(hqq\): served are"),
         ({"dtype": "float8"}, "dtype in .* is float8"),
         ({"sliding_window": 0}, "sliding_window in .* is 0"),
         ({"sliding_window": 5, "layer_types": ["full_attention"]}, "names 1 layers of 2"),

@@ -157,8 +157,8 @@ def test_the_feed_forward_part_has_the_name_of_the_checkpoint(tmp_path: Path) ->
         ),
         (
             "GptOssForCausalLM",
-            {"quantization_config": {"quant_method": "awq"}},
-            r"are quantized \(awq\)",
+            {"quantization_config": {"quant_method": "hqq"}},
+            r"are quantized \(hqq\)",
         ),
         (
             "Llama4ForCausalLM",

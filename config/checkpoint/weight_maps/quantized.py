@@ -1,0 +1,42 @@
+"""The tensors that quantized weights are stored as, in the place of the weights."""
+
+from collections.abc import Iterable, Iterator
+
+from config.checkpoint.weight_maps.base import WeightSpec
+from config.model.quantization.base import QuantizationConfig
+
+_WEIGHT = ".weight"
+_HEAD = "lm_head.weight"
+
+
+def quantized_weights(
+    weights: Iterable[WeightSpec], quantization: QuantizationConfig | None, prefix: str = ""
+) -> Iterator[WeightSpec]:
+    """`weights`, with each that `quantization` has in a scheme as the tensors of the scheme.
+    `prefix`: before their names in the checkpoint."""
+    for weight in weights:
+        scheme = None
+        if quantization is not None and _is_linear(weight, has_head=quantization.has_head):
+            scheme = quantization.scheme_of(prefix + weight.name.removesuffix(_WEIGHT))
+        if scheme is None:
+            yield weight
+            continue
+        if weight.transposed:
+            # Formats store their own (out, in).
+            fields = " x ".join(reversed(weight.fields.split(" x ")))
+            weight = weight._replace(shape=weight.shape[::-1], fields=fields, transposed=False)
+        module = weight.name.removesuffix(_WEIGHT)
+        for part in scheme.parts:
+            yield weight._replace(name=f"{module}.{part.suffix}", scheme=scheme, part=part)
+
+
+def _is_linear(weight: WeightSpec, *, has_head: bool) -> bool:
+    """Whether it is the weight of a linear layer, or of one in an expert, that formats quantize:
+    not of routers, convolutions, norms and embeddings."""
+    if not weight.name.endswith(_WEIGHT) or len(weight.shape) != 2:
+        return False
+    if weight.parameter == _HEAD:
+        return has_head
+    layer, _, name = weight.parameter.rpartition(".")
+    is_expert = weight.expert is not None and name in ("w13_weight", "w2_weight")
+    return is_expert or (name == "weight" and "_proj" in layer.rpartition(".")[2])

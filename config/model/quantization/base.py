@@ -1,0 +1,146 @@
+"""QuantizationConfig: a checkpoint's quantization_config, checked; and how a quantized weight is
+stored, as a list of tensors."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+OUTPUTS, INPUTS = 0, 1
+"""Dimensions of the weight (out, in) of a linear layer."""
+INT32_BITS = 32
+
+Role = Literal["values", "scales", "zeros", "groups", "input_scale", "shape"]
+"""Of a tensor: quantized values; what they are multiplied by; zero points, which are subtracted
+before; the group of each input; the scale of activations; the sizes of the weight."""
+
+PARAMETERS: dict[Role, str] = {
+    "values": "qweight",
+    "scales": "scales",
+    "zeros": "qzeros",
+    "groups": "g_idx",
+    "input_scale": "input_scale",
+}
+"""Of a quantized linear layer, the parameter that such tensors fill."""
+
+
+class StoredAxis(NamedTuple):
+    """A dimension of a stored tensor."""
+
+    of: int
+    """OUTPUTS or INPUTS."""
+    unit: int = 1
+    """How many of them share an index; 0: all."""
+    is_packed: bool = False
+    """They share it because an int32 has several values."""
+    is_whole: bool = False
+    """Every rank needs all of it."""
+
+    def size(self, count: int) -> int:
+        """For `count` outputs or inputs."""
+        return -(-count // self.unit) if self.unit else 1
+
+
+class WeightPart(NamedTuple):
+    """One of the tensors that a quantized weight (out, in) is stored as."""
+
+    role: Role
+    suffix: str
+    """Of its name, behind that of the module."""
+    axes: tuple[StoredAxis, ...]
+    """Of the tensor; none: one number for the whole weight."""
+    dtypes: tuple[str, ...]
+    """As safetensors spells them."""
+    bits: int = 0
+    """Of integers."""
+    order: tuple[int, ...] = ()
+    """Which of the values in an int32 is in its lowest bits, which in the next ones; empty: they
+    are in their own order."""
+    offset: int = 0
+    """Added to integers, modulo 2^bits; to integers that are not packed, plainly."""
+
+    def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
+        """Of the tensor in the file."""
+        if self.role == "shape":
+            return (2,)
+        sizes = (out_features, in_features)
+        return tuple(axis.size(sizes[axis.of]) for axis in self.axes)
+
+    def fits(self, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+        """Whether a tensor of `shape` is one of `expected`: formats differ in dimensions of 1."""
+        if self.role == "scales" or self.role == "input_scale":
+            return [one for one in shape if one != 1] == [one for one in expected if one != 1]
+        return shape == expected
+
+
+@dataclass(frozen=True, slots=True)
+class WeightScheme:
+    """How a weight is quantized: (values - zeros) * scales, in groups of inputs."""
+
+    bits: int
+    parts: tuple[WeightPart, ...]
+    is_float: bool = False
+    """FP8 (e4m3) values, not integers."""
+    group_size: int | None = None
+    """Inputs that share a scale; None: all."""
+    block_rows: int = 1
+    """Outputs that share a scale; 0: all."""
+    is_symmetric: bool = True
+    """Without zero points: those of integers are in the middle."""
+    desc_act: bool = False
+    """Groups are not of neighbouring inputs: a tensor says which each input belongs to."""
+    activations: Literal["none", "dynamic", "static"] = "none"
+    """Whether they are quantized: with a scale of each token, or with one of the checkpoint."""
+
+    @property
+    def middle(self) -> int:
+        """The zero point of symmetric integers."""
+        return 1 << (self.bits - 1)
+
+    def num_groups(self, in_features: int) -> int:
+        return 1 if self.group_size is None else -(-in_features // self.group_size)
+
+
+class Rule(NamedTuple):
+    """A scheme, and the modules that have it."""
+
+    targets: tuple[str, ...]
+    """As QuantizationConfig.ignored; `Linear`: all linear layers."""
+    scheme: WeightScheme
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationConfig:
+    """Of a checkpoint."""
+
+    method: str
+    """quant_method, which is also the value of --quantization."""
+    rules: tuple[Rule, ...]
+    """The first one that matches a module holds."""
+    ignored: tuple[str, ...] = ()
+    """Modules that are not quantized: their names or parts of them, between dots; or behind `re:` a
+    regular expression."""
+    has_head: bool = False
+    """Whether the output head is quantized, unless it is ignored."""
+    ignored_suffixes: tuple[str, ...] = ()
+    """Ends of the names of tensors that a checkpoint may hold and nobody needs."""
+
+    def scheme_of(self, module: str) -> WeightScheme | None:
+        """Of the linear layer that the checkpoint calls `module`; None: it is not quantized."""
+        if any(_matches(one, module) for one in self.ignored):
+            return None
+        for rule in self.rules:
+            if any(one == "Linear" or _matches(one, module) for one in rule.targets):
+                return rule.scheme
+        return None
+
+
+def _matches(pattern: str, module: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], module) is not None
+    # The whole model of a text model has longer names.
+    return f".{pattern}." in f".{module}." or pattern.endswith(f".{module}")
+
+
+def packed_axis(of: int, bits: int) -> StoredAxis:
+    """Of int32 that hold values of so many bits."""
+    return StoredAxis(of, INT32_BITS // bits, is_packed=True)

@@ -1,0 +1,69 @@
+"""FP8 checkpoints (e4m3): scales of tensors, or of blocks as DeepSeek-V3 has them."""
+
+from typing import Any, Literal
+
+from config.model.json_fields import Fields
+from config.model.quantization.base import (
+    INPUTS,
+    OUTPUTS,
+    QuantizationConfig,
+    Rule,
+    StoredAxis,
+    WeightPart,
+    WeightScheme,
+)
+from config.model.quantization.fields import FLOATS, KV_SCALES, choice, module_names, refused
+
+
+def read_fp8(fields: Fields) -> QuantizationConfig:
+    """Raises ConfigError for what is not served."""
+    choice(fields, "fmt", "e4m3", ("e4m3",))
+    kind = choice(fields, "activation_scheme", "dynamic", ("dynamic", "static"))
+    block = fields.get("weight_block_size", list, None)
+    scheme = fp8_scheme(
+        fields,
+        "weight_block_size",
+        block,
+        rows=0,
+        suffix="weight_scale" if block is None else "weight_scale_inv",
+        activations="static" if kind == "static" else "dynamic",
+    )
+    return QuantizationConfig(
+        "fp8",
+        (Rule(("Linear",), scheme),),
+        ignored=module_names(fields, "ignored_layers", "modules_to_not_convert"),
+        ignored_suffixes=KV_SCALES,
+    )
+
+
+def fp8_scheme(
+    fields: Fields,
+    name: str,
+    block: list[Any] | None,
+    *,
+    rows: int,
+    suffix: str,
+    activations: Literal["none", "dynamic", "static"],
+) -> WeightScheme:
+    """With scales of blocks (outputs, inputs), which the field `name` has, or of `rows` outputs
+    (0: of the whole tensor)."""
+    columns = 0
+    if block is not None:
+        if len(block) != 2 or not all(type(one) is int and one > 0 for one in block):
+            raise refused(fields, name, block, "two positive numbers")
+        rows, columns = block
+    axes = (StoredAxis(OUTPUTS, rows), StoredAxis(INPUTS, columns))
+    parts: tuple[WeightPart, ...] = (
+        WeightPart("values", "weight", (StoredAxis(OUTPUTS), StoredAxis(INPUTS)), ("F8_E4M3",)),
+        WeightPart("scales", suffix, axes if rows or columns else (), FLOATS),
+    )
+    if activations == "static":
+        parts += (WeightPart("input_scale", "input_scale", (), FLOATS),)
+    return WeightScheme(
+        8,
+        parts,
+        is_float=True,
+        group_size=columns or None,
+        block_rows=rows,
+        activations=activations,
+    )

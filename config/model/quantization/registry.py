@@ -1,0 +1,42 @@
+"""Values of `quant_method` of a checkpoint to what reads its quantization_config."""
+
+from collections.abc import Callable, Mapping
+
+from config.errors import ConfigError
+from config.model.json_fields import Fields, shown
+from config.model.quantization.awq import read_awq
+from config.model.quantization.base import QuantizationConfig
+from config.model.quantization.compressed_tensors import read_compressed_tensors
+from config.model.quantization.fp8 import read_fp8
+from config.model.quantization.gptq import read_gptq
+
+METHODS: Mapping[str, Callable[[Fields], QuantizationConfig]] = {
+    "gptq": read_gptq,
+    "awq": read_awq,
+    "compressed-tensors": read_compressed_tensors,
+    "fp8": read_fp8,
+}
+
+
+def read_quantization(fields: Fields, known: tuple[str, ...] = ()) -> QuantizationConfig | None:
+    """From config.json (`fields`); None for weights that are not quantized, or by one of the
+    methods `known` to the model's family. Raises ConfigError for a method that is not served."""
+    raw = fields.raw.get("quantization_config")
+    if not raw:
+        return None
+    method = raw.get("quant_method") if isinstance(raw, dict) else None
+    if method in known:
+        return None
+    if not isinstance(method, str) or method not in METHODS:
+        named = shown(method)[1:-1] if isinstance(method, str) else "method unnamed"
+        raise ConfigError(
+            f"{fields.file} says that its weights are quantized ({named}): served are "
+            f"{', '.join(METHODS)}, and weights in bfloat16, float16 and float32"
+        )
+    return METHODS[method](Fields(raw, fields.file))
+
+
+def is_served(fields: Fields) -> bool:
+    """Whether `read_quantization` knows the method of config.json."""
+    raw = fields.raw.get("quantization_config")
+    return isinstance(raw, dict) and raw.get("quant_method") in METHODS

@@ -1,0 +1,158 @@
+"""Tensors of quantized weights, as their formats store them, to one form: outputs first, integers
+in bytes, scales in float32. Formats are described by config/model/quantization/."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from config.checkpoint.weight_maps.shard import Interval, Shard, covering
+from config.errors import ConfigError
+from config.model.quantization.base import (
+    INPUTS,
+    INT32_BITS,
+    OUTPUTS,
+    Role,
+    StoredAxis,
+    WeightPart,
+    WeightScheme,
+)
+
+NAN_CODE = 0x7F
+"""Of e4m3, apart from the sign: not a number."""
+
+
+def unpack_part(tensor: Tensor, shard: Shard) -> Tensor:
+    """What `shard` is of, from `tensor`, the covering part of the stored one.
+
+    values: (out, in) uint8, or float8_e4m3fn; scales: (out, groups) float32; zeros: (out, groups)
+    uint8; groups: (in) int64; input_scale: (out, 1) float32.
+    """
+    spec = shard.spec
+    part, scheme = spec.part, spec.scheme
+    assert part is not None and scheme is not None
+    sizes = spec.shape
+    intervals: list[tuple[Interval, ...]] = [((0, size),) for size in sizes]
+    if shard.intervals is not None:
+        intervals[shard.dim] = shard.intervals
+    tensor = tensor.reshape(_stored_shape(part, sizes, shard))
+    for dim, axis in enumerate(part.axes):
+        if axis.is_packed:
+            tensor = _unpack(tensor, dim, part)
+        tensor = _cut(tensor, dim, axis, intervals[axis.of], part.role, scheme)
+    if part.role == "groups":
+        return tensor.long()
+    if len(part.axes) == 2 and part.axes[0].of == INPUTS:
+        tensor = tensor.t()
+    if part.role in ("scales", "input_scale"):
+        columns = tensor.shape[1] if part.axes else 1
+        return tensor.float().reshape(-1, columns).expand(sizes[OUTPUTS], columns)
+    if part.bits and not any(axis.is_packed for axis in part.axes):
+        tensor = (tensor.short() + part.offset).to(torch.uint8)
+    return tensor
+
+
+def _stored_shape(part: WeightPart, sizes: tuple[int, ...], shard: Shard) -> tuple[int, ...]:
+    """Of the covering part."""
+    shape = list(part.shape(*sizes))
+    dim, intervals = shard.stored
+    if intervals is not None:
+        shape[dim] = sum(end - begin for begin, end in intervals)
+    whole = [dim for dim, axis in enumerate(part.axes) if axis.is_whole]
+    for one in whole:
+        # As many as the file has.
+        shape[one] = -1
+    return tuple(shape)
+
+
+def _unpack(tensor: Tensor, dim: int, part: WeightPart) -> Tensor:
+    """int32 to uint8, with the values of each int32 behind each other in `dim`."""
+    count, mask = INT32_BITS // part.bits, (1 << part.bits) - 1
+    order = part.order or tuple(range(count))
+    planes = [
+        (((tensor >> part.bits * order.index(value)) + part.offset) & mask).to(torch.uint8)
+        for value in range(count)
+    ]
+    return torch.stack(planes, dim + 1).flatten(dim, dim + 1)
+
+
+def _cut(
+    tensor: Tensor,
+    dim: int,
+    axis: StoredAxis,
+    intervals: tuple[Interval, ...],
+    role: Role,
+    scheme: WeightScheme,
+) -> Tensor:
+    """The entries of `intervals` in `dim`, where `tensor` has the units that cover them. Of groups
+    of inputs those of `num_groups`."""
+    if not axis.unit or axis.is_whole or (axis.unit == 1 and not axis.is_packed):
+        return tensor
+    pieces, start, unit = [], 0, axis.unit
+    for (first, last), (begin, end) in zip(covering(intervals, unit), intervals, strict=True):
+        count, offset, size = last - first, begin - first * unit, end - begin
+        if axis.is_packed:
+            pieces.append(tensor.narrow(dim, start * unit + offset, size))
+        else:
+            # Outputs one by one; inputs in groups that none of which is cut.
+            step = 1 if axis.of == OUTPUTS else math.gcd(unit, size)
+            piece = tensor.narrow(dim, start, count).repeat_interleave(unit // step, dim)
+            pieces.append(piece.narrow(dim, offset // step, size // step))
+        start += count
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def check_part(tensor: Tensor, shard: Shard, where: str, sizes: tuple[int, ...]) -> None:
+    """Raise ConfigError for values of the stored `tensor` that no tool writes. `where`: names it
+    and its file; `sizes`: (out, in) of the whole weight."""
+    spec = shard.spec
+    part, scheme = spec.part, spec.scheme
+    assert part is not None and scheme is not None
+    if part.role in ("scales", "input_scale"):
+        for wrong, what in (
+            (~tensor.isfinite(), "NaN or infinite"),
+            (tensor == 0, "zero"),
+        ):
+            if count := int(wrong.sum()):
+                raise ConfigError(f"{where} has {count} of {tensor.numel()} scales that are {what}")
+    elif part.role == "values" and scheme.is_float:
+        if count := int((tensor.view(torch.uint8) & 0x7F == NAN_CODE).sum()):
+            raise ConfigError(f"{where} has {count} weights that are NaN")
+    elif part.role == "groups":
+        groups = scheme.num_groups(sizes[INPUTS])
+        low, high = (int(one) for one in tensor.aminmax()) if tensor.numel() else (0, 0)
+        if low < 0 or high >= groups:
+            raise ConfigError(f"{where} has groups from {low} to {high}, there are {groups}")
+    elif part.role == "shape":
+        found = tuple(tensor.tolist())
+        if found != sizes:
+            raise ConfigError(f"{where} is {found}, the weight is {sizes}")
+
+
+def dequantize(parts: Mapping[Role, Tensor], scheme: WeightScheme) -> Tensor:
+    """(out, in) float32 of tensors as `unpack_part` gives them."""
+    values, scales, zeros = parts["values"], parts["scales"], parts.get("zeros")
+    weight, in_features = values.float(), values.shape[1]
+    groups = parts.get("groups")
+    if groups is None:
+        groups = torch.arange(in_features) // (in_features // scales.shape[1])
+
+    def spread(table: Tensor) -> Tensor:
+        return table if table.shape[1] == 1 else table.index_select(1, groups)
+
+    if zeros is not None:
+        weight -= spread(zeros).float()
+    elif not scheme.is_float:
+        weight -= scheme.middle
+    return weight.mul_(spread(scales))
+
+
+def to_pairs(values: Tensor) -> Tensor:
+    """(rows, 2 * n) uint8 below 16 to (rows, n): two in a byte, the first in its low half."""
+    return values[:, ::2] | values[:, 1::2] << 4
+
+
+def from_pairs(pairs: Tensor) -> Tensor:
+    """The inverse of `to_pairs`."""
+    return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)

@@ -1,0 +1,180 @@
+"""Quantized checkpoints that cannot be served: one sentence that names file and tensor."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paged_harness import load_decoder
+from quantized_checkpoints import FORMATS, WEIGHTS, make_quantized, replace_tensor
+from tiny_models import make_tiny
+from torch import Tensor
+
+from config.engine import EngineConfig
+from config.errors import ConfigError
+from config.model.read_config import read_model_config
+from config.startup_checks import check_checkpoint, chosen_quantization
+
+UP = "model.layers.1.mlp.up_proj"
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def original(name: str) -> Path:
+        if name not in made:
+            folder = tmp_path_factory.mktemp("checkpoint")
+            made[name] = make_quantized(FORMATS[name], folder, num_hidden_layers=2).folder
+        return made[name]
+
+    return original
+
+
+def set_quantization(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"] |= changes
+    file.write_text(json.dumps(config))
+
+
+def load(folder: Path) -> None:
+    check_checkpoint(EngineConfig(str(folder), device="cpu"), str(folder))
+    load_decoder(folder)
+
+
+def with_first(value: float) -> Callable[[Tensor], Tensor]:
+    def change(tensor: Tensor) -> Tensor:
+        tensor.view(-1)[0] = value
+        return tensor
+
+    return change
+
+
+def one_group_beyond(tensor: Tensor) -> Tensor:
+    tensor[3] = 4
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "change", "message"),
+    [
+        ("gptq", f"{UP}.scales", with_first(0), "1 of 512 scales that are zero"),
+        ("awq", f"{UP}.scales", with_first(torch.nan), "1 of 512 scales that are NaN or infinite"),
+        ("wna16", f"{UP}.weight_scale", with_first(torch.inf), "1 of 512 scales that are NaN or"),
+        ("fp8", f"{UP}.weight_scale", with_first(0), "has 1 of 1 scales that are zero"),
+        ("fp8, static", f"{UP}.input_scale", with_first(-torch.inf), "NaN or infinite"),
+        ("fp8, blocks", f"{UP}.weight", with_first(torch.nan), "has 1 weights that are NaN"),
+        ("gptq, desc_act", f"{UP}.g_idx", one_group_beyond, "groups from 0 to 4, there are 4"),
+        ("gptq", f"{UP}.qweight", lambda one: one.short(), "is I16, by the quantization_config"),
+        ("fp8", f"{UP}.weight", lambda one: one.bfloat16(), "is BF16, by the quantization_config"),
+        ("fp8", f"{UP}.weight_scale", lambda one: None, "the files have no such tensor"),
+        ("awq", f"{UP}.qzeros", lambda one: None, "the files have no such tensor"),
+        ("gptq", f"{DOWN}.qweight", lambda one: one[:-1], "the files have 31x128"),
+        (
+            "wna16",
+            f"{UP}.weight_shape",
+            lambda one: one.flip(0),
+            r"is \(128, 256\), the weight is \(256, 128\)",
+        ),
+    ],
+)
+def test_a_wrong_tensor_is_named_with_its_file(
+    name: str,
+    tensor: str,
+    change: Callable[[Tensor], Tensor | None],
+    message: str,
+    originals: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "spoiled"
+    shutil.copytree(originals(name), folder)
+    replace_tensor(folder, tensor, change)
+
+    with pytest.raises(ConfigError, match=message) as refused:
+        load(folder)
+
+    text = str(refused.value)
+    assert tensor in text and str(folder) in text and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gptq", {"group_size": 32}, "a scale for 32 inputs.* the files have 2x16"),
+        ("gptq", {"bits": 8}, "in 8 bits.* the files have 16x128"),
+        ("gptq", {"bits": 3}, "bits of quantization_config in .* is 3, served is 4 or 8"),
+        ("gptq", {"checkpoint_format": "marlin"}, "is 'marlin', served is one of gptq, gptq_v2"),
+        ("gptq", {"dynamic": {"+:.*up_proj": {"bits": 8}}}, "dynamic of .* is '.:.*up_proj'"),
+        ("gptq", {"desc_act": "yes"}, "desc_act in .* is 'yes', it must be a bool"),
+        ("awq", {"version": "gemv"}, "version of .* is 'gemv', served is 'gemm'"),
+        ("awq", {"group_size": 0}, "is 0, served is -1, for all inputs"),
+        ("wna16", {"format": "nvfp4-pack-quantized"}, "format of .* is 'nvfp4-pack-quantized'"),
+        ("wna16", {"ignore": ["re:("]}, r"ignore of .* is 're:\(', served is a regular expr"),
+        ("wna16", {"config_groups": {}}, "config_groups of .* served is one group or several"),
+        ("fp8", {"weight_block_size": [128]}, r"weight_block_size of .* is \[128\], served is two"),
+        ("fp8", {"quant_method": "bitsandbytes"}, r"are quantized \(bitsandbytes\): served are"),
+        ("awq", {"modules_to_not_convert": ["up_proj"]}, "up_proj.weight, the files have no such"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(
+    name: str,
+    changes: dict[str, Any],
+    message: str,
+    originals: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "spoiled"
+    shutil.copytree(originals(name), folder)
+    set_quantization(folder, **changes)
+
+    with pytest.raises(ConfigError, match=message) as refused:
+        load(folder)
+
+    assert str(folder / "config.json") in str(refused.value)
+
+
+def test_a_truncated_file_is_named(originals: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = tmp_path / "spoiled"
+    shutil.copytree(originals("gptq"), folder)
+    file = folder / WEIGHTS
+    file.write_bytes(file.read_bytes()[:-1000])
+
+    with pytest.raises(ConfigError, match=f"{file} is not a whole safetensors file"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "requested", "message"),
+    [
+        ("gptq", "awq", "quantization is awq, and .*config.json says .* quantized by gptq"),
+        ("fp8", "int8", "quantization is int8, and .*config.json says .* quantized by fp8"),
+        ("", "gptq", "quantization is gptq, and .*config.json has no quantization_config"),
+    ],
+)
+def test_a_contradiction_names_both(
+    name: str,
+    requested: str,
+    message: str,
+    originals: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    folder = originals(name) if name else make_tiny("llama", tmp_path)
+    config = EngineConfig(str(folder), quantization=requested, device="cpu")
+
+    with pytest.raises(ConfigError, match=message):
+        check_checkpoint(config, str(folder))
+
+
+def test_the_checkpoint_decides_if_the_flag_is_left_out(
+    originals: Callable[[str], Path],
+) -> None:
+    folder = str(originals("awq"))
+    facts = read_model_config(folder)
+
+    assert chosen_quantization(None, facts) == chosen_quantization("awq", facts) == "awq"
+    check_checkpoint(EngineConfig(folder, quantization="awq", device="cpu"), folder)

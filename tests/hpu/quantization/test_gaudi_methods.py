@@ -1,0 +1,182 @@
+"""Quantized checkpoints on the emulated card."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from emulated import emulated
+from paged_harness import load_decoder
+from quantized_checkpoints import FORMATS, Floats, Integers, Quantized, make_quantized
+from torch import Tensor
+from two_prompts import greedy, random_traffic, working
+
+from config.execution import EmulatorSettings, ExecutionConfig
+from config.model.read_config import read_model_config
+from hpu.gaudi_devices import GENERATIONS
+from hpu.layers.linear import LinearBase
+from hpu.model_loader.loader import load_weights
+from hpu.model_loader.size_estimate import weight_bytes
+from hpu.models.decoder import Decoder
+from hpu.models.registry import build_model
+from hpu.quantization.base import LinearMethod
+from hpu.quantization.checkpoint import CheckpointScheme, MakeMethod
+from hpu.quantization.fp8 import Fp8LinearMethod
+from hpu.quantization.registry import process_weights
+from hpu.quantization.stored import StoredWeight
+from hpu.quantization.uint4 import Uint4LinearMethod, can_convert
+
+Make = Callable[[str], Quantized]
+INT4 = [name for name, one in FORMATS.items() if isinstance(one, Integers) and one.bits == 4]
+FLOATS = [name for name, form in FORMATS.items() if isinstance(form, Floats)]
+COUNTERS = ("compilations", "captures", "fallbacks")
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """The checkpoint of each format, once."""
+    made: dict[str, Quantized] = {}
+
+    def make(name: str) -> Quantized:
+        if name not in made:
+            folder = tmp_path_factory.mktemp("checkpoint")
+            made[name] = make_quantized(FORMATS[name], folder, num_hidden_layers=1)
+        return made[name]
+
+    return make
+
+
+def loaded(folder: Path, make_method: MakeMethod) -> Decoder:
+    model = build_model(
+        read_model_config(str(folder)),
+        dtype=torch.bfloat16,
+        device=torch.device("hpu", 0),
+        max_model_len=64,
+        quantization=CheckpointScheme(make_method),
+    )
+    load_weights(model, str(folder), on_progress=lambda done, total: None)
+    process_weights(model, None)
+    return model
+
+
+def outputs_of(model: Decoder, rows: int = 5) -> dict[str, tuple[Tensor, Tensor]]:
+    """Activations and outputs of each quantized layer."""
+    found = {}
+    for name, linear in model.named_modules():
+        if isinstance(linear, LinearBase) and linear.weight is None:
+            x = torch.randn(rows, linear.in_features).bfloat16()
+            found[name] = x, linear(x.to("hpu")).cpu()
+    assert len(found) == 4
+    return found
+
+
+@pytest.mark.parametrize("name", INT4)
+def test_products_are_those_of_the_dequantized_weights(name: str, make: Make) -> None:
+    quantized = make(name)
+    expected = load_decoder(quantized.reference).state_dict()
+
+    def method(weight: StoredWeight) -> LinearMethod | None:
+        return Uint4LinearMethod(weight) if can_convert(weight, takes_groups=True) else None
+
+    with emulated(release="1.22.0", strict=True):
+        found = outputs_of(loaded(quantized.folder, method))
+
+    for layer, (x, out) in found.items():
+        wanted = x.float() @ expected[f"{layer}.weight"].T
+        # Scales are rounded to bfloat16.
+        assert torch.allclose(out.float(), wanted, rtol=0.02, atol=0.02 * float(wanted.std()))
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("name", FLOATS)
+def test_products_in_fp8_are_close_to_those_of_the_dequantized_weights(
+    name: str, generation: str, make: Make
+) -> None:
+    quantized, largest = make(name), GENERATIONS[generation].fp8_max
+    expected = load_decoder(quantized.reference).state_dict()
+
+    with emulated(generation=generation, strict=True):
+        model = loaded(quantized.folder, lambda weight: Fp8LinearMethod(weight, largest))
+        found = outputs_of(model)
+        codes = [one.cpu() for name, one in model.named_parameters() if name.endswith("qweight")]
+
+    assert max(float(one.float().abs().max()) for one in codes) <= largest
+    assert {one.dtype for one in codes} == {torch.float8_e4m3fn}
+    for layer, (x, out) in found.items():
+        wanted = x.float() @ expected[f"{layer}.weight"].T
+        error = (out.float() - wanted).square().mean().sqrt() / wanted.std()
+        # Activations have four significant bits, and weights of blocks are rounded twice.
+        assert error < 0.05, layer
+
+
+@pytest.mark.parametrize("name", ["awq", "wna16, symmetric", "fp8, blocks"])
+def test_the_estimate_is_what_a_card_holds(name: str, make: Make) -> None:
+    folder = make(name).folder
+    facts = read_model_config(str(folder))
+
+    def method(weight: StoredWeight) -> LinearMethod:
+        if weight.scheme.is_float:
+            return Fp8LinearMethod(weight, 240.0)
+        return Uint4LinearMethod(weight)
+
+    with emulated(strict=True):
+        held = sum(one.nbytes for one in loaded(folder, method).parameters())
+
+    assert held == weight_bytes(facts, num_cards=1, width=2, length=0)
+    # Of one rank of two the embedding, the head and the layers are halves.
+    assert held / 2 < weight_bytes(facts, num_cards=2, width=2, length=0) < held * 0.6
+
+
+def test_layers_without_a_method_are_dequantized(make: Make) -> None:
+    quantized = make("gptq, 8 bits")
+    expected = load_decoder(quantized.reference, dtype=torch.bfloat16).state_dict()
+
+    with emulated(strict=True):
+        model = loaded(quantized.folder, lambda weight: None)
+        found = {name: one.cpu() for name, one in model.named_parameters()}
+
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def tokens_on_card(folder: Path, generation: str) -> tuple[list[list[int]], int]:
+    """Of two prompts and random traffic, and how many recipes were compiled before it: none may be
+    after it."""
+    with working(
+        folder,
+        device="hpu-emulator",
+        dtype="bfloat16",
+        execution=ExecutionConfig(mode="hpu-graphs"),
+        emulator=EmulatorSettings(card=generation, is_strict=True),
+    ) as rig:
+        counts = torch.hpu.emulated.counters.counts  # type: ignore[attr-defined]
+        before = [counts[name] for name in COUNTERS]
+        found = greedy(rig, 6) + random_traffic(rig, 1)
+        after = [counts[name] for name in COUNTERS]
+    assert after == before and before[2] == 0
+    return found, before[0]
+
+
+def test_four_bits_give_the_tokens_of_the_dequantized_model(make: Make) -> None:
+    quantized = make("wna16")
+
+    found, _ = tokens_on_card(quantized.folder, "gaudi2")
+
+    # Scales in bfloat16: the expanded weights are those of the reference.
+    assert found == tokens_on_card(quantized.reference, "gaudi2")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "generation"),
+    [("gptq", "gaudi3"), ("fp8, blocks", "gaudi2"), ("fp8, static", "gaudi3")],
+)
+def test_all_layers_share_their_recipes_and_none_is_compiled_after_warm_up(
+    name: str, generation: str, tmp_path: Path
+) -> None:
+    counts = []
+    # The first layer's recipe has the embedding too.
+    for num_layers in (2, 3):
+        folder = tmp_path / str(num_layers)
+        made = make_quantized(FORMATS[name], folder, num_hidden_layers=num_layers)
+        counts.append(tokens_on_card(made.folder, generation)[1])
+
+    assert counts[0] == counts[1]

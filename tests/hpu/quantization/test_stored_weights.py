@@ -1,0 +1,167 @@
+"""Quantized checkpoints against the same weights dequantized, which transformers runs in float32.
+
+Their tensors are packed by tests/support/quantized_checkpoints.py, from the formats' definitions.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paged_harness import PagedHarness, load_decoder
+from quantized_checkpoints import FORMATS, Integers, Quantized, make_quantized
+from stored_ranks import load_packed
+from tiny_models import FAMILIES
+from transformers import AutoModelForCausalLM
+
+from hpu.backends.cpu import use_cpu_kernels
+from hpu.distributed.process_groups import ProcessGroup
+from hpu.layers.linear import LinearBase
+from hpu.models.decoder import Decoder
+from hpu.native.library import Library, PackedLinear
+
+Make = Callable[[str], Quantized]
+PROMPT = {0: list(range(10, 40)), 1: [5, 6, 7]}
+INTEGERS = [name for name, form in FORMATS.items() if isinstance(form, Integers)]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """The checkpoint of each format, once."""
+    made: dict[str, Quantized] = {}
+
+    def make(name: str) -> Quantized:
+        if name not in made:
+            made[name] = make_quantized(FORMATS[name], tmp_path_factory.mktemp("checkpoint"))
+        return made[name]
+
+    return make
+
+
+def linears_of(model: Decoder) -> dict[str, LinearBase]:
+    found = {name: one for name, one in model.named_modules() if isinstance(one, LinearBase)}
+    return {name: one for name, one in found.items() if name != "lm_head"}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_are_dequantized_exactly(name: str, make: Make) -> None:
+    quantized = make(name)
+    expected = load_decoder(quantized.reference).state_dict()
+
+    found = load_decoder(quantized.folder).state_dict()
+
+    assert found.keys() == expected.keys()
+    for path, tensor in found.items():
+        assert torch.equal(tensor, expected[path]), path
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "fields"),
+    [
+        # Queries, keys and values in one tensor, and gate and up.
+        ("phi3", "gptq, desc_act", {}),
+        ("phi3", "fp8, blocks", {}),
+        ("mixtral", "gptq", {"num_local_experts": 2, "num_experts_per_tok": 1}),
+        ("qwen3_moe", "wna16", {"num_experts": 2, "num_experts_per_tok": 1}),
+        # Rows that are put in another order, and the matrices that decodes absorb.
+        ("deepseek_v3", "fp8, small blocks", {"head_dim": 8, "n_routed_experts": 4, "n_group": 1}),
+    ],
+)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_so_are_those_of_other_families(
+    family: str, name: str, fields: dict[str, Any], num_ranks: int, tmp_path: Path
+) -> None:
+    if family not in FAMILIES:
+        pytest.skip("the installed transformers does not know it")
+    if family == "deepseek_v3":
+        fields = {**fields, "topk_group": 1, "num_experts_per_tok": 2}
+    quantized = make_quantized(FORMATS[name], tmp_path, family, num_hidden_layers=2, **fields)
+    for rank in range(num_ranks):
+        group = ProcessGroup(range(num_ranks), rank)
+        expected = load_decoder(quantized.reference, group=group).state_dict()
+
+        found = load_decoder(quantized.folder, group=group).state_dict()
+
+        assert found.keys() == expected.keys()
+        for path, tensor in found.items():
+            assert torch.equal(tensor, expected[path]), path
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_packed_weights_are_those_of_the_tool_exactly(name: str, make: Make) -> None:
+    quantized = make(name)
+    expected = load_decoder(quantized.reference).state_dict()
+
+    linears = linears_of(load_packed(str(quantized.folder)))
+
+    assert len(linears) == 2 * 4
+    for path, linear in linears.items():
+        assert linear.quantized_weight is not None and linear.weight is None
+        found = linear.quantized_weight.dequantize(torch.float32)
+        assert torch.equal(found, expected[f"{path}.weight"]), path
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_kernels_multiply_by_the_packed_weights(name: str, make: Make, library: Library) -> None:
+    for linear in linears_of(load_packed(str(make(name).folder))).values():
+        weight = linear.quantized_weight
+        assert weight is not None
+        kernel, plain = PackedLinear(library, weight, None), weight.dequantize(torch.bfloat16)
+        exact = weight.dequantize(torch.float32)
+        for rows in (1, 2, 3, 4):
+            x = torch.randn(rows, linear.in_features).bfloat16()
+            expected = x.float() @ exact.T
+            sums = kernel.multiply_float32(x)
+            assert torch.allclose(sums, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
+        many = torch.randn(40, linear.in_features).bfloat16()
+        order = slice(None) if weight.order is None else weight.order.long()
+        wide = PackedLinear(library, plain[:, order], None)
+        if weight.is_per_output:
+            # The sums are scaled, not the weights.
+            expected = many.float() @ exact.T
+            assert torch.allclose(kernel(many).float(), expected, rtol=0.01, atol=0.02)
+        else:
+            assert torch.equal(kernel(many), wide(many[:, order]))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["gptq", "gptq, desc_act", "awq", "wna16", "fp8, blocks"])
+def test_logits_are_those_of_transformers(name: str, make: Make, built: Library) -> None:
+    quantized = make(name)
+    reference = AutoModelForCausalLM.from_pretrained(quantized.reference, dtype=torch.float32)
+    expected = {row: reference(torch.tensor([ids])).logits[0] for row, ids in PROMPT.items()}
+
+    exact = PagedHarness(load_decoder(quantized.folder)).prefill(PROMPT)
+    packed = use_cpu_kernels(load_packed(str(quantized.folder)), built)
+    rounded = PagedHarness(packed).prefill(PROMPT)  # type: ignore[arg-type]
+
+    for row, logits in expected.items():
+        assert torch.allclose(exact[row], logits, rtol=1e-4, atol=1e-4)
+        error = (rounded[row].float() - logits).square().mean().sqrt()
+        assert error < 0.05 * logits.std()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_shards_of_ranks_are_those_of_the_dequantized_weights(name: str, make: Make) -> None:
+    quantized = make(name)
+    for rank in range(2):
+        group = ProcessGroup(range(2), rank)
+        expected = load_decoder(quantized.reference, group=group).state_dict()
+
+        found = load_decoder(quantized.folder, group=group).state_dict()
+        packed = linears_of(load_packed(str(quantized.folder), group))
+
+        for path, tensor in expected.items():
+            assert torch.equal(found[path], tensor), path
+        for path, linear in packed.items():
+            weight = expected[f"{path}.weight"]
+            if linear.quantized_weight is None:
+                assert linear.weight is not None
+                assert torch.equal(linear.weight, weight.bfloat16())
+            else:
+                assert torch.equal(linear.quantized_weight.dequantize(torch.float32), weight)
+        kept = sum(linear.quantized_weight is not None for linear in packed.values())
+        # Of groups in any order the inputs of a rank are parts of all groups.
+        rows = 4 if "act" in name else 8
+        assert kept == (rows if name in INTEGERS else 0)

@@ -1,0 +1,337 @@
+"""Quantized tiny checkpoints, packed as the definitions of the formats say, each with the same
+weights dequantized, for a reference."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import make_tiny
+from torch import Tensor
+
+Ints = npt.NDArray[np.int64]
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "head_dim": 32,
+}
+"""Of whole groups of 64 inputs on two ranks, but for down_proj in groups of 256."""
+WEIGHTS = "model.safetensors"
+INT8 = "int-quantized"
+"""The format of compressed-tensors with bytes."""
+
+
+class Rounded(NamedTuple):
+    """Integers of a weight (out, in)."""
+
+    values: Ints
+    """(out, in), from 0 on."""
+    scales: Tensor
+    """(out, groups) float16."""
+    zeros: Ints
+    """(out, groups)."""
+    groups: Ints
+    """(in) that of each input."""
+
+    def dequantize(self) -> Tensor:
+        """(out, in) float32."""
+        shifted = self.values - self.zeros[:, self.groups]
+        return torch.from_numpy(shifted).float() * self.scales.float()[:, self.groups]
+
+
+def round_weight(
+    weight: Tensor,
+    bits: int,
+    group_size: int,
+    *,
+    symmetric: bool,
+    order: Ints | None = None,
+    dtype: torch.dtype = torch.float16,
+) -> Rounded:
+    """To the nearest of 2^bits steps in groups of `group_size` inputs (-1: all) of those in `order`
+    (None: their own)."""
+    out, size = weight.shape
+    width, most = size if group_size == -1 else group_size, 2**bits - 1
+    order = np.arange(size) if order is None else order
+    groups = np.empty(size, np.int64)
+    groups[order] = np.arange(size) // width
+    ordered = weight[:, torch.from_numpy(order)].view(out, -1, width)
+    low, high = ordered.amin(-1), ordered.amax(-1)
+    if symmetric:
+        scales = (torch.maximum(-low, high) * 2 / most).to(dtype)
+        zeros = torch.full_like(scales, 2.0 ** (bits - 1)).float()
+    else:
+        scales = ((high - low) / most).to(dtype)
+        zeros = (-low / scales.float()).round().clamp(0, most)
+    table = zeros.long().numpy()
+    values = weight / scales.float()[:, groups] + zeros[:, groups]
+    return Rounded(values.round().clamp(0, most).long().numpy(), scales, table, groups)
+
+
+def pack_rows(values: Ints, bits: int) -> Tensor:
+    """(rows, columns) to (rows / (32 / bits), columns) int32, the first row in the lowest bits."""
+    count = 32 // bits
+    padded = np.zeros((-(-len(values) // count) * count, values.shape[1]), np.uint32)
+    padded[: len(values)] = values
+    packed = np.zeros((len(padded) // count, values.shape[1]), np.uint32)
+    for row in range(len(padded)):
+        packed[row // count] |= padded[row] << np.uint32(bits * (row % count))
+    return torch.from_numpy(packed.view(np.int32))
+
+
+def pack_columns(values: Ints, bits: int) -> Tensor:
+    """Likewise, along the columns."""
+    return pack_rows(values.T, bits).T.contiguous()
+
+
+@dataclass(frozen=True)
+class Integers:
+    """A format of integers, and how a weight is rounded for it."""
+
+    name: str
+    bits: int = 4
+    group_size: int = 64
+    symmetric: bool = False
+    desc_act: bool = False
+    version: str = ""
+
+    def round(self, weight: Tensor, number: int) -> Rounded:
+        """`number`: of the input that it multiplies."""
+        order = None
+        if self.desc_act:
+            order = np.random.default_rng(number).permutation(weight.shape[1])
+        dtype = torch.bfloat16 if self.name == "compressed-tensors" else torch.float16
+        return round_weight(
+            weight,
+            self.bits,
+            self.group_size,
+            symmetric=self.symmetric,
+            order=order,
+            dtype=dtype,
+        )
+
+    def pack(self, weight: Tensor, number: int) -> tuple[dict[str, Tensor], Tensor]:
+        """The tensors by the ends of their names, and the weight that they stand for, float32."""
+        rounded = self.round(weight, number)
+        packers: dict[str, Callable[[Rounded], dict[str, Tensor]]] = {
+            "gptq": self._gptq,
+            "awq": self._awq,
+            "compressed-tensors": self._compressed,
+        }
+        return packers[self.name](rounded), rounded.dequantize()
+
+    def _gptq(self, rounded: Rounded) -> dict[str, Tensor]:
+        """As QuantLinear.pack of AutoGPTQ; version 2 of GPTQModel keeps zero points as they are."""
+        less = 0 if self.version == "gptq_v2" else 1
+        zeros = (rounded.zeros - less) & (2**self.bits - 1)
+        return {
+            "qweight": pack_rows(rounded.values.T, self.bits),
+            "qzeros": pack_columns(zeros.T, self.bits),
+            "scales": rounded.scales.t().contiguous(),
+            "g_idx": torch.from_numpy(rounded.groups).int(),
+        }
+
+    def _awq(self, rounded: Rounded) -> dict[str, Tensor]:
+        """As WQLinear_GEMM.from_linear of AutoAWQ: of eight outputs number order[i] is in the i-th
+        four bits."""
+        order = np.array([0, 2, 4, 6, 1, 3, 5, 7])
+
+        def pack(table: Ints) -> Tensor:
+            ordered = table.reshape(len(table), -1, 8)[:, :, order]
+            return pack_columns(ordered.reshape(table.shape), 4)
+
+        return {
+            "qweight": pack(rounded.values.T),
+            "qzeros": pack(rounded.zeros.T),
+            "scales": rounded.scales.t().contiguous(),
+        }
+
+    def _compressed(self, rounded: Rounded) -> dict[str, Tensor]:
+        """As PackedQuantizationCompressor: signed values, of which pack_to_int32 adds half of the
+        range again; zero points are packed along the outputs."""
+        if self.version == INT8:
+            values = torch.from_numpy(rounded.values - 128).to(torch.int8)
+            return {"weight": values, "weight_scale": rounded.scales}
+        tensors = {
+            "weight_packed": pack_columns(rounded.values, self.bits),
+            "weight_scale": rounded.scales,
+            "weight_shape": torch.tensor(rounded.values.shape),
+        }
+        if not self.symmetric:
+            tensors["weight_zero_point"] = pack_rows(rounded.zeros, self.bits)
+        if self.desc_act:
+            tensors["weight_g_idx"] = torch.from_numpy(rounded.groups).int()
+        return tensors
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """quantization_config."""
+        if self.name == "compressed-tensors":
+            weights = {
+                "num_bits": self.bits,
+                "type": "int",
+                "symmetric": self.symmetric,
+                "strategy": "channel" if self.group_size == -1 else "group",
+                "group_size": None if self.group_size == -1 else self.group_size,
+                "actorder": "group" if self.desc_act else None,
+            }
+            return compressed_config(self.version or "pack-quantized", weights, None)
+        own: dict[str, Any] = {"bits": self.bits, "group_size": self.group_size}
+        if self.name == "gptq":
+            own |= {"desc_act": self.desc_act, "sym": self.symmetric}
+            own |= {"checkpoint_format": self.version} if self.version else {}
+        else:
+            own |= {"version": "gemm", "zero_point": True}
+        return {"quant_method": self.name, **own}
+
+
+def compressed_config(
+    form: str, weights: dict[str, Any], activations: dict[str, Any] | None
+) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+@dataclass(frozen=True)
+class Floats:
+    """A format of FP8."""
+
+    name: str
+    strategy: str = "tensor"
+    """Or channel, or block."""
+    static: bool = False
+    block: tuple[int, int] = (128, 128)
+
+    def pack(self, weight: Tensor, number: int) -> tuple[dict[str, Tensor], Tensor]:
+        """As Integers.pack."""
+        out, size = weight.shape
+        rows, columns = {"tensor": (out, size), "channel": (1, size)}.get(self.strategy, self.block)
+        spread = torch.zeros(-(-out // rows) * rows, -(-size // columns) * columns)
+        spread[:out, :size] = weight
+        blocks = spread.view(-1, rows, spread.shape[1] // columns, columns)
+        scales = blocks.abs().amax(dim=(1, 3)) / 448
+        if self.name == "compressed-tensors":
+            scales = scales.bfloat16().float()
+        wide = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:out, :size]
+        codes = (weight / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
+        suffix = "weight_scale_inv" if self.name == "fp8" and self.strategy == "block" else ""
+        stored = scales.squeeze() if self.strategy == "tensor" else scales
+        if self.name == "compressed-tensors":
+            stored = stored.reshape(-1) if self.strategy == "tensor" else stored
+            stored = stored.bfloat16()
+        tensors = {"weight": codes, suffix or "weight_scale": stored}
+        if self.static:
+            tensors["input_scale"] = torch.tensor(0.02 + 0.001 * number)
+        return tensors, codes.float() * wide
+
+    @property
+    def config(self) -> dict[str, Any]:
+        if self.name == "fp8":
+            config: dict[str, Any] = {
+                "quant_method": "fp8",
+                "activation_scheme": "static" if self.static else "dynamic",
+            }
+            return config | (
+                {"weight_block_size": list(self.block)} if self.strategy == "block" else {}
+            )
+        weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": self.strategy}
+        if self.strategy == "block":
+            weights["block_structure"] = list(self.block)
+        strategy = {"static": "tensor"}.get("static" if self.static else "", "token")
+        activations = {"num_bits": 8, "type": "float", "dynamic": not self.static}
+        return compressed_config("float-quantized", weights, {**activations, "strategy": strategy})
+
+
+FORMATS: dict[str, Integers | Floats] = {
+    "gptq": Integers("gptq"),
+    "gptq, symmetric": Integers("gptq", symmetric=True),
+    "gptq, 8 bits": Integers("gptq", bits=8),
+    "gptq, all inputs": Integers("gptq", group_size=-1, symmetric=True),
+    "gptq, 8 bits of all inputs": Integers("gptq", bits=8, group_size=-1, symmetric=True),
+    "gptq, version 2": Integers("gptq", version="gptq_v2"),
+    "gptq, desc_act": Integers("gptq", desc_act=True, group_size=32),
+    "awq": Integers("awq"),
+    "wna16": Integers("compressed-tensors"),
+    "wna16, symmetric": Integers("compressed-tensors", symmetric=True),
+    "wna16, 8 bits": Integers("compressed-tensors", bits=8),
+    "wna16, channels": Integers("compressed-tensors", group_size=-1, symmetric=True),
+    "wna16, actorder": Integers("compressed-tensors", desc_act=True, symmetric=True),
+    "int-quantized": Integers("compressed-tensors", 8, -1, True, version=INT8),
+    "fp8": Floats("fp8"),
+    "fp8, static": Floats("fp8", static=True),
+    "fp8, blocks": Floats("fp8", "block"),
+    "fp8, small blocks": Floats("fp8", "block", block=(48, 80)),
+    "float-quantized": Floats("compressed-tensors"),
+    "float-quantized, channels": Floats("compressed-tensors", "channel"),
+    "float-quantized, static": Floats("compressed-tensors", static=True),
+    "float-quantized, blocks": Floats("compressed-tensors", "block"),
+}
+
+
+class Quantized(NamedTuple):
+    folder: Path
+    reference: Path
+    """With the same weights, dequantized, in float32."""
+
+
+def make_quantized(
+    form: Integers | Floats, folder: Path, family: str = "llama", **overrides: Any
+) -> Quantized:
+    """A tiny checkpoint whose linear layers, but the head and routers, are in the format."""
+    reference = make_tiny(family, folder / "reference", **{**SIZES, **overrides})
+    target = folder / "quantized"
+    shutil.copytree(reference, target)
+    tensors = load_file(reference / WEIGHTS)
+    stored: dict[str, Tensor] = {}
+    plain: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        module = name.removesuffix(".weight")
+        if not name.endswith(".weight") or tensor.dim() != 2 or not _is_linear(module):
+            stored[name] = plain[name] = tensor
+            continue
+        packed, plain[name] = form.pack(tensor, _number(module))
+        stored.update({f"{module}.{end}": part for end, part in packed.items()})
+    save_file(stored, target / WEIGHTS)
+    save_file({name: one.contiguous() for name, one in plain.items()}, reference / WEIGHTS)
+    config = json.loads((target / "config.json").read_text())
+    config["quantization_config"] = form.config
+    (target / "config.json").write_text(json.dumps(config))
+    return Quantized(target, reference)
+
+
+def _is_linear(module: str) -> bool:
+    return "_proj" in module.rpartition(".")[2] or ".experts." in module
+
+
+def _number(module: str) -> int:
+    """The same for layers with the same input, which tools quantize in the same order."""
+    own = module.rpartition(".")[2]
+    return {"o_proj": 2, "down_proj": 3}.get(own, 1 if own[0] in "qkv" else 0)
+
+
+def replace_tensor(folder: Path, name: str, change: Callable[[Tensor], Tensor | None]) -> None:
+    """Put what `change` returns in the place of a tensor; None: leave it out."""
+    tensors = load_file(folder / WEIGHTS)
+    changed = change(tensors.pop(name))
+    if changed is not None:
+        tensors[name] = changed.contiguous()
+    save_file(tensors, folder / WEIGHTS)
+
+
+def linear_names(folder: Path) -> Iterator[str]:
+    """Of the weights of the linear layers of a reference, but the head."""
+    for name in load_file(folder / WEIGHTS):
+        if name.endswith(".weight") and _is_linear(name.removesuffix(".weight")):
+            yield name
