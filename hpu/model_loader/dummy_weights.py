@@ -38,7 +38,7 @@ def _fill(parameter: Tensor, values: Tensor, first: int) -> None:
     # On a lazy device each write to a part of a parameter would copy the whole of it.
     on_host = parameter.device.type == "cpu" and parameter.is_contiguous()
     target = parameter if on_host else torch.empty(parameter.shape, dtype=parameter.dtype)
-    flat, converted = target.view(-1), values.to(parameter.dtype).roll(-first)
+    flat, converted = target.view(-1), values.roll(-first).to(parameter.dtype)
     for begin in range(0, flat.numel(), NUM_VALUES):
         part = flat[begin : begin + NUM_VALUES]
         part.copy_(converted[: part.numel()])

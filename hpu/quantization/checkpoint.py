@@ -30,13 +30,16 @@ class CheckpointScheme:
             return UNQUANTIZED
         spec, scheme = values[0].spec, schemes.pop()
         assert scheme is not None
+        is_split = values[0].intervals is not None
+        if is_head and is_split:
+            # The shard of the last rank is filled up with rows that no scale has.
+            return UNQUANTIZED
         sizes = spec.output_sizes or (spec.shape[0],)
-        is_split = values[0].intervals is not None and values[0].dim == INPUTS
         stored = StoredWeight(
             scheme,
             in_features,
             sum(sizes),
-            values[0].total if is_split else in_features,
+            values[0].total if is_split and values[0].dim == INPUTS else in_features,
             sizes,
         )
         return self._make_method(stored) or UNQUANTIZED

@@ -14,6 +14,9 @@ from hpu.quantization.quantized_weight import GROUP_SIZE, QuantizedWeight
 from hpu.quantization.stored import StoredWeight
 from hpu.quantization.unquantized import UNQUANTIZED
 
+OUTPUTS = 16
+"""Kernels, ours and torch's, take a multiple of so many."""
+
 
 class PackedLinearMethod:
     """A LinearMethod whose weight becomes a QuantizedWeight. Of groups that are not of neighbouring
@@ -67,7 +70,7 @@ class PackedLinearMethod:
 def can_pack(weight: StoredWeight) -> bool:
     """Whether a QuantizedWeight can have it, in groups of whole blocks of inputs."""
     size, groups = weight.in_features, weight.num_groups
-    if weight.scheme.is_float or size % groups:
+    if weight.scheme.is_float or size % groups or weight.out_features % OUTPUTS:
         return False
     # Of groups in any order a rank has parts of all.
     if weight.scheme.desc_act and size != weight.total_inputs:

@@ -3,7 +3,7 @@ weights dequantized, for a reference."""
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,6 +101,7 @@ class Integers:
     symmetric: bool = False
     desc_act: bool = False
     version: str = ""
+    has_head: bool = False
 
     def round(self, weight: Tensor, number: int) -> Rounded:
         """`number`: of the input that it multiplies."""
@@ -187,6 +188,7 @@ class Integers:
         if self.name == "gptq":
             own |= {"desc_act": self.desc_act, "sym": self.symmetric}
             own |= {"checkpoint_format": self.version} if self.version else {}
+            own |= {"lm_head": True} if self.has_head else {}
         else:
             own |= {"version": "gemm", "zero_point": True}
         return {"quant_method": self.name, **own}
@@ -212,6 +214,7 @@ class Floats:
     strategy: str = "tensor"
     """Or channel, or block."""
     static: bool = False
+    has_head: bool = False
     block: tuple[int, int] = (128, 128)
 
     def pack(self, weight: Tensor, number: int) -> tuple[dict[str, Tensor], Tensor]:
@@ -262,6 +265,7 @@ FORMATS: dict[str, Integers | Floats] = {
     "gptq, 8 bits of all inputs": Integers("gptq", bits=8, group_size=-1, symmetric=True),
     "gptq, version 2": Integers("gptq", version="gptq_v2"),
     "gptq, desc_act": Integers("gptq", desc_act=True, group_size=32),
+    "gptq, head": Integers("gptq", has_head=True),
     "awq": Integers("awq"),
     "wna16": Integers("compressed-tensors"),
     "wna16, symmetric": Integers("compressed-tensors", symmetric=True),
@@ -298,7 +302,8 @@ def make_quantized(
     plain: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
-        if not name.endswith(".weight") or tensor.dim() != 2 or not _is_linear(module):
+        is_head = module == "lm_head" and form.has_head
+        if not name.endswith(".weight") or not (_is_linear(module) or is_head):
             stored[name] = plain[name] = tensor
             continue
         packed, plain[name] = form.pack(tensor, _number(module))
@@ -328,10 +333,3 @@ def replace_tensor(folder: Path, name: str, change: Callable[[Tensor], Tensor | 
     if changed is not None:
         tensors[name] = changed.contiguous()
     save_file(tensors, folder / WEIGHTS)
-
-
-def linear_names(folder: Path) -> Iterator[str]:
-    """Of the weights of the linear layers of a reference, but the head."""
-    for name in load_file(folder / WEIGHTS):
-        if name.endswith(".weight") and _is_linear(name.removesuffix(".weight")):
-            yield name

@@ -66,7 +66,7 @@ def outputs_of(model: Decoder, rows: int = 5) -> dict[str, tuple[Tensor, Tensor]
         if isinstance(linear, LinearBase) and linear.weight is None:
             x = torch.randn(rows, linear.in_features).bfloat16()
             found[name] = x, linear(x.to("hpu")).cpu()
-    assert len(found) == 4
+    assert len([name for name in found if name != "lm_head"]) == 4
     return found
 
 
@@ -81,6 +81,7 @@ def test_products_are_those_of_the_dequantized_weights(name: str, make: Make) ->
     with emulated(release="1.22.0", strict=True):
         found = outputs_of(loaded(quantized.folder, method))
 
+    assert ("lm_head" in found) == ("head" in name)
     for layer, (x, out) in found.items():
         wanted = x.float() @ expected[f"{layer}.weight"].T
         # Scales are rounded to bfloat16.
@@ -119,8 +120,12 @@ def test_the_estimate_is_what_a_card_holds(name: str, make: Make) -> None:
             return Fp8LinearMethod(weight, 240.0)
         return Uint4LinearMethod(weight)
 
-    with emulated(strict=True):
-        held = sum(one.nbytes for one in loaded(folder, method).parameters())
+    with emulated(strict=True) as card:
+        model = loaded(folder, method)
+        held = sum(one.nbytes for one in model.parameters())
+        buffers = sum(one.nbytes for one in model.buffers())
+        # Loading takes the memory of the weights, quantized: they are converted on the host.
+        assert card.memory.peak < 1.05 * (held + buffers)
 
     assert held == weight_bytes(facts, num_cards=1, width=2, length=0)
     # Of one rank of two the embedding, the head and the layers are halves.
