@@ -44,8 +44,8 @@ MAX_PORT = 65535
 
 ONE_ENGINE = DataParallelConfig()
 
-LINGER_S = 1.0
-"""How long the last messages may take to be sent."""
+LINGER_S, STOP_LINGER_S = 1.0, 0.1
+"""How long the last messages may take to be sent; after STOP, STOP_LINGER_S."""
 
 MakeExecutor = Callable[..., Executor]
 """As engine.executors.select.make_executor."""
@@ -181,7 +181,8 @@ def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
         # If it came while a failure was handled, the failure's exit code stands.
         pass
     output.put(None, failed)
-    output.close()
+    # The front ends of a server that stops are gone, and read nothing more.
+    output.close(LINGER_S if code else STOP_LINGER_S)
     receiver.close()
     if executor is not None:
         executor.close()
@@ -227,11 +228,11 @@ class MessageSender:
         except Exception as error:
             self.on_error(error)
 
-    def close(self) -> None:
-        """Disconnect; unsent messages have LINGER_S to be sent."""
+    def close(self, linger_s: float) -> None:
+        """Disconnect; unsent messages have `linger_s` to be sent."""
         with self._lock:
             for socket in self._sockets:
-                socket.close(LINGER_S)
+                socket.close(linger_s)
 
 
 class MessageReceiver:

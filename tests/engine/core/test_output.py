@@ -9,7 +9,7 @@ import pytest
 
 from config.engine import EngineConfig
 from config.errors import EngineDied
-from engine.core.engine_process import EngineOrders, MessageSender, front_end_endpoint
+from engine.core.engine_process import LINGER_S, EngineOrders, MessageSender, front_end_endpoint
 from engine.transport.channels import HIGH_WATER, ZmqContext
 from engine.transport.messages import FromEngine, Reply
 
@@ -53,7 +53,7 @@ async def test_what_many_threads_say_arrives_whole_and_in_each_ones_order(
     await asyncio.wait_for(all_heard.wait(), 20)
     for thread in threads:
         thread.join()
-    output.close()
+    output.close(LINGER_S)
     board.close()
 
     for start in starts:
@@ -75,4 +75,4 @@ def test_a_front_end_that_does_not_read_ends_the_engine_with_the_number(
 
     assert [type(error) for error in errors] == [EngineDied]
     assert str(HIGH_WATER) in str(errors[0])
-    output.close()
+    output.close(LINGER_S)
