@@ -74,6 +74,14 @@ def test_the_cost_model_of_the_benchmarks_has_the_constants_of_the_script() -> N
     assert f"an event of {CHUNK_BYTES} bytes" in MODEL
 
 
+def test_the_costs_by_workers_are_those_of_the_results() -> None:
+    results = (RESULTS / "parallel-2026-11-23.md").read_text(encoding="utf-8")
+    part = results[results.index("## engine") :]
+    table = part[part.index("| workers") :].partition("\n\n")[0].strip()
+
+    assert table in PAGE
+
+
 def cells(text: str, start: str) -> list[str]:
     """The cells of the table row that begins with `start`."""
     (row,) = re.findall(rf"^\| {re.escape(start)} \|(.*)\|$", text, re.MULTILINE)

@@ -2,6 +2,7 @@
 fallback after the warm-up, on any of them."""
 
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +85,15 @@ def test_random_requests_compile_nothing_and_fall_back_never(
     folder = str(make_tiny(family, tmp_path, seed=3))
     with LLM(folder, **CPU) as llm:
         expected = tokens(llm, count)
-    with LLM(folder, **{**CARD, **setup}) as llm:
+    settings = {**CARD, **setup}
+    with LLM(folder, **settings) as llm:
         assert llm._client.ready is not None
         ranks = llm._client.ready.ranks
+        num_blocks = setup.get("data_parallel_size", 1) * settings["num_gpu_blocks_override"]
+        end_s = time.monotonic() + 10
+        while llm._client.stats.blocks_total < num_blocks:
+            assert time.monotonic() < end_s, "an engine has sent no stats"
+            time.sleep(0.01)
         warm = llm._client.stats
         graphs, warmups = warm.graphs, dict(warm.compilations)
         found = tokens(llm, count)
