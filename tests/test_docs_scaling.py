@@ -80,6 +80,9 @@ def test_the_costs_by_workers_are_those_of_the_results() -> None:
     table = part[part.index("| workers") :].partition("\n\n")[0].strip()
 
     assert table in PAGE
+    data = results[results.index("## data") :]
+    assert f"finish {cells(data, '2')[-1]} times the requests of one" in TEXT
+    assert f"{float(cells(data, '4, router')[-1][:-1]):.0f} % of the prefix tokens" in TEXT
 
 
 def cells(text: str, start: str) -> list[str]:
