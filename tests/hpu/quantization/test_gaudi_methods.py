@@ -143,14 +143,19 @@ def test_layers_without_a_method_are_dequantized(make: Make) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def tokens_on_card(folder: Path, generation: str) -> tuple[list[list[int]], int]:
+GRAPHS = ExecutionConfig(mode="hpu-graphs")
+
+
+def tokens_on_card(
+    folder: Path, generation: str, execution: ExecutionConfig = GRAPHS
+) -> tuple[list[list[int]], int]:
     """Of two prompts and random traffic, and how many recipes were compiled before it: none may be
     after it."""
     with working(
         folder,
         device="hpu-emulator",
         dtype="bfloat16",
-        execution=ExecutionConfig(mode="hpu-graphs"),
+        execution=execution,
         emulator=EmulatorSettings(card=generation, is_strict=True),
     ) as rig:
         counts = torch.hpu.emulated.counters.counts  # type: ignore[attr-defined]
@@ -185,3 +190,14 @@ def test_all_layers_share_their_recipes_and_none_is_compiled_after_warm_up(
         counts.append(tokens_on_card(made.folder, generation)[1])
 
     assert counts[0] == counts[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gptq, desc_act", "wna16, symmetric", "fp8", "fp8, static"])
+def test_layers_compile_without_graph_breaks(name: str, make: Make) -> None:
+    execution = ExecutionConfig(mode="torch-compile", compile_fullgraph=True)
+    folder = make(name).folder
+
+    found, _ = tokens_on_card(folder, "gaudi2", execution)
+
+    assert found == tokens_on_card(folder, "gaudi2")[0]
