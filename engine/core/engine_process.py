@@ -173,7 +173,8 @@ def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
         except Exception as error:
             failed = describe_failure(error, orders.engine)
             code = CONFIG_ERROR_EXIT if failed.is_config else 1
-            if failed.is_config or (isinstance(error, EngineDied) and not error.is_logged):
+            is_told = isinstance(error, EngineDied) and error.is_logged
+            if isinstance(error, (ConfigError, EngineDied)) and not is_told:
                 logger.error("%s", failed.message)
         finally:
             ignore_stop_signal()

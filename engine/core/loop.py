@@ -13,7 +13,14 @@ from queue import Empty, SimpleQueue
 import msgspec
 
 from config.engine import EXTERNAL_LAUNCHER, EngineConfig
-from config.errors import ConfigError, EngineDied, Overloaded, RequestFailed, UserError
+from config.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineDied,
+    Overloaded,
+    RequestFailed,
+    UserError,
+)
 from config.params.structured_output import GrammarSpec
 from engine.core.coupled_steps import CoupledSteps, StepGroup
 from engine.core.engine_core import EngineCore
@@ -323,7 +330,8 @@ def describe_failure(error: Exception, engine: int = 0) -> Failed:
         message = f"{type(error).__name__}: {error}"
         logger.error("the engine cannot go on", exc_info=error)
     is_config = isinstance(error, ConfigError)
-    return Failed(engine, message, is_config, may_follow=not (is_config or is_end_of_process))
+    is_setting = is_config and not isinstance(error, CheckpointError)
+    return Failed(engine, message, is_setting, may_follow=not (is_config or is_end_of_process))
 
 
 def make_table(config: EngineConfig, worker: WorkerReady) -> BucketTable:

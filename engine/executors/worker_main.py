@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from config.engine import EngineConfig
-from config.errors import ConfigError, RequestFailed, UserError
+from config.errors import CheckpointError, ConfigError, RequestFailed, UserError
 from config.log import setup as setup_log
 from engine.executors.base import IDLE_S
 from engine.process.child_process import (
@@ -132,6 +132,10 @@ def _work(orders: WorkerOrders, make_worker: "Callable[[EngineConfig, Ranks], Wo
                 sends_results=orders.sends_results,
                 is_alone=orders.ranks.global_size == 1,
             )
+        except CheckpointError as error:
+            code = 1
+            logger.error("%s", error)
+            socket.send(WorkerFailed(str(error), time=time.time()))
         except ConfigError as error:
             code = 2
             channel.send(WorkerFailed(str(error), is_config=True, time=time.time()))

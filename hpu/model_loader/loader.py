@@ -18,7 +18,7 @@ from config.checkpoint.safetensors_files import StoredTensor, read_header, weigh
 from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
 from config.checkpoint.weight_maps.shard import Interval, Shard, shard_of
 from config.checkpoint.weight_maps.text_part import OUTSIDE
-from config.errors import ConfigError
+from config.errors import CheckpointError
 from config.model.quantization.base import Role
 from hpu.distributed.process_groups import SINGLE, ProcessGroup, shard_rank
 from hpu.model_loader.mxfp4 import dequantize_mxfp4
@@ -79,8 +79,8 @@ def load_weights(
     pipeline stage (`is_stage`) the tensors of its own parameters.
 
     Tensors that a parameter in host memory takes as they are are read into it. Of the others, at
-    most those of one file are in memory at once. ConfigError, before anything is read, names the
-    tensors that are missing, left over or of another shape.
+    most those of one file are in memory at once. CheckpointError, before anything is read, names
+    the tensors that are missing, left over or of another shape.
     """
     parameters = dict(model.named_parameters())
     at = shard_rank(group, expert_group)
@@ -167,7 +167,7 @@ class _QuantizedWeights:
         self._found: dict[str, dict[Role, Tensor]] = {}
 
     def add(self, source: "_Source", tensor: Tensor, file: Path) -> None:
-        """`tensor`: as it was read. Raises ConfigError for impossible values."""
+        """`tensor`: as it was read. Raises CheckpointError for impossible values."""
         spec = source.shard.spec
         assert spec.part is not None and spec.scheme is not None
         role = spec.part.role
@@ -237,7 +237,7 @@ def _own_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def _match(
     weight_map: WeightMap, folder: Path
 ) -> dict[Path, list[tuple[StoredTensor, WeightSpec]]]:
-    """The tensors of each file that the model needs. One ConfigError for all that do not fit."""
+    """The tensors of each file that the model needs. One error for all that do not fit."""
     specs = {spec.name: spec for spec in weight_map.entries()}
     files: dict[Path, list[tuple[StoredTensor, WeightSpec]]] = {}
     found: dict[str, Path] = {}
@@ -270,7 +270,7 @@ def _match(
     if left_over:
         problems.append(f"this model has no place for {_listed(left_over)}")
     if problems:
-        raise ConfigError(f"the tensors in {folder} are not the model's: {'; '.join(problems)}")
+        raise CheckpointError(f"the tensors in {folder} are not the model's: {'; '.join(problems)}")
     if num_outside:
         logger.info(
             "%d tensors in %s are not the text model's and are not loaded: images, audio and video "

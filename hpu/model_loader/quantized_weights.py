@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from config.checkpoint.weight_maps.shard import Interval, Shard, covering
-from config.errors import ConfigError
+from config.errors import CheckpointError
 from config.model.quantization.base import (
     INPUTS,
     INT32_BITS,
@@ -104,8 +104,8 @@ def _cut(
 
 
 def check_part(tensor: Tensor, shard: Shard, where: str, sizes: tuple[int, ...]) -> None:
-    """Raise ConfigError for values of the stored `tensor` that no tool writes. `where`: names it
-    and its file; `sizes`: (out, in) of the whole weight."""
+    """Raise CheckpointError for values of the stored `tensor` that no tool writes. `where`: names
+    it and its file; `sizes`: (out, in) of the whole weight."""
     spec = shard.spec
     part, scheme = spec.part, spec.scheme
     assert part is not None and scheme is not None
@@ -115,19 +115,21 @@ def check_part(tensor: Tensor, shard: Shard, where: str, sizes: tuple[int, ...])
             (tensor == 0, "zero"),
         ):
             if count := int(wrong.sum()):
-                raise ConfigError(f"{where} has {count} of {tensor.numel()} scales that are {what}")
+                raise CheckpointError(
+                    f"{where} has {count} of {tensor.numel()} scales that are {what}"
+                )
     elif part.role == "values" and scheme.is_float:
         if count := int((tensor.view(torch.uint8) & 0x7F == NAN_CODE).sum()):
-            raise ConfigError(f"{where} has {count} weights that are NaN")
+            raise CheckpointError(f"{where} has {count} weights that are NaN")
     elif part.role == "groups":
         groups = scheme.num_groups(sizes[INPUTS])
         low, high = (int(one) for one in tensor.aminmax()) if tensor.numel() else (0, 0)
         if low < 0 or high >= groups:
-            raise ConfigError(f"{where} has groups from {low} to {high}, there are {groups}")
+            raise CheckpointError(f"{where} has groups from {low} to {high}, there are {groups}")
     elif part.role == "shape":
         found = tuple(tensor.tolist())
         if found != sizes:
-            raise ConfigError(f"{where} is {found}, the weight is {sizes}")
+            raise CheckpointError(f"{where} is {found}, the weight is {sizes}")
 
 
 def dequantize(parts: Mapping[Role, Tensor], scheme: WeightScheme) -> Tensor:
