@@ -135,7 +135,7 @@ def _work(orders: WorkerOrders, make_worker: "Callable[[EngineConfig, Ranks], Wo
         except CheckpointError as error:
             code = 1
             logger.error("%s", error)
-            socket.send(WorkerFailed(str(error), time=time.time()))
+            channel.send(WorkerFailed(str(error), time=time.time()))
         except ConfigError as error:
             code = 2
             channel.send(WorkerFailed(str(error), is_config=True, time=time.time()))
