@@ -152,8 +152,14 @@ def test_several_api_servers_share_several_engines(tiny_model: str, tmp_path: Pa
         for turn in range(8):
             body = {"model": "tiny", "prompt": story + str(turn), "max_tokens": 1}
             assert live.ask("/v1/completions", body).status_code == 200
-        # Either API server knows where the prefix is, whichever of them sent it first.
-        reasons = series(live, "gaudiserve:routed_requests_total")
+
+        def routed() -> dict[str, float]:
+            return series(live, "gaudiserve:routed_requests_total")
+
+        # One API server's page has the counts of the other one a moment later.
+        wait_for(lambda: sum(routed().values()) == 8, 5)
+        # Either knows where the prefix is, whichever of them sent it first.
+        reasons = routed()
         prefix = [value for labels, value in reasons.items() if 'reason="prefix"' in labels]
         assert sorted(prefix) == [0, 7], reasons
         first, second = engines_of(live)
