@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from config.model.quantization.base import Role
 from hpu.quantization.base import LinearLayer
-from hpu.quantization.stored import StoredWeight
+from hpu.quantization.stored import StoredMethod, StoredWeight
 
 CHECKPOINT_MAX = 448.0
 """Largest value of e4m3 in checkpoints."""
@@ -27,7 +27,7 @@ class Range(NamedTuple):
         return self.largest < CHECKPOINT_MAX
 
 
-class Fp8LinearMethod:
+class Fp8LinearMethod(StoredMethod):
     """A LinearMethod of torch.ops.hpu.cast_to_fp8_v2 and fp8_gemm_v2 (HabanaAI/gaudi-pytorch-
     bridge), with a scale of each output. Activations are scaled by token, or, where the checkpoint
     has a scale for them, by that. Scales of blocks are replaced by scales of outputs: weights are
@@ -35,13 +35,9 @@ class Fp8LinearMethod:
 
     def __init__(self, weight: StoredWeight, largest: float) -> None:
         """`largest`: of the card's e4m3."""
-        self._weight = weight
+        super().__init__(weight)
         self._range = Range(largest)
         self._is_static = weight.scheme.activations == "static"
-
-    def create_weights(self, layer: LinearLayer, in_features: int, out_features: int) -> None:
-        layer.weight = None
-        self._weight.create_parameters(layer)
 
     def process_weights(self, layer: LinearLayer) -> None:
         parts = self._weight.take_parameters(layer)

@@ -4,39 +4,34 @@ that multiply by them as they are."""
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from config.model.quantization.base import Role
 from hpu.model_loader.quantized_weights import from_pairs, to_pairs
 from hpu.quantization.base import LinearLayer
 from hpu.quantization.quantized_weight import GROUP_SIZE, QuantizedWeight
-from hpu.quantization.stored import StoredWeight
+from hpu.quantization.stored import StoredMethod, StoredWeight
 from hpu.quantization.unquantized import UNQUANTIZED
 
 OUTPUTS = 16
 """Kernels, ours and torch's, take a multiple of so many."""
 
 
-class PackedLinearMethod:
+class PackedLinearMethod(StoredMethod):
     """A LinearMethod whose weight becomes a QuantizedWeight. Of groups that are not of neighbouring
     inputs, the inputs are reordered; where that gives groups of several sizes, the weight is
     dequantized."""
 
     def __init__(self, weight: StoredWeight) -> None:
         """Of a weight that `can_pack` accepts."""
-        self._weight = weight
-
-    def create_weights(self, layer: LinearLayer, in_features: int, out_features: int) -> None:
-        layer.weight = None
-        self._weight.create_parameters(layer)
+        super().__init__(weight)
 
     def process_weights(self, layer: LinearLayer) -> None:
         parts = self._weight.take_parameters(layer)
         layer.quantized_weight = self._quantized(parts)
         if layer.quantized_weight is None:
-            plain = self._weight.dequantize(parts).to(layer.dtype)
-            layer.weight = nn.Parameter(plain.to(layer.device), requires_grad=False)
+            self._use_dequantized(layer, parts)
 
     def _quantized(self, parts: Mapping[Role, Tensor]) -> QuantizedWeight | None:
         """None: there is no order of the inputs with all groups of one size."""

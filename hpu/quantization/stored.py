@@ -92,3 +92,20 @@ class StoredWeight:
                 for one, own in zip(outputs, groups, strict=True)
             ]
         )
+
+
+class StoredMethod:
+    """What the methods for StoredWeight share: how a layer gets the parameters that loading fills,
+    and a weight that is not multiplied as it is."""
+
+    def __init__(self, weight: StoredWeight) -> None:
+        self._weight = weight
+
+    def create_weights(self, layer: LinearLayer, in_features: int, out_features: int) -> None:
+        layer.weight = None
+        self._weight.create_parameters(layer)
+
+    def _use_dequantized(self, layer: LinearLayer, parts: Mapping[Role, Tensor]) -> None:
+        """Let `layer` have the weight of `parts` in its own dtype."""
+        plain = self._weight.dequantize(parts).to(layer.dtype)
+        layer.weight = nn.Parameter(plain.to(layer.device), requires_grad=False)

@@ -6,12 +6,12 @@ from torch import Tensor, nn
 
 from hpu.model_loader.quantized_weights import from_pairs
 from hpu.quantization.base import LinearLayer
-from hpu.quantization.stored import StoredWeight
+from hpu.quantization.stored import StoredMethod, StoredWeight
 
 PER_INT32 = 8
 
 
-class Uint4LinearMethod:
+class Uint4LinearMethod(StoredMethod):
     """A LinearMethod of torch.ops.hpu.convert_from_uint4 (HabanaAI/gaudi-pytorch-bridge): weights
     are int32 (in, out / 8), the first output in the lowest bits; scales (groups, out); zero points
     int32 (groups, out / 8) alike. All are parameters: constants would make each layer a recipe of
@@ -19,18 +19,13 @@ class Uint4LinearMethod:
 
     def __init__(self, weight: StoredWeight) -> None:
         """Of a weight that `can_convert` accepts."""
-        self._weight = weight
-
-    def create_weights(self, layer: LinearLayer, in_features: int, out_features: int) -> None:
-        layer.weight = None
-        self._weight.create_parameters(layer)
+        super().__init__(weight)
 
     def process_weights(self, layer: LinearLayer) -> None:
         parts = self._weight.take_parameters(layer)
         groups = parts.get("groups")
         if groups is not None and not (groups == groups[0]).all():
-            plain = self._weight.dequantize(parts).to(layer.dtype)
-            layer.weight = nn.Parameter(plain.to(layer.device), requires_grad=False)
+            self._use_dequantized(layer, parts)
             return
         scales = parts["scales"]
         zeros = parts.get("zeros")
