@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,9 +85,9 @@ class LiveServer:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        # Above the folder of the test, whose name may leave no room for the path of a socket.
-        self.runtime_dir = log.parent.parent / f"run-{self.port}"
-        self.runtime_dir.mkdir()
+        # Above the folder of the test, whose name may leave no room for the path of a socket. The
+        # name is drawn: the system may hand out a port a second time.
+        self.runtime_dir = Path(tempfile.mkdtemp(prefix="run-", dir=log.parent.parent))
         environment = {
             **os.environ,
             "XDG_RUNTIME_DIR": str(self.runtime_dir),
