@@ -8,6 +8,7 @@ from pathlib import Path
 
 from config.checkpoint.operations import check_operations
 from config.checkpoint.shapes import check_weights
+from config.checkpoint.tied_head import check_tied_head
 from config.engine import AT_LOAD, DUMMY, EngineConfig
 from config.errors import ConfigError
 from config.loading.env import is_installed
@@ -52,6 +53,8 @@ def check_checkpoint(config: EngineConfig, folder: str) -> None:
         check_limits(facts)
     else:
         check_weights(facts, pooler)
+        if pooler is None:
+            check_tied_head(facts)
 
 
 def check_model_config(

@@ -85,5 +85,5 @@ def _names_rows(index: object) -> bool:
 def _set_rows(target: Tensor, rows: slice, value: Tensor) -> None:
     """target[rows] = value."""
     start, stop, _ = rows.indices(target.shape[0])
-    middle = value.expand_as(target[start:stop])
-    target.copy_(torch.cat((target[:start], middle, target[stop:])))
+    indices = torch.arange(start, stop, device=target.device)
+    target.index_copy_(0, indices, value.expand_as(target[start:stop]).to(target.dtype))

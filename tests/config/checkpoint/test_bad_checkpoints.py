@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from live import LiveServer
+from safetensors.numpy import load_file, save_file
 from tiny_models import make_tiny
 
 from config.checkpoint.resolve import resolve
@@ -85,6 +86,10 @@ BAD: dict[str, tuple[Spoil, str]] = {
         partial(_set, intermediate_size=96),
         "{config} says 96x64 (intermediate_size x hidden_size) for model.layers.0.",
     ),
+    "head": (
+        partial(_set, tie_word_embeddings=True),
+        "tie_word_embeddings in {config} is true, and lm_head.weight in {folder}/model-",
+    ),
     "missing shard": (_remove_shard, "{folder}/model.safetensors.index.json names model-00002-of-"),
     "truncated file": (_truncate, "safetensors is not a whole safetensors file: "),
     "pickle, bin": (
@@ -154,3 +159,12 @@ def test_without_weights_a_config_is_enough(folder: Path) -> None:
     (folder / CONFIG).unlink()
     with pytest.raises(ConfigError, match=r"has no config.json"):
         resolve(str(folder), has_weights=False)
+
+
+def test_a_head_that_is_stored_twice_is_no_contradiction(tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path, tie_word_embeddings=True)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}, file)
+
+    check_checkpoint(EngineConfig(str(folder)), str(folder))

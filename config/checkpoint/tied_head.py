@@ -1,0 +1,54 @@
+"""Whether a checkpoint with an output head of its own is one whose head is the embedding."""
+
+from pathlib import Path
+
+from config.checkpoint.safetensors_files import StoredTensor, read_header, weight_files
+from config.checkpoint.shapes import weight_map_of
+from config.errors import ConfigError
+from config.model.architectures import decoder_spec
+from config.model.model_config import ModelConfig
+
+_EMBEDDING = "model.embed_tokens.weight"
+_NUM_SAMPLES = 64
+_SAMPLE_BYTES = 4096
+
+
+def check_tied_head(facts: ModelConfig) -> None:
+    """Raise ConfigError if config.json of folder `facts.path` has `tie_word_embeddings`, and the
+    files a head that differs from the embedding in some of its bytes: a training that did not tie
+    them leaves that. Reads at most 512 KiB."""
+    weight_map = weight_map_of(facts) if facts.encoder is None else None
+    if weight_map is None or not facts.tie_word_embeddings:
+        return
+    spec = decoder_spec(facts, has_head=True)
+    head = f"{spec.names.get('lm_head', 'lm_head')}.weight"
+    embedding = next(one.name for one in weight_map.entries() if one.parameter == _EMBEDDING)
+    found = {
+        name: (file, stored)
+        for file in weight_files(Path(facts.path))
+        for stored in read_header(file)
+        if (name := weight_map.map_name(stored.name)) in (head, embedding)
+    }
+    if len(found) == 2 and not _may_be_equal(found[head], found[embedding]):
+        raise ConfigError(
+            f"tie_word_embeddings in {Path(facts.path, 'config.json')} is true, and {head} in "
+            f"{found[head][0]} differs from {embedding}: one of them is wrong"
+        )
+
+
+def _may_be_equal(one: tuple[Path, StoredTensor], other: tuple[Path, StoredTensor]) -> bool:
+    """Whether samples of two tensors are; those of two types are not compared."""
+    if one[1].shape != other[1].shape:
+        return False
+    if one[1].dtype != other[1].dtype:
+        return True
+    num_bytes = one[1].num_bytes
+    step = max(num_bytes // _NUM_SAMPLES, 1)
+    with one[0].open("rb") as first, other[0].open("rb") as second:
+        for position in range(0, num_bytes, step):
+            size = min(_SAMPLE_BYTES, step, num_bytes - position)
+            first.seek(one[1].offset + position)
+            second.seek(other[1].offset + position)
+            if first.read(size) != second.read(size):
+                return False
+    return True
