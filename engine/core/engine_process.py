@@ -6,6 +6,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -69,6 +70,16 @@ class EngineOrders(msgspec.Struct, frozen=True):
     def own_directory(self) -> str:
         """For the sockets of this engine's workers, which are named alike in all engines."""
         return str(Path(self.directory, f"e{self.engine}")) if self.engine else self.directory
+
+    @property
+    def own_config(self) -> EngineConfig:
+        """`config` with the name of a trace of this engine."""
+        configured = self.config.execution.profiler
+        if not self.engine or configured in (None, "auto"):
+            return self.config
+        path = Path(configured)
+        trace = str(path.with_suffix(f".engine{self.engine}{path.suffix}"))
+        return replace(self.config, execution=replace(self.config.execution, profiler=trace))
 
     def endpoint(self, index: int) -> str:
         """Where front end `index` listens for this engine."""
@@ -164,7 +175,7 @@ def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
                 group = HubClient(orders.hub_endpoint(orders.engine), orders.token, loop.check_stop)
                 group.join(orders.engine, orders.config)
             executor = make_executor(
-                orders.config,
+                orders.own_config,
                 orders.own_directory,
                 lambda message: loop.stop(EngineDied(message)),
                 orders.ranks,

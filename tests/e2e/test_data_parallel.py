@@ -14,6 +14,7 @@ import pytest
 from live import LiveServer, alive, children_of, command_of, free_port, running
 
 FLAGS = ("--served-model-name=tiny", "--dtype=float32", "-dp", "2", "--num-threads=1")
+TRACE = "trace.json"
 LONG = {"model": "tiny", "max_tokens": 1000, "ignore_eos": True, "stream": True}
 
 
@@ -21,7 +22,7 @@ LONG = {"model": "tiny", "max_tokens": 1000, "ignore_eos": True, "stream": True}
 def live(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """Shared by all tests of this file; the last one ends it."""
     log = tmp_path_factory.mktemp("dp") / "log"
-    with running(tiny_model, log, *FLAGS) as server:
+    with running(tiny_model, log, *FLAGS, f"--profiler-trace={log.parent / TRACE}") as server:
         yield server
 
 
@@ -71,6 +72,11 @@ class Stream(threading.Thread):
                     self.events.append(line)
                     self.has_begun.set()
         self.ended_s = time.monotonic()
+
+
+def test_each_engine_writes_a_trace_of_its_own(live: LiveServer) -> None:
+    for name in (TRACE, "trace.engine1.json"):
+        assert "traceEvents" in json.loads((live.log.parent / name).read_text())
 
 
 def test_two_engines_give_the_tokens_of_one(live: LiveServer, server: LiveServer) -> None:
