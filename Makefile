@@ -12,10 +12,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CLIENTS := .venv-clients
+QUANTIZERS := .venv-quantizers
 NODE_CLIENT := tests/clients/node
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-hpu serve test test-slow test-clients test-cuda test-kernels test-fuzz test-parallel lint style format bench bench-cuda clean
+.PHONY: help install install-hpu serve test test-slow test-clients test-cuda test-kernels test-fuzz test-parallel test-quantizers lint style format bench bench-cuda clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -91,6 +92,16 @@ test-fuzz: $(VENV)/.installed ## Hostile requests for ten minutes; ARGS='--fuzz-
 test-parallel: $(VENV)/.installed ## Tensor, expert and data parallelism against one process, a quarter of an hour
 	@$(BIN)/python -m pytest -q -m parallel tests/parallel $(ARGS)
 
+$(QUANTIZERS)/.installed: pyproject.toml
+	@echo "Installing tools that quantize into $(QUANTIZERS)"
+	@$(PYTHON) -m venv $(QUANTIZERS)
+	@torch=$$($(QUANTIZERS)/bin/python $(TORCH_CHOICE)) && \
+	$(QUANTIZERS)/bin/python -m pip --disable-pip-version-check --quiet install $$torch --editable '.[cpu,dev,quantize]'
+	@touch $@
+
+test-quantizers: $(QUANTIZERS)/.installed ## Checkpoints that other makers' tools quantize, in an environment of their own
+	@$(QUANTIZERS)/bin/python -m pytest -q -m quantizers -W default tests/quantizers $(ARGS)
+
 lint: style ## Check format, style and types
 	@$(BIN)/mypy --no-error-summary
 
@@ -110,5 +121,5 @@ bench-cuda: $(VENV)/.installed ## With a GPU too: decode steps against its bandw
 	@$(BIN)/python benchmarks/cuda_compare.py $(ARGS)
 
 clean: ## Remove .venv, caches and build output
-	@rm -rf $(VENV) $(CLIENTS) $(NODE_CLIENT)/node_modules build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf $(VENV) $(CLIENTS) $(QUANTIZERS) $(NODE_CLIENT)/node_modules build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -40,6 +40,7 @@ commands:
   buckets fit     fit a bucket table to a traffic
   plan [MODEL]    estimate the memory that a model needs on Gaudi cards, without a card
   doctor          check whether this machine can run a server
+  quantize MODEL  write a checkpoint with quantized weights
   fetch-demo      download the demo model into the cache folder
   config          print the resolved configuration and the source of each value
 
@@ -220,6 +221,7 @@ COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "buckets": partial(_module, "buckets"),
     "plan": partial(_module, "plan"),
     "doctor": partial(_module, "doctor"),
+    "quantize": partial(_module, "quantize"),
 }
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
-from benchmarks.perplexity import TEXT, Measured, Reading, main, perplexity, rows
+from benchmarks.perplexity import Measured, main, rows
 from gaudiserve import LLM
+from server.offline.perplexity import TEXT, Reading, perplexity
 
 WINDOW = 100
 BEGIN, BEGIN_ID = "<|endoftext|>", 0

@@ -1,0 +1,92 @@
+"""`gaudiserve quantize` without the library: its flags, the texts, and the table. tests/quantizers
+has the rest."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from config.errors import ConfigError
+from server.cli import quantize
+from server.cli.main import main
+from server.cli.quantize import table, texts
+from server.offline.perplexity import Reading
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    file = tmp_path / "data.txt"
+    file.write_text("One text\nof two lines.\n\n\nAnother one.\n")
+    return file
+
+
+def test_texts_are_divided_by_empty_lines(data: Path) -> None:
+    assert list(texts(data)) == ["One text\nof two lines.", "Another one."]
+
+
+def test_lines_of_json_have_a_text_or_messages(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    file = tmp_path / "data.jsonl"
+    file.write_text(f'{{"text": "One"}}\n\n{json.dumps({"messages": messages})}\n')
+
+    assert list(texts(file)) == ["One", messages]
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("{", r"line 2 of .*data.jsonl is no JSON: "),
+        ('{"prompt": "a"}', r'line 2 of .*data.jsonl has neither "text" nor "messages"'),
+        ("[1]", r'line 2 of .*data.jsonl has neither "text" nor "messages"'),
+    ],
+)
+def test_a_bad_line_is_named(line: str, error: str, tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text(f'{{"text": "One"}}\n{line}\n')
+
+    with pytest.raises(ConfigError, match=error):
+        list(texts(file))
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        ("--to awq", "--to awq needs --data, a file with texts"),
+        ("--to fp8 --group-size 32", "--group-size is 32, and --to fp8 has a scale per output"),
+        ("--to int4 --data {folder}/none.txt", "{folder}/none.txt is no file"),
+        ("--to int4 -o {folder}", "--output {folder} exists and is no empty folder"),
+        ("--to int3", "argument --to: invalid choice: 'int3'"),
+        (
+            "--to int4",
+            "llmcompressor is not installed here: pip install 'gaudiserve[cpu,quantize]'",
+        ),
+    ],
+)
+def test_a_wrong_flag_is_one_line_and_status_2(
+    flags: str,
+    error: str,
+    data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(quantize, "is_installed", lambda name: False)
+    words = flags.format(folder=data.parent).split()
+    output = [] if "-o" in words else ["-o", str(data.parent / "new")]
+
+    assert main(["quantize", "some/model", *output, *words]) == 2
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert error.format(folder=data.parent) in line
+
+
+def test_the_table_compares_size_and_perplexity(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(10**6))
+    before = Reading([-math.log(2)] * 4, [1, 2, 3, 4])
+    after = Reading([-math.log(3)] * 4, [1, 2, 3, 5])
+
+    first, second, third = table("int4", str(tmp_path), str(tmp_path), before, after).splitlines()
+
+    assert first.split() == ["GB", "perplexity", "ratio", "same", "likeliest", "token"]
+    assert second.split() == ["before", "0.001", "2.000", "1.0000", "100.0%"]
+    assert third.split()[2:] == ["3.000", "1.5000", "75.0%"]
