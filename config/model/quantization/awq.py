@@ -31,8 +31,8 @@ def read_awq(fields: Fields) -> QuantizationConfig:
     version = fields.get("version", str, "gemm")
     if version.lower() != "gemm":
         raise refused(fields, "version", version, "'gemm'")
-    if not fields.get("zero_point", bool, True):
-        raise refused(fields, "zero_point", False, "true")
+    # Symmetric weights have zero points in the files, too.
+    fields.get("zero_point", bool, True)
     size = group_size(fields, "group_size", "q_group_size")
     inputs, groups = StoredAxis(INPUTS), StoredAxis(INPUTS, size or 0)
     columns = packed_axis(OUTPUTS, bits)

@@ -1,0 +1,93 @@
+"""Files of GPTQModel, in its formats of GPTQ and AWQ, are served like the weights that it makes of
+them.
+
+Skipped without it: it and llmcompressor want different releases of transformers."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import make_tiny
+from transformers import AutoModelForCausalLM
+
+from gaudiserve import LLM, SamplingParams
+
+# It reads this when it is imported, and starts fewer threads than it needs on two cores.
+os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
+gptqmodel = pytest.importorskip("gptqmodel")
+dequantize_gemm = pytest.importorskip(
+    "gptqmodel.quantization.awq.utils.packing_utils"
+).dequantize_gemm
+
+pytestmark = pytest.mark.quantizers
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "gptq": {},
+    "gptq, not symmetric": {"sym": False},
+    "gptq, desc_act": {"desc_act": True},
+    "gptq, 8 bits": {"bits": 8},
+    "gptq, version 2": {"format": "gptq_v2"},
+    "awq": {"quant_method": "awq", "format": "gemm"},
+}
+PROMPT = [3 + (7 * at) % 90 for at in range(40)]
+SAMPLES = [[3 + (index * step + step) % 300 for step in range(64)] for index in range(64)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_served_model_is_that_of_the_tool(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It writes logs into the working directory.
+    monkeypatch.chdir(tmp_path)
+    plain = make_tiny("llama", tmp_path / "plain", hidden_size=128, intermediate_size=256)
+    config = gptqmodel.QuantizeConfig(
+        **{"bits": 4, "group_size": 32, "desc_act": False, **FORMATS[name]}
+    )
+    model = gptqmodel.GPTQModel.load(str(plain), config, device="cpu")
+    samples = [{"input_ids": one, "attention_mask": [1] * len(one)} for one in SAMPLES]
+    model.quantize(samples, batch_size=1)
+    folder = tmp_path / "quantized"
+    model.save(str(folder))
+
+    expected = _logprobs_of_tool(plain, folder, is_awq=name == "awq")
+    with LLM(str(folder), device="cpu", dtype="float32", max_model_len=64) as llm:
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        (answer,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+    following = zip(PROMPT[1:], answer.prompt_logprobs[1:], strict=True)
+    found = [entries[token].logprob for token, entries in following]
+    assert found == pytest.approx(expected, abs=1e-4)
+
+
+def _logprobs_of_tool(plain: Path, folder: Path, *, is_awq: bool) -> list[float]:
+    """Of each token of PROMPT but the first, with the weights that the tool dequantizes."""
+    backend = gptqmodel.BACKEND.AWQ_TORCH if is_awq else gptqmodel.BACKEND.TORCH
+    quantized = gptqmodel.GPTQModel.load(
+        str(folder), device="cpu", backend=backend, dtype=torch.float16
+    )
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    # Embeddings, norms and the head are rounded to 16 bits in the file.
+    model.load_state_dict(
+        {name: one.float() for name, one in quantized.model.named_parameters()}, strict=False
+    )
+    for name, module in quantized.model.named_modules():
+        if hasattr(module, "qweight"):
+            # As they are, dequantized weights would be rounded to 16 bits.
+            scales = module.scales.float()
+            if is_awq:
+                weight = dequantize_gemm(
+                    qweight=module.qweight,
+                    qzeros=module.qzeros,
+                    scales=scales,
+                    bits=module.bits,
+                    group_size=module.group_size,
+                )
+            else:
+                module.scales = scales
+                weight = module.dequantize_weight()
+            # (in, out)
+            model.get_submodule(name).weight.data.copy_(weight.T)
+    with torch.no_grad():
+        logprobs = model(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
+    return logprobs.gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0].tolist()
