@@ -108,6 +108,7 @@ def test_the_files_that_the_pages_name_exist() -> None:
 def test_flags_that_the_documents_name_exist() -> None:
     known = set(server_parser("serve", "")._option_string_actions)
     known |= set(bench_parser()._option_string_actions)
+    known |= set(quantize_parser()._option_string_actions)
     known |= set(buckets_parser("fit")._option_string_actions)
     known |= set(plan_parser()._option_string_actions)
     known |= {"--no-NAME", "--max_model_len", "--version"}
