@@ -20,6 +20,7 @@ from config.loading.vllm_flags import absence
 from server.cli.bench.options import bench_parser
 from server.cli.buckets import buckets_parser
 from server.cli.plan import plan_parser
+from server.cli.quantize import quantize_parser
 
 ROOT = Path(__file__).parents[1]
 API = ROOT / "docs" / "api.md"
