@@ -6,6 +6,7 @@ from config.buckets import BucketConfig
 from config.data_parallel import DataParallelConfig
 from config.errors import ConfigError
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
+from config.kv_cache_dtype import INT8, KV_CACHE_DTYPES, SPELLINGS
 from config.parallel import ParallelConfig
 from config.setting import check_settings, metadata, setting
 
@@ -52,6 +53,14 @@ class CacheConfig:
         minimum=1,
     )
     enable_prefix_caching: bool = setting(True, "Reuse cached blocks of earlier prompts")
+    kv_cache_dtype: str = setting(
+        "auto",
+        "Data type of the KV cache; auto: that of the model; fp8 (fp8_inc without a calibration is "
+        "the same): e4m3 with the checkpoint's scales, if it has any; int8: with a scale for each "
+        "token and head, on CPU",
+        choices=KV_CACHE_DTYPES,
+        spellings=SPELLINGS,
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -287,6 +296,11 @@ class EngineConfig:
             raise ConfigError(
                 "quantization is gguf and load_format is dummy: random weights have no GGUF "
                 "blocks; use int4 or int8"
+            )
+        if self.cache.kv_cache_dtype == INT8 and self.device not in ("auto", "cpu"):
+            raise ConfigError(
+                f"kv_cache_dtype is int8 and device is {self.device}: keys and values in int8 are "
+                "cached on cpu only; use fp8"
             )
         if self.execution.contiguous_pa and self.cache.enable_prefix_caching:
             raise ConfigError(

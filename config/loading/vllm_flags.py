@@ -53,7 +53,6 @@ VALUES = (
     ("tokenizer-mode", ("auto", "hf"), "the tokenizer is of the kind that the model's files name"),
     ("tokenizer-pool-size", ("0",), "--tokenizer-threads sets the number of threads"),
     ("code-revision", (), "code in a checkpoint is never run"),
-    ("kv-cache-dtype", ("auto",), "the KV cache has the data type of the model (--dtype)"),
     (
         "swap-space",
         (NUMBER,),
@@ -188,7 +187,12 @@ ABSENT = (
         "weights-load-device pt-load-map-location model-loader-extra-config ignore-patterns",
         "weights are read tensor by tensor and copied to the device at once",
     ),
-    ("calculate-kv-scales kv-cache-dtype-skip-layers", "the KV cache has the model's data type"),
+    (
+        "calculate-kv-scales",
+        "--kv-cache-dtype int8 computes a scale for each token and head; fp8 takes those of the "
+        "checkpoint",
+    ),
+    ("kv-cache-dtype-skip-layers", "all layers cache in --kv-cache-dtype"),
     (
         "kv-transfer-config kv-events-config kv-offloading-* kv-sharing-fast-prefill",
         "the KV cache stays in its engine",

@@ -9,6 +9,7 @@ from typing import Any
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
+from config.kv_cache_dtype import ON_GAUDI, kv_width
 from config.model.architectures import is_native
 from config.model.model_config import ModelConfig
 from config.startup_checks import choose_max_model_len
@@ -20,9 +21,6 @@ from hpu.protocol import PREFILL
 from hpu.worker.card_plan import CardDemand, CardPlan, changes, plan_card
 
 WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
-KV_WIDTHS = {"auto": None, "fp8_inc": 1}
-"""Bytes per value in the KV cache; None: as in the weights."""
-
 LENGTHS = (512, 2000, 8000, 32000)
 """Default sequence lengths of the report, in addition to a full context."""
 
@@ -33,7 +31,6 @@ QUANTIZED_NOTE = (
     "the checkpoint's weights are quantized, which is not served yet: they are counted in {}"
 )
 EXPERTS_NOTE = "quantized experts are dequantized when they are loaded: they are counted in {}"
-FP8_NOTE = "an FP8 cache is planned here already; serving with it comes with a later version"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +38,6 @@ class Target:
     """The cards, in addition to a server's settings."""
 
     device: str
-    kv_dtype: str = "auto"
     card_bytes: int | None = None
     lengths: tuple[int, ...] = ()
     seconds_per_graph: float = SECONDS_PER_GRAPH
@@ -83,13 +79,18 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
         config.max_model_len, facts, allows_longer=config.allow_long_max_model_len
     )
     cache, schedule = config.cache, config.scheduler
+    if cache.kv_cache_dtype not in ON_GAUDI:
+        raise ConfigError(
+            f"kv_cache_dtype is {cache.kv_cache_dtype} and the cards are {target.device}: Gaudi "
+            f"caches keys and values in one of {', '.join(ON_GAUDI)}"
+        )
     demand = CardDemand(
         device=target.device,
         num_cards=config.parallel.tensor_parallel_size,
         num_stages=config.parallel.pipeline_parallel_size,
         num_engines=config.num_coupled_engines,
         width=WIDTHS[dtype],
-        kv_width=KV_WIDTHS[target.kv_dtype] or WIDTHS[dtype],
+        kv_width=kv_width(cache.kv_cache_dtype, WIDTHS[dtype]),
         max_model_len=max_model_len,
         max_num_seqs=schedule.max_num_seqs,
         max_num_batched_tokens=schedule.max_num_batched_tokens,
@@ -111,8 +112,6 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
         notes.append(QUANTIZED_NOTE.format(dtype))
     if facts.quantization is not None and facts.moe is not None:
         notes.append(EXPERTS_NOTE.format(dtype))
-    if target.kv_dtype != "auto":
-        notes.append(FP8_NOTE)
     if table is not None and not config.enforce_eager:
         notes += _graph_notes(card, len(table.reachable))
     return Plan(

@@ -8,7 +8,7 @@ from config.errors import ConfigError
 from config.loading.parser import Parser, number, server_parser
 from config.loading.sources import load
 from engine.reports.buckets import SECONDS_PER_GRAPH
-from engine.reports.plan import KV_WIDTHS, Target, as_json, as_text, make_plan, with_sizes
+from engine.reports.plan import Target, as_json, as_text, make_plan, with_sizes
 
 DEVICES = ("gaudi2", "gaudi3")
 
@@ -23,12 +23,6 @@ def plan_parser() -> Parser:
     group = parser.add_argument_group("This command")
     group.add_argument(
         "--device", choices=DEVICES, default="gaudi3", help="Generation of the cards [gaudi3]"
-    )
-    group.add_argument(
-        "--kv-cache-dtype",
-        choices=tuple(KV_WIDTHS),
-        default="auto",
-        help="dtype of the KV cache [auto]",
     )
     group.add_argument(
         "--card-gib",
@@ -58,7 +52,6 @@ def main(argv: list[str]) -> int:
     args, engine = loaded.arguments, loaded.engine
     target = Target(
         device=args.device,
-        kv_dtype=args.kv_cache_dtype,
         card_bytes=None if args.card_gib is None else int(args.card_gib * 2**30),
         lengths=_lengths(args.lengths),
         seconds_per_graph=args.seconds_per_graph,

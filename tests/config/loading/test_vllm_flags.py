@@ -103,7 +103,7 @@ def test_one_message_names_every_flag_that_cannot_be_used(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     line = (
-        "--nnodes 2 --enable-lora --lora-modules a=b c=d --kv-cache-dtype fp8 --max-modellen 9 "
+        "--nnodes 2 --enable-lora --lora-modules a=b c=d --kv-cache-dtype fp4 --max-modellen 9 "
         "--speculative-config.method ngram --frobnicate --port x --quantization hqq "
         "--enable-prefix-caching=maybe"
     )
@@ -189,7 +189,7 @@ def test_the_log_has_one_line_for_all_of_them(
         ("-dp 2 -dpn 2", "end at 3 (--data-parallel-rank 2, --data-parallel-size-local 1), --dat"),
         ("--data-parallel-hybrid-lb", "the server itself distributes the requests over its eng"),
         ("--load-format pt", "load-format is 'pt', it must be one of auto, safetensors, dummy"),
-        ("--kv-cache-dtype fp8", "must be auto: the KV cache has the data type of the model"),
+        ("--kv-cache-dtype fp8_e5m2", "is 'fp8_e5m2', it must be one of auto, bfloat16, float16"),
         ("--tokenizer other", "is 'other', it must be the model's name: the tokenizer is the"),
         ("--tokenizer-mode mistral", "is 'mistral', it must be auto or hf"),
         ("--distributed-executor-backend flux", "is 'flux', it must be one of auto, uni, mp"),

@@ -118,14 +118,24 @@ def test_a_reserve_too_small_for_all_graphs_is_noted() -> None:
     assert "--graph-reserved-mem 0." in note
 
 
-def test_what_is_only_planned_is_called_so() -> None:
-    plan = make_plan(FACTS, on_cards(8), Target(device="gaudi3", kv_dtype="fp8_inc"))
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "block_bytes"),
+    [("auto", 2 << 20), ("float16", 2 << 20), ("fp8", 1 << 20), ("fp8_inc", 1 << 20)],
+)
+def test_a_block_is_as_large_as_its_data_type(kv_cache_dtype: str, block_bytes: int) -> None:
+    cached = replace(on_cards(8), cache=CacheConfig(kv_cache_dtype=kv_cache_dtype))
 
-    text = as_text(plan)
+    plan = make_plan(FACTS, cached, Target(device="gaudi3"))
 
-    assert "Gaudi 3, 8 cards" in text
-    assert "serving with it comes with a later version" in text
-    assert as_json(plan)["block_bytes"] == 1 << 20
+    assert "Gaudi 3, 8 cards" in as_text(plan)
+    assert as_json(plan)["block_bytes"] == block_bytes
+
+
+def test_a_data_type_that_gaudi_does_not_cache_in_is_refused() -> None:
+    cached = replace(on_cards(1), cache=CacheConfig(kv_cache_dtype="int8"))
+
+    with pytest.raises(ConfigError, match="kv_cache_dtype is int8 and the cards are gaudi2"):
+        make_plan(FACTS, cached, Target(device="gaudi2"))
 
 
 def test_quantized_weights_are_counted_as_if_they_were_not() -> None:
