@@ -6,7 +6,7 @@ from config.buckets import BucketConfig
 from config.data_parallel import DataParallelConfig
 from config.errors import ConfigError
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
-from config.kv_cache_dtype import INT8, KV_CACHE_DTYPES, SPELLINGS
+from config.model.kv_cache_dtype import INT8, KV_CACHE_DTYPES, SPELLINGS
 from config.parallel import ParallelConfig
 from config.setting import check_settings, metadata, setting
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
-from config.kv_cache_dtype import ON_GAUDI, kv_width
+from config.model.kv_cache_dtype import ON_GAUDI, kv_width
 from config.model.architectures import is_native
 from config.model.model_config import ModelConfig
 from config.startup_checks import choose_max_model_len

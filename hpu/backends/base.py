@@ -6,10 +6,13 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from config.errors import ConfigError
+from config.model.kv_cache_dtype import AUTO
 from config.model.model_config import ModelConfig
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.ops.kernels import Kernels
 from hpu.quantization.base import LinearMethod
+from hpu.quantization.kv_cache import KVCacheFormat
 from hpu.quantization.stored import StoredWeight
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -183,6 +186,17 @@ class Backend(Protocol):
         """How the device multiplies activations of `dtype` by a weight that a checkpoint has
         quantized; None: by the weight in `dtype`, dequantized."""
         return None
+
+    def kv_cache_format(self, kv_cache_dtype: str, dtype: torch.dtype) -> KVCacheFormat | None:
+        """How a model of `dtype` caches keys and values as --kv-cache-dtype says; None: in `dtype`.
+        Raises ConfigError for what the device cannot cache in."""
+        own = str(dtype).removeprefix("torch.")
+        if kv_cache_dtype in (AUTO, own):
+            return None
+        raise ConfigError(
+            f"kv_cache_dtype is {kv_cache_dtype} and the device is {self.name}, which caches keys "
+            f"and values in the data type of the model, {own}"
+        )
 
     @property
     def prefill_launch_tokens(self) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from config.malloc import retain_freed_memory
+from config.model.kv_cache_dtype import AUTO
 from config.model.model_config import ModelConfig
 from hpu.backends.base import Backend
 from hpu.distributed.agreement import Agreement
@@ -37,6 +38,7 @@ from hpu.native.library import (
 from hpu.native.shared_sums import SharedSums
 from hpu.ops.cpu import MirroredRMSNorm, can_pack, packed_linear, quantized_linear
 from hpu.quantization.base import LinearMethod
+from hpu.quantization.kv_cache import KVCacheFormat, plain_format
 from hpu.quantization.packed import PackedLinearMethod
 from hpu.quantization.packed import can_pack as can_pack_integers
 from hpu.quantization.stored import StoredWeight
@@ -209,6 +211,9 @@ class CpuBackend(Backend):
         if dtype != torch.bfloat16 or not can_pack_integers(weight):
             return None
         return PackedLinearMethod(weight)
+
+    def kv_cache_format(self, kv_cache_dtype: str, dtype: torch.dtype) -> KVCacheFormat | None:
+        return None if kv_cache_dtype == AUTO else plain_format(kv_cache_dtype, dtype)
 
     @property
     def prefill_launch_tokens(self) -> int:

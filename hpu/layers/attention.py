@@ -33,6 +33,7 @@ from hpu.ops.kernels import (
     ScoreOptions,
 )
 from hpu.ops.rope import Rotation, rotate
+from hpu.quantization.kv_cache import EncodedKVCache, KVCacheFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,9 @@ class SelfAttention(nn.Module):
     @property
     def kv_cache_spec(self) -> KVCacheSpec | None:
         return self.attn.kv_cache_spec
+
+    def use_kv_cache_format(self, format: KVCacheFormat) -> None:
+        self.attn.use_kv_cache_format(format, self.qkv_proj.device)
 
     def bind_caches(self, *caches: Tensor, block_size: int, num_rings: int = 0) -> None:
         keys, values = caches
@@ -225,18 +229,52 @@ class PagedAttention(nn.Module):
         self._index = kind.index
         self._sees_all = kind.visibility == FULL
         self._has_ring = False
+        self._dtype = dtype
+        self.format: KVCacheFormat | None = None
+        """Of the caches; None: the data type of the layer."""
+        self._encoded: tuple[EncodedKVCache, EncodedKVCache] | None = None
+        """Of keys and values, once caches in a format are bound."""
         self._keys = self._values = torch.empty(0)
         self._block_size = 0
+
+    def use_kv_cache_format(self, format: KVCacheFormat, device: torch.device) -> None:
+        """Cache in `format`, with scales of keys and values on `device` if it needs them. Before the
+        weights are loaded."""
+        self.format = format
+        if self.kv_cache_spec is not None:
+            self.kv_cache_spec = self.kv_cache_spec._replace(format=format)
+        if format.has_layer_scales:
+            for name in ("k_scale", "v_scale"):
+                one = torch.ones(1, device=device)
+                self.register_parameter(name, nn.Parameter(one, requires_grad=False))
 
     def bind_caches(
         self, keys: Tensor, values: Tensor, block_size: int, num_rings: int = 0
     ) -> None:
-        """Use these caches, each (blocks * block_size, kv_heads, head_dim): flat, because a
-        captured graph may write in place to a tensor, but not to a view of it. `num_rings`: as in
-        KVCacheSpec.shapes."""
+        """Use these caches, each (blocks * block_size, kv_heads, head_dim), or rows of the format:
+        flat, because a captured graph may write in place to a tensor, but not to a view of it.
+        `num_rings`: as in KVCacheSpec.shapes."""
         self._keys, self._values = keys, values
+        if self.format is not None:
+            key_scale, value_scale = self.kv_scales
+            self._encoded = (
+                EncodedKVCache(self.format.codec(self._dtype, key_scale)),
+                EncodedKVCache(self.format.codec(self._dtype, value_scale)),
+            )
         self._block_size = block_size
         self._has_ring = num_rings > 0 and not self._sees_all
+
+    @property
+    def kv_scales(self) -> tuple[Tensor | None, Tensor | None]:
+        """(1) float32 of keys and of values, where the format has scales of layers."""
+        if self.format is None or not self.format.has_layer_scales:
+            return None, None
+        return self.get_parameter("k_scale"), self.get_parameter("v_scale")
+
+    @property
+    def _cache_ops(self) -> tuple[KVCacheOps, KVCacheOps]:
+        """Of keys and of values."""
+        return self._encoded or (self.impl.k_cache, self.impl.v_cache)
 
     @property
     def caches(self) -> tuple[Tensor, Tensor]:
@@ -260,8 +298,9 @@ class PagedAttention(nn.Module):
 
     def _write(self, key: Tensor, value: Tensor, slot_mapping: Tensor | None) -> None:
         if self._writes_cache and slot_mapping is not None:
-            self.impl.k_cache(key.flatten(0, 1), self._keys, slot_mapping)
-            self.impl.v_cache(value.flatten(0, 1), self._values, slot_mapping)
+            write_keys, write_values = self._cache_ops
+            write_keys(key.flatten(0, 1), self._keys, slot_mapping)
+            write_values(value.flatten(0, 1), self._values, slot_mapping)
 
     def _decode(
         self,
@@ -273,8 +312,9 @@ class PagedAttention(nn.Module):
     ) -> Tensor:
         size = self._block_size
         self._write(key, value, blocks.slot_mapping)
-        keys = read_blocks(self.impl.k_cache, self._keys, size, blocks)
-        values = read_blocks(self.impl.v_cache, self._values, size, blocks)
+        key_ops, value_ops = self._cache_ops
+        keys = read_blocks(key_ops, self._keys, size, blocks)
+        values = read_blocks(value_ops, self._values, size, blocks)
         operands = decode_operands(query.flatten(0, 1), keys, values, blocks)
         return self.impl.paged_decode(operands, self._scale, options)
 
@@ -290,15 +330,19 @@ class PagedAttention(nn.Module):
         slot_mapping = metadata.slot_mappings[self._index]
 
         def read(blocks: Tensor) -> tuple[Tensor, Tensor]:
+            key_ops, value_ops = self._cache_ops
             return (
-                read_context(self.impl.k_cache, self._keys, size, blocks, batch),
-                read_context(self.impl.v_cache, self._values, size, blocks, batch),
+                read_context(key_ops, self._keys, size, blocks, batch),
+                read_context(value_ops, self._values, size, blocks, batch),
             )
 
         if not self._has_ring:
             self._write(key, value, slot_mapping)
+        seen = (key, value)
+        if self._encoded is not None:
+            seen = (self._encoded[0].rounded(key), self._encoded[1].rounded(value))
         operands = prompt_operands(
-            query, key, value, metadata, read, index=self._index, sees_all=self._sees_all
+            query, *seen, metadata, read, index=self._index, sees_all=self._sees_all
         )
         if self._has_ring:
             # Only now: the new tokens replace those of the context.
@@ -371,7 +415,7 @@ def read_context(
 ) -> Tensor:
     """(B, kv_heads, C * block_size, head_dim) of the cached context."""
     blocks = ops.fetch_from_cache(_by_block(cache, block_size), block_list)
-    return blocks.view(batch, -1, *cache.shape[1:]).transpose(1, 2)
+    return blocks.view(batch, -1, *blocks.shape[2:]).transpose(1, 2)
 
 
 def finite(x: Tensor) -> Tensor:

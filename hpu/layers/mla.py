@@ -28,8 +28,9 @@ from hpu.layers.metadata import (
 )
 from hpu.layers.norm import RMSNorm
 from hpu.ops.attention import PlainAttention
-from hpu.ops.kernels import AttentionImpl, Kernels
+from hpu.ops.kernels import AttentionImpl, Kernels, KVCacheOps
 from hpu.ops.rope import Rotation, rotate
+from hpu.quantization.kv_cache import EncodedKVCache, KVCacheFormat
 
 
 class MLAAttention(nn.Module):
@@ -79,6 +80,9 @@ class MLAAttention(nn.Module):
     @property
     def kv_cache_spec(self) -> KVCacheSpec:
         return self.core.kv_cache_spec
+
+    def use_kv_cache_format(self, format: KVCacheFormat) -> None:
+        self.core.use_kv_cache_format(format)
 
     def bind_caches(self, *caches: Tensor, block_size: int, num_rings: int = 0) -> None:
         self.core.bind_caches(*caches, block_size=block_size)
@@ -159,6 +163,8 @@ class PagedLatentAttention(nn.Module):
         self._spec = spec
         self._num_heads = num_heads
         self._scale = scale
+        self._encoded: EncodedKVCache | None = None
+        """Set once a cache in a format is bound."""
         self._latents = torch.empty(0)
         self._block_size = 0
 
@@ -172,9 +178,17 @@ class PagedLatentAttention(nn.Module):
         self.w_uk_t.copy_(keys)
         self.w_uv.copy_(values.transpose(1, 2))
 
+    def use_kv_cache_format(self, format: KVCacheFormat) -> None:
+        """Cache in `format`; its scale of the layer is 1, as checkpoints have none for latents."""
+        self.kv_cache_spec = self.kv_cache_spec._replace(format=format)
+
     def bind_caches(self, *caches: Tensor, block_size: int) -> None:
-        """Use this one cache, (blocks * block_size, 1, latent size)."""
+        """Use this one cache, (blocks * block_size, 1, latent size), or rows of the format."""
         (self._latents,) = caches
+        format, weight = self.kv_cache_spec.format, self.w_uv
+        if format is not None:
+            scale = torch.ones(1).to(weight.device) if format.has_layer_scales else None
+            self._encoded = EncodedKVCache(format.codec(weight.dtype, scale))
         self._block_size = block_size
 
     def forward(self, query: Tensor, latents: Tensor, metadata: AttentionMetadata) -> Tensor:
@@ -189,7 +203,11 @@ class PagedLatentAttention(nn.Module):
 
     def _write(self, latents: Tensor, slot_mapping: Tensor | None) -> None:
         if slot_mapping is not None:
-            self.impl.latent_cache_k(latents.flatten(0, 1), self._latents, slot_mapping)
+            self._cache_ops(latents.flatten(0, 1), self._latents, slot_mapping)
+
+    @property
+    def _cache_ops(self) -> KVCacheOps:
+        return self._encoded or self.impl.latent_cache_k
 
     def _decode(self, query: Tensor, blocks: DecodeBlocks) -> Tensor:
         spec = self._spec
@@ -198,7 +216,7 @@ class PagedLatentAttention(nn.Module):
         )
         absorbed = torch.bmm(plain.transpose(0, 1), self.w_uk_t).transpose(0, 1)
         query = torch.cat((absorbed, rotated), dim=-1)
-        latents = read_blocks(self.impl.latent_cache_k, self._latents, self._block_size, blocks)
+        latents = read_blocks(self._cache_ops, self._latents, self._block_size, blocks)
         operands = decode_operands(query, latents, latents, blocks)
         operands = operands._replace(value_size=spec.kv_lora_rank)
         out = self.impl.paged_decode(operands, self._scale)
@@ -209,11 +227,13 @@ class PagedLatentAttention(nn.Module):
 
         def read(blocks: Tensor) -> tuple[Tensor, Tensor]:
             cached = read_context(
-                self.impl.latent_cache_k, self._latents, self._block_size, blocks, batch
+                self._cache_ops, self._latents, self._block_size, blocks, batch
             )
             keys, values = self._expand(cached.transpose(1, 2))
             return keys.transpose(1, 2), values.transpose(1, 2)
 
+        if self._encoded is not None:
+            latents = self._encoded.rounded(latents)
         key, value = self._expand(latents)
         query = _padded(query, spec.padded_head_dim)
         operands = prompt_operands(query, key, value, metadata, read)

@@ -8,6 +8,7 @@ from config.model.model_config import ModelConfig
 from hpu.layers.attention_base import Shape
 from hpu.layers.metadata import AttentionInputs
 from hpu.layers.state_cache import StateCacheSpec
+from hpu.quantization.kv_cache import KVCacheFormat
 
 
 class CausalLM(nn.Module):
@@ -70,3 +71,7 @@ class LoadableModel(CausalLM):
     """A model as it is built: its parameters are allocated, and a checkpoint fills them."""
 
     weight_map: WeightMap
+
+    def use_kv_cache_format(self, format: KVCacheFormat) -> None:
+        """Cache keys and values in `format`. Once, before the weights are loaded."""
+        raise NotImplementedError

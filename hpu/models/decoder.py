@@ -42,6 +42,7 @@ from hpu.models.decoder_layer import LAYERS, DecoderLayer, StateLayer
 from hpu.ops.kernels import Kernels
 from hpu.ops.rope import RotaryEmbedding, Rotation
 from hpu.quantization.base import LinearMethod, QuantizationScheme
+from hpu.quantization.kv_cache import KVCacheFormat
 from hpu.quantization.unquantized import UNQUANTIZED
 
 
@@ -133,6 +134,8 @@ class Decoder(LoadableModel):
         self.spec = spec
         self.dtype = dtype
         self.device = device
+        self.kv_cache_format: KVCacheFormat | None = None
+        """None: keys and values are cached in `dtype`."""
         self.weight_map = decoder_weight_map(config, spec, has_head=has_head)
         self.shape = HeadShape(
             config.num_heads // group.size,
@@ -549,6 +552,11 @@ class Decoder(LoadableModel):
         if divisor != 1:
             logits = logits / divisor
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def use_kv_cache_format(self, format: KVCacheFormat) -> None:
+        self.kv_cache_format = format
+        for attention in self.attention_layers:
+            attention.use_kv_cache_format(format)
 
     def cache_shapes(
         self, num_blocks: int, block_size: int, num_rings: int = 0

@@ -66,6 +66,7 @@ from hpu.models.transformers_weights import weight_map_of
 from hpu.models.transformers_writes import ViewWriteTrial, WithoutViewWrites
 from hpu.ops.kernels import AttentionForm, Kernels
 from hpu.quantization.base import LinearMethod, QuantizationScheme
+from hpu.quantization.kv_cache import KVCacheFormat
 from hpu.quantization.unquantized import UNQUANTIZED
 
 logger = logging.getLogger(__name__)
@@ -279,6 +280,10 @@ class TransformersModel(LoadableModel):
         """As CausalLM.logits, with what the model's own code does behind its head."""
         out = self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False)
         return out.logits.squeeze(0)  # type: ignore[no-any-return]
+
+    def use_kv_cache_format(self, format: KVCacheFormat) -> None:
+        for one in self.attention_layers:
+            one.attn.use_kv_cache_format(format, self.device)
 
     def cache_shapes(
         self, num_blocks: int, block_size: int, num_rings: int = 0

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "model.h"
+#include "cache.h"
 
 namespace {
 
@@ -20,26 +20,27 @@ struct Place {
   Span span;
 };
 
-// Up to 16 visible tokens of a block: the first of their `keys` and `values`.
+// Up to 16 visible tokens of a block: the first of their `keys` and `values`, in the cache's format.
 struct Tile {
-  const bf16 *keys, *values;
+  const uint8_t *keys, *values;
   int64_t count;
 };
 
 constexpr int64_t EARLY = 3;  // tiles from the prefetch of keys to their scores
 
 // Prefetches: each token holds the other heads too, and blocks are scattered.
-inline void ask_for(const bf16* from, int64_t stride, int64_t count, int64_t size) {
+inline void ask_for(const uint8_t* from, int64_t stride, int64_t count, int64_t bytes) {
   for (int64_t i = 0; i < count; ++i)
-    for (int64_t d = 0; d < size; d += 32)
+    for (int64_t d = 0; d < bytes; d += 64)
       _mm_prefetch((const char*)(from + i * stride + d), _MM_HINT_T0);
 }
 
 // The tokens that a request sees, of one key head; the keys of the first ones are prefetched.
+template <typename Format>
 void find_tiles(const Model& m, const Layer& layer, const Step& s, const Place& at,
                 std::vector<Tile>& tiles) {
   tiles.clear();
-  const int64_t stride = m.kv_heads * m.head_dim;
+  const int64_t bytes = Format::row_bytes(m.head_dim), stride = m.kv_heads * bytes;
   for (int64_t b = at.span.begin; b < at.span.end; ++b) {
     int64_t first = 0;
     if (layer.window) {
@@ -47,17 +48,17 @@ void find_tiles(const Model& m, const Layer& layer, const Step& s, const Place& 
       first = std::clamp<int64_t>(begin, 0, s.usage[b]);
     }
     for (int64_t i = first; i < s.usage[b]; i += 16) {
-      const int64_t from = (s.block_list[b] * m.block_size + i) * stride + at.kv * m.head_dim;
+      const int64_t from = (s.block_list[b] * m.block_size + i) * stride + at.kv * bytes;
       const int64_t count = std::min<int64_t>(16, s.usage[b] - i);
-      if (int64_t(tiles.size()) < EARLY) ask_for(layer.keys + from, stride, count, m.head_dim);
+      if (int64_t(tiles.size()) < EARLY) ask_for(layer.keys + from, stride, count, bytes);
       tiles.push_back({layer.keys + from, layer.values + from, count});
     }
   }
 }
 
 // Dot products of WORDS * 32 numbers of one query with up to 16 keys.
-template <int WORDS>
-inline Lanes score(const bf16* query, const bf16* keys, int64_t stride, int64_t count) {
+template <int WORDS, typename Number>
+inline Lanes score(const Number* query, const Number* keys, int64_t stride, int64_t count) {
   Factor q[WORDS][TURNS];
   for (int d = 0; d < WORDS; ++d)
     for (int turn = 0; turn < TURNS; ++turn) q[d][turn] = factor(query + d * 32, turn);
@@ -72,7 +73,8 @@ inline Lanes score(const bf16* query, const bf16* keys, int64_t stride, int64_t 
   return joined(found, [](auto a, auto b) { return add(a, b); });
 }
 
-inline Lanes score(const bf16* query, const bf16* keys, int64_t stride, int64_t count,
+template <typename Number>
+inline Lanes score(const Number* query, const Number* keys, int64_t stride, int64_t count,
                    int64_t size) {
   Lanes sum = zero();
   int64_t d = 0;
@@ -120,13 +122,27 @@ inline void end_scores() {
 #endif
 }
 
+// Factors of the 32 numbers from `d` of a token's value and of the next one's, if there is one.
+template <typename Format>
+inline void split_values(const uint8_t* value, const uint8_t* next, int64_t d, Factor& low,
+                         Factor& high) {
+  if constexpr (Format::CONVERTS) {
+    const Lanes one[2] = {Format::load(value, d), Format::load(value, d + 16)};
+    Lanes two[2] = {zero(), zero()};
+    if (TOKENS > 1 && next) two[0] = Format::load(next, d), two[1] = Format::load(next, d + 16);
+    split(one, two, low, high);
+  } else {
+    alignas(64) static const bf16 nothing[32] = {};
+    split((const bf16*)value + d, next ? (const bf16*)next + d : nothing, low, high);
+  }
+}
+
 // Weighted sums of WORDS * 32 numbers of the values from `d`, for HEADS heads: `powers` (heads, room)
 // and one factor per head.
-template <int HEADS, int WORDS>
+template <typename Format, int HEADS, int WORDS>
 void mean(const Model& m, const std::vector<Tile>& tiles, int64_t d, const Input* powers,
           int64_t room, const float* shares, bf16* out) {
-  alignas(64) static const bf16 nothing[32] = {};
-  const int64_t stride = m.kv_heads * m.head_dim;
+  const int64_t stride = m.kv_heads * Format::row_bytes(m.head_dim);
   Lanes low[HEADS][WORDS], high[HEADS][WORDS];
 #pragma GCC unroll 4
   for (int g = 0; g < HEADS; ++g)
@@ -134,14 +150,15 @@ void mean(const Model& m, const std::vector<Tile>& tiles, int64_t d, const Input
     for (int w = 0; w < WORDS; ++w) low[g][w] = high[g][w] = zero();
   for (const Tile& tile : tiles) {
     for (int64_t i = 0; i < tile.count; i += TOKENS) {
-      const bf16* value = tile.values + i * stride + d;
+      const uint8_t* value = tile.values + i * stride;
+      const uint8_t* next = i + 1 < tile.count ? value + stride : nullptr;
       Factor each[HEADS];
 #pragma GCC unroll 4
       for (int g = 0; g < HEADS; ++g) each[g] = repeat(powers + g * room + i, 0);
 #pragma GCC unroll 2
       for (int w = 0; w < WORDS; ++w) {
         Factor a, b;
-        split(value + w * 32, i + 1 < tile.count ? value + stride + w * 32 : nothing, a, b);
+        split_values<Format>(value, next, d + w * 32, a, b);
 #pragma GCC unroll 4
         for (int g = 0; g < HEADS; ++g) {
           low[g][w] = dot(low[g][w], a, each[g]);
@@ -156,41 +173,67 @@ void mean(const Model& m, const std::vector<Tile>& tiles, int64_t d, const Input
 #pragma GCC unroll 2
     for (int w = 0; w < WORDS; ++w) {
       const Lanes by = set1(shares[g]);
-      store_split(out + g * m.head_dim + d + w * 32, mul(low[g][w], by), mul(high[g][w], by));
+      bf16* to = out + g * m.head_dim + d + w * 32;
+      if constexpr (Format::CONVERTS)
+        store_halves(to, mul(low[g][w], by), mul(high[g][w], by));
+      else
+        store_split(to, mul(low[g][w], by), mul(high[g][w], by));
     }
 }
 
-template <int HEADS>
+template <typename Format, int HEADS>
 void means(const Model& m, const std::vector<Tile>& tiles, const Input* powers, int64_t room,
            const float* shares, bf16* out) {
   int64_t d = 0;
   if constexpr (4 * HEADS <= MOST_SUMS)
     for (; d + 64 <= m.head_dim; d += 64)
-      mean<HEADS, 2>(m, tiles, d, powers, room, shares, out);
-  for (; d < m.head_dim; d += 32) mean<HEADS, 1>(m, tiles, d, powers, room, shares, out);
+      mean<Format, HEADS, 2>(m, tiles, d, powers, room, shares, out);
+  for (; d < m.head_dim; d += 32) mean<Format, HEADS, 1>(m, tiles, d, powers, room, shares, out);
 }
 
-// The powers of two of one head's scores; returns their sum.
-float weigh(const float* scores, int64_t count, float scale, Lanes top, Input* powers) {
+// The powers of two of one head's scores, times the `scales` of the values if these have some;
+// returns the sum of the powers alone.
+template <bool SCALES>
+float exponentiate(const float* scores, int64_t count, float scale, Lanes top, const float* scales,
+            Input* powers) {
   const Lanes by = set1(scale), base = set1(reduce_max(top) * scale);
   Lanes sum = zero();
   for (int64_t i = 0; i < count; i += 16) {
     const Lanes found = power(fmsub(load(scores + i), by, base));
     sum = add(sum, found);
-    store(powers + i, found);
+    store(powers + i, SCALES ? mul(found, load(scales + i)) : found);
   }
   return reduce_add(sum);
 }
 
+// The scales of up to 16 rows of the cache, and zeros.
+template <typename Format>
+inline void token_scales(const uint8_t* rows, int64_t stride, int64_t count, int64_t size,
+                         float* scales) {
+  for (int64_t i = 0; i < 16; ++i)
+    scales[i] = i < count ? Format::token_scale(rows + i * stride, size) : 0;
+}
+
 // All query heads of one key head, over the tokens of `tiles`.
-void attend(const Model& m, const std::vector<Tile>& tiles, const bf16* queries, bf16* out) {
-  const int64_t size = m.head_dim, group = m.heads / m.kv_heads, stride = m.kv_heads * size;
+template <typename Format>
+void attend(const Model& m, const Layer& layer, const std::vector<Tile>& tiles, const bf16* queries,
+            bf16* out) {
+  using Number = typename Format::Number;
+  const int64_t size = m.head_dim, group = m.heads / m.kv_heads;
+  const int64_t bytes = Format::row_bytes(size), stride = m.kv_heads * bytes;
   const int64_t count = tiles.size(), room = count * 16;
   // A padded request has no block: its output is zero.
   if (count == 0) return void(std::memset(out, 0, group * size * sizeof(bf16)));
-  thread_local Scratch kept, narrow;
+  thread_local Scratch kept, narrow, scaling;
   float* scores = kept.room<float>(room * group);
   Input* powers = narrow.room<Input>(room * group);
+  float* value_scales = Format::TOKEN_SCALES ? scaling.room<float>(room) : nullptr;
+  // Of the tile at hand, as the products read it.
+  alignas(64) Number converted[Format::CONVERTS ? 16 * MOST_HEAD : 1];
+  alignas(64) float key_scales[16];
+  alignas(64) Number widened[WIDENS<Number> ? MOST_GROUP * MOST_HEAD : 1];
+  const Number* asking = (const Number*)queries;
+  if constexpr (WIDENS<Number>) widen(queries, group * size, widened), asking = widened;
 #ifdef __AMX_BF16__
   alignas(64) bf16 panel[MOST_HEAD * PANEL];
   if (has_tiles) lay_out(queries, group, size, panel);
@@ -201,34 +244,50 @@ void attend(const Model& m, const std::vector<Tile>& tiles, const bf16* queries,
   for (int64_t g = 0; g < group; ++g) top[g] = set1(-INFINITY);
   for (int64_t t = 0; t < count; ++t) {
     const Tile& tile = tiles[t];
-    ask_for(tile.values, stride, tile.count, size);
-    if (t + EARLY < count) ask_for(tiles[t + EARLY].keys, stride, tiles[t + EARLY].count, size);
+    ask_for(tile.values, stride, tile.count, bytes);
+    if (t + EARLY < count) ask_for(tiles[t + EARLY].keys, stride, tiles[t + EARLY].count, bytes);
     const Mask seen = between(0, tile.count);
+    const Number* keys = (const Number*)tile.keys;
+    int64_t apart = m.kv_heads * size;
+    if constexpr (Format::CONVERTS) {
+      convert<Format>(tile.keys, stride, tile.count, size, converted);
+      keys = converted, apart = size;
+    }
+    if constexpr (Format::TOKEN_SCALES)
+      token_scales<Format>(tile.keys, stride, tile.count, size, key_scales);
 #ifdef __AMX_BF16__
     const bool tiled = has_tiles && tile.count == 16;
-    if (tiled) score_tile(panel, group, tile.keys, stride, size, scores + t * 16, room);
+    if (tiled) score_tile(panel, group, keys, apart, size, scores + t * 16, room);
 #else
     const bool tiled = false;
 #endif
     for (int64_t g = 0; g < group; ++g) {
       float* to = scores + g * room + t * 16;
-      if (!tiled) store(to, score(queries + g * size, tile.keys, stride, tile.count, size));
-      const Lanes found = select(seen, load(to), set1(-INFINITY));
+      if (!tiled) store(to, score(asking + g * size, keys, apart, tile.count, size));
+      Lanes found = load(to);
+      if constexpr (Format::TOKEN_SCALES) found = mul(found, load(key_scales));
+      found = select(seen, found, set1(-INFINITY));
       top[g] = max(top[g], found);
       store(to, found);
     }
   }
+  if constexpr (Format::TOKEN_SCALES)
+    for (int64_t t = 0; t < count; ++t)
+      token_scales<Format>(tiles[t].values, stride, tiles[t].count, size, value_scales + t * 16);
+  const float scale = m.scale * TO_POWERS * Format::layer_scale(layer.key_scale);
+  const float value_scale = Format::layer_scale(layer.value_scale);
   float shares[MOST_GROUP];
   for (int64_t g = 0; g < group; ++g) {
     const int64_t from = g * room;
-    shares[g] = 1.0f / weigh(scores + from, room, m.scale * TO_POWERS, top[g], powers + from);
+    shares[g] = value_scale / exponentiate<Format::TOKEN_SCALES>(scores + from, room, scale,
+                                                                 top[g], value_scales, powers + from);
   }
   for (int64_t g = 0; g < group; g += HEADS_AT_ONCE) {
     const int64_t heads = std::min<int64_t>(HEADS_AT_ONCE, group - g);
-    const auto kernel = heads == 1   ? means<1>
-                        : heads == 2 ? means<2>
-                        : heads == 3 ? means<3>
-                                     : means<HEADS_AT_ONCE>;
+    const auto kernel = heads == 1   ? means<Format, 1>
+                        : heads == 2 ? means<Format, 2>
+                        : heads == 3 ? means<Format, 3>
+                                     : means<Format, HEADS_AT_ONCE>;
     kernel(m, tiles, powers + g * room, room, shares + g, out + g * size);
   }
 }

@@ -43,15 +43,16 @@ void turn(const Model& m, const Layer& layer, const Step& s, int64_t row, int64_
 }
 
 // One key head of one row: rotates it and its query heads, and writes key and value to the cache.
+template <typename Format>
 void file_group(const Model& m, const Layer& layer, const Step& s, int64_t row, int64_t kv,
                 bf16* heads) {
   const int64_t size = m.head_dim, group = m.heads / m.kv_heads;
   bf16 *queries = heads + kv * group * size, *key = heads + (m.heads + kv) * size;
   for (int64_t g = 0; g < group; ++g) turn(m, layer, s, row, kv * group + g, queries + g * size);
   turn(m, layer, s, row, m.heads + kv, key);
-  const int64_t place = (s.slots[row] * m.kv_heads + kv) * size;
-  std::memcpy(layer.keys + place, key, size * sizeof(bf16));
-  std::memcpy(layer.values + place, key + m.kv_heads * size, size * sizeof(bf16));
+  const int64_t place = (s.slots[row] * m.kv_heads + kv) * Format::row_bytes(size);
+  Format::write(layer.keys + place, key, size, layer.key_scale);
+  Format::write(layer.values + place, key + m.kv_heads * size, size, layer.value_scale);
 }
 
 // The following functions are called by all threads of a parallel region.
@@ -152,6 +153,70 @@ std::vector<Span> spans_of(const Step& s) {
   return spans;
 }
 
+// Decode: one token per row through all layers and the last norm, into step->hidden.
+template <typename Format>
+void decode_in(const Model& m, Step s, int64_t threads) {
+  const int64_t query = m.heads * m.head_dim, heads = query + 2 * m.kv_heads * m.head_dim;
+  const int64_t group = m.heads / m.kv_heads * m.head_dim;
+  const std::vector<Span> spans = spans_of(s);
+  // Key heads of a token are adjacent in memory: with enough rows one thread reads them all.
+  const int64_t at_once = s.rows >= 4 * threads ? m.kv_heads : 1;
+  static thread_local Scratch first, second, stream;
+  static thread_local Groups groups;
+  Groups& g = groups;
+  s.total = stream.room<bf16>(s.rows * m.hidden);
+  bf16* wide = first.room<bf16>(s.rows * heads);
+  bf16* inside = second.room<bf16>(s.rows * std::max(query, m.inner));
+#pragma omp parallel num_threads(threads)
+  {
+    embed(m, s);
+    for (int64_t l = 0; l < m.num_layers; ++l) {
+      const Layer& layer = m.layers[l];
+      project(m, layer, s, wide);
+      begin_scores();
+      std::vector<Tile> tiles;
+#pragma omp for schedule(dynamic, at_once)
+      for (int64_t i = 0; i < s.rows * m.kv_heads; ++i) {
+        const int64_t row = i / m.kv_heads, kv = i % m.kv_heads;
+        bf16* mine = wide + row * heads;
+        find_tiles<Format>(m, layer, s, {row, kv, spans[row]}, tiles);
+        file_group<Format>(m, layer, s, row, kv, mine);
+        attend<Format>(m, layer, tiles, mine + kv * group, inside + row * query + kv * group);
+      }
+      end_scores();
+      add(m, layer, s, inside, inside, g);
+    }
+    norm_rows(m, s, m.norm);
+  }
+}
+
+// Prefill: the prompts' tokens, one per row, through all layers and the last norm, into step->hidden.
+template <typename Format>
+void prompt_in(const Model& m, Step s, const Prompts& prompts, int64_t threads) {
+  const int64_t query = m.heads * m.head_dim, heads = query + 2 * m.kv_heads * m.head_dim;
+  static thread_local Scratch first, second, third, stream;
+  static thread_local Groups groups;
+  Groups& g = groups;
+  s.total = stream.room<bf16>(s.rows * m.hidden);
+  bf16* wide = first.room<bf16>(s.rows * heads);
+  bf16* inside = second.room<bf16>(s.rows * std::max(query, m.inner));
+  Scratch& laid = third;
+#pragma omp parallel num_threads(threads)
+  {
+    embed(m, s);
+    for (int64_t l = 0; l < m.num_layers; ++l) {
+      const Layer& layer = m.layers[l];
+      project(m, layer, s, wide);
+#pragma omp for
+      for (int64_t i = 0; i < s.rows * m.kv_heads; ++i)
+        file_group<Format>(m, layer, s, i / m.kv_heads, i % m.kv_heads, wide + i / m.kv_heads * heads);
+      attend_prompts<Format>(m, layer, s, prompts, wide, inside, laid);
+      add(m, layer, s, inside, inside, g);
+    }
+    norm_rows(m, s, m.norm);
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -229,70 +294,14 @@ void mix_experts(const Experts* experts, const Choice* choice, bf16* out, int64_
   }
 }
 
-// Decode: one token per row through all layers and the last norm, into step->hidden.
 void decode(const Model* model, const Step* step, int64_t threads) {
-  const Model& m = *model;
-  Step s = *step;
-  const int64_t query = m.heads * m.head_dim, heads = query + 2 * m.kv_heads * m.head_dim;
-  const int64_t group = m.heads / m.kv_heads * m.head_dim;
-  const std::vector<Span> spans = spans_of(s);
-  // Key heads of a token are adjacent in memory: with enough rows one thread reads them all.
-  const int64_t at_once = s.rows >= 4 * threads ? m.kv_heads : 1;
-  static thread_local Scratch first, second, stream;
-  static thread_local Groups groups;
-  Groups& g = groups;
-  s.total = stream.room<bf16>(s.rows * m.hidden);
-  bf16* wide = first.room<bf16>(s.rows * heads);
-  bf16* inside = second.room<bf16>(s.rows * std::max(query, m.inner));
-#pragma omp parallel num_threads(threads)
-  {
-    embed(m, s);
-    for (int64_t l = 0; l < m.num_layers; ++l) {
-      const Layer& layer = m.layers[l];
-      project(m, layer, s, wide);
-      begin_scores();
-      std::vector<Tile> tiles;
-#pragma omp for schedule(dynamic, at_once)
-      for (int64_t i = 0; i < s.rows * m.kv_heads; ++i) {
-        const int64_t row = i / m.kv_heads, kv = i % m.kv_heads;
-        bf16* mine = wide + row * heads;
-        find_tiles(m, layer, s, {row, kv, spans[row]}, tiles);
-        file_group(m, layer, s, row, kv, mine);
-        attend(m, tiles, mine + kv * group, inside + row * query + kv * group);
-      }
-      end_scores();
-      add(m, layer, s, inside, inside, g);
-    }
-    norm_rows(m, s, m.norm);
-  }
+  with_format(*model, [&](auto format) { decode_in<decltype(format)>(*model, *step, threads); });
 }
 
-// Prefill: the prompts' tokens, one per row, through all layers and the last norm, into step->hidden.
 void prompt(const Model* model, const Step* step, const Prompts* prompts, int64_t threads) {
-  const Model& m = *model;
-  Step s = *step;
-  const int64_t query = m.heads * m.head_dim, heads = query + 2 * m.kv_heads * m.head_dim;
-  static thread_local Scratch first, second, third, stream;
-  static thread_local Groups groups;
-  Groups& g = groups;
-  s.total = stream.room<bf16>(s.rows * m.hidden);
-  bf16* wide = first.room<bf16>(s.rows * heads);
-  bf16* inside = second.room<bf16>(s.rows * std::max(query, m.inner));
-  Scratch& laid = third;
-#pragma omp parallel num_threads(threads)
-  {
-    embed(m, s);
-    for (int64_t l = 0; l < m.num_layers; ++l) {
-      const Layer& layer = m.layers[l];
-      project(m, layer, s, wide);
-#pragma omp for
-      for (int64_t i = 0; i < s.rows * m.kv_heads; ++i)
-        file_group(m, layer, s, i / m.kv_heads, i % m.kv_heads, wide + i / m.kv_heads * heads);
-      attend_prompts(m, layer, s, *prompts, wide, inside, laid);
-      add(m, layer, s, inside, inside, g);
-    }
-    norm_rows(m, s, m.norm);
-  }
+  with_format(*model, [&](auto format) {
+    prompt_in<decltype(format)>(*model, *step, *prompts, threads);
+  });
 }
 
 }  // extern "C"

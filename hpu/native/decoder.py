@@ -10,6 +10,7 @@ from torch import Tensor
 
 from config.model.architectures import ARCHITECTURES, decoder_spec
 from config.model.decoder_spec import DecoderSpec
+from config.model.kv_cache_dtype import FLOAT16, FP8, FP8_INC, INT8
 from config.model.model_config import ModelConfig
 from hpu.distributed.agreement import Agreement
 from hpu.layers.attention import SelfAttention
@@ -33,6 +34,9 @@ from hpu.native.shared_sums import SharedSums
 
 MAX_HEAD_DIM = 256
 MAX_QUERIES_PER_KV_HEAD = 16
+BFLOAT16_CACHE = 0
+CACHE_FORMATS = {FLOAT16: 1, FP8: 2, FP8_INC: 2, INT8: 3}
+"""As `CacheFormat` in hpu/native/model.h."""
 
 
 class _Layer(ctypes.Structure):
@@ -41,6 +45,7 @@ class _Layer(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "head_norm")),
         *((name, ctypes.c_void_p) for name in ("keys", "values", "mixture")),
         ("window", ctypes.c_int64),
+        *((name, ctypes.c_float) for name in ("key_scale", "value_scale")),
     )
 
 
@@ -52,7 +57,7 @@ class _Model(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("eps", "scale", "multiplier")),
         ("embedding_multiplier", ctypes.c_float),
         ("group", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("first_token", "num_tokens")),
+        *((name, ctypes.c_int64) for name in ("first_token", "num_tokens", "cache_format")),
     )
 
 
@@ -98,6 +103,8 @@ class _LayerWeights(NamedTuple):
     """(heads + kv_heads, head_dim)"""
     window: int
     """Tokens that a query sees, its own included; 0: all."""
+    attention: SelfAttention
+    """Has the scales of the caches."""
 
 
 class _Sizes(NamedTuple):
@@ -289,6 +296,7 @@ def _weights_of(layer: DecoderLayer) -> _LayerWeights | None:
         layer.post_attention_layernorm.weight,
         qk_norm.weight if isinstance(qk_norm, QKNorm) else None,
         attention.kind.visibility.window or 0,
+        attention,
     )
 
 
@@ -360,6 +368,7 @@ class _Launcher:
             None if sums is None else ctypes.addressof(sums.structure),
             model.model.embed_tokens.first_token,
             len(model.model.embed_tokens.weight),
+            _cache_format(model),
         )
 
     def decode(self, tokens: Tensor, inputs: DecodeAttentionInputs) -> Tensor:
@@ -415,4 +424,11 @@ def _layer(weights: _LayerWeights, caches: tuple[Tensor, ...]) -> _Layer:
         *(weights.attention_norm.data_ptr(), weights.mlp_norm.data_ptr()),
         None if qk_norm is None else qk_norm.data_ptr(),
         *(keys.data_ptr(), values.data_ptr(), mixture, weights.window),
+        *(1.0 if scale is None else float(scale) for scale in weights.attention.attn.kv_scales),
     )
+
+
+def _cache_format(model: Decoder) -> int:
+    if model.kv_cache_format is None:
+        return BFLOAT16_CACHE
+    return CACHE_FORMATS[model.kv_cache_format.name]

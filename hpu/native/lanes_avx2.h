@@ -73,6 +73,31 @@ inline Lanes load_int8(const uint8_t* from) {
   return {wide(from), wide(from + 8)};
 }
 
+// e4m3 / 256: the bits of the float16 number whose exponent is 8 less. NaN stays NaN.
+inline Lanes load_fp8(const uint8_t* from) {
+  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from));
+  const __m256i moved = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(int16_t(0xbf80)));
+  const __m256i magnitude = _mm256_and_si256(moved, _mm256_set1_epi16(0x3f80));
+  const __m256i nan = _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x3f80));
+  const __m256i halves = _mm256_or_si256(moved, nan);
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)),
+          _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
+}
+
+inline void store_half(uint8_t* to, Lanes value) {
+  _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph(value.low, _MM_FROUND_TO_NEAREST_INT));
+  _mm_storeu_si128((__m128i*)(to + 16), _mm256_cvtps_ph(value.high, _MM_FROUND_TO_NEAREST_INT));
+}
+
+// Of whole numbers.
+inline void store_int8(uint8_t* to, Lanes value) {
+  const __m256i words =
+      _mm256_packs_epi32(_mm256_cvtps_epi32(value.low), _mm256_cvtps_epi32(value.high));
+  const __m256i ordered = _mm256_permute4x64_epi64(words, 0xd8);
+  _mm_storeu_si128((__m128i*)to, _mm_packs_epi16(_mm256_castsi256_si128(ordered),
+                                                 _mm256_extracti128_si256(ordered, 1)));
+}
+
 inline Words load_words(const void* from) {
   const __m256i* at = (const __m256i*)from;
   return {_mm256_loadu_si256(at), _mm256_loadu_si256(at + 1)};
@@ -273,6 +298,12 @@ inline void store(bf16* to, Lanes value) {
 }
 
 inline void store(bf16* to, Lanes low, Lanes high) { store(to, low), store(to + 16, high); }
+
+inline Factor factor(const float* numbers, int turn) { return load(numbers + 16 * turn); }
+inline void split(const Lanes* token, const Lanes*, Factor& low, Factor& high) {
+  low = token[0], high = token[1];
+}
+inline void store_halves(bf16* to, Lanes low, Lanes high) { store(to, low, high); }
 
 inline Lanes rounded(Lanes value) {
   const Words bits = round_bits(value);

@@ -35,6 +35,24 @@ inline Lanes load_int8(const uint8_t* from) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
 }
 
+// e4m3 / 256: the bits of the float16 number whose exponent is 8 less. NaN stays NaN.
+inline Lanes load_fp8(const uint8_t* from) {
+  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from));
+  const __m256i moved = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(int16_t(0xbf80)));
+  const __m256i magnitude = _mm256_and_si256(moved, _mm256_set1_epi16(0x3f80));
+  const __m256i nan = _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x3f80));
+  return _mm512_cvtph_ps(_mm256_or_si256(moved, nan));
+}
+
+inline void store_half(uint8_t* to, Lanes value) {
+  _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+}
+
+// Of whole numbers.
+inline void store_int8(uint8_t* to, Lanes value) {
+  _mm_storeu_si128((__m128i*)to, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(value)));
+}
+
 inline Words load_words(const void* from) { return _mm512_loadu_si512(from); }
 
 inline Lanes nearest(Lanes x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT); }
@@ -150,6 +168,15 @@ inline void store(bf16* to, Lanes low, Lanes high) {
   _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
 }
 
+// As `split` of bfloat16.
+inline void split(const Lanes* token, const Lanes* next, Factor& low, Factor& high) {
+  const __m512i one = (__m512i)_mm512_cvtne2ps_pbh(token[1], token[0]);
+  const __m512i two = (__m512i)_mm512_cvtne2ps_pbh(next[1], next[0]);
+  low = (Factor)_mm512_unpacklo_epi16(one, two);
+  high = (Factor)_mm512_unpackhi_epi16(one, two);
+}
+inline void store_halves(bf16* to, Lanes low, Lanes high) { store_split(to, low, high); }
+
 inline void store_pairs(bf16* to, Lanes first, Lanes second) {
   alignas(64) static const int16_t side_by_side[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
                                                        21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
@@ -218,6 +245,12 @@ inline void store(bf16* to, Lanes value) {
 }
 
 inline void store(bf16* to, Lanes low, Lanes high) { store(to, low), store(to + 16, high); }
+
+inline Factor factor(const float* numbers, int turn) { return load(numbers + 16 * turn); }
+inline void split(const Lanes* token, const Lanes*, Factor& low, Factor& high) {
+  low = token[0], high = token[1];
+}
+inline void store_halves(bf16* to, Lanes low, Lanes high) { store(to, low, high); }
 
 inline Lanes rounded(Lanes value) { return _mm512_castsi512_ps(round_bits(value)); }
 

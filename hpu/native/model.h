@@ -5,15 +5,19 @@
 #include "experts.h"
 #include "ranks.h"
 
+// Formats of the KV cache, see cache.h.
+enum CacheFormat : int64_t { BFLOAT16_CACHE, FLOAT16_CACHE, FP8_CACHE, INT8_CACHE };
+
 extern "C" {
 
 struct Layer {
   Product qkv, out, gate_up, down;
   const bf16 *attention_norm, *mlp_norm;
   const bf16* head_norm;  // (heads + kv_heads, head_dim), or none
-  bf16 *keys, *values;    // (blocks * block_size, kv_heads, head_dim)
+  uint8_t *keys, *values;  // (blocks * block_size, kv_heads): rows of the cache's format
   const Mixture* mixture;  // instead of gate_up and down, or none
   int64_t window;         // sliding window in tokens, the query included; 0: none
+  float key_scale, value_scale;  // of the cache, for FP8_CACHE
 };
 
 struct Model {
@@ -26,6 +30,7 @@ struct Model {
   // embedding has `num_tokens` tokens from `first_token` on.
   Group* group;
   int64_t first_token, num_tokens;
+  int64_t cache_format;
 };
 
 // Attention inputs as in hpu/layers/metadata.py. The call allocates the residual stream, total (rows,

@@ -10,6 +10,8 @@
 // fraction(x)    x - floor(x), below 1; scale(x, y): x * 2^floor(y), zero for y = -infinity
 // between(a, b)  the lanes from a up to b, which is excluded
 // joined(v, f)   lane i of the result is v[i] reduced with f
+// load_half, load_int8, load_fp8, store_half, store_int8   16 numbers of such a type; load_fp8 gives
+//                them divided by 256
 // store_pairs    interleaves two times 16 numbers; store_transposed(to, rows, size): 16 rows of `size`
 //                bfloat16 numbers, so that pairs of the 16 rows are adjacent (and `size` may be rounded
 //                up to a multiple of 16)
@@ -25,7 +27,8 @@
 // MOST_SUMS      Lanes of sums that the registers hold beside factors
 //
 // Sums over tokens take TOKENS tokens at once: `split` makes factors of 32 numbers of each, store_split
-// stores the sums of both in the order of the numbers.
+// stores the sums of both in the order of the numbers; store_halves stores those of factors of Lanes,
+// of which each token has two.
 
 #pragma once
 

@@ -6,7 +6,7 @@
 
 #pragma once
 
-#include "model.h"
+#include "cache.h"
 
 namespace {
 
@@ -30,14 +30,17 @@ inline int64_t tokens_of(const Prompts& of, int64_t prompt) {
 constexpr int PACKED = 32;  // keys and values packed at a time
 
 // Their addresses.
+template <typename Number>
 struct Sources {
-  const bf16 *keys[PACKED], *values[PACKED];
+  const Number *keys[PACKED], *values[PACKED];
 };
 
 // Finds and prefetches the keys or values of a prompt's tokens from `begin`; zeros after the last one.
+template <typename Format>
 void find(const Model& m, const Layer& layer, const Step& s, const Prompts& of, int64_t prompt,
-          int64_t kv, int64_t begin, Sources& found) {
-  alignas(64) static const bf16 nothing[MOST_HEAD] = {};
+          int64_t kv, int64_t begin, Sources<uint8_t>& found) {
+  alignas(64) static const uint8_t nothing[MOST_HEAD * 2 + 64] = {};
+  const int64_t bytes = Format::row_bytes(m.head_dim);
   const int64_t cached = of.context_lens[prompt], count = tokens_of(of, prompt);
   const int64_t *blocks = s.block_list + prompt * of.context, *slots = s.slots + prompt * of.length;
   int64_t block = begin / m.block_size, inside = begin % m.block_size;
@@ -45,9 +48,9 @@ void find(const Model& m, const Layer& layer, const Step& s, const Prompts& of, 
     found.keys[i] = found.values[i] = nothing;
     if (j >= count) continue;
     const int64_t slot = j < cached ? blocks[block] * m.block_size + inside : slots[j - cached];
-    const int64_t at = (slot * m.kv_heads + kv) * m.head_dim;
+    const int64_t at = (slot * m.kv_heads + kv) * bytes;
     found.keys[i] = layer.keys + at, found.values[i] = layer.values + at;
-    for (int64_t d = 0; d < m.head_dim; d += 32) {
+    for (int64_t d = 0; d < bytes; d += 64) {
       _mm_prefetch((const char*)(found.keys[i] + d), _MM_HINT_T0);
       _mm_prefetch((const char*)(found.values[i] + d), _MM_HINT_T0);
     }
@@ -55,7 +58,7 @@ void find(const Model& m, const Layer& layer, const Step& s, const Prompts& of, 
   }
 }
 
-void lay_out(const Model& m, const Sources& from, int64_t begin, const Laid& laid) {
+void lay_out(const Model& m, const Sources<bf16>& from, int64_t begin, const Laid& laid) {
   const int64_t size = m.head_dim;
   for (int64_t p = 0; p < PACKED; p += PANEL)
     store_transposed(laid.keys + (begin + p) * size, from.keys + p, size);
@@ -65,14 +68,35 @@ void lay_out(const Model& m, const Sources& from, int64_t begin, const Laid& lai
       store_pairs(to + i * PANEL, from.values[i] + d, from.values[i + 1] + d);
 }
 
+// The same keys and values in bfloat16: where they are, or converted into `room`.
+template <typename Format>
+Sources<bf16> as_bfloat16(const Model& m, const Layer& layer, const Sources<uint8_t>& from,
+                          bf16* room) {
+  Sources<bf16> found;
+  for (int64_t i = 0; i < PACKED; ++i) {
+    if constexpr (Format::CONVERTS) {
+      bf16 *key = room + 2 * i * MOST_HEAD, *value = key + MOST_HEAD;
+      dequantize<Format>(from.keys[i], m.head_dim, layer.key_scale, key);
+      dequantize<Format>(from.values[i], m.head_dim, layer.value_scale, value);
+      found.keys[i] = key, found.values[i] = value;
+    } else {
+      found.keys[i] = (const bf16*)from.keys[i], found.values[i] = (const bf16*)from.values[i];
+    }
+  }
+  return found;
+}
+
 // Packs the tokens `begin` to `end` of a prompt, for one key head.
+template <typename Format>
 void lay_out(const Model& m, const Layer& layer, const Step& s, const Prompts& of, int64_t prompt,
              int64_t kv, int64_t begin, int64_t end, const Laid& laid) {
-  Sources both[2];
-  if (begin < end) find(m, layer, s, of, prompt, kv, begin, both[0]);
+  alignas(64) bf16 room[Format::CONVERTS ? 2 * PACKED * MOST_HEAD : 1];
+  Sources<uint8_t> both[2];
+  if (begin < end) find<Format>(m, layer, s, of, prompt, kv, begin, both[0]);
   for (int64_t turn = 0; begin < end; begin += PACKED, turn ^= 1) {
-    if (begin + PACKED < end) find(m, layer, s, of, prompt, kv, begin + PACKED, both[turn ^ 1]);
-    lay_out(m, both[turn], begin, laid);
+    if (begin + PACKED < end)
+      find<Format>(m, layer, s, of, prompt, kv, begin + PACKED, both[turn ^ 1]);
+    lay_out(m, as_bfloat16<Format>(m, layer, both[turn], room), begin, laid);
   }
 }
 
@@ -242,6 +266,7 @@ void attend_block(const Model& m, const Layer& layer, const Prompts& of, const L
 
 // All new tokens of all prompts: `heads` (tokens, heads + 2 * kv_heads, head_dim), rotated and written
 // to the cache, to `out` (tokens, heads * head_dim). Called by all threads; they share `kept`.
+template <typename Format>
 void attend_prompts(const Model& m, const Layer& layer, const Step& s, const Prompts& of,
                     const bf16* heads, bf16* out, Scratch& kept) {
   const int64_t span = (of.context * m.block_size + of.length + 31) / 32 * 32;
@@ -254,7 +279,7 @@ void attend_prompts(const Model& m, const Layer& layer, const Step& s, const Pro
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < of.batch * m.kv_heads; ++i) {
       const int64_t prompt = i / m.kv_heads, kv = i % m.kv_heads;
-      lay_out(m, layer, s, of, prompt, kv, 0, tokens_of(of, prompt), laid);
+      lay_out<Format>(m, layer, s, of, prompt, kv, 0, tokens_of(of, prompt), laid);
       for (int64_t j = 0; j < group * blocks; ++j)
         attend_block(m, layer, of, laid, prompt, kv * group + j / blocks, j % blocks * QUERIES,
                      heads, out);
@@ -268,7 +293,7 @@ void attend_prompts(const Model& m, const Layer& layer, const Step& s, const Pro
   for (int64_t i = 0; i < of.batch * m.kv_heads * parts; ++i) {
     const int64_t at = i / parts, prompt = at / m.kv_heads, begin = i % parts * PART;
     const int64_t end = std::min<int64_t>(begin + PART, tokens_of(of, prompt));
-    lay_out(m, layer, s, of, prompt, at % m.kv_heads, begin, end, {span, all + at * each});
+    lay_out<Format>(m, layer, s, of, prompt, at % m.kv_heads, begin, end, {span, all + at * each});
   }
   // Longest first, for balance: the last pieces of work are short.
 #pragma omp for schedule(dynamic)

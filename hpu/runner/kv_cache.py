@@ -4,6 +4,7 @@ whole blocks."""
 import itertools
 import logging
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from config.engine import EngineConfig
 from config.model.window_cache import CacheSizes, ring_blocks
 from hpu.backends.base import Backend, Event
 from hpu.models.base import CausalLM
+from hpu.quantization.kv_cache import zero_non_finite
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +97,11 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         num_rings: int = 0,
+        clean: Callable[[Tensor], Tensor] = zero_non_finite,
     ) -> None:
+        """`dtype`: of the caches; `clean`: gives rows of a cache with zeros for what is not
+        finite."""
+        self._clean = clean
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_rings = num_rings
@@ -195,8 +201,7 @@ class KVCache:
             (index,) = self._scrubbed.upload(part, pad_block=pad_block)
             slots = self._slots(index)
             for cache in caches:
-                clean = torch.nan_to_num(cache.index_select(0, slots), 0.0, 0.0, 0.0)
-                cache.index_copy_(0, slots, clean)
+                cache.index_copy_(0, slots, self._clean(cache.index_select(0, slots)))
                 self._backend.mark_step()
 
     def _slots(self, blocks: Tensor) -> Tensor:

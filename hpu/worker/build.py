@@ -17,6 +17,7 @@ from hpu.model_loader.size_estimate import activation_bytes
 from hpu.models.base import CausalLM
 from hpu.models.pooling import PoolingModel
 from hpu.protocol import Bucket
+from hpu.quantization.kv_cache import KVCacheFormat, zero_non_finite
 from hpu.runner.batch_state import BatchState
 from hpu.runner.counters import Counters
 from hpu.runner.graph_cache import GraphCache
@@ -160,8 +161,9 @@ def make_runner(
         backend,
         num_blocks=num_blocks,
         block_size=loaded.block_size,
-        dtype=loaded.dtype,
+        dtype=loaded.kv_cache_dtype,
         num_rings=loaded.num_rings,
+        clean=zero_non_finite if loaded.kv_cache_format is None else loaded.kv_cache_format.clean,
     )
     num_requests = _num_requests(loaded)
     states = RequestStates(model, backend, num_requests) if loaded.has_states else None
@@ -242,7 +244,7 @@ def _sizes(loaded: LoadedModel) -> CacheSizes:
     """With one ring for each request index and for padding."""
     assert isinstance(loaded.model, CausalLM), "a pooling model has no KV cache"
     num_rings = _num_requests(loaded) + 1
-    return cache_sizes(loaded.model, loaded.block_size, loaded.dtype, num_rings)
+    return cache_sizes(loaded.model, loaded.block_size, loaded.kv_cache_dtype, num_rings)
 
 
 def _fixed_bytes(loaded: LoadedModel) -> int:
@@ -359,7 +361,7 @@ def _split(
     split = _agreed(split, loaded)
     if not backend.shares_host_memory:
         _log_memory(split, cache, memory, config.warmup)
-    _log_cache(split, cache, demand)
+    _log_cache(split, cache, demand, loaded.kv_cache_format)
     if loaded.num_rings:
         saved = (split.num_blocks + 1) * (sizes.block - sizes.full_block) - sizes.rings
         logger.info(
@@ -451,12 +453,15 @@ def _log_memory(
         )
 
 
-def _log_cache(split: MemorySplit, cache: CacheConfig, demand: KVCacheDemand) -> None:
+def _log_cache(
+    split: MemorySplit, cache: CacheConfig, demand: KVCacheDemand, format: KVCacheFormat | None
+) -> None:
     """Size and capacity of the KV cache."""
     logger.info(
-        "KV cache: %d blocks of %d tokens%s, %.2f GiB: %.1f sequences of %d tokens at once",
+        "KV cache: %d blocks of %d tokens%s%s, %.2f GiB: %.1f sequences of %d tokens at once",
         split.num_blocks,
         demand.block_size,
+        "" if format is None else f" in {format.name}",
         "" if cache.num_blocks is None else " as configured",
         (split.num_blocks + 1) * demand.block_bytes / GIB,
         split.num_blocks / demand.context_blocks,

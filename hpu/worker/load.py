@@ -39,6 +39,7 @@ from hpu.models.registry import (
     transformers_facts,
 )
 from hpu.protocol import BucketLimits, WarmupProgress
+from hpu.quantization.kv_cache import KVCacheFormat
 from hpu.quantization.registry import process_weights, select_quantization
 from hpu.runner.kv_cache import reads_contiguously
 
@@ -70,9 +71,16 @@ class LoadedModel:
     load_s: float
     groups: ProcessGroups = SINGLE_GROUPS
     link: PipelineLink = SINGLE_STAGE
+    kv_cache_format: KVCacheFormat | None = None
+    """None: keys and values are cached in `dtype`."""
     num_rings: int = 0
     """In the caches of each layer with a window, that of padding included; 0: blocks of the whole
     context, as in other layers."""
+
+    @property
+    def kv_cache_dtype(self) -> torch.dtype:
+        """Of the caches."""
+        return self.dtype if self.kv_cache_format is None else self.kv_cache_format.dtype
 
     @property
     def agreement(self) -> Agreement:
@@ -202,7 +210,9 @@ def load(
 
     block_size = config.cache.block_size or backend.default_block_size
     model: CausalLM | PoolingModel
+    kv_cache_format = None
     if pooler is None:
+        kv_cache_format = backend.kv_cache_format(config.cache.kv_cache_dtype, dtype)
         build: Callable[..., LoadableModel] = partial(build_model, stage=stage)
         if not is_built_in:
             build = partial(build_transformers_model, has_files=not is_dummy)
@@ -221,6 +231,8 @@ def load(
             group=groups.tensor,
             expert_group=expert_group,
         )
+        if kv_cache_format is not None:
+            decoder.use_kv_cache_format(kv_cache_format)
         if offloaded is not None:
             restore(offloaded, (decoder,))
         elif is_dummy:
@@ -271,6 +283,7 @@ def load(
         load_s=load_s,
         groups=groups,
         link=link,
+        kv_cache_format=kv_cache_format,
     )
     if loaded.has_states:
         _log_states(config)
