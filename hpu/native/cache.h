@@ -72,7 +72,8 @@ struct AsInt8 {
     }
     const float amax = reduce_max(most) + reduce_add(nothing);
     const float scale = amax / MOST;
-    const Lanes inverse = set1(amax > MIN_AMAX ? MOST / amax : 0.0f);
+    // As torch divides a number by a tensor.
+    const Lanes inverse = set1(amax > MIN_AMAX ? 1 / amax * MOST : 0.0f);
     for (int64_t d = 0; d < size; d += 16) store_int8(row + d, nearest(mul(::load(x + d), inverse)));
     std::memcpy(row + size, &scale, sizeof(scale));
   }

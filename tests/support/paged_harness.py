@@ -14,6 +14,7 @@ from hpu.model_loader.loader import load_weights
 from hpu.models.base import CausalLM, LoadableModel
 from hpu.models.decoder import Decoder
 from hpu.models.registry import build_model, build_transformers_model
+from hpu.quantization.kv_cache import KVCacheFormat
 from hpu.quantization.registry import process_weights
 
 
@@ -23,8 +24,9 @@ def load_decoder(
     dtype: torch.dtype = torch.float32,
     max_model_len: int | None = None,
     group: ProcessGroup = SINGLE,
+    format: KVCacheFormat | None = None,
 ) -> Decoder:
-    """The decoder of a checkpoint folder, on CPU."""
+    """The decoder of a checkpoint folder, on CPU. `format`: of its KV cache."""
     model = build_model(
         read_model_config(str(folder)),
         dtype=dtype,
@@ -32,6 +34,8 @@ def load_decoder(
         max_model_len=max_model_len,
         group=group,
     )
+    if format is not None:
+        model.use_kv_cache_format(format)
     load_weights(model, str(folder), on_progress=lambda done, total: None, group=group)
     process_weights(model, None)
     return model
@@ -66,16 +70,20 @@ class PagedHarness:
         block_size: int = 4,
         num_blocks: int = 256,
         num_states: int = 16,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         """`num_states`: rows that a model with states may have; the state of a row is that of its
-        number."""
+        number. `cache_dtype`: None: the model's."""
         self.model = model
         self.block_size = block_size
         self.pad_block = num_blocks
         # Slots that were never written would ruin any sum. Blocks are not allocated in the order of
         # memory.
+        dtype = cache_dtype or model.dtype
+        # In formats of bytes large numbers too, and large scales.
+        unwritten = 1e4 if dtype.is_floating_point else 96
         self.caches = [
-            tuple(torch.full(shape, 1e4, dtype=model.dtype) for shape in shapes)
+            tuple(torch.full(shape, unwritten, dtype=dtype) for shape in shapes)
             for shapes in model.cache_shapes(num_blocks + 1, block_size)
         ]
         model.bind_caches(self.caches, block_size)

@@ -1,0 +1,233 @@
+"""Formats of the KV cache: what is stored, and attention over it, on torch's operators and on the
+compiled kernels."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paged_harness import PagedHarness, load_decoder
+from tiny_models import make_tiny
+from torch import Tensor
+
+from config.errors import ConfigError
+from hpu.backends.cpu import CpuBackend, use_cpu_kernels
+from hpu.backends.cuda import CudaBackend
+from hpu.models.base import CausalLM
+from hpu.models.decoder import Decoder
+from hpu.native.library import Library
+from hpu.quantization.kv_cache import KVCacheFormat, plain_format
+from hpu.runner.kv_cache import block_bytes
+
+FORMATS = ("float16", "fp8", "int8")
+PROMPTS = {0: list(range(10, 60)), 1: list(range(70, 77)), 2: [9]}
+NEXT = [{0: 5, 1: 6, 2: 7}, {0: 8, 1: 9, 2: 10}]
+HEADS = {"head_dim": 32, "hidden_size": 128, "num_attention_heads": 4}
+LARGEST_ERROR = {"float16": 2**-11, "bfloat16": 2**-8, "fp8": 2**-4, "int8": 1 / 254}
+"""Relative: to each number, for int8 to the largest one of a row."""
+
+
+def format_of(name: str, dtype: torch.dtype = torch.bfloat16) -> KVCacheFormat:
+    found = plain_format(name, dtype)
+    assert found is not None
+    return found
+
+
+def set_scales(model: Decoder, scale: float) -> None:
+    """Of all layers: keys are stored as multiples of `scale`, values of half of it."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("k_scale"):
+            parameter.fill_(scale)
+        elif name.endswith("v_scale"):
+            parameter.fill_(scale / 2)
+
+
+def loaded(
+    folder: Path, format: KVCacheFormat | None, dtype: torch.dtype, scale: float = 1.0
+) -> Decoder:
+    model = load_decoder(folder, dtype=dtype, format=format)
+    set_scales(model, scale)
+    return model
+
+
+def decoded(model: CausalLM, dtype: torch.dtype | None = None) -> Tensor:
+    """Logits of two decodes of three rows, behind prompts of the same model, the longest in two
+    chunks. `dtype`: of the caches."""
+    harness = PagedHarness(model, cache_dtype=dtype)
+    harness.prefill({0: PROMPTS[0][:30]})
+    harness.prefill({**PROMPTS, 0: PROMPTS[0][30:]})
+    steps = [harness.decode(last) for last in NEXT]
+    return torch.stack([step[row] for step in steps for row in PROMPTS]).float()
+
+
+def error_of(found: Tensor, exact: Tensor) -> float:
+    return float((found - exact).square().mean().sqrt())
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_stored_row_is_read_within_the_precision_of_its_format(
+    name: str, dtype: torch.dtype
+) -> None:
+    if (name, dtype) == ("bfloat16", torch.bfloat16):
+        assert plain_format(name, dtype) is None
+        return
+    format = format_of(name, dtype)
+    x = torch.randn(5, 3, 32).to(dtype)
+    x[2] = 0
+    codec = format.codec(dtype, torch.tensor([0.5]) if format.has_layer_scales else None)
+
+    rows = codec.encode(x)
+
+    assert rows.dtype == format.dtype and rows.shape == (5, 3, format.row_size(32))
+    error = (codec.decode(rows).float() - x.float()).abs()
+    scale = x.float().abs()
+    if name == "int8":
+        scale = scale.amax(-1, keepdim=True).expand_as(scale)
+    rounding = 2**-8 if dtype == torch.bfloat16 else 1e-6
+    # Small numbers of FP8 have a fixed distance.
+    assert (error <= scale * (LARGEST_ERROR[name] + rounding) + 2**-11).all()
+    assert torch.equal(codec.decode(rows)[2], x[2])
+
+
+def test_numbers_above_the_range_are_stored_as_the_largest() -> None:
+    x = torch.tensor([1e6, -1e6, 1.0, 0.0])
+
+    fp8 = format_of("fp8").codec(torch.float32, torch.tensor([2.0]))
+    half = format_of("float16").codec(torch.float32, None)
+
+    assert fp8.decode(fp8.encode(x)).tolist() == [896.0, -896.0, 1.0, 0.0]
+    assert half.decode(half.encode(x)).tolist() == [65504.0, -65504.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_that_are_not_finite_are_cleaned_and_no_others(name: str) -> None:
+    format = format_of(name)
+    codec = format.codec(torch.bfloat16, torch.ones(1) if format.has_layer_scales else None)
+    x = torch.randn(4, 2, 16).bfloat16()
+    x[1, 0, 3] = torch.nan
+    rows = codec.encode(x)
+    assert not codec.decode(rows)[1, 0, 3].isfinite()
+
+    cleaned = format.clean(rows)
+
+    others = [0, 2, 3]
+    assert codec.decode(cleaned).isfinite().all()
+    assert torch.equal(cleaned[others], rows[others]) and torch.equal(cleaned[1, 1], rows[1, 1])
+
+
+def test_a_format_halves_the_blocks(tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path, **HEADS)
+    sizes = {}
+
+    for name in FORMATS:
+        model = load_decoder(folder, dtype=torch.bfloat16, format=format_of(name))
+        sizes[name] = block_bytes(model, 16, format_of(name).dtype)
+
+    plain = block_bytes(load_decoder(folder, dtype=torch.bfloat16), 16, torch.bfloat16)
+    # A scale of four bytes for each 32 numbers.
+    assert sizes == {"float16": plain, "fp8": plain // 2, "int8": plain * 36 // 64}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("llama", {**HEADS, "num_key_value_heads": 1}),
+        ("llama", {"hidden_size": 288, "num_attention_heads": 9, "num_key_value_heads": 3}),
+        ("mistral", {**HEADS, "sliding_window": 9}),
+        ("phi3", {**HEADS, "hidden_size": 256, "head_dim": 64}),
+        ("qwen3", {**HEADS, "head_dim": 128, "num_key_value_heads": 4}),
+    ],
+)
+def test_the_kernels_are_as_accurate_as_torchs_operators(
+    name: str, family: str, overrides: dict[str, Any], library: Library, tmp_path: Path
+) -> None:
+    folder = make_tiny(family, tmp_path, **overrides)
+    format = format_of(name)
+    exact = decoded(
+        loaded(folder, format_of(name, torch.float32), torch.float32, 0.25), format.dtype
+    )
+    own = decoded(loaded(folder, format, torch.bfloat16, 0.25), format.dtype)
+    model = use_cpu_kernels(loaded(folder, format, torch.bfloat16, 0.25), library)
+
+    found = decoded(model, format.dtype)
+
+    assert model.is_compiled
+    assert error_of(found, exact) < 1.5 * error_of(own, exact) + 1e-3
+    # Random weights amplify the rounding of FP8, which falls differently in bfloat16.
+    assert error_of(found, exact) < (0.25 if name == "fp8" else 0.1) * float(exact.std())
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("scale", [0.001, 1.0, 100.0])
+def test_the_kernels_store_what_torchs_operators_store(
+    name: str, scale: float, library: Library, tmp_path: Path
+) -> None:
+    folder = make_tiny("llama", tmp_path, **HEADS)
+    format = format_of(name)
+    plain = PagedHarness(use_cpu_kernels(loaded(folder, None, torch.bfloat16), library))
+    model = use_cpu_kernels(loaded(folder, format, torch.bfloat16, scale), library)
+    encoded = PagedHarness(model, cache_dtype=format.dtype)
+
+    for harness in (plain, encoded):
+        harness.prefill(PROMPTS)
+
+    # Those of the first layer depend on no cache.
+    for index, factor in enumerate((1.0, 0.5)):
+        scales = torch.tensor([scale * factor]) if format.has_layer_scales else None
+        slots = torch.tensor([plain.slot(0, position) for position in range(50)])
+        expected = format.codec(torch.bfloat16, scales).encode(plain.caches[0][index][slots])
+        assert torch.equal(encoded.caches[0][index][slots], expected)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_cached_prefix_gives_the_logits_of_one_launch(
+    name: str, is_compiled: bool, built: Library, tmp_path: Path
+) -> None:
+    folder = make_tiny("llama", tmp_path, **HEADS)
+    format, dtype = format_of(name, torch.float32), torch.float32
+    if is_compiled:
+        format, dtype = format_of(name), torch.bfloat16
+    model: CausalLM = loaded(folder, format, dtype, 0.25)
+    if is_compiled:
+        model = use_cpu_kernels(model, built)
+    harness = PagedHarness(model, cache_dtype=format.dtype)
+
+    whole = harness.prefill({0: PROMPTS[0]})[0][-1]
+    harness.prefill({1: PROMPTS[0][:32]})
+    behind = harness.prefill({1: PROMPTS[0][32:]})[1][-1]
+
+    # Of bfloat16, sums in another order.
+    assert torch.allclose(behind, whole, atol=0.05 if is_compiled else 1e-4)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma3_text", "gpt_oss"])
+def test_latents_windows_and_sinks_are_cached_in_the_format(
+    name: str, family: str, tmp_path: Path
+) -> None:
+    folder = make_tiny(family, tmp_path)
+    format = format_of(name, torch.float32)
+    plain = decoded(load_decoder(folder))
+
+    found = decoded(loaded(folder, format, torch.float32, 0.25), format.dtype)
+
+    assert 0 < error_of(found, plain) < (0.25 if name == "fp8" else 0.1) * float(plain.std())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_other_devices_refuse_a_format_and_name_both(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CudaBackend, "__init__", lambda self: None)
+
+    with pytest.raises(ConfigError, match=f"kv_cache_dtype is {name} and the device is cuda"):
+        CudaBackend().kv_cache_format(name, torch.bfloat16)
+
+    assert CpuBackend(1).kv_cache_format("auto", torch.bfloat16) is None
