@@ -2,11 +2,13 @@
 an earlier state of the kernels, by turns in one process.
 
     python benchmarks/kernels.py --model demo --before ../before/hpu/native --markdown kernels.md
+    python benchmarks/kernels.py --context 4096 --kv-cache-dtype auto int8 fp8 --launch "decode 8"
 
 Weights are random. The bound of a launch is the longer of two times: to read its weights and its
 cached keys and values once, and to compute its products, at the rates that the same threads reach
 when they do nothing else (benchmarks/rates.cpp). `--before` takes a folder with decode.cpp, whose
-structures must be those of this tree.
+structures must be those of this tree. Several `--kv-cache-dtype` are compared in the place of two
+states.
 """
 
 import argparse
@@ -30,6 +32,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import machine
+from config.model.kv_cache_dtype import AUTO, KV_CACHE_DTYPES
 from config.model.model_config import ModelConfig
 from config.model.read_config import read_model_config
 from hpu.backends.cpu import CpuBackend, use_cpu_kernels
@@ -44,11 +47,10 @@ from hpu.native.library import (
     open_library,
     openmp_runtime,
 )
+from hpu.quantization.kv_cache import plain_format
 
 RATES = Path(__file__).with_name("rates.cpp")
 BLOCK_SIZE = 128
-CONTEXT = 128
-"""Cached tokens of each stream in a decode."""
 READ_BYTES = 256 << 20
 
 _LLAMA: dict[str, Any] = {
@@ -115,18 +117,33 @@ class Work:
 class Launches:
     """A model with random weights on one library, and its launches."""
 
-    def __init__(self, config: ModelConfig, library: Library) -> None:
+    def __init__(
+        self, config: ModelConfig, library: Library, context: int, kv_cache_dtype: str = AUTO
+    ) -> None:
+        """`context`: cached tokens of each stream in a decode, its own included."""
         torch.manual_seed(0)
         model = build_model(config, dtype=torch.bfloat16, device=torch.device("cpu"))
+        format = None
+        if kv_cache_dtype != AUTO:
+            format = plain_format(kv_cache_dtype, torch.bfloat16)
+            assert format is not None, "the model has this data type"
+            model.use_kv_cache_format(format)
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.02)
             else:
                 parameter.fill_(1)
         self.model: CausalLM = use_cpu_kernels(model, library)  # type: ignore[assignment]
-        num_blocks = 64
+        self._context = context
+        self._each = -(-context // BLOCK_SIZE)
+        """Blocks of a stream."""
+        num_blocks = max(64, 32 * self._each)
+        # All of it is written: reads of memory that never was are no reads.
+        row = torch.randn(1, config.num_kv_heads, config.head_dim).bfloat16()
+        if format is not None:
+            row = format.codec(row.dtype, torch.ones(1)).encode(row)
         self._caches = [
-            tuple(torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
+            tuple(row.expand(shape).contiguous() for shape in shapes)
             for shapes in self.model.cache_shapes(num_blocks + 1, BLOCK_SIZE)
         ]
         self.model.bind_caches(self._caches, BLOCK_SIZE)
@@ -141,11 +158,16 @@ class Launches:
 
     def _decode(self, batch: int) -> Callable[[], Tensor]:
         tokens = torch.arange(batch).unsqueeze(1) + 5
-        positions = torch.full((batch, 1), CONTEXT - 1)
-        slots = torch.arange(batch) * BLOCK_SIZE + CONTEXT - 1
-        blocks = torch.arange(batch)
-        starts, usage = torch.zeros(batch).long(), torch.full((batch,), CONTEXT)
-        inputs = DecodeAttentionInputs(positions, slots, blocks, blocks, starts, usage)
+        positions = torch.full((batch, 1), self._context - 1)
+        # Not in the order of memory.
+        count = batch * self._each
+        blocks = torch.randperm(count, generator=torch.Generator().manual_seed(2))
+        groups = torch.arange(batch).repeat_interleave(self._each)
+        starts = torch.arange(self._each).repeat(batch) * BLOCK_SIZE
+        usage = (self._context - starts).clamp_max(BLOCK_SIZE)
+        last = blocks.view(batch, -1)[:, -1]
+        slots = last * BLOCK_SIZE + (self._context - 1) % BLOCK_SIZE
+        inputs = DecodeAttentionInputs(positions, slots, blocks, groups, starts, usage)
 
         def run() -> Tensor:
             hidden = self.model(tokens, inputs)[:, 0]
@@ -176,7 +198,7 @@ class Launches:
         return found
 
 
-def work_of(shape: dict[str, Any], name: str) -> Work:
+def work_of(shape: dict[str, Any], name: str, context: int) -> Work:
     """Least bytes and operations of a launch in bfloat16."""
     kind, size = name.split()
     batch_text, _, length_text = size.rpartition("x")
@@ -195,8 +217,8 @@ def work_of(shape: dict[str, Any], name: str) -> Work:
     else:
         read = computed = 3 * hidden * shape["intermediate_size"]
     head, layers = hidden * shape["vocab_size"], shape["num_hidden_layers"]
-    seen = CONTEXT if kind == "decode" else (length + 1) / 2
-    cached = 2 * kv * batch * CONTEXT if kind == "decode" else 0
+    seen = context if kind == "decode" else (length + 1) / 2
+    cached = 2 * kv * batch * context if kind == "decode" else 0
     return Work(
         bytes=2 * (layers * (attention + read + cached) + head),
         operations=2 * (layers * rows * (attention + computed + 2 * query * seen) + batch * head),
@@ -246,6 +268,7 @@ def measure(
     names: Sequence[str],
     rates: Rates,
     budget: float,
+    context: int,
 ) -> list[list[Any]]:
     """Rows of the table; each launch gets `budget` seconds."""
     found = []
@@ -261,7 +284,7 @@ def measure(
                 start = time.perf_counter()
                 run()
                 times.append(time.perf_counter() - start)
-        found.append([name, work_of(shape, name), [median(times) for times in seconds], agree])
+        found.append([name, work_of(shape, name, context), [median(times) for times in seconds], agree])
         print(
             name, [f"{1e3 * median(t):.2f} ms" for t in seconds], len(seconds[0]), agree, flush=True
         )
@@ -275,6 +298,10 @@ def main() -> None:
     parser.add_argument("--model", choices=SHAPES, default="demo")
     parser.add_argument("--launch", nargs="+", choices=LAUNCHES, default=LAUNCHES)
     parser.add_argument("--before", type=Path, help="folder of another decode.cpp")
+    parser.add_argument("--context", type=int, default=128, help="cached tokens in a decode")
+    parser.add_argument(
+        "--kv-cache-dtype", nargs="+", choices=KV_CACHE_DTYPES, default=[AUTO], metavar="DTYPE"
+    )
     parser.add_argument("--seconds", type=float, default=6.0, help="per launch")
     parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
@@ -283,7 +310,11 @@ def main() -> None:
     library = open_library(kernel_folder(None), threads)
     if library is None:
         raise SystemExit("the kernels are not available on this machine")
-    shape = SHAPES[arguments.model]
+    shape, context = dict(SHAPES[arguments.model]), arguments.context
+    shape["max_position_embeddings"] = max(shape["max_position_embeddings"], context)
+    formats = arguments.kv_cache_dtype
+    if arguments.before and len(formats) > 1:
+        parser.error(f"--before compares two states in one data type, not in {len(formats)}")
     with tempfile.TemporaryDirectory() as temporary, torch.inference_mode():
         folder = Path(temporary)
         rates = Rates(folder, threads)
@@ -292,14 +323,15 @@ def main() -> None:
             built = compiled(arguments.before / "decode.cpp", folder / "before.so")
             libraries.insert(0, Library(built, threads))
         config = config_of(shape, folder)
-        states = [Launches(config, one) for one in libraries]
-        rows = measure(states, shape, arguments.launch, rates, arguments.seconds)
+        states = [Launches(config, one, context, name) for one in libraries for name in formats]
+        rows = measure(states, shape, arguments.launch, rates, arguments.seconds, context)
     gigabytes, teraflops = median(rates.read) / 1e9, median(rates.multiplied) / 1e12
-    states_named = ["before", "now"][-len(states) :]
+    states_named = formats if len(formats) > 1 else ["before", "now"][-len(states) :]
     columns = " | ".join(f"{one}, ms | share of the bound" for one in states_named)
     lines = [
         f"{datetime.date.today()}, {machine()}, {threads} threads. Shape `{arguments.model}`; "
-        f"memory is read at {gigabytes:.1f} GB/s, products alone reach {teraflops:.2f} TFLOP/s.",
+        f"memory is read at {gigabytes:.1f} GB/s, products alone reach {teraflops:.2f} TFLOP/s. "
+        f"Decodes over {context} cached tokens; bounds are those of bfloat16.",
         "",
         f"| launch | bound, ms | {columns} |",
         f"| --- | ---: |{' ---: | ---: |' * len(states)}",

@@ -240,6 +240,10 @@ void attend(const Model& m, const Layer& layer, const std::vector<Tile>& tiles, 
   // The tile-load intrinsic does not tell the compiler which memory it reads.
   asm volatile("" ::"r"(panel) : "memory");
 #endif
+  const auto find_value_scales = [&](int64_t t) {
+    if constexpr (Format::TOKEN_SCALES)
+      token_scales<Format>(tiles[t].values, stride, tiles[t].count, size, value_scales + t * 16);
+  };
   Lanes top[MOST_GROUP];
   for (int64_t g = 0; g < group; ++g) top[g] = set1(-INFINITY);
   for (int64_t t = 0; t < count; ++t) {
@@ -253,8 +257,11 @@ void attend(const Model& m, const Layer& layer, const std::vector<Tile>& tiles, 
       convert<Format>(tile.keys, stride, tile.count, size, converted);
       keys = converted, apart = size;
     }
-    if constexpr (Format::TOKEN_SCALES)
+    if constexpr (Format::TOKEN_SCALES) {
       token_scales<Format>(tile.keys, stride, tile.count, size, key_scales);
+      // Late enough for the prefetch above.
+      if (t >= EARLY) find_value_scales(t - EARLY);
+    }
 #ifdef __AMX_BF16__
     const bool tiled = has_tiles && tile.count == 16;
     if (tiled) score_tile(panel, group, keys, apart, size, scores + t * 16, room);
@@ -272,8 +279,7 @@ void attend(const Model& m, const Layer& layer, const std::vector<Tile>& tiles, 
     }
   }
   if constexpr (Format::TOKEN_SCALES)
-    for (int64_t t = 0; t < count; ++t)
-      token_scales<Format>(tiles[t].values, stride, tiles[t].count, size, value_scales + t * 16);
+    for (int64_t t = std::max<int64_t>(0, count - EARLY); t < count; ++t) find_value_scales(t);
   const float scale = m.scale * TO_POWERS * Format::layer_scale(layer.key_scale);
   const float value_scale = Format::layer_scale(layer.value_scale);
   float shares[MOST_GROUP];
