@@ -81,7 +81,7 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
     cache, schedule = config.cache, config.scheduler
     if cache.kv_cache_dtype not in ON_GAUDI:
         raise ConfigError(
-            f"kv_cache_dtype is {cache.kv_cache_dtype} and the cards are {target.device}: Gaudi "
+            f"--kv-cache-dtype is {cache.kv_cache_dtype} and the cards are {target.device}: Gaudi "
             f"caches keys and values in one of {', '.join(ON_GAUDI)}"
         )
     demand = CardDemand(

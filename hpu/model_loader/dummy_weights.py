@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from config.model.quantization.fields import KV_SCALES
 from hpu.model_loader.loader import Progress
 
 LIMIT = 1e-3
@@ -25,7 +26,11 @@ def fill_dummy(modules: Iterable[nn.Module], *, on_progress: Progress) -> None:
     done = 0
     for name, parameter in parameters:
         with torch.no_grad():
-            _fill(parameter, values, zlib.crc32(name.encode()) % NUM_VALUES)
+            if name.endswith(KV_SCALES):
+                # Keys and values are divided by them.
+                parameter.fill_(1)
+            else:
+                _fill(parameter, values, zlib.crc32(name.encode()) % NUM_VALUES)
         done += parameter.nbytes
         on_progress(done, total)
 

@@ -22,7 +22,13 @@ from config.errors import CheckpointError
 from config.model.quantization.base import Role
 from hpu.distributed.process_groups import SINGLE, ProcessGroup, shard_rank
 from hpu.model_loader.mxfp4 import dequantize_mxfp4
-from hpu.model_loader.quantized_weights import check_part, dequantize, to_pairs, unpack_part
+from hpu.model_loader.quantized_weights import (
+    check_kv_scale,
+    check_part,
+    dequantize,
+    to_pairs,
+    unpack_part,
+)
 from hpu.model_loader.tensor_reader import Read, TensorReader
 
 logger = logging.getLogger(__name__)
@@ -102,7 +108,10 @@ def load_weights(
             reads = _reads(tensors, parameters, filler)
             for one, read in zip(tensors, reader.read(file, reads), strict=True):
                 spec = one.shard.spec
-                if spec.part is not None:
+                if spec.is_kv_scale:
+                    check_kv_scale(read.target, f"{one.stored.name} in {file}")
+                    filler.fill(parameters[spec.parameter], spec, read.target.reshape(1))
+                elif spec.part is not None:
                     quantized.add(one, read.target, file)
                 elif filler.place(parameters[spec.parameter], spec, read.target.dtype) is None:
                     filler.fill(parameters[spec.parameter], spec, read.target)
@@ -239,6 +248,7 @@ def _match(
 ) -> dict[Path, list[tuple[StoredTensor, WeightSpec]]]:
     """The tensors of each file that the model needs. One error for all that do not fit."""
     specs = {spec.name: spec for spec in weight_map.entries()}
+    optional = {spec.name: spec for spec in weight_map.optional}
     files: dict[Path, list[tuple[StoredTensor, WeightSpec]]] = {}
     found: dict[str, Path] = {}
     left_over: list[str] = []
@@ -248,7 +258,10 @@ def _match(
         files[file] = []
         for stored in read_header(file):
             name = weight_map.map_name(stored.name)
-            spec = specs.get(name)
+            spec = specs.get(name) or optional.get(name)
+            if spec is not None and spec.is_kv_scale:
+                # One tensor, whatever its name.
+                name = spec.parameter
             if spec is None:
                 num_outside += name.startswith(OUTSIDE)
                 if not weight_map.ignores(name):
@@ -271,6 +284,13 @@ def _match(
         problems.append(f"this model has no place for {_listed(left_over)}")
     if problems:
         raise CheckpointError(f"the tensors in {folder} are not the model's: {'; '.join(problems)}")
+    if optional:
+        parameters = {spec.parameter for spec in optional.values()}
+        logger.info(
+            "KV cache: the checkpoint has %d of %d scales of keys and values; others are 1",
+            len(parameters & found.keys()),
+            len(parameters),
+        )
     if num_outside:
         logger.info(
             "%d tensors in %s are not the text model's and are not loaded: images, audio and video "

@@ -110,14 +110,7 @@ def check_part(tensor: Tensor, shard: Shard, where: str, sizes: tuple[int, ...])
     part, scheme = spec.part, spec.scheme
     assert part is not None and scheme is not None
     if part.role in ("scales", "input_scale"):
-        for wrong, what in (
-            (~tensor.isfinite(), "NaN or infinite"),
-            (tensor == 0, "zero"),
-        ):
-            if count := int(wrong.sum()):
-                raise CheckpointError(
-                    f"{where} has {count} of {tensor.numel()} scales that are {what}"
-                )
+        _check_scales(tensor, where)
     elif part.role == "values" and scheme.is_float:
         if count := int((tensor.view(torch.uint8) & 0x7F == NAN_CODE).sum()):
             raise CheckpointError(f"{where} has {count} weights that are NaN")
@@ -130,6 +123,19 @@ def check_part(tensor: Tensor, shard: Shard, where: str, sizes: tuple[int, ...])
         found = tuple(tensor.tolist())
         if found != sizes:
             raise CheckpointError(f"{where} is {found}, the weight is {sizes}")
+
+
+def check_kv_scale(tensor: Tensor, where: str) -> None:
+    """As `check_part`, for the scale of cached keys or values."""
+    _check_scales(tensor, where)
+    if float(tensor) < 0:
+        raise CheckpointError(f"{where} is {float(tensor):g}: a scale is above 0")
+
+
+def _check_scales(tensor: Tensor, where: str) -> None:
+    for wrong, what in ((~tensor.isfinite(), "NaN or infinite"), (tensor == 0, "zero")):
+        if count := int(wrong.sum()):
+            raise CheckpointError(f"{where} has {count} of {tensor.numel()} scales that are {what}")
 
 
 def dequantize(parts: Mapping[Role, Tensor], scheme: WeightScheme) -> Tensor:

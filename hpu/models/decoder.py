@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from config.checkpoint.weight_maps.decoder import decoder_weight_map
+from config.checkpoint.weight_maps.kv_scales import with_kv_scales
 from config.checkpoint.weight_maps.shard import Shard, shard_of
 from config.errors import ConfigError
 from config.model.decoder_spec import NORMS, DecoderSpec, LayerSpec, MoESpec, alibi_slopes
@@ -555,6 +556,8 @@ class Decoder(LoadableModel):
 
     def use_kv_cache_format(self, format: KVCacheFormat) -> None:
         self.kv_cache_format = format
+        if format.has_layer_scales:
+            self.weight_map = with_kv_scales(self.weight_map)
         for attention in self.attention_layers:
             attention.use_kv_cache_format(format)
 

@@ -207,4 +207,7 @@ def plain_format(kv_cache_dtype: str, dtype: torch.dtype) -> KVCacheFormat | Non
 
 
 def zero_non_finite(rows: Tensor) -> Tensor:
-    return torch.nan_to_num(rows, 0.0, 0.0, 0.0)
+    """`rows` of a cache with zeros for what is not finite."""
+    # In FP8 little more than casts is defined.
+    wide = rows.to(torch.bfloat16) if rows.dtype == torch.float8_e4m3fn else rows
+    return torch.nan_to_num(wide, 0.0, 0.0, 0.0).to(rows.dtype)

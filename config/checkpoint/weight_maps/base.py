@@ -72,6 +72,8 @@ class WeightSpec(NamedTuple):
     """Of a quantized weight. The fields above, but `name`, then describe the weight itself."""
     part: WeightPart | None = None
     """Which of the tensors it is stored as."""
+    is_kv_scale: bool = False
+    """One number above 0: the scale of a layer's cached keys or values."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -80,6 +82,8 @@ class WeightSpec(NamedTuple):
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of `shape` is the one."""
+        if self.is_kv_scale:
+            return math.prod(shape) == 1
         expected = self.stored_shape
         return shape == expected if self.part is None else self.part.fits(shape, expected)
 
@@ -101,6 +105,7 @@ class WeightSpec(NamedTuple):
     def is_stored_as_is(self) -> bool:
         """Whether the bytes of the tensor are those of a part of the parameter with its dtype."""
         changes = (self.transposed, self.offset, self.normalized, self.mxfp4, self.part)
+        changes += (self.is_kv_scale,)
         is_set = (self.interleaved_size, self.row_groups, self.row, self.repeats)
         return not any(changes) and all(one is None for one in is_set)
 
@@ -143,6 +148,8 @@ class WeightMap:
     ignored_prefixes: tuple[str, ...] = ()
     """Of tensors that a checkpoint may hold and the model does not need."""
     ignored_suffixes: tuple[str, ...] = ()
+    optional: tuple[WeightSpec, ...] = ()
+    """Tensors that a checkpoint may hold; some are other names of the same one."""
     is_text_part: bool = False
     """The checkpoint holds a model with images or audio, of which this is the text model."""
 

@@ -32,7 +32,8 @@ def read_compressed_tensors(fields: Fields) -> QuantizationConfig:
     if sparsity.get("format", "dense") != "dense":
         raise refused(fields, "sparsity_config", sparsity["format"], "'dense'")
     groups = fields.get("config_groups", dict, {})
-    if not groups:
+    # The cache alone may be quantized.
+    if not groups and not fields.get("kv_cache_scheme", dict, None):
         raise refused(fields, "config_groups", groups, "one group or several")
     rules = []
     for name, group in groups.items():

@@ -7,7 +7,7 @@ from config.model.json_fields import Fields, shown
 
 FLOATS = ("F16", "BF16", "F32")
 KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
-"""Of caches in FP8, which are not built."""
+"""Of caches in FP8: those of keys and values are read where the cache is in FP8."""
 
 
 def choice(fields: Fields, name: str, default: str | None, allowed: tuple[str, ...]) -> str:

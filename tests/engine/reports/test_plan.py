@@ -134,7 +134,7 @@ def test_a_block_is_as_large_as_its_data_type(kv_cache_dtype: str, block_bytes: 
 def test_a_data_type_that_gaudi_does_not_cache_in_is_refused() -> None:
     cached = replace(on_cards(1), cache=CacheConfig(kv_cache_dtype="int8"))
 
-    with pytest.raises(ConfigError, match="kv_cache_dtype is int8 and the cards are gaudi2"):
+    with pytest.raises(ConfigError, match="--kv-cache-dtype is int8 and the cards are gaudi2"):
         make_plan(FACTS, cached, Target(device="gaudi2"))
 
 

@@ -1,16 +1,19 @@
 """Formats of the KV cache: what is stored, and attention over it, on torch's operators and on the
 compiled kernels."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from paged_harness import PagedHarness, load_decoder
+from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny
 from torch import Tensor
 
-from config.errors import ConfigError
+from config.errors import CheckpointError, ConfigError
 from hpu.backends.cpu import CpuBackend, use_cpu_kernels
 from hpu.backends.cuda import CudaBackend
 from hpu.models.base import CausalLM
@@ -227,7 +230,94 @@ def test_other_devices_refuse_a_format_and_name_both(
 ) -> None:
     monkeypatch.setattr(CudaBackend, "__init__", lambda self: None)
 
-    with pytest.raises(ConfigError, match=f"kv_cache_dtype is {name} and the device is cuda"):
+    with pytest.raises(ConfigError, match=f"--kv-cache-dtype is {name} and the device is cuda"):
         CudaBackend().kv_cache_format(name, torch.bfloat16)
 
     assert CpuBackend(1).kv_cache_format("auto", torch.bfloat16) is None
+
+
+def write_scales(folder: Path, scales: dict[str, Tensor]) -> None:
+    """Add tensors to the one file of a checkpoint."""
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), **scales}, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"),
+        ("self_attn.attn.k_scale", "self_attn.attn.v_scale"),
+        ("self_attn.k_scale", "self_attn.v_scale"),
+    ],
+)
+def test_scales_of_a_checkpoint_are_read(key: str, value: str, tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path, **HEADS)
+    write_scales(
+        folder,
+        {
+            f"model.layers.1.{key}": torch.tensor(0.25),
+            f"model.layers.1.{value}": torch.tensor([0.5], dtype=torch.bfloat16),
+        },
+    )
+
+    model = load_decoder(folder, format=format_of("fp8"))
+
+    found = [attention.attn.kv_scales for attention in model.attention_layers]  # type: ignore[attr-defined]
+    assert [[float(scale) for scale in pair] for pair in found[:2]] == [[1, 1], [0.25, 0.5]]
+
+
+def test_a_format_without_such_scales_reads_none(tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path, **HEADS)
+    config = json.loads((folder / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {},
+        "kv_cache_scheme": scheme,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    write_scales(folder, {"model.layers.0.self_attn.k_scale": torch.tensor(0.25)})
+
+    model = load_decoder(folder, format=format_of("int8"))
+    scaled = load_decoder(folder, format=format_of("fp8"))
+
+    assert not [name for name, _ in model.named_parameters() if "_scale" in name]
+    assert float(scaled.attention_layers[0].attn.k_scale) == 0.25  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("scale", "told"),
+    [
+        (torch.tensor(0.0), "has 1 of 1 scales that are zero"),
+        (torch.tensor(float("nan")), "has 1 of 1 scales that are NaN or infinite"),
+        (torch.tensor([float("inf")]), "has 1 of 1 scales that are NaN or infinite"),
+        (torch.tensor(-1.0), "is -1: a scale is above 0"),
+        (torch.ones(2), "k_scale in model.safetensors is 2, the model needs 1"),
+    ],
+)
+def test_an_impossible_scale_is_an_error_that_names_file_and_tensor(
+    scale: Tensor, told: str, tmp_path: Path
+) -> None:
+    folder = make_tiny("llama", tmp_path, **HEADS)
+    name = "model.layers.0.self_attn.k_proj.k_scale"
+    write_scales(folder, {name: scale})
+
+    with pytest.raises(CheckpointError, match=f"{re.escape(name)}.*model.safetensors") as caught:
+        load_decoder(folder, format=format_of("fp8"))
+
+    assert told in str(caught.value)
+
+
+def test_two_names_of_one_scale_are_an_error(tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path, **HEADS)
+    one = torch.tensor(1.0)
+    write_scales(
+        folder,
+        {
+            "model.layers.0.self_attn.k_scale": one,
+            "model.layers.0.self_attn.attn.k_scale": one.clone(),
+        },
+    )
+
+    with pytest.raises(CheckpointError, match="self_attn.attn.k_scale is in model.safetensors"):
+        load_decoder(folder, format=format_of("fp8"))

@@ -1,0 +1,33 @@
+"""The scales of cached keys and values in FP8 that a checkpoint may hold."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
+
+_PROJECTION = "self_attn.qkv_proj.weight"
+"""The parameter that the projections of each layer with keys and values fill."""
+
+
+def with_kv_scales(weight_map: WeightMap) -> WeightMap:
+    """`weight_map` with the scales of the layers that have keys and values."""
+    return replace(weight_map, optional=tuple(_scales(weight_map)))
+
+
+def _scales(weight_map: WeightMap) -> Iterator[WeightSpec]:
+    for index, layer in enumerate(weight_map.layers):
+        names = [spec.name for spec in layer if spec.parameter == _PROJECTION]
+        if not names:
+            continue
+        # As self_attn.k_proj.weight, in a file.
+        attention = names[0].rsplit(".", 2)[0]
+        for kind in ("k", "v"):
+            scale = f"{kind}_scale"
+            # Of llmcompressor, of vLLM's own models, and of AutoFP8 and ModelOpt.
+            for module in ("", "attn.", f"{kind}_proj.", "qkv_proj."):
+                yield WeightSpec(
+                    f"{weight_map.layer_prefix}{index}.{attention}.{module}{scale}",
+                    (1,),
+                    f"{weight_map.parameter_prefix}{index}.self_attn.attn.{scale}",
+                    is_kv_scale=True,
+                )
