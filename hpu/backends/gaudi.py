@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from config.errors import ConfigError
 from config.execution import EAGER, HPU_GRAPHS, LAZY, TORCH_COMPILE, ExecutionConfig, ModeChoice
+from config.model.kv_cache_dtype import AUTO, ON_GAUDI
 from hpu.backends.base import Backend, Function, FusibleModel
 from hpu.backends.gaudi_copies import HostCopies
 from hpu.backends.gaudi_group import GaudiGroup
@@ -29,6 +30,7 @@ from hpu.layers.embedding import ParallelLMHead
 from hpu.ops.kernels import Kernels, SliceSizes
 from hpu.quantization.base import LinearMethod
 from hpu.quantization.fp8 import Fp8LinearMethod
+from hpu.quantization.kv_cache import FLOATS, HpuFp8Format, KVCacheFormat, cast_format
 from hpu.quantization.stored import StoredWeight
 from hpu.quantization.uint4 import Uint4LinearMethod, can_convert
 
@@ -271,6 +273,19 @@ class GaudiBackend(Backend):
         if self._mode == EAGER or not can_convert(weight, takes_groups=takes_groups):
             return None
         return Uint4LinearMethod(weight)
+
+    def kv_cache_format(self, kv_cache_dtype: str, dtype: torch.dtype) -> KVCacheFormat | None:
+        if kv_cache_dtype == AUTO:
+            return None
+        if kv_cache_dtype in FLOATS:
+            return cast_format(kv_cache_dtype, dtype)
+        card = self._generation()
+        if kv_cache_dtype not in ON_GAUDI or card is None:
+            raise ConfigError(
+                f"--kv-cache-dtype is {kv_cache_dtype} and the device is {self.name}, which caches "
+                f"keys and values in one of {', '.join(ON_GAUDI)}"
+            )
+        return HpuFp8Format(kv_cache_dtype, GENERATIONS[card].fp8_max)
 
     def memory(self) -> tuple[int, int]:
         self.synchronize()

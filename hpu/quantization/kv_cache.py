@@ -188,6 +188,51 @@ class _Fp8:
         return (rows.view(torch.float8_e4m3fn).float() * self._scale).to(self._dtype)
 
 
+class HpuFp8Format:
+    """KVCacheFormat of e4m3 on Gaudi, as that of vLLM's plug-in without a calibration. The largest
+    number of the cache is that of a checkpoint's scale, whatever the largest of the card is: on a
+    Gaudi 2 codes stand for more."""
+
+    dtype = torch.float8_e4m3fn
+    has_layer_scales = True
+
+    def __init__(self, name: str, largest: float) -> None:
+        """`largest`: of the card's e4m3."""
+        self.name = name
+        self._largest = largest
+
+    def row_size(self, head_dim: int) -> int:
+        return head_dim
+
+    def codec(self, dtype: torch.dtype, scale: Tensor | None) -> Codec:
+        assert scale is not None
+        return _HpuFp8(dtype, scale, self._largest)
+
+    def clean(self, rows: Tensor) -> Tensor:
+        return zero_non_finite(rows)
+
+
+class _HpuFp8:
+    """With scales as tensors: numbers would be part of a recipe, and each layer have its own."""
+
+    def __init__(self, dtype: torch.dtype, scale: Tensor, largest: float) -> None:
+        self._dtype = dtype
+        # On the host: on the device these would be launches.
+        own = scale.detach().cpu() * (FP8_MAX / largest)
+        self._scale = own.to(scale.device)
+        self._multiplier = own.reciprocal().to(scale.device)
+
+    def encode(self, x: Tensor) -> Tensor:
+        rows, _ = torch.ops.hpu.cast_to_fp8_v2(
+            x, self._multiplier, False, False, torch.float8_e4m3fn
+        )
+        return rows  # type: ignore[no-any-return]
+
+    def decode(self, rows: Tensor) -> Tensor:
+        x: Tensor = torch.ops.hpu.cast_from_fp8(rows, self._scale, self._dtype)
+        return x
+
+
 FLOATS = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}
 
 

@@ -64,6 +64,7 @@ class WorkerRig:
         dtype: str = "float32",
         prefix_caching: bool = True,
         merged_prefill: bool = False,
+        kv_cache_dtype: str = "auto",
         **settings: Any,
     ) -> None:
         config = EngineConfig(
@@ -72,7 +73,10 @@ class WorkerRig:
             device=device,
             num_threads=1,
             cache=CacheConfig(
-                block_size=BLOCK_SIZE, num_blocks=num_blocks, enable_prefix_caching=prefix_caching
+                block_size=BLOCK_SIZE,
+                num_blocks=num_blocks,
+                enable_prefix_caching=prefix_caching,
+                kv_cache_dtype=kv_cache_dtype,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs,

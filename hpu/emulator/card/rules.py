@@ -84,6 +84,8 @@ EXTREMES = {
 the bridge fixes which of several equal floats they find, or what they make of a NaN
 (tests/pytest_working/any_mode/test_hpu_min_max.py, test_hpu_argmin_max.py)."""
 INDEX_COPIES = ("aten::index_copy", "aten::index_copy_")
+BYTES_MOVED = (*INDEX_COPIES, "aten::index_select")
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 MASKS = (torch.bool, torch.uint8)
 PUTS = ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 
@@ -170,6 +172,14 @@ def _run_indexed(
     kwargs: dict[str, Any],
     report: Report,
 ) -> Any:
+    if args[0].dtype in FP8 and name in BYTES_MOVED:
+        # The CPU moves no FP8, but it moves bytes.
+        moved = tuple(
+            one.view(torch.uint8) if isinstance(one, Tensor) and one.dtype in FP8 else one
+            for one in args
+        )
+        out = _run_indexed(name, rule, func, moved, kwargs, report)
+        return args[0] if name.endswith("_") else out.view(args[0].dtype)
     args = _with_int64(args, rule.indices)
     index = args[rule.indices]
     if name in INDEX_COPIES and args[0].dtype == torch.bool:

@@ -70,6 +70,12 @@ def _cast_to_fp8(
     )
 
 
+def _cast_from_fp8(
+    x: Tensor, scale: Tensor | None, out_dtype: torch.dtype, scale_shape: list[int] | None = None
+) -> Tensor:
+    return x.new_empty(x.shape, dtype=out_dtype)
+
+
 def _fp8_gemm(
     A: Tensor,
     trans_A: bool,
@@ -96,6 +102,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "convert_from_uint4": _from_four_bits,
     "convert_from_int4": _from_four_bits,
     "cast_to_fp8_v2": _cast_to_fp8,
+    "cast_from_fp8": _cast_from_fp8,
     "fp8_gemm_v2": _fp8_gemm,
 }
 

@@ -1,0 +1,154 @@
+"""Formats of the KV cache in a worker: on the CPU, and on the strict emulated card, which compiles
+nothing after warm-up."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulated import emulated
+from tiny_models import make_tiny
+from two_prompts import greedy, random_traffic, working
+
+from config.errors import ConfigError
+from config.execution import EmulatorSettings, ExecutionConfig
+from hpu.gaudi_devices import GENERATIONS
+from hpu.quantization.kv_cache import HpuFp8Format
+
+COUNTERS = ("compilations", "captures", "fallbacks")
+GRAPHS, COMPILE = ExecutionConfig(mode="hpu-graphs"), ExecutionConfig(mode="torch-compile")
+
+
+def on_cpu(folder: Path, kv_cache_dtype: str, **settings: Any) -> list[list[int]]:
+    with working(folder, kv_cache_dtype=kv_cache_dtype, **settings) as rig:
+        return greedy(rig, 6) + random_traffic(rig, 1)
+
+
+def on_card(
+    folder: Path,
+    kv_cache_dtype: str,
+    generation: str = "gaudi3",
+    execution: ExecutionConfig = GRAPHS,
+    **settings: Any,
+) -> tuple[list[list[int]], int, int]:
+    """(tokens, recipes that were compiled before the first, bytes of the cache)."""
+    with working(
+        folder,
+        device="hpu-emulator",
+        execution=execution,
+        emulator=EmulatorSettings(card=generation, is_strict=True),
+        kv_cache_dtype=kv_cache_dtype,
+        **settings,
+    ) as rig:
+        counts = torch.hpu.emulated.counters.counts  # type: ignore[attr-defined]
+        before = [counts[name] for name in COUNTERS]
+        found = greedy(rig, 6) + random_traffic(rig, 1)
+        after = [counts[name] for name in COUNTERS]
+        num_bytes = rig.ready.kv_bytes
+    assert after == before and before[2] == 0
+    return found, before[0], num_bytes
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "float16"])
+def test_a_card_gives_the_tokens_of_the_cpu(kv_cache_dtype: str, tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path)
+
+    found, _, num_bytes = on_card(folder, kv_cache_dtype)
+
+    # In float32, so that both round the same numbers.
+    assert found == on_cpu(folder, kv_cache_dtype)
+    assert num_bytes * (4 if kv_cache_dtype == "fp8" else 2) == on_card(folder, "auto")[2]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma3_text"])
+def test_latents_and_windows_of_a_card_give_the_tokens_of_the_cpu(
+    family: str, tmp_path: Path
+) -> None:
+    folder = make_tiny(family, tmp_path)
+
+    assert on_card(folder, "fp8")[0] == on_cpu(folder, "fp8")
+
+
+@pytest.mark.parametrize(
+    ("generation", "execution"), [("gaudi2", GRAPHS), ("gaudi3", GRAPHS), ("gaudi2", COMPILE)]
+)
+def test_all_layers_share_their_recipes(
+    generation: str, execution: ExecutionConfig, tmp_path: Path
+) -> None:
+    counts = []
+    # The first layer's recipe has the embedding too.
+    for num_layers in (2, 3):
+        folder = make_tiny("llama", tmp_path / str(num_layers), num_hidden_layers=num_layers)
+        counts.append(on_card(folder, "fp8_inc", generation, execution, dtype="bfloat16")[1])
+
+    assert counts[0] == counts[1]
+
+
+def test_blocks_that_move_keep_their_format(tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path)
+    contiguous = {"prefix_caching": False}
+
+    found, _, _ = on_card(
+        folder, "fp8", execution=ExecutionConfig(mode="hpu-graphs", contiguous_pa=True),
+        **contiguous,
+    )  # fmt: skip
+
+    assert found == on_cpu(folder, "fp8", **contiguous)
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_a_scale_stands_for_the_same_numbers_on_every_card(generation: str) -> None:
+    largest = GENERATIONS[generation].fp8_max
+    x = torch.tensor([[1000.0, 112.0, -56.0, 0.25, 0.0]])
+    with emulated(generation=generation):
+        scale = torch.tensor([0.25]).to("hpu")
+        codec = HpuFp8Format("fp8", largest).codec(torch.float32, scale)
+
+        rows = codec.encode(x.to("hpu"))
+        found = codec.decode(rows).cpu()
+
+        assert rows.dtype == torch.float8_e4m3fn
+        assert float(rows.cpu().float().abs().max()) == largest
+    # The largest number of a scale of 1/4 is 112.
+    expected = x.clamp(-112.0, 112.0)
+    assert torch.allclose(found, expected, rtol=2**-4)
+
+
+def test_int8_is_refused_on_a_card(tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path)
+
+    with pytest.raises(ConfigError, match="kv_cache_dtype is int8 and device is hpu-emulator"):
+        on_card(folder, "int8")
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["float16", "fp8", "int8"])
+@pytest.mark.parametrize("cpu_kernels", ["auto", "torch"])
+def test_a_cached_prefix_and_a_sleep_change_no_token(
+    kv_cache_dtype: str, cpu_kernels: str, tmp_path: Path
+) -> None:
+    folder = make_tiny("llama", tmp_path, head_dim=32, hidden_size=128, num_attention_heads=4)
+    dtype = "bfloat16" if cpu_kernels == "auto" else "float32"
+    settings = {"kv_cache_dtype": kv_cache_dtype, "cpu_kernels": cpu_kernels, "dtype": dtype}
+    prompt = [3, 5, 7, 9, 11] * 9
+
+    with working(folder, **settings) as rig:
+        rig.admit(0, prompt)
+        rig.prefill({0: None})
+        rig.step()
+        # Its first blocks are those of the other request.
+        rig.admit(1, prompt, shared_with=0)
+        rig.prefill({1: None})
+        rig.step()
+        for _ in range(8):
+            rig.decode([0, 1])
+            rig.step()
+        whole, shared = rig.free(0), rig.free(1)
+        num_bytes = rig.ready.kv_bytes
+        rig.worker.sleep(1)
+        ready = rig.worker.wake_up(lambda progress: None)
+        awake = greedy(rig, 6)
+
+    assert whole == shared and len(whole) == 9
+    assert ready.kv_bytes == num_bytes
+    with working(folder, **settings) as rig:
+        assert greedy(rig, 6) == awake
