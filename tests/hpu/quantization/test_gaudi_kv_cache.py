@@ -8,12 +8,16 @@ import pytest
 import torch
 from emulated import emulated
 from tiny_models import make_tiny
+from torch import Tensor
 from two_prompts import greedy, random_traffic, working
 
 from config.errors import ConfigError
-from config.execution import EmulatorSettings, ExecutionConfig
+from config.execution import HPU_GRAPHS, EmulatorSettings, ExecutionConfig, ModeChoice
+from hpu.backends.gaudi import GaudiBackend
 from hpu.gaudi_devices import GENERATIONS
-from hpu.quantization.kv_cache import HpuFp8Format
+from hpu.layers.attention_base import KVCacheSpec, Shape
+from hpu.quantization.kv_cache import EncodedKVCache, HpuFp8Format, KVCacheFormat
+from hpu.runner.kv_cache import KVCache
 
 COUNTERS = ("compilations", "captures", "fallbacks")
 GRAPHS, COMPILE = ExecutionConfig(mode="hpu-graphs"), ExecutionConfig(mode="torch-compile")
@@ -70,7 +74,12 @@ def test_latents_and_windows_of_a_card_give_the_tokens_of_the_cpu(
 
 
 @pytest.mark.parametrize(
-    ("generation", "execution"), [("gaudi2", GRAPHS), ("gaudi3", GRAPHS), ("gaudi2", COMPILE)]
+    ("generation", "execution"),
+    [
+        ("gaudi2", GRAPHS),
+        ("gaudi3", GRAPHS),
+        pytest.param("gaudi2", COMPILE, marks=pytest.mark.slow),
+    ],
 )
 def test_all_layers_share_their_recipes(
     generation: str, execution: ExecutionConfig, tmp_path: Path
@@ -84,16 +93,58 @@ def test_all_layers_share_their_recipes(
     assert counts[0] == counts[1]
 
 
-def test_blocks_that_move_keep_their_format(tmp_path: Path) -> None:
-    folder = make_tiny("llama", tmp_path)
-    contiguous = {"prefix_caching": False}
+class _Layer:
+    """One layer of two heads of three numbers in a format."""
 
-    found, _, _ = on_card(
-        folder, "fp8", execution=ExecutionConfig(mode="hpu-graphs", contiguous_pa=True),
-        **contiguous,
-    )  # fmt: skip
+    def __init__(self, format: KVCacheFormat) -> None:
+        self._spec = KVCacheSpec(2, 3, torch.bfloat16, format=format)
+        self.keys = torch.empty(0)
 
-    assert found == on_cpu(folder, "fp8", **contiguous)
+    def cache_shapes(
+        self, num_blocks: int, block_size: int, num_rings: int = 0
+    ) -> list[tuple[Shape, ...]]:
+        return [self._spec.shapes(num_blocks, block_size, num_rings)]
+
+    def cache_windows(self) -> list[int | None]:
+        return [None]
+
+    def bind_caches(
+        self, caches: list[tuple[Tensor, Tensor]], block_size: int, num_rings: int = 0
+    ) -> None:
+        self.keys = caches[0][0]
+
+
+def test_blocks_on_a_card_are_moved_and_scrubbed_in_fp8() -> None:
+    mode = ModeChoice(HPU_GRAPHS, "the test's")
+    x = torch.randn(11 * 4, 2, 3).bfloat16()
+    x[4 * 9 + 2, 1, 0] = torch.nan
+    with torch.inference_mode(), emulated(strict=True) as card:
+        backend = GaudiBackend(ExecutionConfig(), mode)
+        format = HpuFp8Format("fp8", 240.0)
+        layer = _Layer(format)
+        cache = KVCache(
+            layer, backend, num_blocks=10, block_size=4, dtype=format.dtype, clean=format.clean
+        )
+        cache.warm_scrub()
+        cache.warm_moves()
+        codec = format.codec(torch.bfloat16, torch.ones(1).to("hpu"))
+        every = torch.arange(11 * 4, dtype=backend.index_dtype).to("hpu")
+        EncodedKVCache(codec)(x.to("hpu"), layer.keys, every)
+        before = codec.decode(layer.keys).cpu()
+        backend.event()
+        card.end_warmup()
+
+        with card.step():
+            cache.move_blocks([8, 9], [0, 1])
+            cache.scrub([1], 0)
+
+        found = layer.keys.cpu().float() * (448 / 240)
+
+    # Sources leave nothing behind; of the rest, only what was no number has changed.
+    assert torch.allclose(found[:4], before[32:36].float(), rtol=2**-7)
+    assert before[38, 1, 0].isnan() and found[6, 1, 0] == 0
+    assert not found[32:40].any()
+    assert torch.allclose(found[8:32], before[8:32].float(), rtol=2**-7)
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
@@ -144,6 +195,8 @@ def test_a_cached_prefix_and_a_sleep_change_no_token(
             rig.step()
         whole, shared = rig.free(0), rig.free(1)
         num_bytes = rig.ready.kv_bytes
+        # Tells the worker that they are gone.
+        rig.step()
         rig.worker.sleep(1)
         ready = rig.worker.wake_up(lambda progress: None)
         awake = greedy(rig, 6)
