@@ -284,7 +284,9 @@ def measure(
                 start = time.perf_counter()
                 run()
                 times.append(time.perf_counter() - start)
-        found.append([name, work_of(shape, name, context), [median(times) for times in seconds], agree])
+        found.append(
+            [name, work_of(shape, name, context), [median(times) for times in seconds], agree]
+        )
         print(
             name, [f"{1e3 * median(t):.2f} ms" for t in seconds], len(seconds[0]), agree, flush=True
         )

@@ -1,14 +1,16 @@
-"""Accuracy and speed of quantized weights: perplexity on a text and tokens/s of one stream, each
+"""Accuracy and speed of quantized weights and KV caches: perplexity on a text and tokens/s of one stream, each
 variant in its own process.
 
     python benchmarks/perplexity.py demo --variants none int8 int4 --markdown OUT.md
     python benchmarks/perplexity.py demo --variants none --dtype float32 bfloat16
+    python benchmarks/perplexity.py demo --variants none --kv-cache-dtype auto int8 fp8
 
 The first variant is the baseline. For the speed, run nothing else at the same time.
 """
 
 import argparse
 import datetime
+import itertools
 import json
 import statistics
 import sys
@@ -24,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import machine
 from config.errors import ConfigError
+from config.model.kv_cache_dtype import AUTO, KV_CACHE_DTYPES
 from gaudiserve import LLM, SamplingParams
 from server.offline.perplexity import TEXT, WINDOW, Reading, read, windows
 
@@ -38,6 +41,7 @@ class Measured:
 
     variant: str
     dtype: str
+    kv_cache_dtype: str
     reading: Reading
     weight_bytes: int
     tokens_per_s: float
@@ -57,33 +61,39 @@ def tokens_per_s(llm: LLM, text: str, num_tokens: int, rounds: int) -> float:
 
 
 def measure(
-    variant: str, dtype: str, text: str, options: argparse.Namespace, flags: dict[str, Any]
+    variant: str,
+    dtype: str,
+    kv_cache_dtype: str,
+    text: str,
+    options: argparse.Namespace,
+    flags: dict[str, Any],
 ) -> Measured:
     """Measure one variant. Raises ConfigError if it is not supported."""
+    flags = {**flags, "kv_cache_dtype": kv_cache_dtype}
     if variant != NONE:
         flags = {**flags, "quantization": variant}
     length = max(options.window + 1, PROMPT_TOKENS + options.tokens)
     with LLM(options.model, dtype=dtype, max_model_len=length, **flags) as llm:
         reading = read(llm, text, options.window)
         rate = tokens_per_s(llm, text, options.tokens, options.rounds)
-        return Measured(variant, dtype, reading, llm.weight_bytes, rate)
+        return Measured(variant, dtype, kv_cache_dtype, reading, llm.weight_bytes, rate)
 
 
 def measure_all(options: argparse.Namespace, text: str) -> list[Measured]:
     """Measure each variant in its own process, so that memory is free; unsupported variants are
     reported and skipped."""
     found = []
-    for dtype in options.dtype:
-        for variant in options.variants:
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
-                work = alone.submit(measure, variant, dtype, text, options, dict(options.set))
-                try:
-                    one = work.result()
-                except ConfigError as error:
-                    _log(f"{variant}, {dtype}: {error}")
-                    continue
-            found.append(one)
-            _log(f"{variant}, {dtype}: perplexity {one.reading.perplexity:.4f}")
+    for case in itertools.product(options.variants, options.dtype, options.kv_cache_dtype):
+        named = ", ".join(case)
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
+            work = alone.submit(measure, *case, text, options, dict(options.set))
+            try:
+                one = work.result()
+            except ConfigError as error:
+                _log(f"{named}: {error}")
+                continue
+        found.append(one)
+        _log(f"{named}: perplexity {one.reading.perplexity:.4f}")
     return found
 
 
@@ -110,14 +120,14 @@ def markdown(found: Sequence[Measured], options: argparse.Namespace) -> str:
         f"{num_tokens} tokens of `{options.text.name}` in windows of {options.window}; speed of "
         f"one stream of {options.tokens} tokens, median of {options.rounds}.",
         "",
-        "| weights | dtype | perplexity | times the first | same likeliest token | MB of weights "
-        "| tokens/s | times the first |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| weights | dtype | KV cache | perplexity | times the first | same likeliest token "
+        "| MB of weights | tokens/s | times the first |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     lines += [
-        f"| {one['variant']} | {one['dtype']} | {one['perplexity']:.3f} | {one['ratio']:.4f} | "
-        f"{one['agreement']:.1%} | {one['weight_bytes'] / 1e6:.1f} | {one['tokens_per_s']:.1f} | "
-        f"{one['tokens_per_s'] / found[0].tokens_per_s:.2f} |"
+        f"| {one['variant']} | {one['dtype']} | {one['kv_cache_dtype']} | {one['perplexity']:.3f} "
+        f"| {one['ratio']:.4f} | {one['agreement']:.1%} | {one['weight_bytes'] / 1e6:.1f} "
+        f"| {one['tokens_per_s']:.1f} | {one['tokens_per_s'] / found[0].tokens_per_s:.2f} |"
         for one in rows(found)
     ]
     return "\n".join(lines) + "\n"
@@ -141,6 +151,14 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("model", nargs="?", default="demo", help="folder, .gguf file or hub id")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"])
+    parser.add_argument(
+        "--kv-cache-dtype",
+        nargs="+",
+        choices=KV_CACHE_DTYPES,
+        default=[AUTO],
+        metavar="DTYPE",
+        help="of the KV cache",
+    )
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--window", type=int, default=WINDOW, help="tokens of a window")
     parser.add_argument("--tokens", type=int, default=64, help="output tokens of the timed stream")

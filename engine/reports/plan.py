@@ -9,8 +9,8 @@ from typing import Any
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
-from config.model.kv_cache_dtype import ON_GAUDI, kv_width
 from config.model.architectures import is_native
+from config.model.kv_cache_dtype import ON_GAUDI, kv_width
 from config.model.model_config import ModelConfig
 from config.startup_checks import choose_max_model_len
 from engine.reports.buckets import BLOCK_SIZE, SECONDS_PER_GRAPH, planned_table

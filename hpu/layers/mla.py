@@ -226,9 +226,7 @@ class PagedLatentAttention(nn.Module):
         spec, batch = self._spec, query.shape[0]
 
         def read(blocks: Tensor) -> tuple[Tensor, Tensor]:
-            cached = read_context(
-                self._cache_ops, self._latents, self._block_size, blocks, batch
-            )
+            cached = read_context(self._cache_ops, self._latents, self._block_size, blocks, batch)
             keys, values = self._expand(cached.transpose(1, 2))
             return keys.transpose(1, 2), values.transpose(1, 2)
 

@@ -73,8 +73,8 @@ class EncodedKVCache:
         return self._codec.decode(cache if blocks is None else cache.index_select(0, blocks))
 
     def rounded(self, x: Tensor) -> Tensor:
-        """`x` (..., head_dim) as it would be read from the cache: attention of a prompt over its own
-        tokens then gives what it gives over the same tokens in the cache."""
+        """`x` (..., head_dim) as it would be read from the cache: attention of a prompt over its
+        own tokens then gives what it gives over the same tokens in the cache."""
         return self._codec.decode(self._codec.encode(x))
 
 
@@ -154,8 +154,8 @@ def _scales(rows: Tensor) -> Tensor:
 
 
 class Fp8Format:
-    """KVCacheFormat of e4m3 with the range of checkpoints, in uint8: torch writes no FP8 by index on
-    a CPU. Larger numbers are stored as the largest."""
+    """KVCacheFormat of e4m3 with the range of checkpoints, in uint8: torch writes no FP8 by index
+    on a CPU. Larger numbers are stored as the largest."""
 
     dtype = torch.uint8
     has_layer_scales = True

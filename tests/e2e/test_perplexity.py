@@ -52,8 +52,8 @@ def test_perplexity_is_exp_of_the_loss_of_transformers(
 
 def test_loss_is_relative_to_the_first_variant() -> None:
     half, quarter = math.log(1 / 2), math.log(1 / 4)
-    whole = Measured("none", "float32", Reading([half, half], [7, 8]), 400, 10.0)
-    packed = Measured("int8", "float32", Reading([half, quarter], [7, 9]), 100, 20.0)
+    whole = Measured("none", "float32", "auto", Reading([half, half], [7, 8]), 400, 10.0)
+    packed = Measured("int8", "float32", "auto", Reading([half, quarter], [7, 9]), 100, 20.0)
 
     table = rows([whole, packed])
 
@@ -75,5 +75,8 @@ def test_the_command_writes_a_table_and_json(
     (one,) = json.loads(figures.read_text())["variants"]
     assert status == 0
     assert capsys.readouterr().out == table.read_text()
-    assert f"| none | float32 | {one['perplexity']:.3f} | 1.0000 | 100.0% |" in table.read_text()
+    assert (
+        f"| none | float32 | auto | {one['perplexity']:.3f} | 1.0000 | 100.0% |"
+        in table.read_text()
+    )
     assert one["weight_bytes"] > 0 and one["tokens_per_s"] > 0

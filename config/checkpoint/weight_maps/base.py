@@ -105,9 +105,8 @@ class WeightSpec(NamedTuple):
     def is_stored_as_is(self) -> bool:
         """Whether the bytes of the tensor are those of a part of the parameter with its dtype."""
         changes = (self.transposed, self.offset, self.normalized, self.mxfp4, self.part)
-        changes += (self.is_kv_scale,)
         is_set = (self.interleaved_size, self.row_groups, self.row, self.repeats)
-        return not any(changes) and all(one is None for one in is_set)
+        return not (any(changes) or self.is_kv_scale) and all(one is None for one in is_set)
 
     def num_shards(self, output: int, num_ranks: int) -> int:
         """How many different shards of `output` there are on so many ranks, in the order of the
