@@ -284,9 +284,8 @@ def measure(
                 start = time.perf_counter()
                 run()
                 times.append(time.perf_counter() - start)
-        found.append(
-            [name, work_of(shape, name, context), [median(times) for times in seconds], agree]
-        )
+        medians = [median(times) for times in seconds]
+        found.append([name, work_of(shape, name, context), medians, agree])
         print(
             name, [f"{1e3 * median(t):.2f} ms" for t in seconds], len(seconds[0]), agree, flush=True
         )

@@ -1,5 +1,5 @@
-"""Accuracy and speed of quantized weights and KV caches: perplexity on a text and tokens/s of one stream, each
-variant in its own process.
+"""Accuracy and speed of quantized weights and KV caches: perplexity on a text and tokens/s of one
+stream, each variant in its own process.
 
     python benchmarks/perplexity.py demo --variants none int8 int4 --markdown OUT.md
     python benchmarks/perplexity.py demo --variants none --dtype float32 bfloat16

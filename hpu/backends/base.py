@@ -194,8 +194,8 @@ class Backend(Protocol):
         if kv_cache_dtype in (AUTO, own):
             return None
         raise ConfigError(
-            f"--kv-cache-dtype is {kv_cache_dtype} and the device is {self.name}, which caches keys "
-            f"and values in the data type of the model, {own}"
+            f"--kv-cache-dtype is {kv_cache_dtype} and the device is {self.name}, which caches "
+            f"keys and values in the data type of the model, {own}"
         )
 
     @property

@@ -238,8 +238,8 @@ class PagedAttention(nn.Module):
         self._block_size = 0
 
     def use_kv_cache_format(self, format: KVCacheFormat, device: torch.device) -> None:
-        """Cache in `format`, with scales of keys and values on `device` if it needs them. Before the
-        weights are loaded."""
+        """Cache in `format`, with scales of keys and values on `device` if it needs them. Before
+        the weights are loaded."""
         self.format = format
         if self.kv_cache_spec is not None:
             self.kv_cache_spec = self.kv_cache_spec._replace(format=format)

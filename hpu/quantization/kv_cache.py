@@ -23,8 +23,8 @@ MIN_AMAX = 1e-30
 
 
 class Codec(Protocol):
-    """Stores the keys, or the values, of one layer. Static shapes, plain operations on the device of
-    the tensors: it may be captured."""
+    """Stores the keys, or the values, of one layer. Static shapes on the device of the tensors: it
+    may be captured."""
 
     def encode(self, x: Tensor) -> Tensor:
         """Rows (..., row_size) of the cache for `x` (..., head_dim)."""

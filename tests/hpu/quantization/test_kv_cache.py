@@ -18,6 +18,7 @@ from hpu.backends.cpu import CpuBackend, use_cpu_kernels
 from hpu.backends.cuda import CudaBackend
 from hpu.models.base import CausalLM
 from hpu.models.decoder import Decoder
+from hpu.native.decoder import CompiledDecoder
 from hpu.native.library import Library
 from hpu.quantization.kv_cache import KVCacheFormat, plain_format
 from hpu.runner.kv_cache import block_bytes
@@ -25,7 +26,7 @@ from hpu.runner.kv_cache import block_bytes
 FORMATS = ("float16", "fp8", "int8")
 PROMPTS = {0: list(range(10, 60)), 1: list(range(70, 77)), 2: [9]}
 NEXT = [{0: 5, 1: 6, 2: 7}, {0: 8, 1: 9, 2: 10}]
-HEADS = {"head_dim": 32, "hidden_size": 128, "num_attention_heads": 4}
+HEADS: dict[str, Any] = {"head_dim": 32, "hidden_size": 128, "num_attention_heads": 4}
 LARGEST_ERROR = {"float16": 2**-11, "bfloat16": 2**-8, "fp8": 2**-4, "int8": 1 / 254}
 """Relative: to each number, for int8 to the largest one of a row."""
 
@@ -51,6 +52,12 @@ def loaded(
     model = load_decoder(folder, dtype=dtype, format=format)
     set_scales(model, scale)
     return model
+
+
+def on_kernels(model: Decoder, library: Library) -> CompiledDecoder:
+    found = use_cpu_kernels(model, library)
+    assert isinstance(found, CompiledDecoder) and found.is_compiled
+    return found
 
 
 def decoded(model: CausalLM, dtype: torch.dtype | None = None) -> Tensor:
@@ -153,11 +160,10 @@ def test_the_kernels_are_as_accurate_as_torchs_operators(
         loaded(folder, format_of(name, torch.float32), torch.float32, 0.25), format.dtype
     )
     own = decoded(loaded(folder, format, torch.bfloat16, 0.25), format.dtype)
-    model = use_cpu_kernels(loaded(folder, format, torch.bfloat16, 0.25), library)
+    model = on_kernels(loaded(folder, format, torch.bfloat16, 0.25), library)
 
     found = decoded(model, format.dtype)
 
-    assert model.is_compiled
     assert error_of(found, exact) < 1.5 * error_of(own, exact) + 1e-3
     # Random weights amplify the rounding of FP8, which falls differently in bfloat16.
     assert error_of(found, exact) < (0.25 if name == "fp8" else 0.1) * float(exact.std())
@@ -171,8 +177,8 @@ def test_the_kernels_store_what_torchs_operators_store(
 ) -> None:
     folder = make_tiny("llama", tmp_path, **HEADS)
     format = format_of(name)
-    plain = PagedHarness(use_cpu_kernels(loaded(folder, None, torch.bfloat16), library))
-    model = use_cpu_kernels(loaded(folder, format, torch.bfloat16, scale), library)
+    plain = PagedHarness(on_kernels(loaded(folder, None, torch.bfloat16), library))
+    model = on_kernels(loaded(folder, format, torch.bfloat16, scale), library)
     encoded = PagedHarness(model, cache_dtype=format.dtype)
 
     for harness in (plain, encoded):
@@ -196,10 +202,10 @@ def test_a_cached_prefix_gives_the_logits_of_one_launch(
     format, dtype = format_of(name, torch.float32), torch.float32
     if is_compiled:
         format, dtype = format_of(name), torch.bfloat16
-    model: CausalLM = loaded(folder, format, dtype, 0.25)
-    if is_compiled:
-        model = use_cpu_kernels(model, built)
-    harness = PagedHarness(model, cache_dtype=format.dtype)
+    model = loaded(folder, format, dtype, 0.25)
+    harness = PagedHarness(
+        on_kernels(model, built) if is_compiled else model, cache_dtype=format.dtype
+    )
 
     whole = harness.prefill({0: PROMPTS[0]})[0][-1]
     harness.prefill({1: PROMPTS[0][:32]})
@@ -319,7 +325,6 @@ def test_two_names_of_one_scale_are_an_error(tmp_path: Path) -> None:
         },
     )
 
-    with pytest.raises(
-        CheckpointError, match=r"k_scale is in model\.safetensors and in model\.safetensors"
-    ):
+    twice = r"k_scale is in model\.safetensors and in model\.safetensors"
+    with pytest.raises(CheckpointError, match=twice):
         load_decoder(folder, format=format_of("fp8"))
