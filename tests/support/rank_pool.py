@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from child_processes import child_context
-from paged_harness import PagedHarness
+from paged_harness import PagedHarness, load_decoder
 from torch import Tensor
 from torch import distributed as dist
 
@@ -21,6 +21,7 @@ from hpu.model_loader import tensor_reader
 from hpu.model_loader.loader import load_weights
 from hpu.models.base import CausalLM, LoadableModel
 from hpu.models.registry import build_body, build_model, build_transformers_model
+from hpu.quantization.kv_cache import plain_format
 from hpu.quantization.registry import SCHEMES, process_weights
 
 PROMPTS = {0: list(range(10, 31)), 1: [40, 41]}
@@ -155,6 +156,16 @@ def prefill_quantized(group: ProcessGroup, folder: str, bits: str) -> Tensor:
     prepared = use_cpu_kernels(model, None)
     assert isinstance(prepared, CausalLM)
     return torch.cat([*PagedHarness(prepared).prefill(PROMPTS).values()]).float()
+
+
+def decode_cached(group: ProcessGroup, folder: str, kv_cache_dtype: str) -> Tensor:
+    """Logits of a decode behind PROMPTS, in float32 over a KV cache in another data type."""
+    format = plain_format(kv_cache_dtype, torch.float32)
+    assert format is not None
+    model = load_decoder(Path(folder), group=group, format=format)
+    harness = PagedHarness(model, cache_dtype=format.dtype)
+    harness.prefill(PROMPTS)
+    return torch.stack([*harness.decode(dict.fromkeys(PROMPTS, 5)).values()])
 
 
 def encode(group: ProcessGroup, folder: str) -> Tensor:

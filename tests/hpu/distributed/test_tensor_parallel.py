@@ -10,13 +10,14 @@ import torch
 from rank_pool import (
     Generated,
     RankPool,
+    decode_cached,
     encode,
     generate,
     load_with_small_pieces,
     prefill_quantized,
 )
 from releases import transformers_before
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_encoders import make_pooling
 from tiny_models import make_tiny
 
@@ -186,6 +187,26 @@ def test_ranks_with_the_code_of_transformers_give_the_logits_of_one(
 
     assert torch.equal(found[0].logits, found[1].logits)
     torch.testing.assert_close(found[0].logits, expected.logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+def test_ranks_cache_their_heads_in_another_data_type(
+    kv_cache_dtype: str, tmp_path: Path, pool: RankPool
+) -> None:
+    folder = make_tiny("llama", tmp_path)
+    file = folder / "model.safetensors"
+    scale = {"model.layers.0.self_attn.k_scale": torch.tensor(0.25)}
+    if kv_cache_dtype == "fp8":
+        save_file({**load_file(file), **scale}, file, metadata={"format": "pt"})
+    with torch.inference_mode():
+        expected = decode_cached(SINGLE, str(folder), kv_cache_dtype)
+
+    found = pool.run(2, decode_cached, str(folder), kv_cache_dtype)
+
+    assert torch.equal(*found)
+    # Sums in another order round a few numbers of the cache to their neighbours.
+    error = (found[0] - expected).square().mean().sqrt()
+    assert error < 0.02 * expected.std()
 
 
 @pytest.mark.parametrize("bits", ["int8", "int4"])

@@ -93,6 +93,16 @@ def test_all_layers_share_their_recipes(
     assert counts[0] == counts[1]
 
 
+def test_the_code_of_transformers_caches_in_the_same_formats(tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path)
+
+    int8 = on_cpu(folder, "int8", model_impl="transformers")
+    fp8, _, _ = on_card(folder, "fp8", model_impl="transformers")
+
+    assert int8 == on_cpu(folder, "int8")
+    assert fp8 == on_cpu(folder, "fp8")
+
+
 class _Layer:
     """One layer of two heads of three numbers in a format."""
 
