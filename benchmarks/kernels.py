@@ -118,9 +118,15 @@ class Launches:
     """A model with random weights on one library, and its launches."""
 
     def __init__(
-        self, config: ModelConfig, library: Library, context: int, kv_cache_dtype: str = AUTO
+        self,
+        config: ModelConfig,
+        library: Library,
+        context: int,
+        streams: int,
+        kv_cache_dtype: str = AUTO,
     ) -> None:
-        """`context`: cached tokens of each stream in a decode, its own included."""
+        """`context`: cached tokens of each stream in a decode, its own included; `streams`: the
+        most of them."""
         torch.manual_seed(0)
         model = build_model(config, dtype=torch.bfloat16, device=torch.device("cpu"))
         format = None
@@ -137,7 +143,7 @@ class Launches:
         self._context = context
         self._each = -(-context // BLOCK_SIZE)
         """Blocks of a stream."""
-        num_blocks = max(64, 32 * self._each)
+        num_blocks = max(64, streams * self._each)
         # All of it is written: reads of memory that never was are no reads.
         row = torch.randn(1, config.num_kv_heads, config.head_dim).bfloat16()
         if format is not None:
@@ -324,7 +330,9 @@ def main() -> None:
             built = compiled(arguments.before / "decode.cpp", folder / "before.so")
             libraries.insert(0, Library(built, threads))
         config = config_of(shape, folder)
-        states = [Launches(config, one, context, name) for one in libraries for name in formats]
+        batches = [int(name.split()[1]) for name in arguments.launch if "decode" in name]
+        sizes = (context, max(batches, default=1))
+        states = [Launches(config, one, *sizes, name) for one in libraries for name in formats]
         rows = measure(states, shape, arguments.launch, rates, arguments.seconds, context)
     gigabytes, teraflops = median(rates.read) / 1e9, median(rates.multiplied) / 1e12
     states_named = formats if len(formats) > 1 else ["before", "now"][-len(states) :]
