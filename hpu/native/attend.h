@@ -195,7 +195,7 @@ void means(const Model& m, const std::vector<Tile>& tiles, const Input* powers, 
 // returns the sum of the powers alone.
 template <bool SCALES>
 float exponentiate(const float* scores, int64_t count, float scale, Lanes top, const float* scales,
-            Input* powers) {
+                   Input* powers) {
   const Lanes by = set1(scale), base = set1(reduce_max(top) * scale);
   Lanes sum = zero();
   for (int64_t i = 0; i < count; i += 16) {
@@ -285,8 +285,9 @@ void attend(const Model& m, const Layer& layer, const std::vector<Tile>& tiles, 
   float shares[MOST_GROUP];
   for (int64_t g = 0; g < group; ++g) {
     const int64_t from = g * room;
-    shares[g] = value_scale / exponentiate<Format::TOKEN_SCALES>(scores + from, room, scale,
-                                                                 top[g], value_scales, powers + from);
+    const float sum = exponentiate<Format::TOKEN_SCALES>(scores + from, room, scale, top[g],
+                                                         value_scales, powers + from);
+    shares[g] = value_scale / sum;
   }
   for (int64_t g = 0; g < group; g += HEADS_AT_ONCE) {
     const int64_t heads = std::min<int64_t>(HEADS_AT_ONCE, group - g);

@@ -38,7 +38,8 @@ inline Lanes load_int8(const uint8_t* from) {
 // e4m3 / 256: the bits of the float16 number whose exponent is 8 less. NaN stays NaN.
 inline Lanes load_fp8(const uint8_t* from) {
   const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from));
-  const __m256i moved = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(int16_t(0xbf80)));
+  const __m256i kept = _mm256_set1_epi16(int16_t(0xbf80));
+  const __m256i moved = _mm256_and_si256(_mm256_slli_epi16(wide, 7), kept);
   const __m256i magnitude = _mm256_and_si256(moved, _mm256_set1_epi16(0x3f80));
   const __m256i nan = _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x3f80));
   return _mm512_cvtph_ps(_mm256_or_si256(moved, nan));

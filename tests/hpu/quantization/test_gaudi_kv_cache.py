@@ -93,6 +93,24 @@ def test_all_layers_share_their_recipes(
     assert counts[0] == counts[1]
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+def test_caches_of_windows_alone_give_the_tokens_of_whole_ones(
+    kv_cache_dtype: str, tmp_path: Path
+) -> None:
+    folder = make_tiny("gemma3_text", tmp_path)
+    found = []
+
+    for prefix_caching in (True, False):
+        settings = {"kv_cache_dtype": kv_cache_dtype, "prefix_caching": prefix_caching}
+        with working(folder, **settings) as rig:
+            found.append((greedy(rig), rig.ready.kv_bytes))
+
+    whole, rings = found
+    assert rings[0] == whole[0]
+    # The caches are others.
+    assert rings[1] != whole[1]
+
+
 def test_the_code_of_transformers_caches_in_the_same_formats(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path)
 
@@ -180,6 +198,12 @@ def test_int8_is_refused_on_a_card(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="kv_cache_dtype is int8 and device is hpu-emulator"):
         on_card(folder, "int8")
+
+    # --device auto may have found the card.
+    with emulated():
+        backend = GaudiBackend(ExecutionConfig(), ModeChoice(HPU_GRAPHS, "the test's"))
+        with pytest.raises(ConfigError, match="--kv-cache-dtype is int8 and the device is hpu"):
+            backend.kv_cache_format("int8", torch.bfloat16)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["float16", "fp8", "int8"])
