@@ -9,7 +9,7 @@ import torch
 from emulated import emulated
 from tiny_models import make_tiny
 from torch import Tensor
-from two_prompts import greedy, random_traffic, working
+from two_prompts import greedy, random_traffic, working, working_wide
 
 from config.errors import ConfigError
 from config.execution import HPU_GRAPHS, EmulatorSettings, ExecutionConfig, ModeChoice
@@ -97,18 +97,20 @@ def test_all_layers_share_their_recipes(
 def test_caches_of_windows_alone_give_the_tokens_of_whole_ones(
     kv_cache_dtype: str, tmp_path: Path
 ) -> None:
-    folder = make_tiny("gemma3_text", tmp_path)
+    folder = make_tiny("gpt_oss", tmp_path)
     found = []
 
     for prefix_caching in (True, False):
-        settings = {"kv_cache_dtype": kv_cache_dtype, "prefix_caching": prefix_caching}
-        with working(folder, **settings) as rig:
+        settings: dict[str, Any] = {
+            "kv_cache_dtype": kv_cache_dtype,
+            "prefix_caching": prefix_caching,
+        }
+        with working_wide(folder, **settings) as rig:
             found.append((greedy(rig), rig.ready.kv_bytes))
 
     whole, rings = found
     assert rings[0] == whole[0]
-    # The caches are others.
-    assert rings[1] != whole[1]
+    assert rings[1] < whole[1]
 
 
 def test_the_code_of_transformers_caches_in_the_same_formats(tmp_path: Path) -> None:
