@@ -7,6 +7,7 @@ from config.data_parallel import DataParallelConfig
 from config.errors import ConfigError
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
 from config.model.kv_cache_dtype import INT8, KV_CACHE_DTYPES, SPELLINGS
+from config.model.quantization.inc import INC, VARIABLE
 from config.parallel import ParallelConfig
 from config.setting import check_settings, metadata, setting
 
@@ -247,13 +248,21 @@ class EngineConfig:
         "Weight quantization; if it is left out, that of the checkpoint, if it has one. Of "
         "quantized checkpoints: gptq, awq, compressed-tensors, fp8. Of others, on CPU: int8 per "
         "output channel; int4 in groups of 32 inputs (the head has 8 bits); gguf: the blocks of "
-        "the GGUF file given as the model, without loss",
+        "the GGUF file given as the model, without loss. On Gaudi: inc, FP8 by Intel Neural "
+        "Compressor as --quant-config says",
         group="Device",
-        choices=(*OF_CHECKPOINTS, *AT_LOAD),
+        choices=(*OF_CHECKPOINTS, *AT_LOAD, INC),
         spellings={
             **dict.fromkeys(("gptq_marlin", "gptq_hpu"), "gptq"),
             **dict.fromkeys(("awq_marlin", "awq_hpu"), "awq"),
         },
+    )
+    quant_config: str | None = setting(
+        None,
+        "With --quantization inc: the compressor's JSON file, which says whether to measure or to "
+        "quantize, and where the measures are; `gaudiserve calibrate` makes both",
+        group="Device",
+        variables=(VARIABLE,),
     )
     enforce_eager: bool = setting(False, "Do not capture graphs", group="Device")
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -291,6 +300,11 @@ class EngineConfig:
             raise ConfigError(
                 f"quantization is {self.quantization} and device is {self.device}: weights are "
                 "quantized on cpu only"
+            )
+        if self.quantization == INC and self.device in ("cpu", "cuda"):
+            raise ConfigError(
+                f"quantization is {INC} and device is {self.device}: the compressor quantizes on "
+                "hpu only"
             )
         if self.quantization == "gguf" and self.load_format == DUMMY:
             raise ConfigError(

@@ -87,6 +87,12 @@ class ExecutionConfig:
     split_qkv: bool = setting(
         False, "Compute queries, keys and values in three products instead of one"
     )
+    force_channel_fp8: bool = setting(
+        True,
+        "FP8 weights with scales of blocks get scales of outputs while they are loaded; off: each "
+        "launch expands them to bfloat16",
+        variables=("VLLM_HPU_FORCE_CHANNEL_FP8",),
+    )
     log_graph_compilation: bool = setting(
         False,
         "Log each step that compiled, with its shapes",

@@ -14,6 +14,7 @@ from config.errors import ConfigError
 from config.loading.env import is_installed
 from config.model.architectures import decoder_spec, is_native
 from config.model.family_fields import causal_name
+from config.model.kv_cache_dtype import AUTO, FP8_INC
 from config.model.model_config import (
     BLOCKS,
     MAX_POSITION,
@@ -21,6 +22,7 @@ from config.model.model_config import (
     check_limits,
 )
 from config.model.pooler import PoolerConfig, choose_pooler
+from config.model.quantization.inc import INC, MODULE, PACKAGE, read_quant_config
 from config.model.quantization.registry import METHODS
 from config.model.read_config import read_model_config
 from config.model.split import check_split, check_stages
@@ -74,6 +76,8 @@ def check_model_config(
         _check_ranks(config, facts, is_pooling=pooler is not None)
     choose_context(config, facts, pooler)
     chosen_quantization(config.quantization, facts)
+    if config.quantization == INC:
+        _check_compressor(config, facts, is_built_in=is_built_in and pooler is None)
     if facts.quantization is not None and not is_built_in:
         raise ConfigError(
             f"{facts.fields.file} has quantized weights ({facts.quantization.method}), which are "
@@ -115,6 +119,31 @@ def chosen_quantization(requested: str | None, facts: ModelConfig) -> str | None
             "not quantized; leave --quantization out"
         )
     return requested
+
+
+def _check_compressor(config: EngineConfig, facts: ModelConfig, *, is_built_in: bool) -> None:
+    if not is_built_in:
+        raise ConfigError(
+            f"quantization is {INC}, and {facts.path} is not a decoder that is built in: the "
+            "compressor quantizes no others"
+        )
+    if config.cache.kv_cache_dtype not in (AUTO, FP8_INC):
+        raise ConfigError(
+            f"quantization is {INC} and --kv-cache-dtype is {config.cache.kv_cache_dtype}: the "
+            f"compressor caches in {FP8_INC}"
+        )
+    quant_config = read_quant_config(config.quant_config)
+    if quant_config.measures and (config.warmup.mode != "skip" or not config.enforce_eager):
+        raise ConfigError(
+            f"mode in {quant_config.path} is MEASURE: warm-up and captured graphs would be "
+            "measured, too; add --skip-warmup and --enforce-eager, or use `gaudiserve calibrate`"
+        )
+    quant_config.check_files(config.parallel.tensor_parallel_size)
+    if not is_installed(MODULE):
+        raise ConfigError(
+            f"quantization is {INC}, and Intel Neural Compressor is not installed here: "
+            f"pip install {PACKAGE}"
+        )
 
 
 def _check_ranks(config: EngineConfig, facts: ModelConfig, *, is_pooling: bool) -> None:

@@ -84,6 +84,9 @@ KERNELS = {
     # An argument. The bridge of 1.19 does not have it, vllm-gaudi passes it from 1.22 on.
     "convert_from_uint4.g_idx": Kernel(BOTH, (1, 22)),
     "mixture_of_experts": Kernel(BOTH, ()),
+    # vllm-gaudi calls it from its first release on, which is for 1.22; the bridge of 1.19 does not
+    # have it.
+    "mixture_of_experts.fp8_fused_weights": Kernel(BOTH, (1, 22)),
     # vllm-gaudi calls it from 0.16 on, which is for 1.23; the bridge of 1.19 does not have it.
     "mixture_of_experts.bias_fused_weights": Kernel(BOTH, (1, 23)),
     "mixture_of_experts.mxfp4_fused_weights": Kernel(BOTH, None),

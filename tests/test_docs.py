@@ -19,6 +19,7 @@ from config.loading.sources import load
 from config.loading.vllm_flags import absence
 from server.cli.bench.options import bench_parser
 from server.cli.buckets import buckets_parser
+from server.cli.calibrate import calibrate_parser
 from server.cli.plan import plan_parser
 from server.cli.quantize import quantize_parser
 
@@ -112,6 +113,7 @@ def test_flags_that_the_documents_name_exist() -> None:
     known |= set(quantize_parser()._option_string_actions)
     known |= set(buckets_parser("fit")._option_string_actions)
     known |= set(plan_parser()._option_string_actions)
+    known |= set(calibrate_parser()._option_string_actions)
     known |= {"--no-NAME", "--max_model_len", "--version"}
     # clients.md has the flags of other programs.
     texts = [page.read_text(encoding="utf-8") for page in PAGES if page.name != "clients.md"]

@@ -54,6 +54,12 @@ VALUES = (
     ("tokenizer-pool-size", ("0",), "--tokenizer-threads sets the number of threads"),
     ("code-revision", (), "code in a checkpoint is never run"),
     (
+        "weights-load-device",
+        ("cpu", "hpu"),
+        "weights are read tensor by tensor and copied to the device at once; those that the "
+        "compressor (--quantization inc) quantizes are read on the host",
+    ),
+    (
         "swap-space",
         (NUMBER,),
         "preempted requests are computed again, nothing is swapped to the host",
@@ -184,7 +190,7 @@ ABSENT = (
     ),
     ("attention-backend attention-config kernel-config", "each device has one attention"),
     (
-        "weights-load-device pt-load-map-location model-loader-extra-config ignore-patterns",
+        "pt-load-map-location model-loader-extra-config ignore-patterns",
         "weights are read tensor by tensor and copied to the device at once",
     ),
     (

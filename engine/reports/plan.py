@@ -30,7 +30,6 @@ GRAPH_BYTES = (5_000_000, 20_000_000)
 QUANTIZED_NOTE = (
     "the checkpoint's weights are quantized, which is not served yet: they are counted in {}"
 )
-EXPERTS_NOTE = "quantized experts are dequantized when they are loaded: they are counted in {}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +109,6 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
     notes = []
     if facts.is_quantized and facts.quantization is None:
         notes.append(QUANTIZED_NOTE.format(dtype))
-    if facts.quantization is not None and facts.moe is not None:
-        notes.append(EXPERTS_NOTE.format(dtype))
     if table is not None and not config.enforce_eager:
         notes += _graph_notes(card, len(table.reachable))
     return Plan(

@@ -11,9 +11,10 @@ from config.model.kv_cache_dtype import AUTO
 from config.model.model_config import ModelConfig
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.ops.kernels import Kernels
-from hpu.quantization.base import LinearMethod
+from hpu.quantization.base import LinearMethod, ModelPatcher, MoEMethod
 from hpu.quantization.kv_cache import KVCacheFormat
-from hpu.quantization.stored import StoredWeight
+from hpu.quantization.stored.mxfp4 import Mxfp4Experts
+from hpu.quantization.stored.weights import StoredExperts, StoredWeight
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -177,14 +178,21 @@ class Backend(Protocol):
         device that compiles. Its first call with new shapes compiles."""
         return function
 
-    def prepare(self, model: nn.Module) -> nn.Module:
-        """Prepare a loaded model for this device: fused kernels, packed weights, compiled layers.
-        Returns the model to run: `model` itself, or a faster one with the same interface."""
+    def prepare(self, model: nn.Module, patcher: ModelPatcher | None = None) -> nn.Module:
+        """Prepare a loaded model for this device: fused kernels, what `patcher` replaces, packed
+        weights, compiled layers. Returns the model to run: `model` itself, or a faster one with the
+        same interface."""
         ...
 
     def linear_method(self, weight: StoredWeight, dtype: torch.dtype) -> LinearMethod | None:
         """How the device multiplies activations of `dtype` by a weight that a checkpoint has
         quantized; None: by the weight in `dtype`, dequantized."""
+        return None
+
+    def moe_method(
+        self, experts: StoredExperts | Mxfp4Experts, dtype: torch.dtype
+    ) -> MoEMethod | None:
+        """As `linear_method`, of quantized experts."""
         return None
 
     def kv_cache_format(self, kv_cache_dtype: str, dtype: torch.dtype) -> KVCacheFormat | None:

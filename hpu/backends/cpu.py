@@ -31,17 +31,20 @@ from hpu.native.library import (
     Library,
     PackedExperts,
     PackedLinear,
+    Stack,
+    Stacks,
     has_experts_kernel,
     has_kernel,
     open_library,
 )
 from hpu.native.shared_sums import SharedSums
 from hpu.ops.cpu import MirroredRMSNorm, can_pack, packed_linear, quantized_linear
-from hpu.quantization.base import LinearMethod
+from hpu.quantization.base import LinearMethod, ModelPatcher, MoEMethod
 from hpu.quantization.kv_cache import KVCacheFormat, plain_format
-from hpu.quantization.packed import PackedLinearMethod
-from hpu.quantization.packed import can_pack as can_pack_integers
-from hpu.quantization.stored import StoredWeight
+from hpu.quantization.stored.mxfp4 import Mxfp4Experts, Mxfp4MoEMethod
+from hpu.quantization.stored.packed import PackedLinearMethod, PackedMoEMethod
+from hpu.quantization.stored.packed import can_pack as can_pack_integers
+from hpu.quantization.stored.weights import StoredExperts, StoredWeight
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +181,7 @@ class CpuBackend(Backend):
     ) -> CallGraph:
         return CallGraph(function, inputs)
 
-    def prepare(self, model: nn.Module) -> nn.Module:
+    def prepare(self, model: nn.Module, patcher: ModelPatcher | None = None) -> nn.Module:
         linears = [module for module in model.modules() if isinstance(module, LinearBase)]
         if not linears:
             return model
@@ -187,8 +190,9 @@ class CpuBackend(Backend):
         dense_cost = sum(costs.values()) - self._logits_cost
         mixtures = [one for one in model.modules() if isinstance(one, MoE)]
         self._token_cost = dense_cost + sum(one.token_cost for one in mixtures)
-        experts = (weight for one in mixtures for weight in one.experts.parameters())
-        num_read = dense_cost + sum(weight.numel() for weight in experts)
+        num_read = dense_cost + sum(
+            one.experts.num_experts * one.experts.expert_cost for one in mixtures
+        )
         self._weights_per_use = num_read / max(1, self._token_cost)
         dtype = linears[0].dtype
         if self._multiplies(dtype) or can_pack(dtype, linears[0].device):
@@ -211,6 +215,16 @@ class CpuBackend(Backend):
         if dtype != torch.bfloat16 or not can_pack_integers(weight):
             return None
         return PackedLinearMethod(weight)
+
+    def moe_method(
+        self, experts: StoredExperts | Mxfp4Experts, dtype: torch.dtype
+    ) -> MoEMethod | None:
+        if dtype != torch.bfloat16:
+            return None
+        if isinstance(experts, Mxfp4Experts):
+            return Mxfp4MoEMethod(experts) if experts.has_whole_blocks else None
+        can_pack = all(can_pack_integers(weight) for _, weight in experts.products)
+        return PackedMoEMethod(experts) if can_pack else None
 
     def kv_cache_format(self, kv_cache_dtype: str, dtype: torch.dtype) -> KVCacheFormat | None:
         return None if kv_cache_dtype == AUTO else plain_format(kv_cache_dtype, dtype)
@@ -284,13 +298,17 @@ def _compiled_shard(model: Decoder, library: Library | None) -> nn.Module:
 
 
 def _pack_experts(experts: Experts, library: Library) -> None:
-    w13, w2 = experts.w13_weight, experts.w2_weight
-    assert w13 is not None and w2 is not None
-    # The kernel knows no experts of other ranks.
-    if experts.is_distributed:
-        return
-    if experts.w13_bias is None and has_experts_kernel(w13, w2, experts.activation_name):
-        experts.replace_weights(PackedExperts(library, w13.detach(), w2.detach()))
+    w13: Stack
+    w2: Stack
+    if experts.quantized_weights is not None:
+        w13, w2 = experts.quantized_weights
+    else:
+        assert experts.w13_weight is not None and experts.w2_weight is not None
+        w13, w2 = experts.w13_weight.detach(), experts.w2_weight.detach()
+    first = experts.first_expert if experts.is_distributed else None
+    stacks = Stacks(w13, w2, experts.w13_bias, experts.applied_w2_bias, first)
+    if has_experts_kernel(stacks, experts.activation_form):
+        experts.replace_weights(PackedExperts(library, stacks, experts.activation_form))
 
 
 def _pack(linear: LinearBase, library: Library | None) -> Kernel | None:

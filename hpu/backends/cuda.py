@@ -13,6 +13,7 @@ from hpu.backends.base import Backend, FusibleModel
 from hpu.distributed.process_groups import SINGLE_RANK, Ranks, join, leave
 from hpu.gaudi_devices import GIB
 from hpu.ops.cuda import CudaKernels
+from hpu.quantization.base import ModelPatcher
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +183,9 @@ class CudaBackend(Backend):
             current.wait_stream(self._side)
         return CudaGraph(graph, inputs, outputs)
 
-    def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
+    def prepare(
+        self, model: torch.nn.Module, patcher: ModelPatcher | None = None
+    ) -> torch.nn.Module:
         if isinstance(model, FusibleModel):
             model.use_kernels(CudaKernels())
         return model

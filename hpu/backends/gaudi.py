@@ -28,11 +28,24 @@ from hpu.doctor.software import RUNTIME_DISTRIBUTION
 from hpu.gaudi_devices import GENERATIONS, GIB, has_kernel, release_of
 from hpu.layers.embedding import ParallelLMHead
 from hpu.ops.kernels import Kernels, SliceSizes
-from hpu.quantization.base import LinearMethod
-from hpu.quantization.fp8 import Fp8LinearMethod
+from hpu.quantization.base import LinearMethod, ModelPatcher, MoEMethod
 from hpu.quantization.kv_cache import FLOATS, HpuFp8Format, KVCacheFormat, cast_format
-from hpu.quantization.stored import StoredWeight
-from hpu.quantization.uint4 import Uint4LinearMethod, can_convert
+from hpu.quantization.stored.fp8 import (
+    Fp8BlockLinearMethod,
+    Fp8BlockMoEMethod,
+    Fp8LinearMethod,
+    Fp8MoEMethod,
+    can_multiply,
+    has_blocks,
+)
+from hpu.quantization.stored.mxfp4 import Mxfp4Experts
+from hpu.quantization.stored.uint4 import (
+    Uint4LinearMethod,
+    Uint4MoEMethod,
+    can_convert,
+    can_convert_experts,
+)
+from hpu.quantization.stored.weights import StoredExperts, StoredWeight
 
 logger = logging.getLogger(__name__)
 
@@ -246,9 +259,7 @@ class GaudiBackend(Backend):
             softmax_mode="fp32" if is_qwen2 else "fast",
             fused_adjustment=exists and not is_qwen2 and model.dtype != torch.float16,
             slices=None if sizes is None else SliceSizes(*sizes),
-            # In the lazy modes each slice is a recipe of its own, as in the plug-in: equal slices
-            # share it, and a recipe holds one of them in memory.
-            end_slice=self.mark_step if self._mode in (HPU_GRAPHS, LAZY) else lambda: None,
+            end_slice=self._end_recipe,
         )
         return cast(Kernels, kernels)
 
@@ -266,6 +277,8 @@ class GaudiBackend(Backend):
         card = self._generation()
         if dtype != torch.bfloat16 or card is None:
             return None
+        if has_blocks(weight) and not self._execution.force_channel_fp8:
+            return Fp8BlockLinearMethod(weight, GENERATIONS[card].fp8_max)
         if weight.scheme.is_float:
             return Fp8LinearMethod(weight, GENERATIONS[card].fp8_max)
         takes_groups = self._has_kernel("convert_from_uint4.g_idx", card)
@@ -273,6 +286,31 @@ class GaudiBackend(Backend):
         if self._mode == EAGER or not can_convert(weight, takes_groups=takes_groups):
             return None
         return Uint4LinearMethod(weight)
+
+    def moe_method(
+        self, experts: StoredExperts | Mxfp4Experts, dtype: torch.dtype
+    ) -> MoEMethod | None:
+        card = self._generation()
+        # The bridge's tests name its operators for such experts as not supported in eager mode.
+        if dtype != torch.bfloat16 or card is None or self._mode == EAGER:
+            return None
+        if isinstance(experts, Mxfp4Experts):
+            return None
+        blocks = all(has_blocks(weight) for _, weight in experts.products)
+        if can_multiply(experts) and blocks and not self._execution.force_channel_fp8:
+            return Fp8BlockMoEMethod(experts, GENERATIONS[card].fp8_max, self._end_recipe)
+        if can_multiply(experts) and self._has_kernel("mixture_of_experts.fp8_fused_weights", card):
+            return Fp8MoEMethod(experts, GENERATIONS[card].fp8_max)
+        takes_groups = self._has_kernel("convert_from_uint4.g_idx", card)
+        if can_convert_experts(experts, takes_groups=takes_groups):
+            return Uint4MoEMethod(experts, self._end_recipe)
+        return None
+
+    @property
+    def _end_recipe(self) -> Callable[[], None]:
+        """For parts of a layer: in the lazy modes each is a recipe of its own, as in the plug-in,
+        so that equal parts share it, and a recipe holds one of them in memory."""
+        return self.mark_step if self._mode in (HPU_GRAPHS, LAZY) else lambda: None
 
     def kv_cache_format(self, kv_cache_dtype: str, dtype: torch.dtype) -> KVCacheFormat | None:
         if kv_cache_dtype == AUTO:
@@ -410,13 +448,15 @@ class GaudiBackend(Backend):
                 f"{found:g}): start again with fewer or smaller buckets"
             )
 
-    def prepare(self, model: nn.Module) -> nn.Module:
+    def prepare(self, model: nn.Module, patcher: ModelPatcher | None = None) -> nn.Module:
         self._htcore.mark_step()
         self._hpu.synchronize()
         if isinstance(model, FusibleModel):
             model.use_kernels(self._make_kernels(model), split_qkv=self._execution.split_qkv)
             if model.config.architecture.startswith(KEEP_TENSOR_CACHE):
                 self._disables_tensor_cache = False
+            if patcher is not None:
+                patcher.patch(model)
             if self._mode in (HPU_GRAPHS, LAZY):
                 self._mark_layers(model.layers)
         if self._mode == TORCH_COMPILE:

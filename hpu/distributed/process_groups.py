@@ -3,7 +3,8 @@
 A group of one rank needs no torch.distributed: each of its collectives is a no-op.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from socket import create_server
 from typing import Any, NamedTuple
@@ -291,6 +292,20 @@ def make_groups(
         if rank in members and group is not None:
             found["stage_host"] = ProcessGroup(members, members.index(rank), group)
     return ProcessGroups(**found)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """A group of this process for code that asks torch.distributed for one, unless there is one."""
+    if dist.is_initialized():
+        yield
+        return
+    store = dist.HashStore()  # type: ignore[attr-defined]  # not in its __all__
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def leave() -> None:

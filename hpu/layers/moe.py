@@ -17,6 +17,7 @@ from hpu.layers.linear import ReplicatedLinear
 from hpu.layers.mlp import GatedMLP, get_activation
 from hpu.ops.kernels import ExpertWeights, Kernels, MoEImpl
 from hpu.quantization.base import MoEMethod
+from hpu.quantization.quantized_weight import StackedWeights
 from hpu.quantization.unquantized import UNQUANTIZED_MOE
 
 MIN_SUM = 1e-20
@@ -157,9 +158,11 @@ class Experts(nn.Module):
             self.activation, self.activation_name = _gated(activation), activation
         else:
             self.activation, self.activation_name = _clamped_swiglu(activation), SWIGLU_OAI
-        self._activation_form = activation
+        self.activation_form = activation
+        """As it was given."""
         self.moe_op: MoEImpl | None = None
         """Replaces the method where the device has a kernel: by a module on Gaudi."""
+        self.quantized_weights: StackedWeights | None = None
         self.method = method
         self.group = group
         self.is_distributed = is_distributed
@@ -171,6 +174,8 @@ class Experts(nn.Module):
         self.num_experts = num_experts
         """Of this rank."""
         self.first_expert = group.rank * num_experts if is_distributed else 0
+        self.expert_cost = 3 * hidden_size * inner_size
+        """Multiplications of a token by one expert's weights on this rank."""
         method.create_weights(self, num_experts, hidden_size, inner_size)
         self.w13_bias = self.w2_bias = None
         if has_bias:
@@ -188,19 +193,21 @@ class Experts(nn.Module):
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Run on a device's fused kernel from now on, if it has one for these experts."""
-        assert self.w13_weight is not None and self.w2_weight is not None
+        if self.w13_weight is None or self.w2_weight is None:
+            # The method has kernels for its own weights.
+            return
         w2_bias: Tensor | None = self.w2_bias
         if w2_bias is not None and self.applied_w2_bias is None:
             w2_bias = torch.zeros_like(w2_bias)
         weights = ExpertWeights(
             self.w13_weight, self.w2_weight, self.w13_bias, w2_bias, self.first_expert
         )
-        self.moe_op = kernels.make_moe(weights, self._activation_form)
+        self.moe_op = kernels.make_moe(weights, self.activation_form)
 
     def replace_weights(self, moe_op: MoEImpl) -> None:
         """Run on `moe_op`, which has copied the weights, from now on; the layer drops its own."""
         self.moe_op = moe_op
-        self.w13_weight = self.w2_weight = None
+        self.w13_weight = self.w2_weight = self.quantized_weights = None
 
     def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """As MoEMethod.apply, over the experts of all ranks."""
@@ -261,9 +268,7 @@ class MoE(nn.Module):
     @property
     def token_cost(self) -> int:
         """Multiplications of a token's routed experts."""
-        assert self.experts.w13_weight is not None and self.experts.w2_weight is not None
-        weights = self.experts.w13_weight[0].numel() + self.experts.w2_weight[0].numel()
-        return self.router.top_k * weights
+        return self.router.top_k * self.experts.expert_cost
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(B, Q, hidden) to the same."""

@@ -21,7 +21,7 @@ from config.checkpoint.weight_maps.text_part import OUTSIDE
 from config.errors import CheckpointError
 from config.model.quantization.base import Role
 from hpu.distributed.process_groups import SINGLE, ProcessGroup, shard_rank
-from hpu.model_loader.mxfp4 import dequantize_mxfp4
+from hpu.model_loader.mxfp4 import check_powers, dequantize_mxfp4
 from hpu.model_loader.quantized_weights import (
     check_kv_scale,
     check_part,
@@ -40,15 +40,16 @@ DTYPES = {
     "BF16": torch.bfloat16,
 }
 """Names in the files -> dtypes of weights."""
+MXFP4_DTYPE = "U8"
 QUANTIZED_DTYPES = {
     "I8": torch.int8,
     "I32": torch.int32,
     "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn,
+    MXFP4_DTYPE: torch.uint8,
     **DTYPES,
 }
 """Likewise, of the tensors of quantized weights."""
-MXFP4_DTYPE = "U8"
 MAX_NAMES_IN_ERROR = 5
 MIN_MAPPED_BYTES = 2**20
 GIB = 2**30
@@ -95,7 +96,7 @@ def load_weights(
             _Source(stored, shard, spec)
             for stored, spec in tensors
             if (not is_stage or _is_here(spec, parameters))
-            and (shard := shard_of(spec, at)) is not None
+            and (shard := _as_kept(shard_of(spec, at), parameters)) is not None
         ]
         for file, tensors in _match(model.weight_map, Path(path)).items()
     }
@@ -108,6 +109,8 @@ def load_weights(
             reads = _reads(tensors, parameters, filler)
             for one, read in zip(tensors, reader.read(file, reads), strict=True):
                 spec = one.shard.spec
+                if one.whole.mxfp4 == "scales":
+                    check_powers(read.target, f"{one.stored.name} in {file}")
                 if spec.is_kv_scale:
                     check_kv_scale(read.target, f"{one.stored.name} in {file}")
                     filler.fill(parameters[spec.parameter], spec, read.target.reshape(1))
@@ -148,11 +151,18 @@ def _length(intervals: Iterable[Interval]) -> int:
     return sum(end - begin for begin, end in intervals)
 
 
+def _as_kept(shard: Shard | None, parameters: Mapping[str, Tensor]) -> Shard | None:
+    """`shard`; of MXFP4 that the model keeps, as the parameter that the tensor fills as it is."""
+    if shard is None or shard.spec.mxfp4_parameter not in parameters:
+        return shard
+    parameter = shard.spec.mxfp4_parameter
+    return shard._replace(spec=shard.spec._replace(parameter=parameter, mxfp4=""))
+
+
 def _is_here(spec: WeightSpec, parameters: Mapping[str, Tensor]) -> bool:
     """Whether the model has the parameter, quantized or not."""
-    return spec.parameter in parameters or (
-        spec.part is not None and spec.quantized_parameter in parameters
-    )
+    own = spec.mxfp4_parameter if spec.part is None else spec.quantized_parameter
+    return spec.parameter in parameters or own in parameters
 
 
 class _QuantizedWeights:
@@ -201,8 +211,9 @@ class _QuantizedWeights:
         assert spec.part is not None and spec.scheme is not None
         if spec.part.role == "groups":
             # A row for each output of the layer.
+            own = parameter if spec.expert is None else parameter[spec.expert]
             with torch.no_grad():
-                parameter[list(spec.outputs) or [0]] = tensor.to(parameter.dtype)
+                own[list(spec.outputs) or [0]] = tensor.to(parameter.dtype)
             return
         if spec.part.role == "values" and spec.scheme.bits == 4:
             tensor = to_pairs(tensor)
@@ -222,7 +233,7 @@ def _reads(
     for source in tensors:
         stored, spec = source.stored, source.shard.spec
         dim, intervals = source.shard.stored
-        dtype = torch.uint8 if spec.mxfp4 else QUANTIZED_DTYPES[stored.dtype]
+        dtype = QUANTIZED_DTYPES[stored.dtype]
         target = None
         if spec.part is None:
             target = filler.place(parameters[spec.parameter], spec, dtype)

@@ -4,11 +4,23 @@ Microscaling Formats, version 1.0; the layout is that of the gpt-oss checkpoints
 import torch
 from torch import Tensor
 
+from config.errors import CheckpointError
+
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The value of each code."""
 
 BIAS = 127
 """Of the exponents."""
+
+
+NAN_POWER = 255
+"""Of e8m0: not a number."""
+
+
+def check_powers(scales: Tensor, where: str) -> None:
+    """Raise CheckpointError for `scales` that no tool writes. `where` names them and their file."""
+    if count := int((scales == NAN_POWER).sum()):
+        raise CheckpointError(f"{where} has {count} of {scales.numel()} scales that are NaN")
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -15,6 +15,10 @@ from config.model.split import latents_of, states_of
 from config.model.window_cache import CacheSizes, ring_blocks
 from config.parallel import WHOLE, Stage
 
+EXPANDED_BYTES = 2 << 30
+"""Of quantized experts that a Gaudi expands to the model's data type at once, in each layer of a
+launch."""
+
 _EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -61,11 +65,11 @@ def _own_specs(
 
 def _card_bytes(spec: WeightSpec, width: int) -> int:
     """What the tensor takes on a Gaudi, `width` bytes for a number that is not quantized: 4 bits
-    and FP8 stay as they are, with scales of outputs for FP8; 8-bit integers, experts and the
-    matrices that latent attention absorbs are dequantized."""
+    and FP8 stay as they are, with scales of outputs for FP8; 8-bit integers and the matrices that
+    latent attention absorbs are dequantized."""
     scheme, part = spec.scheme, spec.part
     is_kept = scheme is not None and (scheme.is_float or scheme.bits == 4)
-    if not is_kept or spec.expert is not None or ".kv_b_proj." in spec.parameter:
+    if not is_kept or ".kv_b_proj." in spec.parameter:
         return spec.num_elements() * width
     assert scheme is not None and part is not None
     outputs, inputs = spec.shape
@@ -90,6 +94,22 @@ def _stage_entries(weight_map: WeightMap, stage: Stage, *, is_tied: bool) -> Ite
             yield spec
     for index in stage.layers(len(weight_map.layers)):
         yield from weight_map.layers[index]
+
+
+def expanded_experts(expert_bytes: int) -> int:
+    """How many experts of `expert_bytes` in the model's data type are expanded at once."""
+    return max(1, EXPANDED_BYTES // expert_bytes)
+
+
+def _expanded_bytes(config: ModelConfig, num_cards: int, width: int) -> int:
+    """Of the experts of a layer that are expanded at once on a card."""
+    moe, quantization = config.moe, config.quantization
+    if moe is None or quantization is None:
+        return 0
+    if all(rule.scheme.is_float or rule.scheme.bits != 4 for rule in quantization.rules):
+        return 0
+    expert = 3 * config.hidden_size * moe.inner_size * width
+    return min(moe.num_experts * expert // num_cards, expanded_experts(expert) * expert)
 
 
 def rotary_peak_bytes(config: ModelConfig, length: int) -> int:
@@ -233,8 +253,9 @@ def activation_bytes(
     num_seqs: int,
     num_engines: int = 1,
 ) -> int:
-    """Estimate for the largest launch: one layer's activations, and the logits of all sequences in
-    float32 with the copies that sampling makes. `num_engines`: which share experts."""
+    """Estimate for the largest launch: one layer's activations, with the experts in 4 bits that it
+    expands, and the logits of all sequences in float32 with the copies that sampling makes.
+    `num_engines`: which share experts."""
     moe = config.moe
     inner = config.intermediate_size
     if moe is not None:
@@ -248,7 +269,8 @@ def activation_bytes(
         layer += num_tokens * (_query_size(config, num_cards) + _kv_size(config, num_cards))
     scans = (state.on_rank(num_cards).scan_elements for state in states_of(config))
     scan = 4 * num_tokens * max(scans, default=0)
-    return layer * width + scan + num_seqs * config.vocab_size * 4 * 4
+    expanded = _expanded_bytes(config, num_cards, width)
+    return layer * width + expanded + scan + num_seqs * config.vocab_size * 4 * 4
 
 
 def context_bytes(

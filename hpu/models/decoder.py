@@ -35,16 +35,16 @@ from hpu.layers.metadata import AttentionInputs, AttentionMetadata, Visibility, 
 from hpu.layers.metadata_builder import MetadataBuilder
 from hpu.layers.mla import MLAAttention
 from hpu.layers.mlp import MLP, GatedMLP
-from hpu.layers.moe import Experts, MoE, SparseMixer, TopKRouter
+from hpu.layers.moe import SWIGLU_OAI, Experts, MoE, SparseMixer, TopKRouter
 from hpu.layers.norm import FullQKNorm, LayerNorm, QKNorm, RMSNorm, UnweightedQKNorm
 from hpu.layers.state_cache import StateCacheSpec
 from hpu.models.base import LoadableModel
 from hpu.models.decoder_layer import LAYERS, DecoderLayer, StateLayer
 from hpu.ops.kernels import Kernels
 from hpu.ops.rope import RotaryEmbedding, Rotation
-from hpu.quantization.base import LinearMethod, QuantizationScheme
+from hpu.quantization.base import LinearMethod, MoEMethod, QuantizationScheme
 from hpu.quantization.kv_cache import KVCacheFormat
-from hpu.quantization.unquantized import UNQUANTIZED
+from hpu.quantization.unquantized import UNQUANTIZED, UNQUANTIZED_MOE
 
 
 class DecoderModel(nn.Module):
@@ -438,11 +438,6 @@ class Decoder(LoadableModel):
         config, moe, spec = self.config, self.config.moe, self.spec.moe
         assert moe is not None and spec is not None
         hidden = config.hidden_size
-        if self._quantization is not None and not self._quantization.serves_experts:
-            raise ConfigError(
-                f"{config.path} is a mixture of experts, whose weights are not quantized yet: "
-                "leave quantization out"
-            )
         options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
         gate_dtype = torch.float32 if spec.float32_router else self.dtype
         distributes_experts = self._expert_group.size > 1
@@ -465,6 +460,7 @@ class Decoder(LoadableModel):
                 moe.inner_size,
                 activation=spec.clamped_swiglu or config.hidden_act,
                 has_bias=spec.expert_bias,
+                method=self._moe_method(f"{path}.experts"),
                 group=self._expert_group if distributes_experts else self.group,
                 is_distributed=distributes_experts,
                 **options,
@@ -474,6 +470,27 @@ class Decoder(LoadableModel):
             has_correction_bias=bool(spec.correction_bias),
             scales_input=spec.scales_input,
         )
+
+    def _moe_method(self, path: str) -> MoEMethod:
+        """Of the experts at `path`."""
+        config, moe, spec = self.config, self.config.moe, self.spec.moe
+        assert moe is not None and spec is not None
+        if self._quantization is None:
+            return UNQUANTIZED_MOE
+        ranks = 1 if self._expert_group.size > 1 else self.group.size
+        method = self._quantization.moe_method(
+            self._shards[f"{path}.w13_weight"],
+            self._shards[f"{path}.w2_weight"],
+            config.hidden_size,
+            moe.inner_size // ranks,
+            config.hidden_act if spec.clamped_swiglu is None else SWIGLU_OAI,
+        )
+        if method is None:
+            raise ConfigError(
+                f"{config.path} is a mixture of experts, whose weights are not quantized yet: "
+                "leave quantization out"
+            )
+        return method
 
     def _mlp(self, path: str, inner: int) -> GatedMLP | MLP:
         if self.spec.gated_mlp:

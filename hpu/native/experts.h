@@ -9,14 +9,26 @@
 
 extern "C" {
 
-// Stacked gated MLPs. Packed in panels, one expert after the other: gate before up (2 * inner, hidden),
-// and down (hidden, inner).
-struct Experts {
-  const bf16 *gate_up, *down;
-  int64_t count, hidden, inner;
+// A weight of each expert, as Product: packed in panels, one expert `bytes` after the other. Biases,
+// scales and orders are stacked.
+struct Stacked {
+  const void* weight;
+  const bf16* bias;
+  int64_t bytes, kind;
+  const float* scales;
+  int64_t group;
+  const int32_t* order;
 };
 
-// The experts of each token of x (rows, hidden) and their weights, (rows, top_k) each.
+// Stacked gated MLPs: gate before up (2 * inner, hidden), and down (hidden, inner).
+struct Experts {
+  Stacked gate_up, down;
+  int64_t count, hidden, inner;
+  Clamped swiglu;
+};
+
+// The experts of each token of x (rows, hidden) and their weights, (rows, top_k) each. The number of
+// experts, as an id, stands for those of other ranks.
 struct Choice {
   int64_t rows, top_k;
   const int64_t* ids;
@@ -104,7 +116,7 @@ void route(const Mixture& m, const bf16* x, int64_t* ids, float* weights) {
 // The pairs of token and expert, sorted by expert, and buffers for their numbers.
 class Groups {
  public:
-  int64_t* starts;  // (count + 1): the first pair of each expert
+  int64_t* starts;  // (count + 2): the first pair of each expert, and of other ranks' experts
   int64_t* tokens;  // of each pair
   float* shares;    // weight of each pair
   bf16 *gathered, *inside;  // (pairs, hidden), (pairs, inner)
@@ -125,16 +137,16 @@ class Groups {
   // Called by one thread.
   void sort(const Experts& e, const Choice& c) {
     const int64_t pairs = c.rows * c.top_k;
-    starts = starts_.room<int64_t>(e.count + 1);
+    starts = starts_.room<int64_t>(e.count + 2);
     tokens = tokens_.room<int64_t>(pairs);
     shares = shares_.room<float>(pairs);
     gathered = gathered_.room<bf16>(pairs * e.hidden);
     inside = inside_.room<bf16>(pairs * e.inner);
     sums = sums_.room<float>(c.rows * e.hidden);
-    std::fill_n(starts, e.count + 1, 0);
+    std::fill_n(starts, e.count + 2, 0);
     for (int64_t i = 0; i < pairs; ++i) ++starts[c.ids[i] + 1];
-    for (int64_t i = 0; i < e.count; ++i) starts[i + 1] += starts[i];
-    std::vector<int64_t> next(starts, starts + e.count);
+    for (int64_t i = 0; i <= e.count; ++i) starts[i + 1] += starts[i];
+    std::vector<int64_t> next(starts, starts + e.count + 1);
     for (int64_t i = 0; i < pairs; ++i) {
       const int64_t at = next[c.ids[i]]++;
       tokens[at] = i / c.top_k, shares[at] = c.weights[i];
@@ -145,13 +157,20 @@ class Groups {
   Scratch starts_, tokens_, shares_, gathered_, inside_, sums_, ids_, rows_, weights_, shared_;
 };
 
-inline Product expert_of(const bf16* stacked, int64_t index, int64_t outputs, int64_t inputs) {
-  return {stacked + index * outputs * inputs, nullptr, outputs, inputs, BFLOAT16, nullptr};
+inline Product expert_of(const Stacked& all, int64_t index, int64_t outputs, int64_t inputs) {
+  return {(const bf16*)((const uint8_t*)all.weight + index * all.bytes),
+          all.bias ? all.bias + index * outputs : nullptr,
+          outputs,
+          inputs,
+          all.kind,
+          all.scales ? all.scales + index * outputs : nullptr,
+          all.group,
+          all.order ? all.order + index * inputs : nullptr};
 }
 
 // One of the two products of all chosen experts. Called by all threads.
 template <typename MakeEnd>
-void multiply_chosen(const Experts& e, const Groups& g, const bf16* stacked, int64_t outputs,
+void multiply_chosen(const Experts& e, const Groups& g, const Stacked& stacked, int64_t outputs,
                      int64_t inputs, bool gated, const bf16* x, MakeEnd make_end) {
   for (int64_t i = 0; i < e.count; ++i) {
     const int64_t begin = g.starts[i], rows = g.starts[i + 1] - begin;
@@ -169,10 +188,12 @@ void mix(const Experts& e, const Choice& c, const Groups& g) {
 #pragma omp for nowait
   for (int64_t r = 0; r < c.rows; ++r) std::fill_n(g.sums + r * e.hidden, e.hidden, 0.0f);
 #pragma omp for
-  for (int64_t i = 0; i < c.rows * c.top_k; ++i)
+  for (int64_t i = 0; i < g.starts[e.count]; ++i)
     std::memcpy(g.gathered + i * e.hidden, c.x + g.tokens[i] * e.hidden, e.hidden * sizeof(bf16));
   multiply_chosen(e, g, e.gate_up, 2 * e.inner, e.hidden, true, g.gathered, [&](int64_t begin) {
-    return End{g.inside + begin * e.inner, nullptr, 0, true};
+    End end{g.inside + begin * e.inner, nullptr, 0, true};
+    end.swiglu = e.swiglu;
+    return end;
   });
 #pragma omp barrier
   // A thread has the same outputs of every expert, so no two add to the same number.

@@ -41,6 +41,9 @@ inline Lanes div(Lanes a, Lanes b) {
   return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)};
 }
 inline Lanes max(Lanes a, Lanes b) { return {max(a.low, b.low), max(a.high, b.high)}; }
+inline Lanes min(Lanes a, Lanes b) {
+  return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)};
+}
 inline Lanes fmadd(Lanes a, Lanes b, Lanes c) {
   return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
 }
@@ -97,6 +100,16 @@ inline void store_int8(uint8_t* to, Lanes value) {
   const __m256i ordered = _mm256_permute4x64_epi64(words, 0xd8);
   _mm_storeu_si128((__m128i*)to, _mm_packs_epi16(_mm256_castsi256_si128(ordered),
                                                  _mm256_extracti128_si256(ordered, 1)));
+}
+
+inline Lanes load_powers(const uint8_t* from) {
+  const auto wide = [](const uint8_t* eight) {
+    const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)eight));
+    // The least power is no normal number.
+    const __m256i least = _mm256_set1_epi32(0x00400000);
+    return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_slli_epi32(bytes, 23), least));
+  };
+  return {wide(from), wide(from + 8)};
 }
 
 inline Words load_words(const void* from) {
@@ -263,6 +276,20 @@ inline Lanes int4(Words words, int place) {
 }
 
 inline Factor int4_factor(Words words, int pair, int turn) { return int4(words, pair + 4 * turn); }
+
+inline Lanes fp4(Words words, int place) {
+  const __m256 numbers = _mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f);
+  // The lookup uses three bits, and the fourth one is the sign.
+  const __m256i sign = _mm256_set1_epi32(int32_t(0x80000000));
+  const auto of = [&](__m256i half) {
+    const __m256 size = _mm256_permutevar8x32_ps(numbers, _mm256_srli_epi32(half, 4 * place));
+    const __m256i minus = _mm256_and_si256(_mm256_slli_epi32(half, 28 - 4 * place), sign);
+    return _mm256_or_ps(size, _mm256_castsi256_ps(minus));
+  };
+  return {of(words.low), of(words.high)};
+}
+
+inline Factor fp4_factor(Words words, int pair, int turn) { return fp4(words, pair + 4 * turn); }
 
 inline void split(const bf16* token, const bf16*, Factor& low, Factor& high) {
   low = factor(token, 0), high = factor(token, 1);

@@ -16,6 +16,7 @@ inline Lanes sub(Lanes a, Lanes b) { return _mm512_sub_ps(a, b); }
 inline Lanes mul(Lanes a, Lanes b) { return _mm512_mul_ps(a, b); }
 inline Lanes div(Lanes a, Lanes b) { return _mm512_div_ps(a, b); }
 inline Lanes max(Lanes a, Lanes b) { return _mm512_max_ps(a, b); }
+inline Lanes min(Lanes a, Lanes b) { return _mm512_min_ps(a, b); }
 inline Lanes fmadd(Lanes a, Lanes b, Lanes c) { return _mm512_fmadd_ps(a, b, c); }
 inline Lanes fmsub(Lanes a, Lanes b, Lanes c) { return _mm512_fmsub_ps(a, b, c); }
 
@@ -55,6 +56,19 @@ inline void store_int8(uint8_t* to, Lanes value) {
 }
 
 inline Words load_words(const void* from) { return _mm512_loadu_si512(from); }
+
+inline Lanes load_powers(const uint8_t* from) {
+  const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+  // The least power is no normal number.
+  const __m512i least = _mm512_set1_epi32(0x00400000);
+  return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_slli_epi32(bytes, 23), least));
+}
+
+inline Lanes fp4(Words words, int place) {
+  const __m512 numbers = _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f,
+                                        -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
+  return _mm512_permutexvar_ps(_mm512_srli_epi32(words, 4 * place), numbers);
+}
 
 inline Lanes nearest(Lanes x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT); }
 inline Lanes fraction(Lanes x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF); }
@@ -144,6 +158,15 @@ inline Factor int4_factor(Words words, int pair, int) {
                                           _mm512_load_si512(numbers));
 }
 
+inline Factor fp4_factor(Words words, int pair, int) {
+  alignas(64) static const bf16 numbers[32] = {
+      0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80,
+      0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0, 0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040,
+      0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
+  return (Factor)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * pair),
+                                          _mm512_load_si512(numbers));
+}
+
 inline Lanes int4(Words words, int place) {
   const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   return _mm512_permutexvar_ps(_mm512_srli_epi32(words, 4 * place), numbers);
@@ -218,6 +241,7 @@ inline Lanes int4(Words words, int place) {
 }
 
 inline Factor int4_factor(Words words, int pair, int turn) { return int4(words, pair + 4 * turn); }
+inline Factor fp4_factor(Words words, int pair, int turn) { return fp4(words, pair + 4 * turn); }
 
 inline void split(const bf16* token, const bf16*, Factor& low, Factor& high) {
   low = factor(token, 0), high = factor(token, 1);

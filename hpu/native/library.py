@@ -9,15 +9,17 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from config.loading.env import cache_home
+from config.model.decoder_spec import ClampedSwiGLU
 from hpu.host import cpu_flags
 from hpu.native.pages import HugePages
 from hpu.native.panels import INT8_ROWS, PANEL, kind_of, to_panels
-from hpu.quantization.quantized_weight import QuantizedWeight
+from hpu.quantization.quantized_weight import Mxfp4Weight, QuantizedWeight
 
 logger = logging.getLogger(__name__)
 
@@ -94,13 +96,45 @@ class PackedLinear:
         return indices
 
 
-class ExpertsStructure(ctypes.Structure):
-    """As `Experts` in hpu/native/experts.h."""
+class _Stacked(ctypes.Structure):
+    """As `Stacked` in hpu/native/experts.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("gate_up", "down")),
-        *((name, ctypes.c_int64) for name in ("count", "hidden", "inner")),
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("bytes", ctypes.c_int64),
+        ("kind", ctypes.c_int64),
+        ("scales", ctypes.c_void_p),
+        ("group", ctypes.c_int64),
+        ("order", ctypes.c_void_p),
     )
+
+
+class ExpertsStructure(ctypes.Structure):
+    """As `Experts` there."""
+
+    _fields_ = (
+        *((name, _Stacked) for name in ("gate_up", "down")),
+        *((name, ctypes.c_int64) for name in ("count", "hidden", "inner")),
+        *((name, ctypes.c_float) for name in ("alpha", "limit")),
+    )
+
+
+Stack = Tensor | tuple[QuantizedWeight | Mxfp4Weight, ...]
+"""A weight of each expert: (experts, out, in) bfloat16, or quantized ones of one kind."""
+
+
+class Stacks(NamedTuple):
+    """The weights of all experts, as ExpertWeights."""
+
+    w13: Stack
+    """(2 * inner, hidden) each"""
+    w2: Stack
+    """(hidden, inner) each"""
+    w13_bias: Tensor | None = None
+    w2_bias: Tensor | None = None
+    first: int | None = None
+    """Id of the first expert, where other ranks have others."""
 
 
 class _Choice(ctypes.Structure):
@@ -115,17 +149,22 @@ class _Choice(ctypes.Structure):
 class PackedExperts:
     """MoEImpl: the routed experts of a layer as one call of the library."""
 
-    def __init__(self, library: "Library", w13: Tensor, w2: Tensor) -> None:
-        """Copies `w13` (experts, 2 * inner, hidden) and `w2` (experts, hidden, inner), which
-        `has_experts_kernel` accepts."""
+    def __init__(self, library: "Library", stacks: Stacks, activation: str | ClampedSwiGLU) -> None:
+        """Copies the weights, which `has_experts_kernel` accepts."""
         self._library = library
-        # The rows of an expert are a whole number of panels, so experts are packed one by one.
-        packed = tuple(library.pack(weight.flatten(0, 1)) for weight in (w13, w2))
+        self._first_expert = stacks.first
+        gate_up, bias, swiglu = stacks.w13, stacks.w13_bias, (0.0, 0.0)
+        if isinstance(activation, ClampedSwiGLU):
+            gate_up, bias, swiglu = _gates_first(gate_up), _gates_first(bias), activation
+        packed = (
+            _pack_stack(library, gate_up, bias),
+            _pack_stack(library, stacks.w2, stacks.w2_bias),
+        )
         # The structure holds their addresses.
         self._tensors = packed
-        count, hidden, inner = w2.shape
+        hidden, inner = stacks.w2[0].shape
         self.structure = ExpertsStructure(
-            *(tensor.data_ptr() for tensor in packed), count, hidden, inner
+            *(_stacked(one) for one in packed), len(stacks.w2), hidden, inner, *swiglu
         )
 
     def __call__(
@@ -137,6 +176,9 @@ class PackedExperts:
         activation: str,
     ) -> Tensor:
         x, ids = hidden_states.contiguous(), expert_routing_table.contiguous()
+        if self._first_expert is not None:
+            count, ids = self.structure.count, ids - self._first_expert
+            ids = ids.masked_fill_((ids < 0) | (ids >= count), count)
         weights = router_weights.float().contiguous()
         out = torch.empty_like(x)
         pointers = (ids.data_ptr(), weights.data_ptr(), x.data_ptr())
@@ -222,11 +264,78 @@ def has_kernel(weight: Tensor | QuantizedWeight) -> bool:
     return out_features % PANEL == 0 and in_features % 2 == 0
 
 
-def has_experts_kernel(w13: Tensor, w2: Tensor, activation: str) -> bool:
+def has_experts_kernel(stacks: Stacks, activation: str | ClampedSwiGLU) -> bool:
     """Whether the library has a kernel for stacked experts, as PackedExperts takes them."""
-    _, hidden, inner = w2.shape
-    is_gated_silu = activation in ("silu", "swish")
-    return is_gated_silu and w13.dtype == torch.bfloat16 and hidden % PANEL == inner % PANEL == 0
+    if isinstance(activation, str) and activation not in ("silu", "swish"):
+        return False
+    # Gates and ups are in turns, and are separated for the kernel.
+    is_interleaved = isinstance(activation, ClampedSwiGLU)
+    return all(_is_packable(one, is_interleaved) for one in stacks[:2])
+
+
+def _is_packable(stack: Stack, is_interleaved: bool) -> bool:
+    if isinstance(stack, Tensor):
+        _, out, size = stack.shape
+        return stack.dtype == torch.bfloat16 and out % PANEL == size % PANEL == 0
+    if is_interleaved and not all(isinstance(one, Mxfp4Weight) for one in stack):
+        return False
+    kinds = {kind_of(one) for one in stack}
+    return len(kinds) == 1 and None not in kinds
+
+
+S = TypeVar("S", Stack, Tensor | None)
+
+
+def _gates_first(stack: S) -> S:
+    """`stack` with the even outputs in front of the odd ones."""
+    if stack is None:
+        return None
+    if isinstance(stack, Tensor):
+        return torch.cat((stack[:, ::2], stack[:, 1::2]), dim=1)
+    out = stack[0].shape[0]
+    outputs = torch.cat((torch.arange(0, out, 2), torch.arange(1, out, 2)))
+    return tuple(one.select(outputs) for one in stack if isinstance(one, Mxfp4Weight))
+
+
+class _PackedStack(NamedTuple):
+    """What a _Stacked has the addresses of."""
+
+    weight: Tensor
+    """(experts, ...)"""
+    bias: Tensor | None
+    kind: int = 0
+    scales: Tensor | None = None
+    group: int = 0
+    order: Tensor | None = None
+
+
+def _pack_stack(library: Library, stack: Stack, bias: Tensor | None) -> _PackedStack:
+    if isinstance(stack, Tensor):
+        # The rows of an expert are a whole number of panels, so experts are packed one by one.
+        return _PackedStack(library.pack(stack.flatten(0, 1)).view(stack.shape), bias)
+    kind, first = to_panels(stack[0])
+    packed = library.pages.allocate((len(stack), *first.shape), first.dtype)
+    for target, weight in zip(packed, stack, strict=True):
+        target.copy_(to_panels(weight)[1])
+    scales = torch.stack([one.scales.flatten() for one in stack]) if kind == INT8_ROWS else None
+    orders = [one.order for one in stack]
+    order = None
+    if any(one is not None for one in orders):
+        same = torch.arange(stack[0].shape[1], dtype=torch.int32)
+        order = torch.stack([same if one is None else one for one in orders])
+    return _PackedStack(packed, bias, kind, scales, stack[0].group_size, order)
+
+
+def _stacked(packed: _PackedStack) -> _Stacked:
+    return _Stacked(
+        packed.weight.data_ptr(),
+        _address_or_null(packed.bias),
+        packed.weight[0].nbytes,
+        packed.kind,
+        _address_or_null(packed.scales),
+        packed.group,
+        _address_or_null(packed.order),
+    )
 
 
 def _address_or_null(tensor: Tensor | None) -> int | None:

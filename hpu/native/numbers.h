@@ -24,6 +24,7 @@
 // factor(w, t)   the numbers of turn t of 16 pairs; repeat(x, t): those of one pair of Input in all lanes
 // dot(c, a, b)   c plus the products of a turn
 // int4(w, i)     the i-th nibble of each word; int4_factor(w, i, t): the factor of pair i of four
+// fp4, fp4_factor  likewise, of 4-bit floats (e2m1); load_powers: 2^(byte - 127) of 16 bytes
 // MOST_SUMS      Lanes of sums that the registers hold beside factors
 //
 // Sums over tokens take TOKENS tokens at once: `split` makes factors of 32 numbers of each, store_split

@@ -3,20 +3,22 @@
 import torch
 from torch import Tensor
 
-from hpu.quantization.quantized_weight import GROUP_SIZE, QuantizedWeight
+from hpu.quantization.quantized_weight import GROUP_SIZE, Mxfp4Weight, QuantizedWeight
 
 PANEL = 16
 """Outputs that are stored side by side."""
-INT8_ROWS, INT8_GROUPS, INT4_GROUPS, INT8_STORED, INT4_STORED = range(1, 6)
+INT8_ROWS, INT8_GROUPS, INT4_GROUPS, INT8_STORED, INT4_STORED, MXFP4 = range(1, 7)
 """As `Kind` in hpu/native/products.h."""
 
 
-def kind_of(weight: QuantizedWeight) -> int | None:
+def kind_of(weight: QuantizedWeight | Mxfp4Weight) -> int | None:
     """The kernel for such a weight; None if the library has none."""
     out, size = weight.shape
     group = weight.group_size
     if out % PANEL or size % GROUP_SIZE or group % GROUP_SIZE:
         return None
+    if isinstance(weight, Mxfp4Weight):
+        return MXFP4
     is_half, has_mins = weight.scales.dtype == torch.float16, weight.mins is not None
     if is_half:
         kinds = {(4, True): INT4_GROUPS, (8, False): INT8_GROUPS}
@@ -28,28 +30,27 @@ def kind_of(weight: QuantizedWeight) -> int | None:
     return INT4_STORED if weight.bits == 4 else INT8_STORED
 
 
-def to_panels(weight: QuantizedWeight) -> tuple[int, Tensor]:
+def to_panels(weight: QuantizedWeight | Mxfp4Weight) -> tuple[int, Tensor]:
     """The kind, and the bytes uint8: for each panel and group the scales (and mins) of 16 outputs
     in their dtype, then the values. 8 bits are (pair, 2, output); with 4 bits each 16-bit word
     holds one value of four pairs, the first in the lowest bits. ValueError if `kind_of` gives
     None."""
     kind, (out, size) = kind_of(weight), weight.shape
     if kind is None:
-        raise ValueError(f"there is no kernel for {weight.bits} bits of shape ({out}, {size})")
+        raise ValueError(f"there is no kernel for such a weight of shape ({out}, {size})")
     groups = weight.scales.shape[1]
     by_panel = weight.unpacked.view(out // PANEL, PANEL, size // GROUP_SIZE, GROUP_SIZE // 8, 4, 2)
-    if weight.bits == 4:
+    if isinstance(weight, Mxfp4Weight) or weight.bits == 4:
         # (panel, block, four pairs, output, input of the pair, which pair)
-        nibbles = by_panel.permute(0, 2, 3, 1, 5, 4).to(torch.int32)
-        words = nibbles.mul_(torch.tensor([1, 16, 256, 4096], dtype=torch.int32)).sum(-1)
-        values = words.to(torch.int16).contiguous().view(torch.uint8)
+        first, second, third, fourth = by_panel.permute(4, 0, 2, 3, 1, 5).contiguous()
+        values = torch.stack((first | second << 4, third | fourth << 4), dim=-1)
     else:
         values = by_panel.permute(0, 2, 3, 4, 5, 1).contiguous().view(torch.uint8)
     values = values.reshape(out // PANEL, groups, -1)
     if kind == INT8_ROWS:
         return kind, values
     tables = [_to_bytes(weight.scales)]
-    if weight.mins is not None:
+    if isinstance(weight, QuantizedWeight) and weight.mins is not None:
         tables.append(_to_bytes(weight.mins))
     return kind, torch.cat([*tables, values], dim=-1).contiguous()
 

@@ -14,7 +14,8 @@
 #include "numbers.h"
 
 // Layout of a weight. hpu/native/panels.py packs the quantized kinds. A group is 32 inputs, its scale
-// and minimum are float16; or, of the weights of checkpoints, `group` inputs with float32.
+// and minimum are float16; or, of the weights of checkpoints, `group` inputs with float32. Of MXFP4
+// (OCP Microscaling Formats 1.0) it is 32 inputs, with a byte for the exponent.
 enum Kind : int64_t {
   BFLOAT16,
   INT8_ROWS,     // value * scale of the output
@@ -22,6 +23,7 @@ enum Kind : int64_t {
   INT4_GROUPS,   // value * scale of the group + minimum of the group
   INT8_STORED,   // likewise
   INT4_STORED,
+  MXFP4,         // 4-bit float * power of two of the group
 };
 
 struct Product {
@@ -31,6 +33,12 @@ struct Product {
   const float* scales;  // of the outputs, for INT8_ROWS
   int64_t group;         // inputs, a multiple of 32, for INT8_STORED and INT4_STORED
   const int32_t* order;  // (inputs) which entry of x each input is, or null: the same
+};
+
+// A clamped SwiGLU: (up + 1) * gate * sigmoid(alpha * gate) of gates up to the limit and ups between it
+// and its negative. No limit: silu(gate) * up.
+struct Clamped {
+  float alpha, limit;
 };
 
 namespace {
@@ -59,18 +67,26 @@ struct alignas(64) Best {
   }
 };
 
+inline Lanes gate(Lanes x, Lanes up, Clamped by) {
+  const Lanes limit = set1(by.limit);
+  x = min(x, limit), up = max(min(up, limit), sub(zero(), limit));
+  const Lanes grown = exponential(mul(x, set1(-by.alpha)));
+  return mul(div(x, add(set1(1), grown)), add(up, set1(1)));
+}
+
 // Where the sums of a row go.
 struct End {
   bf16* out = nullptr;    // (rows, outputs), rounded to bfloat16
   bf16* total = nullptr;  // (rows, outputs), or else: alpha * sums is added
   float alpha = 0;
-  bool gated = false;     // out is (rows, outputs / 2): silu(first half) * second half
+  bool gated = false;     // out is (rows, outputs / 2): silu(first half) * second half, or `swiglu`
   Best* best = nullptr;   // (rows), or else: the maximum of what `exact` would hold
   float* exact = nullptr;  // (rows, outputs), or else: unrounded
   float* mixed = nullptr;  // (tokens, outputs), or else: the row's share of the sums is added to its
                            // token
   const int64_t* tokens = nullptr;
   const float* shares = nullptr;
+  Clamped swiglu = {};
 };
 
 // Panels of one thread: `first` to `last`; of a gated product those of the first half and their
@@ -124,6 +140,18 @@ inline Lanes sum_of(const Product& by, const float* from, int64_t at) {
   return by.bias ? add(sum, load(by.bias + at)) : sum;
 }
 
+// Like `finish`, of a clamped SwiGLU. Apart from it, so that the other one stays as it is.
+[[gnu::noinline]] void finish_clamped(const Product& by, const End& end, const float* sums,
+                                      int64_t apart, int64_t row, int64_t panel, int wide) {
+  const int64_t half = by.outputs / 2;
+  for (int q = 0; q < wide / 2; ++q) {
+    const int64_t from = panel * PANEL + q * PANEL;
+    const Lanes x = rounded(sum_of(by, sums + q * apart, from));
+    const Lanes up = rounded(sum_of(by, sums + (q + wide / 2) * apart, half + from));
+    store(end.out + row * half + from, gate(x, up, end.swiglu));
+  }
+}
+
 // The sums of one row and `wide` panels from `panel`, with stride `apart`.
 inline void finish(const Product& by, const End& end, const float* sums, int64_t apart, int64_t row,
                    int64_t panel, int wide) {
@@ -151,6 +179,7 @@ inline void finish(const Product& by, const End& end, const float* sums, int64_t
     }
     return;
   }
+  if (end.gated && end.swiglu.limit) return finish_clamped(by, end, sums, apart, row, panel, wide);
   if (end.gated) {
     const int64_t half = by.outputs / 2;
     for (int q = 0; q < wide / 2; ++q) {

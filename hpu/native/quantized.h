@@ -9,14 +9,17 @@ namespace {
 
 // A panel is groups; a group is its scales and minima, and then blocks of values of 32 inputs.
 constexpr int64_t BLOCK = 32;
-constexpr bool is_int4(int64_t kind) { return kind == INT4_GROUPS || kind == INT4_STORED; }
+constexpr bool has_4_bits(int64_t kind) {
+  return kind == INT4_GROUPS || kind == INT4_STORED || kind == MXFP4;
+}
 constexpr bool is_stored(int64_t kind) { return kind == INT8_STORED || kind == INT4_STORED; }
 constexpr bool has_minima(int64_t kind) { return kind == INT4_GROUPS || is_stored(kind); }
 constexpr int64_t table_bytes(int64_t kind) {
+  if (kind == MXFP4) return PANEL;
   const int64_t width = is_stored(kind) ? 4 : 2;
   return kind == INT8_ROWS ? 0 : PANEL * width * (has_minima(kind) ? 2 : 1);
 }
-constexpr int64_t block_bytes(int64_t kind) { return PANEL * BLOCK / (is_int4(kind) ? 2 : 1); }
+constexpr int64_t block_bytes(int64_t kind) { return PANEL * BLOCK / (has_4_bits(kind) ? 2 : 1); }
 
 // Blocks of a group.
 template <int KIND>
@@ -35,6 +38,7 @@ inline int64_t panel_bytes(int64_t inputs, int64_t blocks) {
 template <int KIND>
 inline Lanes scales_of(const uint8_t* group) {
   if constexpr (is_stored(KIND)) return load((const float*)group);
+  else if constexpr (KIND == MXFP4) return load_powers(group);
   else return load_half(group);
 }
 template <int KIND>
@@ -43,12 +47,23 @@ inline Lanes minima_of(const uint8_t* group) {
   else return load_half(group + 32);
 }
 
-// Pairs of the inputs 8q to 8q + 7 of a block: integers, which bfloat16 represents exactly.
+// The number that the i-th nibble of each word stands for, and the factor of pair i of four.
+template <int KIND>
+inline Lanes number(Words words, int place) {
+  return KIND == MXFP4 ? fp4(words, place) : int4(words, place);
+}
+template <int KIND>
+inline Factor number_factor(Words words, int pair, int turn) {
+  return KIND == MXFP4 ? fp4_factor(words, pair, turn) : int4_factor(words, pair, turn);
+}
+
+// Pairs of the inputs 8q to 8q + 7 of a block, unscaled: numbers that bfloat16 represents exactly.
 template <int KIND>
 inline void four_pairs(const uint8_t* block, int q, Lanes* first, Lanes* second) {
-  if constexpr (is_int4(KIND)) {
+  if constexpr (has_4_bits(KIND)) {
     const Words words = load_words(block + q * 64);
-    for (int t = 0; t < 4; ++t) first[t] = int4(words, t), second[t] = int4(words, 4 + t);
+    for (int t = 0; t < 4; ++t)
+      first[t] = number<KIND>(words, t), second[t] = number<KIND>(words, 4 + t);
   } else {
     const uint8_t* from = block + q * 128;
     for (int t = 0; t < 4; ++t)
@@ -70,7 +85,7 @@ template <int KIND, int ROWS, int PANELS>
 inline void sum_blocks(const uint8_t* const* blocks, const Rows32& rows, int64_t at,
                        Lanes (*sums)[ROWS]) {
   for (int q = 0; q < 4; ++q)
-    if constexpr (is_int4(KIND)) {
+    if constexpr (has_4_bits(KIND)) {
       Words words[PANELS];
       for (int p = 0; p < PANELS; ++p) words[p] = load_words(blocks[p] + q * 64);
 #pragma GCC unroll 4
@@ -79,7 +94,7 @@ inline void sum_blocks(const uint8_t* const* blocks, const Rows32& rows, int64_t
         for (int p = 0; p < PANELS; ++p)
 #pragma GCC unroll 2
           for (int turn = 0; turn < TURNS; ++turn) {
-            const Factor weights = int4_factor(words[p], t, turn);
+            const Factor weights = number_factor<KIND>(words[p], t, turn);
 #pragma GCC unroll 4
             for (int r = 0; r < ROWS; ++r) {
               const Input* pair = rows.of.x + r * rows.of.stride + at + q * 8 + t * 2;
@@ -133,7 +148,7 @@ void quantized_dots(const Rows32& rows, const uint8_t* weight, int64_t blocks, i
       for (int r = 0; r < ROWS; ++r) inner[p][r] = zero();
     for (int64_t b = 0; b < blocks; ++b) {
       // 4-bit products are compute-bound: prefetching gains nothing.
-      if constexpr (!is_int4(KIND))
+      if constexpr (!has_4_bits(KIND))
         for (int p = 0; p < PANELS; ++p)
           for (int64_t byte = 0; byte < block_bytes(KIND); byte += 64)
             _mm_prefetch((const char*)from[p] + AHEAD + byte, _MM_HINT_T0);
@@ -264,6 +279,7 @@ void multiply(const Product& by, const bf16* x, int64_t rows, const End& end) {
     case INT4_GROUPS: return multiply_quantized<INT4_GROUPS>(by, x, rows, end, range);
     case INT8_STORED: return multiply_quantized<INT8_STORED>(by, x, rows, end, range);
     case INT4_STORED: return multiply_quantized<INT4_STORED>(by, x, rows, end, range);
+    case MXFP4: return multiply_quantized<MXFP4>(by, x, rows, end, range);
     default: return multiply_wide(by, panels_of(by, range), x, rows, end, range);
   }
 }

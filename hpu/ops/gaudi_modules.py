@@ -121,7 +121,9 @@ class MoeMatmul(nn.Module):
         themselves."""
         super().__init__()
         self.weight = weight.detach()
-        self.bias = None if bias is None else bias.detach()
+        if bias is not None:
+            # The compressor takes the attribute for a bias, whatever it is.
+            self.bias = bias.detach()
 
 
 class VllmMixtureOfExpertsOp(nn.Module):

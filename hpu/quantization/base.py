@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from config.checkpoint.weight_maps.shard import Shard
-from hpu.quantization.quantized_weight import QuantizedWeight
+from hpu.ops.kernels import MoEImpl
+from hpu.quantization.quantized_weight import QuantizedWeight, StackedWeights
 
 
 class LinearLayer(Protocol):
@@ -59,15 +60,29 @@ class ExpertsLayer(Protocol):
     """(experts, hidden, inner), likewise."""
     w13_bias: nn.Parameter | None
     """(experts, 2 * inner) of this rank's shard, if there is one."""
+    num_experts: int
+    """Of this rank."""
+    first_expert: int
+    """Id of the first one of this rank."""
+    quantized_weights: StackedWeights | None
+    """What replaced both weights, if the back end multiplies by it."""
+    moe_op: MoEImpl | None
+    """What runs in place of `apply`, if it is set."""
 
     @property
     def applied_w2_bias(self) -> Tensor | None:
         """(experts, hidden) that this rank adds, if there is one."""
         ...
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As LinearLayer."""
+        ...
+
+    def get_parameter(self, target: str) -> nn.Parameter: ...
+
 
 class MoEMethod(Protocol):
-    """As LinearMethod, for stacked experts."""
+    """As LinearMethod, for stacked experts. `process_weights` may set the layer's moe_op."""
 
     def create_weights(
         self, layer: ExpertsLayer, num_experts: int, hidden_size: int, inner_size: int
@@ -87,15 +102,47 @@ class MoEMethod(Protocol):
         ...
 
 
+class ModelPatcher(Protocol):
+    """Replaces modules of a model by others that measure or quantize: the vendor's compressor."""
+
+    @property
+    def weight_width(self) -> int:
+        """Bytes of a weight that was patched."""
+        ...
+
+    def patch(self, model: nn.Module) -> None:
+        """Once, when the model is loaded and runs on the device's kernels, and before anything is
+        compiled or captured. Puts the whole model on the device."""
+        ...
+
+    def finish(self, model: nn.Module) -> None:
+        """Write down what was measured, if anything was. After the last launch."""
+        ...
+
+    def quantizes_cache(self, model: nn.Module) -> bool:
+        """Whether the KV cache of a patched model holds FP8."""
+        ...
+
+
 class QuantizationScheme(Protocol):
     """Chooses the method of each linear layer of a model."""
-
-    serves_experts: bool
-    """Whether the model may have experts, whose weights are not quantized in memory."""
 
     def linear_method(
         self, shards: list[Shard], in_features: int, *, is_head: bool
     ) -> LinearMethod:
         """The method of a layer with `in_features` inputs on this rank whose weight is `shards` of
         the checkpoint's tensors, along the outputs. `is_head`: whether it computes the logits."""
+        ...
+
+    def moe_method(
+        self,
+        w13: list[Shard],
+        w2: list[Shard],
+        hidden_size: int,
+        inner_size: int,
+        activation: str,
+    ) -> MoEMethod | None:
+        """The method of stacked experts whose weights, with `hidden_size` inputs and `inner_size`
+        on this rank, are the shards `w13` and `w2`; None: it cannot quantize experts. `activation`:
+        as Experts.activation_name."""
         ...

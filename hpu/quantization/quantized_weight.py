@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hpu.model_loader.mxfp4 import dequantize_mxfp4
 from hpu.model_loader.quantized_weights import from_pairs
 
 GROUP_SIZE = 32
@@ -67,6 +68,58 @@ class QuantizedWeight(NamedTuple):
         if self.order is None:
             return weight
         return torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
+
+
+class Mxfp4Weight(NamedTuple):
+    """A weight (out, in) in MXFP4, as dequantize_mxfp4 takes it."""
+
+    blocks: Tensor
+    """(out, in / 32, 16) uint8"""
+    scales: Tensor
+    """(out, in / 32) uint8"""
+    order: None = None
+    """As QuantizedWeight."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        out, groups = self.scales.shape
+        return out, groups * GROUP_SIZE
+
+    @property
+    def group_size(self) -> int:
+        """Inputs that share a scale."""
+        return GROUP_SIZE
+
+    @property
+    def num_bytes(self) -> int:
+        return self.blocks.nbytes + self.scales.nbytes
+
+    @property
+    def unpacked(self) -> Tensor:
+        """The codes (out, in)."""
+        return from_pairs(self.blocks.flatten(1))
+
+    def select(self, outputs: Tensor) -> "Mxfp4Weight":
+        """That of some of the outputs, in their order."""
+        return Mxfp4Weight(self.blocks[outputs], self.scales[outputs])
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """(out, in) in `dtype`; exact in bfloat16."""
+        return dequantize_mxfp4(self.blocks, self.scales).to(dtype)
+
+
+class StackedWeights(NamedTuple):
+    """Of a layer's experts, each of them a weight of its own."""
+
+    w13: tuple[QuantizedWeight | Mxfp4Weight, ...]
+    """(2 * inner, hidden) each, with rows as ExpertsLayer.w13_weight has them."""
+    w2: tuple[QuantizedWeight | Mxfp4Weight, ...]
+    """(hidden, inner) each."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(weight.num_bytes for weights in self for weight in weights)
 
 
 def concatenate(parts: list[QuantizedWeight]) -> QuantizedWeight | None:

@@ -12,25 +12,40 @@ from config.checkpoint.weight_maps.shard import Shard
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.model.model_config import BLOCKS, ModelConfig
+from config.model.quantization.inc import INC, read_quant_config
 from config.startup_checks import chosen_quantization
+from hpu.distributed.process_groups import ProcessGroup
 from hpu.layers.linear import LinearBase
 from hpu.layers.mla import PagedLatentAttention
 from hpu.layers.moe import Experts
-from hpu.quantization.base import LinearMethod, QuantizationScheme
-from hpu.quantization.checkpoint import CheckpointScheme, MakeMethod
+from hpu.quantization.base import LinearMethod, ModelPatcher, QuantizationScheme
 from hpu.quantization.gguf import GgufBlocks
+from hpu.quantization.inc import IncCompressor, IncScheme
 from hpu.quantization.int4 import quantize_int4
 from hpu.quantization.int8 import quantize_int8
 from hpu.quantization.quantized_weight import GROUP_SIZE, QuantizedWeight
+from hpu.quantization.stored.checkpoint import CheckpointScheme, MakeMethod, MakeMoEMethod
 from hpu.quantization.weight_only import WeightOnlyLinearMethod
 
 logger = logging.getLogger(__name__)
 
 
-class _Int8:
-    """8 bits everywhere."""
+class _WithoutExperts:
+    """What we quantize ourselves: no experts."""
 
-    serves_experts = False
+    def moe_method(
+        self,
+        w13: list[Shard],
+        w2: list[Shard],
+        hidden_size: int,
+        inner_size: int,
+        activation: str,
+    ) -> None:
+        return
+
+
+class _Int8(_WithoutExperts):
+    """8 bits everywhere."""
 
     def linear_method(
         self, shards: list[Shard], in_features: int, *, is_head: bool
@@ -38,10 +53,8 @@ class _Int8:
         return WeightOnlyLinearMethod(quantize_int8)
 
 
-class _Int4:
+class _Int4(_WithoutExperts):
     """4 bits, but 8 in the head and where the inputs are no whole number of groups."""
-
-    serves_experts = False
 
     def linear_method(
         self, shards: list[Shard], in_features: int, *, is_head: bool
@@ -51,10 +64,8 @@ class _Int4:
         return WeightOnlyLinearMethod(quantize_int4)
 
 
-class _Gguf:
+class _Gguf(_WithoutExperts):
     """The bits that the GGUF file has."""
-
-    serves_experts = False
 
     def __init__(self, path: Path) -> None:
         self._blocks = GgufBlocks(path)
@@ -84,21 +95,38 @@ def select_quantization(
     dtype: torch.dtype,
     device: torch.device,
     make_method: MakeMethod,
+    make_moe_method: MakeMoEMethod,
 ) -> QuantizationScheme | None:
-    """That of the checkpoint, by the methods of `make_method`, or what `config.quantization` names;
-    None for none. ConfigError where they contradict each other, or where the device cannot multiply
-    weights that we quantize: they need bfloat16 activations on a CPU."""
+    """That of the checkpoint, by the methods of `make_method` and `make_moe_method`, or what
+    `config.quantization` names; None for none. ConfigError where they contradict each other, or
+    where the device cannot multiply weights that we quantize: they need bfloat16 activations on a
+    CPU."""
     name = chosen_quantization(config.quantization, facts)
-    if facts.quantization is not None:
-        return CheckpointScheme(make_method)
+    if facts.is_quantized and (name is None or facts.quantization is not None):
+        return CheckpointScheme(make_method, make_moe_method)
     if name is None:
         return None
+    if name == INC:
+        if device.type != "hpu" or dtype != torch.bfloat16:
+            raise ConfigError(
+                f"quantization is {INC}: it needs bfloat16 on hpu, and this is "
+                f"{str(dtype).removeprefix('torch.')} on {device.type}"
+            )
+        return IncScheme()
     if device.type != "cpu" or dtype != torch.bfloat16:
         raise ConfigError(
             f"quantization is {name}: it needs bfloat16 on a CPU, and this is "
             f"{str(dtype).removeprefix('torch.')} on {device.type}"
         )
     return SCHEMES[name](config)
+
+
+def select_patcher(config: EngineConfig, group: ProcessGroup) -> ModelPatcher | None:
+    """What replaces modules of the loaded model, on a rank of the tensor-parallel `group`. Raises
+    ConfigError."""
+    if config.quantization != INC:
+        return None
+    return IncCompressor(read_quant_config(config.quant_config), group)
 
 
 def process_weights(model: nn.Module, quantization: str | None) -> int:
@@ -112,6 +140,12 @@ def process_weights(model: nn.Module, quantization: str | None) -> int:
             layer.process_weights()
         elif isinstance(layer, Experts):
             layer.method.process_weights(layer)
+            if layer.quantized_weights is not None:
+                num_bytes += layer.quantized_weights.num_bytes
+            elif layer.w13_weight is None:
+                num_kept += sum(parameter.nbytes for parameter in layer.parameters())
+            else:
+                num_unquantized += 1
         elif isinstance(layer, LinearBase):
             layer.method.process_weights(layer)
             if layer.quantized_weight is not None:

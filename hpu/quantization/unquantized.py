@@ -1,5 +1,5 @@
 """UnquantizedLinearMethod and UnquantizedMoEMethod: weights in the model's dtype, as they were
-loaded."""
+loaded. The second also multiplies by quantized weights that no kernel takes, dequantized."""
 
 import torch
 from torch import Tensor, nn
@@ -49,20 +49,27 @@ class UnquantizedMoEMethod:
 
 def _expert(layer: ExpertsLayer, index: int, hidden: Tensor) -> Tensor:
     """(T, hidden) to the same, in float32."""
-    assert layer.w13_weight is not None and layer.w2_weight is not None
+    w13, w2 = _weights_of(layer, index, hidden.dtype)
     w13_bias, w2_bias = (
         None if bias is None else bias[index] for bias in (layer.w13_bias, layer.applied_w2_bias)
     )
-    inner = layer.activation(functional.linear(hidden, layer.w13_weight[index], w13_bias))
-    return functional.linear(inner, layer.w2_weight[index], w2_bias).float()
+    inner = layer.activation(functional.linear(hidden, w13, w13_bias))
+    return functional.linear(inner, w2, w2_bias).float()
+
+
+def _weights_of(layer: ExpertsLayer, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    if layer.quantized_weights is not None:
+        w13, w2 = (stack[index].dequantize(dtype) for stack in layer.quantized_weights)
+        return w13, w2
+    assert layer.w13_weight is not None and layer.w2_weight is not None
+    return layer.w13_weight[index], layer.w2_weight[index]
 
 
 def _apply_to_chosen(layer: ExpertsLayer, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Each expert multiplies the tokens that chose it. Their number is read on the host."""
-    assert layer.w13_weight is not None
     out = torch.zeros_like(hidden, dtype=torch.float32)
     order = ids.flatten().argsort(stable=True)
-    num_experts = layer.w13_weight.shape[0]
+    num_experts = layer.num_experts
     # Behind them are the tokens that chose experts of other ranks.
     counts = ids.flatten().bincount(minlength=num_experts).tolist()[:num_experts]
     order = order[: sum(counts)]
@@ -80,9 +87,8 @@ def _apply_to_chosen(layer: ExpertsLayer, hidden: Tensor, ids: Tensor, weights: 
 def _apply_to_all(layer: ExpertsLayer, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Each expert multiplies all tokens, so that no shape depends on the choice: slow, for devices
     whose back end has no kernel of its own."""
-    assert layer.w13_weight is not None
     out = torch.zeros_like(hidden, dtype=torch.float32)
-    for index in range(layer.w13_weight.shape[0]):
+    for index in range(layer.num_experts):
         scale = (weights * (ids == index)).sum(-1, keepdim=True)
         out = torch.addcmul(out, _expert(layer, index, hidden), scale)
     return out

@@ -17,6 +17,7 @@ from config.checkpoint.shapes import model_shapes, weight_map_of
 from config.engine import DUMMY, EngineConfig
 from config.errors import ConfigError
 from config.model.architectures import is_native
+from config.model.kv_cache_dtype import AUTO
 from config.model.model_config import ModelConfig
 from config.model.pooler import PoolerConfig
 from config.startup_checks import choose_context, chosen_quantization
@@ -39,8 +40,9 @@ from hpu.models.registry import (
     transformers_facts,
 )
 from hpu.protocol import BucketLimits, WarmupProgress
+from hpu.quantization.base import ModelPatcher
 from hpu.quantization.kv_cache import KVCacheFormat
-from hpu.quantization.registry import process_weights, select_quantization
+from hpu.quantization.registry import process_weights, select_patcher, select_quantization
 from hpu.runner.kv_cache import reads_contiguously
 
 logger = logging.getLogger(__name__)
@@ -76,11 +78,20 @@ class LoadedModel:
     num_rings: int = 0
     """In the caches of each layer with a window, that of padding included; 0: blocks of the whole
     context, as in other layers."""
+    patcher: ModelPatcher | None = None
+    """What has replaced modules of the model."""
 
     @property
     def kv_cache_dtype(self) -> torch.dtype:
         """Of the caches."""
+        if self.patcher is not None and self.patcher.quantizes_cache(*self.modules):
+            return torch.float8_e4m3fn
         return self.dtype if self.kv_cache_format is None else self.kv_cache_format.dtype
+
+    def finish(self) -> None:
+        """Write down what was measured while the model ran, if anything was."""
+        if self.patcher is not None:
+            self.patcher.finish(*self.modules)
 
     @property
     def agreement(self) -> Agreement:
@@ -193,13 +204,15 @@ def load(
             f"{config.model} {what}, and --pipeline-parallel-size is {stage.size}: only decoders "
             "that are built in have stages; use --tensor-parallel-size"
         )
+    patcher = None if pooler is not None else select_patcher(config, groups.tensor)
     if offloaded is None:
         num_weights = _num_weights(config, facts, dtype, is_built_in=is_built_in)
         num_remote = 0
         if expert_group.size > groups.tensor.size:
             num_remote = _num_remote_weights(facts, expert_group.size // groups.tensor.size)
         num_here = math.ceil((num_weights - num_remote) / (groups.tensor.size * stage.size))
-        check_memory(facts, backend, dtype, max_model_len, num_here)
+        width = dtype.itemsize if patcher is None else patcher.weight_width
+        check_memory(facts, backend, max_model_len, num_here * width)
     if is_dummy:
         logger.warning(
             "Weights: random, no files are read (--load-format dummy); the output means nothing"
@@ -212,7 +225,9 @@ def load(
     model: CausalLM | PoolingModel
     kv_cache_format = None
     if pooler is None:
-        kv_cache_format = backend.kv_cache_format(config.cache.kv_cache_dtype, dtype)
+        # A compressor patches the caches itself.
+        kv_cache_dtype = config.cache.kv_cache_dtype if patcher is None else AUTO
+        kv_cache_format = backend.kv_cache_format(kv_cache_dtype, dtype)
         build: Callable[..., LoadableModel] = partial(build_model, stage=stage)
         if not is_built_in:
             build = partial(build_transformers_model, has_files=not is_dummy)
@@ -227,6 +242,7 @@ def load(
                 dtype,
                 backend.device,
                 lambda weight: backend.linear_method(weight, dtype),
+                lambda experts: backend.moe_method(experts, dtype),
             ),
             group=groups.tensor,
             expert_group=expert_group,
@@ -247,7 +263,9 @@ def load(
                 is_stage=stage.size > 1,
             )
         weight_bytes = process_weights(decoder, quantization) + _num_bytes(decoder)
-        prepared = backend.prepare(decoder)
+        prepared = backend.prepare(decoder, patcher)
+        if patcher is not None:
+            weight_bytes = _num_bytes(decoder)
         assert isinstance(prepared, CausalLM), "a decoder stays a decoder"
         model = prepared
         if reads_contiguously(config, backend, has_states=bool(model.state_specs())):
@@ -283,6 +301,7 @@ def load(
         load_s=load_s,
         groups=groups,
         link=link,
+        patcher=patcher,
         kv_cache_format=kv_cache_format,
     )
     if loaded.has_states:
@@ -296,7 +315,7 @@ def _num_weights(
     """Weights in the checkpoint's files, or those that the model would have without them; of
     quantized ones, how many of `dtype` take as much memory. 0 of a model that is refused when it is
     built."""
-    if facts.quantization is not None and config.load_format != DUMMY:
+    if facts.is_quantized and config.load_format != DUMMY:
         files = weight_files(Path(facts.path))
         return sum(file.stat().st_size for file in files) // dtype.itemsize
     if config.load_format != DUMMY:
@@ -320,13 +339,11 @@ def _num_remote_weights(facts: ModelConfig, num_engines: int) -> int:
 def check_memory(
     facts: ModelConfig,
     backend: Backend,
-    dtype: torch.dtype,
     max_model_len: int,
-    num_weights: int,
+    weights: int,
 ) -> None:
-    """Raise ConfigError for weights or a context larger than all memory, before they are allocated:
-    some systems allocate memory that they do not have, and kill the process later."""
-    weights = num_weights * dtype.itemsize
+    """Raise ConfigError for `weights` bytes or a context larger than all memory, before they are
+    allocated: some systems allocate memory that they do not have, and kill the process later."""
     if weights > (total := backend.memory()[1]):
         raise ConfigError(
             f"the weights in {facts.path} take {weights / GIB:.1f} GiB, {backend.name} has "

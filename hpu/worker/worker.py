@@ -177,6 +177,7 @@ class Worker:
                 self._backend.shares_host_memory
                 or self._loaded is None
                 or self._loaded.facts.quantization
+                or self._loaded.patcher
             )
             if level == 1 and self._loaded is not None and keeps:
                 self._offloaded = offload(self._loaded.modules)
@@ -233,6 +234,8 @@ class Worker:
         """Drop everything and close the device; safe to call twice."""
         self._in_flight.clear()
         self._close_profiler()
+        if self._loaded is not None:
+            self._loaded.finish()
         self._runner = self._warmup = self._components = self._loaded = self._offloaded = None
         if self._backend is not None:
             self._backend.close()

@@ -39,6 +39,7 @@ commands:
   buckets show    print a bucketing strategy's table, and its padding for a traffic
   buckets fit     fit a bucket table to a traffic
   plan [MODEL]    estimate the memory that a model needs on Gaudi cards, without a card
+  calibrate MODEL measure a model for FP8 with Intel Neural Compressor, on Gaudi
   doctor          check whether this machine can run a server
   quantize MODEL  write a checkpoint with quantized weights
   fetch-demo      download the demo model into the cache folder
@@ -221,6 +222,7 @@ COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "buckets": partial(_module, "buckets"),
     "plan": partial(_module, "plan"),
     "doctor": partial(_module, "doctor"),
+    "calibrate": partial(_module, "calibrate"),
     "quantize": partial(_module, "quantize"),
 }
 

@@ -1,23 +1,20 @@
 """`gaudiserve quantize`: a checkpoint with quantized weights, made by llmcompressor, which vLLM and
 transformers read too."""
 
-import json
-import shutil
-from collections.abc import Iterator, Sequence
+import importlib
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
-from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from config.checkpoint.resolve import resolve
 from config.checkpoint.safetensors_files import weight_files
 from config.errors import ConfigError
 from config.loading.env import is_installed
 from config.loading.parser import Parser, number
-
-if TYPE_CHECKING:
-    from server.offline.perplexity import Reading
+from server.cli.samples import read_samples
+from server.offline.llm import LLM
+from server.offline.perplexity import TEXT, WINDOW, Reading, read
 
 LIBRARY = "llmcompressor"
 
@@ -46,10 +43,6 @@ TARGETS = {
     "awq": Target("W4A16_ASYM", "AWQModifier", True, "4 bits, inputs rescaled (needs --data)"),
     "gptq": Target("W4A16_ASYM", "GPTQModifier", True, "4 bits, errors made up for (needs --data)"),
 }
-IGNORED = ("lm_head", r"re:.*\.(gate|router)$", r"re:.*shared_expert_gate$")
-"""Layers that keep their weights: the head, and routers of experts."""
-MAX_GROUP = 128
-CONFIG, WEIGHTS = "config.json", (".safetensors", ".safetensors.index.json")
 
 
 def quantize_parser() -> Parser:
@@ -71,8 +64,8 @@ def quantize_parser() -> Parser:
         "--data",
         type=Path,
         metavar="FILE",
-        help='texts like those the model will get, for awq and gptq: .jsonl with {"text": ...} or '
-        '{"messages": [...]} in each line, or a text file with an empty line between texts',
+        help="samples of what users will send, for awq and gptq: in each line of a .jsonl file a "
+        "string, or an object with `prompt`, `text` or `messages`; in each line of others a text",
     )
     parser.add_argument(
         "--max-samples",
@@ -93,7 +86,7 @@ def quantize_parser() -> Parser:
         type=number(int, minimum=8),
         metavar="N",
         help="inputs that share a scale, but for fp8; without it the largest power of two up to "
-        f"{MAX_GROUP} that divides all layers",
+        "128 that divides all layers",
     )
     parser.add_argument(
         "--text",
@@ -112,20 +105,16 @@ def main(argv: list[str]) -> int:
     options = quantize_parser().parse_all(argv)
     target = TARGETS[options.to]
     _check_options(options, target)
-    from config.checkpoint.resolve import resolve
-
     folder = resolve(options.model)
-    samples = list(islice(texts(options.data), options.max_samples)) if options.data else []
-    if options.data and not samples:
-        raise ConfigError(f"--data {options.data} has no text")
-    text = options.text.read_text(encoding="utf-8") if options.text else None
-    run = partial(_in_own_process, compress, folder, options.output, target, samples)
-    if options.skip_perplexity:
-        run(options.group_size, options.max_length)
-    else:
-        before = _in_own_process(predictions, folder, text)
-        run(options.group_size, options.max_length)
-        after = _in_own_process(predictions, str(options.output), text)
+    samples = read_samples(options.data, options.max_samples) if target.needs_data else []
+    text = (options.text or TEXT).read_text(encoding="utf-8")
+    sizes = options.group_size, options.max_length
+    run = _in_own_process
+    before = None if options.skip_perplexity else run(__name__, "predictions", folder, text)
+    module = "hpu.quantization.compress"
+    run(module, "compress", folder, options.output, *target[:2], samples, *sizes)
+    if before is not None:
+        after = run(__name__, "predictions", str(options.output), text)
         print(table(options.to, folder, str(options.output), before, after))
     print(f"Serve it: gaudiserve serve {options.output}")
     return 0
@@ -151,124 +140,23 @@ def _check_options(options: Any, target: Target) -> None:
         )
 
 
-def texts(file: Path) -> Iterator[str | list[dict[str, str]]]:
-    """The texts in `file`, or the messages of chats. ConfigError for a line that is neither."""
-    content = file.read_text(encoding="utf-8")
-    if file.suffix != ".jsonl":
-        yield from (part.strip() for part in content.split("\n\n") if part.strip())
-        return
-    for index, line in enumerate(content.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"line {index} of {file} is no JSON: {error}") from None
-        found = None
-        if isinstance(entry, dict):
-            found = entry.get("text", entry.get("messages"))
-        if not found or not isinstance(found, str | list):
-            raise ConfigError(f'line {index} of {file} has neither "text" nor "messages"')
-        yield found
-
-
-def _in_own_process(function: Any, *arguments: Any) -> Any:
-    """Its memory is free afterwards."""
+def _in_own_process(module: str, function: str, *arguments: Any) -> Any:
+    """Its memory is free afterwards, and what it imports is not loaded here."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
+        return pool.submit(_call, module, function, *arguments).result()
 
 
-def compress(
-    folder: str,
-    output: Path,
-    target: Target,
-    samples: Sequence[str | list[dict[str, str]]],
-    group_size: int | None,
-    max_length: int,
-) -> None:
-    """Write the quantized checkpoint of `folder` to `output`. Raises ConfigError."""
-    # Only now: the environment of the server need not have them.
-    import datasets
-    import llmcompressor
-    import torch
-    from compressed_tensors.quantization import preset_name_to_scheme
-    from llmcompressor.modifiers import awq, quantization
-    from llmcompressor.pipelines.cache import IntermediatesCache
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    scheme = preset_name_to_scheme(target.scheme, ["Linear"])
-    if target.has_groups:
-        sizes = {
-            name: module.in_features
-            for name, module in model.named_modules()
-            if type(module).__name__ == "Linear" and name != IGNORED[0]
-        }
-        scheme.weights.group_size = group_size or _common_group(sizes.values())
-        _check_groups(scheme.weights.group_size, sizes)
-    module = awq if target.modifier == "AWQModifier" else quantization
-    kind = getattr(module, target.modifier)
-    recipe = kind(config_groups={"weights": scheme}, ignore=list(IGNORED))
-    if target.needs_data:
-        if not torch.accelerator.is_available():
-            # Release 0.14 pins memory for an accelerator that is not there.
-            IntermediatesCache.pin_memory = lambda *_: None
-        tokens = [_tokens(tokenizer, one, max_length) for one in samples]
-        data = datasets.Dataset.from_dict({"input_ids": [one for one in tokens if one]})
-        llmcompressor.oneshot(
-            model=model,
-            recipe=recipe,
-            dataset=data,
-            max_seq_length=max_length,
-            num_calibration_samples=len(data),
-        )
-    else:
-        llmcompressor.oneshot(model=model, recipe=recipe)
-    # It refuses to write some that are published; the file of the original is copied.
-    model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]  # theirs
-    model.save_pretrained(output, save_compressed=True)
-    _copy_other_files(Path(folder), output)
+def _call(module: str, function: str, *arguments: Any) -> Any:
+    return getattr(importlib.import_module(module), function)(*arguments)
 
 
-def _tokens(tokenizer: Any, sample: str | list[dict[str, str]], max_length: int) -> list[int]:
-    if isinstance(sample, str):
-        return list(tokenizer(sample, truncation=True, max_length=max_length)["input_ids"])
-    found = tokenizer.apply_chat_template(sample, tokenize=True, return_dict=True)["input_ids"]
-    return list(found)[:max_length]
-
-
-def _common_group(sizes: Any) -> int:
-    """The largest power of two up to MAX_GROUP that divides all of `sizes`."""
-    group = MAX_GROUP
-    while any(size % group for size in sizes):
-        group //= 2
-    return group
-
-
-def _check_groups(group_size: int, sizes: dict[str, int]) -> None:
-    for name, size in sizes.items():
-        if size % group_size:
-            raise ConfigError(f"--group-size {group_size} does not divide the {size} of {name}")
-
-
-def _copy_other_files(source: Path, target: Path) -> None:
-    """Tokenizer, chat template and so on, as they are."""
-    for file in source.iterdir():
-        if file.is_file() and file.name != CONFIG and not file.name.endswith(WEIGHTS):
-            shutil.copy(file, target / file.name)
-
-
-def predictions(folder: str, text: str | None) -> "Reading":
+def predictions(folder: str, text: str) -> Reading:
     """Of the model in `folder` for `text`, in bfloat16."""
-    from server.offline.llm import LLM
-    from server.offline.perplexity import TEXT, WINDOW, read
-
     with LLM(folder, dtype="bfloat16", max_model_len=WINDOW + 1) as llm:
-        return read(llm, TEXT.read_text(encoding="utf-8") if text is None else text)
+        return read(llm, text)
 
 
-def table(kind: str, source: str, output: str, before: "Reading", after: "Reading") -> str:
+def table(kind: str, source: str, output: str, before: Reading, after: Reading) -> str:
     """Both models' size and perplexity."""
     rows = [("", "GB", "perplexity", "ratio", "same likeliest token")]
     for name, folder, reading in (("before", source, before), (kind, output, after)):

@@ -1,5 +1,7 @@
 """What a rank computes with the quantized weights of a checkpoint."""
 
+from pathlib import Path
+
 import torch
 from paged_harness import PagedHarness
 from rank_pool import PROMPTS
@@ -8,32 +10,54 @@ from torch import Tensor
 from config.model.read_config import read_model_config
 from hpu.backends.cpu import CpuBackend, use_cpu_kernels
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
+from hpu.layers.moe import Experts
 from hpu.model_loader.loader import load_weights
 from hpu.models.base import CausalLM
 from hpu.models.decoder import Decoder
 from hpu.models.registry import build_model
-from hpu.native.library import Library
-from hpu.quantization.checkpoint import CheckpointScheme
+from hpu.native.library import open_library
 from hpu.quantization.registry import process_weights
+from hpu.quantization.stored.checkpoint import CheckpointScheme
 
 
-def load_packed(folder: str, group: ProcessGroup = SINGLE) -> Decoder:
+def load_packed(
+    folder: str, group: ProcessGroup = SINGLE, expert_group: ProcessGroup = SINGLE
+) -> Decoder:
     """In bfloat16, with the weights that the CPU multiplies as they are."""
     cpu, dtype = CpuBackend(), torch.bfloat16
     model = build_model(
         read_model_config(folder),
         dtype=dtype,
         device=torch.device("cpu"),
-        quantization=CheckpointScheme(lambda weight: cpu.linear_method(weight, dtype)),
+        quantization=CheckpointScheme(
+            lambda weight: cpu.linear_method(weight, dtype),
+            lambda experts: cpu.moe_method(experts, dtype),
+        ),
         group=group,
+        expert_group=expert_group,
     )
-    load_weights(model, folder, on_progress=lambda done, total: None, group=group)
+    load_weights(
+        model,
+        folder,
+        on_progress=lambda done, total: None,
+        group=group,
+        expert_group=expert_group,
+    )
     process_weights(model, None)
     return model
 
 
-def prefill_packed(group: ProcessGroup, folder: str, library: Library | None = None) -> Tensor:
-    """Logits of PROMPTS."""
-    prepared = use_cpu_kernels(load_packed(folder, group), library)
+def prefill_packed(
+    group: ProcessGroup,
+    folder: str,
+    kernels: Path | None = None,
+    distributes_experts: bool = False,
+) -> Tensor:
+    """Logits of PROMPTS, by the compiled kernels in the folder `kernels` if it is given."""
+    library = None if kernels is None else open_library(kernels, 1)
+    model = load_packed(folder, group, group if distributes_experts else SINGLE)
+    prepared = use_cpu_kernels(model, library)
+    experts = [one for one in model.modules() if isinstance(one, Experts)]
+    assert all((one.moe_op is None) == (library is None) for one in experts)
     assert isinstance(prepared, CausalLM)
     return torch.cat([*PagedHarness(prepared).prefill(PROMPTS).values()]).float()

@@ -102,6 +102,11 @@ class WeightSpec(NamedTuple):
         return "" if name is None else self.parameter.removesuffix("weight") + name
 
     @property
+    def mxfp4_parameter(self) -> str:
+        """As quantized_parameter, of a half of MXFP4; empty if it is none."""
+        return self.mxfp4 and self.parameter.removesuffix("weight") + self.mxfp4
+
+    @property
     def is_stored_as_is(self) -> bool:
         """Whether the bytes of the tensor are those of a part of the parameter with its dtype."""
         changes = (self.transposed, self.offset, self.normalized, self.mxfp4, self.part)

@@ -116,7 +116,7 @@ FAMILIES: Mapping[str, Family] = {
         _deepseek_v3,
         "DeepSeek-V3, V3.1, R1; Kimi K2, Moonlight",
         "layers for multi-token prediction are not loaded; experts in FP8, as V3, R1 and Kimi K2 "
-        "have them, are converted to bfloat16",
+        "have them, are converted to bfloat16 on a CPU",
         renamed=_ROTATED,
         defaults={
             "scoring_func": "sigmoid",

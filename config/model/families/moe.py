@@ -173,7 +173,7 @@ FAMILIES: Mapping[str, Family] = {
     "MiniMaxM2ForCausalLM": Family(
         _minimax_m2,
         "MiniMax-M2",
-        "experts in FP8, as they are published, are converted to bfloat16",
+        "experts in FP8, as they are published, are converted to bfloat16 on a CPU",
         defaults={"rope_theta": 5000000.0},
         moe=MoEFields("num_local_experts"),
     ),

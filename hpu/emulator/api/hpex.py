@@ -39,11 +39,7 @@ class FusedSDPA:
             raise RuntimeError("FusedSDPA is emulated without window_size and sinks")
         if return_dropout_mask or return_attn_probs:
             raise RuntimeError("FusedSDPA returns neither dropout mask nor probabilities here")
-        shape, kv_heads = q.shape, k.shape[1]
-        if q.dim() == 4 and kv_heads not in (1, shape[1]):
-            q = q.reshape(shape[0], kv_heads, -1, *shape[2:])
-            k, v = k.unsqueeze(2), v.unsqueeze(2)
-            attn_mask = None if attn_mask is None else attn_mask.unsqueeze(1)
+        shape, (q, k, v, attn_mask) = q.shape, _grouped(q, k, v, attn_mask)
         out: Tensor = torch.ops.hpu.sdpa_recomp_fwd(
             q,
             k,
@@ -58,6 +54,53 @@ class FusedSDPA:
             seq_padding_type,
         )[0]
         return out.reshape(*shape[:-1], v.shape[-1])
+
+
+def fp8_fused_sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    softmax_mode: str = "None",
+    d_scale_q: Tensor | float | None = None,
+    d_scale_k: Tensor | float | None = None,
+    d_scale_v: Tensor | float | None = None,
+    q_scale_s: Tensor | float | None = None,
+    q_scale_o: Tensor | float | None = None,
+    d_scale_s: Tensor | float | None = None,
+    is_amax_s: bool = False,
+    is_amax_o: bool = False,
+    valid_seq_len: Tensor | None = None,
+    seq_padding_type: str = "left",
+    recompute: bool | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """FusedSDPA with operands in FP8, or measured: (out, largest softmax weight, largest output).
+    Scales may be numbers, as the FP8 compressor passes them."""
+    shape, (q, k, v, attn_mask) = q.shape, _grouped(q, k, v, attn_mask)
+    scales = (
+        torch.tensor(one).to(q.device) if isinstance(one, float) else one
+        for one in (d_scale_q, d_scale_k, d_scale_v, q_scale_s, q_scale_o, d_scale_s)
+    )
+    found = torch.ops.hpu.fp8_sdpa_recomp_fwd(
+        *(q, k, v, attn_mask, dropout_p, scale or q.shape[-1] ** -0.5, is_causal, False),
+        *(softmax_mode, *scales, is_amax_s, is_amax_o, valid_seq_len, seq_padding_type),
+    )
+    return found[0].reshape(*shape[:-1], v.shape[-1]), found[4], found[5]
+
+
+def _grouped(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """With a dimension for the query heads that share a key head."""
+    kv_heads = k.shape[1]
+    if q.dim() != 4 or kv_heads in (1, q.shape[1]):
+        return q, k, v, mask
+    mask = None if mask is None else mask.unsqueeze(1)
+    q = q.reshape(q.shape[0], kv_heads, -1, *q.shape[2:])
+    return q, k.unsqueeze(2), v.unsqueeze(2), mask
 
 
 class FusedRMSNorm:
@@ -112,6 +155,7 @@ def kernels_module() -> ModuleType:
     module = ModuleType("habana_frameworks.torch.hpex.kernels")
     vars(module).update(
         FusedSDPA=FusedSDPA,
+        fp8_fused_sdpa=fp8_fused_sdpa,
         RotaryPosEmbeddingMode=RotaryPosEmbeddingMode,
         apply_rotary_pos_emb=apply_rotary_pos_emb,
         RotaryPosEmbeddingHelperV1=RotaryPosEmbeddingHelperV1,

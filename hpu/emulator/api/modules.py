@@ -134,6 +134,8 @@ def _experimental(device: Device) -> ModuleType:
     vars(module).update(
         synDeviceType=synDeviceType,
         _get_device_type=lambda: kinds[device.config.generation],
+        # It makes the bridge fuse the scales' computation; no result depends on it.
+        _set_is_dynamic_quantization=lambda is_dynamic: None,
     )
     return module
 

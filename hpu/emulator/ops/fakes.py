@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from hpu.emulator.ops.fp8_attention import fake_sdpa, fake_softmax
+
 
 def _sdpa(
     q: Tensor,
@@ -90,9 +92,19 @@ def _fp8_gemm(
     B_scale_shape: list[int] | None = None,
 ) -> Tensor:
     rows, columns = A.shape[-1 if trans_A else -2], B.shape[-2 if trans_B else -1]
-    return A.new_empty((*A.shape[:-2], rows, columns), dtype=out_dtype)
+    before = torch.broadcast_shapes(A.shape[:-2], B.shape[:-2])  # type: ignore[no-untyped-call]
+    return A.new_empty((*before, rows, columns), dtype=out_dtype)
 
 
+def _experts(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return hidden_states.new_empty(hidden_states.shape, dtype=torch.bfloat16)
+
+
+OVERLOAD_FAKES: dict[str, Callable[..., Any]] = {
+    "fp8_fused_weights": _experts,
+    "fp8_fused_weights_dynamic": _experts,
+}
+"""Of mixture_of_experts."""
 FAKES: dict[str, Callable[..., Any]] = {
     "sdpa_recomp_fwd": _sdpa,
     "rms_norm": _rms_norm,
@@ -104,6 +116,8 @@ FAKES: dict[str, Callable[..., Any]] = {
     "cast_to_fp8_v2": _cast_to_fp8,
     "cast_from_fp8": _cast_from_fp8,
     "fp8_gemm_v2": _fp8_gemm,
+    "fp8_sdpa_recomp_fwd": fake_sdpa,
+    "softmax_fp8": fake_softmax,
 }
 
 
@@ -113,4 +127,9 @@ def register_fakes() -> Library:
     for name, fake in FAKES.items():
         if hasattr(torch.ops.hpu, name):
             torch.library.register_fake(f"hpu::{name}", fake, lib=library)
+    for name, fake in OVERLOAD_FAKES.items():
+        if hasattr(torch.ops.hpu, "mixture_of_experts") and hasattr(
+            torch.ops.hpu.mixture_of_experts, name
+        ):
+            library.impl(f"mixture_of_experts.{name}", fake, "Meta")  # type: ignore[no-untyped-call]  # torch's own
     return library

@@ -43,6 +43,18 @@ MOE_FUSED = (
     "Tensor router_weights, Tensor[] w12, Tensor[] w3, bool permuted_weights, str activation, "
     "int experts_min, int experts_max, *, int chunk_size=0, int total_experts=0) -> Tensor"
 )
+MOE_FP8 = (
+    "mixture_of_experts.fp8_fused_weights(Tensor hidden_states, Tensor expert_routing_table, "
+    "Tensor router_weights, Tensor[] w12, Tensor[] w3, Tensor d_scale_hidden_states, "
+    "Tensor[] d_scale_intermediate_hidden_states, Tensor[] d_scale_w12, Tensor[] d_scale_w3, "
+    "bool permuted_weights, str activation, int experts_min, int experts_max, *, "
+    "int chunk_size=0, int total_experts=0) -> Tensor"
+)
+MOE_FP8_DYNAMIC = MOE_FP8.replace("weights(", "weights_dynamic(").replace(
+    "Tensor[] d_scale_intermediate_hidden_states, ", ""
+)
+"""Without scales for the inputs of the second product. Both as in the bridge's declarations
+(mixture_of_experts_fp8_fused_weights) and as vllm-gaudi passes them."""
 MOE_BIAS = (
     "mixture_of_experts.bias_fused_weights(Tensor hidden_states, Tensor expert_routing_table, "
     "Tensor router_weights, Tensor[] w12, Tensor[] w3, Tensor[] w12_bias, Tensor[] w3_bias, "
@@ -64,8 +76,10 @@ def _spread(scale: Scale, shape: list[int] | None) -> Tensor | float:
 class Fp8:
     """FP8 casts and products of a device with `largest` as the largest e4m3 value."""
 
-    def __init__(self, largest: float) -> None:
+    def __init__(self, largest: float, runs_eagerly: Callable[[], bool] = lambda: False) -> None:
+        """`runs_eagerly`: as in Int4; the bridge's tests name experts in FP8 alike."""
         self._largest = largest
+        self._runs_eagerly = runs_eagerly
 
     def cast_to(
         self,
@@ -111,11 +125,7 @@ class Fp8:
         """A @ B in float32, times both dequantization scales. RuntimeError for an operand with a
         value above `largest`, which the device cannot represent."""
         for name, operand in (("A", A), ("B", B)):
-            worst = float(operand.float().abs().max()) if operand.numel() else 0.0
-            if worst > self._largest:
-                raise RuntimeError(
-                    f"fp8_gemm_v2: {name} holds {worst}, the device's largest is {self._largest}"
-                )
+            self._check_range(f"fp8_gemm_v2, {name}", operand)
         left = A.float().transpose(-1, -2) if trans_A else A.float()
         right = B.float().transpose(-1, -2) if trans_B else B.float()
         out = left @ right * _spread(A_scale_inv, None) * _spread(B_scale_inv, B_scale_shape)
@@ -124,6 +134,124 @@ class Fp8:
         if accumulate and D is not None:
             out = out + D.float()
         return out.to(out_dtype)
+
+    def experts(
+        self,
+        hidden_states: Tensor,
+        expert_routing_table: Tensor,
+        router_weights: Tensor,
+        w12: list[Tensor],
+        w3: list[Tensor],
+        d_scale_hidden_states: Tensor,
+        d_scale_intermediate_hidden_states: list[Tensor],
+        d_scale_w12: list[Tensor],
+        d_scale_w3: list[Tensor],
+        permuted_weights: bool,
+        activation: str,
+        experts_min: int,
+        experts_max: int,
+        chunk_size: int = 0,
+        total_experts: int = 0,
+    ) -> Tensor:
+        """`mixture_of_experts_fused` of FP8 tensors with dequantization scales: (tokens, 1) or one
+        for `hidden_states`, one for each output of a weight or one. The inputs of an expert's
+        second product are quantized with its `d_scale_intermediate_hidden_states`. bfloat16."""
+        inner = d_scale_intermediate_hidden_states
+        if len(inner) != len(w3):
+            raise RuntimeError(f"mixture_of_experts: {len(inner)} scales for {len(w3)} experts")
+        scales = (d_scale_hidden_states, d_scale_w12, d_scale_w3)
+        tokens = (hidden_states, expert_routing_table, router_weights)
+        form = (permuted_weights, activation, experts_min, experts_max)
+        return self._experts(tokens, (w12, w3), scales, form, inner)
+
+    def dynamic_experts(
+        self,
+        hidden_states: Tensor,
+        expert_routing_table: Tensor,
+        router_weights: Tensor,
+        w12: list[Tensor],
+        w3: list[Tensor],
+        d_scale_hidden_states: Tensor,
+        d_scale_w12: list[Tensor],
+        d_scale_w3: list[Tensor],
+        permuted_weights: bool,
+        activation: str,
+        experts_min: int,
+        experts_max: int,
+        chunk_size: int = 0,
+        total_experts: int = 0,
+    ) -> Tensor:
+        """As `experts`; the inputs of second products are quantized by token."""
+        scales = (d_scale_hidden_states, d_scale_w12, d_scale_w3)
+        tokens = (hidden_states, expert_routing_table, router_weights)
+        form = (permuted_weights, activation, experts_min, experts_max)
+        return self._experts(tokens, (w12, w3), scales, form, None)
+
+    def _experts(
+        self,
+        tokens: tuple[Tensor, Tensor, Tensor],
+        weights: tuple[list[Tensor], list[Tensor]],
+        scales: tuple[Tensor, list[Tensor], list[Tensor]],
+        form: tuple[bool, str, int, int],
+        inner_scales: list[Tensor] | None,
+    ) -> Tensor:
+        (hidden, table, shares), (w12, w3) = tokens, weights
+        (of_hidden, of_w12, of_w3), (is_permuted, activation, first, last) = scales, form
+        if self._runs_eagerly():
+            raise RuntimeError("mixture_of_experts in FP8 is not supported in eager mode")
+        if activation not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise RuntimeError(f"mixture_of_experts: {activation!r} is not one of {known}")
+        sizes = {len(one) for one in (w12, w3, of_w12, of_w3)}
+        if sizes != {last - first + 1}:
+            raise RuntimeError(
+                f"mixture_of_experts: {sorted(sizes)} weights and scales for experts {first} to "
+                f"{last}"
+            )
+        dtypes = {one.dtype for one in (hidden, *w12, *w3)}
+        if dtypes != {torch.float8_e4m3fn} or shares.dtype != torch.bfloat16:
+            raise RuntimeError(
+                "Graph compile failed. mixture_of_experts: incompatible type, hidden and weights "
+                f"are {', '.join(sorted(map(str, dtypes)))}, router weights {shares.dtype}"
+            )
+        for one in (hidden, *w12, *w3):
+            self._check_range("mixture_of_experts", one)
+        wide = [_scaled(one, own, is_permuted) for one, own in zip(w12, of_w12, strict=True)]
+        narrow = [_scaled(one, own, is_permuted) for one, own in zip(w3, of_w3, strict=True)]
+        x = (hidden.float() * of_hidden.float()).bfloat16()
+        parts = [one.bfloat16().chunk(2, 0 if is_permuted else 1) for one in wide]
+        w1, w2 = [one[0] for one in parts], [one[1] for one in parts]
+        _check_experts(x, table, shares, w1, w2, [one.bfloat16() for one in narrow], is_permuted)
+        outputs = []
+        for number, (gate_up, down) in enumerate(zip(wide, narrow, strict=True)):
+            gate_up, down = (one.t() if is_permuted else one for one in (gate_up, down))
+            sums = (hidden.float() * of_hidden.float()) @ gate_up
+            gate, up = sums.bfloat16().chunk(2, dim=1)
+            inner = ACTIVATIONS[activation](gate) * up
+            if inner_scales is None:
+                scale = (inner.float().abs().amax(1, keepdim=True) + 1e-8) / self._largest
+            else:
+                scale = inner_scales[number].float()
+            codes, _ = self.cast_to(inner, 1 / scale)
+            outputs.append((codes.float() * scale @ down).bfloat16())
+        return _weighted_sum(outputs, table, shares, first)
+
+    def _check_range(self, name: str, operand: Tensor) -> None:
+        worst = float(operand.float().abs().max()) if operand.numel() else 0.0
+        if worst > self._largest:
+            raise RuntimeError(
+                f"{name}: an operand holds {worst}, the device's largest is {self._largest}"
+            )
+
+
+def _scaled(weight: Tensor, scale: Tensor, is_permuted: bool) -> Tensor:
+    """float32 of FP8 with a scale of each output, or one."""
+    if scale.dim() == 0:
+        return weight.float() * scale.float()
+    outputs = weight.shape[0 if is_permuted else 1]
+    if scale.shape != (outputs,):
+        raise RuntimeError(f"mixture_of_experts: scales {tuple(scale.shape)} for {outputs} outputs")
+    return weight.float() * (scale.float().unsqueeze(1) if is_permuted else scale.float())
 
 
 def _nibbles(packed: Tensor) -> Tensor:

@@ -202,7 +202,7 @@ def test_the_log_has_one_line_for_all_of_them(
         ("--max-logprobs 21", "max-logprobs is 21, it must be between 0 and 20"),
         ("-q hqq", "quantization is 'hqq', it must be one of gptq, awq, compressed-tensors, fp8"),
         ("--generation-config ./folder", "is './folder', it must be one of auto, vllm"),
-        ("--weights-load-device cpu", "--weights-load-device is not in this version: weights"),
+        ("--weights-load-device xpu", "weights-load-device is 'xpu', it must be cpu or hpu"),
         ("--speculative-model x", "--speculative-model is not in this version: there is no"),
         ("--num-speculative-tokens 5", "--num-speculative-tokens is not in this version"),
         ("--enable-eplb", "--enable-eplb is not in this version: each device of --enable-exp"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from rank_pool import RankPool, generate
 from stored_ranks import prefill_packed
 
 from hpu.distributed.process_groups import SINGLE
+from hpu.native.library import Library
 
 NAMES = [
     "gptq",
@@ -24,6 +26,10 @@ NAMES = [
 ]
 
 
+MOE = "qwen3_moe"
+EXPERTS = ["gptq", "wna16, 8 bits", "fp8, blocks"]
+
+
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     made: dict[str, Path] = {}
@@ -31,7 +37,11 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     def make(name: str) -> str:
         if name not in made:
             folder = tmp_path_factory.mktemp("checkpoint")
-            made[name] = make_quantized(FORMATS[name], folder, num_hidden_layers=1).folder
+            fields: dict[str, Any] = {"num_hidden_layers": 1}
+            family, _, form = name.rpartition(": ")
+            if family == MOE:
+                fields |= {"num_experts": 4, "moe_intermediate_size": 128}
+            made[name] = make_quantized(FORMATS[form], folder, family or "llama", **fields).folder
         return str(made[name])
 
     return make
@@ -62,3 +72,30 @@ def test_ranks_multiply_by_packed_shards(
     assert torch.equal(*found)
     error = (found[0] - expected).square().mean().sqrt()
     assert error < 0.03 * expected.std()
+
+
+@pytest.mark.parametrize("distributes", [False, True])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_ranks_with_quantized_experts_give_the_tokens_of_one(
+    name: str,
+    distributes: bool,
+    make: Callable[[str], str],
+    pool: RankPool,
+    kernel_folder: Path,
+    built: Library,
+) -> None:
+    folder = make(f"{MOE}: {name}")
+    with torch.inference_mode():
+        expected = generate(SINGLE, folder)
+        rounded = prefill_packed(SINGLE, folder, kernel_folder)
+
+    found = pool.run(2, generate, folder, distributes)
+
+    assert all(one.tokens == expected.tokens for one in found)
+    torch.testing.assert_close(found[0].logits, expected.logits, rtol=1e-4, atol=1e-4)
+    for kernels in (None, kernel_folder):
+        packed = pool.run(2, prefill_packed, folder, kernels, distributes)
+        assert torch.equal(*packed)
+        # A token whose router has two logits that are close may choose another expert.
+        errors = (packed[0] - rounded).square().mean(-1).sqrt()
+        assert errors.median() < 0.03 * rounded.std()

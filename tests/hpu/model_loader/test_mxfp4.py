@@ -115,3 +115,15 @@ def test_a_missing_half_and_one_of_another_type_are_named(folder: Path) -> None:
     save_file({**tensors, name: scales.float()}, folder / WEIGHTS)
     with pytest.raises(ConfigError, match=rf"{name} in .* is F32, MXFP4 is in U8"):
         load_decoder(folder)
+
+
+def test_a_scale_that_is_no_number_is_named(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    name = f"{EXPERTS}down_proj_scales"
+    tensors[name][1, 2, 0] = 255
+    save_file(tensors, folder / WEIGHTS)
+
+    with pytest.raises(
+        ConfigError, match=rf"{name} in {folder}.* has 1 of 768 scales that are NaN"
+    ):
+        load_decoder(folder)

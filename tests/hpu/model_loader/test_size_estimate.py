@@ -25,6 +25,7 @@ from hpu.model_loader.size_estimate import (
 )
 from hpu.models.registry import build_model
 from hpu.runner.kv_cache import block_bytes, cache_sizes
+from hpu.worker.card_plan import CardDemand, plan_card
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -266,6 +267,32 @@ def test_deepseek_r1_has_the_published_sizes(tmp_path: Path) -> None:
     plain = replace(facts, quantization=None)
     held = weight_bytes(plain, num_cards=8, width=2, length=1) // 2 - 2 * 64
     assert held - count_parameters(facts, 8) == 61 * 128 // 8 * 512 * (128 + 128)
+
+
+def test_deepseek_r1_in_fp8_fits_eight_gaudi_3_and_not_four(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_R1))
+    facts = read_model_config(str(tmp_path))
+    demand = CardDemand(
+        device="gaudi3",
+        num_cards=8,
+        width=2,
+        kv_width=2,
+        max_model_len=32768,
+        max_num_seqs=64,
+        max_num_batched_tokens=8192,
+        block_size=128,
+        utilization=0.9,
+        graph_reserved=0.1,
+        slices=(8192, 4096),
+    )
+
+    for distributes_experts in (False, True):
+        eight = plan_card(facts, replace(demand, distributes_experts=distributes_experts))
+
+        # 671 billion weights, of which embedding, head, latents and routers are in bfloat16.
+        assert 671e9 / 8 < eight.weight_bytes < 92e9
+        assert eight.fits and eight.sequences(4096) > 64
+    assert not plan_card(facts, replace(demand, num_cards=4)).fits
 
 
 def test_a_prompt_takes_the_keys_and_values_of_all_heads_of_its_latents(tmp_path: Path) -> None:

@@ -22,14 +22,23 @@ UP = "model.layers.1.mlp.up_proj"
 DOWN = "model.layers.1.mlp.down_proj"
 
 
+MOE = "mixtral"
+EXPERT = "model.layers.1.block_sparse_moe.experts.3"
+
+
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Of a format, or of a family and a format."""
     made: dict[str, Path] = {}
 
     def original(name: str) -> Path:
         if name not in made:
             folder = tmp_path_factory.mktemp("checkpoint")
-            made[name] = make_quantized(FORMATS[name], folder, num_hidden_layers=2).folder
+            family, _, form = name.rpartition(": ")
+            fields = {"num_local_experts": 4} if family == MOE else {}
+            made[name] = make_quantized(
+                FORMATS[form], folder, family or "llama", num_hidden_layers=2, **fields
+            ).folder
         return made[name]
 
     return original
@@ -81,6 +90,21 @@ def one_group_beyond(tensor: Tensor) -> Tensor:
             lambda one: one.flip(0),
             r"is \(128, 256\), the weight is \(256, 128\)",
         ),
+        (
+            f"{MOE}: fp8, blocks",
+            f"{EXPERT}.w2.weight_scale_inv",
+            lambda one: None,
+            "the files have no such tensor",
+        ),
+        (
+            f"{MOE}: fp8, blocks",
+            f"{EXPERT}.w2.weight_scale_inv",
+            with_first(torch.nan),
+            "1 of 2 scales that are NaN or infinite",
+        ),
+        (f"{MOE}: fp8", f"{EXPERT}.w1.weight", with_first(torch.nan), "has 1 weights that are NaN"),
+        (f"{MOE}: awq", f"{EXPERT}.w3.scales", with_first(0), "1 of 512 scales that are zero"),
+        (f"{MOE}: gptq", f"{EXPERT}.w1.qweight", lambda one: one[:-1], "the files have 15x256"),
     ],
 )
 def test_a_wrong_tensor_is_named_with_its_file(

@@ -7,11 +7,11 @@ import pytest
 import torch
 from emulated import emulated
 from paged_harness import load_decoder
+from quantized_card import tokens_on_card
 from quantized_checkpoints import FORMATS, Floats, Integers, Quantized, make_quantized
 from torch import Tensor
-from two_prompts import greedy, random_traffic, working
 
-from config.execution import EmulatorSettings, ExecutionConfig
+from config.execution import ExecutionConfig
 from config.model.read_config import read_model_config
 from hpu.gaudi_devices import GENERATIONS
 from hpu.layers.linear import LinearBase
@@ -20,16 +20,15 @@ from hpu.model_loader.size_estimate import weight_bytes
 from hpu.models.decoder import Decoder
 from hpu.models.registry import build_model
 from hpu.quantization.base import LinearMethod
-from hpu.quantization.checkpoint import CheckpointScheme, MakeMethod
-from hpu.quantization.fp8 import Fp8LinearMethod
 from hpu.quantization.registry import process_weights
-from hpu.quantization.stored import StoredWeight
-from hpu.quantization.uint4 import Uint4LinearMethod, can_convert
+from hpu.quantization.stored.checkpoint import CheckpointScheme, MakeMethod
+from hpu.quantization.stored.fp8 import Fp8BlockLinearMethod, Fp8LinearMethod, has_blocks
+from hpu.quantization.stored.uint4 import Uint4LinearMethod, can_convert
+from hpu.quantization.stored.weights import StoredWeight
 
 Make = Callable[[str], Quantized]
 INT4 = [name for name, one in FORMATS.items() if isinstance(one, Integers) and one.bits == 4]
 FLOATS = [name for name, form in FORMATS.items() if isinstance(form, Floats)]
-COUNTERS = ("compilations", "captures", "fallbacks")
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +109,23 @@ def test_products_in_fp8_are_close_to_those_of_the_dequantized_weights(
         assert error < 0.05, layer
 
 
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_scales_of_blocks_may_stay(generation: str, make: Make) -> None:
+    quantized, largest = make("fp8, small blocks"), GENERATIONS[generation].fp8_max
+    expected = load_decoder(quantized.reference).state_dict()
+
+    def method(weight: StoredWeight) -> LinearMethod:
+        assert has_blocks(weight)
+        return Fp8BlockLinearMethod(weight, largest)
+
+    with emulated(generation=generation, strict=True):
+        found = outputs_of(loaded(quantized.folder, method))
+
+    for layer, (x, out) in found.items():
+        wanted = x.float() @ expected[f"{layer}.weight"].T
+        assert torch.allclose(out.float(), wanted, rtol=0.02, atol=0.02 * float(wanted.std()))
+
+
 @pytest.mark.parametrize("name", ["awq", "wna16, symmetric", "fp8, blocks"])
 def test_the_estimate_is_what_a_card_holds(name: str, make: Make) -> None:
     folder = make(name).folder
@@ -141,29 +157,6 @@ def test_layers_without_a_method_are_dequantized(make: Make) -> None:
         found = {name: one.cpu() for name, one in model.named_parameters()}
 
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
-GRAPHS = ExecutionConfig(mode="hpu-graphs")
-
-
-def tokens_on_card(
-    folder: Path, generation: str, execution: ExecutionConfig = GRAPHS
-) -> tuple[list[list[int]], int]:
-    """Of two prompts and random traffic, and how many recipes were compiled before it: none may be
-    after it."""
-    with working(
-        folder,
-        device="hpu-emulator",
-        dtype="bfloat16",
-        execution=execution,
-        emulator=EmulatorSettings(card=generation, is_strict=True),
-    ) as rig:
-        counts = torch.hpu.emulated.counters.counts  # type: ignore[attr-defined]
-        before = [counts[name] for name in COUNTERS]
-        found = greedy(rig, 6) + random_traffic(rig, 1)
-        after = [counts[name] for name in COUNTERS]
-    assert after == before and before[2] == 0
-    return found, before[0]
 
 
 def test_four_bits_give_the_tokens_of_the_dequantized_model(make: Make) -> None:

@@ -1,52 +1,22 @@
 """`gaudiserve quantize` without the library: its flags, the texts, and the table. tests/quantizers
 has the rest."""
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 
-from config.errors import ConfigError
 from server.cli import quantize
 from server.cli.main import main
-from server.cli.quantize import table, texts
+from server.cli.quantize import table
 from server.offline.perplexity import Reading
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     file = tmp_path / "data.txt"
-    file.write_text("One text\nof two lines.\n\n\nAnother one.\n")
+    file.write_text("One text\n")
     return file
-
-
-def test_texts_are_divided_by_empty_lines(data: Path) -> None:
-    assert list(texts(data)) == ["One text\nof two lines.", "Another one."]
-
-
-def test_lines_of_json_have_a_text_or_messages(tmp_path: Path) -> None:
-    messages = [{"role": "user", "content": "Hello"}]
-    file = tmp_path / "data.jsonl"
-    file.write_text(f'{{"text": "One"}}\n\n{json.dumps({"messages": messages})}\n')
-
-    assert list(texts(file)) == ["One", messages]
-
-
-@pytest.mark.parametrize(
-    ("line", "error"),
-    [
-        ("{", r"line 2 of .*data.jsonl is no JSON: "),
-        ('{"prompt": "a"}', r'line 2 of .*data.jsonl has neither "text" nor "messages"'),
-        ("[1]", r'line 2 of .*data.jsonl has neither "text" nor "messages"'),
-    ],
-)
-def test_a_bad_line_is_named(line: str, error: str, tmp_path: Path) -> None:
-    file = tmp_path / "data.jsonl"
-    file.write_text(f'{{"text": "One"}}\n{line}\n')
-
-    with pytest.raises(ConfigError, match=error):
-        list(texts(file))
 
 
 @pytest.mark.parametrize(

@@ -337,6 +337,82 @@ def test_experts_with_biases_exist_in_later_releases_and_take_no_biases_of_anoth
     assert torch.allclose(out, torch.tensor([[inner + 0.5, 0.25]]))
 
 
+@pytest.mark.parametrize("generation", ["gaudi2", "gaudi3"])
+@pytest.mark.parametrize("is_static", [False, True])
+def test_experts_in_fp8_have_scales_of_tokens_outputs_and_experts(
+    is_static: bool, generation: str
+) -> None:
+    torch.manual_seed(0)
+    x, ids, shares = torch.randn(3, 8), torch.tensor([[1], [1], [0]]), torch.ones(3, 1)
+    w12, w3 = torch.randn(10, 8), torch.randn(8, 5)
+    scales = (torch.rand(3, 1) + 0.5) / 32, torch.rand(10) / 32, torch.rand(8) / 32
+    codes = [(16 * one).to(torch.float8_e4m3fn) for one in (x, w12, w3)]
+    wide = [one.float() for one in codes]
+    gate, up = (wide[0] * scales[0] @ (wide[1] * scales[1].unsqueeze(1)).T).chunk(2, dim=1)
+    expected = functional.silu(gate) * up @ (wide[2] * scales[2].unsqueeze(1)).T
+    expected[2] = 0
+
+    with emulated(generation=generation):
+        hidden, wide_card, narrow_card = on_card(*codes)
+        table, part, of_x, of_w12, of_w3, inner = on_card(
+            ids, shares.bfloat16(), *scales, torch.tensor(0.1)
+        )
+        given = {"d_scale_intermediate_hidden_states": [inner]} if is_static else {}
+        found = torch.ops.hpu.mixture_of_experts(
+            hidden_states=hidden,
+            expert_routing_table=table,
+            router_weights=part,
+            w12=[wide_card],
+            w3=[narrow_card],
+            d_scale_hidden_states=of_x,
+            d_scale_w12=[of_w12],
+            d_scale_w3=[of_w3],
+            permuted_weights=True,
+            activation="silu",
+            experts_min=1,
+            experts_max=1,
+            **given,
+        )
+        out = found.cpu()
+
+    assert out.dtype == torch.bfloat16
+    error = (out.float() - expected).square().mean().sqrt()
+    assert error < 0.06 * expected.std()
+
+
+def test_experts_in_fp8_take_no_other_types_scales_or_codes() -> None:
+    kernel = "fp8_fused_weights_dynamic"
+    given = {
+        "x": torch.ones(2, 4).to(torch.float8_e4m3fn),
+        "shares": torch.ones(2, 1).bfloat16(),
+        "w12": torch.ones(6, 4).to(torch.float8_e4m3fn),
+        "of_w12": torch.ones(6),
+    }
+    refused: list[tuple[dict[str, Tensor], str]] = [
+        ({"x": torch.ones(2, 4).bfloat16()}, "incompatible type, .* torch.bfloat16"),
+        ({"shares": torch.ones(2, 1)}, "incompatible type, .* router weights torch.float32"),
+        ({"of_w12": torch.ones(3)}, r"scales \(3,\) for 6 outputs"),
+        ({"w12": torch.full((6, 4), 448.0).to(torch.float8_e4m3fn)}, "holds 448.* largest is 240"),
+    ]
+
+    with emulated(release="1.19.0"):
+        assert not hasattr(torch.ops.hpu.mixture_of_experts, kernel)
+    with emulated(generation="gaudi2"):
+        call = getattr(torch.ops.hpu.mixture_of_experts, kernel)
+        ids, w3, of_x, of_w3 = on_card(
+            torch.zeros(2, 1, dtype=torch.int64),
+            torch.ones(4, 3).to(torch.float8_e4m3fn),
+            *(torch.ones(2, 1), torch.ones(4)),
+        )
+        for changed, text in refused:
+            x, shares, w12, of_w12 = on_card(*{**given, **changed}.values())
+            with pytest.raises(RuntimeError, match=text):
+                call(
+                    *(x, ids, shares, [w12], [w3], of_x, [of_w12], [of_w3]),
+                    *(True, "silu", 0, 0),
+                ).cpu()
+
+
 def test_gelu_of_the_experts_is_the_approximation_by_tanh() -> None:
     x, one = torch.full((1, 1), 1.5), torch.ones(1, 1)
 

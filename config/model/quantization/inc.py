@@ -1,0 +1,98 @@
+"""The configuration of Intel Neural Compressor (INC), which QUANT_CONFIG names, as far as it is
+checked before the compressor reads it; and its files of measures.
+
+Keys, defaults and file names: _quant_common/quant_config.py of fp8_quant in
+intel/neural-compressor.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from config.errors import ConfigError
+
+INC = "inc"
+"""The value of --quantization."""
+MODULE, PACKAGE = "neural_compressor", "neural-compressor-pt"
+"""To import the compressor by, and to install it by."""
+MEASURE, QUANTIZE = MODES = ("MEASURE", "QUANTIZE")
+VARIABLE = "QUANT_CONFIG"
+UNMEASURED_METHODS = ("UNIT_SCALE", "HW_ALIGNED_SINGLE_SCALE")
+"""Scale methods that need no measures."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantConfig:
+    """A checked configuration file."""
+
+    path: str
+    mode: str
+    """MEASURE or QUANTIZE."""
+    dump_stats_path: str
+    """Beginning of the path of each file of measures."""
+    observer: str
+    needs_measures: bool
+    """Whether to quantize takes files of measures."""
+    names_ranks: bool
+    """Whether each rank has its own files."""
+
+    @property
+    def measures(self) -> bool:
+        return self.mode == MEASURE
+
+    def measure_file(self, rank: int, num_ranks: int, suffix: str = ".npz") -> Path:
+        """That of `rank`, with activations' and weights' largest magnitudes."""
+        ranks = f"_{rank}_{num_ranks}" if self.names_ranks else ""
+        return Path(f"{self.dump_stats_path}_hooks_{self.observer}{ranks}{suffix}")
+
+    def check_files(self, num_ranks: int) -> None:
+        """Raise ConfigError if the measures of a rank are missing."""
+        if self.measures or not self.needs_measures:
+            return
+        for rank in range(num_ranks):
+            file = self.measure_file(rank, num_ranks)
+            if not file.is_file():
+                raise ConfigError(
+                    f"{self.path} has mode QUANTIZE and dump_stats_path {self.dump_stats_path}, "
+                    f"and {file} is not there: measure with {num_ranks} ranks first "
+                    "(`gaudiserve calibrate`)"
+                )
+
+
+def read_quant_config(path: str | None) -> QuantConfig:
+    """The file that QUANT_CONFIG names. Raises ConfigError."""
+    if path is None:
+        raise ConfigError(
+            f"quantization is {INC}, and neither {VARIABLE} nor --quant-config names the "
+            "compressor's file: `gaudiserve calibrate` makes one"
+        )
+    try:
+        fields = json.loads(Path(path).read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}, which {VARIABLE} names: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}, which {VARIABLE} names, is no JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{path}, which {VARIABLE} names, holds no JSON object")
+    mode = str(fields.get("mode", QUANTIZE)).upper()
+    if mode not in MODES:
+        raise ConfigError(f"mode in {path} is {fields['mode']!r}, it must be MEASURE or QUANTIZE")
+    stats = fields.get("dump_stats_path", "stats")
+    if not isinstance(stats, str) or not Path(stats).name:
+        raise ConfigError(f"dump_stats_path in {path} is {stats!r}, it must be a path")
+    method = fields.get("scale_method", "maxabs_hw")
+    is_dynamic = _is_true(fields.get("dynamic_quantization", False))
+    is_unmeasured = isinstance(method, str) and method.upper() in UNMEASURED_METHODS
+    return QuantConfig(
+        path,
+        mode,
+        stats,
+        str(fields.get("observer", "maxabs")),
+        needs_measures=not (is_dynamic or is_unmeasured),
+        names_ranks=_is_true(fields.get("seperate_measure_files", True)),
+    )
+
+
+def _is_true(value: Any) -> bool:
+    return str(value).lower() == "true"

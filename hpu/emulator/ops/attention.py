@@ -1,0 +1,123 @@
+"""torch.ops.hpu: reference maths on CPU tensors for fused attention, with the documented
+refusals."""
+
+import torch
+from torch import Tensor
+
+SDPA = (
+    "sdpa_recomp_fwd(Tensor q, Tensor k, Tensor v, Tensor? mask, float p, float? scale, "
+    "bool is_causal, bool requires_backward, str softmax_mode, Tensor? valid_seq_len, "
+    "str seq_padding_type) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    p: float,
+    scale: float | None,
+    is_causal: bool,
+    requires_backward: bool,
+    softmax_mode: str,
+    valid_seq_len: Tensor | None,
+    seq_padding_type: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, row maxima, inverse sums, seed) of attention over (batch, ..., seq, head_dim); the
+    dimensions before the last two broadcast. `valid_seq_len` (batch) masks padded keys; the output
+    of a padded query is unspecified, here zeros.
+
+    As in the bridge's sdpa_gen.cpp: statistics (batch, ..., seq, 1) exist only for a backward pass;
+    the maxima have the dtype of `q`, the inverse sums too if that is bfloat16 and the softmax fast,
+    else float32.
+    """
+    check_sdpa(q, k, mask, p, is_causal, softmax_mode, valid_seq_len, seq_padding_type)
+    _check_statistics(requires_backward, is_causal, valid_seq_len)
+    scores = sdpa_scores(q, k, mask, scale, is_causal, valid_seq_len, seq_padding_type)
+    limits = torch.finfo(q.dtype)
+    # What the exponentials are relative to is what is returned.
+    highest = scores.amax(-1, keepdim=True).clamp(limits.min, limits.max).to(q.dtype)
+    weights = torch.exp(scores - highest.float())
+    inverse = weights.sum(-1, keepdim=True).clamp_min(1e-30).reciprocal()
+    out = ((weights * inverse).to(v.dtype) @ v).to(q.dtype)
+    is_narrow = softmax_mode == "fast" and q.dtype == torch.bfloat16
+    inverse = inverse.to(torch.bfloat16 if is_narrow else torch.float32)
+    if not requires_backward:
+        highest, inverse = highest.new_zeros(1), inverse.new_zeros(1)
+    return out, highest, inverse, torch.zeros(1, dtype=torch.int32)
+
+
+def sdpa_scores(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    is_causal: bool,
+    valid_seq_len: Tensor | None,
+    seq_padding_type: str,
+) -> Tensor:
+    """(batch, ..., queries, keys) float32, minus infinity for keys that a query does not see."""
+    length, span = q.shape[-2], k.shape[-2]
+    scores = (q.float() @ k.float().transpose(-1, -2)) * (scale or q.shape[-1] ** -0.5)
+    if mask is not None:
+        scores = (
+            scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        )
+    if is_causal:
+        visible = torch.ones(length, span, dtype=torch.bool).tril(span - length)
+        scores = scores.masked_fill(~visible, -torch.inf)
+    if valid_seq_len is not None:
+        visible = _valid_keys(valid_seq_len, span, seq_padding_type)
+        rows = (-1, *[1] * (scores.dim() - 2), span)
+        scores = scores.masked_fill(~visible.view(rows), -torch.inf)
+    return scores
+
+
+def check_sdpa(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    p: float,
+    is_causal: bool,
+    softmax_mode: str,
+    valid_seq_len: Tensor | None,
+    seq_padding_type: str,
+) -> None:
+    if q.dim() != k.dim() or any(
+        wide != one and one != 1 for wide, one in zip(q.shape[:-2], k.shape[:-2], strict=True)
+    ):
+        raise RuntimeError(
+            f"FusedSDPA: the key's shape {tuple(k.shape)} does not broadcast to the query's "
+            f"{tuple(q.shape)}: groups of heads are a dimension of their own"
+        )
+    if mask is not None and mask.dtype not in (q.dtype, torch.bool):
+        raise RuntimeError(f"FusedSDPA: the mask is {mask.dtype}, the query {q.dtype}")
+    if is_causal and mask is not None:
+        raise RuntimeError("FusedSDPA takes either is_causal or attn_mask, not both")
+    if valid_seq_len is not None and (not is_causal or mask is not None):
+        raise RuntimeError("FusedSDPA takes valid_seq_len only with is_causal and no attn_mask")
+    if seq_padding_type not in ("left", "right"):
+        raise RuntimeError(f"seq_padding_type is left or right, got {seq_padding_type!r}")
+    if softmax_mode not in ("None", "fast", "fp32"):
+        raise RuntimeError(f"softmax_mode is None, fast or fp32, got {softmax_mode!r}")
+    if p:
+        raise RuntimeError(f"FusedSDPA is emulated for inference: dropout is 0, got {p}")
+
+
+def _check_statistics(
+    requires_backward: bool, is_causal: bool, valid_seq_len: Tensor | None
+) -> None:
+    """Statistics are used by vllm-gaudi for slices only, and there with explicit masks: it found
+    those of a causal call to differ (SlicedFusedSDPABase in vllm_gaudi/extension/utils.py)."""
+    if requires_backward and valid_seq_len is not None:
+        raise RuntimeError("FusedSDPA takes valid_seq_len only without a backward pass")
+    if requires_backward and is_causal:
+        raise RuntimeError("FusedSDPA: statistics of a causal call are not those of a mask")
+
+
+def _valid_keys(lengths: Tensor, span: int, padding: str) -> Tensor:
+    positions = torch.arange(span)
+    if padding == "right":
+        return positions < lengths.view(-1, 1)
+    return positions >= span - lengths.view(-1, 1)

@@ -1,0 +1,176 @@
+"""Reference maths on CPU tensors for fused attention and the softmax in FP8, and for the same
+attention in bfloat16 that measures its softmax.
+
+Schemas and types of results as in the bridge (HabanaAI/gaudi-pytorch-bridge: kernels_register.cpp,
+sdpa_gen.cpp, and the meta functions of its compile back end).
+"""
+
+import torch
+from torch import Tensor
+
+from hpu.emulator.ops.attention import check_sdpa, sdpa_scores
+from hpu.emulator.ops.quantized import Fp8
+
+FP8_SDPA = (
+    "fp8_sdpa_recomp_fwd(Tensor q, Tensor k, Tensor v, Tensor? attention_mask, float p, "
+    "float scale, bool is_causal, bool requires_backward, str softmax_mode, Tensor? d_scale_q, "
+    "Tensor? d_scale_k, Tensor? d_scale_v, Tensor? q_scale_s, Tensor? q_scale_o, "
+    "Tensor? d_scale_s, bool is_amax_s, bool is_amax_o, Tensor? valid_seq_len, "
+    "str seq_padding_type) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+SOFTMAX_FP8 = (
+    "softmax_fp8{name}(Tensor input, int dim, {scale} input_scale{default}, "
+    "{scale} output_scale{default}, Tensor? inv_attn_heads=None, Tensor? fused_add=None) -> Tensor"
+)
+SOFTMAX_OVERLOADS = (("", "Tensor?", "=None"), (".Scalar_scales", "float", ""))
+
+
+class Fp8Attention:
+    """FP8 attention of a device whose casts are `fp8`."""
+
+    def __init__(self, fp8: Fp8) -> None:
+        self._fp8 = fp8
+
+    def sdpa(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attention_mask: Tensor | None,
+        p: float,
+        scale: float,
+        is_causal: bool,
+        requires_backward: bool,
+        softmax_mode: str,
+        d_scale_q: Tensor | None,
+        d_scale_k: Tensor | None,
+        d_scale_v: Tensor | None,
+        q_scale_s: Tensor | None,
+        q_scale_o: Tensor | None,
+        d_scale_s: Tensor | None,
+        is_amax_s: bool,
+        is_amax_o: bool,
+        valid_seq_len: Tensor | None,
+        seq_padding_type: str,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """(out, row maxima, inverse sums, seed, largest softmax weight or 0, largest output or 0).
+
+        Operands in FP8 are multiplied with their `d_scale`s; the weights of the softmax are
+        rounded to FP8 with `q_scale_s` then, and the output is FP8 if there is a `q_scale_o`, else
+        bfloat16.
+        """
+        is_fp8 = q.dtype == torch.float8_e4m3fn
+        if {k.dtype, v.dtype} != {q.dtype}:
+            raise RuntimeError(f"fp8 FusedSDPA: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}")
+        if is_amax_s and is_fp8:
+            raise RuntimeError(f"fp8 FusedSDPA measures float32 or bfloat16, got {q.dtype}")
+        if requires_backward:
+            raise RuntimeError("fp8 FusedSDPA is emulated for inference")
+        wide_dtype = torch.bfloat16 if is_fp8 else q.dtype
+        query, key, value = (
+            operand.float() if d_scale is None else operand.float() * d_scale.float()
+            for operand, d_scale in ((q, d_scale_q), (k, d_scale_k), (v, d_scale_v))
+        )
+        check_sdpa(
+            query.to(wide_dtype),
+            key.to(wide_dtype),
+            attention_mask,
+            p,
+            is_causal,
+            softmax_mode,
+            valid_seq_len,
+            seq_padding_type,
+        )
+        scores = sdpa_scores(
+            query, key, attention_mask, scale, is_causal, valid_seq_len, seq_padding_type
+        )
+        highest = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.bfloat16).min)
+        weights = torch.exp(scores - highest)
+        inverse = weights.sum(-1, keepdim=True).clamp_min(1e-30).reciprocal()
+        weights = weights * inverse
+        amax_s = weights.max() if is_amax_s else torch.zeros(())
+        if is_fp8:
+            quantized, _ = self._fp8.cast_to(weights, q_scale_s)
+            weights = quantized.float() if d_scale_s is None else quantized.float() * d_scale_s
+        else:
+            weights = weights.to(v.dtype).float()
+        out = weights @ value
+        amax_o = out.abs().max() if is_amax_o else torch.zeros(())
+        if is_fp8 and q_scale_o is not None:
+            out, _ = self._fp8.cast_to(out, q_scale_o)
+        empty = torch.zeros(1, dtype=wide_dtype)
+        seed = torch.zeros(1, dtype=torch.int32)
+        return out.to(_out_dtype(q, q_scale_o)), empty, empty.clone(), seed, amax_s, amax_o
+
+    def softmax(
+        self,
+        input: Tensor,
+        dim: int,
+        input_scale: Tensor | float | None = None,
+        output_scale: Tensor | float | None = None,
+        inv_attn_heads: Tensor | None = None,
+        fused_add: Tensor | None = None,
+    ) -> Tensor:
+        """FP8, times `output_scale`, if there is an `input_scale`, else bfloat16."""
+        if inv_attn_heads is not None or fused_add is not None:
+            raise RuntimeError("softmax_fp8 is emulated without inv_attn_heads and fused_add")
+        if dim % input.dim() != input.dim() - 1:
+            raise RuntimeError(f"softmax_fp8 takes the last dimension, got {dim}")
+        wide = input.float()
+        if input.dtype == torch.float8_e4m3fn and input_scale is not None:
+            wide = wide * input_scale
+        weights = torch.softmax(wide, dim)
+        if input_scale is None:
+            return weights.to(torch.bfloat16)
+        return self._fp8.cast_to(weights, output_scale)[0]
+
+
+def _out_dtype(q: Tensor, q_scale_o: Tensor | None) -> torch.dtype:
+    if q.dtype == torch.float8_e4m3fn and q_scale_o is None:
+        return torch.bfloat16
+    return q.dtype
+
+
+def fake_sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask: Tensor | None,
+    p: float,
+    scale: float,
+    is_causal: bool,
+    requires_backward: bool,
+    softmax_mode: str,
+    d_scale_q: Tensor | None,
+    d_scale_k: Tensor | None,
+    d_scale_v: Tensor | None,
+    q_scale_s: Tensor | None,
+    q_scale_o: Tensor | None,
+    d_scale_s: Tensor | None,
+    is_amax_s: bool,
+    is_amax_o: bool,
+    valid_seq_len: Tensor | None,
+    seq_padding_type: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Shapes and dtypes of `Fp8Attention.sdpa`."""
+    wide_dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
+    return (
+        q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=_out_dtype(q, q_scale_o)),
+        q.new_empty(1, dtype=wide_dtype),
+        q.new_empty(1, dtype=wide_dtype),
+        q.new_empty(1, dtype=torch.int32),
+        q.new_empty((), dtype=torch.float32),
+        q.new_empty((), dtype=torch.float32),
+    )
+
+
+def fake_softmax(
+    input: Tensor,
+    dim: int,
+    input_scale: Tensor | None = None,
+    output_scale: Tensor | None = None,
+    inv_attn_heads: Tensor | None = None,
+    fused_add: Tensor | None = None,
+) -> Tensor:
+    dtype = torch.bfloat16 if input_scale is None else torch.float8_e4m3fn
+    return input.new_empty(input.shape, dtype=dtype)

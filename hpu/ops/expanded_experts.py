@@ -1,0 +1,73 @@
+"""ExpandedExperts: the vendor's kernel for routed experts whose weights each launch expands."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from hpu.ops.gaudi_modules import MOE_ACTIVATIONS
+
+Operands = tuple[Tensor, ...]
+Expand = Callable[[Operands, torch.dtype], Tensor]
+"""The weight of an expert in a dtype, from what is stored of it."""
+
+
+class ExpandedExperts(nn.Module):
+    """MoEImpl: expands `step` experts at a time and calls torch.ops.hpu.mixture_of_experts for
+    them, as VllmMixtureOfExpertsOpWNA16 and VllmMixtureOfExpertsOpFP8 in
+    vllm_gaudi/extension/ops.py of vllm-project/vllm-gaudi."""
+
+    def __init__(
+        self,
+        w13: list[Operands],
+        w2: list[Operands],
+        expand: Expand,
+        *,
+        permuted_weights: bool,
+        step: int,
+        first_expert: int,
+        end_slice: Callable[[], None],
+    ) -> None:
+        """`w13` and `w2`: of each expert, views of parameters, so a later move of those is not
+        seen. `permuted_weights`: whether `expand` gives (out, in), not (in, out). `end_slice` is
+        called after each slice of the experts, so that its memory is free for the next one."""
+        super().__init__()
+        self._w13 = w13
+        self._w2 = w2
+        self._expand = expand
+        self._permuted_weights = permuted_weights
+        self._step = step
+        self._first_expert = first_expert
+        self._end_slice = end_slice
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        expert_routing_table: Tensor,
+        router_weights: Tensor,
+        permuted_weights: bool = True,
+        activation: str = "silu",
+    ) -> Tensor:
+        """As MoEImpl, but for `permuted_weights`, which `expand` decides."""
+        dtype = hidden_states.dtype
+        out: Tensor | None = None
+        for begin in range(0, len(self._w13), self._step):
+            own = slice(begin, begin + self._step)
+            w13 = [self._expand(one, dtype) for one in self._w13[own]]
+            first = self._first_expert + begin
+            part: Tensor = torch.ops.hpu.mixture_of_experts(
+                hidden_states=hidden_states,
+                expert_routing_table=expert_routing_table,
+                router_weights=router_weights,
+                w12=w13,
+                w3=[self._expand(one, dtype) for one in self._w2[own]],
+                permuted_weights=self._permuted_weights,
+                activation=MOE_ACTIVATIONS[activation],
+                experts_min=first,
+                experts_max=first + len(w13) - 1,
+            )
+            out = part if out is None else out + part
+            if self._step < len(self._w13):
+                self._end_slice()
+        assert out is not None, "a layer has experts"
+        return out

@@ -1,0 +1,98 @@
+"""Checkpoints with quantized weights, made by llmcompressor. Runs in a process of its own, in an
+environment that has it."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import llmcompressor
+import torch
+from compressed_tensors.quantization import preset_name_to_scheme
+from llmcompressor.modifiers import awq, quantization
+from llmcompressor.pipelines.cache import IntermediatesCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from config.errors import ConfigError
+
+IGNORED = ("lm_head", r"re:.*\.(gate|router)$", r"re:.*shared_expert_gate$")
+"""Layers that keep their weights: the head, and routers of experts."""
+MAX_GROUP = 128
+CONFIG, WEIGHTS = "config.json", (".safetensors", ".safetensors.index.json")
+
+
+def compress(
+    folder: str,
+    output: Path,
+    scheme_name: str,
+    modifier: str,
+    samples: Sequence[str | list[dict[str, Any]]],
+    group_size: int | None,
+    max_length: int,
+) -> None:
+    """Write the quantized checkpoint of `folder` to `output`. `scheme_name`: as compressed-tensors
+    names it; `modifier`: llmcompressor's class; `samples`: texts and conversations to calibrate
+    with, none for a modifier that takes none; `group_size`: None for one that divides all layers.
+    Raises ConfigError for one that does not."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    scheme = preset_name_to_scheme(scheme_name, ["Linear"])
+    if scheme.weights.group_size:
+        sizes = {
+            name: module.in_features
+            for name, module in model.named_modules()
+            if type(module).__name__ == "Linear" and name != IGNORED[0]
+        }
+        scheme.weights.group_size = group_size or _common_group(sizes.values())
+        _check_groups(scheme.weights.group_size, sizes)
+    module = awq if modifier == "AWQModifier" else quantization
+    kind = getattr(module, modifier)
+    recipe = kind(config_groups={"weights": scheme}, ignore=list(IGNORED))
+    if samples:
+        if not torch.accelerator.is_available():
+            # Release 0.14 pins memory for an accelerator that is not there.
+            IntermediatesCache.pin_memory = lambda *_: None
+        tokens = [_tokens(tokenizer, one, max_length) for one in samples]
+        data = datasets.Dataset.from_dict({"input_ids": [one for one in tokens if one]})
+        llmcompressor.oneshot(
+            model=model,
+            recipe=recipe,
+            dataset=data,
+            max_seq_length=max_length,
+            num_calibration_samples=len(data),
+        )
+    else:
+        llmcompressor.oneshot(model=model, recipe=recipe)
+    # It refuses to write some that are published; the file of the original is copied.
+    model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]  # theirs
+    model.save_pretrained(output, save_compressed=True)
+    _copy_other_files(Path(folder), output)
+
+
+def _tokens(tokenizer: Any, sample: str | list[dict[str, Any]], max_length: int) -> list[int]:
+    if isinstance(sample, str):
+        return list(tokenizer(sample, truncation=True, max_length=max_length)["input_ids"])
+    found = tokenizer.apply_chat_template(sample, tokenize=True, return_dict=True)["input_ids"]
+    return list(found)[:max_length]
+
+
+def _common_group(sizes: Any) -> int:
+    """The largest power of two up to MAX_GROUP that divides all of `sizes`."""
+    group = MAX_GROUP
+    while any(size % group for size in sizes):
+        group //= 2
+    return group
+
+
+def _check_groups(group_size: int, sizes: dict[str, int]) -> None:
+    for name, size in sizes.items():
+        if size % group_size:
+            raise ConfigError(f"--group-size {group_size} does not divide the {size} of {name}")
+
+
+def _copy_other_files(source: Path, target: Path) -> None:
+    """Tokenizer, chat template and so on, as they are."""
+    for file in source.iterdir():
+        if file.is_file() and file.name != CONFIG and not file.name.endswith(WEIGHTS):
+            shutil.copy(file, target / file.name)

@@ -1,0 +1,225 @@
+"""FP8 with Intel Neural Compressor (INC): it replaces modules of a loaded model by modules of its
+own, which measure, or which quantize by what was measured.
+
+Which attributes it reads of linear layers, and what its modules return: Patched*Linear in
+_quant_common/helper_modules.py of fp8_quant in intel/neural-compressor. The order of the steps is
+that of load_model in vllm_gaudi/v1/worker/hpu_model_runner.py of vllm-project/vllm-gaudi.
+"""
+
+import importlib
+import logging
+from collections.abc import Callable
+from pickle import UnpicklingError
+from typing import Any, cast
+from zipfile import BadZipFile
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from config.checkpoint.weight_maps.shard import Shard
+from config.errors import CheckpointError, ConfigError
+from config.model.quantization.inc import PACKAGE, QuantConfig
+from hpu.distributed.process_groups import ProcessGroup, alone
+from hpu.layers.embedding import ParallelLMHead
+from hpu.layers.linear import LinearBase
+from hpu.layers.moe import Experts
+from hpu.quantization.base import ExpertsLayer, LinearLayer, LinearMethod, MoEMethod
+from hpu.quantization.unquantized import UnquantizedMoEMethod
+
+logger = logging.getLogger(__name__)
+
+QUANTIZATION = "neural_compressor.torch.quantization"
+COLLECTIVES = "neural_compressor.torch.algorithms.fp8_quant._core.external_func_impl"
+CORE = "habana_frameworks.torch.core"
+
+REFUSALS = (AssertionError, EOFError, KeyError, OSError, UnpicklingError, ValueError, BadZipFile)
+"""What it raises for a wrong configuration and for files that are not its own."""
+NEVER_CALLED = {"softmax"}
+"""Modules of attention that are called only without fused attention."""
+PATCHED_CACHE = "PatchedVLLMKVCache"
+UNMEASURED = "PatchedUnmeasuredModule"
+
+
+class IncLinearMethod:
+    """Loads the weight into the host's memory, from which the compressor moves it. An instance is
+    one layer's: the compressor may replace its `apply`."""
+
+    def create_weights(self, layer: LinearLayer, in_features: int, out_features: int) -> None:
+        empty = torch.empty(out_features, in_features, dtype=layer.dtype)
+        layer.weight = nn.Parameter(empty, requires_grad=False)
+
+    def process_weights(self, layer: LinearLayer) -> None:
+        return
+
+    def apply(self, layer: LinearLayer, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        assert layer.weight is not None
+        return functional.linear(x, layer.weight, bias)
+
+
+class IncMoEMethod(UnquantizedMoEMethod):
+    """Likewise, of stacked experts."""
+
+    def create_weights(
+        self, layer: ExpertsLayer, num_experts: int, hidden_size: int, inner_size: int
+    ) -> None:
+        def empty(rows: int, columns: int) -> nn.Parameter:
+            weight = torch.empty(num_experts, rows, columns, dtype=layer.dtype)
+            return nn.Parameter(weight, requires_grad=False)
+
+        layer.w13_weight = empty(2 * inner_size, hidden_size)
+        layer.w2_weight = empty(hidden_size, inner_size)
+
+
+class IncScheme:
+    """All linear layers and experts; the compressor's configuration says which it leaves alone."""
+
+    def linear_method(
+        self, shards: list[Shard], in_features: int, *, is_head: bool
+    ) -> LinearMethod:
+        return IncLinearMethod()
+
+    def moe_method(
+        self,
+        w13: list[Shard],
+        w2: list[Shard],
+        hidden_size: int,
+        inner_size: int,
+        activation: str,
+    ) -> MoEMethod:
+        return IncMoEMethod()
+
+
+class IncCompressor:
+    """A ModelPatcher. Raises ConfigError where the package is missing, and CheckpointError for
+    measures that do not fit the model."""
+
+    def __init__(self, config: QuantConfig, group: ProcessGroup) -> None:
+        """`group`: the tensor-parallel ranks. Before the model is loaded."""
+        self.config = config
+        self._group = group
+        self._core = importlib.import_module(CORE)
+        try:
+            self._inc = importlib.import_module(QUANTIZATION)
+            collectives = importlib.import_module(COLLECTIVES)
+        except ImportError as error:
+            raise ConfigError(
+                f"quantization is inc, and Intel Neural Compressor is not usable here ({error}): "
+                f"pip install {PACKAGE}"
+            ) from error
+        # Left to itself it takes those of vLLM.
+        vars(collectives).update(
+            tensor_model_parallel_all_reduce=group.all_reduce,
+            tensor_model_parallel_all_gather=group.all_gather,
+        )
+        self._core.hpu_inference_set_env()
+
+    @property
+    def weight_width(self) -> int:
+        return 2 if self.config.measures else 1
+
+    def patch(self, model: nn.Module) -> None:
+        originals = _prepare_linears(model)
+        for module in model.modules():
+            if isinstance(module, Experts) and module.moe_op is not None:
+                # Its views hold each expert until the compressor has moved it.
+                module.replace_weights(module.moe_op)
+        try:
+            config = self._inc.FP8Config.from_json_file(self.config.path)
+            with alone():
+                (self._inc.prepare if self.config.measures else self._inc.convert)(model, config)
+        except REFUSALS as error:
+            raise CheckpointError(
+                f"Intel Neural Compressor cannot use {self.config.path}, or its files at "
+                f"{self.config.dump_stats_path}*: {error}"
+            ) from error
+        for path, original in originals.items():
+            _adapt(model.get_submodule(path), original)
+        if not self.config.measures:
+            for module in model.modules():
+                if type(module).__name__ == PATCHED_CACHE:
+                    _write_alone(module)
+        self._check(model)
+        model.to("hpu")
+        self._core.mark_step()
+        self._core.hpu_initialize(model, mark_only_scales_as_const=True)
+
+    def finish(self, model: nn.Module) -> None:
+        if self.config.measures:
+            self._inc.finalize_calibration(model)
+            file = self.config.measure_file(self._group.rank, self._group.size)
+            logger.info("Measures: written to %s", file)
+
+    def quantizes_cache(self, model: nn.Module) -> bool:
+        """Whether a patched model has its KV cache in FP8."""
+        has_cache = any(type(module).__name__ == PATCHED_CACHE for module in model.modules())
+        return has_cache and not self.config.measures
+
+    def _check(self, model: nn.Module) -> None:
+        """Raise CheckpointError for modules that a launch calls, and of which there are no
+        measures."""
+        unmeasured = [
+            path
+            for path, module in model.named_modules()
+            if type(module).__name__ == UNMEASURED and path.rpartition(".")[2] not in NEVER_CALLED
+        ]
+        if unmeasured:
+            file = self.config.measure_file(self._group.rank, self._group.size)
+            raise CheckpointError(
+                f"{file} has no measures of {len(unmeasured)} modules of the model, the first is "
+                f"{unmeasured[0]}: measure this model, with the same number of ranks"
+            )
+
+
+def _prepare_linears(model: nn.Module) -> dict[str, LinearBase]:
+    """The linear layers by their paths, with what the compressor reads of vLLM's."""
+    linears = {
+        path: module for path, module in model.named_modules() if isinstance(module, LinearBase)
+    }
+    for linear in linears.values():
+        if not isinstance(linear.method, IncLinearMethod):
+            linear.method = IncLinearMethod()
+        vars(linear).update(
+            quant_method=linear.method,
+            skip_bias_add=False,
+            return_bias=False,
+            gather_output=False,
+            input_is_parallel=True,
+            reduce_results=True,
+            tp_size=linear.group.size,
+        )
+    return linears
+
+
+def _adapt(patched: nn.Module, original: LinearBase) -> None:
+    """Let the module in the place of `original` be called like it."""
+    if patched is original:
+        return
+    if isinstance(original, ParallelLMHead):
+        # Its method is what the compressor has replaced.
+        vars(patched)["forward"] = original.forward
+    else:
+        vars(patched)["forward"] = _without_bias(patched.forward)
+
+
+def _write_alone(cache: nn.Module) -> None:
+    """Let a patched KV cache write without dequantizing all of it for a caller who ignores that.
+    In the lazy modes the runtime drops what nobody holds; in others it takes time and memory."""
+    quantize, original = cast(Any, cache.quant_input), cast(Any, cache.orig_mod)
+
+    def forward(input: Tensor, cache: Tensor, slot_mapping: Tensor) -> Tensor:
+        out: Tensor = original(quantize(input), cache, slot_mapping)
+        return out
+
+    vars(cache)["forward"] = forward
+
+
+def _without_bias(forward: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
+    """Those of vLLM's layers return their bias, too, for the caller to add."""
+
+    def call(x: Tensor) -> Tensor:
+        returned = forward(x)
+        out: Tensor = returned[0] if isinstance(returned, tuple) else returned
+        return out
+
+    return call

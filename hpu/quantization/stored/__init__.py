@@ -1,0 +1,1 @@
+"""Methods of weights that a checkpoint has quantized."""

@@ -1,0 +1,68 @@
+"""CheckpointScheme: the methods of a model whose checkpoint is quantized."""
+
+from collections.abc import Callable
+
+from config.checkpoint.weight_maps.shard import Shard
+from config.model.quantization.base import INPUTS
+from hpu.quantization.base import LinearMethod, MoEMethod
+from hpu.quantization.stored.mxfp4 import Mxfp4Experts
+from hpu.quantization.stored.weights import StoredExperts, StoredWeight
+from hpu.quantization.unquantized import UNQUANTIZED, UNQUANTIZED_MOE
+
+MakeMethod = Callable[[StoredWeight], LinearMethod | None]
+"""The method by which a device multiplies a quantized weight; None: it does not."""
+MakeMoEMethod = Callable[[StoredExperts | Mxfp4Experts], MoEMethod | None]
+"""Likewise, quantized experts."""
+
+
+class CheckpointScheme:
+    """A layer keeps its weight quantized if the device multiplies such weights, and all that is
+    merged into it is quantized alike; other weights are dequantized while they are loaded."""
+
+    def __init__(
+        self, make_method: MakeMethod, make_moe_method: MakeMoEMethod = lambda experts: None
+    ) -> None:
+        self._make_method = make_method
+        self._make_moe_method = make_moe_method
+
+    def linear_method(
+        self, shards: list[Shard], in_features: int, *, is_head: bool
+    ) -> LinearMethod:
+        stored = _stored_weight(shards, in_features)
+        # The shard of the head's last rank is filled up with rows that no scale has.
+        if stored is None or (is_head and any(one.intervals is not None for one in shards)):
+            return UNQUANTIZED
+        return self._make_method(stored) or UNQUANTIZED
+
+    def moe_method(
+        self,
+        w13: list[Shard],
+        w2: list[Shard],
+        hidden_size: int,
+        inner_size: int,
+        activation: str,
+    ) -> MoEMethod:
+        if any(one.spec.mxfp4 for one in w2):
+            method = self._make_moe_method(Mxfp4Experts.of(w2, hidden_size, inner_size))
+            return method or UNQUANTIZED_MOE
+        products = _stored_weight(w13, hidden_size), _stored_weight(w2, inner_size)
+        if products[0] is None or products[1] is None:
+            return UNQUANTIZED_MOE
+        num_experts = len({one.spec.expert for one in w2})
+        stored = StoredExperts(products[0], products[1], num_experts, activation)
+        return self._make_moe_method(stored) or UNQUANTIZED_MOE
+
+
+def _stored_weight(shards: list[Shard], in_features: int) -> StoredWeight | None:
+    """What all of `shards`, of a linear layer or of the experts of a layer, are; None if they are
+    not all quantized alike."""
+    values = [one for one in shards if one.spec.part and one.spec.part.role == "values"]
+    schemes = {one.spec.scheme for one in shards}
+    if not values or len(schemes) > 1:
+        return None
+    first, scheme = values[0], schemes.pop()
+    assert scheme is not None
+    sizes = first.spec.output_sizes or (first.spec.shape[0],)
+    is_split = first.intervals is not None and first.dim == INPUTS
+    total = first.total if is_split else in_features
+    return StoredWeight(scheme, in_features, sum(sizes), total, sizes)

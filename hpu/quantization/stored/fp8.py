@@ -1,0 +1,301 @@
+"""Fp8LinearMethod and Fp8MoEMethod: FP8 weights of a checkpoint on Gaudi, multiplied in FP8;
+Fp8BlockLinearMethod and Fp8BlockMoEMethod: with scales of blocks, expanded in each launch."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from config.model.quantization.base import Role
+from hpu.ops.gaudi_modules import MOE_ACTIVATIONS
+from hpu.quantization.base import ExpertsLayer, LinearLayer
+from hpu.quantization.stored.weights import (
+    W2,
+    W13,
+    StoredExperts,
+    StoredMethod,
+    StoredMoEMethod,
+    StoredWeight,
+    each_expert,
+)
+
+CHECKPOINT_MAX = 448.0
+"""Largest value of e4m3 in checkpoints."""
+MIN_AMAX = 1e-8
+"""Added to the largest activation of a token, which may be 0."""
+
+
+class Range(NamedTuple):
+    """Of e4m3 on a card."""
+
+    largest: float
+
+    @property
+    def halves(self) -> bool:
+        """Whether it ends below that of checkpoints: weights are halved, and scales doubled, so
+        that no code of a larger value is ever on the card."""
+        return self.largest < CHECKPOINT_MAX
+
+    def per_output(
+        self, weight: StoredWeight, parts: Mapping[Role, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Of `parts` of a weight, (out, in) float8_e4m3fn in the card's range, and scales (out, 1)
+        float32."""
+        values, scales = parts["values"], parts["scales"]
+        if scales.shape[1] > 1:
+            plain = weight.dequantize(parts)
+            scales = plain.abs().amax(1, keepdim=True).clamp_min_(MIN_AMAX) / self.largest
+            return to_fp8(plain / scales, self.largest), scales
+        return self.fitted(values, scales)
+
+    def fitted(self, values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        """`values` in the card's range, and their scales."""
+        if self.halves:
+            return to_fp8(values.float() / 2, self.largest), scales * 2
+        return values, scales
+
+    def input_scale(self, stored: Tensor) -> Tensor:
+        """Of activations, from that of the checkpoint."""
+        return stored * 2 if self.halves else stored
+
+    def quantize(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """`rows` (T, in) in float8_e4m3fn, and a scale of each: (T, 1) float32."""
+        amax = rows.abs().amax(-1, keepdim=True).float()
+        scale = (amax + MIN_AMAX) / self.largest
+        return cast_to_fp8(rows, torch.reciprocal(scale)), scale
+
+
+class Fp8LinearMethod(StoredMethod):
+    """A LinearMethod of torch.ops.hpu.cast_to_fp8_v2 and fp8_gemm_v2 (HabanaAI/gaudi-pytorch-
+    bridge), with a scale of each output. Activations are scaled by token, or, where the checkpoint
+    has a scale for them, by that. Scales of blocks are replaced by scales of outputs: weights are
+    rounded again, on the host."""
+
+    def __init__(self, weight: StoredWeight, largest: float) -> None:
+        """`largest`: of the card's e4m3."""
+        super().__init__(weight)
+        self._range = Range(largest)
+        self._is_static = weight.scheme.activations == "static"
+
+    def process_weights(self, layer: LinearLayer) -> None:
+        parts = self._weight.take_parameters(layer)
+        values, scales = self._range.per_output(self._weight, parts)
+        tensors = {"qweight": values, "scales": scales.flatten()}
+        if self._is_static:
+            # One scale for all that multiply the same activations.
+            scale = self._range.input_scale(parts["input_scale"].max().reshape(1))
+            tensors["input_scale"] = scale
+            tensors["input_multiplier"] = 1 / scale
+        for name, tensor in tensors.items():
+            on_device = tensor.contiguous().to(layer.device)
+            layer.register_parameter(name, nn.Parameter(on_device, requires_grad=False))
+
+    def apply(self, layer: LinearLayer, x: Tensor, bias: Tensor | None) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        scale: Tensor
+        if self._is_static:
+            scale = layer.get_parameter("input_scale")
+            narrow = cast_to_fp8(rows, layer.get_parameter("input_multiplier"))
+        else:
+            narrow, scale = self._range.quantize(rows)
+        out: Tensor = torch.ops.hpu.fp8_gemm_v2(
+            narrow,
+            False,
+            layer.get_parameter("qweight"),
+            True,
+            None,
+            x.dtype,
+            scale,
+            layer.get_parameter("scales"),
+            bias,
+            False,
+        )
+        return out.view(*x.shape[:-1], -1)
+
+
+def to_fp8(values: Tensor, largest: float) -> Tensor:
+    return values.clamp(-largest, largest).to(torch.float8_e4m3fn)
+
+
+def cast_to_fp8(rows: Tensor, multiplier: Tensor) -> Tensor:
+    """`rows` times `multiplier`, by the card."""
+    narrow: Tensor = torch.ops.hpu.cast_to_fp8_v2(
+        rows, multiplier, False, False, torch.float8_e4m3fn
+    )[0]
+    return narrow
+
+
+class Fp8MoEMethod(StoredMoEMethod):
+    """A MoEMethod of the FP8 forms of torch.ops.hpu.mixture_of_experts, with a scale of each output
+    of each expert, as Fp8LinearMethod. Of checkpoints with scales for activations those of the
+    first product are the largest of this rank's experts, those of the second are each expert's
+    (vllm_gaudi/extension/ops.py in vllm-project/vllm-gaudi)."""
+
+    def __init__(self, experts: StoredExperts, largest: float) -> None:
+        """Of experts that `can_multiply` accepts. `largest`: of the card's e4m3."""
+        super().__init__(experts)
+        self._range = Range(largest)
+        self._is_static = experts.w13.scheme.activations == "static"
+
+    def process_weights(self, layer: ExpertsLayer) -> None:
+        tensors: dict[str, Tensor] = {}
+        for prefix, weight in self._experts.products:
+            parts = weight.take_parameters(layer, prefix)
+            values, scales = parts["values"], torch.empty(parts["values"].shape[:2])
+            for index, own in enumerate(each_expert(parts)):
+                # In place: a second copy of all experts would not fit beside the first one.
+                codes, outputs = self._range.per_output(weight, own)
+                values[index].copy_(codes)
+                scales[index].copy_(outputs.flatten())
+            tensors |= {f"{prefix}qweight": values, f"{prefix}scales": scales}
+            if self._is_static:
+                stored = self._range.input_scale(parts["input_scale"].amax((1, 2)))
+                tensors[f"{prefix}input_scale"] = stored if prefix == W2 else stored.max()
+        if self._is_static:
+            tensors["input_multiplier"] = 1 / tensors[f"{W13}input_scale"]
+        for name, tensor in tensors.items():
+            on_device = tensor.to(layer.device)
+            layer.register_parameter(name, nn.Parameter(on_device, requires_grad=False))
+        layer.moe_op = VllmMixtureOfExpertsOpFP8PerChannel(layer, self._range, self._is_static)
+
+
+class VllmMixtureOfExpertsOpFP8PerChannel(nn.Module):
+    """MoEImpl: the vendor's kernel for a layer's routed experts in FP8. It quantizes the inputs of
+    the second product itself, by token, or with the scale of the expert."""
+
+    def __init__(self, layer: ExpertsLayer, fp8_range: Range, is_static: bool) -> None:
+        """Holds views of the parameters of `layer`, so a later move of them is not seen."""
+        super().__init__()
+
+        def views(name: str) -> list[Tensor]:
+            return list(layer.get_parameter(name).detach().unbind(0))
+
+        self._range = fp8_range
+        self._w13, self._w13_scales = views(f"{W13}qweight"), views(f"{W13}scales")
+        self._w2, self._w2_scales = views(f"{W2}qweight"), views(f"{W2}scales")
+        self.experts_min = layer.first_expert
+        self.experts_max = layer.first_expert + len(self._w13) - 1
+        self._static: tuple[Tensor, Tensor, list[Tensor]] | None = None
+        if is_static:
+            self._static = (
+                layer.get_parameter(f"{W13}input_scale").detach(),
+                layer.get_parameter("input_multiplier").detach(),
+                views(f"{W2}input_scale"),
+            )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        expert_routing_table: Tensor,
+        router_weights: Tensor,
+        permuted_weights: bool = True,
+        activation: str = "silu",
+    ) -> Tensor:
+        scales: dict[str, Tensor | list[Tensor]]
+        if self._static is None:
+            narrow, scale = self._range.quantize(hidden_states)
+            scales = {"d_scale_hidden_states": scale}
+        else:
+            scale, multiplier, inner = self._static
+            narrow = cast_to_fp8(hidden_states, multiplier)
+            scales = {
+                "d_scale_hidden_states": scale,
+                "d_scale_intermediate_hidden_states": inner,
+            }
+        # By its name: to choose one, torch would print arguments that do not fit another.
+        forms = torch.ops.hpu.mixture_of_experts
+        form = forms.fp8_fused_weights if self._static else forms.fp8_fused_weights_dynamic
+        out: Tensor = form(
+            hidden_states=narrow,
+            expert_routing_table=expert_routing_table,
+            router_weights=router_weights,
+            w12=self._w13,
+            w3=self._w2,
+            d_scale_w12=self._w13_scales,
+            d_scale_w3=self._w2_scales,
+            permuted_weights=permuted_weights,
+            activation=MOE_ACTIVATIONS[activation],
+            experts_min=self.experts_min,
+            experts_max=self.experts_max,
+            **scales,
+        )
+        return out
+
+
+def can_multiply(experts: StoredExperts) -> bool:
+    """Whether the FP8 forms of the kernel take such experts."""
+    floats = experts.w13.scheme.is_float and experts.w2.scheme.is_float
+    return floats and experts.activation in MOE_ACTIVATIONS
+
+
+class Fp8BlockLinearMethod(StoredMethod):
+    """A LinearMethod that keeps scales of blocks, and expands the weight to the dtype of the
+    activations in each launch."""
+
+    def __init__(self, weight: StoredWeight, largest: float) -> None:
+        """Of a weight that `has_blocks` accepts. `largest`: of the card's e4m3."""
+        super().__init__(weight)
+        self._range = Range(largest)
+
+    def process_weights(self, layer: LinearLayer) -> None:
+        parts = self._weight.take_parameters(layer)
+        values, scales = self._range.fitted(parts["values"], parts["scales"])
+        for name, tensor in (("qweight", values), ("scales", scales)):
+            on_device = tensor.to(layer.device)
+            layer.register_parameter(name, nn.Parameter(on_device, requires_grad=False))
+
+    def apply(self, layer: LinearLayer, x: Tensor, bias: Tensor | None) -> Tensor:
+        operands = layer.get_parameter("qweight"), layer.get_parameter("scales")
+        return functional.linear(x, expand_blocks(operands, x.dtype), bias)
+
+
+class Fp8BlockMoEMethod(StoredMoEMethod):
+    """As Fp8BlockLinearMethod, of experts: a MoEMethod of mixture_of_experts."""
+
+    def __init__(
+        self,
+        experts: StoredExperts,
+        largest: float,
+        end_slice: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Of experts that `can_multiply` and `has_blocks` accept. `end_slice`: as that of
+        ExpandedExperts."""
+        super().__init__(experts)
+        self._range = Range(largest)
+        self._end_slice = end_slice
+
+    def process_weights(self, layer: ExpertsLayer) -> None:
+        for prefix, weight in self._experts.products:
+            parts = weight.take_parameters(layer, prefix)
+            for own in each_expert(parts):
+                # In place, as with Fp8MoEMethod.
+                fitted = self._range.fitted(own["values"], own["scales"])
+                own["values"].copy_(fitted[0])
+                own["scales"].copy_(fitted[1])
+            for name, tensor in (("qweight", parts["values"]), ("scales", parts["scales"])):
+                parameter = nn.Parameter(tensor.to(layer.device), requires_grad=False)
+                layer.register_parameter(prefix + name, parameter)
+        layer.moe_op = self._experts.expanding_op(
+            layer,
+            ["qweight", "scales"],
+            expand_blocks,
+            permuted_weights=True,
+            end_slice=self._end_slice,
+        )
+
+
+def expand_blocks(operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    """(out, in) of FP8 (out, in) and scales (out, groups), rounded once."""
+    values, scales = operands
+    grouped = values.float().view(*scales.shape, -1) * scales.unsqueeze(-1)
+    return grouped.view(values.shape).to(dtype)
+
+
+def has_blocks(weight: StoredWeight) -> bool:
+    """Whether its scales are of blocks, of which this rank has whole groups of inputs."""
+    scheme = weight.scheme
+    if not scheme.is_float or scheme.group_size is None:
+        return False
+    return weight.in_features % weight.num_groups == 0

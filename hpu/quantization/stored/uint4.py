@@ -1,0 +1,144 @@
+"""Uint4LinearMethod and Uint4MoEMethod: 4-bit integers of a checkpoint on Gaudi, expanded by the
+vendor's operator in each launch."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from config.model.quantization.base import Role
+from hpu.model_loader.quantized_weights import from_pairs
+from hpu.ops.gaudi_modules import MOE_ACTIVATIONS
+from hpu.quantization.base import ExpertsLayer, LinearLayer
+from hpu.quantization.stored.weights import (
+    StoredExperts,
+    StoredMethod,
+    StoredMoEMethod,
+    StoredWeight,
+    each_expert,
+)
+
+PER_INT32 = 8
+
+
+class Uint4LinearMethod(StoredMethod):
+    """A LinearMethod of torch.ops.hpu.convert_from_uint4 (HabanaAI/gaudi-pytorch-bridge): weights
+    are int32 (in, out / 8), the first output in the lowest bits; scales (groups, out); zero points
+    int32 (groups, out / 8) alike. All are parameters: constants would make each layer a recipe of
+    its own."""
+
+    def __init__(self, weight: StoredWeight) -> None:
+        """Of a weight that `can_convert` accepts."""
+        super().__init__(weight)
+
+    def process_weights(self, layer: LinearLayer) -> None:
+        parts = self._weight.take_parameters(layer)
+        tensors = _converted(self._weight, parts, layer.dtype)
+        if tensors is None:
+            self._use_dequantized(layer, parts)
+            return
+        for name, tensor in tensors.items():
+            on_device = tensor.to(layer.device)
+            layer.register_parameter(name, nn.Parameter(on_device, requires_grad=False))
+
+    def apply(self, layer: LinearLayer, x: Tensor, bias: Tensor | None) -> Tensor:
+        if layer.weight is not None:
+            weight: Tensor = layer.weight.t()
+        else:
+            tensors = [layer.get_parameter(name) for name in ("qweight", "scales", "qzeros")]
+            # Releases before 1.22 have no such argument.
+            groups = [layer.get_parameter("g_idx")] if self._weight.scheme.desc_act else []
+            weight = torch.ops.hpu.convert_from_uint4(*tensors, x.dtype, *groups)
+        out = torch.matmul(x, weight)
+        return out if bias is None else out + bias
+
+
+def _converted(
+    weight: StoredWeight, parts: Mapping[Role, Tensor], dtype: torch.dtype
+) -> dict[str, Tensor] | None:
+    """What the operator takes of `parts` of a weight, in its order; None if the outputs differ in
+    their groups."""
+    groups = parts.get("groups")
+    if groups is not None and not (groups == groups[0]).all():
+        return None
+    scales = parts["scales"]
+    zeros = parts.get("zeros")
+    if zeros is None:
+        zeros = torch.full(scales.shape, weight.scheme.middle, dtype=torch.uint8)
+    tensors = {
+        "qweight": pack_outputs(from_pairs(parts["values"])),
+        "scales": scales.t().contiguous().to(dtype),
+        "qzeros": pack_outputs(zeros),
+    }
+    if groups is not None:
+        tensors["g_idx"] = groups[0].clone()
+    return tensors
+
+
+class Uint4MoEMethod(StoredMoEMethod):
+    """A MoEMethod of torch.ops.hpu.convert_from_uint4, for all experts in each launch, and
+    mixture_of_experts."""
+
+    def __init__(
+        self, experts: StoredExperts, end_slice: Callable[[], None] = lambda: None
+    ) -> None:
+        """Of experts that `can_convert_experts` accepts. `end_slice` is called after each part of
+        them, so that the memory of its weights is free for the next one."""
+        super().__init__(experts)
+        self._end_slice = end_slice
+
+    def process_weights(self, layer: ExpertsLayer) -> None:
+        products = self._experts.products
+        parts = {prefix: weight.take_parameters(layer, prefix) for prefix, weight in products}
+        tensors: dict[str, list[Tensor]] = {}
+        for prefix, weight in products:
+            for own in each_expert(parts[prefix]):
+                converted = _converted(weight, own, layer.dtype)
+                if converted is None:
+                    self._use_dequantized(layer, parts)
+                    return
+                for name, tensor in converted.items():
+                    tensors.setdefault(prefix + name, []).append(tensor)
+        del parts
+        for name in list(tensors):
+            on_device = torch.stack(tensors.pop(name)).to(layer.device)
+            layer.register_parameter(name, nn.Parameter(on_device, requires_grad=False))
+        names = ["qweight", "scales", "qzeros"]
+        if self._experts.w13.scheme.desc_act:
+            names.append("g_idx")
+        layer.moe_op = self._experts.expanding_op(
+            layer, names, _expand, permuted_weights=False, end_slice=self._end_slice
+        )
+
+
+def _expand(operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    """(in, out)"""
+    out: Tensor = torch.ops.hpu.convert_from_uint4(*operands[:3], dtype, *operands[3:])
+    return out
+
+
+def can_convert_experts(experts: StoredExperts, *, takes_groups: bool) -> bool:
+    """As `can_convert`, of all experts."""
+    both = (experts.w13, experts.w2)
+    is_known = experts.activation in MOE_ACTIVATIONS
+    return is_known and all(can_convert(one, takes_groups=takes_groups) for one in both)
+
+
+def can_convert(weight: StoredWeight, *, takes_groups: bool) -> bool:
+    """Whether the operator takes it. `takes_groups`: it can be told the group of each input."""
+    scheme = weight.scheme
+    if scheme.is_float or scheme.bits != 4 or weight.out_features % PER_INT32:
+        return False
+    if scheme.desc_act:
+        return takes_groups
+    return weight.in_features % weight.num_groups == 0
+
+
+def pack_outputs(values: Tensor) -> Tensor:
+    """(out, n) uint8 below 16 to (n, out / 8) int32, the first output in the lowest bits."""
+    nibbles = values.t().int().reshape(values.shape[1], -1, PER_INT32)
+    # Not a sum: the highest four bits have the sign.
+    packed = torch.zeros_like(nibbles[..., 0])
+    for index in range(PER_INT32):
+        packed |= nibbles[..., index] << 4 * index
+    return packed

@@ -1,0 +1,197 @@
+"""`gaudiserve calibrate`: flags, and the steps of a calibration."""
+
+import argparse
+import contextlib
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from config import log
+from config.errors import CheckpointError, ConfigError, GaudiserveError
+from config.loading.env import is_installed
+from config.loading.parser import Parser, number
+from config.model.kv_cache_dtype import FP8_INC
+from config.model.quantization.inc import INC, MODULE, PACKAGE, VARIABLE
+from config.params.sampling import SamplingParams
+from server.cli.samples import Sample, read_samples
+from server.offline.calibration import finish_measures, write_configs
+from server.offline.llm import LLM
+
+DEFAULT_SAMPLES = 512
+DEFAULT_ANSWER = 32
+CHECKED_SAMPLES = 4
+"""Prompts that the quantized model answers."""
+
+DESCRIPTION = """\
+Prepare a model for FP8 on Gaudi with Intel Neural Compressor (pip install neural-compressor-pt).
+
+The model answers your samples in bfloat16 while the largest numbers in front of each product are
+measured. Then it is quantized once with scales made of them. DIR gets the measures, the scales and
+two files: maxabs_measure.json and maxabs_quant.json, which is the one to serve with.
+"""
+EPILOG = """\
+FILE holds samples of what users will send. A .jsonl file has one in each line: a string, or an
+object with `prompt`, `text` or `messages` (a conversation, which goes through the chat template).
+Of any other file each line is a text. A few hundred samples are enough.
+
+example:
+  gaudiserve calibrate meta-llama/Llama-3.1-8B-Instruct --data samples.jsonl -o llama-fp8
+"""
+
+
+def calibrate_parser() -> Parser:
+    parser = Parser(
+        prog="gaudiserve calibrate",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="Model folder or Hugging Face id, in bfloat16 or float16")
+    add("--data", required=True, metavar="FILE", help="Samples to measure with")
+    add("-o", "--output", required=True, metavar="DIR", help="Where all files go")
+    add(
+        "-tp",
+        "--tensor-parallel-size",
+        type=number(int, minimum=1),
+        default=1,
+        metavar="N",
+        help="Cards that hold the model; the result serves on so many and on their divisors [1]",
+    )
+    add(
+        "--max-samples",
+        type=number(int, minimum=1),
+        default=DEFAULT_SAMPLES,
+        metavar="N",
+        help=f"Samples to read, from the first on [{DEFAULT_SAMPLES}]",
+    )
+    add(
+        "--max-tokens",
+        type=number(int, minimum=2),
+        default=DEFAULT_ANSWER,
+        metavar="N",
+        help=f"Tokens of each answer: decodes are measured, too [{DEFAULT_ANSWER}]",
+    )
+    add(
+        "--max-model-len",
+        type=number(int, minimum=2),
+        metavar="N",
+        help="Longest sample with its answer; a longer one is an error; none: the model's limit",
+    )
+    add(
+        "--kv-cache-dtype",
+        choices=(FP8_INC, "auto"),
+        default=FP8_INC,
+        help=f"{FP8_INC}: the KV cache in FP8, too; auto: in bfloat16 [{FP8_INC}]",
+    )
+    add(
+        "--skip",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="Leave modules with NAME in their path as they are (lm_head); may be repeated",
+    )
+    add(
+        "--scale-method",
+        default="maxabs_hw",
+        metavar="NAME",
+        help="The compressor's scale_method [maxabs_hw: scales that the card multiplies for free]",
+    )
+    add(
+        "--device",
+        choices=("auto", "hpu", "hpu-emulator"),
+        default="auto",
+        help="hpu-emulator: without a card, slow, for tests of the procedure [auto]",
+    )
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Measure, repair, unify, quantize; the last line says how to serve. Raises CheckpointError for
+    what does not work, ConfigError for wrong flags."""
+    args = calibrate_parser().parse_all(argv)
+    log.setup("calibrate", level="error")
+    with _failures():
+        return _calibrate(args)
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    samples = read_samples(Path(args.data), args.max_samples)
+    if not is_installed(MODULE):
+        raise ConfigError(f"Intel Neural Compressor is not installed here: pip install {PACKAGE}")
+    folder, num_ranks = Path(args.output), args.tensor_parallel_size
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        measure_config, quantize_config = write_configs(
+            folder,
+            quantizes_cache=args.kv_cache_dtype == FP8_INC,
+            skipped=args.skip,
+            scale_method=args.scale_method,
+        )
+    except OSError as error:
+        raise ConfigError(f"{folder}: {error.strerror}") from error
+    _say(f"1/3 measure: {len(samples)} samples on {num_ranks} cards")
+    with _model(args, measure_config) as llm:
+        _answer(llm, samples, args.max_tokens)
+    _say("2/3 repair and unify the measures")
+    sizes = finish_measures(folder, num_ranks)
+    _say("3/3 quantize, and answer with the quantized model")
+    with _model(args, quantize_config) as llm:
+        _answer(llm, samples[:CHECKED_SAMPLES], args.max_tokens)
+    _say(f"{folder} serves with {' or '.join(map(str, sizes))} cards:")
+    flags = [args.model, "--quantization", INC, "--kv-cache-dtype", args.kv_cache_dtype]
+    if num_ranks > 1:
+        flags += ["--tensor-parallel-size", str(num_ranks)]
+    if args.device != "auto":
+        flags += ["--device", args.device]
+    print(f"{VARIABLE}={shlex.quote(str(quantize_config))} gaudiserve serve {shlex.join(flags)}")
+    return 0
+
+
+def _model(args: argparse.Namespace, config: Path) -> LLM:
+    """With one worker process for each rank: the compressor keeps what it measures in its module,
+    and the vendor's runtime takes one card of a process."""
+    flags: dict[str, Any] = {
+        "device": args.device,
+        "quantization": INC,
+        "quant_config": str(config),
+        "kv_cache_dtype": args.kv_cache_dtype,
+        "tensor_parallel_size": args.tensor_parallel_size,
+        "distributed_executor_backend": "mp",
+        # Neither warm-up nor graphs: their launches would be measured.
+        "warmup": "skip",
+        "enforce_eager": True,
+    }
+    if args.max_model_len is not None:
+        flags["max_model_len"] = args.max_model_len
+    return LLM(args.model, **flags)
+
+
+def _answer(llm: LLM, samples: list[Sample], max_tokens: int) -> None:
+    """With a progress bar."""
+    # As the checkpoint would end them, few tokens of an answer might be measured.
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    texts = [sample for sample in samples if isinstance(sample, str)]
+    conversations = [sample for sample in samples if not isinstance(sample, str)]
+    if texts:
+        llm.generate(texts, params)
+    if conversations:
+        llm.chat(conversations, params)
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[None]:
+    """One sentence and exit code 1 for whatever the files or the card cannot do."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except GaudiserveError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

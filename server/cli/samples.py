@@ -1,0 +1,46 @@
+"""Texts and conversations in a file, for commands that run a model on them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from config.errors import ConfigError
+
+Sample = str | list[dict[str, Any]]
+"""A text, or a conversation."""
+
+
+def read_samples(path: Path, most: int) -> list[Sample]:
+    """The first `most` of the file. Raises ConfigError with its line for what is no sample."""
+    samples: list[Sample] = []
+    try:
+        with path.open(encoding="utf-8") as file:
+            for line_number, line in enumerate(file, start=1):
+                if len(samples) == most:
+                    break
+                if line.strip():
+                    samples.append(_sample(path, line_number, line.rstrip("\n")))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no text in UTF-8"
+        raise ConfigError(f"{path}: {reason}") from error
+    if not samples:
+        raise ConfigError(f"{path} has no samples")
+    return samples
+
+
+def _sample(path: Path, line_number: int, line: str) -> Sample:
+    if path.suffix != ".jsonl":
+        return line
+    where = f"{path}, line {line_number}"
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: no JSON: {error}") from error
+    if isinstance(value, dict):
+        found = next((value[key] for key in ("messages", "prompt", "text") if key in value), None)
+        is_conversation = isinstance(found, list) and all(isinstance(one, dict) for one in found)
+        value = found if isinstance(found, str) or (found and is_conversation) else None
+    if not value or isinstance(value, (int, float)):
+        raise ConfigError(f"{where}: a string, or an object with prompt, text or messages")
+    sample: Sample = value
+    return sample

@@ -1,0 +1,149 @@
+"""Files of a calibration for Intel Neural Compressor: its configurations, and the measures of each
+rank, which are repaired and unified over the ranks.
+
+The file format is that of save_files.py in fp8_quant of intel/neural-compressor. Repair and
+unification are those of fix_measurements.py and unify_measurements.py in calibration/ of
+vllm-project/vllm-gaudi.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from config.errors import ConfigError
+from config.model.quantization.inc import MEASURE, QUANTIZE
+
+Node = dict[str, Any]
+"""Of a module: `inputs`, and `outputs` if they are measured, with a nested list of shape (1, 1) for
+each tensor; `params` with one for `weight`."""
+Record = dict[str, Any]
+"""One file: GlobalRank, LocalRank, Mode and Nodes, a Node by the path of each module."""
+
+STATS = "inc_output"
+MEASURE_FILE = "maxabs_measure.json"
+QUANTIZE_FILE = "maxabs_quant.json"
+CACHE_CLASS = "VLLMKVCache"
+CACHE_OF = {"matmul_qk": ("k_cache", "latent_cache_k"), "matmul_av": ("v_cache", "latent_cache_k")}
+"""A product of attention -> the cache that its second input comes from."""
+
+
+def write_configs(
+    folder: Path, *, quantizes_cache: bool, skipped: list[str], scale_method: str
+) -> tuple[Path, Path]:
+    """The configurations that measure and that quantize. `skipped`: parts of the paths of modules
+    that stay as they are. Paths in them are absolute."""
+    common = {
+        "method": "HOOKS",
+        "observer": "maxabs",
+        "allowlist": {"types": [], "names": []},
+        "dump_stats_path": str((folder / STATS).resolve()),
+    }
+    unquantized = [] if quantizes_cache else [CACHE_CLASS]
+    measure = {**common, "mode": MEASURE, "blocklist": {"types": [], "names": skipped}}
+    quantize = {
+        **common,
+        "mode": QUANTIZE,
+        "scale_method": scale_method,
+        # Numbers would be part of a recipe, and each layer would compile its own.
+        "scale_format": "const",
+        "blocklist": {"types": unquantized, "names": skipped},
+    }
+    paths = folder / MEASURE_FILE, folder / QUANTIZE_FILE
+    for path, fields in zip(paths, (measure, quantize), strict=True):
+        path.write_text(json.dumps(fields, indent=4) + "\n", "utf-8")
+    return paths
+
+
+def measure_path(folder: Path, rank: int, num_ranks: int) -> Path:
+    """Without its ending."""
+    return folder / f"{STATS}_hooks_maxabs_{rank}_{num_ranks}"
+
+
+def finish_measures(folder: Path, num_ranks: int) -> list[int]:
+    """Repair and unify the measures of all ranks. Writes files for each number of ranks that
+    divides `num_ranks`, and returns these numbers: no shard exceeds the largest of all. Raises
+    ConfigError if a rank's file is missing."""
+    records = [read_measures(measure_path(folder, rank, num_ranks)) for rank in range(num_ranks)]
+    unified = unify([repair(record) for record in records])
+    sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
+    for size in sizes:
+        for rank in range(size):
+            write_measures(measure_path(folder, rank, size), {**unified, "LocalRank": rank})
+    return sizes
+
+
+def read_measures(path: Path) -> Record:
+    """From the JSON file, which has all that the compressor reads from the other one, a pickle."""
+    file = path.with_suffix(".json")
+    try:
+        record: Record = json.loads(file.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"no measures were written: {file}: {error.strerror}") from error
+    return record
+
+
+def write_measures(path: Path, record: Record) -> None:
+    """As JSON and for the compressor, with arrays."""
+    path.with_suffix(".json").write_text(json.dumps(record, indent=4), "utf-8")
+    nodes = {name: _as_arrays(node) for name, node in record["Nodes"].items()}
+    # The format is the compressor's: an array with one object.
+    payload: Any = {**record, "Nodes": nodes}
+    np.savez(path.with_suffix(".npz"), payload)
+
+
+def repair(record: Record) -> Record:
+    """With the measures of a cache's inputs for what is read of it: blocks of other requests, and
+    slots that were never written, were measured too."""
+    nodes = {name: dict(node) for name, node in record["Nodes"].items()}
+    for name, node in nodes.items():
+        parent, _, own = name.rpartition(".")
+        caches = (nodes.get(f"{parent}.{cache}") for cache in CACHE_OF.get(own, ()))
+        cache = next((one for one in caches if one is not None), None)
+        if cache is not None:
+            node["inputs"] = [node["inputs"][0], cache["inputs"][0]]
+    return {**record, "Nodes": nodes}
+
+
+def unify(records: list[Record]) -> Record:
+    """The largest of each measure over all ranks. Raises ConfigError if their modules differ."""
+    first, *others = records
+    for record in others:
+        if record["Nodes"].keys() != first["Nodes"].keys():
+            raise ConfigError(
+                f"the ranks measured {len(first['Nodes'])} and {len(record['Nodes'])} modules, "
+                "they must be the same"
+            )
+    nodes = {
+        name: _largest([record["Nodes"][name] for record in records]) for name in first["Nodes"]
+    }
+    return {**first, "Nodes": nodes}
+
+
+def _largest(nodes: list[Node]) -> Node:
+    def largest(values: list[Any]) -> Any:
+        return np.max([np.asarray(value, np.float32) for value in values], axis=0).tolist()
+
+    first = nodes[0]
+    found: Node = {
+        kind: [largest([node[kind][index] for node in nodes]) for index in range(len(first[kind]))]
+        for kind in ("inputs", "outputs")
+        if first.get(kind) is not None
+    }
+    if "params" in first:
+        found["params"] = {
+            name: largest([node["params"][name] for node in nodes]) for name in first["params"]
+        }
+    return found
+
+
+def _as_arrays(node: Node) -> Node:
+    found: Node = {
+        kind: [np.array(value) for value in node[kind]]
+        for kind in ("inputs", "outputs")
+        if kind in node
+    }
+    if "params" in node:
+        found["params"] = {name: np.array(value) for name, value in node["params"].items()}
+    return found

@@ -1,0 +1,390 @@
+"""Intel Neural Compressor itself, on the emulated card: measure, quantize, serve.
+
+The compressor binds the card when it is imported, and is imported anew for each one.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from emulated import emulated
+from live import ROOT
+from paged_harness import load_decoder
+from strict_card import COUNTERS, STRICT
+from tiny_models import make_tiny
+from two_prompts import greedy, random_traffic, working
+
+from config.errors import ConfigError
+from config.execution import ExecutionConfig, WarmupConfig
+from config.model.quantization.inc import read_quant_config
+from config.model.read_config import read_model_config
+from config.params.sampling import SamplingParams
+from hpu.distributed.process_groups import SINGLE
+from hpu.model_loader.loader import load_weights
+from hpu.models.registry import build_model
+from hpu.quantization.inc import IncCompressor, IncScheme
+from server.offline.calibration import finish_measures, write_configs
+from server.offline.llm import LLM
+
+pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]
+pytest.importorskip("neural_compressor")
+
+GRAPHS = ExecutionConfig(mode="hpu-graphs")
+MODES = ("lazy", "hpu-graphs", "torch-compile", "eager")
+LINEARS = {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"}
+ATTENTION = {
+    *("matmul_qk", "matmul_av", "batch2block_matmul", "block2batch_matmul", "k_cache", "v_cache"),
+    "fused_scaled_dot_product_attention",
+}
+"""What is called in a launch with fused attention."""
+ATTENTION_CLASSES = ("Matmul", "B2BMatmul", "Softmax", "ModuleFusedSDPA", "VLLMKVCache")
+EXPERTS = {
+    "moe_op",
+    *(f"{kind}_list.{i}" for kind in ("moe_op.w13", "moe_op.w2") for i in range(4)),
+}
+PROMPT = [(37 * i) % 316 + 4 for i in range(120)]
+
+
+@pytest.fixture(autouse=True)
+def unbound() -> Iterator[None]:
+    yield
+    unbind()
+
+
+def unbind() -> None:
+    """Forget the card that the compressor is bound to."""
+    for name in list(sys.modules):
+        if name.split(".")[0] == "neural_compressor":
+            del sys.modules[name]
+
+
+def measure(folder: Path, out: Path, **configured: Any) -> Path:
+    """Measure two prompts and random traffic; gives the configuration that quantizes by them."""
+    out.mkdir()
+    options: dict[str, Any] = {"quantizes_cache": True, "skipped": [], "scale_method": "maxabs_hw"}
+    measuring, quantizing = write_configs(out, **{**options, **configured})
+    with working(
+        folder,
+        device="hpu-emulator",
+        dtype="bfloat16",
+        execution=ExecutionConfig(mode="lazy"),
+        emulator=STRICT,
+        quantization="inc",
+        quant_config=str(measuring),
+        enforce_eager=True,
+        warmup=WarmupConfig(mode="skip"),
+    ) as rig:
+        greedy(rig)
+        random_traffic(rig)
+    unbind()
+    finish_measures(out, 1)
+    return quantizing
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def quantizing(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return measure(llama, tmp_path_factory.mktemp("measured") / "out")
+
+
+def served(
+    folder: Path, quantizing: Path, execution: ExecutionConfig = GRAPHS
+) -> tuple[list[list[int]], int]:
+    """Tokens of two prompts and of random traffic by the quantized model, without compilations
+    after warm-up, and the number of its recipes."""
+    with working(
+        folder,
+        device="hpu-emulator",
+        dtype="bfloat16",
+        execution=execution,
+        emulator=STRICT,
+        quantization="inc",
+        quant_config=str(quantizing),
+    ) as rig:
+        counters = torch.hpu.emulated.counters  # type: ignore[attr-defined]
+        before = [counters.counts[name] for name in COUNTERS]
+        found = greedy(rig) + random_traffic(rig)
+        assert [counters.counts[name] for name in COUNTERS] == before
+        assert before[0] > 0 and before[2] == 0
+        num_recipes = len(counters.recipes)
+    unbind()
+    return found, num_recipes
+
+
+def logprobs(folder: Path, **flags: Any) -> torch.Tensor:
+    """Of the tokens of a prompt in chunks, the later ones over its cached context."""
+    with LLM(
+        str(folder),
+        device="hpu-emulator",
+        dtype="bfloat16",
+        distributed_executor_backend="uni",
+        max_model_len=128,
+        max_num_seqs=2,
+        max_num_batched_tokens=32,
+        num_gpu_blocks_override=16,
+        block_size=16,
+        warmup="skip",
+        **flags,
+    ) as llm:
+        params = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=0)
+        (output,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+    unbind()
+    assert output.prompt_logprobs is not None
+    rows = zip(output.prompt_logprobs[1:], PROMPT[1:], strict=True)
+    return torch.tensor([row[token].logprob for row, token in rows if row is not None])
+
+
+def test_every_module_that_a_launch_calls_is_measured_under_its_name_in_vllm(
+    quantizing: Path,
+) -> None:
+    record = json.loads((quantizing.parent / "inc_output_hooks_maxabs_0_1.json").read_text())
+
+    names = LINEARS | {f"self_attn.attn.impl.{name}" for name in ATTENTION}
+    expected = {f"model.layers.{layer}.{name}" for layer in (0, 1) for name in names}
+    assert record["Nodes"].keys() == {*expected, "lm_head"}
+    assert record["Mode"] == "DynamicRange"
+    sizes = {len(node["inputs"]) for node in record["Nodes"].values()}
+    assert sizes == {1, 2, 3}
+
+
+def rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """As FP8 of a Gaudi 2 has it."""
+    codes = (x / scale).clamp(-240, 240).to(torch.float8_e4m3fn)
+    return codes.float() * scale
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).square().mean().sqrt() / expected.std())
+
+
+def with_blocked(quantizing: Path, path: Path, *types: str, names: tuple[str, ...] = ()) -> Path:
+    """Its configuration, with the same measures, but for these classes and names."""
+    blocklist = {"types": types, "names": names}
+    path.write_text(json.dumps({**json.loads(quantizing.read_text()), "blocklist": blocklist}))
+    return path
+
+
+@torch.inference_mode()
+def test_products_are_those_of_operands_that_are_rounded_with_the_scales(
+    llama: Path, quantizing: Path
+) -> None:
+    weights = load_decoder(llama).state_dict()
+    with working(
+        llama,
+        device="hpu-emulator",
+        dtype="bfloat16",
+        execution=GRAPHS,
+        emulator=STRICT,
+        quantization="inc",
+        quant_config=str(quantizing),
+        warmup=WarmupConfig(mode="skip"),
+    ) as rig:
+        model = rig.worker._loaded.model  # type: ignore[union-attr]
+        file = quantizing.parent / "inc_output_hooks_maxabs_MAXABS_HW_0_1.json"
+        scales = json.loads(file.read_text())["Nodes"]
+        names = [name for name in scales if f"{name}.weight" in weights]
+        for name in names:
+            weight = weights[f"{name}.weight"].bfloat16().float()
+            of_input, of_weight = scales[name]["inputs"][0], scales[name]["params"]["weight"]
+            x = torch.randn(3, 5, weight.shape[1]).bfloat16()
+            expected = rounded(x.float(), of_input) @ rounded(weight, of_weight).T
+            found = model.get_submodule(name)(x.to("hpu")).cpu().float()
+            assert torch.allclose(found, expected, rtol=0.01, atol=0.01), name
+
+    assert len(names) == 2 * len(LINEARS) + 1
+
+
+def test_probabilities_are_close_to_those_in_bfloat16(
+    llama: Path, quantizing: Path, tmp_path: Path
+) -> None:
+    expected = logprobs(llama)
+    linears = ("QKVParallelLinear", "RowParallelLinear", "MergedColumnParallelLinear")
+    parts = {
+        "all": ((), 0.3),
+        "head": ((*linears, *ATTENTION_CLASSES), 0.05),
+        "attention and cache": ((*linears, "ParallelLMHead"), 0.15),
+    }
+    for name, (blocked, tolerance) in parts.items():
+        config = with_blocked(quantizing, tmp_path / "config.json", *blocked)
+        found = logprobs(llama, quantization="inc", quant_config=str(config))
+        # Each operand has four significant bits; the wide random weights magnify differences.
+        assert 0.01 < relative(found, expected) < tolerance, name
+
+
+def test_each_mode_gives_the_same_tokens_and_compiles_nothing_after_warm_up(
+    llama: Path, quantizing: Path
+) -> None:
+    found = {mode: served(llama, quantizing, ExecutionConfig(mode=mode))[0] for mode in MODES}
+
+    assert all(tokens == found["hpu-graphs"] for tokens in found.values())
+    assert len({token for tokens in found["hpu-graphs"] for token in tokens}) > 20
+
+
+def test_layers_of_a_kind_share_their_recipes(tmp_path: Path) -> None:
+    numbers = []
+    for num_layers in (2, 4):
+        folder = tmp_path / f"{num_layers}"
+        folder.mkdir()
+        make_tiny("llama", folder, num_hidden_layers=num_layers)
+        numbers.append(served(folder, measure(folder, tmp_path / f"out{num_layers}"))[1])
+
+    # Of an embedding, a layer and a head; weights are moved one by one.
+    assert numbers[0] == numbers[1]
+
+
+def test_experts_are_quantized_with_the_kernel(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    make_tiny("mixtral", folder)
+    quantizing = measure(folder, tmp_path / "out")
+
+    found, _ = served(folder, quantizing)
+
+    record = json.loads((tmp_path / "out" / "inc_output_hooks_maxabs_0_1.json").read_text())
+    experts = "model.layers.1.block_sparse_moe.experts."
+    names = {name.removeprefix(experts) for name in record["Nodes"] if name.startswith(experts)}
+    assert names == EXPERTS
+    moe_op = record["Nodes"][f"{experts}moe_op"]
+    assert (len(moe_op["inputs"]), len(moe_op["outputs"])) == (1, 5)
+    assert len({token for tokens in found for token in tokens}) > 20
+
+
+def test_weights_are_one_byte_on_the_card_and_a_cache_that_is_skipped_stays(
+    llama: Path, quantizing: Path, tmp_path: Path
+) -> None:
+    config = with_blocked(quantizing, tmp_path / "c.json", "VLLMKVCache", names=("lm_head",))
+    found = {}
+    for path in (quantizing, config):
+        with working(
+            llama,
+            device="hpu-emulator",
+            dtype="bfloat16",
+            execution=GRAPHS,
+            emulator=STRICT,
+            quantization="inc",
+            quant_config=str(path),
+            warmup=WarmupConfig(mode="skip"),
+        ) as rig:
+            model = rig.worker._loaded.model  # type: ignore[union-attr]
+            weights = dict(model.named_parameters())
+            cache = rig.worker._components.cache._layers[0][0]  # type: ignore[union-attr]
+            found[path] = (
+                {name: one.dtype for name, one in weights.items() if one.dim() == 2},
+                cache.dtype,
+            )
+        unbind()
+
+    fp8, bf16 = torch.float8_e4m3fn, torch.bfloat16
+    dtypes, cache_dtype = found[quantizing]
+    assert {name for name, dtype in dtypes.items() if dtype != fp8} == {"model.embed_tokens.weight"}
+    assert cache_dtype == fp8
+    dtypes, cache_dtype = found[config]
+    assert dtypes["lm_head.weight"] == cache_dtype == bf16
+
+
+def test_while_it_is_loaded_the_card_holds_the_quantized_weights_and_one_more(
+    llama: Path, quantizing: Path
+) -> None:
+    facts = read_model_config(str(llama))
+    with emulated(strict=True) as card, torch.inference_mode():
+        from hpu.ops.gaudi import GaudiKernels
+
+        model = build_model(
+            facts,
+            dtype=torch.bfloat16,
+            device=torch.device("hpu", 0),
+            max_model_len=64,
+            quantization=IncScheme(),
+        )
+        load_weights(model, str(llama), on_progress=lambda done, total: None)
+        model.use_kernels(GaudiKernels(fused_sdpa=True))
+        IncCompressor(read_quant_config(str(quantizing)), SINGLE).patch(model)
+        held = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
+        peak = card.memory.peak
+
+    # The largest is the head, which is there in bfloat16, as magnitudes and in FP8.
+    assert peak - held < 2 * facts.vocab_size * facts.hidden_size * 2
+    plain = sum(one.nbytes for one in load_decoder(llama).parameters()) // 2
+    # All but the embedding and the norms take half.
+    assert held < 0.65 * plain
+
+
+def test_a_model_wakes_up_as_it_was(llama: Path, quantizing: Path) -> None:
+    with working(
+        llama,
+        device="hpu-emulator",
+        dtype="bfloat16",
+        execution=GRAPHS,
+        emulator=STRICT,
+        quantization="inc",
+        quant_config=str(quantizing),
+    ) as rig:
+        expected = greedy(rig)
+        rig.sleep(1)
+        rig.worker.wake_up(lambda progress: None)
+        assert greedy(rig) == expected
+
+
+def test_measures_of_another_model_are_refused_with_the_file_and_a_name(
+    llama: Path, quantizing: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    _, config = write_configs(out, quantizes_cache=True, skipped=[], scale_method="maxabs_hw")
+    file = "inc_output_hooks_maxabs_0_1.npz"
+    record = np.load(quantizing.parent / file, allow_pickle=True)["arr_0"].item()
+    record["Nodes"] = {
+        name: node for name, node in record["Nodes"].items() if "layers.1" not in name
+    }
+    np.savez(out / file, record)
+
+    with pytest.raises(ConfigError, match=r"0_1\.npz has no measures of 11 .* model\.layers\.1"):
+        served(llama, config)
+
+
+def test_a_configuration_that_the_compressor_refuses_is_named(
+    llama: Path, quantizing: Path, tmp_path: Path
+) -> None:
+    fields = json.loads(quantizing.read_text())
+    config = tmp_path / "wrong.json"
+    config.write_text(json.dumps({**fields, "scale_method": "best"}))
+
+    with pytest.raises(ConfigError, match=r"cannot use .*wrong\.json.*best"):
+        served(llama, config)
+
+
+def calibrate(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gaudiserve", "calibrate", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=140)
+
+
+def test_calibrate_writes_what_serve_needs_for_two_ranks(llama: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "hello"}\n"how are you"\n')
+
+    done = calibrate(
+        str(llama),
+        *("--data", str(data), "-o", str(tmp_path / "out"), "--device", "hpu-emulator"),
+        *("--max-model-len", "64", "--max-tokens", "3", "--tensor-parallel-size", "2"),
+    )
+
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.strip().splitlines()[-1]
+    assert last.startswith(f"QUANT_CONFIG={tmp_path}/out/maxabs_quant.json gaudiserve serve ")
+    assert last.endswith("--tensor-parallel-size 2 --device hpu-emulator")
+    names = {path.name for path in (tmp_path / "out").glob("*.npz")}
+    prefix = "inc_output_hooks_maxabs"
+    assert names == {
+        *(f"{prefix}_{ranks}.npz" for ranks in ("0_1", "0_2", "1_2")),
+        *(f"{prefix}_MAXABS_HW_{ranks}.npz" for ranks in ("0_2", "1_2")),
+    }

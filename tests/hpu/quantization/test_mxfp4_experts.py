@@ -1,0 +1,152 @@
+"""Experts in MXFP4 on the CPU, against the same weights in bfloat16."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import random_checkpoint
+import torch
+from paged_harness import PagedHarness, load_decoder
+from stored_ranks import load_packed
+
+from config.model.decoder_spec import ClampedSwiGLU
+from hpu.backends.cpu import use_cpu_kernels
+from hpu.distributed.process_groups import SINGLE, ProcessGroup
+from hpu.layers.moe import Experts
+from hpu.models.decoder import Decoder
+from hpu.native.library import Library, PackedExperts, Stacks
+from hpu.quantization.quantized_weight import Mxfp4Weight
+
+MXFP4: dict[str, Any] = {"quantization_config": {"quant_method": "mxfp4"}}
+# All experts are chosen: rounding changes no choice.
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_experts_per_tok": 4}
+SWIGLU = ClampedSwiGLU(1.702, 7.0)
+PROMPTS = {0: list(range(10, 31)), 1: [40, 41]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    return random_checkpoint.write_random(folder, "GptOssForCausalLM", **SIZES, **MXFP4)
+
+
+def experts_of(model: Decoder) -> list[Experts]:
+    return [module for module in model.modules() if isinstance(module, Experts)]
+
+
+def weights_of(experts: Experts) -> list[torch.Tensor]:
+    """w13 and w2 in bfloat16."""
+    if experts.quantized_weights is None:
+        assert experts.w13_weight is not None and experts.w2_weight is not None
+        return [experts.w13_weight.detach(), experts.w2_weight.detach()]
+    stacks = experts.quantized_weights
+    return [torch.stack([one.dequantize(torch.bfloat16) for one in stack]) for stack in stacks]
+
+
+def test_a_checkpoint_is_kept_as_it_is(folder: Path) -> None:
+    expected = experts_of(load_decoder(folder, dtype=torch.bfloat16))
+
+    model = load_packed(str(folder))
+
+    for experts, plain in zip(experts_of(model), expected, strict=True):
+        assert experts.quantized_weights is not None and experts.w13_weight is None
+        assert {name for name, _ in experts.named_parameters()} == {"w13_bias", "w2_bias"}
+        assert all(map(torch.equal, weights_of(experts), weights_of(plain)))
+        numbers = sum(one.numel() for one in weights_of(plain))
+        # 4 bits, and 8 for 32 numbers.
+        assert experts.quantized_weights.num_bytes == numbers * 17 // 32
+
+
+@pytest.mark.parametrize("is_distributed", [False, True])
+@pytest.mark.parametrize("inner", [128, 96])
+def test_ranks_keep_whole_blocks(inner: int, is_distributed: bool, tmp_path: Path) -> None:
+    sizes = {**SIZES, "intermediate_size": inner}
+    folder = random_checkpoint.write_random(tmp_path, "GptOssForCausalLM", **sizes, **MXFP4)
+    for rank in range(2):
+        group = ProcessGroup(range(2), rank)
+        whole = SINGLE if is_distributed else group
+        expected = experts_of(load_decoder(folder, dtype=torch.bfloat16, group=whole))
+
+        found = experts_of(load_packed(str(folder), group, group if is_distributed else SINGLE))
+
+        for experts, plain in zip(found, expected, strict=True):
+            # A rank of two would have one and a half blocks of 32.
+            is_kept = is_distributed or inner == 128
+            assert (experts.quantized_weights is not None) == is_kept
+            own = weights_of(plain)
+            if is_distributed:
+                own = [one.chunk(2)[rank] for one in own]
+            assert all(map(torch.equal, weights_of(experts), own))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rows", [1, 4, 40])
+def test_kernels_multiply_by_the_codes(rows: int, folder: Path, library: Library) -> None:
+    experts = experts_of(load_packed(str(folder)))[1]
+    assert experts.w13_bias is not None and experts.w2_bias is not None
+    experts.w13_bias.copy_(torch.randn(experts.w13_bias.shape))
+    plain = Stacks(
+        weights_of(experts)[0], weights_of(experts)[1], experts.w13_bias, experts.w2_bias
+    )
+    torch.manual_seed(rows)
+    x = (3 * torch.randn(rows, 64)).bfloat16()
+    ids = torch.rand(rows, 4).argsort(-1)[:, :2]
+    weights = torch.rand(rows, 2).bfloat16()
+    on_torch = experts(x, ids, weights.float())
+    wide = PackedExperts(library, plain, experts.activation_form)(
+        x, ids, weights, True, "swigluoai"
+    )
+
+    use_cpu_kernels(experts, library)
+    found = experts(x, ids, weights)
+
+    assert isinstance(experts.moe_op, PackedExperts) and experts.quantized_weights is None
+    scale = float(on_torch.float().std())
+    assert torch.allclose(found.float(), on_torch.float(), rtol=0.03, atol=0.03 * scale)
+    # The codes and their powers of two are exact in bfloat16: only the order of sums differs.
+    assert torch.allclose(found.float(), wide.float(), rtol=0.02, atol=0.01 * scale)
+    if rows == 40:
+        assert torch.equal(found, wide)
+
+
+@torch.inference_mode()
+def test_every_code_and_power_is_exact(library: Library, folder: Path) -> None:
+    experts = experts_of(load_packed(str(folder)))[0]
+    assert experts.quantized_weights is not None
+    assert experts.w13_bias is not None and experts.w2_bias is not None
+    for weight in experts.quantized_weights.w2:
+        assert isinstance(weight, Mxfp4Weight)
+        codes = torch.arange(weight.blocks.numel()) % 256
+        weight.blocks.copy_(codes.view(weight.blocks.shape).to(torch.uint8))
+        # Up to 2^123, whose products are finite; 0 is 2^-127, no normal number.
+        powers = torch.arange(weight.scales.numel()) % 251
+        weight.scales.copy_(powers.view(weight.scales.shape).to(torch.uint8))
+    (w13, w2), biases = weights_of(experts), (experts.w13_bias, experts.w2_bias)
+    stacks = experts.quantized_weights
+    ids, weights = torch.zeros(8, 1, dtype=torch.int64), torch.ones(8, 1)
+
+    for count in (1, 8):
+        x = torch.zeros(count, 64).bfloat16()
+        args = (x, ids[:count], weights[:count], True, "swigluoai")
+        biases[0].copy_(torch.zeros_like(biases[0]))
+        # One input of the second product, of every place in a block, by turns.
+        for inner in range(0, 128, 5):
+            biases[0].zero_()
+            biases[0][0, 2 * inner] = 1.0
+            found = PackedExperts(library, Stacks(*stacks, *biases), SWIGLU)(*args)
+            wide = PackedExperts(library, Stacks(w13, w2, *biases), SWIGLU)(*args)
+            assert torch.equal(found, wide), inner
+
+
+@torch.inference_mode()
+def test_logits_are_those_of_the_expanded_experts(folder: Path, built: Library) -> None:
+    exact = PagedHarness(load_decoder(folder)).prefill(PROMPTS)
+    plain = PagedHarness(load_decoder(folder, dtype=torch.bfloat16)).prefill(PROMPTS)
+
+    packed = use_cpu_kernels(load_packed(str(folder)), built)
+    found = PagedHarness(packed).prefill(PROMPTS)  # type: ignore[arg-type]
+
+    for row, logits in exact.items():
+        errors = [(one[row].float() - logits).square().mean().sqrt() for one in (found, plain)]
+        # No worse than torch's bfloat16, whose rounding is all that differs.
+        assert errors[0] < 1.2 * errors[1] < 0.1 * logits.std()

@@ -1,0 +1,124 @@
+"""Files of a calibration, by hand-made measures."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from config.errors import ConfigError
+from server.offline.calibration import (
+    Record,
+    finish_measures,
+    measure_path,
+    repair,
+    unify,
+    write_configs,
+)
+
+IMPL = "model.layers.0.self_attn.attn.impl"
+
+
+def one(value: float) -> list[list[float]]:
+    return [[value]]
+
+
+def record(**nodes: dict[str, Any]) -> Record:
+    return {"GlobalRank": None, "LocalRank": 0, "Mode": "DynamicRange", "Nodes": nodes}
+
+
+def attention(*, cache: tuple[str, str] = ("k_cache", "v_cache")) -> Record:
+    nodes = {
+        f"{IMPL}.matmul_qk": {"inputs": [one(1.0), one(900.0)]},
+        f"{IMPL}.matmul_av": {"inputs": [one(0.5), one(800.0)]},
+        **{f"{IMPL}.{name}": {"inputs": [one(2.0 + i)]} for i, name in enumerate(cache)},
+    }
+    return record(**nodes)
+
+
+def test_products_get_the_measures_of_the_cache_that_they_read() -> None:
+    nodes = repair(attention())["Nodes"]
+
+    assert nodes[f"{IMPL}.matmul_qk"]["inputs"] == [one(1.0), one(2.0)]
+    assert nodes[f"{IMPL}.matmul_av"]["inputs"] == [one(0.5), one(3.0)]
+
+
+def test_latents_are_keys_and_values() -> None:
+    latent = attention(cache=("latent_cache_k", "unused"))
+
+    nodes = repair(latent)["Nodes"]
+
+    assert nodes[f"{IMPL}.matmul_qk"]["inputs"][1] == one(2.0)
+    assert nodes[f"{IMPL}.matmul_av"]["inputs"][1] == one(2.0)
+
+
+def test_without_a_measured_cache_nothing_is_repaired() -> None:
+    found = repair(attention(cache=("a", "b")))
+
+    assert found["Nodes"][f"{IMPL}.matmul_qk"]["inputs"][1] == one(900.0)
+
+
+def test_the_largest_of_all_ranks_is_that_of_each() -> None:
+    ranks = [
+        record(
+            o_proj={
+                "inputs": [one(a)],
+                "outputs": [one(b), one(c)],
+                "params": {"weight": one(d)},
+            }
+        )
+        for a, b, c, d in ((1.0, 5.0, 2.0, 0.25), (3.0, 4.0, 6.0, 0.125))
+    ]
+
+    node = unify(ranks)["Nodes"]["o_proj"]
+
+    assert node == {
+        "inputs": [one(3.0)],
+        "outputs": [one(5.0), one(6.0)],
+        "params": {"weight": one(0.25)},
+    }
+
+
+def test_ranks_with_other_modules_are_refused() -> None:
+    with pytest.raises(ConfigError, match="measured 1 and 2 modules"):
+        unify([record(a={"inputs": []}), record(a={"inputs": []}, b={"inputs": []})])
+
+
+def test_files_are_written_for_each_number_of_ranks_that_divides(tmp_path: Path) -> None:
+    for rank in range(4):
+        nodes = {"o_proj": {"inputs": [one(rank)], "params": {"weight": one(-rank)}}}
+        path = measure_path(tmp_path, rank, 4).with_suffix(".json")
+        path.write_text(json.dumps(record(**nodes)))
+
+    sizes = finish_measures(tmp_path, 4)
+
+    assert sizes == [1, 2, 4]
+    for size in sizes:
+        for rank in range(size):
+            file = measure_path(tmp_path, rank, size).with_suffix(".npz")
+            stored = np.load(file, allow_pickle=True)["arr_0"].item()
+            assert stored["LocalRank"] == rank
+            (value,) = stored["Nodes"]["o_proj"]["inputs"]
+            assert value.tolist() == one(3.0)
+
+
+def test_a_rank_without_measures_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no measures were written: .*_0_2\.json"):
+        finish_measures(tmp_path, 2)
+
+
+@pytest.mark.parametrize(("quantizes_cache", "types"), [(True, []), (False, ["VLLMKVCache"])])
+def test_configurations_differ_in_mode_and_cache(
+    tmp_path: Path, quantizes_cache: bool, types: list[str]
+) -> None:
+    paths = write_configs(
+        tmp_path, quantizes_cache=quantizes_cache, skipped=["lm_head"], scale_method="maxabs_pow2"
+    )
+
+    measure, quantize = (json.loads(path.read_text()) for path in paths)
+    assert (measure["mode"], quantize["mode"]) == ("MEASURE", "QUANTIZE")
+    assert measure["blocklist"] == {"types": [], "names": ["lm_head"]}
+    assert quantize["blocklist"] == {"types": types, "names": ["lm_head"]}
+    assert quantize["scale_method"] == "maxabs_pow2"
+    assert measure["dump_stats_path"] == quantize["dump_stats_path"] == f"{tmp_path}/inc_output"
