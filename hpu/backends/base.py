@@ -178,6 +178,10 @@ class Backend(Protocol):
         device that compiles. Its first call with new shapes compiles."""
         return function
 
+    def begin_load(self, patcher: ModelPatcher | None = None) -> None:
+        """A model that `patcher` will patch is about to be made."""
+        return
+
     def prepare(self, model: nn.Module, patcher: ModelPatcher | None = None) -> nn.Module:
         """Prepare a loaded model for this device: fused kernels, what `patcher` replaces, packed
         weights, compiled layers. Returns the model to run: `model` itself, or a faster one with the

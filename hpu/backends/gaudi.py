@@ -448,6 +448,10 @@ class GaudiBackend(Backend):
                 f"{found:g}): start again with fewer or smaller buckets"
             )
 
+    def begin_load(self, patcher: ModelPatcher | None = None) -> None:
+        if patcher is not None:
+            self._htcore.hpu_inference_set_env()
+
     def prepare(self, model: nn.Module, patcher: ModelPatcher | None = None) -> nn.Module:
         self._htcore.mark_step()
         self._hpu.synchronize()
@@ -457,6 +461,10 @@ class GaudiBackend(Backend):
                 self._disables_tensor_cache = False
             if patcher is not None:
                 patcher.patch(model)
+                model.to(self.device)
+                self._htcore.mark_step()
+                # In the order of load_model in the vendor's plug-in for vLLM.
+                self._htcore.hpu_initialize(model, mark_only_scales_as_const=True)
             if self._mode in (HPU_GRAPHS, LAZY):
                 self._mark_layers(model.layers)
         if self._mode == TORCH_COMPILE:

@@ -234,6 +234,9 @@ class PagedAttention(nn.Module):
         """Of the caches; None: the data type of the layer."""
         self._encoded: tuple[EncodedKVCache, EncodedKVCache] | None = None
         """Of keys and values, once caches in a format are bound."""
+        self._cache_ops: tuple[KVCacheOps, KVCacheOps] = (self.impl.k_cache, self.impl.v_cache)
+        """Of keys and values. Set when caches are bound: a compiled layer checks each attribute
+        that it reads at each call."""
         self._keys = self._values = torch.empty(0)
         self._block_size = 0
 
@@ -261,6 +264,7 @@ class PagedAttention(nn.Module):
                 EncodedKVCache(self.format.codec(self._dtype, key_scale)),
                 EncodedKVCache(self.format.codec(self._dtype, value_scale)),
             )
+        self._cache_ops = self._encoded or (self.impl.k_cache, self.impl.v_cache)
         self._block_size = block_size
         self._has_ring = num_rings > 0 and not self._sees_all
 
@@ -270,11 +274,6 @@ class PagedAttention(nn.Module):
         if self.format is None or not self.format.has_layer_scales:
             return None, None
         return self.get_parameter("k_scale"), self.get_parameter("v_scale")
-
-    @property
-    def _cache_ops(self) -> tuple[KVCacheOps, KVCacheOps]:
-        """Of keys and of values."""
-        return self._encoded or (self.impl.k_cache, self.impl.v_cache)
 
     @property
     def caches(self) -> tuple[Tensor, Tensor]:

@@ -112,7 +112,7 @@ class ModelPatcher(Protocol):
 
     def patch(self, model: nn.Module) -> None:
         """Once, when the model is loaded and runs on the device's kernels, and before anything is
-        compiled or captured. Puts the whole model on the device."""
+        compiled or captured. What it does not replace stays where it is."""
         ...
 
     def finish(self, model: nn.Module) -> None:

@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 QUANTIZATION = "neural_compressor.torch.quantization"
 COLLECTIVES = "neural_compressor.torch.algorithms.fp8_quant._core.external_func_impl"
-CORE = "habana_frameworks.torch.core"
 
 REFUSALS = (AssertionError, EOFError, KeyError, OSError, UnpicklingError, ValueError, BadZipFile)
 """What it raises for a wrong configuration and for files that are not its own."""
@@ -98,7 +97,6 @@ class IncCompressor:
         """`group`: the tensor-parallel ranks. Before the model is loaded."""
         self.config = config
         self._group = group
-        self._core = importlib.import_module(CORE)
         try:
             self._inc = importlib.import_module(QUANTIZATION)
             collectives = importlib.import_module(COLLECTIVES)
@@ -112,7 +110,6 @@ class IncCompressor:
             tensor_model_parallel_all_reduce=group.all_reduce,
             tensor_model_parallel_all_gather=group.all_gather,
         )
-        self._core.hpu_inference_set_env()
 
     @property
     def weight_width(self) -> int:
@@ -140,9 +137,6 @@ class IncCompressor:
                 if type(module).__name__ == PATCHED_CACHE:
                     _write_alone(module)
         self._check(model)
-        model.to("hpu")
-        self._core.mark_step()
-        self._core.hpu_initialize(model, mark_only_scales_as_const=True)
 
     def finish(self, model: nn.Module) -> None:
         if self.config.measures:

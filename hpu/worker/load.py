@@ -20,12 +20,13 @@ from config.model.architectures import is_native
 from config.model.kv_cache_dtype import AUTO
 from config.model.model_config import ModelConfig
 from config.model.pooler import PoolerConfig
+from config.parallel import Stage
 from config.startup_checks import choose_context, chosen_quantization
 from hpu.backends.base import Backend
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.distributed.agreement import Agreement
 from hpu.distributed.pipeline import SINGLE_STAGE, PipelineLink
-from hpu.distributed.process_groups import SINGLE, ProcessGroups
+from hpu.distributed.process_groups import SINGLE, ProcessGroup, ProcessGroups
 from hpu.gaudi_devices import GIB
 from hpu.host import usable_memory
 from hpu.model_loader.dummy_weights import fill_dummy
@@ -181,23 +182,19 @@ def load(
 ) -> LoadedModel:
     """Load this rank's part of the model, with `offloaded` weights or from the checkpoint. Raises
     ConfigError when the checkpoint, the device and the settings do not fit each other."""
-    quantization = chosen_quantization(config.quantization, facts)
-    # Products with weights that we quantize work in bfloat16.
-    is_quantized = quantization is not None and facts.quantization is None and pooler is None
     is_built_in = pooler is not None or is_native(facts, config.model_impl)
     stage = link.stage
     expert_group = groups.expert if config.parallel.enable_expert_parallel else SINGLE
-    is_whole = expert_group.size == stage.size == 1
-    dtype = choose_dtype(
-        "bfloat16" if is_quantized else config.dtype,
+    dtype = _choose_dtype(
+        config,
         facts,
+        pooler,
         backend,
-        is_plain=pooler is None and is_built_in and is_whole,
+        is_whole=is_built_in and expert_group.size == stage.size == 1,
     )
     max_model_len = choose_context(config, facts, pooler)
     _log_model(config, facts, pooler, backend, dtype, max_model_len)
     start = time.perf_counter()
-    is_dummy = config.load_format == DUMMY
     if stage.size > 1 and (pooler is not None or not is_built_in):
         what = "is served for pooling" if pooler is not None else "runs in the code of transformers"
         raise ConfigError(
@@ -206,13 +203,12 @@ def load(
         )
     patcher = None if pooler is not None else select_patcher(config, groups.tensor)
     if offloaded is None:
-        num_weights = _num_weights(config, facts, dtype, is_built_in=is_built_in)
-        num_remote = 0
-        if expert_group.size > groups.tensor.size:
-            num_remote = _num_remote_weights(facts, expert_group.size // groups.tensor.size)
-        num_here = math.ceil((num_weights - num_remote) / (groups.tensor.size * stage.size))
         width = dtype.itemsize if patcher is None else patcher.weight_width
-        check_memory(facts, backend, max_model_len, num_here * width)
+        num_weights = _num_weights_here(
+            config, facts, dtype, groups, stage, is_built_in=is_built_in
+        )
+        check_memory(facts, backend, max_model_len, num_weights * width)
+    is_dummy = config.load_format == DUMMY
     if is_dummy:
         logger.warning(
             "Weights: random, no files are read (--load-format dummy); the output means nothing"
@@ -228,24 +224,16 @@ def load(
         # A compressor patches the caches itself.
         kv_cache_dtype = config.cache.kv_cache_dtype if patcher is None else AUTO
         kv_cache_format = backend.kv_cache_format(kv_cache_dtype, dtype)
-        build: Callable[..., LoadableModel] = partial(build_model, stage=stage)
-        if not is_built_in:
-            build = partial(build_transformers_model, has_files=not is_dummy)
-        decoder = build(
+        backend.begin_load(patcher)
+        decoder = _build_decoder(
+            config,
             facts,
+            backend,
             dtype=dtype,
-            device=backend.device,
             max_model_len=max_model_len,
-            quantization=select_quantization(
-                config,
-                facts,
-                dtype,
-                backend.device,
-                lambda weight: backend.linear_method(weight, dtype),
-                lambda experts: backend.moe_method(experts, dtype),
-            ),
             group=groups.tensor,
             expert_group=expert_group,
+            stage=stage,
         )
         if kv_cache_format is not None:
             decoder.use_kv_cache_format(kv_cache_format)
@@ -262,7 +250,8 @@ def load(
                 expert_group=expert_group,
                 is_stage=stage.size > 1,
             )
-        weight_bytes = process_weights(decoder, quantization) + _num_bytes(decoder)
+        weight_bytes = process_weights(decoder, chosen_quantization(config.quantization, facts))
+        weight_bytes += _num_bytes(decoder)
         prepared = backend.prepare(decoder, patcher)
         if patcher is not None:
             weight_bytes = _num_bytes(decoder)
@@ -307,6 +296,72 @@ def load(
     if loaded.has_states:
         _log_states(config)
     return loaded
+
+
+def _choose_dtype(
+    config: EngineConfig,
+    facts: ModelConfig,
+    pooler: PoolerConfig | None,
+    backend: Backend,
+    *,
+    is_whole: bool,
+) -> torch.dtype:
+    """`is_whole`: a model that is built in, with all layers and all experts here."""
+    quantization = chosen_quantization(config.quantization, facts)
+    # Products with weights that we quantize work in bfloat16.
+    is_quantized = quantization is not None and facts.quantization is None and pooler is None
+    configured = "bfloat16" if is_quantized else config.dtype
+    return choose_dtype(configured, facts, backend, is_plain=pooler is None and is_whole)
+
+
+def _build_decoder(
+    config: EngineConfig,
+    facts: ModelConfig,
+    backend: Backend,
+    *,
+    dtype: torch.dtype,
+    max_model_len: int,
+    group: ProcessGroup,
+    expert_group: ProcessGroup,
+    stage: Stage,
+) -> LoadableModel:
+    """With empty weights."""
+    build: Callable[..., LoadableModel] = partial(build_model, stage=stage)
+    if not is_native(facts, config.model_impl):
+        build = partial(build_transformers_model, has_files=config.load_format != DUMMY)
+    quantization = select_quantization(
+        config,
+        facts,
+        dtype,
+        backend.device,
+        lambda weight: backend.linear_method(weight, dtype),
+        lambda experts: backend.moe_method(experts, dtype),
+    )
+    return build(
+        facts,
+        dtype=dtype,
+        device=backend.device,
+        max_model_len=max_model_len,
+        quantization=quantization,
+        group=group,
+        expert_group=expert_group,
+    )
+
+
+def _num_weights_here(
+    config: EngineConfig,
+    facts: ModelConfig,
+    dtype: torch.dtype,
+    groups: ProcessGroups,
+    stage: Stage,
+    *,
+    is_built_in: bool,
+) -> int:
+    """As `_num_weights`, those of this rank."""
+    num_weights = _num_weights(config, facts, dtype, is_built_in=is_built_in)
+    if config.parallel.enable_expert_parallel and groups.expert.size > groups.tensor.size:
+        num_weights -= _num_remote_weights(facts, groups.expert.size // groups.tensor.size)
+    return math.ceil(num_weights / (groups.tensor.size * stage.size))
 
 
 def _num_weights(

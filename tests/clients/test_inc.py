@@ -309,6 +309,7 @@ def test_while_it_is_loaded_the_card_holds_the_quantized_weights_and_one_more(
         load_weights(model, str(llama), on_progress=lambda done, total: None)
         model.use_kernels(GaudiKernels(fused_sdpa=True))
         IncCompressor(read_quant_config(str(quantizing)), SINGLE).patch(model)
+        model.to("hpu")
         held = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
         peak = card.memory.peak
 
