@@ -164,7 +164,6 @@ class PagedLatentAttention(nn.Module):
         self._num_heads = num_heads
         self._scale = scale
         self._encoded: EncodedKVCache | None = None
-        self._cache_ops: KVCacheOps = self.impl.latent_cache_k
         """Set once a cache in a format is bound."""
         self._latents = torch.empty(0)
         self._block_size = 0
@@ -190,7 +189,6 @@ class PagedLatentAttention(nn.Module):
         if format is not None:
             scale = torch.ones(1).to(weight.device) if format.has_layer_scales else None
             self._encoded = EncodedKVCache(format.codec(weight.dtype, scale))
-        self._cache_ops = self._encoded or self.impl.latent_cache_k
         self._block_size = block_size
 
     def forward(self, query: Tensor, latents: Tensor, metadata: AttentionMetadata) -> Tensor:
@@ -206,6 +204,11 @@ class PagedLatentAttention(nn.Module):
     def _write(self, latents: Tensor, slot_mapping: Tensor | None) -> None:
         if slot_mapping is not None:
             self._cache_ops(latents.flatten(0, 1), self._latents, slot_mapping)
+
+    @property
+    def _cache_ops(self) -> KVCacheOps:
+        # As an attribute the module would have a second path, and a compressor looks at paths.
+        return self._encoded or self.impl.latent_cache_k
 
     def _decode(self, query: Tensor, blocks: DecodeBlocks) -> Tensor:
         spec = self._spec

@@ -130,8 +130,8 @@ class IncCompressor:
                 f"Intel Neural Compressor cannot use {self.config.path}, or its files at "
                 f"{self.config.dump_stats_path}*: {error}"
             ) from error
-        for path, original in originals.items():
-            _adapt(model.get_submodule(path), original)
+        for original, paths in originals.items():
+            _adapt(model, original, paths)
         if not self.config.measures:
             for module in model.modules():
                 if type(module).__name__ == PATCHED_CACHE:
@@ -165,12 +165,13 @@ class IncCompressor:
             )
 
 
-def _prepare_linears(model: nn.Module) -> dict[str, LinearBase]:
-    """The linear layers by their paths, with what the compressor reads of vLLM's."""
-    linears = {
-        path: module for path, module in model.named_modules() if isinstance(module, LinearBase)
-    }
-    for linear in linears.values():
+def _prepare_linears(model: nn.Module) -> dict[LinearBase, list[str]]:
+    """The linear layers with their paths, given what the compressor reads of vLLM's."""
+    linears: dict[LinearBase, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, LinearBase):
+            linears.setdefault(module, []).append(path)
+    for linear in linears:
         if not isinstance(linear.method, IncLinearMethod):
             linear.method = IncLinearMethod()
         vars(linear).update(
@@ -185,10 +186,15 @@ def _prepare_linears(model: nn.Module) -> dict[str, LinearBase]:
     return linears
 
 
-def _adapt(patched: nn.Module, original: LinearBase) -> None:
-    """Let the module in the place of `original` be called like it."""
-    if patched is original:
+def _adapt(model: nn.Module, original: LinearBase, paths: list[str]) -> None:
+    """Let the module in the place of `original` be called like it, at all of its `paths`."""
+    found = (model.get_submodule(path) for path in paths)
+    # The compressor replaces it at one of them.
+    patched = next((module for module in found if module is not original), None)
+    if patched is None:
         return
+    for path in paths:
+        model.set_submodule(path, patched)
     if isinstance(original, ParallelLMHead):
         # Its method is what the compressor has replaced.
         vars(patched)["forward"] = original.forward

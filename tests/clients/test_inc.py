@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 from emulated import emulated
-from live import ROOT
+from live import ROOT, running
 from paged_harness import load_decoder
 from strict_card import COUNTERS, STRICT
 from tiny_models import make_tiny
 from two_prompts import greedy, random_traffic, working
 
 from config.errors import ConfigError
-from config.execution import ExecutionConfig, WarmupConfig
+from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
 from config.model.quantization.inc import read_quant_config
 from config.model.read_config import read_model_config
 from config.params.sampling import SamplingParams
@@ -36,6 +36,7 @@ pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]
 pytest.importorskip("neural_compressor")
 
 GRAPHS = ExecutionConfig(mode="hpu-graphs")
+GAUDI3 = EmulatorSettings(card="gaudi3", is_strict=True)
 MODES = ("lazy", "hpu-graphs", "torch-compile", "eager")
 LINEARS = {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"}
 ATTENTION = {
@@ -47,6 +48,13 @@ ATTENTION_CLASSES = ("Matmul", "B2BMatmul", "Softmax", "ModuleFusedSDPA", "VLLMK
 EXPERTS = {
     "moe_op",
     *(f"{kind}_list.{i}" for kind in ("moe_op.w13", "moe_op.w2") for i in range(4)),
+}
+LATENT = {
+    *("fused_qkv_a_proj", "q_b_proj", "kv_b_proj", "o_proj"),
+    *(
+        f"mla_attn.mla_attn.impl.{name}"
+        for name in (*ATTENTION - {"k_cache", "v_cache"}, "latent_cache_k")
+    ),
 }
 PROMPT = [(37 * i) % 316 + 4 for i in range(120)]
 
@@ -64,7 +72,9 @@ def unbind() -> None:
             del sys.modules[name]
 
 
-def measure(folder: Path, out: Path, **configured: Any) -> Path:
+def measure(
+    folder: Path, out: Path, emulator: EmulatorSettings = STRICT, **configured: Any
+) -> Path:
     """Measure two prompts and random traffic; gives the configuration that quantizes by them."""
     out.mkdir()
     options: dict[str, Any] = {"quantizes_cache": True, "skipped": [], "scale_method": "maxabs_hw"}
@@ -74,7 +84,7 @@ def measure(folder: Path, out: Path, **configured: Any) -> Path:
         device="hpu-emulator",
         dtype="bfloat16",
         execution=ExecutionConfig(mode="lazy"),
-        emulator=STRICT,
+        emulator=emulator,
         quantization="inc",
         quant_config=str(measuring),
         enforce_eager=True,
@@ -98,7 +108,10 @@ def quantizing(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def served(
-    folder: Path, quantizing: Path, execution: ExecutionConfig = GRAPHS
+    folder: Path,
+    quantizing: Path,
+    execution: ExecutionConfig = GRAPHS,
+    emulator: EmulatorSettings = STRICT,
 ) -> tuple[list[list[int]], int]:
     """Tokens of two prompts and of random traffic by the quantized model, without compilations
     after warm-up, and the number of its recipes."""
@@ -107,7 +120,7 @@ def served(
         device="hpu-emulator",
         dtype="bfloat16",
         execution=execution,
-        emulator=STRICT,
+        emulator=emulator,
         quantization="inc",
         quant_config=str(quantizing),
     ) as rig:
@@ -259,6 +272,40 @@ def test_experts_are_quantized_with_the_kernel(tmp_path: Path) -> None:
     assert len({token for tokens in found for token in tokens}) > 20
 
 
+def test_a_gaudi_3_multiplies_by_scales_of_its_own_range(llama: Path, tmp_path: Path) -> None:
+    quantizing = measure(llama, tmp_path / "out", GAUDI3)
+
+    found, _ = served(llama, quantizing, emulator=GAUDI3)
+
+    file = tmp_path / "out" / "inc_output_hooks_maxabs_MAXABS_HW_0_1.json"
+    nodes = json.loads(file.read_text())["Nodes"]
+    weights = load_decoder(llama).state_dict()
+    for name in [name for name in nodes if f"{name}.weight" in weights]:
+        largest = weights[f"{name}.weight"].bfloat16().abs().max().item()
+        # Half of the range is kept free, as the compressor does for weights.
+        expected = 2.0 ** np.ceil(np.log2(largest / (448 * 0.5)))
+        assert set(np.ravel(nodes[name]["params"]["weight"])) == {expected}, name
+    scales = {float(scale) for node in nodes.values() for scale in np.ravel(node["inputs"])}
+    assert all(np.log2(scale).is_integer() for scale in scales)
+    assert scales - {16, 1, 1 / 16, 1 / 256}, "a Gaudi 2 has these four"
+    assert len({token for tokens in found for token in tokens}) > 20
+
+
+def test_latent_attention_is_quantized_with_its_cache(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    make_tiny("deepseek_v3", folder)
+    quantizing = measure(folder, tmp_path / "out")
+
+    found, _ = served(folder, quantizing)
+
+    record = json.loads((tmp_path / "out" / "inc_output_hooks_maxabs_0_1.json").read_text())
+    attention = "model.layers.1.self_attn."
+    names = {n.removeprefix(attention) for n in record["Nodes"] if n.startswith(attention)}
+    assert names == LATENT
+    assert len({token for tokens in found for token in tokens}) > 20
+
+
 def test_weights_are_one_byte_on_the_card_and_a_cache_that_is_skipped_stays(
     llama: Path, quantizing: Path, tmp_path: Path
 ) -> None:
@@ -389,3 +436,13 @@ def test_calibrate_writes_what_serve_needs_for_two_ranks(llama: Path, tmp_path: 
         *(f"{prefix}_{ranks}.npz" for ranks in ("0_1", "0_2", "1_2")),
         *(f"{prefix}_MAXABS_HW_{ranks}.npz" for ranks in ("0_2", "1_2")),
     }
+    flags = last.split("gaudiserve serve ")[1].split()[1:]
+    flags += ["--max-model-len=64", "--max-num-seqs=2", "--block-size=16"]
+    flags += ["--num-gpu-blocks-override=8"]
+    env = {"QUANT_CONFIG": f"{tmp_path}/out/maxabs_quant.json"}
+    with running(str(llama), tmp_path / "log", *flags, env=env) as server:
+        body = {"prompt": [3, 5, 7], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+        reply = server.ask("/v1/completions", body)
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["usage"]["completion_tokens"] == 6
+        assert server.ask("/v1/completions", body).json()["choices"] == reply.json()["choices"]
