@@ -34,6 +34,7 @@ from benchmarks.machine import machine
 from benchmarks.null_device import null_engine_command
 from benchmarks.router import RoundRobin, Traffic, simulate
 from config.data_parallel import DataParallelConfig
+from config.log import LogConfig
 from config.params.sampling import SamplingParams
 from engine.client.router import RouterClient
 from gaudiserve import LLM
@@ -136,7 +137,7 @@ async def requests_per_s(num_engines: int, num_requests: int) -> float:
         make_config(DATA_ROWS, PROMPT_TOKENS + DATA_OUTPUT + 8),
         data_parallel=DataParallelConfig(data_parallel_size=num_engines),
     )
-    client = ProcessesClient(config, "warning", command=null_engine_command(DATA_STEP_S))
+    client = ProcessesClient(config, LogConfig("warning"), command=null_engine_command(DATA_STEP_S))
     params = SamplingParams(max_tokens=DATA_OUTPUT, ignore_eos=True)
     num_rows = DATA_ROWS * num_engines
     at_once = asyncio.Semaphore(num_rows + num_rows // 4)

@@ -1,11 +1,16 @@
 """Logging setup of every process: one line format, with the process's role and rank."""
 
+import json
 import logging
 import re
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
 
+TEXT, JSON = FORMATS = ("text", "json")
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(process_role)s %(name)s: %(message)s"
 TIME = "%Y-%m-%d %H:%M:%S"
 CHATTY = (
@@ -23,12 +28,23 @@ UVICORN = ("uvicorn", "uvicorn.error", "uvicorn.access")
 PROBES = ("/health", "/ready", "/ping", "/metrics", "/is_sleeping", "/load", "/page/state")
 """Paths that are polled every few seconds and have no access log line."""
 
-
 _UNSAFE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 """Line ends, terminal control characters, marks that change the direction of text, and lone
 surrogates, which cannot be encoded."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    """What is logged, and how, in all processes of a server."""
+
+    level: str = "info"
+    format: str = TEXT
+
+
+DEFAULT = LogConfig()
+_applied = DEFAULT
 
 
 def escaped(text: str) -> str:
@@ -55,6 +71,31 @@ class RoleFormatter(logging.Formatter):
         if record.stack_info:
             lines += _indented(self.formatStack(record.stack_info))
         return "\n".join(lines)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object in each line: time, level, process, rank, logger, message, what `extra` has
+    under `fields`, and the traceback, if any."""
+
+    def __init__(self, role: str, rank: int | None) -> None:
+        super().__init__()
+        self._process = {"process": role} if rank is None else {"process": role, "rank": rank}
+
+    def format(self, record: logging.LogRecord) -> str:
+        time_utc = datetime.fromtimestamp(record.created, timezone.utc)
+        line: dict[str, Any] = {
+            "time": time_utc.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            **self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            line["stack"] = self.formatStack(record.stack_info)
+        return json.dumps(line)
 
 
 def _indented(text: str) -> list[str]:
@@ -110,20 +151,31 @@ class LimitedWarning:
             self._logger.warning(self._text, self.count)
 
 
+def applied() -> LogConfig:
+    """What the last setup of this process was given."""
+    return _applied
+
+
 def setup(
-    role: str, *, rank: int | None = None, level: str = "info", access_log: bool = True
+    role: str,
+    config: LogConfig = DEFAULT,
+    *,
+    rank: int | None = None,
+    access_log: bool = True,
 ) -> None:
     """Log to stderr from now on. A later call, for example in a child process, replaces the setup.
 
     Run uvicorn with `log_config=None`, or it installs its own handlers.
     """
+    global _applied
+    _applied = config
     root = logging.getLogger()
     for handler in [one for one in root.handlers if isinstance(one, RoleHandler)]:
         root.removeHandler(handler)
     ours = RoleHandler(sys.stderr)
-    ours.setFormatter(RoleFormatter(role, rank))
+    ours.setFormatter((JsonFormatter if config.format == JSON else RoleFormatter)(role, rank))
     root.addHandler(ours)
-    root.setLevel(level.upper())
+    root.setLevel(config.level.upper())
     for name in CHATTY:
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
     for name in UVICORN:

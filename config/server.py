@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from config.errors import ConfigError, UserError
+from config.log import FORMATS, TEXT, LogConfig
 from config.model.model_config import GENERATION_FIELDS
 from config.params.sampling import MAX_LOGPROBS, SamplingParams
 from config.setting import check_settings, setting
@@ -30,6 +31,27 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 for every interface")
     port: int = setting(8000, "Port to listen on; 0 takes a free one", minimum=0, maximum=65535)
+    uds: str | None = setting(None, "Listen on this Unix socket, in place of host and port")
+    root_path: str = setting(
+        "", "Prefix of all paths, where a proxy does not remove it: /gaudi", name="root-path"
+    )
+    ssl_certfile: str = setting(
+        "",
+        "Certificate in PEM, with those of its issuers behind it: serve HTTPS only. Read again "
+        "when it changes",
+        group="TLS",
+    )
+    ssl_keyfile: str = setting(
+        "", "Private key of --ssl-certfile in PEM. Read again when it changes", group="TLS"
+    )
+    ssl_keyfile_password: str = setting(
+        "", "Password of --ssl-keyfile, if it is encrypted", group="TLS", is_secret=True
+    )
+    ssl_ca_certs: str = setting(
+        "",
+        "Certificates in PEM of those who may issue clients' certificates, which are required then",
+        group="TLS",
+    )
     api_server_count: int = setting(
         1, "Number of API-server processes that share the port", minimum=1
     )
@@ -40,6 +62,11 @@ class ServerConfig:
         aliases=("api-keys",),
         variables=("VLLM_API_KEY",),
         is_secret=True,
+    )
+    api_key_file: str = setting(
+        "",
+        "File with more keys, one in each line; lines that begin with # are ignored. Read again "
+        "when it changes",
     )
     cache_salt_per_key: bool = setting(
         False, "Share cached prompt prefixes only among requests of one API key; needs --api-key"
@@ -203,6 +230,12 @@ class ServerConfig:
         choices=("debug", "info", "warning", "error", "critical"),
         spellings={"warn": "warning", "trace": "debug"},
     )
+    log_format: str = setting(
+        TEXT,
+        "Form of the log's lines; json: an object in each, with a request's figures as fields",
+        group="Logs",
+        choices=FORMATS,
+    )
     enable_log_requests: bool = setting(
         False,
         "Log prompts too; one line per request is always logged",
@@ -224,8 +257,39 @@ class ServerConfig:
         _check_addresses(self.forwarded_allow_ips)
         _generation_overrides(self.override_generation_config)
         for name in ("enable_dev_endpoints", "cache_salt_per_key"):
-            if getattr(self, name) and not self.api_keys:
+            if getattr(self, name) and not self.has_api_keys:
                 raise ConfigError(f"{name} is on and api_keys holds 0 keys, it needs 1")
+        if self.uds is not None and self.api_server_count > 1:
+            raise ConfigError(
+                f"uds is {self.uds} and api_server_count is {self.api_server_count}: one API "
+                "server listens on a Unix socket"
+            )
+        if self.root_path and not self.root_path.startswith("/"):
+            raise ConfigError(f"root_path is {self.root_path!r}, it must begin with /: /gaudi")
+        self._check_tls()
+
+    def _check_tls(self) -> None:
+        if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
+            given, missing = ("ssl_certfile", "ssl_keyfile")[:: 1 if self.ssl_certfile else -1]
+            raise ConfigError(f"{given} is {getattr(self, given)} and {missing} is not set")
+        for name in ("ssl_keyfile_password", "ssl_ca_certs"):
+            if getattr(self, name) and not self.ssl_certfile:
+                raise ConfigError(f"{name} is set and ssl_certfile is not")
+
+    @property
+    def path_prefix(self) -> str:
+        """That of all paths, without a slash at its end; empty: none."""
+        return self.root_path.rstrip("/")
+
+    @property
+    def has_api_keys(self) -> bool:
+        """Whether clients must send a key."""
+        return bool(self.api_keys or self.api_key_file)
+
+    @property
+    def log(self) -> LogConfig:
+        """Of all processes of the server."""
+        return LogConfig(self.log_level, self.log_format)
 
     def sampling_defaults(self, of_model: Mapping[str, float]) -> dict[str, float]:
         """Sampling parameters of a request that sets none, with those of the model's

@@ -28,7 +28,7 @@ PARTS: Mapping[str, tuple[type, str]] = {
 """Part of the configuration -> its dataclass, and the help group of its settings."""
 GROUPS = (
     *("Model", "Device", "Parallelism", "KV cache", "Scheduling", "Buckets", "Execution on HPU"),
-    *("Warm-up", "Diagnostics", "Emulator", "HTTP", "Text", "Logs"),
+    *("Warm-up", "Diagnostics", "Emulator", "HTTP", "TLS", "Text", "Logs"),
 )
 
 
@@ -138,6 +138,5 @@ FLAGS: tuple[Flag, ...] = tuple(sorted(_flags(), key=lambda flag: GROUPS.index(f
 
 FILE_FLAGS: Mapping[str, str] = {
     "config": "YAML file with any of these settings; flags and variables win over it",
-    "api-key-file": "File with one API key per line, in addition to --api-key",
 }
 """Flags that name a file to read; they have no field."""

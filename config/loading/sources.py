@@ -52,9 +52,10 @@ class Loaded:
         }
 
 
-def _masked(value: object) -> tuple[str, ...]:
-    assert isinstance(value, tuple)
-    return ("***",) * len(value)
+def _masked(value: object) -> object:
+    if isinstance(value, tuple):
+        return ("***",) * len(value)
+    return "***" if value else value
 
 
 def load(
@@ -151,9 +152,7 @@ def _layer(layer: Iterable[Given], problems: list[str]) -> dict[str, tuple[objec
     values: dict[str, tuple[object, str]] = {}
     for given in layer:
         with _collected(problems):
-            if given.name == "api-key-file":
-                _extend(values, "api-key", _keys(given), given.source)
-            elif given.name in _FLAG_OF:
+            if given.name in _FLAG_OF:
                 flag = _FLAG_OF[given.name]
                 value = convert(flag, given)
                 if isinstance(value, tuple) and given.source.startswith("flag"):
@@ -195,18 +194,6 @@ def _without_effect(layers: Iterable[Given], model: str, problems: list[str]) ->
                 shown = f"--{'' if value == 'true' else 'no-'}{given.name}"
             found[shown] = accepted.why
     return found
-
-
-def _keys(given: Given) -> tuple[str, ...]:
-    path = str(given.value)
-    try:
-        with open(path, encoding="utf-8") as file:
-            keys = tuple(line.strip() for line in file if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the key file {path} cannot be read: {error}") from None
-    if not keys:
-        raise ConfigError(f"the key file {path} holds 0 keys, it must hold at least 1")
-    return keys
 
 
 def _read_file(path: str, problems: list[str]) -> list[Given]:

@@ -103,7 +103,6 @@ VALUES = (
     ("worker-cls", ("auto",), "there is one kind of worker"),
     ("chat-template-content-format", ("auto",), "found from the chat template"),
     ("response-role", ("assistant",), "answers have the role assistant"),
-    ("root-path", ("", "/"), "routes start at /; let the proxy remove its prefix"),
     (
         "allowed-methods allowed-headers",
         ("*", '["*"]', "['*']"),
@@ -114,6 +113,7 @@ VALUES = (
 )
 SWITCHES = (
     # Switches, the accepted states (none: both), and why they have no effect.
+    ("enable-ssl-refresh", (), "certificate and key are always read again when they change"),
     (
         "trust-remote-code",
         (),
@@ -223,10 +223,11 @@ ABSENT = (
         "llguidance compiles all grammars, schemas and patterns, without options",
     ),
     (
-        "ssl-* enable-ssl-refresh",
-        "the server speaks plain HTTP; let a proxy in front end TLS (docs/deployment.md)",
+        "ssl-cert-reqs",
+        "--ssl-ca-certs makes the server ask for certificates of clients, and require them",
     ),
-    ("uds grpc", "the server listens on --host and --port"),
+    ("ssl-ciphers", "the ciphers are those that Python's ssl module takes for a server"),
+    ("grpc", "the server speaks HTTP"),
     ("allow-credentials", "keys travel in the Authorization header, not in cookies"),
     ("default-chat-template-kwargs", "send chat_template_kwargs with the request"),
     ("return-tokens-as-token-ids", "send return_tokens_as_token_ids with the request"),

@@ -15,6 +15,7 @@ from config.loading.env import (
     hpu_environment,
     runtime_environment,
 )
+from config.log import DEFAULT, LogConfig
 from engine.core.engine_process import EngineOrders, front_end_endpoint
 from engine.process.child_process import ChildProcess, exit_with_parent, python_command, read_orders
 from engine.transport.channels import SocketDirectory, new_token
@@ -47,7 +48,7 @@ def launch(
     *,
     token: str,
     on_exit: Callable[[str], None] | None = None,
-    log_level: str = "info",
+    log: LogConfig = DEFAULT,
     command: Sequence[str] | None = None,
     engine: int = 0,
     remote_token: str = "",
@@ -72,7 +73,7 @@ def launch(
     return ChildProcess(
         "the engine" if parallel.data_parallel_size == 1 else f"engine {engine}",
         command or python_command("engine.core.engine_process"),
-        EngineOrders(config, directory, num_front_ends, token, engine, log_level, remote_token),
+        EngineOrders(config, directory, num_front_ends, token, engine, log, remote_token),
         environment={**environment(), **runtime_environment(config), **cards},
         on_exit=on_exit,
     )
@@ -99,7 +100,7 @@ class EngineProcesses:
         *,
         token: str,
         on_exit: Callable[[int, str], None],
-        log_level: str = "info",
+        log: LogConfig = DEFAULT,
         command: Sequence[str] | None = None,
         remote_token: str = "",
     ) -> None:
@@ -120,7 +121,7 @@ class EngineProcesses:
                     num_front_ends,
                     token=token,
                     on_exit=partial(self._ended, engine),
-                    log_level=log_level,
+                    log=log,
                     command=command,
                     engine=engine,
                     remote_token=remote_token,

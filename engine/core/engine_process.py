@@ -14,6 +14,7 @@ import msgspec
 from config.data_parallel import DataParallelConfig
 from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied
+from config.log import DEFAULT, LogConfig
 from config.log import setup as setup_log
 from engine.core.coupled_steps import HubClient, StepHub
 from engine.core.loop import EngineLoop, describe_failure
@@ -62,7 +63,7 @@ class EngineOrders(msgspec.Struct, frozen=True):
     """What front ends require of a peer that connects."""
     engine: int = 0
     """The engine's number among those of the server."""
-    log_level: str = "info"
+    log: LogConfig = DEFAULT
     remote_token: str = ""
     """What the engines of other hosts present to this one, if they step together."""
 
@@ -154,7 +155,7 @@ def run(orders: EngineOrders, make_executor: MakeExecutor) -> int:
 
 
 def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
-    setup_log("engine", rank=orders.engine, level=orders.log_level)
+    setup_log("engine", rank=orders.engine, config=orders.log)
     context = ZmqContext(orders.token)
     output = MessageSender(orders, context)
     loop = EngineLoop(

@@ -2,7 +2,6 @@
 socket, and answer to another one, so that the engine's thread has the same work for any number of
 them. Where the processes run is the launcher's matter."""
 
-import logging
 import threading
 import time
 from collections import deque
@@ -10,6 +9,7 @@ from collections.abc import Callable
 
 from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied, RequestFailed, UserError
+from config.log import applied as applied_log
 from engine.executors.worker_launcher import WorkerLauncher
 from engine.executors.worker_main import WorkerOrders
 from engine.transport.channels import PairSocket, Publisher, Waiter, ZmqContext, new_token
@@ -86,7 +86,7 @@ class MultiprocExecutor:
                     self._results.endpoint,
                     token,
                     ranks,
-                    _log_level(),
+                    applied_log(),
                     sends_results=ranks.rank == output_rank,
                 ),
                 launcher,
@@ -297,7 +297,3 @@ def _failure(message: WorkerFailed) -> ConfigError | EngineDied:
     error = EngineDied(message.message)
     error.is_logged = True
     return error
-
-
-def _log_level() -> str:
-    return logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower()

@@ -13,6 +13,7 @@ import msgspec
 
 from config.engine import EngineConfig
 from config.errors import CheckpointError, ConfigError, RequestFailed, UserError
+from config.log import DEFAULT, LogConfig
 from config.log import setup as setup_log
 from engine.executors.base import IDLE_S
 from engine.process.child_process import (
@@ -65,7 +66,7 @@ class WorkerOrders(msgspec.Struct, frozen=True):
     token: str
     """What it requires of a peer that connects."""
     ranks: Ranks = SINGLE_RANK
-    log_level: str = "info"
+    log: LogConfig = DEFAULT
     sends_results: bool = True
     """Of a group of workers, one sends the results of all."""
 
@@ -101,7 +102,7 @@ class StepChannel:
 def main() -> None:
     """The entry of a worker's process."""
     orders = read_orders(WorkerOrders)
-    setup_log("worker", rank=orders.ranks.rank, level=orders.log_level)
+    setup_log("worker", rank=orders.ranks.rank, config=orders.log)
     # Before torch counts the cores, and before anything allocates memory.
     config = bind_worker(orders.config, orders.ranks)
     from hpu.worker.worker import Worker
@@ -116,7 +117,7 @@ def run(orders: WorkerOrders, make_worker: "Callable[[EngineConfig, Ranks], Work
 
 def _work(orders: WorkerOrders, make_worker: "Callable[[EngineConfig, Ranks], Worker]") -> int:
     rank = orders.ranks.rank
-    setup_log("worker", rank=rank, level=orders.log_level)
+    setup_log("worker", rank=rank, config=orders.log)
     context = ZmqContext(orders.token)
     channel = StepChannel(context, orders)
     worker = make_worker(orders.config, orders.ranks)

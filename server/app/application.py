@@ -19,6 +19,7 @@ from server.app.middleware import (
     CorsMiddleware,
     FastRouter,
     RecordMiddleware,
+    WithoutPrefix,
 )
 from server.app.openapi import DescribedApi
 from server.http.errors import fault_of, user_error_from_problems
@@ -73,7 +74,9 @@ def create_app(state: AppState) -> ASGIApp:
             expose_headers=[REQUEST_ID, IGNORED_FIELDS],
             max_age=PREFLIGHT_SECONDS,
         )
-    return RecordMiddleware(app, state)
+    app = RecordMiddleware(app, state)
+    prefix = state.config.path_prefix
+    return WithoutPrefix(app, prefix) if prefix else app
 
 
 async def _answer_http(request: Request, error: Exception) -> Response:

@@ -17,7 +17,6 @@ from config.errors import Overloaded
 from config.log import PROBES
 from server.anthropic.errors import is_messages, refusal
 from server.http.access_log import RequestRecord, attach_record, record_of
-from server.http.auth import ApiKeys
 from server.http.errors import CLIENT_CLOSED, ClientGone, Fault, fault_of
 from server.http.pacing import LoopPacer
 from server.http.sse import EventStream
@@ -33,6 +32,25 @@ _REQUEST_ID = REQUEST_ID.encode()
 EVENTS = b"text/event-stream"
 
 Header = tuple[bytes, bytes]
+
+
+class WithoutPrefix:
+    """Removes a prefix from the path of each request that has it: some proxies do so, others leave
+    it."""
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self._app = app
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        prefix = self._prefix
+        if scope["type"] == "http" and scope["path"].startswith(f"{prefix}/"):
+            scope = {
+                **scope,
+                "path": scope["path"][len(prefix) :],
+                "raw_path": scope["raw_path"].removeprefix(prefix.encode()),
+            }
+        await self._app(scope, receive, send)
 
 
 class RecordMiddleware:
@@ -86,7 +104,7 @@ class AuthMiddleware:
     def __init__(self, app: ASGIApp, state: AppState) -> None:
         self._app = app
         self._state = state
-        self._api_keys = ApiKeys(state.config.api_keys)
+        self._api_keys = state.api_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -113,7 +113,7 @@ def main(argv: list[str]) -> int:
     """Measure, repair, unify, quantize; the last line says how to serve. Raises CheckpointError for
     what does not work, ConfigError for wrong flags."""
     args = calibrate_parser().parse_all(argv)
-    log.setup("calibrate", level="error")
+    log.setup("calibrate", log.LogConfig("error"))
     with _failures():
         return _calibrate(args)
 

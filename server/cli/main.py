@@ -105,7 +105,7 @@ def _serve(argv: list[str]) -> int:
             f"--distributed-executor-backend is {EXTERNAL_LAUNCHER}, which is for scripts with LLM "
             "that torchrun starts: a server takes mp or ray"
         )
-    log.setup("server", level=server.log_level, access_log=not server.disable_access_log)
+    log.setup("server", server.log, access_log=not server.disable_access_log)
     if loaded.without_effect:
         logger.info("Accepted without effect: %s", _with_reasons(loaded.without_effect))
     if ignored := ignored_variables(environment()):

@@ -88,6 +88,7 @@ class RequestRecord:
                 self.seconds * 1e3,
                 self.finish_reasons or "-",
                 self.client,
+                extra={"fields": self._fields()},
             )
         elif access_log:
             logger.info(
@@ -98,7 +99,28 @@ class RequestRecord:
                 self.status,
                 self.seconds * 1e3,
                 self.client,
+                extra={"fields": self._fields()},
             )
+
+    def _fields(self) -> dict[str, Any]:
+        """For logs in JSON."""
+        fields = {
+            "request_id": self.id,
+            "method": self.method,
+            "path": self.path[:200],
+            "status": self.status,
+            "ms": round(self.seconds * 1e3, 1),
+            "client": self.client,
+        }
+        if self.model is not None:
+            fields |= {
+                "model": self.model,
+                "prompt_tokens": self.num_prompt_tokens,
+                "output_tokens": self.num_output_tokens,
+                "ttft_ms": None if self.ttft_s is None else round(self.ttft_s * 1e3, 1),
+                "finish_reason": self.finish_reasons or None,
+            }
+        return fields
 
 
 def attach_record(scope: Scope, record: RequestRecord) -> None:
@@ -114,4 +136,5 @@ def record_of(scope: Scope) -> RequestRecord:
 
 def log_prompt(record: RequestRecord, text: str) -> None:
     """Log a prompt, truncated; only for servers with --enable-log-requests."""
-    logger.info("request %s prompt: %.2000r", record.id, text)
+    fields = {"request_id": record.id, "prompt": text[:2000]}
+    logger.info("request %s prompt: %.2000r", record.id, text, extra={"fields": fields})

@@ -3,9 +3,11 @@
 import hashlib
 import hmac
 from collections.abc import Iterable
+from pathlib import Path
 
 from starlette.types import Scope
 
+from config.errors import ConfigError
 from server.http.errors import InvalidApiKey
 
 OPEN_PATHS = frozenset(
@@ -17,7 +19,15 @@ OPEN_PATHS = frozenset(
 class ApiKeys:
     """The keys of this server; without keys every request is allowed."""
 
-    def __init__(self, keys: Iterable[str]) -> None:
+    def __init__(self, keys: Iterable[str], file: str = "") -> None:
+        """`file` has more of them. Raises ConfigError if it has none, or cannot be read."""
+        self._given = tuple(keys)
+        self._file = file
+        self.reload()
+
+    def reload(self) -> None:
+        """Read the file again. Raises ConfigError; then nothing has changed."""
+        keys = (*self._given, *(_read_keys(self._file) if self._file else ()))
         self._keys = [key.encode() for key in keys]
         # Digests, so that no key is stored with a response or sent to the engine.
         self._owners = [hashlib.sha256(key).hexdigest() for key in self._keys]
@@ -38,6 +48,18 @@ class ApiKeys:
         if True not in matches:
             raise InvalidApiKey("The API key is wrong.")
         return self._owners[matches.index(True) % len(self._owners)]
+
+
+def _read_keys(file: str) -> list[str]:
+    try:
+        lines = Path(file).read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"--api-key-file is {file}: {reason}") from error
+    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not keys:
+        raise ConfigError(f"--api-key-file is {file}, which has 0 keys in {len(lines)} lines")
+    return keys
 
 
 def _candidates(scope: Scope) -> list[bytes]:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import socket
+import ssl
 from collections.abc import Awaitable, Callable
 from enum import Enum
 from typing import Any, cast
@@ -49,13 +50,24 @@ class HttpConfig(uvicorn.Config):
     """uvicorn's settings, and the limits of HttpProtocol."""
 
     def __init__(
-        self, app: ASGIApp, limits: ServerConfig, max_connections: int, **settings: Any
+        self,
+        app: ASGIApp,
+        limits: ServerConfig,
+        max_connections: int,
+        *,
+        tls: ssl.SSLContext | None = None,
+        **settings: Any,
     ) -> None:
         # server/http/trusted_proxies.py handles forwarding headers.
         super().__init__(app, http=HttpProtocol, ws="none", proxy_headers=False, **settings)
+        self._tls = tls
         self.limits = limits
         self.max_connections = max_connections
         self.warned_full_s = -math.inf
+
+    def load(self) -> None:
+        super().load()
+        self.ssl = self._tls
 
 
 class _Rejected(Exception):
@@ -194,7 +206,10 @@ class HttpProtocol(HttpToolsProtocol):
                 self._set_body_deadline()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Returns whether the connection stays open: only for responses to complete requests."""
+        """Returns whether the connection stays open: only for responses to complete requests, and
+        not with TLS, whose connections cannot be half-closed."""
+        if not self.transport.can_write_eof():
+            return False
         if self._read_state is _ReadState.BODY or not self._has_pending_response():
             return False
         self._drop_input()
@@ -382,8 +397,9 @@ class HttpProtocol(HttpToolsProtocol):
         self.deadline_s = self.loop.time() + LINGER_S
         self._unset_keepalive_if_required()
         self.transport.write(_response(fault, self.server_state.default_headers))
-        with contextlib.suppress(OSError):
-            self.transport.write_eof()
+        if self.transport.can_write_eof():
+            with contextlib.suppress(OSError):
+                self.transport.write_eof()
         self.flow.resume_reading()
 
     def _reject_connection(self) -> None:
@@ -438,6 +454,9 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _is_reset(self) -> bool:
         sock = self.transport.get_extra_info("socket")
+        if sock.family == socket.AF_UNIX:
+            # A write to a closed one fails, and ends the connection.
+            return False
         with contextlib.suppress(OSError):
             state: int = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
             return state == _TCP_CLOSE

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
+from config.log import LogConfig
 from engine.client.base import EngineClient
 from engine.client.inproc import InprocClient
 from engine.client.launcher import (
@@ -21,7 +22,7 @@ from engine.client.zmq import ZmqClient
 STOP_S = 5.0
 
 
-def make_client(config: EngineConfig, log_level: str) -> EngineClient:
+def make_client(config: EngineConfig, log: LogConfig) -> EngineClient:
     """The client of the engines that `config` asks for; its `start` starts them, its `close` stops
     them. Raises ConfigError for engines on other hosts."""
     parallel = config.data_parallel
@@ -32,7 +33,7 @@ def make_client(config: EngineConfig, log_level: str) -> EngineClient:
             f"--data-parallel-size is {parallel.data_parallel_size} and {parallel.num_local} of "
             "these engines are on this host: LLM runs all of its engines on this host"
         )
-    return ProcessesClient(config, log_level)
+    return ProcessesClient(config, log)
 
 
 class ProcessesClient(RouterClient):
@@ -42,12 +43,12 @@ class ProcessesClient(RouterClient):
     """
 
     def __init__(
-        self, config: EngineConfig, log_level: str, *, command: Sequence[str] | None = None
+        self, config: EngineConfig, log: LogConfig, *, command: Sequence[str] | None = None
     ) -> None:
         """`command` replaces the engines' entry."""
         self._command = command
         self._config = config
-        self._log_level = log_level
+        self._log = log
         self._directory, self._token = SocketDirectory(), new_token()
         self._processes: EngineProcesses | None = None
         num_engines = config.data_parallel.data_parallel_size
@@ -79,7 +80,7 @@ class ProcessesClient(RouterClient):
             1,
             token=self._token,
             on_exit=on_exit,
-            log_level=self._log_level,
+            log=self._log,
             command=self._command,
         )
 

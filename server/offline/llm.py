@@ -91,7 +91,7 @@ class LLM:
         self._template = ChatTemplate(template, named, generic_tools=server.tool_template == "auto")
         recommended = read_model_config(path).generation_defaults
         self._defaults = _sampling_params(server.sampling_defaults(recommended))
-        self._client = make_client(dataclasses.replace(engine, model=path), server.log_level)
+        self._client = make_client(dataclasses.replace(engine, model=path), server.log)
         self._pipeline = Pipeline(self._client, self._tokenizer, server)
         # Enough to keep the batch full; further prompts are not tokenized yet.
         num_engines = engine.data_parallel.data_parallel_size

@@ -24,14 +24,20 @@ def is_loopback(address: str) -> bool:
 
 
 def base_urls(
-    host: str, address: str, port: int, own_address: Callable[[], str | None] = machine_address
+    host: str,
+    address: str,
+    port: int,
+    own_address: Callable[[], str | None] = machine_address,
+    *,
+    scheme: str = "http",
 ) -> list[str]:
     """URLs by which clients reach a server on `host`, which was bound as the IP `address`: for all
     interfaces (0.0.0.0, ::) that of this machine, then that for other machines if there is one."""
-    if not _parsed(address).is_unspecified:
-        return [_url(host, port)]
-    own = own_address()
-    return [_url("localhost", port), *([_url(own, port)] if own else [])]
+    hosts = [host]
+    if _parsed(address).is_unspecified:
+        own = own_address()
+        hosts = ["localhost", *([own] if own else [])]
+    return [f"{scheme}://{_host_in_url(host)}:{port}" for host in hosts]
 
 
 def endpoints_text(urls: list[str], *, has_page: bool, has_docs: bool) -> str:
@@ -53,5 +59,5 @@ def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return mapped or found
 
 
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def _host_in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

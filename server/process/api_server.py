@@ -6,6 +6,7 @@ import gc
 import logging
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -29,10 +30,12 @@ from engine.client.zmq import ZmqClient
 from server.app.application import create_app
 from server.http.peer_proxy import Peers, listen
 from server.http.protocol import HttpConfig, HttpProtocol
+from server.http.tls import Tls
 from server.metrics.registry import Metrics
 from server.process.addresses import base_urls, endpoints_text
 from server.process.model_download import DownloadProgress
 from server.process.open_files import max_connections
+from server.process.watched_files import WatchedFiles
 from server.serving.progress import ProgressReporter
 from server.serving.state import AppState
 from server.text.chat_template import ChatTemplate, read_template
@@ -59,6 +62,8 @@ EMULATOR = "hpu-emulator"
 KEEP_ALIVE_S = 75
 """Longer than load balancers keep idle connections: they would race with our close."""
 BACKLOG = 2048
+WATCH_S = 1.0
+"""Between two looks at the files that are read again when they change."""
 
 
 class ApiServerArgs(msgspec.Struct, frozen=True):
@@ -160,6 +165,8 @@ class ApiServer:
         self._interrupted = asyncio.Event()
         self._started_s = time.monotonic()
         self._urls = [f"http://{config.host}:{config.port}"]
+        self._tls = Tls(config) if config.ssl_certfile else None
+        self._watched = self._watch_files()
 
     def stop(self) -> None:
         """Drain, then exit. Call on the event loop's thread."""
@@ -205,7 +212,13 @@ class ApiServer:
                 parallel.data_parallel_size - 1,
                 self._args.endpoints[-1],
             )
-        self._urls = base_urls(config.host, listener.getsockname()[0], config.port)
+        if config.uds is not None:
+            self._urls = [f"unix:{config.uds}:"]
+        else:
+            scheme = "https" if self._tls else "http"
+            address = listener.getsockname()[0]
+            self._urls = base_urls(config.host, address, config.port, scheme=scheme)
+        self._urls = [f"{url}{config.path_prefix}" for url in self._urls]
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self.stop)
         loop.add_signal_handler(signal.SIGINT, self.interrupt)
@@ -217,13 +230,16 @@ class ApiServer:
         publishing = None
         if self._args.metrics_folder is not None:
             publishing = loop.create_task(self._publish_metrics())
-        server = UvicornServer(uvicorn_config(self._app, self.state.config))
+        tls = self._tls.context if self._tls else None
+        server = UvicornServer(uvicorn_config(self._app, self.state.config, tls))
         serving = loop.create_task(server.serve(sockets=[listener]))
+        watching = loop.create_task(self._poll_files())
         opening = loop.create_task(self._open(on_folder))
         try:
             return await self._watch(serving, opening)
         finally:
             opening.cancel()
+            watching.cancel()
             server.should_exit = True
             server.force_exit = self._interrupted.is_set()
             with contextlib.suppress(asyncio.TimeoutError):
@@ -240,6 +256,21 @@ class ApiServer:
                 self.state.template.close()
             if self.state.tokenizer is not None:
                 self.state.tokenizer.close()
+
+    def _watch_files(self) -> list[WatchedFiles]:
+        config, keys = self.state.config, self.state.api_keys
+        watched = []
+        if config.api_key_file:
+            watched.append(WatchedFiles([config.api_key_file], "API keys", keys.reload))
+        if self._tls is not None:
+            watched.append(WatchedFiles(self._tls.paths, "TLS certificate", self._tls.reload))
+        return watched
+
+    async def _poll_files(self) -> None:
+        while self._watched:
+            await asyncio.sleep(WATCH_S)
+            for files in self._watched:
+                files.poll()
 
     async def _open(self, on_folder: Callable[[str], None]) -> None:
         """Load the tokenizer while the engine loads the model; then accept requests."""
@@ -372,12 +403,15 @@ class ApiServer:
                 await asyncio.wait_for(self._interrupted.wait(), min(left_s, TICK_S / 2))
 
 
-def uvicorn_config(app: ASGIApp, config: ServerConfig) -> HttpConfig:
+def uvicorn_config(
+    app: ASGIApp, config: ServerConfig, tls: ssl.SSLContext | None = None
+) -> HttpConfig:
     """uvicorn's configuration for `app`."""
     return HttpConfig(
         app,
         config,
         max_connections(),
+        tls=tls,
         lifespan="off",
         log_config=None,
         # This module logs the open port, and a failed start in one line.

@@ -64,7 +64,7 @@ def serve_engines(
                 server_config.api_server_count,
                 token=token,
                 on_exit=lambda engine, reason: events.put(reason),
-                log_level=server_config.log_level,
+                log=server_config.log,
             )
         )
 

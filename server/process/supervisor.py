@@ -46,6 +46,7 @@ from server.process.api_server import (
     ApiServer,
     ApiServerArgs,
 )
+from server.process.listening import bind, bind_path, bind_port, remove_path
 from server.process.model_download import (
     REPORT_INTERVAL_S,
     DownloadProgress,
@@ -77,15 +78,18 @@ def serve(
     count = server_config.api_server_count
     raise_limit()
     warn_if_low(server_config.max_queued_requests, engine_config.scheduler.max_num_seqs)
-    listener = bind(server_config.host, server_config.port, shared=count > 1)
-    address, port = listener.getsockname()[:2]
-    if not is_loopback(address) and not server_config.api_keys:
-        logger.warning(
-            "listening on %s without an API key: whoever reaches this machine can use the model; "
-            "set --api-key, or listen on --host 127.0.0.1",
-            server_config.host or address,
-        )
-    server_config = dataclasses.replace(server_config, port=port)
+    if server_config.uds is not None:
+        listener = bind_path(server_config.uds)
+    else:
+        listener = bind(server_config.host, server_config.port, shared=count > 1)
+        address, port = listener.getsockname()[:2]
+        if not is_loopback(address) and not server_config.has_api_keys:
+            logger.warning(
+                "listening on %s without an API key: whoever reaches this machine can use the "
+                "model; set --api-key, or listen on --host 127.0.0.1",
+                server_config.host or address,
+            )
+        server_config = dataclasses.replace(server_config, port=port)
     directory, token = SocketDirectory(), new_token()
     download = ModelDownload(resolve)
     try:
@@ -100,6 +104,8 @@ def serve(
     finally:
         has_stopped = download.close()
         directory.close()
+        if server_config.uds is not None:
+            remove_path(server_config.uds)
     if not has_stopped:
         end_process(code)
     return code
@@ -110,8 +116,8 @@ def main() -> None:
     args = read_orders(ApiServerArgs)
     exit_with_parent()
     config = args.server
-    setup_log("server", rank=args.index, level=config.log_level)
-    listener = _bind(config.host, config.port, shared=True)
+    setup_log("server", config.log, rank=args.index)
+    listener = bind_port(config.host, config.port, shared=True)
     try:
         sys.exit(uvloop.run(_run_api_server(args, listener)))
     except ConfigError as error:
@@ -172,7 +178,7 @@ def _serve_in_process(
                     on_exit=lambda engine, reason: _call_on_loop(
                         loop, partial(api_server.fail, engine), reason
                     ),
-                    log_level=server_config.log_level,
+                    log=server_config.log,
                     remote_token=remote_token(engine_config.data_parallel),
                 )
             )
@@ -270,7 +276,7 @@ class Supervisor:
             self._config.api_server_count,
             token=self._token,
             on_exit=lambda engine, reason: self._events.put(EngineExit(engine, reason)),
-            log_level=self._config.log_level,
+            log=self._config.log,
             remote_token=remote_token(self._engine_config.data_parallel),
         )
 
@@ -372,33 +378,3 @@ def peer_socket_paths(directory: str, count: int) -> tuple[str, ...]:
     """Sockets on which API servers forward requests to each other. The names are no longer than
     those of the engine's endpoints, whose length has been checked."""
     return tuple(str(Path(directory, f"by{index}.sock")) for index in range(count))
-
-
-def bind(host: str, port: int, *, shared: bool) -> socket.socket:
-    """Bind the address of this server. Raises ConfigError if it is not available.
-
-    With `shared` several processes can bind the port, and so could a second server: first check
-    that it is free by binding it exclusively.
-    """
-    if shared and port:
-        _bind(host, port, shared=False).close()
-    return _bind(host, port, shared=shared)
-
-
-def _bind(host: str, port: int, *, shared: bool) -> socket.socket:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"host {host!r} cannot be used: {error}") from error
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        sock.bind(address)
-    except OSError as error:
-        sock.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-    return sock

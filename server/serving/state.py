@@ -14,6 +14,7 @@ from engine.client.base import EngineClient
 from engine.transport.messages import AWAKE
 from server.generation.answer_parser import NO_PARSERS, ParserConfig
 from server.generation.pipeline import Pipeline, asleep
+from server.http.auth import ApiKeys
 from server.http.body import BodyReader
 from server.http.peer_proxy import Peers
 from server.metrics.registry import Metrics
@@ -64,11 +65,13 @@ class AppState:
     """Requests of any kind whose response has not ended, streams included."""
     bodies: BodyReader = field(init=False)
     """Reads request bodies within this server's limits."""
+    api_keys: ApiKeys = field(init=False)
     fingerprint: str = field(init=False)
     """The system_fingerprint; constant for one model and version."""
 
     def __post_init__(self) -> None:
         self.bodies = BodyReader(self.config.max_body_bytes)
+        self.api_keys = ApiKeys(self.config.api_keys, self.config.api_key_file)
         digest = hashlib.sha256(f"{self.version}:{self.root}".encode()).hexdigest()
         self.fingerprint = f"fp_{digest[:10]}"
 

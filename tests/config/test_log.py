@@ -1,5 +1,6 @@
 """config/log.py: one form of line for us and for uvicorn."""
 
+import json
 import logging
 from collections.abc import Iterator
 
@@ -43,7 +44,7 @@ def test_a_second_setup_replaces_the_first(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_level_holds(capsys: pytest.CaptureFixture[str]) -> None:
-    log.setup("server", level="warning")
+    log.setup("server", log.LogConfig("warning"))
 
     logging.getLogger("x").info("hidden")
     logging.getLogger("x").warning("seen")
@@ -54,7 +55,7 @@ def test_the_level_holds(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_libraries_tell_of_no_more_than_warnings() -> None:
-    log.setup("engine", level="debug")
+    log.setup("engine", log.LogConfig("debug"))
 
     compiler = logging.getLogger("torch.any_module")
     assert not compiler.isEnabledFor(logging.INFO)
@@ -156,7 +157,7 @@ def test_a_limited_warning_is_logged_once_a_minute_with_the_number(
 def test_libraries_that_reset_their_levels_log_no_less_than_warnings(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log.setup("engine", level="debug")
+    log.setup("engine", log.LogConfig("debug"))
     # As an import of torch leaves its logger if it is interrupted.
     torch_logger = logging.getLogger("torch")
     monkeypatch.setattr(torch_logger, "propagate", True)
@@ -168,3 +169,24 @@ def test_libraries_that_reset_their_levels_log_no_less_than_warnings(
 
     err = capsys.readouterr().err
     assert "seen" in err and "cache stats" not in err
+
+
+def test_json_lines_have_the_fields_of_a_request_and_one_line_for_each_record(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log.setup("worker", log.LogConfig("info", "json"), rank=1)
+
+    logging.getLogger("x").info("a\nb", extra={"fields": {"request_id": "7", "ms": 1.5}})
+    try:
+        raise ValueError("bad")
+    except ValueError:
+        logging.getLogger("x").exception("failed")
+
+    first, second = map(json.loads, capsys.readouterr().err.splitlines())
+    assert first.pop("time").endswith("Z")
+    assert first == {
+        **{"level": "info", "process": "worker", "rank": 1, "logger": "x", "message": "a\nb"},
+        **{"request_id": "7", "ms": 1.5},
+    }
+    assert second["exception"].endswith("ValueError: bad")
+    assert log.applied() == log.LogConfig("info", "json")

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from counting_worker import counting_command
 
 from config.engine import EngineConfig, SchedulerConfig
+from config.log import LogConfig
 from config.params.sampling import SamplingParams
 from engine.client.base import EngineClient
 from engine.client.launcher import launch
@@ -64,7 +65,7 @@ async def engine_rig(
         1,
         token=TOKEN,
         on_exit=lambda message: _tell(loop, client, message),
-        log_level="warning",
+        log=LogConfig("warning"),
         command=counting_command("engine"),
     )
     try:

@@ -214,8 +214,7 @@ def test_the_log_has_one_line_for_all_of_them(
         ("--enable-lora", "--enable-lora is not in this version: adapters are not served"),
         ("--lora-modules a=b", "--lora-modules is not in this version"),
         ("--max-loras 4", "--max-loras is not in this version"),
-        ("--ssl-keyfile key.pem", "not in this version: the server speaks plain HTTP; let a"),
-        ("--root-path /v2", "is '/v2', it must be /"),
+        ("--ssl-cert-reqs 2", "not in this version: --ssl-ca-certs makes the server ask for"),
         ("--tokenizer-revision main", "the tokenizer comes with the model, at --revision"),
     ],
 )

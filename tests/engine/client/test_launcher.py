@@ -16,6 +16,7 @@ from live import alive
 
 from config.data_parallel import DataParallelConfig
 from config.engine import EngineConfig
+from config.log import LogConfig
 from engine.client.launcher import front_end_endpoints, launch, share_cores
 from engine.process.child_process import STOP, ChildProcess, describe_exit, python_command
 
@@ -31,7 +32,7 @@ def launched(directory: Path, endings: list[str], died: threading.Event) -> Chil
         0,
         token="token",
         on_exit=on_exit,
-        log_level="error",
+        log=LogConfig("error"),
         command=counting_command("engine"),
     )
 

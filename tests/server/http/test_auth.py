@@ -1,10 +1,12 @@
 """API keys: which requests pass, and the owner of each key."""
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from config.errors import ConfigError
 from server.http.auth import ApiKeys
 from server.http.errors import InvalidApiKey
 
@@ -62,3 +64,32 @@ def test_what_needs_no_key_has_no_owner() -> None:
     assert owners == ["", "", ""]
     with pytest.raises(InvalidApiKey):
         keys.check(scope(bearer("on")))
+
+
+def test_keys_of_a_file_join_those_that_are_given_and_are_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# team A\nsecond\n\n  third \n")
+    keys = ApiKeys(["first"], str(file))
+    assert all(keys.check(scope(bearer(key))) for key in ("first", "second", "third"))
+
+    file.write_text("fourth\n")
+    keys.reload()
+
+    assert keys.check(scope(bearer("first"))) and keys.check(scope(bearer("fourth")))
+    with pytest.raises(InvalidApiKey):
+        keys.check(scope(bearer("second")))
+
+
+def test_a_file_without_keys_is_refused_and_the_old_keys_stay(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("second\n")
+    keys = ApiKeys([], str(file))
+    file.write_text("# none\n\n")
+
+    with pytest.raises(ConfigError, match=r"keys, which has 0 keys in 2 lines"):
+        keys.reload()
+
+    assert keys.check(scope(bearer("second")))
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"--api-key-file is .*No such file"):
+        keys.reload()

@@ -1,0 +1,93 @@
+"""TLS: the certificate and the private key that the server shows, read again when they change."""
+
+import contextlib
+import logging
+import ssl
+
+from config.errors import ConfigError
+from config.server import ServerConfig
+
+logger = logging.getLogger(__name__)
+
+EXPIRED, NOT_YET_VALID = 10, 9
+"""X509_V_ERR_CERT_HAS_EXPIRED and X509_V_ERR_CERT_NOT_YET_VALID of OpenSSL."""
+
+
+class Tls:
+    """The server's side of TLS. `context` stays the same object: new connections use what was read
+    last."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        """Raises ConfigError for files that cannot be used. A certificate that is out of date is
+        only logged: clients are who decide on it."""
+        self._config = config
+        self.context = self._read()
+
+    @property
+    def paths(self) -> list[str]:
+        """The files to watch."""
+        return [self._config.ssl_certfile, self._config.ssl_keyfile]
+
+    def reload(self) -> None:
+        """Read the files again. Raises ConfigError; then nothing has changed."""
+        self._read()
+        _load(self.context, self._config)
+
+    def _read(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        _load(context, self._config)
+        if self._config.ssl_ca_certs:
+            try:
+                context.load_verify_locations(self._config.ssl_ca_certs)
+            except (OSError, ssl.SSLError) as error:
+                raise ConfigError(
+                    f"--ssl-ca-certs is {self._config.ssl_ca_certs}, which cannot be read: {error}"
+                ) from error
+            context.verify_mode = ssl.CERT_REQUIRED
+        else:
+            warn_if_out_of_date(context, self._config.ssl_certfile)
+        return context
+
+
+def _load(context: ssl.SSLContext, config: ServerConfig) -> None:
+    certificate, key = config.ssl_certfile, config.ssl_keyfile
+    _check_readable("--ssl-certfile", certificate)
+    _check_readable("--ssl-keyfile", key)
+    try:
+        # Without a password OpenSSL would ask for it on the terminal.
+        context.load_cert_chain(certificate, key, config.ssl_keyfile_password or "")
+    except (OSError, ssl.SSLError, ValueError) as error:
+        raise ConfigError(
+            f"--ssl-certfile {certificate} and --ssl-keyfile {key} cannot be used together: {error}"
+        ) from error
+
+
+def _check_readable(name: str, path: str) -> None:
+    try:
+        with open(path, "rb"):
+            return
+    except OSError as error:
+        raise ConfigError(f"{name} is {path}: {error.strerror}") from error
+
+
+def warn_if_out_of_date(context: ssl.SSLContext, path: str) -> None:
+    """Log whether a client that trusts the certificate at `path` would refuse it for its dates: a
+    handshake in memory tells."""
+    client_context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client_context.check_hostname = False
+    client_context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    try:
+        client_context.load_verify_locations(path)
+        client = client_context.wrap_bio(to_client, to_server)
+        server = context.wrap_bio(to_server, to_client, server_side=True)
+        for side in (client, server) * 3:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        if error.verify_code in (EXPIRED, NOT_YET_VALID):
+            logger.warning(
+                "TLS: clients will refuse the certificate %s: %s", path, error.verify_message
+            )
+    except ssl.SSLError as error:
+        logger.debug("the dates of %s could not be checked: %s", path, error)

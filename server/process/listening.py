@@ -1,0 +1,71 @@
+"""The socket that a server listens on: an address and port, or a path."""
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+
+from config.errors import ConfigError
+
+
+def bind(host: str, port: int, *, shared: bool) -> socket.socket:
+    """Bind the address of this server. Raises ConfigError if it is not available.
+
+    With `shared` several processes can bind the port, and so could a second server: first check
+    that it is free by binding it exclusively.
+    """
+    if shared and port:
+        bind_port(host, port, shared=False).close()
+    return bind_port(host, port, shared=shared)
+
+
+def bind_port(host: str, port: int, *, shared: bool) -> socket.socket:
+    """As `bind`, without the check."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"host {host!r} cannot be used: {error}") from error
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return sock
+
+
+def bind_path(path: str) -> socket.socket:
+    """Bind a Unix socket. One that a dead server has left is replaced. Raises ConfigError for a
+    path on which another server listens, or which is something else."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            raise ConfigError(f"cannot listen on {path}: it is there, and no socket")
+        if _answers(path):
+            raise ConfigError(f"cannot listen on {path}: another process does")
+        os.unlink(path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(path)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from error
+    return sock
+
+
+def remove_path(path: str) -> None:
+    """Remove the Unix socket that `bind_path` made."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.setblocking(False)
+        # A full queue of connections is one, too.
+        return sock.connect_ex(path) in (0, errno.EAGAIN, errno.EINPROGRESS)

@@ -1,0 +1,50 @@
+"""Files that are read again when they change, while the server runs."""
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+
+from config.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+Signature = tuple[tuple[int, int, int] | None, ...]
+
+
+class WatchedFiles:
+    """Calls `reload` once the files have changed, and have then stayed the same between two polls:
+    several may be replaced one after the other. If it raises ConfigError, what was read before
+    stays in use, and the files are tried again when they change again."""
+
+    def __init__(self, paths: Sequence[str], what: str, reload: Callable[[], None]) -> None:
+        """`what` they are, for the log."""
+        self._paths = paths
+        self._what = what
+        self._reload = reload
+        self._read = self._seen = self._signature()
+
+    def poll(self) -> None:
+        """Look once. A few calls of stat."""
+        signature = self._signature()
+        is_new = signature != self._read
+        is_settled, self._seen = signature == self._seen, signature
+        if not (is_new and is_settled):
+            return
+        self._read = signature
+        try:
+            self._reload()
+        except ConfigError as error:
+            logger.error("%s: not read again, the old one stays in use: %s", self._what, error)
+        else:
+            logger.info("%s: read again from %s", self._what, " and ".join(self._paths))
+
+    def _signature(self) -> Signature:
+        return tuple(map(_signature, self._paths))
+
+
+def _signature(path: str) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns

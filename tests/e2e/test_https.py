@@ -1,0 +1,164 @@
+"""A server behind TLS, a path prefix and a file of keys, which change while it is under load; its
+log in JSON. A server on a Unix socket."""
+
+import contextlib
+import errno
+import json
+import socket
+import ssl
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import trustme
+from live import LiveServer
+
+FLAGS = ("--served-model-name=tiny", "--dtype=float32", "--max-num-seqs=8")
+BODY = {"model": "tiny", "prompt": "hi", "max_tokens": 8, "ignore_eos": True}
+
+
+def write_certificate(authority: trustme.CA, folder: Path, name: str) -> None:
+    issued = authority.issue_cert(name, "127.0.0.1")
+    issued.private_key_pem.write_to_path(folder / "key.pem")
+    (folder / "cert.pem").write_bytes(b"".join(one.bytes() for one in issued.cert_chain_pems))
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 15) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def https_server(model: str, folder: Path, authority: trustme.CA) -> Iterator[LiveServer]:
+    """Below /gaudi, with the keys `key-1` and those of a file."""
+    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    authority.configure_trust(trusting)
+    live = LiveServer(
+        model,
+        folder / "log",
+        *FLAGS,
+        *(f"--ssl-certfile={folder}/cert.pem", f"--ssl-keyfile={folder}/key.pem"),
+        *(f"--api-key-file={folder}/keys", "--api-key=key-1", "--root-path=/gaudi"),
+        "--log-format=json",
+    )
+    live.http.close()
+    live.url = f"https://127.0.0.1:{live.port}/gaudi"
+    live.http = httpx.Client(base_url=live.url, timeout=60, verify=trusting)
+    try:
+        live.wait_ready()
+        yield live
+    finally:
+        live.close()
+
+
+def test_certificate_and_keys_change_under_load_and_no_request_fails(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    authority = trustme.CA()
+    write_certificate(authority, tmp_path, "first.test")
+    (tmp_path / "keys").write_text("# team A\nkey-2\n")
+    codes: list[int] = []
+    done = threading.Event()
+
+    with https_server(tiny_model, tmp_path, authority) as live:
+        trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        authority.configure_trust(trusting)
+
+        def name_shown() -> str:
+            with (
+                httpx.Client(verify=trusting) as http,
+                http.stream("GET", f"{live.url}/health") as reply,
+            ):
+                tls = reply.extensions["network_stream"].get_extra_info("ssl_object")
+                return str(tls.getpeercert()["subjectAltName"][0][1])
+
+        def status(key: str, path: str = "/gaudi/v1/completions") -> int:
+            headers = {"Authorization": f"Bearer {key}"}
+            url = httpx.URL(live.url).copy_with(path=path)
+            return httpx.post(url, headers=headers, json=BODY, verify=trusting).status_code
+
+        def load() -> None:
+            # A client per request: each makes a connection of its own.
+            while not done.is_set():
+                codes.append(status("key-1"))
+
+        threads = [threading.Thread(target=load) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            assert name_shown() == "first.test"
+            assert [status(key) for key in ("key-1", "key-2", "key-3")] == [200, 200, 401]
+            # A proxy that removes the prefix.
+            assert status("key-2", path="/v1/completions") == 200
+            write_certificate(authority, tmp_path, "second.test")
+            (tmp_path / "keys").write_text("key-3\n")
+            wait_for(lambda: name_shown() == "second.test" and status("key-3") == 200)
+            assert [status(key) for key in ("key-1", "key-2")] == [200, 401]
+            (tmp_path / "key.pem").write_text("broken")
+            (tmp_path / "keys").write_text("")
+            wait_for(lambda: live.text().count("not read again") == 2)
+            assert name_shown() == "second.test"
+            assert [status(key) for key in ("key-1", "key-3")] == [200, 200]
+        finally:
+            done.set()
+            for thread in threads:
+                thread.join()
+        text = live.log.read_text()
+
+    assert len(codes) > 10 and set(codes) == {200}
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert {line["process"] for line in lines} >= {"server", "engine"}
+    answered = [line for line in lines if line.get("path") == "/v1/completions"]
+    assert all(line["status"] in (200, 401) and line["request_id"] for line in answered)
+    finished = next(line for line in answered if line["status"] == 200)
+    assert (finished["output_tokens"], finished["finish_reason"]) == (8, "length")
+    assert "key-1" not in text and "key-3" not in text
+
+
+def test_on_a_unix_socket_clients_are_answered_and_the_socket_is_removed(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "s"
+    live = LiveServer(tiny_model, tmp_path / "log", *FLAGS, f"--uds={path}")
+    live.http.close()
+    live.http = httpx.Client(
+        transport=httpx.HTTPTransport(uds=str(path)), base_url="http://any", timeout=60
+    )
+    try:
+        # Not by asking: httpx leaks the sockets of connections that are refused.
+        wait_for(lambda: "ready after" in live.text(), 60)
+        assert stat.S_ISSOCK(path.stat().st_mode)
+        assert live.http.post("/v1/completions", json=BODY).status_code == 200
+        with live.http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as reply:
+            assert b"[DONE]" in reply.read()
+        with socket.socket() as sock:
+            assert sock.connect_ex(("127.0.0.1", live.port)) == errno.ECONNREFUSED
+        assert f"API unix:{path}:/v1" in live.text()
+    finally:
+        live.close()
+    assert not path.exists()
+    assert live.process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--ssl-certfile=/none", "--ssl-keyfile=/none"), "--ssl-certfile is /none: No such file"),
+        (("--api-key-file=/none",), "--api-key-file is /none: No such file"),
+    ],
+)
+def test_a_file_that_cannot_be_read_ends_the_start_with_its_name(
+    flags: tuple[str, ...], message: str, tiny_model: str, tmp_path: Path
+) -> None:
+    live = LiveServer(tiny_model, tmp_path / "log", *FLAGS, *flags)
+    try:
+        assert live.wait_exit(30) == 2
+    finally:
+        live.close()
+    assert message in live.text() and "Traceback" not in live.text()

@@ -1,0 +1,132 @@
+"""server/http/tls.py: the certificate, and its replacement."""
+
+import contextlib
+import ssl
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+import trustme
+
+from config.errors import ConfigError
+from config.server import ServerConfig
+from server.http.tls import Tls
+
+
+def write(
+    authority: trustme.CA, folder: Path, name: str, not_after: datetime | None = None
+) -> None:
+    """A certificate for `name` and its key, to cert.pem and key.pem."""
+    issued = authority.issue_cert(name, not_after=not_after)
+    issued.private_key_pem.write_to_path(folder / "key.pem")
+    (folder / "cert.pem").write_bytes(b"".join(one.bytes() for one in issued.cert_chain_pems))
+
+
+def configured(folder: Path, **more: str) -> ServerConfig:
+    return ServerConfig(
+        ssl_certfile=str(folder / "cert.pem"), ssl_keyfile=str(folder / "key.pem"), **more
+    )
+
+
+def shown_name(tls: Tls, authority: trustme.CA) -> str:
+    """The name in the certificate that a client gets, which trusts `authority`."""
+    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trusting.check_hostname = False
+    authority.configure_trust(trusting)
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = trusting.wrap_bio(to_client, to_server)
+    server = tls.context.wrap_bio(to_server, to_client, server_side=True)
+    for side in (client, server) * 3:
+        with contextlib.suppress(ssl.SSLWantReadError):
+            side.do_handshake()
+    names = client.getpeercert()["subjectAltName"]  # type: ignore[index]
+    return str(names[0][1])
+
+
+def test_new_connections_get_the_certificate_that_was_read_last(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    write(authority, tmp_path, "first.test")
+    tls = Tls(configured(tmp_path))
+    assert shown_name(tls, authority) == "first.test"
+
+    write(authority, tmp_path, "second.test")
+    assert shown_name(tls, authority) == "first.test"
+    tls.reload()
+
+    assert shown_name(tls, authority) == "second.test"
+
+
+def test_files_that_do_not_fit_leave_the_old_certificate_in_use(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    write(authority, tmp_path, "first.test")
+    tls = Tls(configured(tmp_path))
+    old_key = (tmp_path / "key.pem").read_bytes()
+    write(authority, tmp_path, "second.test")
+    (tmp_path / "key.pem").write_bytes(old_key)
+
+    with pytest.raises(ConfigError, match=r"cert\.pem and --ssl-keyfile .*key\.pem cannot be used"):
+        tls.reload()
+
+    assert shown_name(tls, authority) == "first.test"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: (folder / "cert.pem").unlink(), r"--ssl-certfile is .*No such file"),
+        (lambda folder: (folder / "key.pem").write_text("no key"), r"cannot be used together"),
+    ],
+)
+def test_unusable_files_are_refused_with_their_names(
+    change: object, message: str, tmp_path: Path
+) -> None:
+    write(trustme.CA(), tmp_path, "first.test")
+    assert callable(change)
+    change(tmp_path)
+
+    with pytest.raises(ConfigError, match=message):
+        Tls(configured(tmp_path))
+
+
+def test_an_expired_certificate_is_logged_and_served(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(trustme.CA(), tmp_path, "good.test")
+    Tls(configured(tmp_path))
+    assert not caplog.records
+
+    yesterday = datetime.now(timezone.utc) - timedelta(days=1)
+    write(trustme.CA(), tmp_path, "old.test", not_after=yesterday)
+    Tls(configured(tmp_path))
+
+    (record,) = caplog.records
+    assert "clients will refuse the certificate" in record.message
+    assert "certificate has expired" in record.message
+
+
+def test_a_client_needs_a_certificate_of_the_named_authority(tmp_path: Path) -> None:
+    authority, clients = trustme.CA(), trustme.CA()
+    write(authority, tmp_path, "first.test")
+    clients.cert_pem.write_to_path(str(tmp_path / "clients.pem"))
+
+    tls = Tls(configured(tmp_path, ssl_ca_certs=str(tmp_path / "clients.pem")))
+
+    with pytest.raises(ssl.SSLError, match="PEER_DID_NOT_RETURN_A_CERTIFICATE"):
+        shown_name(tls, authority)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ssl_certfile": "a"}, "ssl_certfile is a and ssl_keyfile is not set"),
+        ({"ssl_keyfile": "b"}, "ssl_keyfile is b and ssl_certfile is not set"),
+        ({"ssl_ca_certs": "c"}, "ssl_ca_certs is set and ssl_certfile is not"),
+        ({"uds": "/x", "api_server_count": 2}, "uds is /x and api_server_count is 2"),
+        ({"root_path": "v1/"}, "root_path is 'v1/', it must begin with /"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    settings: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ServerConfig(**settings)  # type: ignore[arg-type]

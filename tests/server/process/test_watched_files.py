@@ -1,0 +1,56 @@
+"""server/process/watched_files.py: when files are read again."""
+
+from pathlib import Path
+
+import pytest
+
+from config.errors import ConfigError
+from server.process.watched_files import WatchedFiles
+
+
+def test_files_are_read_again_once_they_have_settled(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.write_text("1")
+    other.write_text("1")
+    read: list[str] = []
+    watched = WatchedFiles(
+        [str(one), str(other)], "files", lambda: read.append(one.read_text() + other.read_text())
+    )
+    watched.poll()
+    watched.poll()
+    assert read == []
+
+    one.write_text("22")
+    watched.poll()
+    other.write_text("33")
+    watched.poll()
+    assert read == []
+    watched.poll()
+    watched.poll()
+
+    assert read == ["2233"]
+
+
+def test_what_cannot_be_read_is_logged_once_and_tried_after_the_next_change(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("1")
+    read: list[str] = []
+
+    def reload() -> None:
+        if not file.exists():
+            raise ConfigError(f"{file} is not there")
+        read.append(file.read_text())
+
+    watched = WatchedFiles([str(file)], "keys", reload)
+    file.unlink()
+    for _ in range(4):
+        watched.poll()
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "keys: not read again, the old one stays in use" in caplog.text
+    file.write_text("22")
+    for _ in range(4):
+        watched.poll()
+
+    assert read == ["22"]
