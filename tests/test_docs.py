@@ -20,8 +20,10 @@ from config.loading.vllm_flags import absence
 from server.cli.bench.options import bench_parser
 from server.cli.buckets import buckets_parser
 from server.cli.calibrate import calibrate_parser
+from server.cli.chat import chat_parser
 from server.cli.plan import plan_parser
 from server.cli.quantize import quantize_parser
+from server.cli.run_batch import batch_parser
 
 ROOT = Path(__file__).parents[1]
 API = ROOT / "docs" / "api.md"
@@ -114,6 +116,8 @@ def test_flags_that_the_documents_name_exist() -> None:
     known |= set(buckets_parser("fit")._option_string_actions)
     known |= set(plan_parser()._option_string_actions)
     known |= set(calibrate_parser()._option_string_actions)
+    known |= set(batch_parser()._option_string_actions)
+    known |= set(chat_parser()._option_string_actions)
     known |= {"--no-NAME", "--max_model_len", "--version"}
     # clients.md has the flags of other programs.
     texts = [page.read_text(encoding="utf-8") for page in PAGES if page.name != "clients.md"]
@@ -240,7 +244,15 @@ def test_the_commands_of_the_documents_run(
 ) -> None:
     lines = [{"prompt_tokens": 90 + 7 * i, "output_tokens": 30 + i} for i in range(20)]
     (tmp_path / "requests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    bench_flags = ["--base-url", served[0], "--num-prompts", "2"]
+    body = {"prompt": "Hello", "max_tokens": 2}
+    request = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    (tmp_path / "batch.jsonl").write_text(json.dumps(request) + "\n")
+    running = ["--base-url", served[0]]
+    more = {
+        "bench": [*running, "--num-prompts", "2"],
+        "run-batch": running,
+        "chat": [*running, "--quick", "Hello"],
+    }
     commands = [shlex.split(line) for line in example.replace("\\\n", "").splitlines()]
 
     for program, name, *words in commands:
@@ -255,7 +267,7 @@ def test_the_commands_of_the_documents_run(
                 "gaudiserve",
                 name,
                 *words,
-                *(bench_flags if name == "bench" else []),
+                *more.get(name, ()),
             ],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},

@@ -3,7 +3,6 @@
 Each subcommand imports its modules when it runs, so that `--help` and `config` start fast.
 """
 
-import dataclasses
 import json
 import logging
 import os
@@ -11,19 +10,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 
 from config import log
-from config.engine import DUMMY, EXTERNAL_LAUNCHER, EngineConfig
+from config.engine import EXTERNAL_LAUNCHER
 from config.errors import CheckpointError, ConfigError, EngineDied
-from config.loading.env import cache_home, environment
+from config.loading.env import environment
 from config.loading.flags import FLAGS
 from config.loading.parser import Parser, server_parser
 from config.loading.sources import load
 from config.loading.values import nearest
 from config.loading.vendor_variables import ignored_variables
-from config.progress import Report
-from config.server import ServerConfig
 from config.version import VERSION
 
 logger = logging.getLogger(__name__)
@@ -35,6 +31,8 @@ OpenAI-compatible serving daemon for Intel Gaudi (HPU), with a CPU back end for 
 
 commands:
   serve [MODEL]   start the server; without a model, serve the demo model
+  chat [MODEL]    chat in the terminal
+  run-batch       answer a file of requests in OpenAI's batch format
   bench serve     benchmark an OpenAI-compatible server
   buckets show    print a bucketing strategy's table, and its padding for a traffic
   buckets fit     fit a bucket table to a traffic
@@ -110,55 +108,13 @@ def _serve(argv: list[str]) -> int:
         logger.info("Accepted without effect: %s", _with_reasons(loaded.without_effect))
     if ignored := ignored_variables(environment()):
         logger.warning("Variables without effect: %s", _with_reasons(ignored))
-    from config.startup_checks import check_device
+    from server.cli.start import start
 
-    check_device(engine.device)
-    from server.process.engine_host import serve_engines
-    from server.process.supervisor import serve
-
-    default_names = NAMES if engine.model in NAMES else (engine.model,)
-    names = server.served_model_names or default_names
-    resolve = partial(_checked, engine, server)
-    server = dataclasses.replace(server, served_model_names=names)
-    start = serve if engine.data_parallel.has_api_servers else serve_engines
-    return start(engine, server, resolve)
+    return start(engine, server)
 
 
 def _with_reasons(reasons: Mapping[str, str]) -> str:
     return "; ".join(f"{name} ({reason})" for name, reason in reasons.items())
-
-
-def _checked(engine: EngineConfig, server: ServerConfig, report: Report) -> str:
-    """As `_resolve`. Raises CheckpointError."""
-    try:
-        return _resolve(engine, server, report)
-    except ConfigError as error:
-        raise CheckpointError(str(error)) from error
-
-
-def _resolve(engine: EngineConfig, server: ServerConfig, report: Report) -> str:
-    """Download and convert the checkpoint; returns its folder."""
-    from config.checkpoint.resolve import resolve
-    from config.startup_checks import check_checkpoint, check_model_config
-
-    folder = resolve(
-        engine.model,
-        revision=engine.revision,
-        cache_dir=engine.cache_dir,
-        download_dir=engine.download_dir,
-        dtype=engine.dtype,
-        keep_blocks=engine.quantization == "gguf",
-        has_weights=engine.load_format != DUMMY,
-        report=report,
-        check=partial(check_model_config, engine),
-    )
-    check_checkpoint(engine, folder)
-    if not server.skip_tokenizer_init:
-        from server.text.tokenizer_files import tokenizer_folder
-
-        # Here, where it has a progress report and can be stopped; API servers find it in the cache.
-        tokenizer_folder(folder, Path(cache_home()), report)
-    return folder
 
 
 def _config(argv: list[str]) -> int:
@@ -224,6 +180,8 @@ COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "doctor": partial(_module, "doctor"),
     "calibrate": partial(_module, "calibrate"),
     "quantize": partial(_module, "quantize"),
+    "run-batch": partial(_module, "run_batch"),
+    "chat": partial(_module, "chat"),
 }
 
 if __name__ == "__main__":

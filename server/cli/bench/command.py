@@ -16,7 +16,6 @@ from tqdm import tqdm
 from config.errors import ConfigError
 from config.loading.env import environment
 from config.version import VERSION
-from server.cli.bench.http_client import HttpClient, HttpFailure
 from server.cli.bench.openai import OpenAIServer, Outcome, first_model
 from server.cli.bench.options import SAMPLING, read
 from server.cli.bench.report import Report, as_dict, as_text, summarise
@@ -31,6 +30,7 @@ from server.cli.bench.workload import (
     text_requests,
     token_requests,
 )
+from server.cli.http_client import HttpClient, HttpFailure
 
 Send = Callable[[BenchRequest], Awaitable[Outcome]]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from server.cli.bench.http_client import HttpClient, HttpFailure, MissingDone
 from server.cli.bench.workload import WORDS, BenchRequest
+from server.cli.http_client import HttpClient, HttpFailure, MissingDone
 
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 

@@ -81,7 +81,7 @@ def test_serve_names_all_such_variables_in_one_line(
 ) -> None:
     monkeypatch.setenv("VLLM_HANDLE_TOPK_DUPLICATES", "true")
     monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", "1")
-    monkeypatch.setattr("server.process.supervisor.serve", lambda *arguments: 0)
+    monkeypatch.setattr("server.cli.start.serve", lambda *arguments: 0)
     monkeypatch.setattr("config.log.setup", lambda *arguments, **options: None)
     caplog.set_level(logging.WARNING)
 

@@ -80,7 +80,7 @@ SERVE = ["serve", "m"]
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """`gaudiserve serve` up to the start of processes."""
-    monkeypatch.setattr("server.process.supervisor.serve", lambda *arguments: 0)
+    monkeypatch.setattr("server.cli.start.serve", lambda *arguments: 0)
     monkeypatch.setattr("config.log.setup", lambda *arguments, **options: None)
     caplog.set_level(logging.INFO)
 

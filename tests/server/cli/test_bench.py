@@ -13,7 +13,6 @@ from event_server import EventServer
 
 from config.errors import ConfigError
 from server.cli.bench.command import main
-from server.cli.bench.http_client import HttpClient, HttpFailure
 from server.cli.bench.openai import OpenAIServer, Outcome
 from server.cli.bench.report import as_text, distribution, summarise
 from server.cli.bench.workload import (
@@ -24,6 +23,7 @@ from server.cli.bench.workload import (
     text_requests,
     token_requests,
 )
+from server.cli.http_client import HttpClient, HttpFailure
 
 
 def run(url: str, *flags: str) -> tuple[int, dict[str, Any]]:

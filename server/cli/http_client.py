@@ -1,4 +1,5 @@
-"""A minimal HTTP/1.1 client for one server: JSON calls and event streams.
+"""A minimal HTTP/1.1 client for one server, over TCP, TLS or a Unix socket: JSON calls and event
+streams.
 
 A general client takes more time per event than a fast server needs to produce it. This one only
 splits bytes, so that the benchmark measures the server.
@@ -9,7 +10,7 @@ import ssl
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -19,6 +20,7 @@ from config.errors import ConfigError
 CONNECT_TIMEOUT_S = 30.0
 MAX_IDLE = 1024
 MAX_LINE_BYTES = 2**20
+UNIX = "unix:"
 
 
 class HttpFailure(Exception):
@@ -46,6 +48,15 @@ class _ResponseHead:
         return has_known_end and self.fields.get("connection", "").lower() != "close"
 
 
+class Answer(NamedTuple):
+    """Of any status."""
+
+    status: int
+    fields: Mapping[str, str]
+    """The headers; names in lower case."""
+    content: bytes
+
+
 class MissingDone(HttpFailure):
     """A stream that ended normally, but without [DONE]."""
 
@@ -59,6 +70,10 @@ class HttpClient:
         api_key: str | None = None,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        """`base_url`: of HTTP or HTTPS, or unix: and a path."""
+        self._socket_path: str | None = None
+        if base_url.startswith(UNIX):
+            self._socket_path, base_url = base_url.removeprefix(UNIX), "http://localhost"
         url = urlsplit(base_url if "//" in base_url else f"http://{base_url}")
         try:
             port = url.port
@@ -79,6 +94,16 @@ class HttpClient:
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """One JSON call. Raises HttpFailure with the server's message, or OSError."""
+        status, _, content = await self.ask(method, path, body)
+        if status != 200:
+            raise HttpFailure(f"{status}: {content[:300].decode(errors='replace')}")
+        try:
+            return msgspec.json.decode(content)
+        except msgspec.DecodeError as error:
+            raise HttpFailure(f"{path} did not answer in JSON: {error}") from None
+
+    async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
+        """One call. Raises HttpFailure for what is no HTTP, or OSError."""
         connection, head = await self._send(method, path, body)
         try:
             content = b"".join([piece async for piece in self._content(connection, head)])
@@ -86,12 +111,7 @@ class HttpClient:
             connection.writer.close()
             raise
         self._release(connection, head)
-        if head.status != 200:
-            raise HttpFailure(f"{head.status}: {content[:300].decode(errors='replace')}")
-        try:
-            return msgspec.json.decode(content)
-        except msgspec.DecodeError as error:
-            raise HttpFailure(f"{path} did not answer in JSON: {error}") from None
+        return Answer(head.status, head.fields, content)
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[bytes]:
         """The `data:` of each server-sent event as it arrives, without [DONE].
@@ -159,6 +179,10 @@ class HttpClient:
             raise
 
     async def _connect(self) -> _Connection:
+        if self._socket_path is not None:
+            return _Connection(
+                *await asyncio.open_unix_connection(self._socket_path, limit=MAX_LINE_BYTES)
+            )
         opened = asyncio.open_connection(
             self._host, self._port, ssl=self._tls, limit=MAX_LINE_BYTES
         )

@@ -1,0 +1,201 @@
+"""The two files of a batch, in OpenAI's format: requests and answers, a JSON object in each line.
+
+The id of an answer says which line of the input it belongs to, so that a batch that was interrupted
+goes on behind the last complete line of the output.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import msgspec
+
+from config.errors import ConfigError
+from server.cli.http_client import Answer
+
+PREFIX = "batch_req_"
+MAX_LINE_BYTES = 64 * 2**20
+"""As --max-body-bytes."""
+
+
+class BatchLine(NamedTuple):
+    """A request."""
+
+    number: int
+    """In the file, from 1 on."""
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+
+class InvalidLine(NamedTuple):
+    """A line that is no request, or the second one with its custom_id."""
+
+    number: int
+    custom_id: str | None
+    error: str
+
+
+def read_lines(path: Path) -> Iterator[BatchLine | InvalidLine]:
+    """The lines of the input that are not empty. Raises ConfigError if it cannot be read."""
+    seen: set[str] = set()
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while raw := file.readline(MAX_LINE_BYTES):
+                number += 1
+                if not raw.strip():
+                    continue
+                if len(raw) == MAX_LINE_BYTES and not raw.endswith(b"\n"):
+                    raise ConfigError(
+                        f"{path}, line {number} is longer than {MAX_LINE_BYTES} bytes"
+                    )
+                line = _parsed(number, raw)
+                if line.custom_id is not None:
+                    if line.custom_id in seen:
+                        line = InvalidLine(
+                            number, line.custom_id, f"custom_id {line.custom_id!r} is there before"
+                        )
+                    seen.add(line.custom_id or "")
+                yield line
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+
+
+def _parsed(number: int, raw: bytes) -> BatchLine | InvalidLine:
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        return InvalidLine(number, None, f"no JSON: {error}")
+    if not isinstance(line, dict):
+        return InvalidLine(number, None, f"it is {type(line).__name__}, it must be an object")
+    custom_id = line.get("custom_id")
+    if not isinstance(custom_id, str) or not custom_id:
+        return InvalidLine(number, None, f"custom_id is {custom_id!r}, it must be a text")
+    body, url = line.get("body"), line.get("url")
+    if line.get("method", "POST") != "POST":
+        problem = f"method is {line['method']!r}, it must be POST"
+    elif not isinstance(url, str) or not url.startswith("/v1/") or not url.isprintable():
+        problem = f"url is {url!r}, it must be a path: /v1/chat/completions"
+    elif " " in url:
+        problem = f"url is {url!r}, it must be without blanks"
+    elif not isinstance(body, dict):
+        problem = f"body is {type(body).__name__}, it must be an object"
+    elif body.get("stream"):
+        problem = "stream is true, and a batch has no streams"
+    else:
+        return BatchLine(number, custom_id, url, body)
+    return InvalidLine(number, custom_id, problem)
+
+
+class BatchOutput:
+    """The output, open for more lines; one process at a time."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads what is there. A line that a killed process has left half-written is removed.
+        Raises ConfigError for a file that is something else, or in use."""
+        self._path = path
+        self._answered: dict[int, str | None] = {}
+        """Number of the line -> its custom_id."""
+        self.num_errors = 0
+        try:
+            self._file: IO[bytes] = path.open("ab+")
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._read()
+        except BlockingIOError as error:
+            self._file.close()
+            raise ConfigError(f"{path}: another batch writes to it") from error
+        except ConfigError:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> "BatchOutput":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    @property
+    def num_answered(self) -> int:
+        return len(self._answered)
+
+    def has(self, line: BatchLine | InvalidLine) -> bool:
+        """Whether it has an answer. Raises ConfigError if that is another line's."""
+        if line.number not in self._answered:
+            return False
+        answered = self._answered[line.number]
+        if answered != line.custom_id:
+            raise ConfigError(
+                f"{self._path} has the answer of {answered!r} for line {line.number}, which is "
+                f"{line.custom_id!r} in the input: it belongs to another batch"
+            )
+        return True
+
+    def write(self, line: BatchLine, answer: Answer) -> None:
+        """What the server has answered, of any status."""
+        try:
+            body = msgspec.json.decode(answer.content)
+        except msgspec.DecodeError:
+            body = answer.content.decode(errors="replace")
+        self._append(
+            line,
+            {
+                "status_code": answer.status,
+                "request_id": answer.fields.get("x-request-id", ""),
+                "body": body,
+            },
+            None,
+        )
+        self.num_errors += answer.status != 200
+
+    def write_error(self, line: InvalidLine) -> None:
+        """A line that was not sent."""
+        message = f"line {line.number}: {line.error}"
+        self._append(line, None, {"code": "invalid_line", "message": message})
+        self.num_errors += 1
+
+    def _append(
+        self,
+        line: BatchLine | InvalidLine,
+        response: dict[str, Any] | None,
+        error: dict[str, str] | None,
+    ) -> None:
+        record = {
+            "id": f"{PREFIX}{line.number}",
+            "custom_id": line.custom_id,
+            "response": response,
+            "error": error,
+        }
+        self._file.write(msgspec.json.encode(record) + b"\n")
+        self._file.flush()
+        self._answered[line.number] = line.custom_id
+
+    def _read(self) -> None:
+        self._file.seek(0)
+        end = 0
+        for raw in self._file:
+            if not raw.endswith(b"\n"):
+                break
+            end += len(raw)
+            if raw.strip():
+                self._take(raw)
+        self._file.truncate(end)
+        self._file.seek(0, os.SEEK_END)
+
+    def _take(self, raw: bytes) -> None:
+        try:
+            record = msgspec.json.decode(raw)
+            number = int(record["id"].removeprefix(PREFIX))
+            response = record["response"]
+            self.num_errors += response is None or response["status_code"] != 200
+            self._answered[number] = record["custom_id"]
+        except (msgspec.DecodeError, LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"{self._path} holds a line that is no answer of a batch: {raw[:80]!r}"
+            ) from error

@@ -1,0 +1,187 @@
+"""`gaudiserve chat`: a conversation in the terminal."""
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+from config.checkpoint.demo import NAMES
+from config.errors import CheckpointError
+from config.loading.parser import Parser, server_parser
+from config.loading.sources import DEFAULT, Loaded, load
+from server.cli.bench.openai import first_model
+from server.cli.http_client import HttpClient, HttpFailure
+from server.cli.private_server import PrivateServer
+
+DESCRIPTION = """\
+Chat with a model in the terminal: with MODEL, which is served here until you leave, or with that of
+a running server. Ctrl-C stops an answer, Ctrl-D leaves; /clear forgets the conversation, /system
+TEXT begins a new one with that system prompt.
+"""
+PATH = "/v1/chat/completions"
+DIM, NORMAL = "\x1b[2m", "\x1b[0m"
+LEAVE = ("/exit", "/quit")
+CLEAR_LINE = "\r\x1b[K"
+
+
+def chat_parser() -> Parser:
+    """The flags of a server, and those of the conversation."""
+    parser = server_parser("gaudiserve chat", DESCRIPTION)
+    add = parser.add_argument_group("Chat").add_argument
+    add(
+        "--base-url",
+        "--url",
+        metavar="URL",
+        help="Talk to this running server (with --api-key), in place of one that serves MODEL here",
+    )
+    add("--model-name", metavar="NAME", help="Model of the server; none: its first")
+    add("--system-prompt", metavar="TEXT", help="System prompt of the conversation")
+    add("--quick", metavar="TEXT", help="Send one message, print the answer, and leave")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Raises CheckpointError when there is no server to talk to."""
+    loaded = load(argv, default_model=NAMES[0], parser=chat_parser())
+    loop = asyncio.new_event_loop()
+    server = None
+    if loaded.arguments.base_url is None:
+        server = PrivateServer(loaded.engine, _quiet(loaded))
+    try:
+        return _Terminal(loop, loaded, server).run()
+    finally:
+        loop.close()
+        if server is not None:
+            server.close()
+
+
+def _quiet(loaded: Loaded) -> Any:
+    """The settings of the server, which logs errors alone unless more is asked for."""
+    if loaded.sources["log-level"][1] != DEFAULT:
+        return loaded.server
+    return dataclasses.replace(loaded.server, log_level="error")
+
+
+class _Terminal:
+    """The conversation, with what is read and written."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, loaded: Loaded, server: PrivateServer | None
+    ) -> None:
+        self._loop = loop
+        self._arguments: argparse.Namespace = loaded.arguments
+        self._server = server
+        keys = loaded.server.api_keys
+        url = self._arguments.base_url if server is None else server.url
+        self._client = HttpClient(url, keys[0] if keys else None)
+        self._model = self._arguments.model_name
+        self._messages: list[dict[str, str]] = []
+        self._is_terminal = sys.stdout.isatty()
+
+    def run(self) -> int:
+        try:
+            self._loop.run_until_complete(self._open())
+        except (OSError, HttpFailure) as error:
+            raise CheckpointError(f"{self._arguments.base_url} does not answer: {error}") from error
+        self._begin(self._arguments.system_prompt)
+        if self._arguments.quick is not None:
+            return 0 if self._say(self._arguments.quick) else 1
+        with contextlib.suppress(ImportError):
+            # Line editing and history for input().
+            __import__("readline")
+        print(f"{self._model}: Ctrl-C stops an answer, Ctrl-D leaves, /clear, /system TEXT")
+        while self._turn():
+            pass
+        return 0
+
+    def _turn(self) -> bool:
+        """One line of the user; False to leave."""
+        try:
+            return self._take(input("> ").strip())
+        except (EOFError, KeyboardInterrupt) as end:
+            print()
+            return isinstance(end, KeyboardInterrupt)
+
+    def _take(self, text: str) -> bool:
+        """False to leave."""
+        command, _, rest = text.partition(" ")
+        if command == "/clear":
+            self._begin(self._arguments.system_prompt)
+        elif command == "/system":
+            self._begin(rest)
+        elif text and command not in LEAVE:
+            self._say(text)
+        return command not in LEAVE
+
+    async def _open(self) -> None:
+        if self._server is not None:
+            await self._server.wait_ready(self._client, self._show_stage)
+            self._show_stage("")
+        if self._model is None:
+            self._model = await first_model(self._client)
+
+    def _show_stage(self, stage: str) -> None:
+        if sys.stderr.isatty():
+            print(f"{CLEAR_LINE}{stage}", end="", file=sys.stderr, flush=True)
+
+    def _begin(self, system_prompt: str | None) -> None:
+        self._messages = []
+        if system_prompt:
+            self._messages.append({"role": "system", "content": system_prompt})
+
+    def _say(self, text: str) -> bool:
+        """Print the answer as it comes; False if there is none."""
+        self._messages.append({"role": "user", "content": text})
+        answer: list[str] = []
+        stop = asyncio.Event()
+        # Not by KeyboardInterrupt, which may come anywhere in the event loop.
+        self._loop.add_signal_handler(signal.SIGINT, stop.set)
+        try:
+            self._loop.run_until_complete(self._print_until(stop, answer))
+        except (OSError, HttpFailure) as error:
+            self._messages.pop()
+            print(f"\n{error}", file=sys.stderr)
+            return False
+        finally:
+            self._loop.remove_signal_handler(signal.SIGINT)
+        print()
+        self._messages.append({"role": "assistant", "content": "".join(answer)})
+        return True
+
+    async def _print_until(self, stop: asyncio.Event, answer: list[str]) -> None:
+        printing = asyncio.ensure_future(self._print_answer(answer))
+        stopping = asyncio.ensure_future(stop.wait())
+        await asyncio.wait((printing, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if printing.done():
+            stopping.cancel()
+            printing.result()
+        else:
+            printing.cancel()
+            await asyncio.wait((printing,))
+
+    async def _print_answer(self, answer: list[str]) -> None:
+        body = {"model": self._model, "messages": self._messages, "stream": True}
+        thinks = False
+        async for delta in self._deltas(body):
+            thought = delta.get("reasoning_content") or delta.get("reasoning")
+            if bool(thought) != thinks and self._is_terminal:
+                print(DIM if thought else NORMAL, end="")
+            thinks = bool(thought)
+            content = delta.get("content") or ""
+            answer.append(content)
+            print(thought or content, end="", flush=True)
+        if thinks and self._is_terminal:
+            print(NORMAL, end="")
+
+    async def _deltas(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        async for data in self._client.events(PATH, body):
+            event = json.loads(data)
+            if error := event.get("error"):
+                raise HttpFailure(str(error.get("message", error)))
+            for choice in event["choices"]:
+                yield choice["delta"]

@@ -1,0 +1,80 @@
+"""A server that only one command uses: on a Unix socket, in a process that ends with it."""
+
+import asyncio
+import dataclasses
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from config.engine import EngineConfig
+from config.errors import EngineDied
+from config.server import ServerConfig
+from engine.client.launcher import ChildProcess, SocketDirectory, python_command
+from server.cli.http_client import UNIX, HttpClient, HttpFailure
+
+POLL_S = 0.1
+STOP_S = 10.0
+
+
+class PrivateServerArgs(msgspec.Struct, frozen=True):
+    """Arguments of the process, whose entry is server/cli/start.py."""
+
+    engine: EngineConfig
+    server: ServerConfig
+
+
+class PrivateServer:
+    """Starts at once; answers at `url` after `wait_ready`."""
+
+    def __init__(self, engine: EngineConfig, server: ServerConfig) -> None:
+        self._directory = SocketDirectory()
+        path = str(Path(self._directory.path, "api.sock"))
+        server = dataclasses.replace(
+            server, uds=path, api_server_count=1, ssl_certfile="", ssl_keyfile="", root_path=""
+        )
+        self.url = f"{UNIX}{path}"
+        self._child = ChildProcess(
+            "the server",
+            python_command("server.cli.start", ignored=(signal.SIGINT,)),
+            PrivateServerArgs(engine, server),
+            stop_signal=signal.SIGTERM,
+        )
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._child.poll()
+
+    async def wait_ready(
+        self, client: HttpClient, on_stage: Callable[[str], None] = lambda stage: None
+    ) -> None:
+        """Wait until it answers; `on_stage` is told what it does. Raises EngineDied when it ends,
+        having said why."""
+        while True:
+            if self.exit_code is not None:
+                raise EngineDied(self._child.exit_description)
+            try:
+                answer = await client.ask("GET", "/ready")
+            except (OSError, HttpFailure):
+                # It does not listen yet.
+                answer = None
+            if answer is not None and answer.status == 200:
+                return
+            if answer is not None:
+                on_stage(_message(answer.content))
+            await asyncio.sleep(POLL_S)
+
+    def close(self) -> None:
+        """Stop it, and wait for its end."""
+        self._child.close(STOP_S)
+        self._directory.close()
+
+
+def _message(content: bytes) -> str:
+    try:
+        body = msgspec.json.decode(content)
+        return str(body["error"]["message"])
+    except (msgspec.DecodeError, LookupError, TypeError):
+        return ""

@@ -1,0 +1,148 @@
+"""`gaudiserve run-batch`: flags, and the course of a batch."""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+import uvloop
+from tqdm import tqdm
+
+from config import log
+from config.checkpoint.demo import NAMES
+from config.errors import EngineDied
+from config.loading.parser import Parser, number, server_parser
+from config.loading.sources import Loaded, load
+from server.cli.batch_files import BatchLine, BatchOutput, InvalidLine, read_lines
+from server.cli.http_client import Answer, HttpClient, HttpFailure
+from server.cli.private_server import PrivateServer
+
+DESCRIPTION = """\
+Answer a file of requests in OpenAI's batch format: each line of FILE is an object with custom_id,
+method (POST), url (/v1/chat/completions, for one) and body. Each line gets one line in the output,
+in the order in which the answers come. Run the same command again after it was stopped or killed:
+what is answered stays, the rest is done.
+"""
+DEFAULT_CONCURRENCY = 256
+RETRY_S = 1.0
+BUSY = 503
+
+
+def batch_parser() -> Parser:
+    """The flags of a server, and those of the batch."""
+    parser = server_parser("gaudiserve run-batch", DESCRIPTION)
+    group = parser.add_argument_group("Batch")
+    add = group.add_argument
+    add("-i", "--input-file", required=True, metavar="FILE", help="Requests, a line each")
+    add("-o", "--output-file", required=True, metavar="FILE", help="Answers; it may be there")
+    add(
+        "--base-url",
+        "--url",
+        metavar="URL",
+        help="Ask this running server (with --api-key), in place of one that serves MODEL here",
+    )
+    add(
+        "--max-concurrent-requests",
+        type=number(int, minimum=1),
+        default=DEFAULT_CONCURRENCY,
+        metavar="N",
+        help=f"Requests at a time [{DEFAULT_CONCURRENCY}]",
+    )
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Returns 0 when each line is answered, errors included. Raises ConfigError for files that do
+    not fit each other, EngineDied when the server ends before."""
+    loaded = load(argv, default_model=NAMES[0], parser=batch_parser())
+    arguments = loaded.arguments
+    log.setup("run-batch", loaded.server.log)
+    with BatchOutput(Path(arguments.output_file)) as output:
+        lines = _unanswered(Path(arguments.input_file), output)
+        if output.num_answered:
+            _say(f"{output.num_answered} lines of {arguments.output_file} are answered already")
+        uvloop.run(_run(loaded, arguments, lines, output))
+        print(f"{output.num_answered} lines answered, {output.num_errors} of them with an error")
+    return 0
+
+
+def _unanswered(file: Path, output: BatchOutput) -> Iterator[BatchLine | InvalidLine]:
+    """The lines of the input that have no answer. The file is read as they are taken."""
+    return (line for line in read_lines(file) if not output.has(line))
+
+
+async def _run(
+    loaded: Loaded,
+    arguments: argparse.Namespace,
+    lines: Iterator[BatchLine | InvalidLine],
+    output: BatchOutput,
+) -> None:
+    first = next(lines, None)
+    if first is None:
+        return
+    keys = loaded.server.api_keys
+    server = None
+    if arguments.base_url is None:
+        server = PrivateServer(loaded.engine, loaded.server)
+    client = HttpClient(arguments.base_url or server_url(server), keys[0] if keys else None)
+    try:
+        if server is not None:
+            await server.wait_ready(client)
+        await _answer_all(client, chain([first], lines), output, arguments.max_concurrent_requests)
+    except (OSError, HttpFailure) as error:
+        raise EngineDied(
+            f"the server does not answer any more ({error}); the same command goes on where this "
+            "one ended"
+        ) from error
+    finally:
+        await client.close()
+        if server is not None:
+            await asyncio.get_running_loop().run_in_executor(None, server.close)
+
+
+def server_url(server: PrivateServer | None) -> str:
+    assert server is not None, "there is a URL or a server"
+    return server.url
+
+
+async def _answer_all(
+    client: HttpClient,
+    lines: Iterator[BatchLine | InvalidLine],
+    output: BatchOutput,
+    num_at_once: int,
+) -> None:
+    """All lines, `num_at_once` at a time; the first failure of the connection ends it."""
+    bar = tqdm(desc="requests", unit="line", disable=None)
+
+    async def work() -> None:
+        for line in lines:
+            if isinstance(line, InvalidLine):
+                output.write_error(line)
+            else:
+                output.write(line, await _ask(client, line))
+            bar.update()
+
+    with bar:
+        workers = [asyncio.create_task(work()) for _ in range(num_at_once)]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+
+
+async def _ask(client: HttpClient, line: BatchLine) -> Answer:
+    """Asks again while the server has no room."""
+    while True:
+        answer = await client.ask("POST", line.url, line.body)
+        if answer.status != BUSY:
+            return answer
+        wait_s = answer.fields.get("retry-after", "")
+        await asyncio.sleep(float(wait_s) if wait_s.isdigit() else RETRY_S)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,81 @@
+"""Starts a server that is configured: names, checkpoint, engines and API servers."""
+
+import dataclasses
+import logging
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+from config import log
+from config.checkpoint.demo import NAMES
+from config.checkpoint.resolve import resolve
+from config.engine import DUMMY, EngineConfig
+from config.errors import CheckpointError, ConfigError, EngineDied
+from config.loading.env import cache_home
+from config.progress import Report
+from config.server import ServerConfig
+from config.startup_checks import check_checkpoint, check_device, check_model_config
+from engine.client.launcher import exit_with_parent, read_orders
+from server.cli.private_server import PrivateServerArgs
+from server.process.engine_host import serve_engines
+from server.process.supervisor import serve
+from server.text.tokenizer_files import tokenizer_folder
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Entry point of the process of a PrivateServer."""
+    # Ctrl-C in the command's terminal is for the command alone.
+    os.setsid()
+    args = read_orders(PrivateServerArgs)
+    exit_with_parent()
+    log.setup("server", args.server.log, access_log=not args.server.disable_access_log)
+    try:
+        sys.exit(start(args.engine, args.server))
+    except (CheckpointError, EngineDied) as error:
+        logger.error("%s", error)
+        sys.exit(1)
+    except ConfigError as error:
+        logger.error("%s", error)
+        sys.exit(2)
+
+
+def start(engine: EngineConfig, server: ServerConfig) -> int:
+    """Serve until stopped; returns the exit status. Raises ConfigError and CheckpointError."""
+    check_device(engine.device)
+    default_names = NAMES if engine.model in NAMES else (engine.model,)
+    names = server.served_model_names or default_names
+    find = partial(_checked, engine, server)
+    server = dataclasses.replace(server, served_model_names=names)
+    run = serve if engine.data_parallel.has_api_servers else serve_engines
+    return run(engine, server, find)
+
+
+def _checked(engine: EngineConfig, server: ServerConfig, report: Report) -> str:
+    """As `resolve_checkpoint`. Raises CheckpointError."""
+    try:
+        return resolve_checkpoint(engine, server, report)
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def resolve_checkpoint(engine: EngineConfig, server: ServerConfig, report: Report) -> str:
+    """Download and convert the checkpoint; returns its folder."""
+    folder = resolve(
+        engine.model,
+        revision=engine.revision,
+        cache_dir=engine.cache_dir,
+        download_dir=engine.download_dir,
+        dtype=engine.dtype,
+        keep_blocks=engine.quantization == "gguf",
+        has_weights=engine.load_format != DUMMY,
+        report=report,
+        check=partial(check_model_config, engine),
+    )
+    check_checkpoint(engine, folder)
+    if not server.skip_tokenizer_init:
+        # Here, where it has a progress report and can be stopped; API servers find it in the cache.
+        tokenizer_folder(folder, Path(cache_home()), report)
+    return folder

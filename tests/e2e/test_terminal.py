@@ -1,0 +1,174 @@
+"""`gaudiserve run-batch` and `gaudiserve chat`, as processes."""
+
+import contextlib
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from live import ROOT, LiveServer, alive, children_of
+
+COMMAND = [sys.executable, "-m", "gaudiserve"]
+FLAGS = ("--served-model-name=tiny", "--dtype=float32", "--max-num-seqs=4", "--max-model-len=256")
+
+
+def write_batch(file: Path, count: int, max_tokens: int = 40) -> None:
+    body = {"prompt": "hi", "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
+    lines = [
+        {"custom_id": f"r{i}", "method": "POST", "url": "/v1/completions", "body": body}
+        for i in range(count)
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def batch(folder: Path, *flags: str) -> list[str]:
+    return [*COMMAND, "run-batch", "-i", f"{folder}/in", "-o", f"{folder}/out", *flags]
+
+
+def test_a_batch_that_is_killed_twice_answers_each_line_once(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    write_batch(tmp_path / "in", 199)
+    with (tmp_path / "in").open("a") as file:
+        file.write('{"custom_id": "last", "url": "/v1/completions", "body": {"n": -1}}\n')
+    command = batch(tmp_path, tiny_model, *FLAGS, "--max-concurrent-requests=8")
+    out = tmp_path / "out"
+    for at_least in (30, 90):
+        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+        end_s = time.monotonic() + 60
+        while not out.exists() or out.read_bytes().count(b"\n") < at_least:
+            assert process.poll() is None and time.monotonic() < end_s
+            time.sleep(0.01)
+        family = children_of(process.pid)
+        process.kill()
+        process.wait()
+        assert out.read_bytes().count(b"\n") < 200
+        # Nothing is left that would answer, and write.
+        while any(map(alive, family)):
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+    assert done.returncode == 0, done.stderr
+    assert "are answered already" in done.stderr
+    assert done.stdout == "200 lines answered, 1 of them with an error\n"
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    assert sorted(one["custom_id"] for one in answers) == sorted(
+        ["last", *(f"r{i}" for i in range(199))]
+    )
+    by_id = {one["custom_id"]: one["response"] for one in answers}
+    assert by_id.pop("last")["status_code"] == 400
+    assert {one["body"]["choices"][0]["text"] for one in by_id.values()} == {
+        by_id["r0"]["body"]["choices"][0]["text"]
+    }
+    assert {one["body"]["usage"]["completion_tokens"] for one in by_id.values()} == {40}
+
+
+def test_a_batch_asks_a_running_server_and_says_when_there_is_none(
+    server: LiveServer, tmp_path: Path
+) -> None:
+    write_batch(tmp_path / "in", 3, max_tokens=2)
+    done = subprocess.run(
+        batch(tmp_path, f"--base-url={server.url}"),
+        **{"cwd": ROOT, "capture_output": True, "text": True, "timeout": 60},
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out").read_text().count('"status_code":200') == 3
+
+    (tmp_path / "out").unlink()
+    done = subprocess.run(
+        batch(tmp_path, "--base-url=http://127.0.0.1:1"),
+        **{"cwd": ROOT, "capture_output": True, "text": True, "timeout": 60},
+    )
+    assert done.returncode == 1
+    assert "the server does not answer any more" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+class Terminal:
+    """A process on a pseudo-terminal."""
+
+    def __init__(self, *command: str) -> None:
+        self._terminal, other = pty.openpty()
+        self.process = subprocess.Popen(
+            command,
+            **{"cwd": ROOT, "stdin": other, "stdout": other, "stderr": other},
+            start_new_session=True,
+            env={**os.environ, "TERM": "dumb"},
+        )
+        os.close(other)
+        self.text = ""
+
+    def wait_for(self, words: str, timeout_s: float = 60) -> str:
+        """The text up to the end of `words`, which is taken off."""
+        end_s = time.monotonic() + timeout_s
+        while words not in self.text:
+            assert time.monotonic() < end_s, self.text
+            if select.select([self._terminal], [], [], 0.1)[0]:
+                with contextlib.suppress(OSError):
+                    self.text += os.read(self._terminal, 65536).decode(errors="replace")
+        before, _, self.text = self.text.partition(words)
+        return before
+
+    def send(self, keys: str) -> None:
+        os.write(self._terminal, keys.encode())
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self._terminal)
+
+
+@pytest.fixture
+def chat(tiny_model: str) -> Iterator[Terminal]:
+    terminal = Terminal(*COMMAND, "chat", tiny_model, *FLAGS, "--system-prompt", "be short")
+    try:
+        yield terminal
+    finally:
+        terminal.close()
+
+
+def test_a_conversation_in_the_terminal(chat: Terminal) -> None:
+    chat.wait_for("tiny: Ctrl-C stops an answer")
+    chat.wait_for("> ")
+    family = children_of(chat.process.pid)
+    assert family
+
+    chat.send("hello\n")
+    answer = chat.wait_for("\r\n> ").partition("hello\r\n")[2]
+    assert len(answer) > 5
+    # The terminal sends SIGINT to its foreground group, which the server is not in.
+    chat.send("go on\n")
+    chat.wait_for("go on\r\n")
+    os.killpg(chat.process.pid, signal.SIGINT)
+    chat.wait_for("> ")
+    chat.send("/clear\n")
+    chat.wait_for("> ")
+    chat.send("hello\n")
+    again = chat.wait_for("\r\n> ").partition("hello\r\n")[2]
+    assert len(again) > 5
+    chat.send("\x04")
+
+    assert chat.process.wait(20) == 0
+    assert not any(map(alive, family))
+
+
+def test_one_message_to_a_running_server(server: LiveServer) -> None:
+    command = [*COMMAND, "chat", "--quick", "hello", "--base-url"]
+    options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 60}
+
+    done = subprocess.run([*command, server.url], **options)
+    missing = subprocess.run([*command, "http://127.0.0.1:1"], **options)
+
+    assert done.returncode == 0 and len(done.stdout) > 5, done.stderr
+    assert missing.returncode == 1
+    assert missing.stderr.startswith("gaudiserve: http://127.0.0.1:1 does not answer")

@@ -1,0 +1,104 @@
+"""server/cli/batch_files.py: which lines are requests, and what is left of a batch."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from config.errors import ConfigError
+from server.cli.batch_files import BatchLine, BatchOutput, InvalidLine, read_lines
+from server.cli.http_client import Answer
+
+OK = Answer(200, {"x-request-id": "abc"}, b'{"choices": []}')
+
+
+def request(custom_id: str = "a", **changes: object) -> str:
+    line = {
+        **{"custom_id": custom_id, "method": "POST", "url": "/v1/completions"},
+        **{"body": {"prompt": "hi"}, **changes},
+    }
+    return json.dumps(line)
+
+
+def lines_of(path: Path, *lines: str) -> list[BatchLine | InvalidLine]:
+    path.write_text("\n".join(lines) + "\n")
+    return list(read_lines(path))
+
+
+def test_a_request_has_the_number_of_its_line(tmp_path: Path) -> None:
+    first, second = lines_of(tmp_path / "in", request("a"), "", request("b"))
+
+    assert first == BatchLine(1, "a", "/v1/completions", {"prompt": "hi"})
+    assert (second.number, second.custom_id) == (3, "b")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "no JSON"),
+        ("[1]", "it is list, it must be an object"),
+        (request(custom_id=""), "custom_id is '', it must be a text"),
+        (request(method="GET"), "method is 'GET', it must be POST"),
+        (request(url="https://x/v1/chat"), "url is 'https://x/v1/chat', it must be a path"),
+        (request(url="/v1/x HTTP/1.1"), "it must be without blanks"),
+        (request(url="/v1/x\r\nHost: y"), "it must be a path"),
+        (request(body="hi"), "body is str, it must be an object"),
+        (request(body={"stream": True}), "stream is true"),
+    ],
+)
+def test_a_line_that_is_no_request_says_why(line: str, message: str, tmp_path: Path) -> None:
+    (found,) = lines_of(tmp_path / "in", line)
+
+    assert isinstance(found, InvalidLine)
+    assert message in found.error
+
+
+def test_a_custom_id_is_there_once(tmp_path: Path) -> None:
+    first, second = lines_of(tmp_path / "in", request("a"), request("a"))
+
+    assert isinstance(first, BatchLine)
+    assert isinstance(second, InvalidLine) and "is there before" in second.error
+
+
+def test_what_was_answered_is_known_to_the_next_one_and_a_half_line_is_removed(
+    tmp_path: Path,
+) -> None:
+    first, second, third = lines_of(tmp_path / "in", request("a"), "{", request("c"))
+    assert isinstance(first, BatchLine) and isinstance(second, InvalidLine)
+    with BatchOutput(tmp_path / "out") as output:
+        output.write(first, OK)
+        output.write_error(second)
+    complete = (tmp_path / "out").read_text()
+    with (tmp_path / "out").open("a") as file:
+        file.write('{"id": "batch_req_3", "custom')
+
+    with BatchOutput(tmp_path / "out") as output:
+        assert (tmp_path / "out").read_text() == complete
+        assert [output.has(line) for line in (first, second, third)] == [True, True, False]
+        assert (output.num_answered, output.num_errors) == (2, 1)
+
+    answer = json.loads(complete.splitlines()[0])
+    assert answer == {
+        **{"id": "batch_req_1", "custom_id": "a", "error": None},
+        "response": {"status_code": 200, "request_id": "abc", "body": {"choices": []}},
+    }
+
+
+def test_the_output_of_another_batch_and_other_files_are_refused(tmp_path: Path) -> None:
+    (first,) = lines_of(tmp_path / "in", request("a"))
+    assert isinstance(first, BatchLine)
+    with BatchOutput(tmp_path / "out") as output:
+        output.write(first, OK)
+        with pytest.raises(ConfigError, match="another batch writes to it"):
+            BatchOutput(tmp_path / "out")
+
+    with BatchOutput(tmp_path / "out") as output:
+        (other,) = lines_of(tmp_path / "in", request("b"))
+        with pytest.raises(ConfigError, match="has the answer of 'a' for line 1, which is 'b'"):
+            output.has(other)
+    (tmp_path / "text").write_text("a letter\n")
+    with pytest.raises(ConfigError, match="holds a line that is no answer of a batch: b'a letter"):
+        BatchOutput(tmp_path / "text")
+    assert (tmp_path / "text").read_text() == "a letter\n"
+    with pytest.raises(ConfigError, match="in0: No such file"):
+        list(read_lines(tmp_path / "in0"))
