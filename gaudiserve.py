@@ -5,6 +5,7 @@ from config.params.pooling import PoolingParams
 from config.params.sampling import SamplingParams
 from config.version import VERSION as __version__
 from server.offline.llm import LLM
+from server.offline.lora import LoRARequest
 from server.offline.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -31,6 +32,7 @@ __all__ = [
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "LoRARequest",
     "Logprob",
     "PoolingOutput",
     "PoolingParams",

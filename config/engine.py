@@ -6,6 +6,7 @@ from config.buckets import BucketConfig
 from config.data_parallel import DataParallelConfig
 from config.errors import ConfigError
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
+from config.lora.settings import LoRAConfig
 from config.model.kv_cache_dtype import INT8, KV_CACHE_DTYPES, SPELLINGS
 from config.model.quantization.inc import INC, VARIABLE
 from config.parallel import ParallelConfig
@@ -273,6 +274,7 @@ class EngineConfig:
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     emulator: EmulatorSettings = field(default_factory=EmulatorSettings)
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -291,6 +293,8 @@ class EngineConfig:
             )
         if self.num_coupled_engines > 1:
             self._check_coupled()
+        if self.lora.enable_lora:
+            self._check_lora()
         if self.quantization in AT_LOAD and self.dtype not in ("auto", "bfloat16"):
             raise ConfigError(
                 f"quantization is {self.quantization} and dtype is {self.dtype}: quantized weights "
@@ -321,6 +325,19 @@ class EngineConfig:
                 "contiguous_pa and enable_prefix_caching are both on: shared blocks cannot be "
                 "read as one slice; turn one of them off"
             )
+
+    def _check_lora(self) -> None:
+        refusals = {
+            "executor is external_launcher": self.executor == EXTERNAL_LAUNCHER,
+            "quantization is inc, whose compressor replaces the layers": self.quantization == INC,
+            "model_impl is transformers, whose layers are not ours": (
+                self.model_impl == TRANSFORMERS
+            ),
+            "several engines share experts": self.num_coupled_engines > 1,
+        }
+        for why, is_refused in refusals.items():
+            if is_refused:
+                raise ConfigError(f"enable_lora is on and {why}: turn one of them off")
 
     def _check_coupled(self) -> None:
         what = (

@@ -148,6 +148,16 @@ class ServerConfig:
     enable_page: bool = setting(
         True, "Serve the page at /: the server's figures, and a box to chat with the model"
     )
+    allow_runtime_lora_updating: bool = setting(
+        False,
+        "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter; needs --api-key, --lora-dir and "
+        "--enable-lora",
+        group="LoRA",
+        variables=("VLLM_ALLOW_RUNTIME_LORA_UPDATING",),
+    )
+    lora_dir: str | None = setting(
+        None, "Folder below which adapters that are loaded at run time must be", group="LoRA"
+    )
     served_model_names: tuple[str, ...] = setting(
         (),
         "Names of the model in the API, of which answers have the first; none: the model's own",
@@ -256,7 +266,14 @@ class ServerConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be above 0")
         _check_addresses(self.forwarded_allow_ips)
         _generation_overrides(self.override_generation_config)
-        for name in ("enable_dev_endpoints", "cache_salt_per_key"):
+        if self.allow_runtime_lora_updating and self.lora_dir is None:
+            raise ConfigError(
+                "allow_runtime_lora_updating is on and lora_dir is not set: it must be a folder"
+            )
+        for name in (
+            *("enable_dev_endpoints", "cache_salt_per_key"),
+            "allow_runtime_lora_updating",
+        ):
             if getattr(self, name) and not self.has_api_keys:
                 raise ConfigError(f"{name} is on and api_keys holds 0 keys, it needs 1")
         if self.uds is not None and self.api_server_count > 1:

@@ -9,7 +9,7 @@ import msgspec
 from config.params.sampling import SamplingParams
 from engine.structured_output.grammar import Grammar, Guide
 from engine.transport.messages import FRONT_END_SHIFT, AddRequest
-from hpu.protocol import TOKEN_BYTES, RequestSampling
+from hpu.protocol import NO_SLOT, TOKEN_BYTES, RequestSampling
 
 WAITING, RUNNING, PREEMPTED, FINISHED = range(4)
 """PREEMPTED: with a plan still in flight; WAITING again afterwards. FINISHED: also aborted or
@@ -56,6 +56,7 @@ class Request:
         "is_continuation",
         "key",
         "last_step",
+        "lora_slot",
         "max_block_end",
         "max_num_tokens",
         "min_num_tokens",
@@ -102,6 +103,9 @@ class Request:
         """Set for a request for vectors."""
         self.cache_salt = message.cache_salt
         self.adapter = message.adapter
+        """Hash of its adapter's files; empty for none."""
+        self.lora_slot = NO_SLOT
+        """Of a text that is read."""
         self.block_hashes = block_hashes
         self.is_continuation = message.is_continuation
         self.priority_key = priority_key

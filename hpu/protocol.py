@@ -24,6 +24,8 @@ Bucket = tuple[int, int, int, int]
 """(phase, batch, query, blocks)"""
 
 NO_MASKS = memoryview(b"")
+NO_SLOT = -1
+"""Of a request without an adapter."""
 TOKENS_PER_WORD = 32
 """Of a bitmask."""
 TOKEN_BYTES = 4
@@ -103,6 +105,8 @@ class NewRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Tokens whose keys and values are already in `blocks` (a prefix hit)."""
     blocks: list[int]
     sampling: RequestSampling
+    lora_slot: int = NO_SLOT
+    """Of its adapter."""
 
 
 class Text(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -120,6 +124,8 @@ class Text(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Tokens of type 0; the following ones have type 1. 0: all have type 0."""
     num_skipped: int = 0
     """Tokens at the front that are not pooled."""
+    lora_slot: int = NO_SLOT
+    """Of its adapter."""
 
 
 class Launch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -167,6 +173,10 @@ class StepPlan(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, ta
     its forward pass at once and samples when `GrammarMasks` comes, before the next plan."""
     texts: list[Text] = []
     """For a pooling model: whole inputs of the launches; requests and blocks are empty then."""
+    lora_slots: list[int] = []
+    lora_adapters: list[str] = []
+    """The adapter lora_adapters[i], which the worker has read, is copied to slot lora_slots[i]
+    before the launches. No request of another adapter has that slot."""
 
 
 class GrammarMasks(msgspec.Struct, array_like=True, gc=False, tag=9):
@@ -401,5 +411,28 @@ class WorkerAnswer(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     code: str | None = None
 
 
-ToWorker = StepPlan | GrammarMasks | WorkerCall
-FromWorker = StepResult | WorkerFailed | WarmupProgress | WorkerReady | Warmed | WorkerAnswer
+class LoadAdapter(msgspec.Struct, array_like=True, gc=False, tag=10):
+    """Read an adapter to host memory, beside the plans. Gets one AdapterLoaded."""
+
+    content: str
+    """Hash of its files, by which plans name it."""
+    path: str
+
+
+class DropAdapter(msgspec.Struct, array_like=True, gc=False, tag=11):
+    """Forget an adapter in host memory. Gets no answer."""
+
+    content: str
+
+
+class AdapterLoaded(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=12):
+    """An adapter is in host memory, or why it cannot be."""
+
+    content: str
+    error: str | None = None
+
+
+ToWorker = StepPlan | GrammarMasks | WorkerCall | LoadAdapter | DropAdapter
+FromWorker = (
+    StepResult | WorkerFailed | WarmupProgress | WorkerReady | Warmed | WorkerAnswer | AdapterLoaded
+)

@@ -9,6 +9,7 @@ from config.buckets import BucketConfig, Range
 from config.data_parallel import DataParallelConfig
 from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
+from config.lora.settings import LoRAConfig
 from config.parallel import ParallelConfig
 from config.server import ServerConfig
 from config.setting import Setting, settings_of
@@ -23,12 +24,13 @@ PARTS: Mapping[str, tuple[type, str]] = {
     "execution": (ExecutionConfig, "Execution on HPU"),
     "warmup": (WarmupConfig, "Warm-up"),
     "emulator": (EmulatorSettings, "Emulator"),
+    "lora": (LoRAConfig, "LoRA"),
     "server": (ServerConfig, "HTTP"),
 }
 """Part of the configuration -> its dataclass, and the help group of its settings."""
 GROUPS = (
     *("Model", "Device", "Parallelism", "KV cache", "Scheduling", "Buckets", "Execution on HPU"),
-    *("Warm-up", "Diagnostics", "Emulator", "HTTP", "TLS", "Text", "Logs"),
+    *("Warm-up", "Diagnostics", "Emulator", "LoRA", "HTTP", "TLS", "Text", "Logs"),
 )
 
 

@@ -23,6 +23,7 @@ from config.loading.flags import FILE_FLAGS, FLAGS, PARTS, Flag
 from config.loading.parser import Parser, server_parser
 from config.loading.values import Given, convert, joined, nearest, truth, wrong
 from config.loading.vllm_flags import ACCEPTED, absence
+from config.lora.settings import LoRAConfig
 from config.parallel import ParallelConfig
 from config.server import ServerConfig
 
@@ -258,6 +259,7 @@ def _build(values: Mapping[str, tuple[object, str]]) -> tuple[EngineConfig, Serv
             execution=ExecutionConfig(**parts["execution"]),
             warmup=WarmupConfig(**parts["warmup"]),
             emulator=EmulatorSettings(**parts["emulator"]),
+            lora=LoRAConfig(**parts["lora"]),
         )
         server = ServerConfig(**parts["server"])
     except ConfigError as error:

@@ -151,7 +151,12 @@ def _texts(given: Given, *, is_secret: bool) -> tuple[str, ...]:
         except ValueError:
             raise wrong(given, "a JSON list of strings", is_secret=is_secret) from None
     elif isinstance(value, str):
-        value = [value] if is_secret else [part.strip() for part in value.split(",")]
+        # A JSON object is one text, commas included.
+        value = (
+            [value]
+            if is_secret or value.lstrip().startswith("{")
+            else [part.strip() for part in value.split(",")]
+        )
     if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
         raise wrong(given, "text, or a list of texts (in quotes)", is_secret=is_secret)
     if not all(value):

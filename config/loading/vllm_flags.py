@@ -101,6 +101,7 @@ VALUES = (
         "llguidance compiles all grammars, schemas and patterns",
     ),
     ("worker-cls", ("auto",), "there is one kind of worker"),
+    ("lora-dtype", ("auto",), "adapters have the data type of the model"),
     ("chat-template-content-format", ("auto",), "found from the chat template"),
     ("response-role", ("assistant",), "answers have the role assistant"),
     (
@@ -163,11 +164,10 @@ ABSENT = (
     ),
     ("ray-workers-use-nsight worker-extension-cls", "Ray and workers of your own are not built"),
     (
-        "enable-lora enable-lora-bias lora-* max-loras max-lora-rank max-cpu-loras "
-        "fully-sharded-loras default-mm-loras long-lora-scaling-factors "
+        "enable-lora-bias lora-extra-vocab-size default-mm-loras long-lora-scaling-factors "
         "qlora-adapter-name-or-path enable-prompt-adapter max-prompt-adapters "
         "max-prompt-adapter-token",
-        "adapters are not served; merge them into the weights",
+        "adapters are low-rank weights alone (--enable-lora)",
     ),
     (
         "speculative-* num-speculative-tokens ngram-prompt-lookup-* "

@@ -3,9 +3,10 @@ share."""
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from config.adapters.adapter import LoRAInfo
 from config.errors import ConfigError, EngineDied, Overloaded, RequestFailed, UserError
 from config.params.pooling import PoolingParams
 from config.params.sampling import SamplingParams
@@ -14,9 +15,11 @@ from engine.transport.channels import HIGH_WATER
 from engine.transport.messages import (
     ENGINE_SHIFT,
     FRONT_END_SHIFT,
+    LOAD_ADAPTER,
     SLEEP,
     WAKE_UP,
     Abort,
+    Adapters,
     AddRequest,
     Control,
     EngineStats,
@@ -32,8 +35,8 @@ from engine.transport.messages import (
 from hpu.protocol import TOKEN_BYTES
 
 CONTROL_TIMEOUT_S = 30.0
-SLOW_CONTROLS_S = {SLEEP: 600.0, WAKE_UP: 7200.0}
-"""Timeouts of the controls that move weights or warm up."""
+SLOW_CONTROLS_S = {SLEEP: 600.0, WAKE_UP: 7200.0, LOAD_ADAPTER: 600.0}
+"""Timeouts of the controls that move or read weights, or warm up."""
 
 NO_SAMPLING = SamplingParams()
 """Of a request that samples nothing."""
@@ -83,6 +86,10 @@ class EngineClient(Protocol):
     def stats(self) -> EngineStats:
         """The latest gauges and counters, summed over engines."""
 
+    @property
+    def adapters(self) -> Mapping[str, LoRAInfo]:
+        """The adapters that are served, by name."""
+
     async def start(self) -> None: ...
 
     async def close(self) -> None: ...
@@ -97,6 +104,7 @@ class EngineClient(Protocol):
         name: str = "",
         pooling: PoolingParams | None = None,
         is_continuation: bool = False,
+        adapter: str = "",
     ) -> RequestOutputQueue: ...
 
     def abort(self, keys: list[int]) -> None: ...
@@ -127,6 +135,8 @@ class SingleEngineClient:
         """Whether the engine said itself why it failed; it has logged that too."""
         self.stats = EngineStats()
         """The latest gauges and counters."""
+        self.adapters: Mapping[str, LoRAInfo] = {}
+        """The adapters that are served, by name."""
         self._on_stats: Callable[[EngineStats], None] | None = None
         self._on_prompt: Callable[[list[bytes]], None] | None = None
         self._on_failure: Callable[[int, Failure], None] | None = None
@@ -183,8 +193,10 @@ class SingleEngineClient:
         name: str = "",
         pooling: PoolingParams | None = None,
         is_continuation: bool = False,
+        adapter: str = "",
     ) -> RequestOutputQueue:
-        """Send one sequence (`sampling.n` is ignored); `name` is for the engine's log. With
+        """Send one sequence (`sampling.n` is ignored); `name` is for the engine's log, `adapter` a
+        LoRAInfo.content. With
         `pooling` the answer is vectors, and `sampling` is ignored. A continuation of a sequence
         that was accepted before is exempt from the limits on waiting requests and scheduled next.
         Raises Overloaded when too many wait or the engine is not ready, EngineDied when it is gone,
@@ -199,6 +211,7 @@ class SingleEngineClient:
                 sampling,
                 priority,
                 cache_salt,
+                adapter,
                 name=name,
                 pooling=pooling,
                 is_continuation=is_continuation,
@@ -280,6 +293,8 @@ class SingleEngineClient:
                 self._send_aborts()
         elif isinstance(message, Reply):
             self._answer(message)
+        elif isinstance(message, Adapters):
+            self.adapters = {info.name: info for info in message.infos}
         elif isinstance(message, Progress):
             self.progress = message
         elif isinstance(message, Ready):

@@ -2,12 +2,13 @@
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from config.adapters.adapter import LoRAInfo
 from config.errors import EngineDied
 from config.params.pooling import PoolingParams
 from config.params.sampling import SamplingParams
@@ -217,6 +218,19 @@ class RouterClient:
             self._stats, self._stats_of = summed(parts), parts
         return self._stats
 
+    @property
+    def adapters(self) -> Mapping[str, LoRAInfo]:
+        """Those of the living engines, which all serve the same; while one is told of a change,
+        those that each of them serves."""
+        first, *others = [engine.adapters for engine in self.living] or [{}]
+        if not others:
+            return first
+        return {
+            name: info
+            for name, info in first.items()
+            if all(name in one and one[name].content == info.content for one in others)
+        }
+
     async def start(self) -> None:
         for engine in self._engines:
             await engine.start()
@@ -250,9 +264,10 @@ class RouterClient:
         name: str = "",
         pooling: PoolingParams | None = None,
         is_continuation: bool = False,
+        adapter: str = "",
     ) -> RequestOutputQueue:
         """Like SingleEngineClient.add, for the engine that fits best."""
-        engine, reason, hashes = self._route(prompt, cache_salt)
+        engine, reason, hashes = self._route(prompt, cache_salt, adapter)
         queue = engine.add(
             prompt,
             sampling,
@@ -261,6 +276,7 @@ class RouterClient:
             name=name,
             pooling=pooling,
             is_continuation=is_continuation,
+            adapter=adapter,
         )
         self._prefixes[engine.engine].add(hashes)
         self._num_routed[engine.engine] += 1
@@ -296,7 +312,7 @@ class RouterClient:
             engine.fail(message, is_config=is_config)
 
     def _route(
-        self, prompt: bytes | memoryview, cache_salt: str
+        self, prompt: bytes | memoryview, cache_salt: str, adapter: str
     ) -> tuple[SingleEngineClient, str, list[bytes]]:
         """The engine for a prompt, the reason, and the hashes of the prompt's blocks."""
         ready = self.ready
@@ -309,7 +325,7 @@ class RouterClient:
         if self._prefix_caching:
             end = MAX_BLOCKS * ready.block_size * TOKEN_BYTES
             start = memoryview(prompt).cast("B")[:end]
-            hashes = block_hashes(start, ready.block_size, cache_salt)
+            hashes = block_hashes(start, ready.block_size, cache_salt, adapter)
         candidates = [
             Candidate(
                 self._prefixes[one.engine].num_cached(hashes) * ready.block_size,

@@ -7,17 +7,19 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from config.adapters.adapter import LoRAInfo
 from config.engine import EngineConfig
 from config.errors import UserError
 from engine.core.admission import admission_error, num_prompt_tokens
 from engine.core.coupled_steps import CoupledSteps
 from engine.core.output_processor import OutputProcessor
 from engine.core.sleep_state import SleepState
-from engine.executors.base import Executor
+from engine.executors.base import AdapterExecutor, Executor
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import NO_ALLOWED_TOKEN, ModelLimits, Request
 from engine.scheduling.grammar_masks import deferred_masks
 from engine.scheduling.launch_packer import LaunchPacker
+from engine.scheduling.lora_slots import LoRASlots
 from engine.scheduling.pooling_scheduler import PoolingScheduler, pooling_refusal
 from engine.scheduling.scheduler import Scheduler, SchedulerOutput
 from engine.stats import PHASES, StepStats
@@ -25,7 +27,9 @@ from engine.structured_output.grammar import Grammar
 from engine.transport.messages import (
     AWAKE,
     FRONT_END_SHIFT,
+    REGISTER_ADAPTER,
     SLEEP,
+    UNLOAD_ADAPTER,
     WAKE_UP,
     AddRequest,
     EngineStats,
@@ -35,6 +39,7 @@ from hpu.bucketing.bucket_table import BucketTable
 from hpu.protocol import (
     DECODE,
     PROFILE_CALLS,
+    AdapterLoaded,
     StepPlan,
     StepResult,
     WarmupProgress,
@@ -50,7 +55,15 @@ CALL_POLL_S = 50e-6
 MAX_CALL_WAIT_S = 0.1
 """How long it does, before it waits for the devices alone."""
 
-_ARGUMENTS = {SLEEP: ("level", "mode"), WAKE_UP: ("tags",)}
+ADAPTER_POLL_S = 0.002
+"""How long an engine waits for an adapter before it looks for new requests."""
+
+_ARGUMENTS = {
+    SLEEP: ("level", "mode"),
+    WAKE_UP: ("tags",),
+    REGISTER_ADAPTER: ("info",),
+    UNLOAD_ADAPTER: ("lora_name",),
+}
 """Argument names of the controls that take any."""
 
 
@@ -72,9 +85,11 @@ class EngineCore:
         *,
         engine: int = 0,
         coupled: CoupledSteps | None = None,
+        adapters: Iterable[LoRAInfo] = (),
     ) -> None:
-        """`on_progress` is called during warm-ups after a sleep. `engine` is its number among the
-        engines of a server, which step together if there is `coupled`."""
+        """`adapters` are served from the start. `on_progress` is called during warm-ups after a
+        sleep. `engine` is its number among the engines of a server, which step together if there is
+        `coupled`."""
         scheduler = config.scheduler
         self._executor = executor
         self._clock = clock
@@ -111,10 +126,16 @@ class EngineCore:
             contiguous=ready.contiguous,
             merges_prompts=table.limits.merged_prefill,
         )
+        self._lora = LoRASlots(config.lora) if config.lora.enable_lora else None
+        self._adapters = executor if isinstance(executor, AdapterExecutor) else None
+        assert self._lora is None or self._adapters is not None, "the executor takes no adapters"
+        self._has_new_adapters = False
+        for info in adapters:
+            self._register_adapter(info)
         self._pooling = ready.pooling
         self._scheduler: Scheduler | PoolingScheduler
         if ready.pooling is not None:
-            self._scheduler = PoolingScheduler(scheduler, ready.pooling, self._packer)
+            self._scheduler = PoolingScheduler(scheduler, ready.pooling, self._packer, self._lora)
         else:
             self._scheduler = Scheduler(
                 scheduler,
@@ -124,6 +145,7 @@ class EngineCore:
                 defrag_threshold=config.execution.defrag_threshold,
                 prefill_launch_tokens=ready.prefill_launch_tokens,
                 num_stages=config.parallel.pipeline_parallel_size,
+                lora=self._lora,
             )
         self._outputs = OutputProcessor(self._kv)
         self._sleep_state = SleepState(executor, on_progress)
@@ -212,6 +234,9 @@ class EngineCore:
         if refusal is not None:
             self._outputs.reject(key, *refusal)
             return
+        if message.adapter and not self._serves_adapter(message):
+            self._outputs.reject(key, "the adapter of the request was unloaded", "model")
+            return
         params = message.sampling
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed & (2**63 - 1)
         now = self._clock()
@@ -268,6 +293,8 @@ class EngineCore:
             "sleep_state": lambda: self._sleep_state.state,
             SLEEP: self._sleep,
             WAKE_UP: self._wake_up,
+            REGISTER_ADAPTER: self._register_adapter,
+            UNLOAD_ADAPTER: self._unload_adapter,
             **dict.fromkeys(PROFILE_CALLS, lambda: self._executor.call(name)),
         }
         if name not in calls:
@@ -278,6 +305,57 @@ class EngineCore:
                 f"control {name!r} takes {len(known)} arguments, it got {len(arguments)}"
             )
         return calls[name](**arguments)
+
+    def _serves_adapter(self, message: AddRequest) -> bool:
+        return self._lora is not None and self._lora.serves(
+            message.adapter, is_continuation=message.is_continuation
+        )
+
+    def _register_adapter(self, info: LoRAInfo) -> None:
+        self._adapter_slots.register(info)
+        self._has_new_adapters = True
+
+    def _unload_adapter(self, lora_name: str) -> int:
+        num_requests = self._adapter_slots.unregister(lora_name)
+        self._has_new_adapters = self._has_output = True
+        return num_requests
+
+    @property
+    def _adapter_slots(self) -> LoRASlots:
+        if self._lora is None:
+            raise UserError("this server serves no adapters: start it with --enable-lora")
+        return self._lora
+
+    def take_adapters(self) -> list[LoRAInfo] | None:
+        """All adapters that are served, if that has changed since the last call."""
+        if self._lora is None or not self._has_new_adapters:
+            return None
+        self._has_new_adapters = False
+        return self._lora.infos
+
+    def _update_adapters(self, lora: LoRASlots) -> None:
+        """Take what the workers have read, and tell them what to read and to forget."""
+        executor = self._adapters
+        assert executor is not None, "checked at the start"
+        if lora.num_loading:
+            for loaded in executor.take_loaded():
+                if not lora.on_loaded(loaded):
+                    self._fail_adapter(loaded)
+        for drop in lora.take_drops():
+            executor.drop_adapter(drop)
+        for load in lora.take_loads():
+            executor.load_adapter(load)
+
+    def _fail_adapter(self, loaded: AdapterLoaded) -> None:
+        """End the requests of an adapter that cannot be read."""
+        requests = [one for one in self._requests.values() if one.adapter == loaded.content]
+        logger.error("%d requests end: %s", len(requests), loaded.error)
+        self._scheduler.finish_requests(requests)
+        now = self._clock()
+        for request in requests:
+            self._outputs.finish(request, "error", now, error=loaded.error)
+            del self._requests[request.key]
+        self._has_output = True
 
     def _reset_prefix_cache(self) -> bool:
         self._kv.reset_prefix_cache(self._scheduler.requests_with_blocks)
@@ -345,6 +423,8 @@ class EngineCore:
             return self._take_news()
         if self._coupled is not None and self._guided:
             self._collect_for_masks()
+        if self._lora is not None:
+            self._update_adapters(self._lora)
         if len(self._inflight) < self._max_inflight:
             output = self._scheduler.schedule(self._step)
             if output.started or output.failed:
@@ -361,6 +441,9 @@ class EngineCore:
                 return self._take_news()
         if self._inflight:
             self._process(self._executor.collect())
+        elif self._adapters is not None and self._lora is not None and self._lora.num_loading:
+            # Every request waits for its adapter.
+            self._adapters.wait_loaded(ADAPTER_POLL_S)
         return self._take_news()
 
     def _take_news(self) -> list[tuple[int, StepOutput]]:
@@ -473,7 +556,9 @@ class EngineCore:
 
     def _snapshot(self, *, with_samples: bool) -> EngineStats:
         waiting, pool = self._scheduler.waiting, self._kv.pool
+        adapters = {} if self._lora is None else self._lora.gauges
         return self._stats.snapshot(
+            **adapters,
             running=self._scheduler.num_running,
             waiting=len(waiting),
             waiting_prompt_tokens=waiting.num_tokens,

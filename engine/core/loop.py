@@ -21,7 +21,9 @@ from config.errors import (
     RequestFailed,
     UserError,
 )
+from config.lora.settings import NamedAdapter
 from config.params.structured_output import GrammarSpec
+from engine.core.adapter_reader import AdapterReader
 from engine.core.coupled_steps import CoupledSteps, StepGroup
 from engine.core.engine_core import EngineCore
 from engine.core.lockstep import Entry, LockstepInbox
@@ -33,7 +35,10 @@ from engine.transport.messages import (
     COMPILE_GRAMMAR,
     FRONT_END_SHIFT,
     LATER,
+    LOAD_ADAPTER,
+    REGISTER_ADAPTER,
     Abort,
+    Adapters,
     AddRequest,
     Control,
     Failed,
@@ -100,6 +105,7 @@ class EngineLoop:
         """Set where the engines of several ranks decide together."""
         # A request that is too slow on one rank may be fast enough on another.
         self._compiler = GrammarCompiler(limits_time=not self._is_lockstep)
+        self._adapters = AdapterReader(config)
         self._lock = threading.Lock()
         self._compiling: set[int] = set()
         """Keys of requests that enter the inbox when their grammar is compiled."""
@@ -114,6 +120,13 @@ class EngineLoop:
         compiled on other threads."""
         if isinstance(message, Control) and message.name == COMPILE_GRAMMAR:
             self._compile(front_end, message)
+            return
+        if isinstance(message, Control) and message.name == LOAD_ADAPTER:
+            self._read_adapter(front_end, message)
+            return
+        if isinstance(message, Control) and message.name == REGISTER_ADAPTER:
+            refusal = UserError(f"control {message.name!r} is the engine's own")
+            self._emit(front_end, _error_reply(message.call, refusal))
             return
         if isinstance(message, Control) and self._is_lockstep:
             error = f"{message.name} is not possible with the executor {EXTERNAL_LAUNCHER}"
@@ -168,6 +181,20 @@ class EngineLoop:
             return
         self._when_compiled(spec, answer)
 
+    def _read_adapter(self, front_end: int, control: Control) -> None:
+        """Check the files of an adapter on another thread, then register it on the loop's."""
+
+        def read() -> None:
+            try:
+                info = self._adapters.read(NamedAdapter(*control.arguments["adapter"]))
+            except (ConfigError, TypeError, KeyError) as error:
+                self._emit(front_end, _error_reply(control.call, UserError(str(error))))
+                return
+            register = Control(control.call, REGISTER_ADAPTER, {"info": info})
+            self._inbox.put((front_end, register, [], None))
+
+        self._adapters.submit(read)
+
     def _when_compiled(
         self, spec: GrammarSpec, on_done: Callable[[Grammar | Exception], None]
     ) -> None:
@@ -221,8 +248,10 @@ class EngineLoop:
             self._run(executor, freeze_garbage, group)
         finally:
             self._compiler.close()
+            self._adapters.close()
 
     def _run(self, executor: Executor, freeze_garbage: bool, group: StepGroup | None) -> None:
+        adapters = [self._adapters.read(one) for one in self._config.lora.adapters]
         worker = executor.start(self._report)
         if isinstance(executor, Lockstep):
             self._lockstep = LockstepInbox(executor, self._inbox)
@@ -245,6 +274,7 @@ class EngineLoop:
             on_progress=self._report,
             engine=self._engine,
             coupled=self._coupled,
+            adapters=adapters,
         )
         for front_end in range(self._num_front_ends):
             core.add_front_end(front_end)
@@ -254,6 +284,7 @@ class EngineLoop:
             # What exists now exists to the end: the collector need not scan it again.
             gc.collect()
             gc.freeze()
+        self._emit_adapters(core)
         self._emit(None, make_ready(self._engine, worker, self._config))
         num_later = 0
         while True:
@@ -319,7 +350,14 @@ class EngineLoop:
             # Before the reply, so that its receiver sees what it changed (the sleep state).
             for other, tokens in core.take_outputs():
                 self._emit(other, tokens)
+            self._emit_adapters(core)
             self._emit(front_end, reply)
+
+    def _emit_adapters(self, core: EngineCore) -> None:
+        """Tell all front ends which adapters are served, if that has changed."""
+        infos = core.take_adapters()
+        if infos is not None:
+            self._emit(None, Adapters(infos))
 
 
 def describe_failure(error: Exception, engine: int = 0) -> Failed:

@@ -3,7 +3,17 @@
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-from hpu.protocol import GrammarMasks, StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
+from hpu.protocol import (
+    AdapterLoaded,
+    DropAdapter,
+    GrammarMasks,
+    LoadAdapter,
+    StepPlan,
+    StepResult,
+    Warmed,
+    WarmupProgress,
+    WorkerReady,
+)
 
 IDLE_S = 0.25
 """Without a plan for so long, a worker continues its warm-up."""
@@ -56,6 +66,28 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Stop the workers and wait for them; safe to call twice."""
+        ...
+
+
+@runtime_checkable
+class AdapterExecutor(Protocol):
+    """An executor whose workers serve LoRA adapters."""
+
+    def load_adapter(self, message: LoadAdapter) -> None:
+        """Let every worker read an adapter to host memory; does not wait."""
+        ...
+
+    def drop_adapter(self, message: DropAdapter) -> None:
+        """Let every worker forget an adapter in host memory."""
+        ...
+
+    def take_loaded(self) -> list[AdapterLoaded]:
+        """The adapters that all workers have read since the last call, or that one could not; does
+        not wait."""
+        ...
+
+    def wait_loaded(self, timeout_s: float) -> None:
+        """Wait until `take_loaded` may have something, at most so long. Raises EngineDied."""
         ...
 
 

@@ -5,7 +5,10 @@ from collections.abc import Callable
 from config.engine import EngineConfig
 from hpu.protocol import (
     SINGLE_RANK,
+    AdapterLoaded,
+    DropAdapter,
     GrammarMasks,
+    LoadAdapter,
     Ranks,
     StepPlan,
     StepResult,
@@ -54,6 +57,18 @@ class InprocExecutor:
             return False
         self._warmed.append(warmed)
         return warmed.num_later > 0
+
+    def load_adapter(self, message: LoadAdapter) -> None:
+        self._worker.load_adapter(message)
+
+    def drop_adapter(self, message: DropAdapter) -> None:
+        self._worker.drop_adapter(message)
+
+    def take_loaded(self) -> list[AdapterLoaded]:
+        return self._worker.take_loaded()
+
+    def wait_loaded(self, timeout_s: float) -> None:
+        self._worker.wait_loaded(timeout_s)
 
     def take_warmed(self) -> list[Warmed]:
         warmed, self._warmed = self._warmed, []

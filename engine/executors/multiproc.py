@@ -16,8 +16,11 @@ from engine.transport.channels import PairSocket, Publisher, Waiter, ZmqContext,
 from hpu.protocol import (
     WAKE_UP,
     WARM_UP_NEXT,
+    AdapterLoaded,
+    DropAdapter,
     FromWorker,
     GrammarMasks,
+    LoadAdapter,
     StepPlan,
     StepResult,
     ToWorker,
@@ -46,6 +49,8 @@ class WorkerProcess:
         self.messages: deque[FromWorker] = deque()
         """Received and not taken yet: at most the results of all plans in flight and an answer."""
         self.warmed: deque[Warmed] = deque()
+        self.loaded: deque[AdapterLoaded] = deque()
+        """In the order of the calls, as on all workers."""
 
 
 class MultiprocExecutor:
@@ -149,6 +154,28 @@ class MultiprocExecutor:
         ):
             self._wait()
         return self._output.warmed[-1].num_later > 0
+
+    def load_adapter(self, message: LoadAdapter) -> None:
+        self._send(message, "calls")
+
+    def drop_adapter(self, message: DropAdapter) -> None:
+        self._send(message, "calls")
+
+    def take_loaded(self) -> list[AdapterLoaded]:
+        self.has_result()
+        loaded = []
+        while all(worker.loaded for worker in self._workers):
+            answers = [worker.loaded.popleft() for worker in self._workers]
+            errors = [answer for answer in answers if answer.error is not None]
+            loaded.append((errors or answers)[0])
+        return loaded
+
+    def wait_loaded(self, timeout_s: float) -> None:
+        if not self._receive():
+            self._waiter.wait(timeout_s)
+        for worker in self._workers:
+            if worker.child.poll() is not None:
+                self._wait()
 
     def take_warmed(self) -> list[Warmed]:
         self.has_result()
@@ -266,6 +293,8 @@ class MultiprocExecutor:
             raise self._cause(message)
         if isinstance(message, Warmed):
             worker.warmed.append(message)
+        elif isinstance(message, AdapterLoaded):
+            worker.loaded.append(message)
         elif not isinstance(message, WarmupProgress):
             worker.messages.append(message)
         elif worker is self._output:

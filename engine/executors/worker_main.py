@@ -3,7 +3,9 @@
 The parent sets its environment, before torch or a vendor's runtime reads it.
 """
 
+import contextlib
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -28,8 +30,10 @@ from hpu.protocol import (
     SINGLE_RANK,
     WAKE_UP,
     WARM_UP_NEXT,
+    DropAdapter,
     FromWorker,
     GrammarMasks,
+    LoadAdapter,
     Ranks,
     ToWorker,
     Warmed,
@@ -80,15 +84,22 @@ class StepChannel:
         self._results: PairSocket[tuple[int, FromWorker], None] = context.connect_collector(
             orders.results
         )
-        self._waiter = Waiter([self._plans])
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._waiter = Waiter([self._plans], [self._wake_fd])
 
     def receive(self) -> ToWorker | None:
         """The next message, or None if there is none."""
         return self._plans.receive()
 
     def wait(self, timeout_s: float | None) -> None:
-        """Wait for a message, at most `timeout_s`."""
-        self._waiter.wait(timeout_s)
+        """Wait for a message, or for `wake`, at most `timeout_s`."""
+        if self._wake_fd in self._waiter.wait(timeout_s):
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)
+
+    def wake(self) -> None:
+        """End `wait`, from another thread."""
+        os.eventfd_write(self._wake_fd, 1)
 
     def send(self, message: FromWorker) -> None:
         self._results.send((self._rank, message))
@@ -97,6 +108,7 @@ class StepChannel:
         """Disconnect; the last messages have LINGER_S to leave."""
         self._plans.close()
         self._results.close(LINGER_S)
+        os.close(self._wake_fd)
 
 
 def main() -> None:
@@ -121,6 +133,7 @@ def _work(orders: WorkerOrders, make_worker: "Callable[[EngineConfig, Ranks], Wo
     context = ZmqContext(orders.token)
     channel = StepChannel(context, orders)
     worker = make_worker(orders.config, orders.ranks)
+    worker.on_loaded = channel.wake
     code = 0
     try:
         try:
@@ -132,6 +145,7 @@ def _work(orders: WorkerOrders, make_worker: "Callable[[EngineConfig, Ranks], Wo
                 depth,
                 sends_results=orders.sends_results,
                 is_alone=orders.ranks.global_size == 1,
+                serves_adapters=orders.config.lora.enable_lora,
             )
         except CheckpointError as error:
             code = 1
@@ -164,6 +178,7 @@ def _serve(
     *,
     sends_results: bool = True,
     is_alone: bool = True,
+    serves_adapters: bool = False,
 ) -> None:
     """`depth`: plans that the engine keeps in flight. `is_alone`: whether the worker may warm up
     when it is idle, because no other one must do the same."""
@@ -175,6 +190,9 @@ def _serve(
             _finish_step(worker, channel, sends_results)
             in_flight -= 1
             plan_is_due = time.monotonic() + PLAN_DUE_S
+        if serves_adapters:
+            for loaded in worker.take_loaded():
+                channel.send(loaded)
         # Launch a plan that has arrived before waiting for the running one's result.
         message = channel.receive()
         if isinstance(message, WorkerCall) and message.name == WARM_UP_NEXT:
@@ -186,6 +204,10 @@ def _serve(
             may_idle = is_alone and (may_idle or message.name == WAKE_UP)
         elif isinstance(message, GrammarMasks):
             worker.mask(message)
+        elif isinstance(message, LoadAdapter):
+            worker.load_adapter(message)
+        elif isinstance(message, DropAdapter):
+            worker.drop_adapter(message)
         elif message is not None:
             worker.submit(message)
             in_flight += 1

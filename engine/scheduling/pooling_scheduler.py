@@ -6,6 +6,7 @@ from config.engine import SchedulerConfig
 from config.params.pooling import EMBED, TOKEN_EMBED, PoolingFacts, PoolingParams
 from engine.request import FINISHED, RUNNING, WAITING, Request
 from engine.scheduling.launch_packer import Chunk, LaunchPacker
+from engine.scheduling.lora_slots import AdapterQueue, LoRASlots
 from engine.scheduling.scheduler import SchedulerOutput
 from engine.scheduling.waiting_queue import WaitingQueue
 from hpu.protocol import PREFILL, StepPlan, Text
@@ -18,8 +19,15 @@ class PoolingScheduler:
     A text is read in one launch, so a request runs in one step and needs no blocks.
     """
 
-    def __init__(self, config: SchedulerConfig, facts: PoolingFacts, packer: LaunchPacker) -> None:
-        self.waiting = WaitingQueue()
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        facts: PoolingFacts,
+        packer: LaunchPacker,
+        lora: LoRASlots | None = None,
+    ) -> None:
+        self.waiting = WaitingQueue() if lora is None else AdapterQueue(lora)
+        self._lora = lora
         self._facts = facts
         self._packer = packer
         self._max_tokens = config.max_num_batched_tokens
@@ -41,6 +49,8 @@ class PoolingScheduler:
         return len(self.waiting) > 0
 
     def add_request(self, request: Request) -> None:
+        if self._lora is not None and request.adapter:
+            self._lora.add_request(request)
         self.waiting.add(request)
 
     def finish_requests(self, requests: Iterable[Request]) -> None:
@@ -50,12 +60,18 @@ class PoolingScheduler:
             if state == WAITING:
                 self.waiting.remove(request)
             self._running.discard(request.key)
+            if self._lora is not None and request.adapter and state != FINISHED:
+                if state == RUNNING:
+                    self._lora.release(request)
+                self._lora.finish_request(request)
 
     def update_from_output(self, step: int) -> None:
         """All plans up to `step` have run: there is nothing to free."""
 
     def reset(self) -> None:
-        """The worker keeps no state between steps."""
+        """The worker keeps no state between steps but its adapters."""
+        if self._lora is not None:
+            self._lora.reset()
 
     def schedule(self, step: int) -> SchedulerOutput:
         """Schedule this step. The caller must submit the output's plan, if it has one."""
@@ -74,6 +90,8 @@ class PoolingScheduler:
             request.state = RUNNING
             request.req_index = len(output.chunks)
             self._running.add(request.key)
+            if self._lora is not None:
+                request.lora_slot = self._lora.start(request)
             output.started.append((request, 0))
             output.chunks.append(Chunk(request, request.num_tokens, 0, False))
             budget -= request.num_tokens
@@ -89,6 +107,8 @@ class PoolingScheduler:
         output.num_tokens = sum(chunk.num_tokens for chunk in output.chunks)
         texts = [self._text(chunk.request) for chunk in output.chunks]
         output.plan = StepPlan(output.step, launches, texts=texts)
+        if self._lora is not None:
+            output.plan.lora_slots, output.plan.lora_adapters = self._lora.take_assigned()
 
     def _text(self, request: Request) -> Text:
         params = request.pooling
@@ -101,10 +121,13 @@ class PoolingScheduler:
             dimensions=params.dimensions or 0,
             num_first=params.num_first,
             num_skipped=params.num_skipped,
+            lora_slot=request.lora_slot,
         )
 
     def check(self) -> None:
         """There are no blocks that could be lost."""
+        if self._lora is not None:
+            self._lora.check()
 
 
 def pooling_refusal(

@@ -11,9 +11,10 @@ from engine.kv_cache.manager import KVCacheManager
 from engine.request import FINISHED, PREEMPTED, RUNNING, WAITING, Request
 from engine.scheduling.grammar_masks import add_masks
 from engine.scheduling.launch_packer import Chunk, LaunchPacker
+from engine.scheduling.lora_slots import AdapterQueue, LoRASlots
 from engine.scheduling.waiting_queue import WaitingQueue
 from engine.stats import StepStats
-from hpu.protocol import DECODE, PREFILL, NewRequest, StepPlan
+from hpu.protocol import DECODE, NO_SLOT, PREFILL, NewRequest, StepPlan
 
 _priority_key = attrgetter("priority_key")
 
@@ -80,11 +81,13 @@ class Scheduler:
         defrag_threshold: int = 32,
         prefill_launch_tokens: int = 0,
         num_stages: int = 1,
+        lora: LoRASlots | None = None,
     ) -> None:
         """`defrag_threshold`: blocks that may be free below the highest used one, where decodes
         read a slice of the cache. `prefill_launch_tokens`: a step starts no further prompt once it
         has so many prompt tokens; 0: only the budget limits it."""
-        self.waiting = WaitingQueue()
+        self.waiting = WaitingQueue() if lora is None else AdapterQueue(lora)
+        self._lora = lora
         self._kv = kv
         self._packer = packer
         self._stats = stats
@@ -128,6 +131,8 @@ class Scheduler:
         return len(self.waiting) > 0 or len(self._free_indices) < self._max_num_seqs
 
     def add_request(self, request: Request) -> None:
+        if self._lora is not None and request.adapter:
+            self._lora.add_request(request)
         self.waiting.add(request)
 
     def finish_requests(self, requests: Iterable[Request]) -> None:
@@ -139,6 +144,8 @@ class Scheduler:
             elif state == RUNNING:
                 self._has_finished = True
                 self._remove(request)
+            if self._lora is not None and request.adapter and state != FINISHED:
+                self._lora.finish_request(request)
 
     def update_from_output(self, step: int) -> None:
         """All plans up to `step` have run: free what drained until then."""
@@ -153,6 +160,8 @@ class Scheduler:
     def reset(self) -> None:
         """The worker has lost its batch state and its cache; no request has any of either."""
         assert not self._draining, f"{len(self._draining)} requests are draining"
+        if self._lora is not None:
+            self._lora.reset()
         self._freed_indices.clear()
         self._moves.clear()
 
@@ -310,6 +319,7 @@ class Scheduler:
                 num_cached,
                 request.blocks.copy(),
                 request.request_sampling(),
+                NO_SLOT if self._lora is None else self._lora.start(request),
             )
         )
         if request.num_preemptions == 0:
@@ -355,6 +365,8 @@ class Scheduler:
         self._remove(request)
 
     def _remove(self, request: Request) -> None:
+        if self._lora is not None and request.adapter:
+            self._lora.release(request)
         if request.last_step > self._last_collected_step:
             self._draining.append(request)
         else:
@@ -420,6 +432,8 @@ class Scheduler:
             [source for source, _ in moves],
             [target for _, target in moves],
         )
+        if self._lora is not None:
+            output.plan.lora_slots, output.plan.lora_adapters = self._lora.take_assigned()
         masked = [r for r in output.decodes if r.guide is not None]
         chunks = [c for c in output.prefills if c.samples]
         masked += [c.request for c in chunks if c.request.guide is not None]
@@ -430,6 +444,8 @@ class Scheduler:
         """Raise AssertionError unless indices, blocks and states agree."""
         requests = self.requests_with_blocks
         self._kv.check(requests)
+        if self._lora is not None:
+            self._lora.check()
         used = [request.req_index for request in requests]
         assert sorted(used + self._free_indices) == list(range(self._max_num_seqs)), (
             f"indices {sorted(used)} are used and {sorted(self._free_indices)} free, "

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from config.adapters.adapter import LoRAInfo
 from config.params.pooling import PoolingFacts, PoolingParams
 from config.params.sampling import SamplingParams
 from hpu.protocol import Logprobs as Logprobs
@@ -29,6 +30,12 @@ COMPILE_GRAMMAR = "compile_grammar"
 """Control with a `spec`, a GrammarSpec as a list; an error when it cannot be compiled."""
 
 
+LOAD_ADAPTER, UNLOAD_ADAPTER = "load_lora_adapter", "unload_lora_adapter"
+"""Controls with an `adapter`, a NamedAdapter, and with a `lora_name`, of which the value is the
+number of requests that still use it."""
+REGISTER_ADAPTER = "register_lora_adapter"
+"""What LOAD_ADAPTER becomes in the engine, once the adapter's files were checked."""
+
 SLEEP, WAKE_UP = "sleep", "wake_up"
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 """The tags of WAKE_UP: the memory to restore."""
@@ -49,6 +56,7 @@ class AddRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     """Smaller runs first, under the priority policy."""
     cache_salt: str = ""
     adapter: str = ""
+    """Hash of the adapter's files (LoRAInfo.content); empty for none."""
     name: str = ""
     """The request's name in logs."""
     pooling: PoolingParams | None = None
@@ -126,6 +134,18 @@ class EngineStats(msgspec.Struct, omit_defaults=True, gc=False):
     """'hit', 'miss': lookups in the runtime's cache of compiled recipes."""
     graphs: int = 0
     graph_bytes: int = 0
+    max_loras: int = 0
+    """Adapters that may run at once; 0: none are served."""
+    lora_running: dict[str, int] = {}
+    """Running requests of each adapter that has any."""
+    lora_waiting: dict[str, int] = {}
+    lora_loads: int = 0
+    """Adapters read to host memory."""
+    lora_load_failures: int = 0
+    lora_evictions: int = 0
+    """Adapters dropped from host memory."""
+    lora_bytes: int = 0
+    """Of the adapters in host memory."""
     step_tokens: list[int] = []
     """Tokens computed in each step since the last stats were sent (for a histogram)."""
     step_seconds: list[tuple[int, float]] = []
@@ -246,4 +266,10 @@ class PromptBlocks(msgspec.Struct, array_like=True, gc=False, tag=10):
     hashes: list[bytes]
 
 
-FromEngine = StepOutput | Reply | Hello | Progress | Ready | Failed | PromptBlocks
+class Adapters(msgspec.Struct, array_like=True, gc=False, tag=11):
+    """All adapters that the engine serves; sent at the start and with each change."""
+
+    infos: list[LoRAInfo]
+
+
+FromEngine = Adapters | StepOutput | Reply | Hello | Progress | Ready | Failed | PromptBlocks

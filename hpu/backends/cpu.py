@@ -270,7 +270,7 @@ def use_cpu_kernels(model: nn.Module, library: Library | None) -> nn.Module:
             kernel = _pack(module, library)
             if kernel is not None:
                 module.use_kernel(kernel)
-        elif isinstance(module, Experts) and library is not None:
+        elif isinstance(module, Experts) and library is not None and not module.keeps_method:
             _pack_experts(module, library)
     # A compiled decoder has all layers, and their experts.
     if (

@@ -31,7 +31,7 @@ class VocabParallelEmbedding(nn.Module):
         """Of this rank."""
         weight = torch.empty(self._shard_size, hidden_size, dtype=dtype, device=device)
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self._multiplier = multiplier
+        self.multiplier = multiplier
         self._group = group
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class VocabParallelEmbedding(nn.Module):
             hidden = functional.embedding(ids, self.weight)
         else:
             hidden = self._lookup_shard(ids)
-        return hidden if self._multiplier == 1 else hidden * self._multiplier
+        return hidden if self.multiplier == 1 else hidden * self.multiplier
 
     def _lookup_shard(self, ids: Tensor) -> Tensor:
         """Each rank looks up its own range of ids; the others' rows are zero in the sum."""

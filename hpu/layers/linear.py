@@ -48,6 +48,8 @@ class LinearBase(nn.Module):
         self.method = method
         self.group = group
         self.quantized_weight: QuantizedWeight | None = None
+        self.adds_adapters = False
+        """Whether the method or the kernel adds low-rank products to its own."""
         self._kernel: Kernel | None = None
         method.create_weights(self, self.in_features, self.out_features)
         self.bias = None
@@ -99,6 +101,8 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
     def forward_split(self, x: Tensor) -> list[Tensor]:
         """`forward` as one matrix product for each of the outputs: (..., in) to (..., size) each.
         Not with quantized weights, and not after `use_kernel`."""
+        if self.adds_adapters:
+            return list(self(x).split_with_sizes(self.output_sizes, dim=-1))
         assert self.weight is not None
         weights = self.weight.split_with_sizes(self.output_sizes)
         biases: tuple[Tensor | None, ...] = (None,) * len(weights)

@@ -39,6 +39,9 @@ class PrefillAttentionInputs(NamedTuple):
     state_indices: Tensor | None = None
     """(B): request index of each sequence, for layers with a state or a ring; that of the pad state
     for padding."""
+    lora_slots: Tensor | None = None
+    """(B), or (B, Q) where the sequences of a row differ: the slot of each one's adapter, -1 for
+    none; only where adapters are served."""
 
 
 class DecodeAttentionInputs(NamedTuple):
@@ -61,6 +64,8 @@ class DecodeAttentionInputs(NamedTuple):
     """(N): used slots of the block, the new token included; 1 for padding."""
     state_indices: Tensor | None = None
     """(B): as in PrefillAttentionInputs."""
+    lora_slots: Tensor | None = None
+    """(B): likewise."""
 
 
 class TextAttentionInputs(NamedTuple):
@@ -72,6 +77,8 @@ class TextAttentionInputs(NamedTuple):
     """(B, Q): 0, or 1 for the second text of a pair."""
     lengths: Tensor
     """(B): tokens of each row, padding excluded; 0 for a padding row."""
+    lora_slots: Tensor | None = None
+    """(B): as in PrefillAttentionInputs."""
 
 
 AttentionInputs = PrefillAttentionInputs | DecodeAttentionInputs | TextAttentionInputs

@@ -160,6 +160,8 @@ class Experts(nn.Module):
             self.activation, self.activation_name = _clamped_swiglu(activation), SWIGLU_OAI
         self.activation_form = activation
         """As it was given."""
+        self.keeps_method = False
+        """Whether no kernel of a device may replace the method."""
         self.moe_op: MoEImpl | None = None
         """Replaces the method where the device has a kernel: by a module on Gaudi."""
         self.quantized_weights: StackedWeights | None = None
@@ -193,7 +195,7 @@ class Experts(nn.Module):
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Run on a device's fused kernel from now on, if it has one for these experts."""
-        if self.w13_weight is None or self.w2_weight is None:
+        if self.keeps_method or self.w13_weight is None or self.w2_weight is None:
             # The method has kernels for its own weights.
             return
         w2_bias: Tensor | None = self.w2_bias

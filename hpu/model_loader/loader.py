@@ -130,6 +130,12 @@ def load_weights(
     return reader.num_bytes
 
 
+def fill_parameter(parameter: Tensor, spec: WeightSpec, tensor: Tensor) -> None:
+    """Copy `tensor`, of the checkpoint's order, into the part of `parameter`, on the host, that it
+    fills; of sharded parameters the tensor is this rank's part."""
+    _Filler().fill(parameter, spec, tensor)
+
+
 class _Source(NamedTuple):
     """A tensor of a file, and what this rank reads of it."""
 

@@ -91,9 +91,20 @@ void norm_rows(const Model& m, const Step& s, const bf16* weight) {
     rms_norm(s.total + r * m.hidden, weight, s.hidden + r * m.hidden, m.hidden, m.eps);
 }
 
+// The first low-rank products of x, if the launch has adapters and the product takes any. They are
+// read until the product's barrier.
+const LowSums* adapted(const Step& s, const LowRank* by, const bf16* x, int64_t inputs, LowSums& low) {
+  if (!s.adapters || !by) return nullptr;
+  low = {by, s.adapters, low_sums(*by, *s.adapters, s.rows, x, inputs, s.low)};
+  return &low;
+}
+
 void project(const Model& m, const Layer& layer, const Step& s, bf16* heads) {
   norm_rows(m, s, layer.attention_norm);
-  multiply(layer.qkv, s.hidden, s.rows, End{heads});
+  LowSums low;
+  End end{heads};
+  end.low = adapted(s, layer.low_qkv, s.hidden, m.hidden, low);
+  multiply(layer.qkv, s.hidden, s.rows, end);
   expect(layer.out, false);
 #pragma omp barrier
 }
@@ -107,9 +118,11 @@ void add_sums_of_ranks(const Model& m, const Step& s) {
 
 // Multiplies, and adds the sums to the residual stream. `next`: the product after it, if any.
 void add_product(const Model& m, const Step& s, const Product& by, const bf16* x,
-                 const Product* next, bool gated) {
+                 const Product* next, bool gated, const LowRank* low_rank) {
   End end{nullptr, s.total, m.multiplier};
   if (m.group) end = {nullptr, nullptr, 0, false, nullptr, slot_of(*m.group, m.group->rank)};
+  LowSums low;
+  end.low = adapted(s, low_rank, x, by.inputs, low);
   multiply(by, x, s.rows, end);
   if (next) expect(*next, gated);
 #pragma omp barrier
@@ -119,7 +132,8 @@ void add_product(const Model& m, const Step& s, const Product& by, const bf16* x
 // Adds the outputs of the attention and of the MLP to the residual stream.
 void add(const Model& m, const Layer& layer, const Step& s, const bf16* attended, bf16* inside,
          Groups& g) {
-  add_product(m, s, layer.out, attended, layer.mixture ? nullptr : &layer.gate_up, true);
+  add_product(m, s, layer.out, attended, layer.mixture ? nullptr : &layer.gate_up, true,
+              layer.low_out);
   norm_rows(m, s, layer.mlp_norm);
   if (layer.mixture) {
     mix_routed(*layer.mixture, s.hidden, s.rows, g, inside);
@@ -135,11 +149,20 @@ void add(const Model& m, const Layer& layer, const Step& s, const bf16* attended
       store(s.total + i, fmadd(alpha, load(g.sums + i), load(s.total + i)));
     return;
   }
-  multiply(layer.gate_up, s.hidden, s.rows, End{inside, nullptr, 0, true});
+  LowSums low;
+  End end{inside, nullptr, 0, true};
+  end.low = adapted(s, layer.low_gate_up, s.hidden, m.hidden, low);
+  multiply(layer.gate_up, s.hidden, s.rows, end);
   expect(layer.down, false);
 #pragma omp barrier
   const bool is_last = &layer + 1 == m.layers + m.num_layers;
-  add_product(m, s, layer.down, inside, is_last ? nullptr : &(&layer + 1)->qkv, false);
+  add_product(m, s, layer.down, inside, is_last ? nullptr : &(&layer + 1)->qkv, false,
+              layer.low_down);
+}
+
+// Room for the low-rank sums of a launch with adapters.
+Input* room_for_low(const Step& s, Scratch& kept) {
+  return s.adapters ? kept.room<Input>(s.rows * LOW_OUTPUTS * s.adapters->max_rank) : nullptr;
 }
 
 std::vector<Span> spans_of(const Step& s) {
@@ -161,9 +184,10 @@ void decode_in(const Model& m, Step s, int64_t threads) {
   const std::vector<Span> spans = spans_of(s);
   // Key heads of a token are adjacent in memory: with enough rows one thread reads them all.
   const int64_t at_once = s.rows >= 4 * threads ? m.kv_heads : 1;
-  static thread_local Scratch first, second, stream;
+  static thread_local Scratch first, second, stream, low;
   static thread_local Groups groups;
   Groups& g = groups;
+  s.low = room_for_low(s, low);
   s.total = stream.room<bf16>(s.rows * m.hidden);
   bf16* wide = first.room<bf16>(s.rows * heads);
   bf16* inside = second.room<bf16>(s.rows * std::max(query, m.inner));
@@ -194,9 +218,10 @@ void decode_in(const Model& m, Step s, int64_t threads) {
 template <typename Format>
 void prompt_in(const Model& m, Step s, const Prompts& prompts, int64_t threads) {
   const int64_t query = m.heads * m.head_dim, heads = query + 2 * m.kv_heads * m.head_dim;
-  static thread_local Scratch first, second, third, stream;
+  static thread_local Scratch first, second, third, stream, low;
   static thread_local Groups groups;
   Groups& g = groups;
+  s.low = room_for_low(s, low);
   s.total = stream.room<bf16>(s.rows * m.hidden);
   bf16* wide = first.room<bf16>(s.rows * heads);
   bf16* inside = second.room<bf16>(s.rows * std::max(query, m.inner));

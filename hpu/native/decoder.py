@@ -15,6 +15,7 @@ from config.model.model_config import ModelConfig
 from hpu.distributed.agreement import Agreement
 from hpu.layers.attention import SelfAttention
 from hpu.layers.attention_base import Shape
+from hpu.layers.linear import LinearBase
 from hpu.layers.metadata import AttentionInputs, DecodeAttentionInputs, PrefillAttentionInputs
 from hpu.layers.mlp import MLP, GatedMLP
 from hpu.layers.moe import MoE, TopKRouter
@@ -23,6 +24,7 @@ from hpu.layers.state_cache import StateCacheSpec
 from hpu.models.base import CausalLM
 from hpu.models.decoder import Decoder
 from hpu.models.decoder_layer import DecoderLayer
+from hpu.native.adapters import PRODUCTS, NativeAdapters, can_pack
 from hpu.native.library import (
     ExpertsStructure,
     Library,
@@ -46,6 +48,7 @@ class _Layer(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("keys", "values", "mixture")),
         ("window", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("key_scale", "value_scale")),
+        *((f"low_{name}", ctypes.c_void_p) for name in PRODUCTS),
     )
 
 
@@ -66,6 +69,7 @@ class _Step(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rows", "blocks")),
         *((name, ctypes.c_void_p) for name in ("tokens", "positions", "slots", "block_list")),
         *((name, ctypes.c_void_p) for name in ("groups", "starts", "usage", "hidden", "total")),
+        *((name, ctypes.c_void_p) for name in ("adapters", "low")),
     )
 
 
@@ -149,13 +153,41 @@ class CompiledDecoder(CausalLM):
             self._layers = None
         self._launcher: _Launcher | None = None
         """Set once caches are bound."""
+        self._adapters: NativeAdapters | None = None
 
     @property
     def is_compiled(self) -> bool:
         """Whether prefill and decode run on the library; if not, only products do."""
         return self._layers is not None
 
+    def adapter_products(self) -> dict[LinearBase, str]:
+        """The layers to whose products the library can add those of adapters, by the names that
+        NativeAdapters.set takes; none if it does not run the decoder."""
+        if self._layers is None:
+            return {}
+        products: dict[LinearBase, str] = {}
+        for index, layer in enumerate(self.model.layers):
+            attention, mlp = layer.self_attn, layer.mlp
+            assert isinstance(attention, SelfAttention)
+            named = {"qkv": attention.qkv_proj, "out": attention.o_proj}
+            if isinstance(mlp, GatedMLP):
+                named |= {"gate_up": mlp.gate_up_proj, "down": mlp.down_proj}
+            for name, linear in named.items():
+                if can_pack(linear.output_sizes):
+                    products[linear] = f"{index}.{name}"
+        return products
+
+    def make_adapters(self, max_loras: int, max_rank: int) -> NativeAdapters:
+        """The slots of adapters, which launches read from now on. Once, before caches are bound."""
+        products = self.adapter_products()
+        sizes = {name: linear.output_sizes for linear, name in products.items()}
+        self._adapters = NativeAdapters(sizes, max_loras, max_rank)
+        return self._adapters
+
     def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
+        slots = inputs.lora_slots
+        if slots is not None and self._adapters is not None and not self._adapters.knows(slots):
+            return self.model(tokens, inputs)  # type: ignore[no-any-return]
         if self._launcher is not None:
             if isinstance(inputs, DecodeAttentionInputs):
                 return self._launcher.decode(tokens, inputs)
@@ -206,7 +238,9 @@ class CompiledDecoder(CausalLM):
     ) -> None:
         self.model.bind_caches(caches, block_size, num_rings)
         if self._layers is not None:
-            self._launcher = _Launcher(self._library, self.model, self._layers, caches, self._sums)
+            self._launcher = _Launcher(
+                self._library, self.model, self._layers, caches, self._sums, self._adapters
+            )
 
     def state_specs(self) -> list[StateCacheSpec]:
         return self.model.state_specs()
@@ -346,7 +380,9 @@ class _Launcher:
         layers: Sequence[_LayerWeights],
         caches: Sequence[tuple[Tensor, ...]],
         sums: SharedSums | None,
+        adapters: NativeAdapters | None,
     ) -> None:
+        self._adapters = adapters
         self._library = library
         self._sums = sums
         self._hidden_size = model.config.hidden_size
@@ -358,8 +394,12 @@ class _Launcher:
         outer = (model.model.norm.weight, model.model.embed_tokens.weight, table)
         # The structures hold their addresses.
         self._tensors = (outer, tuple(layers), tuple(caches))
-        pairs = zip(layers, caches, strict=True)
-        self._layers = (_Layer * len(layers))(*(_layer(*pair) for pair in pairs))
+        self._layers = (_Layer * len(layers))(
+            *(
+                _layer(*pair, _low_ranks(adapters, index))
+                for index, pair in enumerate(zip(layers, caches, strict=True))
+            )
+        )
         self._model = _Model(
             ctypes.addressof(self._layers),
             *(tensor.data_ptr() for tensor in outer),
@@ -374,12 +414,14 @@ class _Launcher:
     def decode(self, tokens: Tensor, inputs: DecodeAttentionInputs) -> Tensor:
         """(B, 1) to (B, 1, hidden), normed."""
         hidden = self._output(tokens)
-        # Without state_indices, which its models do not have.
-        columns = map(_address, (tokens, *inputs[:-1]))
+        # Without state_indices, which its models do not have, and the slots of adapters.
+        columns = map(_address, (tokens, *inputs[:-2]))
         step = _Step(len(tokens), len(inputs.block_list), *columns, hidden.data_ptr())
+        kept = self._add_adapters(step, inputs.lora_slots, 1)
         self._begin(hidden)
         self._library.decode(self._model, step)
         self._end()
+        del kept
         return hidden
 
     def prefill(self, tokens: Tensor, inputs: PrefillAttentionInputs) -> Tensor:
@@ -388,12 +430,24 @@ class _Launcher:
         batch, length = tokens.shape
         columns = (tokens, inputs.positions, inputs.slot_mapping, inputs.block_list)
         step = _Step(batch * length, 0, *map(_address, columns), hidden=hidden.data_ptr())
+        kept = self._add_adapters(step, inputs.lora_slots, length)
         lengths = map(_address, (inputs.query_lens, inputs.context_lens))
         prompts = _Prompts(batch, length, len(inputs.block_list) // batch, *lengths)
         self._begin(hidden)
         self._library.prompt(self._model, step, prompts)
         self._end()
+        del kept
         return hidden
+
+    def _add_adapters(self, step: _Step, slots: Tensor | None, length: int) -> object:
+        """Give a step the adapters of its sequences, of `length` tokens each. Returns what must
+        live until the call ends."""
+        if slots is None or self._adapters is None:
+            return None
+        found = self._adapters.rows(slots, length)
+        if found is not None:
+            step.adapters = ctypes.addressof(found[0])
+        return found
 
     def _begin(self, hidden: Tensor) -> None:
         if self._sums is not None and not self._sums.reserve(hidden.numel()):
@@ -412,7 +466,17 @@ def _address(column: Tensor) -> int:
     return column.data_ptr()
 
 
-def _layer(weights: _LayerWeights, caches: tuple[Tensor, ...]) -> _Layer:
+def _low_ranks(adapters: NativeAdapters | None, index: int) -> list[int | None]:
+    """Addresses of the adapters of a layer's products."""
+    if adapters is None:
+        return [None] * len(PRODUCTS)
+    found = (adapters.slots.get(f"{index}.{name}") for name in PRODUCTS)
+    return [None if one is None else ctypes.addressof(one.structure) for one in found]
+
+
+def _layer(
+    weights: _LayerWeights, caches: tuple[Tensor, ...], low_ranks: Sequence[int | None]
+) -> _Layer:
     qk_norm, (keys, values), mlp = weights.qk_norm, caches, weights.mlp
     mixture, products = None, (Product(), Product())
     if isinstance(mlp, _Mixture):
@@ -425,6 +489,7 @@ def _layer(weights: _LayerWeights, caches: tuple[Tensor, ...]) -> _Layer:
         None if qk_norm is None else qk_norm.data_ptr(),
         *(keys.data_ptr(), values.data_ptr(), mixture, weights.window),
         *(1.0 if scale is None else float(scale) for scale in weights.attention.attn.kv_scales),
+        *low_ranks,
     )
 
 

@@ -18,6 +18,7 @@ struct Layer {
   const Mixture* mixture;  // instead of gate_up and down, or none
   int64_t window;         // sliding window in tokens, the query included; 0: none
   float key_scale, value_scale;  // of the cache, for FP8_CACHE
+  const LowRank *low_qkv, *low_out, *low_gate_up, *low_down;  // of adapters, or none
 };
 
 struct Model {
@@ -39,6 +40,8 @@ struct Step {
   int64_t rows, blocks;
   const int64_t *tokens, *positions, *slots, *block_list, *groups, *starts, *usage;
   bf16 *hidden, *total;
+  const AdapterRows* adapters;  // or none
+  Input* low;                   // room for LowSums, which the call allocates
 };
 
 // Right-padded prompts: their tokens are the rows of a step, their cached blocks its block list, as in

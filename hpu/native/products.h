@@ -11,6 +11,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "lora.h"
 #include "numbers.h"
 
 // Layout of a weight. hpu/native/panels.py packs the quantized kinds. A group is 32 inputs, its scale
@@ -87,6 +88,7 @@ struct End {
   const int64_t* tokens = nullptr;
   const float* shares = nullptr;
   Clamped swiglu = {};
+  const LowSums* low = nullptr;  // of adapters, which are added
 };
 
 // Panels of one thread: `first` to `last`; of a gated product those of the first half and their
@@ -152,10 +154,32 @@ inline Lanes sum_of(const Product& by, const float* from, int64_t at) {
   }
 }
 
+inline void finish(const Product& by, const End& end, const float* sums, int64_t apart, int64_t row,
+                   int64_t panel, int wide);
+
+// Like `finish`, with the low-rank products of adapters. Apart from it, so that the other one stays
+// as it is.
+[[gnu::noinline]] void finish_adapted(const Product& by, const End& end, const float* sums,
+                                      int64_t apart, int64_t row, int64_t panel, int wide) {
+  alignas(64) float own[4 * PANEL];
+  const int near = end.gated ? wide / 2 : wide;
+  for (int q = 0; q < wide; ++q) {
+    const int64_t at = q < near ? panel + q : by.outputs / PANEL / 2 + panel + q - near;
+    const Lanes sum = sum_of(by, sums + q * apart, at * PANEL);
+    store(own + q * PANEL, with_low_rank(*end.low, row, at, sum));
+  }
+  Product bare = by;
+  bare.scales = nullptr, bare.bias = nullptr;
+  End rest = end;
+  rest.low = nullptr;
+  finish(bare, rest, own, PANEL, row, panel, wide);
+}
+
 // The sums of one row and `wide` panels from `panel`, with stride `apart`.
 inline void finish(const Product& by, const End& end, const float* sums, int64_t apart, int64_t row,
                    int64_t panel, int wide) {
   const int64_t at = panel * PANEL;
+  if (end.low) return finish_adapted(by, end, sums, apart, row, panel, wide);
   if (end.best) {
     for (int q = 0; q < wide; ++q) {
       const Lanes sum = sum_of(by, sums + q * apart, at + q * PANEL);

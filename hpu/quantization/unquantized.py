@@ -49,7 +49,7 @@ class UnquantizedMoEMethod:
 
 def _expert(layer: ExpertsLayer, index: int, hidden: Tensor) -> Tensor:
     """(T, hidden) to the same, in float32."""
-    w13, w2 = _weights_of(layer, index, hidden.dtype)
+    w13, w2 = weights_of(layer, index, hidden.dtype)
     w13_bias, w2_bias = (
         None if bias is None else bias[index] for bias in (layer.w13_bias, layer.applied_w2_bias)
     )
@@ -57,7 +57,8 @@ def _expert(layer: ExpertsLayer, index: int, hidden: Tensor) -> Tensor:
     return functional.linear(inner, w2, w2_bias).float()
 
 
-def _weights_of(layer: ExpertsLayer, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def weights_of(layer: ExpertsLayer, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Both weights of an expert, in `dtype` if they are quantized."""
     if layer.quantized_weights is not None:
         w13, w2 = (stack[index].dequantize(dtype) for stack in layer.quantized_weights)
         return w13, w2

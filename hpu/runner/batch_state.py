@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from hpu.protocol import Launch, NewRequest
+from hpu.protocol import NO_SLOT, Launch, NewRequest
 from hpu.runner.input_buffers import DecodeArrays, PrefillArrays
 
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -46,6 +46,7 @@ class BatchState:
         self.num_logprobs = np.full(max_num_reqs, -1, np.int64)
         """(max_num_reqs,): as in RequestSampling; -1 none."""
         self.num_prompt_logprobs = np.full(max_num_reqs, -1, np.int64)
+        self._lora_slots = np.full(max_num_reqs, NO_SLOT, np.int64)
         self._pad_slots = pad_block * block_size + np.arange(block_size)
 
     def remove_request(self, req_index: int) -> None:
@@ -84,6 +85,7 @@ class BatchState:
                 f"request {req_index}: {new.num_computed_tokens} computed tokens do not fit "
                 f"{len(new.blocks)} blocks"
             )
+        self._lora_slots[req_index] = new.lora_slot
         self.num_logprobs[req_index] = new.sampling.num_logprobs
         self.num_prompt_logprobs[req_index] = new.sampling.num_prompt_logprobs
         return self._tokens[req_index, : len(tokens)]
@@ -254,8 +256,23 @@ class BatchState:
         out.block_usage[entries] = self.block_size
         out.block_usage[lasts] = positions % self.block_size + 1
 
+    def fill_lora_slots(self, launch: Launch, out: PrefillArrays | DecodeArrays) -> None:
+        """Write the slot of each request's adapter, where adapters are served."""
+        if out.lora_slots is None:
+            return
+        out.lora_slots[:] = NO_SLOT
+        slots = self._lora_slots[np.asarray(launch.req_indices, np.int64)]
+        if out.lora_slots.ndim == 2:
+            # Several sequences behind each other in one row.
+            slots = np.repeat(slots, launch.query_lens)
+            out.lora_slots[0, : len(slots)] = slots
+        else:
+            out.lora_slots[: len(slots)] = slots
+
     def fill_dummy(self, out: PrefillArrays | DecodeArrays) -> None:
         """Write inputs of full requests whose blocks are all the pad block, for a warm-up."""
+        if out.lora_slots is not None:
+            out.lora_slots[:] = NO_SLOT
         if isinstance(out, PrefillArrays):
             batch, query = out.tokens.shape
             context = out.block_list.shape[1] * self.block_size

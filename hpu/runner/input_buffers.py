@@ -4,6 +4,7 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -44,6 +45,8 @@ class PrefillArrays(NamedTuple):
     """(B,): the requests that sample."""
     state_indices: Array | None = None
     """(B,): all requests, for a model with states or rings."""
+    lora_slots: Array | None = None
+    """(B,), or (B, Q) with several sequences in a row, where adapters are served."""
 
 
 class DecodeArrays(NamedTuple):
@@ -63,6 +66,8 @@ class DecodeArrays(NamedTuple):
     """(N,)"""
     block_usage: Array
     """(N,)"""
+    lora_slots: Array | None = None
+    """(B,), where adapters are served."""
 
 
 def _shapes(bucket: Bucket, prompts_per_row: int, names_requests: bool) -> list[tuple[int, ...]]:
@@ -73,6 +78,13 @@ def _shapes(bucket: Bucket, prompts_per_row: int, names_requests: bool) -> list[
         shapes = [wide, wide, wide, tall, tall, (batch, blocks), tall, tall]
         return [*shapes, tall] if names_requests else shapes
     return [(batch,), (batch, 1), (batch,), (blocks,), (blocks,), (blocks,), (blocks,)]
+
+
+def _with_slots(
+    make: Callable[..., PrefillArrays | DecodeArrays], *arrays: Array
+) -> PrefillArrays | DecodeArrays:
+    """`make` of the arrays, of which the last one has the slots of adapters."""
+    return make(*arrays[:-1], lora_slots=arrays[-1])
 
 
 class HiddenBuffers:
@@ -252,11 +264,20 @@ class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
         prompts_per_row: int = 1,
         names_requests: bool = False,
         hidden_buffers: HiddenBuffers | None = None,
+        has_adapters: bool = False,
     ) -> None:
+        """`has_adapters`: with the slot of each sequence's adapter."""
+        make: Callable[..., PrefillArrays | DecodeArrays]
         make = PrefillArrays if bucket[0] == PREFILL else DecodeArrays
         self._names_requests = names_requests
         self._hidden_buffers = hidden_buffers
+        self._has_adapters = has_adapters
         shapes = _shapes(bucket, prompts_per_row, names_requests)
+        if has_adapters:
+            phase, batch, query, _ = bucket
+            is_merged = phase == PREFILL and prompts_per_row > 1
+            shapes.append((batch, query) if is_merged else (batch,))
+            make = partial(_with_slots, make)
         super().__init__(bucket, shapes, make, backend, is_static=is_static)
 
     @property
@@ -279,14 +300,21 @@ class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
         return (self._backend.zeros((batch, query), self._backend.index_dtype),)
 
     def _name(self, views: list[Tensor], *own: Tensor) -> LaunchTensors:
+        lora_slots = views.pop() if self._has_adapters else None
         if self.bucket[0] == PREFILL:
             tokens, positions, slots, query_lens, context_lens, blocks, last, requests = views[:8]
+            states = views[8] if len(views) > 8 else None
             context = PrefillAttentionInputs(
-                positions, slots.view(-1), query_lens, context_lens, blocks.view(-1), *views[8:]
+                *(positions, slots.view(-1), query_lens, context_lens, blocks.view(-1)),
+                states,
+                lora_slots,
             )
             return LaunchTensors(own[0] if own else tokens, context, (requests, last))
-        states = views[:1] if self._names_requests else []
-        return LaunchTensors(own[0], DecodeAttentionInputs(*views[1:], *states), (views[0],))
+        states = views[0] if self._names_requests else None
+        decode = DecodeAttentionInputs(*views[1:])._replace(
+            state_indices=states, lora_slots=lora_slots
+        )
+        return LaunchTensors(own[0], decode, (views[0],))
 
 
 class InputBufferPool(Generic[Buffers]):

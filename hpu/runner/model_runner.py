@@ -249,6 +249,8 @@ class ModelRunner(StepRunner):
         else:
             sampling = launch.req_indices
             self._batch_state.fill_decode(launch, arrays)
+        if arrays.lora_slots is not None and launch.req_indices:
+            self._batch_state.fill_lora_slots(launch, arrays)
         inputs.upload()
         filled = time.perf_counter()
         output.host_s += filled - start

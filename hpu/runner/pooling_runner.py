@@ -11,7 +11,7 @@ from torch import Tensor
 from hpu.backends.base import Backend
 from hpu.layers.metadata import TextAttentionInputs
 from hpu.models.pooler import Pooler, PoolingInputs
-from hpu.protocol import TOKEN_BYTES, Bucket, Launch, RequestSampling, StepPlan, Text
+from hpu.protocol import NO_SLOT, TOKEN_BYTES, Bucket, Launch, RequestSampling, StepPlan, Text
 from hpu.runner.async_output import AsyncLaunchOutput, AsyncStepOutput, AsyncVectors
 from hpu.runner.graph_cache import GraphCache
 from hpu.runner.input_buffers import Array, BaseInputBuffers, InputBufferPool, LaunchTensors
@@ -34,14 +34,18 @@ class PoolingArrays(NamedTuple):
     lasts: Array
     dimensions: Array
     normalizes: Array
+    lora_slots: Array | None = None
 
 
 class PoolingInputBuffers(BaseInputBuffers[PoolingArrays]):
     """Inputs of a launch of whole texts."""
 
-    def __init__(self, bucket: Bucket, backend: Backend, *, is_static: bool) -> None:
+    def __init__(
+        self, bucket: Bucket, backend: Backend, *, is_static: bool, has_adapters: bool = False
+    ) -> None:
         _, batch, query, _ = bucket
-        shapes: list[tuple[int, ...]] = [(batch, query)] * 3 + [(batch,)] * 6
+        self._has_adapters = has_adapters
+        shapes: list[tuple[int, ...]] = [(batch, query)] * 3 + [(batch,)] * (6 + has_adapters)
         super().__init__(bucket, shapes, PoolingArrays, backend, is_static=is_static)
 
     @property
@@ -50,10 +54,10 @@ class PoolingInputBuffers(BaseInputBuffers[PoolingArrays]):
         return PoolingInputs(*self._current.tensors.rest)
 
     def _name(self, views: list[Tensor], *own: Tensor) -> LaunchTensors:
+        lora_slots = views.pop() if self._has_adapters else None
         tokens, positions, types, *per_text = views
-        return LaunchTensors(
-            tokens, TextAttentionInputs(positions, types, per_text[0]), tuple(per_text)
-        )
+        context = TextAttentionInputs(positions, types, per_text[0], lora_slots)
+        return LaunchTensors(tokens, context, tuple(per_text))
 
 
 def num_tokens(text: Text) -> int:
@@ -70,8 +74,7 @@ def fill_texts(launch: Launch, texts: Sequence[Text], width: int, out: PoolingAr
         raise RuntimeError(
             f"{len(texts)} texts of up to {longest} tokens do not fit {launch.bucket}"
         )
-    for column in out:
-        column[:] = 0
+    _clear(out)
     for row, text in enumerate(texts):
         count = num_tokens(text)
         out.tokens[row, :count] = np.frombuffer(text.tokens, np.dtype("<u4"))
@@ -84,13 +87,22 @@ def fill_texts(launch: Launch, texts: Sequence[Text], width: int, out: PoolingAr
         out.lasts[row] = row * query + count - 1
         out.dimensions[row] = text.dimensions or width
         out.normalizes[row] = text.normalizes
+        if out.lora_slots is not None:
+            out.lora_slots[row] = text.lora_slot
+
+
+def _clear(out: PoolingArrays) -> None:
+    for column in out:
+        if column is not None:
+            column[:] = 0
+    if out.lora_slots is not None:
+        out.lora_slots[:] = NO_SLOT
 
 
 def fill_dummy(out: PoolingArrays) -> None:
     """Write inputs of texts that fill the bucket, for a warm-up."""
     batch, query = out.tokens.shape
-    for column in out:
-        column[:] = 0
+    _clear(out)
     # Some position tables end before the bucket does.
     out.lengths[:] = query
     out.firsts[:] = out.lasts[:] = np.arange(batch) * query

@@ -3,6 +3,7 @@
 import time
 
 from hpu.backends.base import Backend
+from hpu.lora.manager import LoRAManager
 from hpu.protocol import Bucket, RequestSampling, StepPlan, StepResult
 from hpu.runner.async_output import AsyncStepOutput
 
@@ -13,10 +14,15 @@ class StepRunner:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self.lora: LoRAManager | None = None
+        """Set where adapters are served."""
 
     def submit(self, plan: StepPlan) -> AsyncStepOutput:
         """Apply a plan's changes and launch it; does not wait for the device."""
         start = time.perf_counter()
+        if plan.lora_slots:
+            assert self.lora is not None, "a plan with adapters for a worker without any"
+            self.lora.activate(plan.lora_slots, plan.lora_adapters)
         self._apply(plan)
         output = AsyncStepOutput(plan.step, host_s=time.perf_counter() - start)
         self._launch_all(plan, output)

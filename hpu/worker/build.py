@@ -143,7 +143,7 @@ def make_runner(
     stage = loaded.link.stage
     names_requests = loaded.has_states or loaded.num_rings > 0
     graphs = GraphCache(
-        body,
+        body if loaded.lora is None else loaded.lora.forward_of(body),
         backend,
         counters,
         captures=captures,
@@ -152,8 +152,10 @@ def make_runner(
         agreement=loaded.agreement,
     )
     if isinstance(model, PoolingModel):
-        texts = InputBufferPool(backend, PoolingInputBuffers)
+        make_texts = partial(PoolingInputBuffers, has_adapters=loaded.lora is not None)
+        texts = InputBufferPool(backend, make_texts)
         pooling_runner = PoolingRunner(model.pooler, backend, graphs, texts)
+        pooling_runner.lora = loaded.lora
         return Components(pooling_runner, graphs, texts, None)
     assert sampler is not None, "a generating model samples"
     cache = KVCache(
@@ -175,6 +177,7 @@ def make_runner(
         prompts_per_row=loaded.prompts_per_row,
         names_requests=names_requests,
         hidden_buffers=hidden_buffers,
+        has_adapters=loaded.lora is not None,
     )
     buffers = InputBufferPool(backend, make)
     batch_state = BatchState(
@@ -198,6 +201,7 @@ def make_runner(
         link=loaded.link,
         agreement=Agreement(loaded.groups.stage_host),
     )
+    runner.lora = loaded.lora
     return Components(runner, graphs, buffers, cache, states)
 
 

@@ -29,6 +29,7 @@ from hpu.distributed.pipeline import SINGLE_STAGE, PipelineLink
 from hpu.distributed.process_groups import SINGLE, ProcessGroup, ProcessGroups
 from hpu.gaudi_devices import GIB
 from hpu.host import usable_memory
+from hpu.lora.manager import LoRAManager, keep_adapted_experts
 from hpu.model_loader.dummy_weights import fill_dummy
 from hpu.model_loader.loader import load_weights
 from hpu.model_loader.offloaded_weights import OffloadedWeights, restore
@@ -81,6 +82,8 @@ class LoadedModel:
     context, as in other layers."""
     patcher: ModelPatcher | None = None
     """What has replaced modules of the model."""
+    lora: LoRAManager | None = None
+    """Set where adapters are served."""
 
     @property
     def kv_cache_dtype(self) -> torch.dtype:
@@ -252,6 +255,8 @@ def load(
             )
         weight_bytes = process_weights(decoder, chosen_quantization(config.quantization, facts))
         weight_bytes += _num_bytes(decoder)
+        if config.lora.enable_lora:
+            keep_adapted_experts(config.lora, facts, decoder)
         prepared = backend.prepare(decoder, patcher)
         if patcher is not None:
             weight_bytes = _num_bytes(decoder)
@@ -272,9 +277,24 @@ def load(
             group=groups.tensor,
         )
         weight_bytes = sum(map(_num_bytes, model.modules))
+        if config.lora.enable_lora:
+            keep_adapted_experts(config.lora, facts, model.body)
         prepared = backend.prepare(model.body)
         assert prepared is model.body, "no back end replaces a pooling model"
         block_size = config.cache.block_size or min(block_size, MAX_POOLING_STEP)
+    lora = None
+    if config.lora.enable_lora:
+        body = model.body if isinstance(model, PoolingModel) else model
+        lora = LoRAManager(
+            config.lora,
+            facts,
+            body,
+            backend,
+            dtype,
+            group=groups.tensor,
+            expert_group=expert_group,
+        )
+        lora.warm_up()
     load_s = time.perf_counter() - start
     logger.info("Weights: %.2f GiB in %.1f s", weight_bytes / GIB, load_s)
     loaded = LoadedModel(
@@ -292,6 +312,7 @@ def load(
         link=link,
         patcher=patcher,
         kv_cache_format=kv_cache_format,
+        lora=lora,
     )
     if loaded.has_states:
         _log_states(config)

@@ -24,13 +24,17 @@ from hpu.distributed.pipeline import SINGLE_STAGE, PipelineLink
 from hpu.distributed.process_groups import SINGLE_RANK, ProcessGroups, Ranks, make_groups
 from hpu.doctor.machine import distribution_version
 from hpu.gaudi_devices import GIB
+from hpu.lora.manager import LoRAManager
 from hpu.model_loader.offloaded_weights import OffloadedWeights, offload
 from hpu.profiling.diagnostics import CountsWork, Diagnostics
 from hpu.profiling.profiler import Profiler, Trace
 from hpu.protocol import (
     SLEEP,
     WAKE_WEIGHTS,
+    AdapterLoaded,
+    DropAdapter,
     GrammarMasks,
+    LoadAdapter,
     StepPlan,
     StepResult,
     Warmed,
@@ -84,6 +88,8 @@ class Worker:
         self._warmup: Warmup | None = None
         self._counters = Counters()
         self._in_flight: deque[AsyncStepOutput] = deque()
+        self.on_loaded: Callable[[], None] = lambda: None
+        """Called on another thread when `take_loaded` has something new."""
 
     def start(self, on_progress: Progress) -> WorkerReady:
         """Load, build and warm up. Raises ConfigError when the checkpoint, the device and the
@@ -149,6 +155,29 @@ class Worker:
             trace.collected(output, result.seconds, start)
         return result
 
+    def load_adapter(self, message: LoadAdapter) -> None:
+        """Start to read an adapter to host memory; `take_loaded` has the answer."""
+        self._lora.load(message)
+
+    def drop_adapter(self, message: DropAdapter) -> None:
+        """Forget an adapter in host memory."""
+        self._lora.drop(message.content)
+
+    def take_loaded(self) -> list[AdapterLoaded]:
+        """The adapters that were read since the last call, or could not be; does not wait."""
+        if self._loaded is None or self._loaded.lora is None:
+            return []
+        return self._loaded.lora.take_loaded()
+
+    def wait_loaded(self, timeout_s: float) -> None:
+        """Wait until an adapter is read, at most so long."""
+        self._lora.wait_loaded(timeout_s)
+
+    @property
+    def _lora(self) -> LoRAManager:
+        assert self._loaded is not None and self._loaded.lora is not None, "adapters are not served"
+        return self._loaded.lora
+
     def call(self, name: str, level: int = 0) -> str:
         """Answer a WorkerCall other than WAKE_UP. Raises UserError or RequestFailed."""
         if name == SLEEP:
@@ -182,6 +211,8 @@ class Worker:
             if level == 1 and self._loaded is not None and keeps:
                 self._offloaded = offload(self._loaded.modules)
         if level > 1 or not self._backend.shares_host_memory:
+            if self._loaded is not None and self._loaded.lora is not None:
+                self._loaded.lora.close()
             self._loaded = None
         if level > 1:
             self._offloaded = None
@@ -236,6 +267,8 @@ class Worker:
         self._close_profiler()
         if self._loaded is not None:
             self._loaded.finish()
+            if self._loaded.lora is not None:
+                self._loaded.lora.close()
         self._runner = self._warmup = self._components = self._loaded = self._offloaded = None
         if self._backend is not None:
             self._backend.close()
@@ -297,7 +330,7 @@ class Worker:
         config, facts, backend = self._config, self._facts, self._backend
         assert facts is not None and backend is not None, "load before start"
         pooler = choose_pooler(config, facts)
-        return load(
+        loaded = load(
             config,
             facts,
             pooler,
@@ -307,6 +340,9 @@ class Worker:
             self._groups,
             self._link,
         )
+        if loaded.lora is not None:
+            loaded.lora.on_loaded = lambda: self.on_loaded()
+        return loaded
 
     def _build(self, loaded: LoadedModel, on_progress: Progress) -> WorkerReady:
         """Build all components beside the weights, and warm them up."""

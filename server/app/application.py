@@ -25,6 +25,7 @@ from server.app.openapi import DescribedApi
 from server.http.errors import fault_of, user_error_from_problems
 from server.openai.chat import chat_routes
 from server.openai.completions import completion_routes
+from server.openai.lora import lora_routes
 from server.openai.models import model_routes
 from server.openai.responses.routes import response_routes
 from server.openai.tokenize import tokenize_routes
@@ -52,7 +53,7 @@ def create_app(state: AppState) -> ASGIApp:
         for routes in (
             *(chat_routes, completion_routes, response_routes, messages_routes),
             *(pooling_routes, model_routes, tokenize_routes, admin_routes),
-            *(development_routes, page_routes),
+            *(lora_routes, development_routes, page_routes),
         )
     ]
     for router in routers:

@@ -9,6 +9,7 @@ from pydantic.json_schema import models_json_schema
 from server.anthropic.schema import CountBody, MessagesBody
 from server.app.field_docs import add_descriptions
 from server.http.openapi import REF
+from server.openai.lora import LoadAdapterBody, UnloadAdapterBody
 from server.openai.responses.schema import ResponseBody
 from server.openai.schema.chat import ChatBody
 from server.openai.schema.completions import CompletionBody
@@ -29,8 +30,9 @@ _POOLING = (
     *(ScoreBody, RerankBody),
 )
 _TOKENIZATION = (TokenizeTextBody, TokenizeChatBody, DetokenizeBody)
+_ADAPTERS = (LoadAdapterBody, UnloadAdapterBody)
 _GENERATION = (ChatBody, CompletionBody, ResponseBody, MessagesBody, CountBody)
-BODIES = (*_GENERATION, *_TOKENIZATION, *_POOLING)
+BODIES = (*_GENERATION, *_TOKENIZATION, *_POOLING, *_ADAPTERS)
 _ERROR = {
     "type": "object",
     "required": ["error"],

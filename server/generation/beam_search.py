@@ -118,6 +118,7 @@ class BeamSearchGeneration:
         param: str = "messages",
         name: str = "",
         visible_special_ids: frozenset[int] = frozenset(),
+        adapter: str = "",
     ) -> None:
         """Check the request and send the first step. Arguments and exceptions are those of
         `Pipeline.start`; `params.n` is the beam width. Of `params` only the end tokens, the length
@@ -138,7 +139,11 @@ class BeamSearchGeneration:
         self._visible_special_ids = visible_special_ids
         self._prompt_bytes = [np.asarray(p.token_ids, dtype="<u4").tobytes() for p in prompts]
         self._add_request = partial(
-            pipeline.client.add, priority=priority, cache_salt=cache_salt, name=name
+            pipeline.client.add,
+            priority=priority,
+            cache_salt=cache_salt,
+            name=name,
+            adapter=adapter,
         )
         self._step_params = SamplingParams(
             temperature=0,

@@ -43,10 +43,12 @@ class Pipeline:
         param: str = "messages",
         name: str = "",
         visible_special_ids: frozenset[int] = frozenset(),
+        adapter: str = "",
     ) -> "Generation":
         """Check the request and send its `len(prompts) * params.n` sequences, without waiting.
 
-        `param` is the field that errors about the prompt name, `name` the request's id in logs;
+        `param` is the field that errors about the prompt name, `name` the request's id in logs,
+        `adapter` a LoRAInfo.content;
         `visible_special_ids` are special tokens that always appear in the text. Raises UserError,
         Overloaded or EngineDied; then nothing remains in the engine.
         """
@@ -60,7 +62,12 @@ class Pipeline:
                     queue = None
                     if sampling is not None:
                         queue = self.client.add(
-                            tokens, sampling, priority=priority, cache_salt=cache_salt, name=name
+                            tokens,
+                            sampling,
+                            priority=priority,
+                            cache_salt=cache_salt,
+                            name=name,
+                            adapter=adapter,
                         )
                     index = prompt_index * params.n + choice
                     sequence = Sequence(index, prompt, params, self.tokenizer, visible_special_ids)

@@ -3,6 +3,7 @@
 All API servers receive the same stats, so each can report them alone and nothing is counted twice.
 """
 
+import time
 from collections.abc import Collection, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 
@@ -117,6 +118,8 @@ class _EngineMetrics:
         )
         yield from self._queue(stats)
         yield from self._cache(stats)
+        if stats.max_loras:
+            yield from self._adapters(stats)
         yield from self._launches(stats)
         yield from self._device(stats)
         yield from self._warmup()
@@ -174,6 +177,30 @@ class _EngineMetrics:
                 "The paged KV cache.",
                 {"block_size": str(ready.block_size), "num_gpu_blocks": str(ready.num_blocks)},
             )
+
+    def _adapters(self, stats: EngineStats) -> Iterator[Metric]:
+        # As in vLLM: the value is the time, and the names are in the labels.
+        yield self._gauges(
+            "vllm:lora_requests_info",
+            "Adapters with running and with waiting requests; the value is the Unix time.",
+            ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+            {
+                (
+                    str(stats.max_loras),
+                    ",".join(sorted(stats.lora_running)),
+                    ",".join(sorted(stats.lora_waiting)),
+                ): time.time()
+            },
+        )
+        for name, text, count in (
+            ("loads", "Adapters read to host memory.", stats.lora_loads),
+            ("load_failures", "Adapters that could not be read.", stats.lora_load_failures),
+            ("evictions", "Adapters dropped from host memory.", stats.lora_evictions),
+        ):
+            yield self._counters(f"gaudiserve:lora_{name}", text, (), {(): count})
+        yield self._gauge(
+            "gaudiserve:lora_bytes", "Of the adapters in host memory.", stats.lora_bytes
+        )
 
     def _launches(self, stats: EngineStats) -> Iterator[Metric]:
         phases: list[Labels] = [(phase,) for phase in PHASES]

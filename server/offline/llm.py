@@ -29,6 +29,7 @@ from server.generation.pipeline import Pipeline
 from server.generation.validation import truncate_prompt
 from server.offline.engines import make_client
 from server.offline.event_loop import STOP_TIMEOUT_S, BackgroundLoop, Result, run_in_order
+from server.offline.lora import LoRARequest, LoRARequests, adapters_of
 from server.offline.outputs import (
     BeamSearchOutput,
     ClassificationRequestOutput,
@@ -122,10 +123,12 @@ class LLM:
         prompts: PromptInput | Sequence[PromptInput],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Complete each prompt; results come in the prompts' order.
 
-        One SamplingParams for all or one for each; None takes the model's own defaults. Raises
+        One SamplingParams for all or one for each; None takes the model's own defaults. The same
+        for `lora_request`, where None is the base model. Raises
         UserError when an input is wrong, PromptTooLong when one does not fit.
         """
         inputs = [parse_prompt(prompt) for prompt in as_prompt_list(prompts)]
@@ -138,7 +141,7 @@ class LLM:
             (maker(text, ids, param), param, salt)
             for (text, ids, salt), param in zip(inputs, params, strict=True)
         ]
-        return self._background.run(self._generate(jobs, use_tqdm))
+        return self._background.run(self._generate(jobs, use_tqdm, lora_request))
 
     def beam_search(
         self,
@@ -146,6 +149,7 @@ class LLM:
         params: BeamSearchParams,
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[BeamSearchOutput]:
         """The `beam_width` best continuations of each prompt, best first; at most
         `concurrency_limit` prompts at a time. Raises like `generate`."""
@@ -157,7 +161,9 @@ class LLM:
             logprobs=min(2 * params.beam_width, MAX_LOGPROBS),
         )
         inputs = [parse_prompt(prompt) for prompt in as_prompt_list(prompts)]
-        work = self._beam_search(inputs, sampling, params, use_tqdm, concurrency_limit)
+        work = self._beam_search(
+            inputs, sampling, params, use_tqdm, concurrency_limit, lora_request
+        )
         return self._background.run(work)
 
     def chat(
@@ -165,6 +171,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequests = None,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
@@ -198,7 +205,7 @@ class LLM:
             (maker(conversation, param), param, "")
             for conversation, param in zip(conversations, params, strict=True)
         ]
-        return self._background.run(self._generate(jobs, use_tqdm))
+        return self._background.run(self._generate(jobs, use_tqdm, lora_request))
 
     def encode(
         self,
@@ -208,6 +215,7 @@ class LLM:
         pooling_task: str | None = None,
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """The vectors or class probabilities of each prompt, from a pooling model.
 
@@ -220,14 +228,20 @@ class LLM:
             if not isinstance(pooling_params, PoolingParams):
                 raise UserError("pooling_task is missing, say what to make", param="pooling_task")
             pooling_task = pooling_params.task
-        work = self._require_pooling().encode(
-            prompts,
-            pooling_params,
-            pooling_task,
-            truncate=truncate_prompt_tokens,
-            use_tqdm=use_tqdm,
-        )
-        return self._background.run(work)
+        pooling = self._require_pooling()
+
+        async def work() -> list[PoolingRequestOutput[PoolingOutput]]:
+            (adapter,) = await adapters_of(self._client, lora_request, 1)
+            return await pooling.encode(
+                prompts,
+                pooling_params,
+                pooling_task,
+                truncate=truncate_prompt_tokens,
+                use_tqdm=use_tqdm,
+                adapter=adapter,
+            )
+
+        return self._background.run(work())
 
     def embed(
         self,
@@ -236,6 +250,7 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
         pooling_params: Params = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """The vector of each prompt. See `encode`."""
         outputs = self.encode(
@@ -244,6 +259,7 @@ class LLM:
             pooling_task=EMBED,
             truncate_prompt_tokens=truncate_prompt_tokens,
             use_tqdm=use_tqdm,
+            lora_request=lora_request,
         )
         return embedding_outputs(outputs)
 
@@ -349,8 +365,12 @@ class LLM:
         return Prompt(ids, text)
 
     async def _generate(
-        self, jobs: list[tuple[MakePrompt, SamplingParams, str]], use_tqdm: bool
+        self,
+        jobs: list[tuple[MakePrompt, SamplingParams, str]],
+        use_tqdm: bool,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
+        adapters = await adapters_of(self._client, lora_request, len(jobs))
         first_id = self._num_requests
         self._num_requests += len(jobs)
         num_tokens = 0
@@ -360,7 +380,9 @@ class LLM:
             make_prompt, params, salt = jobs[index]
             async with self._start_order:
                 prompt = await make_prompt()
-                generation = self._pipeline.start([prompt], params, cache_salt=salt, param="prompt")
+                generation = self._pipeline.start(
+                    [prompt], params, cache_salt=salt, param="prompt", adapter=adapters[index]
+                )
             outputs = await generation.collect()
             (prompt_logprobs,) = generation.prompt_logprobs
             num_tokens += generation.num_output_tokens
@@ -385,7 +407,10 @@ class LLM:
         params: BeamSearchParams,
         use_tqdm: bool,
         concurrency_limit: int | None,
+        lora_request: LoRARequests,
     ) -> list[BeamSearchOutput]:
+        adapters = await adapters_of(self._client, lora_request, len(inputs))
+
         async def run_search(index: int, bar: "tqdm[Any]") -> BeamSearchOutput:
             text, ids, salt = inputs[index]
             prompt = await self._prompt(text, ids, True, sampling)
@@ -396,6 +421,7 @@ class LLM:
                 length_penalty=params.length_penalty,
                 cache_salt=salt,
                 param="prompt",
+                adapter=adapters[index],
             )
             async for _ in search:
                 pass

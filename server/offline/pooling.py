@@ -47,6 +47,7 @@ class OfflinePooling:
         *,
         truncate: int | None,
         use_tqdm: bool,
+        adapter: str = "",
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """The result of each prompt. Raises UserError."""
         parsed = [parse_prompt(prompt) for prompt in as_prompt_list(prompts)]
@@ -56,7 +57,7 @@ class OfflinePooling:
             raise UserError(
                 f"the prompts have {len(salts)} cache salts, one call takes 1", param="cache_salt"
             )
-        pooling = self._start(inputs, "".join(salts))
+        pooling = self._start(inputs, "".join(salts), adapter)
         vectors = await _collect(pooling, use_tqdm)
         return [
             PoolingRequestOutput(
@@ -91,9 +92,13 @@ class OfflinePooling:
             )
         return outputs
 
-    def _start(self, inputs: list[PoolingInput], salt: str) -> PoolingStream:
+    def _start(self, inputs: list[PoolingInput], salt: str, adapter: str = "") -> PoolingStream:
         return PoolingStream(
-            self._client, inputs, cache_salt=salt, max_concurrent=self._max_concurrent
+            self._client,
+            inputs,
+            cache_salt=salt,
+            max_concurrent=self._max_concurrent,
+            adapter=adapter,
         )
 
     async def _inputs(

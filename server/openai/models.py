@@ -18,7 +18,8 @@ def model_routes(state: AppState) -> APIRouter:
     @router.get("/v1/models", summary="Models served here")
     async def list_models() -> Response:
         state.check_open()
-        data = [_entry(state, name) for name in state.model_names]
+        names = (*state.model_names, *state.client.adapters)
+        data = [_entry(state, name) for name in names]
         return json_response({"object": "list", "data": data})
 
     @router.get("/v1/models/{id:path}", summary="One model")
@@ -32,12 +33,14 @@ def model_routes(state: AppState) -> APIRouter:
 
 
 def _entry(state: AppState, name: str) -> dict[str, Any]:
+    adapter = None if name in state.model_names else state.client.adapters.get(name)
+    parent = None if adapter is None else adapter.parent or state.model_names[0]
     return {
         "id": name,
         "object": "model",
         "created": state.created,
         "owned_by": "gaudiserve",
-        "root": state.root,
-        "parent": None,
+        "root": state.root if adapter is None else adapter.path,
+        "parent": parent,
         "max_model_len": state.max_model_len,
     }

@@ -49,6 +49,7 @@ class PoolingStream:
         cache_salt: str = "",
         name: str = "",
         max_concurrent: int = MAX_CONCURRENT_INPUTS,
+        adapter: str = "",
     ) -> None:
         """Send the first inputs. Raises Overloaded or EngineDied; then none is left in the
         engine."""
@@ -56,6 +57,7 @@ class PoolingStream:
         self._unsent = deque(enumerate(inputs))
         self._inputs = inputs
         self._priority, self._cache_salt, self._name = priority, cache_salt, name
+        self._adapter = adapter
         self._max_concurrent = max_concurrent
         self._queues: deque[tuple[int, RequestOutputQueue]] = deque()
         """Index and output queue of each input in the engine, oldest first."""
@@ -142,6 +144,7 @@ class PoolingStream:
                     cache_salt=self._cache_salt,
                     name=self._name,
                     pooling=item.params,
+                    adapter=self._adapter,
                 )
             except Overloaded:
                 if not self._queues:

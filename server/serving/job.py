@@ -222,6 +222,7 @@ def start_tracked(
         priority=options.priority or 0,
         cache_salt=cache_salt_of(state, record, options.cache_salt),
         name=record.id,
+        adapter=state.adapter_of(model),
     )
     tracker = RequestTracker(
         stream, params, num_sequences, record, state.metrics.requests[stream.engine]

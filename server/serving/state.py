@@ -155,13 +155,27 @@ class AppState:
             return self.model_names[0]
         if not name:
             raise UserError("model is empty, it must be a served name or absent", param="model")
-        if name not in self.model_names:
+        if name not in self.model_names and name not in self.client.adapters:
             raise NotFound(
                 f"The model `{name[:NAME_CHARACTERS_SHOWN]}` does not exist.",
                 param="model",
                 code="model_not_found",
             )
         return name
+
+    def adapter_of(self, name: str) -> str:
+        """The LoRAInfo.content of the model `name`; empty for the base model. Raises NotFound if
+        the adapter has been unloaded since `model`."""
+        if name in self.model_names:
+            return ""
+        info = self.client.adapters.get(name)
+        if info is None:
+            raise NotFound(
+                f"The adapter `{name[:NAME_CHARACTERS_SHOWN]}` was unloaded.",
+                param="model",
+                code="model_not_found",
+            )
+        return info.content
 
     def text_tokenizer(self, param: str) -> Tokenizer:
         """The tokenizer. Raises UserError on a server that was started without one."""

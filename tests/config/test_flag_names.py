@@ -14,7 +14,7 @@ from config.loading.sources import load
 ROOT = Path(__file__).parents[2]
 RENAMED = {
     ROOT / "config" / f"{name}.py"
-    for name in ("buckets", "data_parallel", "engine", "execution", "server")
+    for name in ("buckets", "data_parallel", "engine", "execution", "lora/settings", "server")
 }
 """Their errors name fields, which the loader replaces by flags."""
 KEYS = {flag.key for flag in FLAGS if "-" in flag.key}

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from config.adapters.adapter import LoRAInfo
 from config.errors import EngineDied, Overloaded
 from config.params.pooling import PoolingFacts, PoolingParams
 from config.params.sampling import SamplingParams
@@ -69,6 +70,7 @@ class ScriptedQueue:
     cache_salt: str = ""
     pooling: PoolingParams | None = None
     is_continuation: bool = False
+    adapter: str = ""
     updates: asyncio.Queue[Update | str] = field(default_factory=asyncio.Queue)
 
     async def get(self) -> Update:
@@ -126,6 +128,7 @@ class ScriptedClient:
         self.engines = (self,)
         self.failure: str | None = None
         self.stats = EngineStats()
+        self.adapters: dict[str, LoRAInfo] = {}
         self.queues: list[ScriptedQueue] = []
         self.aborted: list[int] = []
         self._room = room
@@ -140,12 +143,15 @@ class ScriptedClient:
         name: str = "",
         pooling: PoolingParams | None = None,
         is_continuation: bool = False,
+        adapter: str = "",
     ) -> ScriptedQueue:
         if len(self.queues) >= self._room:
             raise Overloaded(f"{self._room} sequences are here")
         tokens = list(array("I", bytes(prompt)))
         key = len(self.queues) + 7
-        queue = ScriptedQueue(key, tokens, sampling, priority, cache_salt, pooling, is_continuation)
+        queue = ScriptedQueue(
+            *(key, tokens, sampling, priority, cache_salt, pooling, is_continuation, adapter)
+        )
         self.queues.append(queue)
         return queue
 

@@ -239,7 +239,7 @@ def test_a_wrong_command_line_says_what_is_wrong(argv: list[str], message: str) 
         ("- port", "must hold `key: value` lines"),
         ("port: [", "cannot be read"),
         ("nnodes: 4", "must be 1"),
-        ("enable_lora: true", "enable_lora is not in this version: adapters.*serve.yaml"),
+        ("enable_lora_bias: true", "enable_lora_bias is not in this version: .*serve.yaml"),
         ("port: x\nseed: y", r"2 settings cannot be used:\n  --port is 'x'.*\n  --seed is 'y'"),
     ],
 )

@@ -103,9 +103,9 @@ def test_one_message_names_every_flag_that_cannot_be_used(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     line = (
-        "--nnodes 2 --enable-lora --lora-modules a=b c=d --kv-cache-dtype fp4 --max-modellen 9 "
-        "--speculative-config.method ngram --frobnicate --port x --quantization hqq "
-        "--enable-prefix-caching=maybe"
+        "--nnodes 2 --enable-eplb --long-lora-scaling-factors 2 --kv-cache-dtype fp4 "
+        "--max-modellen 9 --speculative-config.method ngram --frobnicate --port x "
+        "--quantization hqq --enable-prefix-caching=maybe"
     )
 
     message = refused(capsys, *line.split())
@@ -113,11 +113,11 @@ def test_one_message_names_every_flag_that_cannot_be_used(
     first, *others = message.splitlines()
     assert first == "gaudiserve: 10 settings cannot be used:"
     assert sorted(line.split()[0] for line in others) == [
-        "--enable-lora",
+        "--enable-eplb",
         "--enable-prefix-caching",
         "--frobnicate",
         "--kv-cache-dtype",
-        "--lora-modules",
+        "--long-lora-scaling-factors",
         "--max-modellen",
         "--nnodes",
         "--port",
@@ -211,9 +211,8 @@ def test_the_log_has_one_line_for_all_of_them(
         ("-O.level=3", "--compilation-config.level is not in this version"),
         ("--limit-mm-per-prompt image=1", "--limit-mm-per-prompt is not in this version: reque"),
         ("--mm-processor-cache-gb 0", "--mm-processor-cache-gb is not in this version"),
-        ("--enable-lora", "--enable-lora is not in this version: adapters are not served"),
-        ("--lora-modules a=b", "--lora-modules is not in this version"),
-        ("--max-loras 4", "--max-loras is not in this version"),
+        ("--enable-lora-bias", "--enable-lora-bias is not in this version: adapters are low-rank"),
+        ("--lora-extra-vocab-size 9", "--lora-extra-vocab-size is not in this version"),
         ("--ssl-cert-reqs 2", "not in this version: --ssl-ca-certs makes the server ask for"),
         ("--tokenizer-revision main", "the tokenizer comes with the model, at --revision"),
     ],
@@ -283,12 +282,14 @@ def test_a_model_behind_the_names_is_not_taken_for_a_name() -> None:
 
 
 def test_what_is_not_here_may_be_turned_off() -> None:
-    off = load(["m", "--no-enable-lora", "--no-enable-eplb"], environ={})
-    keywords = from_keywords(model="m", enable_lora=False, speculative_config=None, tokenizer=None)
+    off = load(["m", "--no-enable-lora-bias", "--no-enable-eplb"], environ={})
+    keywords = from_keywords(
+        model="m", enable_lora_bias=False, speculative_config=None, tokenizer=None
+    )
 
     assert not off.without_effect and not keywords.without_effect
-    with pytest.raises(ConfigError, match="max_loras is not in this version"):
-        from_keywords(model="m", max_loras=0)
+    with pytest.raises(ConfigError, match="lora_extra_vocab_size is not in this version"):
+        from_keywords(model="m", lora_extra_vocab_size=0)
 
 
 def test_the_command_line_of_the_page_is_accepted() -> None:
@@ -320,7 +321,7 @@ def test_a_near_spelling_is_suggested(
 
 
 @pytest.mark.parametrize(
-    "word", ["-t", "-p", "-m", "--top-k", "--foo", "--workers", "--max-log", "--n-gpu-layers"]
+    "word", ["-t", "-p", "-m", "--top-k", "--foo", "--workers", "--most-log", "--n-gpu-layers"]
 )
 def test_nothing_is_suggested_for_a_flag_that_is_like_no_other(
     word: str, capsys: pytest.CaptureFixture[str]
@@ -342,5 +343,7 @@ def test_keywords_of_vllm_are_accepted_and_refused_alike() -> None:
         "--swap-space 4",
         "--trust-remote-code",
     }
-    with pytest.raises(ConfigError, match=r"2 settings.*\n.*enable_lora is not in.*\n.*must be 1"):
-        from_keywords(model="m", enable_lora=True, nnodes=2)
+    with pytest.raises(
+        ConfigError, match=r"2 settings.*\n.*enable_lora_bias is not in.*\n.*must be 1"
+    ):
+        from_keywords(model="m", enable_lora_bias=True, nnodes=2)

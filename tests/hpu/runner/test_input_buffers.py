@@ -27,7 +27,9 @@ BOTH = pytest.mark.parametrize("kind", [CpuBackend, Card])
 @BOTH
 def test_what_is_written_for_a_prefill_is_what_its_context_holds(kind: type[CpuBackend]) -> None:
     backend = kind(num_threads=1)
-    inputs = InputBuffers((PREFILL, 2, 3, 4), backend, is_static=True, names_requests=True)
+    inputs = InputBuffers(
+        (PREFILL, 2, 3, 4), backend, is_static=True, names_requests=True, has_adapters=True
+    )
     arrays = inputs.host_arrays()
     assert isinstance(arrays, PrefillArrays)
 
@@ -39,9 +41,9 @@ def test_what_is_written_for_a_prefill_is_what_its_context_holds(kind: type[CpuB
     context = inputs.context
     assert isinstance(context, PrefillAttentionInputs)
     assert inputs.last_token_indices is not None
-    *context, states = context
-    sent = [inputs.tokens, *context, inputs.last_token_indices, inputs.req_indices, states]
-    assert [tensor.unique().tolist() for tensor in sent] == [[i] for i in range(9)]
+    *context, states, slots = context
+    sent = [inputs.tokens, *context, inputs.last_token_indices, inputs.req_indices, states, slots]
+    assert [tensor.unique().tolist() for tensor in sent] == [[i] for i in range(10)]
     assert [tuple(tensor.shape) for tensor in sent] == [
         (2, 3),
         (2, 3),
@@ -49,6 +51,7 @@ def test_what_is_written_for_a_prefill_is_what_its_context_holds(kind: type[CpuB
         (2,),
         (2,),
         (8,),
+        (2,),
         (2,),
         (2,),
         (2,),
@@ -61,15 +64,18 @@ def test_what_is_written_for_a_decode_is_what_its_context_holds(kind: type[CpuBa
     inputs = InputBuffers((DECODE, 2, 1, 5), backend, is_static=True, names_requests=True)
     arrays = inputs.host_arrays()
     assert isinstance(arrays, DecodeArrays)
+    assert arrays.lora_slots is None
 
-    for number, field in enumerate(arrays):
+    for number, field in enumerate(arrays[:-1]):
+        assert field is not None
         field[:] = number
     inputs.upload()
 
     context = inputs.context
     assert isinstance(context, DecodeAttentionInputs)
     assert context.positions.shape == (2, 1)
-    *context, states = context
+    *context, states, lora_slots = context
+    assert lora_slots is None
     assert [t.unique().tolist() for t in [inputs.req_indices, *context]] == [[i] for i in range(7)]
     assert torch.equal(states, inputs.req_indices)
     assert inputs.tokens.shape == (2, 1)
@@ -99,7 +105,8 @@ def test_a_running_launchs_device_tensors_are_not_written_where_graphs_can_read_
 
     for step in range(4):
         for field in inputs.host_arrays():
-            field[:] = step
+            if field is not None:
+                field[:] = step
         inputs.upload()
         flats.append(inputs.graph_inputs[0])
         contexts.append(inputs.context)

@@ -1,0 +1,105 @@
+"""BaseModules: which modules of a base model an adapter may have weights for, and their shapes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from config.checkpoint.shapes import weight_map_of
+from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
+from config.errors import ConfigError
+from config.lora.settings import EMBEDDING, EXPERTS, HEAD
+from config.model.model_config import ModelConfig
+
+_WEIGHT = ".weight"
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModule:
+    """A module of the checkpoint."""
+
+    name: str
+    """Its path in the checkpoint, as WeightMap.map_name gives it."""
+    in_features: int
+    out_features: int
+    """Of an embedding: tokens, and the size of a vector."""
+    spec: WeightSpec
+    """Of its weight."""
+    kind: str = ""
+    """One of EXTRA_TARGETS; empty: a linear layer."""
+    refusal: str = ""
+    """Why it takes no adapter."""
+
+
+class BaseModules:
+    """The modules of a model that is built in."""
+
+    def __init__(self, facts: ModelConfig) -> None:
+        """Raises ConfigError for a model that is not built in."""
+        weight_map = weight_map_of(facts)
+        if weight_map is None:
+            raise ConfigError(
+                f"{Path(facts.path) / 'config.json'} says {facts.architecture}, which runs in the "
+                "code of transformers: adapters are served of built-in models only"
+            )
+        self._weight_map: WeightMap = weight_map
+        self._modules: dict[str, BaseModule] = {}
+        for spec in weight_map.entries():
+            module = _module(spec)
+            if module is not None:
+                self._modules[module.name] = module
+        if facts.tie_word_embeddings and facts.encoder is None:
+            self._add_tied_head()
+
+    @property
+    def modules(self) -> Mapping[str, BaseModule]:
+        """By name."""
+        return self._modules
+
+    def find(self, name: str) -> BaseModule | None:
+        """The module that an adapter calls `name`."""
+        return self._modules.get(self._weight_map.map_name(name + _WEIGHT).removesuffix(_WEIGHT))
+
+    def _add_tied_head(self) -> None:
+        """A head with the weights of the embedding, which the checkpoint does not have."""
+        tables = [one for one in self._modules.values() if one.kind == EMBEDDING]
+        for table in tables[:1]:
+            spec = table.spec._replace(name="lm_head.weight", parameter="lm_head.weight")
+            # Of an embedding, `in_features` are tokens.
+            sizes = (table.out_features, table.in_features)
+            self._modules["lm_head"] = BaseModule("lm_head", *sizes, spec, HEAD)
+
+
+def _module(spec: WeightSpec) -> BaseModule | None:
+    """The module with this weight; None of biases and norms."""
+    name = spec.name
+    if spec.part is not None:
+        if spec.part.role != "values":
+            return None
+        name = spec.module + _WEIGHT
+    parameter = spec.parameter
+    if spec.num_experts is not None and name.endswith((".weight", "proj", "_blocks")):
+        refusal = "its weights are stacked: adapters for whole stacks of experts are not served"
+        module = name.removesuffix(_WEIGHT)
+        return BaseModule(module, spec.shape[-1], spec.shape[-2], spec, EXPERTS, refusal)
+    if not name.endswith(_WEIGHT) or len(spec.shape) != 2:
+        return None
+    out_features, in_features = spec.shape[::-1] if spec.transposed else spec.shape
+    kind = refusal = ""
+    if parameter.endswith("embed_tokens.weight"):
+        # The table is (tokens, size).
+        return BaseModule(name[: -len(_WEIGHT)], out_features, in_features, spec, EMBEDDING)
+    if "embed" in parameter:
+        refusal = "of embeddings only those of a decoder's tokens take an adapter"
+    elif parameter == "lm_head.weight":
+        kind = HEAD
+        if spec.normalized or spec.offset:
+            refusal = "the head's weights are changed when they are loaded"
+    elif spec.expert is not None:
+        kind = EXPERTS
+    elif parameter.endswith((".gate.weight", ".shared_expert_gate.weight")):
+        refusal = "routers of experts take no adapter"
+    elif parameter.endswith(".kv_b_proj.weight"):
+        refusal = "it is absorbed into other weights for decodes"
+    elif ".conv1d" in parameter or "qk_norm" in parameter:
+        return None
+    return BaseModule(name[: -len(_WEIGHT)], in_features, out_features, spec, kind, refusal)

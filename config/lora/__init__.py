@@ -1,0 +1,1 @@
+"""The settings of LoRA adapters. What their folders hold is in config/adapters."""

@@ -1,0 +1,112 @@
+"""LoRAConfig: the settings of adapters."""
+
+import json
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from config.errors import ConfigError
+from config.setting import check_settings, setting
+
+EMBEDDING, HEAD, EXPERTS = EXTRA_TARGETS = ("embedding", "head", "experts")
+"""Parts of a model that adapters change less often, and that have buffers only on demand."""
+AUTO = "auto"
+
+
+class NamedAdapter(NamedTuple):
+    """An adapter of --lora-modules."""
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+    """The parent that the list of models shows; None: the served model."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoRAConfig:
+    """LoRA adapters."""
+
+    enable_lora: bool = setting(False, "Serve LoRA adapters of the model")
+    lora_modules: tuple[str, ...] = setting(
+        (),
+        "Adapters to serve from the start: name=folder, or JSON with name, path and "
+        "base_model_name; several after each other",
+        takes_several=True,
+    )
+    max_loras: int = setting(
+        1, "Maximum number of adapters whose requests run at once", minimum=1, maximum=1024
+    )
+    max_cpu_loras: int | None = setting(
+        None,
+        "Maximum number of adapters in host memory, those of running requests included; auto: "
+        "--max-loras, and at least as many as --lora-modules has",
+        minimum=1,
+    )
+    max_lora_rank: int = setting(
+        16, "Largest rank of an adapter; memory is reserved for it", minimum=1, maximum=4096
+    )
+    fully_sharded_loras: bool = setting(
+        False,
+        "Divide both matrices of each adapter among the tensor-parallel ranks: less memory and "
+        "fewer multiplications, one more collective for each product",
+    )
+    lora_extra_targets: tuple[str, ...] = setting(
+        (AUTO,),
+        "Parts beside the linear layers for which adapters may have weights, some of embedding, "
+        "head and experts, or none: they cost memory and time on a card; auto: those of "
+        "--lora-modules",
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        for name in self.lora_extra_targets:
+            if name not in (AUTO, "none", *EXTRA_TARGETS):
+                allowed = ", ".join((AUTO, "none", *EXTRA_TARGETS))
+                raise ConfigError(f"lora_extra_targets has {name!r}, it must be of {allowed}")
+        if self.lora_modules and not self.enable_lora:
+            raise ConfigError(
+                f"lora_modules names {len(self.lora_modules)} adapters, and enable_lora is off"
+            )
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(
+                f"max_cpu_loras is {self.max_cpu_loras}, it must be at least max_loras, which is "
+                f"{self.max_loras}"
+            )
+        names = [one.name for one in self.adapters]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"lora_modules names {name!r} {names.count(name)} times")
+
+    @property
+    def adapters(self) -> tuple[NamedAdapter, ...]:
+        """Those of `lora_modules`."""
+        return tuple(map(_named_adapter, self.lora_modules))
+
+    @property
+    def num_cpu_loras(self) -> int:
+        """`max_cpu_loras` or its default."""
+        if self.max_cpu_loras is not None:
+            return self.max_cpu_loras
+        return max(self.max_loras, len(self.lora_modules))
+
+
+def _named_adapter(word: str) -> NamedAdapter:
+    if not word.lstrip().startswith("{"):
+        name, _, path = word.partition("=")
+        if not name or not path:
+            raise ConfigError(f"lora_modules has {word!r}, it must be name=folder or JSON")
+        return NamedAdapter(name, path)
+    try:
+        fields = json.loads(word)
+    except ValueError as error:
+        raise ConfigError(f"lora_modules has {word!r}, which is not JSON: {error}") from None
+    known = set(NamedAdapter._fields)
+    if not (
+        {"name", "path"} <= set(fields) <= known
+        and all(isinstance(fields[one], str) and fields[one] for one in ("name", "path"))
+        and isinstance(fields.get("base_model_name"), str | None)
+    ):
+        raise ConfigError(
+            f"lora_modules has {word!r}, it must have the texts name and path, and may have "
+            "base_model_name"
+        )
+    return NamedAdapter(**fields)

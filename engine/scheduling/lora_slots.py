@@ -1,0 +1,337 @@
+"""LoRASlots: which adapters are in host memory and in the slots of the device, and which requests
+wait for one."""
+
+import heapq
+from dataclasses import dataclass, field
+from typing import Any
+
+from config.adapters.adapter import LoRAInfo
+from config.errors import UserError
+from config.lora.settings import LoRAConfig
+from engine.request import Request
+from engine.scheduling.waiting_queue import WaitingQueue
+from hpu.protocol import NO_SLOT, AdapterLoaded, DropAdapter, LoadAdapter
+
+ABSENT, LOADING, LOADED = range(3)
+
+MAX_PASSES = 32
+"""Requests whose adapters are in slots that may start before an older one that waits for a slot."""
+
+
+MAX_RETIRED = 64
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """One content, which several names may have."""
+
+    info: LoRAInfo
+    names: set[str] = field(default_factory=set)
+    state: int = ABSENT
+    slot: int = NO_SLOT
+    num_requests: int = 0
+    """Unfinished."""
+    num_running: int = 0
+    last_used: int = 0
+
+
+class LoRASlots:
+    """At most `max_loras` adapters have running requests. An adapter stays in its slot, and in host
+    memory, until another one needs the place: the least recently used one goes, of those that no
+    request uses."""
+
+    def __init__(self, config: LoRAConfig) -> None:
+        self.max_loras = config.max_loras
+        self._max_host = config.num_cpu_loras
+        self._entries: dict[str, _Entry] = {}
+        self._by_name: dict[str, LoRAInfo] = {}
+        self._retired: dict[str, LoRAInfo] = {}
+        """The latest that were unloaded, by their contents."""
+        self._slots: list[_Entry | None] = [None] * config.max_loras
+        self._loads: list[LoadAdapter] = []
+        self._drops: list[DropAdapter] = []
+        self._to_load: list[_Entry] = []
+        """Wanted, and not in host memory, since that is full of adapters in use."""
+        self._assigned: list[tuple[int, str]] = []
+        self._clock = 0
+        self.version = 0
+        """Changes when a request that could not start may be able to."""
+        self.num_loading = 0
+        self.num_loads = self.num_failures = self.num_evictions = 0
+        self._blocked_key: tuple[int, int] | None = None
+        """Of the oldest request that waits for a slot."""
+        self._num_passes = 0
+
+    # Names
+
+    @property
+    def infos(self) -> list[LoRAInfo]:
+        """The adapters that are served, in the order of their registration."""
+        return list(self._by_name.values())
+
+    def register(self, info: LoRAInfo) -> None:
+        """Serve an adapter from now on. Raises UserError if the name is taken."""
+        if info.name in self._by_name:
+            raise UserError(f"the adapter {info.name} is loaded already", param="lora_name")
+        self._by_name[info.name] = info
+        entry = self._entries.setdefault(info.content, _Entry(info))
+        if not entry.names:
+            # Its folder may have moved.
+            entry.info = info
+        entry.names.add(info.name)
+
+    def unregister(self, name: str) -> int:
+        """Serve no new requests of an adapter; what it has is freed when its last request ends.
+        Returns the number of these. Raises UserError for an unknown name."""
+        info = self._by_name.pop(name, None)
+        if info is None:
+            raise UserError(f"there is no adapter {name}", param="lora_name")
+        entry = self._entries[info.content]
+        entry.names.discard(name)
+        self._retired[info.content] = info
+        if len(self._retired) > MAX_RETIRED:
+            del self._retired[next(iter(self._retired))]
+        num_requests = entry.num_requests
+        self._forget_unused(entry)
+        return num_requests
+
+    def serves(self, content: str, *, is_continuation: bool = False) -> bool:
+        """Whether a request may use the adapter with these contents. A beam that was accepted
+        before may go on with one that was unloaded, and maybe dropped, since."""
+        entry = self._entries.get(content)
+        if is_continuation and content in self._retired:
+            self._entries.setdefault(content, _Entry(self._retired[content]))
+            return True
+        return entry is not None and bool(entry.names)
+
+    # Requests
+
+    def add_request(self, request: Request) -> None:
+        """A request with an adapter waits from now on."""
+        entry = self._entries[request.adapter]
+        entry.num_requests += 1
+        if entry.state == ABSENT:
+            self._load(entry)
+
+    def finish_request(self, request: Request) -> None:
+        """It has ended, in whatever state."""
+        entry = self._entries[request.adapter]
+        entry.num_requests -= 1
+        if request.priority_key == self._blocked_key:
+            self._unblock()
+        if not entry.num_requests:
+            self._forget_unused(entry)
+            waiting, self._to_load = self._to_load, []
+            for one in waiting:
+                if one.state == ABSENT and one.num_requests:
+                    self._load(one)
+
+    def may_start(self, request: Request) -> bool:
+        """Whether its adapter is in host memory, and in a slot or there is one for it."""
+        if not request.adapter:
+            return True
+        entry = self._entries[request.adapter]
+        if entry.state != LOADED:
+            return False
+        key, blocked = request.priority_key, self._blocked_key
+        is_pass = blocked is not None and key > blocked
+        if is_pass and self._num_passes >= MAX_PASSES:
+            return False
+        if entry.slot != NO_SLOT or self._idle_slot() is not None:
+            return True
+        if blocked is None or key < blocked:
+            self._blocked_key = key
+        return False
+
+    def start(self, request: Request) -> int:
+        """The slot of a request that may start; NO_SLOT without an adapter."""
+        if not request.adapter:
+            return NO_SLOT
+        entry = self._entries[request.adapter]
+        blocked = self._blocked_key
+        if blocked is not None and request.priority_key > blocked:
+            self._num_passes += 1
+        elif request.priority_key == blocked:
+            self._unblock()
+        if entry.slot == NO_SLOT:
+            slot = self._idle_slot()
+            assert slot is not None, "a request started without a slot"
+            self._take_slot(slot, entry)
+        entry.num_running += 1
+        self._use(entry)
+        return entry.slot
+
+    def release(self, request: Request) -> None:
+        """A request that had started has ended or was preempted."""
+        entry = self._entries[request.adapter]
+        entry.num_running -= 1
+        if not entry.num_running:
+            self.version += 1
+
+    # What the workers are told
+
+    def take_loads(self) -> list[LoadAdapter]:
+        """Adapters that the workers must read."""
+        loads, self._loads = self._loads, []
+        return loads
+
+    def take_drops(self) -> list[DropAdapter]:
+        drops, self._drops = self._drops, []
+        return drops
+
+    def take_assigned(self) -> tuple[list[int], list[str]]:
+        """Slots that the next plan fills, and with what."""
+        assigned, self._assigned = self._assigned, []
+        # Of a slot that was given twice only the last counts.
+        last = dict(assigned)
+        return list(last), list(last.values())
+
+    def on_loaded(self, message: AdapterLoaded) -> bool:
+        """An adapter is there; False if it could not be read: its requests must be ended."""
+        entry = self._entries.get(message.content)
+        if entry is None or entry.state != LOADING:
+            # Of before a sleep.
+            return True
+        self.num_loading -= 1
+        self.version += 1
+        if message.error is not None:
+            self.num_failures += 1
+            entry.state = ABSENT
+            return False
+        self.num_loads += 1
+        entry.state = LOADED
+        self._use(entry)
+        self._forget_unused(entry)
+        return True
+
+    def reset(self) -> None:
+        """The workers have lost everything."""
+        for entry in self._entries.values():
+            entry.state, entry.slot = ABSENT, NO_SLOT
+        self._slots = [None] * self.max_loras
+        self._loads, self._drops, self._assigned, self._to_load = [], [], [], []
+        self.num_loading = 0
+        self._unblock()
+
+    # Figures
+
+    @property
+    def running(self) -> dict[str, int]:
+        """Running requests of each adapter that has any, by its name."""
+        return {e.info.name: e.num_running for e in self._entries.values() if e.num_running}
+
+    @property
+    def waiting(self) -> dict[str, int]:
+        """Likewise, of waiting requests."""
+        counts = {e.info.name: e.num_requests - e.num_running for e in self._entries.values()}
+        return {name: count for name, count in counts.items() if count}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the adapters in host memory, as they are in their files."""
+        return sum(e.info.num_bytes for e in self._entries.values() if e.state == LOADED)
+
+    @property
+    def gauges(self) -> dict[str, Any]:
+        """Fields of EngineStats about adapters."""
+        return {
+            "max_loras": self.max_loras,
+            "lora_running": self.running,
+            "lora_waiting": self.waiting,
+            "lora_loads": self.num_loads,
+            "lora_load_failures": self.num_failures,
+            "lora_evictions": self.num_evictions,
+            "lora_bytes": self.num_bytes,
+        }
+
+    def check(self) -> None:
+        """Raise AssertionError unless slots and adapters agree."""
+        for slot, entry in enumerate(self._slots):
+            assert entry is None or entry.slot == slot, f"slot {slot} is not that of its adapter"
+        used = [entry for entry in self._entries.values() if entry.num_running]
+        assert len(used) <= self.max_loras, f"{len(used)} adapters run, of {self.max_loras}"
+        for entry in self._entries.values():
+            assert 0 <= entry.num_running <= entry.num_requests, (
+                f"{entry.info.name}: {entry.num_running} of {entry.num_requests} requests run"
+            )
+
+    def _load(self, entry: _Entry) -> None:
+        held = [one for one in self._entries.values() if one.state != ABSENT]
+        if len(held) >= self._max_host:
+            idle = [one for one in held if not one.num_requests and one.state == LOADED]
+            if not idle:
+                if entry not in self._to_load:
+                    self._to_load.append(entry)
+                return
+            self._evict(min(idle, key=lambda one: one.last_used))
+        entry.state = LOADING
+        self.num_loading += 1
+        self._loads.append(LoadAdapter(entry.info.content, entry.info.path))
+
+    def _evict(self, entry: _Entry) -> None:
+        """From host memory, and from its slot, which could not be filled again."""
+        self.num_evictions += 1
+        entry.state = ABSENT
+        self._drops.append(DropAdapter(entry.info.content))
+        if entry.slot != NO_SLOT:
+            self._slots[entry.slot] = None
+            entry.slot = NO_SLOT
+
+    def _forget_unused(self, entry: _Entry) -> None:
+        """Drop an adapter without a name and without requests."""
+        if entry.names or entry.num_requests or entry.state == LOADING:
+            return
+        if entry.state == LOADED:
+            self._evict(entry)
+        self._entries.pop(entry.info.content, None)
+
+    def _idle_slot(self) -> int | None:
+        """A slot that no running request uses: a free one, or the least recently used."""
+        idle = [
+            (-1 if entry is None else entry.last_used, slot)
+            for slot, entry in enumerate(self._slots)
+            if entry is None or not entry.num_running
+        ]
+        return min(idle)[1] if idle else None
+
+    def _take_slot(self, slot: int, entry: _Entry) -> None:
+        before = self._slots[slot]
+        if before is not None:
+            before.slot = NO_SLOT
+        self._slots[slot] = entry
+        entry.slot = slot
+        self._assigned.append((slot, entry.info.content))
+
+    def _use(self, entry: _Entry) -> None:
+        self._clock += 1
+        entry.last_used = self._clock
+
+    def _unblock(self) -> None:
+        self._blocked_key = None
+        self._num_passes = 0
+        self.version += 1
+
+
+class AdapterQueue(WaitingQueue):
+    """A WaitingQueue whose next request is the first one that may start: those that wait for their
+    adapter are passed."""
+
+    def __init__(self, slots: LoRASlots) -> None:
+        super().__init__()
+        self._slots = slots
+        self._passed: list[Request] = []
+        self._version = -1
+
+    def peek(self) -> Request | None:
+        if self._version != self._slots.version:
+            self._version = self._slots.version
+            passed, self._passed = self._passed, []
+            for request in passed:
+                if self._requests.get(request.key) is request:
+                    heapq.heappush(self._heap, (request.priority_key, request.key))
+        while (first := super().peek()) is not None:
+            if self._slots.may_start(first):
+                return first
+            heapq.heappop(self._heap)
+            self._passed.append(first)
+        return None

@@ -1,0 +1,119 @@
+"""Reads this rank's part of an adapter's weights, in the order of the rows and columns that the
+base layers have."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from config.adapters.adapter import Adapter, AdapterModule
+from config.checkpoint.safetensors_files import StoredTensor
+from config.checkpoint.weight_maps.base import WeightSpec
+from config.checkpoint.weight_maps.shard import Shard, ShardRank, shard_of
+from config.lora.settings import EMBEDDING
+from hpu.model_loader.loader import DTYPES, fill_parameter
+from hpu.model_loader.tensor_reader import Read, TensorReader
+
+_SUFFIXES = (".weight", "_weight")
+
+
+class LowRank(NamedTuple):
+    """The two matrices of one output of a layer, on the host: out += (x a^T) b^T."""
+
+    layer: str
+    """Path of the layer in the model; of experts, with w13 or w2 behind it."""
+    output: int
+    """Which of the layer's outputs."""
+    expert: int | None
+    """Of this rank."""
+    a: Tensor
+    """(rank, in); of an embedding (rank, tokens), all of them."""
+    b: Tensor
+    """(out, rank), times the adapter's scale."""
+
+
+def read_weights(adapter: Adapter, at: ShardRank, dtype: torch.dtype) -> list[LowRank]:
+    """The weights in `dtype` that the rank `at` needs. Raises OSError."""
+    modules = adapter.modules
+    stored = [tensor for module in modules for tensor in (module.a, module.b)]
+    targets = [torch.empty(one.shape, dtype=DTYPES[one.dtype]) for one in stored]
+    reads = [Read(one, target) for one, target in zip(stored, targets, strict=True)]
+    # In the order of their bytes, as a disk reads fastest.
+    reads.sort(key=lambda read: read.stored.offset)
+    tensors: dict[StoredTensor, Tensor] = {}
+    with TensorReader() as reader:
+        for read in reader.read(adapter.file, reads):
+            tensors[read.stored] = read.target
+    return [
+        part
+        for module in modules
+        for part in _parts(module, tensors[module.a], tensors[module.b], at, dtype)
+    ]
+
+
+def _parts(
+    module: AdapterModule, a: Tensor, b: Tensor, at: ShardRank, dtype: torch.dtype
+) -> Iterator[LowRank]:
+    spec = module.base.spec
+    layer = spec.parameter
+    for suffix in _SUFFIXES:
+        layer = layer.removesuffix(suffix)
+    b = (b.float() * module.scale).to(dtype)
+    if module.base.kind == EMBEDDING:
+        # Each rank looks up all tokens, so that nothing is exchanged.
+        yield LowRank(layer, 0, None, a.to(dtype), b)
+        return
+    shard = shard_of(_rows_spec(spec, module), at)
+    if shard is None:
+        return
+    local = shard.spec
+    own = _select(b, shard)
+    columns = shard_of(_columns_spec(spec, module), at)
+    assert columns is not None
+    a = _select(a, columns).to(dtype)
+    plain = local._replace(expert=None, total_experts=None)
+    sizes = local.output_sizes or (_num_rows(spec, module, at),)
+    rows = torch.zeros((sum(sizes), b.shape[1]), dtype=dtype)
+    fill_parameter(rows, plain, own)
+    outputs = local.outputs or (0,)
+    for output, part in enumerate(rows.split_with_sizes(sizes)):
+        if output in outputs:
+            yield LowRank(layer, output, local.expert, a, part.contiguous())
+
+
+def _rows_spec(spec: WeightSpec, module: AdapterModule) -> WeightSpec:
+    """That of `b`, as the weight of the layer with `rank` inputs."""
+    divided = spec.shard_dim if spec.shard_dim == 0 else None
+    shape = (module.base.out_features, module.rank)
+    return spec._replace(
+        shape=shape, shard_dim=divided, transposed=False, part=None, scheme=None, mxfp4=""
+    )
+
+
+def _columns_spec(spec: WeightSpec, module: AdapterModule) -> WeightSpec:
+    """That of `a`, as the weight of a layer with the same inputs and `rank` outputs."""
+    divided = spec.shard_dim if spec.shard_dim == 1 else None
+    shape = (module.rank, module.base.in_features)
+    return WeightSpec(
+        spec.name,
+        shape,
+        spec.parameter,
+        shard_dim=divided,
+        expert=spec.expert,
+        total_experts=spec.total_experts,
+    )
+
+
+def _num_rows(spec: WeightSpec, module: AdapterModule, at: ShardRank) -> int:
+    """Of the parameter on this rank: shards of a vocabulary are rounded up."""
+    count = module.base.out_features
+    return -(-count // at.size) if spec.shard_dim == 0 else count
+
+
+def _select(tensor: Tensor, shard: Shard) -> Tensor:
+    """The rows or columns of a whole tensor that `shard` has."""
+    if shard.intervals is None:
+        return tensor
+    parts = [tensor.narrow(shard.dim, begin, end - begin) for begin, end in shard.intervals]
+    return torch.cat(parts, dim=shard.dim)

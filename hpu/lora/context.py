@@ -1,0 +1,62 @@
+"""LoRAContext: which adapter each row of the running launch has, for all layers."""
+
+import torch
+from torch import Tensor
+
+from hpu.protocol import NO_SLOT
+
+
+class LoRAContext:
+    """Set at the start of a forward pass, read by the layers in it."""
+
+    def __init__(
+        self,
+        max_loras: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        index_dtype: torch.dtype = torch.int64,
+    ) -> None:
+        """`max_rank`: rows that each slot has in the stacked matrices."""
+        self.max_loras = max_loras
+        self.max_rank = max_rank
+        self.dtype = dtype
+        self.device = device
+        self.index_dtype = index_dtype
+        self.mask = torch.zeros((1, 1, max_loras, 1), dtype=dtype, device=device)
+        """(B, 1, slots, 1), or (B, Q, slots, 1) where the sequences of a row differ: 1 in the
+        column of the row's slot. For devices that compute all slots."""
+        self.groups: list[tuple[int, Tensor | None]] = []
+        """(slot, rows (n) int64 or None for all rows), for devices that compute what is used."""
+        self.slots: Tensor | None = None
+        """(B) or (B, Q), as given to `begin`."""
+        self._numbers = torch.arange(max_loras, device=device)
+        self._groups_rows = device.type == "cpu"
+        self._last: tuple[int, ...] | None = None
+
+    def begin(self, slots: Tensor) -> None:
+        """The next layers compute rows (B, ...) of these slots (B), or (B, Q), NO_SLOT for none."""
+        self.slots = slots
+        if self._groups_rows:
+            numbers = tuple(slots.tolist())
+            if numbers != self._last:
+                # Those of most decodes are the same.
+                self._last, self.groups = numbers, _groups(slots, numbers)
+            return
+        by_row = slots.view(slots.shape[0], -1, 1)
+        self.mask = (by_row == self._numbers.to(slots.dtype)).to(self.dtype).unsqueeze(-1)
+
+    def token_slots(self, num_tokens: int) -> Tensor:
+        """(num_tokens): the slot of each token, where rows (B, Q) are flattened."""
+        assert self.slots is not None, "a layer ran outside a launch"
+        slots = self.slots.view(self.slots.shape[0], -1)
+        return slots.expand(
+            -1, num_tokens // slots.shape[0] if slots.shape[1] == 1 else -1
+        ).reshape(-1)
+
+
+def _groups(slots: Tensor, numbers: tuple[int, ...]) -> list[tuple[int, Tensor | None]]:
+    used = sorted(set(numbers) - {NO_SLOT})
+    if len(used) == 1 and NO_SLOT not in numbers:
+        return [(used[0], None)]
+    return [(slot, (slots == slot).nonzero().view(-1)) for slot in used]

@@ -1,0 +1,143 @@
+"""Adapters of routed experts. Their products are inside those of an expert, so that a layer with
+them runs on its method, and not on a fused operator of the device."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from config.errors import ConfigError
+from hpu.layers.moe import Experts
+from hpu.lora.adapter_weights import LowRank
+from hpu.lora.context import LoRAContext
+from hpu.protocol import NO_SLOT
+from hpu.quantization.base import ExpertsLayer, MoEMethod
+from hpu.quantization.unquantized import weights_of
+
+
+class ExpertSlots:
+    """The slots of one of the two products of all experts of a layer: (slots, experts, outputs,
+    rank, in) and (slots, experts, outputs, rank, size), each rank the largest one."""
+
+    def __init__(
+        self, num_experts: int, in_features: int, output_sizes: Sequence[int], context: LoRAContext
+    ) -> None:
+        self._context = context
+        slots, rank = context.max_loras, context.max_rank
+        shape = (slots, num_experts, len(output_sizes), rank)
+        assert len(set(output_sizes)) == 1, "gate and up are of one size"
+        dtype, device = context.dtype, context.device
+        self.a = torch.zeros((*shape, in_features), dtype=dtype, device=device)
+        self.b = torch.zeros((*shape, output_sizes[0]), dtype=dtype, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.a.nbytes + self.b.nbytes)
+
+    def add(self, x: Tensor, out: Tensor) -> Tensor:
+        raise AssertionError("experts add their products by expert")
+
+    def add_of(self, expert: int, slots: Tensor, x: Tensor, out: Tensor) -> Tensor:
+        """`out` (T, out) plus the products of `x` (T, in) with the adapters of one expert in
+        `slots` (T)."""
+        if x.device.type == "cpu":
+            for slot in set(slots.tolist()) - {NO_SLOT}:
+                rows = (slots == slot).nonzero().view(-1)
+                out.index_add_(0, rows, self._product(slot, expert, x[rows]))
+            return out
+        # All slots, so that no shape depends on the rows.
+        for slot in range(self._context.max_loras):
+            mask = (slots == slot).to(x.dtype).unsqueeze(-1)
+            out = out + self._product(slot, expert, x) * mask
+        return out
+
+    def _product(self, slot: int, expert: int, x: Tensor) -> Tensor:
+        a, b = self.a[slot, expert], self.b[slot, expert]
+        deltas = [
+            torch.matmul(functional.linear(x, one), two) for one, two in zip(a, b, strict=True)
+        ]
+        return torch.cat(deltas, dim=-1)
+
+    def stage(self, weights: Sequence[LowRank]) -> list[Tensor]:
+        a = torch.zeros((1, *self.a.shape[1:]), dtype=self._context.dtype)
+        b = torch.zeros((1, *self.b.shape[1:]), dtype=self._context.dtype)
+        for one in weights:
+            rank = one.a.shape[0]
+            a[0, one.expert, one.output, :rank] = one.a
+            b[0, one.expert, one.output, :rank] = one.b.t()
+        return [a, b]
+
+    def set(self, slot: int, staged: list[Tensor]) -> None:
+        index = torch.tensor([slot], dtype=self._context.index_dtype).to(self._context.device)
+        for stack, source in zip((self.a, self.b), staged or (None, None), strict=True):
+            if source is None:
+                source = torch.zeros((1, *stack.shape[1:]), dtype=stack.dtype)
+            stack.index_copy_(0, index, source.to(stack.device))
+
+
+class LoRAMoEMethod:
+    """A MoEMethod of plain operations, with the adapters' products."""
+
+    def __init__(
+        self, base: MoEMethod, context: LoRAContext, w13: ExpertSlots, w2: ExpertSlots
+    ) -> None:
+        self._base = base
+        self._context = context
+        self._w13 = w13
+        self._w2 = w2
+
+    def create_weights(
+        self, layer: ExpertsLayer, num_experts: int, hidden_size: int, inner_size: int
+    ) -> None:
+        self._base.create_weights(layer, num_experts, hidden_size, inner_size)
+
+    def process_weights(self, layer: ExpertsLayer) -> None:
+        self._base.process_weights(layer)
+
+    def apply(self, layer: ExpertsLayer, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        slots = self._context.token_slots(len(hidden))
+        is_cpu = hidden.device.type == "cpu"
+        if is_cpu and bool((slots == NO_SLOT).all()):
+            return self._base.apply(layer, hidden, ids, weights)
+        out = torch.zeros_like(hidden, dtype=torch.float32)
+        weights = weights.float()
+        for index in range(layer.num_experts):
+            chosen = ids == index
+            scale = (weights * chosen).sum(-1, keepdim=True)
+            if not is_cpu:
+                out = torch.addcmul(out, self._expert(layer, index, hidden, slots), scale)
+                continue
+            rows = chosen.any(-1).nonzero().view(-1)
+            if len(rows):
+                own = self._expert(layer, index, hidden[rows], slots[rows])
+                out.index_add_(0, rows, own * scale[rows])
+        return out.to(hidden.dtype)
+
+    def _expert(self, layer: ExpertsLayer, index: int, x: Tensor, slots: Tensor) -> Tensor:
+        """(T, hidden) to the same, in float32."""
+        w13, w2 = weights_of(layer, index, x.dtype)
+        w13_bias, w2_bias = (
+            None if bias is None else bias[index]
+            for bias in (layer.w13_bias, layer.applied_w2_bias)
+        )
+        inner = self._w13.add_of(index, slots, x, functional.linear(x, w13, w13_bias))
+        inner = layer.activation(inner)
+        return self._w2.add_of(index, slots, inner, functional.linear(inner, w2, w2_bias)).float()
+
+
+def wrap_experts(
+    experts: Experts, context: LoRAContext, hidden_size: int
+) -> dict[str, ExpertSlots]:
+    """Add adapters to routed experts; their slots, by the names of the two products. Raises
+    ConfigError."""
+    if experts.w13_weight is None and experts.quantized_weights is None:
+        raise ConfigError(
+            "--lora-extra-targets has experts, whose weights only a fused operator can read here: "
+            "leave them out"
+        )
+    inner = experts.expert_cost // (3 * hidden_size)
+    w13 = ExpertSlots(experts.num_experts, hidden_size, [inner, inner], context)
+    w2 = ExpertSlots(experts.num_experts, inner, [hidden_size], context)
+    experts.method = LoRAMoEMethod(experts.method, context, w13, w2)
+    return {"w13": w13, "w2": w2}

@@ -1,0 +1,123 @@
+"""Adds adapters to the layers of a loaded model: wraps what linear layers multiply by, the token
+embedding, and the experts.
+
+The head has a product of its own: its low-rank inputs travel behind the hidden states, as further
+columns, so that rows can be selected and sampled without knowing their adapters.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpu.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from hpu.layers.linear import Kernel, LinearBase
+from hpu.lora.context import LoRAContext
+from hpu.lora.slots import GroupedSlots, Slots, StackedSlots
+from hpu.quantization.base import LinearLayer, LinearMethod
+
+
+class LoRALinearMethod:
+    """Another method's product, plus the adapters' low-rank products."""
+
+    def __init__(self, base: LinearMethod, slots: Slots) -> None:
+        self._base = base
+        self._slots = slots
+
+    def create_weights(self, layer: LinearLayer, in_features: int, out_features: int) -> None:
+        self._base.create_weights(layer, in_features, out_features)
+
+    def process_weights(self, layer: LinearLayer) -> None:
+        self._base.process_weights(layer)
+
+    def apply(self, layer: LinearLayer, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._slots.add(x, self._base.apply(layer, x, bias))
+
+
+class LoRAKernel:
+    """The same for the kernel of a back end."""
+
+    def __init__(self, base: Kernel, slots: Slots) -> None:
+        self.base = base
+        self._slots = slots
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._slots.add(x, self.base(x))
+
+
+def wrap_linear(layer: LinearBase, slots: Slots) -> None:
+    """Add `slots` to the products of `layer` from now on."""
+    layer.adds_adapters = True
+    if layer.kernel is not None:
+        layer.use_kernel(LoRAKernel(layer.kernel, slots))
+    else:
+        layer.method = LoRALinearMethod(layer.method, slots)
+
+
+class HeadSlots:
+    """Slots of the head. `extend` computes the inputs of the second product, in the forward pass,
+    and puts them behind the hidden states; the head's product takes them from there."""
+
+    def __init__(self, slots: GroupedSlots | StackedSlots, context: LoRAContext) -> None:
+        self._slots = slots
+        self._context = context
+
+    def extend(self, hidden: Tensor) -> Tensor:
+        """(B, Q, hidden) to (B, Q, hidden + slots * rank)."""
+        return torch.cat((hidden, self._slots.low_rank(hidden)), dim=-1)
+
+    def product(self, base: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Logits of extended hidden states (M, hidden + slots * rank)."""
+        size = self._slots.in_features
+        # Contiguous: kernels read rows by their addresses.
+        out = base(x[..., :size].contiguous())
+        return self._slots.add_low_rank(x[..., size:], out)
+
+
+class _HeadMethod:
+    def __init__(self, base: LinearMethod, slots: HeadSlots) -> None:
+        self._base = base
+        self._slots = slots
+
+    def create_weights(self, layer: LinearLayer, in_features: int, out_features: int) -> None:
+        self._base.create_weights(layer, in_features, out_features)
+
+    def process_weights(self, layer: LinearLayer) -> None:
+        self._base.process_weights(layer)
+
+    def apply(self, layer: LinearLayer, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._slots.product(lambda own: self._base.apply(layer, own, bias), x)
+
+
+def wrap_head(head: ParallelLMHead, slots: HeadSlots) -> None:
+    """From now on the head takes extended hidden states."""
+    kernel = head.kernel
+    if kernel is not None:
+        head.use_kernel(lambda x: slots.product(kernel, x))
+    else:
+        head.method = _HeadMethod(head.method, slots)
+
+
+class EmbeddingSlots:
+    """Low-rank tables: of a token the rows of `a`, times `b`."""
+
+    def __init__(
+        self, slots: GroupedSlots | StackedSlots, context: LoRAContext, multiplier: float
+    ) -> None:
+        self._slots = slots
+        self._context = context
+        self._multiplier = multiplier
+
+    def hook(self, module: nn.Module, args: tuple[Any, ...], hidden: Tensor) -> Tensor:
+        """For VocabParallelEmbedding: adds the adapters' part to what it looked up."""
+        (ids,) = args
+        slots = self._slots
+        if self._multiplier != 1:
+            delta = slots.add_looked_up(ids, torch.zeros_like(hidden))
+            return hidden + delta * self._multiplier
+        return slots.add_looked_up(ids, hidden)
+
+
+def wrap_embedding(embedding: VocabParallelEmbedding, slots: EmbeddingSlots) -> None:
+    embedding.register_forward_hook(slots.hook)

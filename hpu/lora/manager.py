@@ -1,0 +1,309 @@
+"""LoRAManager: adapters in host memory and in the slots of a model's layers."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from config.adapters.adapter import (
+    Adapter,
+    check_limits,
+    content_hash,
+    extra_targets,
+    read_adapter,
+)
+from config.adapters.base_modules import BaseModules
+from config.errors import ConfigError
+from config.lora.settings import EMBEDDING, EXPERTS, HEAD, LoRAConfig
+from config.model.model_config import ModelConfig
+from hpu.backends.base import Backend, Event
+from hpu.distributed.process_groups import SINGLE, ProcessGroup, shard_rank
+from hpu.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from hpu.layers.linear import LinearBase, RowParallelLinear
+from hpu.layers.metadata import AttentionInputs
+from hpu.layers.moe import Experts, MoE
+from hpu.lora.adapter_weights import LowRank, read_weights
+from hpu.lora.compiled import CompiledAdapters, TakesAdapters
+from hpu.lora.context import LoRAContext
+from hpu.lora.experts import ExpertSlots, wrap_experts
+from hpu.lora.layers import (
+    EmbeddingSlots,
+    HeadSlots,
+    wrap_embedding,
+    wrap_head,
+    wrap_linear,
+)
+from hpu.lora.slots import CopySlot, GroupedSlots, LayerShape, Slots, StackedSlots
+from hpu.protocol import AdapterLoaded, LoadAdapter
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+
+Forward = Callable[[Tensor, AttentionInputs], Tensor]
+
+
+class Staged(NamedTuple):
+    """An adapter in host memory, ready to be put into slots."""
+
+    layers: dict[str, list[Tensor]]
+    """By the path of the layer: as Slots.set takes them."""
+    packed: dict[str, Any]
+    """By the name of a compiled model's product: as CompiledAdapters.set takes them."""
+
+
+NOTHING = Staged({}, {})
+
+
+class LoRAManager:
+    """The adapters of one worker. Adapters are read on a thread; everything else belongs to the
+    thread of the worker. The engine says which adapter is read, dropped, and put into which slot;
+    all ranks get the same calls."""
+
+    def __init__(
+        self,
+        config: LoRAConfig,
+        facts: ModelConfig,
+        model: nn.Module,
+        backend: Backend,
+        dtype: torch.dtype,
+        *,
+        group: ProcessGroup = SINGLE,
+        expert_group: ProcessGroup = SINGLE,
+    ) -> None:
+        """Wraps the layers of `model`, which is prepared for its device. Raises ConfigError."""
+        self._config = config
+        self._base = BaseModules(facts)
+        self._backend = backend
+        self._dtype = dtype
+        self._group = group
+        self._at = shard_rank(group, expert_group)
+        self.extra_targets = extra_targets(config, self._base)
+        is_grouped = backend.device.type == "cpu"
+        shards = group if config.fully_sharded_loras and not is_grouped else SINGLE
+        rank = -(-config.max_lora_rank // shards.size) * shards.size
+        self.context = LoRAContext(
+            config.max_loras, rank, dtype, backend.device, backend.index_dtype
+        )
+        self._shards = shards
+        self._is_grouped = is_grouped
+        self._copy: CopySlot = backend.compiled(_copy_slot)
+        self.slots: dict[str, Slots] = {}
+        """By the path of the layer."""
+        self._head: HeadSlots | None = None
+        self._compiled: CompiledAdapters | None = None
+        self._compiled_names: dict[str, str] = {}
+        """Of layers whose adapters the compiled decoder multiplies: path -> its name for them."""
+        self._wrap(model, facts)
+        self._host: dict[str, Future[Staged]] = {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="lora")
+        self._loaded: deque[AdapterLoaded] = deque()
+        self._has_loaded = threading.Event()
+        self.on_loaded: Callable[[], None] = lambda: None
+        """Called on the reading thread when `take_loaded` has something new."""
+        self._copied: deque[tuple[Event, Staged]] = deque()
+        """Host tensors that copies may still read."""
+        logger.info(
+            "LoRA: %d slots of rank %d in %d layers, %.3f GiB%s",
+            config.max_loras,
+            config.max_lora_rank,
+            len(self.slots),
+            self.num_bytes / GIB,
+            f", with {', '.join(self.extra_targets)}" if self.extra_targets else "",
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the stacked matrices."""
+        stacked = (
+            one for one in self.slots.values() if isinstance(one, StackedSlots | ExpertSlots)
+        )
+        return sum(one.num_bytes for one in stacked)
+
+    def forward_of(self, forward: Forward) -> Forward:
+        """`forward`, which its launch's adapters are set for."""
+        context, head = self.context, self._head
+
+        def run(tokens: Tensor, inputs: AttentionInputs) -> Tensor:
+            assert inputs.lora_slots is not None, "a launch without slots"
+            context.begin(inputs.lora_slots)
+            hidden = forward(tokens, inputs)
+            return hidden if head is None else head.extend(hidden)
+
+        return run
+
+    def load(self, message: LoadAdapter) -> None:
+        """Start to read an adapter. `take_loaded` tells when it is there."""
+        if message.content in self._host:
+            self._loaded.append(AdapterLoaded(message.content))
+            self.on_loaded()
+            return
+        future = self._host[message.content] = self._pool.submit(self._read, message)
+
+        def done(read: "Future[Staged]") -> None:
+            if read.cancelled():
+                return
+            error = read.exception()
+            if error is not None and not isinstance(error, ConfigError | OSError):
+                logger.error("adapter %s cannot be read", message.path, exc_info=error)
+            text = None if error is None else str(error)
+            self._loaded.append(AdapterLoaded(message.content, text))
+            self._has_loaded.set()
+            self.on_loaded()
+
+        future.add_done_callback(done)
+
+    def drop(self, content: str) -> None:
+        """Forget an adapter in host memory; it may stay in a slot."""
+        self._host.pop(content, None)
+
+    def take_loaded(self) -> list[AdapterLoaded]:
+        """What was read, or could not be, since the last call."""
+        self._has_loaded.clear()
+        loaded = []
+        while self._loaded:
+            loaded.append(self._loaded.popleft())
+        return loaded
+
+    def wait_loaded(self, timeout_s: float) -> None:
+        """Wait until `take_loaded` has something, at most so long."""
+        self._has_loaded.wait(timeout_s)
+
+    def activate(self, slots: Sequence[int], contents: Sequence[str]) -> None:
+        """Copy adapters in host memory to slots, in the order of the launches."""
+        for slot, content in zip(slots, contents, strict=True):
+            staged = self._host[content].result()
+            self._copy_to(slot, staged)
+            if not self._backend.shares_host_memory:
+                while self._copied and self._copied[0][0].done():
+                    self._copied.popleft()
+                self._copied.append((self._backend.event(), staged))
+
+    def warm_up(self) -> None:
+        """Run the copies of a slot once, so that none compiles later."""
+        if not self._is_grouped:
+            self._copy_to(0, NOTHING)
+            self._backend.synchronize()
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _copy_to(self, slot: int, staged: Staged) -> None:
+        for path, layer in self.slots.items():
+            layer.set(slot, staged.layers.get(path, []))
+        if self._compiled is not None:
+            is_whole = staged.layers.keys() <= self._compiled_names.keys()
+            self._compiled.set(slot, staged.packed, is_whole=is_whole)
+
+    def _read(self, message: LoadAdapter) -> Staged:
+        adapter = read_adapter(Path(message.path), self._base)
+        check_limits(adapter, self._config.max_lora_rank, self.extra_targets)
+        found = content_hash(adapter.folder)
+        if found != message.content:
+            raise ConfigError(
+                f"{adapter.folder} has changed since it was registered: its hash is {found[:12]}, "
+                f"it was {message.content[:12]}"
+            )
+        return self._stage(adapter)
+
+    def _stage(self, adapter: Adapter) -> Staged:
+        by_layer: dict[str, list[LowRank]] = {}
+        for one in read_weights(adapter, self._at, self._dtype):
+            by_layer.setdefault(one.layer, []).append(one)
+        # A pipeline stage has some of the layers.
+        layers = {
+            path: self.slots[path].stage(weights)
+            for path, weights in by_layer.items()
+            if path in self.slots
+        }
+        packed = {}
+        if self._compiled is not None:
+            names = self._compiled_names
+            packed = {
+                names[path]: self._compiled.pack(staged)
+                for path, staged in layers.items()
+                if path in names
+            }
+        return Staged(layers, packed)
+
+    def _wrap(self, model: nn.Module, facts: ModelConfig) -> None:
+        routers = {gate for one in model.modules() if isinstance(one, MoE) for gate in one.gates}
+        compiled = model.adapter_products() if isinstance(model, TakesAdapters) else {}
+        for path, module in list(model.named_modules()):
+            # Back ends put faster forms around the model.
+            path = path.removeprefix("model.") if path.startswith("model.model.") else path
+            if isinstance(module, ParallelLMHead):
+                if HEAD in self.extra_targets:
+                    slots = self._make_slots(_shape(module), module)
+                    self.slots["lm_head"] = slots
+                    self._head = HeadSlots(slots, self.context)
+                    wrap_head(module, self._head)
+            elif isinstance(module, VocabParallelEmbedding):
+                if EMBEDDING in self.extra_targets and path.endswith("embed_tokens"):
+                    vocab = self._base.find("model.embed_tokens") or self._base.find("embed_tokens")
+                    assert vocab is not None, "a decoder has an embedding"
+                    shape = LayerShape(vocab.in_features, (module.weight.shape[1],))
+                    slots = self._make_slots(shape, None)
+                    self.slots[path] = slots
+                    wrap_embedding(module, EmbeddingSlots(slots, self.context, module.multiplier))
+            elif isinstance(module, Experts):
+                if EXPERTS in self.extra_targets:
+                    found = wrap_experts(module, self.context, facts.hidden_size)
+                    self.slots |= {f"{path}.{name}": one for name, one in found.items()}
+            elif isinstance(module, LinearBase) and module not in routers:
+                if path.endswith(".kv_b_proj"):
+                    continue
+                slots = self._make_slots(_shape(module), module)
+                self.slots[path] = slots
+                wrap_linear(module, slots)
+                if module in compiled:
+                    self._compiled_names[path] = compiled[module]
+        if isinstance(model, TakesAdapters) and compiled:
+            self._compiled = model.make_adapters(self.context.max_loras, self.context.max_rank)
+
+    def _make_slots(
+        self, shape: LayerShape, module: LinearBase | None
+    ) -> GroupedSlots | StackedSlots:
+        if self._is_grouped:
+            return GroupedSlots(shape, self.context)
+        group = self._shards
+        if module is None or module.group.size == 1 or isinstance(module, ParallelLMHead):
+            group = SINGLE
+        return StackedSlots(
+            shape,
+            self.context,
+            self._copy,
+            self._backend.zeros,
+            group=group,
+            is_row_parallel=isinstance(module, RowParallelLinear),
+        )
+
+
+def keep_adapted_experts(config: LoRAConfig, facts: ModelConfig, model: nn.Module) -> None:
+    """Before `model` is prepared for its device: where experts take adapters, no fused operator may
+    replace their products. Raises ConfigError."""
+    if EXPERTS not in extra_targets(config, BaseModules(facts)):
+        return
+    for module in model.modules():
+        if isinstance(module, MoE) and module.scales_input:
+            raise ConfigError(
+                f"--lora-extra-targets has experts, and in {facts.architecture} the weights of "
+                "experts multiply their inputs: leave them out"
+            )
+        if isinstance(module, Experts):
+            module.keeps_method = True
+
+
+def _shape(module: LinearBase) -> LayerShape:
+    return LayerShape(module.in_features, tuple(module.output_sizes))
+
+
+def _copy_slot(stack: Tensor, index: Tensor, source: Tensor) -> Tensor:
+    return stack.index_copy_(0, index, source)

@@ -1,0 +1,230 @@
+"""The slots of one linear layer or embedding, and the products with what is in them.
+
+GroupedSlots, for a CPU, multiplies the rows of each adapter by its own matrices, and rows without
+one by nothing. StackedSlots, for cards, multiplies all rows by the matrices of all slots, between
+which a mask is zero but in the row's own slot: no shape and no address depends on the rows, so any
+mix of adapters runs in the same graph.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hpu.distributed.process_groups import SINGLE, ProcessGroup
+from hpu.lora.adapter_weights import LowRank
+from hpu.lora.context import LoRAContext
+
+CopySlot = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(stack (slots, ...), index (1), what is copied there (1, ...)) to the stack."""
+
+
+class LayerShape(NamedTuple):
+    """Of a layer on this rank."""
+
+    in_features: int
+    output_sizes: tuple[int, ...]
+
+
+class Slots(Protocol):
+    """What a layer adds to its own product."""
+
+    def add(self, x: Tensor, out: Tensor) -> Tensor:
+        """`out` (B, Q, out) plus the low-rank products of `x` (B, Q, in). May write to `out`."""
+        ...
+
+    def stage(self, weights: Sequence[LowRank]) -> "list[Tensor]":
+        """Host tensors of an adapter's weights for this layer, as `set` takes them: made on the
+        thread that reads them."""
+        ...
+
+    def set(self, slot: int, staged: "list[Tensor]") -> None:
+        """Put an adapter into a slot; of one without weights for the layer, an empty list."""
+        ...
+
+
+class GroupedSlots:
+    """For a CPU: holds the matrices of the adapters themselves, without padding."""
+
+    def __init__(self, shape: LayerShape, context: LoRAContext) -> None:
+        self._context = context
+        self.in_features = shape.in_features
+        ends = torch.tensor(shape.output_sizes).cumsum(0).tolist()
+        self._ranges = list(zip([0, *ends[:-1]], ends, strict=True))
+        self._slots: dict[int, list[Tensor]] = {}
+
+    def add(self, x: Tensor, out: Tensor) -> Tensor:
+        for slot, rows in self._context.groups:
+            staged = self._slots.get(slot)
+            if staged is None:
+                continue
+            own = x if rows is None else x[rows]
+            for (begin, end), a, b in zip(self._ranges, staged[::2], staged[1::2], strict=True):
+                if not len(a):
+                    continue
+                delta = functional.linear(functional.linear(own, a), b)
+                if rows is None:
+                    out[..., begin:end] += delta
+                else:
+                    out[..., begin:end].index_add_(0, rows, delta)
+        return out
+
+    def low_rank(self, x: Tensor) -> Tensor:
+        """(B, Q, in) to (B, Q, slots * rank): the first product alone, for `add_low_rank`."""
+        context = self._context
+        out = x.new_zeros((*x.shape[:-1], context.max_loras, context.max_rank))
+        for slot, rows in context.groups:
+            if slot in self._slots:
+                a = self._slots[slot][0]
+                t = functional.linear(x if rows is None else x[rows], a)
+                out[slice(None) if rows is None else rows, ..., slot, : len(a)] = t
+        return out.flatten(-2)
+
+    def add_low_rank(self, t: Tensor, out: Tensor) -> Tensor:
+        """`out` plus the second product of what `low_rank` gave, for any rows of it."""
+        t = t.view(*t.shape[:-1], self._context.max_loras, self._context.max_rank)
+        for slot, (_, b) in self._slots.items():
+            own = t[..., slot, : b.shape[1]]
+            rows = own.any(-1).nonzero().view(-1)
+            if len(rows):
+                out.index_add_(0, rows, functional.linear(own[rows], b))
+        return out
+
+    def add_looked_up(self, ids: Tensor, out: Tensor) -> Tensor:
+        """`out` (B, Q, out) plus the vectors of the tokens `ids` (B, Q) in low-rank tables."""
+        for slot, rows in self._context.groups:
+            if slot in self._slots:
+                a, b = self._slots[slot]
+                t = a.t()[ids if rows is None else ids[rows]]
+                delta = functional.linear(t, b)
+                out = out + delta if rows is None else out.index_add_(0, rows, delta)
+        return out
+
+    def stage(self, weights: Sequence[LowRank]) -> list[Tensor]:
+        """(rank, in) and (out, rank) of each output."""
+        if not weights:
+            return []
+        by_output = {one.output: one for one in weights}
+        staged = []
+        for output in range(len(self._ranges)):
+            one = by_output.get(output)
+            staged += [torch.empty(0), torch.empty(0)] if one is None else [one.a, one.b]
+        return staged
+
+    def set(self, slot: int, staged: list[Tensor]) -> None:
+        if staged:
+            self._slots[slot] = staged
+        else:
+            self._slots.pop(slot, None)
+
+
+class StackedSlots:
+    """For cards: matrices of all slots, each of the largest rank, zero where an adapter has none.
+
+    With a `group`, whose ranks divide both matrices (fully sharded): of a column-parallel layer the
+    rank's rows of `a`, whose products are gathered; of a row-parallel one the columns of `b`,
+    for products that are summed over the ranks before."""
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        context: LoRAContext,
+        copy_slot: CopySlot,
+        make: Callable[[tuple[int, ...], torch.dtype], Tensor],
+        *,
+        group: ProcessGroup = SINGLE,
+        is_row_parallel: bool = False,
+    ) -> None:
+        self._context = context
+        self.in_features = shape.in_features
+        self._copy_slot = copy_slot
+        self._make = make
+        self._group = group
+        self._is_row_parallel = is_row_parallel
+        self._num_outputs = len(shape.output_sizes)
+        slots, rank = context.max_loras, context.max_rank
+        self._rank_a = rank // group.size if not is_row_parallel else rank
+        self._rank_b = rank // group.size if is_row_parallel else rank
+        num_rows = self._num_outputs * self._rank_a
+        self.a = make((slots, num_rows, shape.in_features), context.dtype)
+        self.b = [make((slots, self._rank_b, size), context.dtype) for size in shape.output_sizes]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(one.numel() * one.element_size() for one in (self.a, *self.b))
+
+    def add(self, x: Tensor, out: Tensor) -> Tensor:
+        mask = self._context.mask
+        t = functional.linear(x, self.a.flatten(0, 1))
+        if self._group.size > 1 and self._is_row_parallel:
+            t = self._scattered(t)
+        rank = self._rank_a
+        if self._group.size > 1:
+            rank = self._rank_b
+            if not self._is_row_parallel:
+                t = self._gathered(t)
+        t = t.view(*t.shape[:-1], self._context.max_loras, self._num_outputs * rank) * mask
+        deltas = [
+            torch.matmul(t[..., i * rank : (i + 1) * rank].flatten(-2), b.flatten(0, 1))
+            for i, b in enumerate(self.b)
+        ]
+        return out + (deltas[0] if len(deltas) == 1 else torch.cat(deltas, dim=-1))
+
+    def low_rank(self, x: Tensor) -> Tensor:
+        """As GroupedSlots.low_rank."""
+        t = functional.linear(x, self.a.flatten(0, 1))
+        sizes = (self._context.max_loras, self._rank_a)
+        return (t.view(*t.shape[:-1], *sizes) * self._context.mask).flatten(-2)
+
+    def add_low_rank(self, t: Tensor, out: Tensor) -> Tensor:
+        """As GroupedSlots.add_low_rank."""
+        return out + torch.matmul(t, self.b[0].flatten(0, 1))
+
+    def add_looked_up(self, ids: Tensor, out: Tensor) -> Tensor:
+        """As GroupedSlots.add_looked_up."""
+        t = functional.embedding(ids, self.a.flatten(0, 1).t())
+        sizes = (self._context.max_loras, self._rank_a)
+        t = (t.view(*t.shape[:-1], *sizes) * self._context.mask).flatten(-2)
+        return out + torch.matmul(t, self.b[0].flatten(0, 1))
+
+    def _gathered(self, t: Tensor) -> Tensor:
+        """(..., slots * outputs * rank of this rank) to the whole rank."""
+        sizes = (self._context.max_loras * self._num_outputs, self._rank_a)
+        return self._group.all_gather(t.view(*t.shape[:-1], *sizes)).flatten(-2)
+
+    def _scattered(self, t: Tensor) -> Tensor:
+        """(..., slots * rank), summed over the ranks, to (..., slots * rank of this rank)."""
+        sizes = (self._context.max_loras, self._group.size, self._rank_b)
+        by_rank = t.view(*t.shape[:-1], *sizes).movedim(-2, 0).contiguous()
+        return self._group.reduce_scatter(by_rank).squeeze(0).flatten(-2)
+
+    def stage(self, weights: Sequence[LowRank]) -> list[Tensor]:
+        """What is copied to `a` and to each of `b`, with a dimension of 1 in front."""
+        if not weights:
+            return []
+        context, rank = self._context, self._group.rank
+        a = torch.zeros((1, *self.a.shape[1:]), dtype=context.dtype)
+        bs = [torch.zeros((1, *b.shape[1:]), dtype=context.dtype) for b in self.b]
+        for one in weights:
+            size = one.a.shape[0]
+            rows = torch.zeros((context.max_rank, one.a.shape[1]), dtype=context.dtype)
+            rows[:size] = one.a
+            columns = torch.zeros((context.max_rank, one.b.shape[0]), dtype=context.dtype)
+            columns[:size] = one.b.t()
+            first = one.output * self._rank_a
+            begin = 0 if self._is_row_parallel else rank * self._rank_a
+            a[0, first : first + self._rank_a] = rows[begin : begin + self._rank_a]
+            begin = rank * self._rank_b if self._is_row_parallel else 0
+            bs[one.output][0] = columns[begin : begin + self._rank_b]
+        return [a, *bs]
+
+    def set(self, slot: int, staged: list[Tensor]) -> None:
+        index = torch.tensor([slot], dtype=self._context.index_dtype).to(self._context.device)
+        stacks = (self.a, *self.b)
+        sources = staged or [
+            torch.zeros((1, *stack.shape[1:]), dtype=stack.dtype) for stack in stacks
+        ]
+        for stack, source in zip(stacks, sources, strict=True):
+            self._copy_slot(stack, index, source.to(stack.device))

@@ -1,0 +1,56 @@
+"""LoRARequest: which adapter an offline call uses."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from config.errors import UserError
+from engine.client.base import EngineClient
+from engine.transport.messages import LOAD_ADAPTER
+
+
+class LoRARequest(NamedTuple):
+    """As vLLM's: an adapter in a folder, under a name. It is loaded by the first call that uses
+    it."""
+
+    lora_name: str
+    lora_int_id: int
+    """Unused: adapters are told apart by their names and contents."""
+    lora_path: str = ""
+    """Empty: an adapter of lora_modules."""
+
+
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
+"""One for all prompts, or one for each; None: the base model."""
+
+
+async def adapters_of(client: EngineClient, requests: LoRARequests, count: int) -> list[str]:
+    """LoRAInfo.content for each of `count` prompts, empty for the base model. Loads what is not
+    loaded. Raises UserError."""
+    given = (
+        [requests] * count if requests is None or isinstance(requests, LoRARequest) else [*requests]
+    )
+    if len(given) != count:
+        raise UserError(
+            f"{count} prompts came with {len(given)} lora_request, give one or as many",
+            param="lora_request",
+        )
+    contents: dict[LoRARequest | None, str] = {None: ""}
+    for request in given:
+        if request is not None and request not in contents:
+            contents[request] = await _content(client, request)
+    return [contents[request] for request in given]
+
+
+async def _content(client: EngineClient, request: LoRARequest) -> str:
+    name, path = request.lora_name, request.lora_path
+    known = client.adapters.get(name)
+    if known is None:
+        if not path:
+            raise UserError(f"there is no adapter {name}", param="lora_request")
+        await client.control(LOAD_ADAPTER, adapter=(name, path))
+        known = client.adapters[name]
+    elif path and path != known.path:
+        raise UserError(
+            f"the adapter {name} is that of {known.path}, not of {path}", param="lora_request"
+        )
+    return known.content

@@ -1,0 +1,111 @@
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter: adapters at run time, from folders below
+--lora-dir. Only with --allow-runtime-lora-updating and API keys, see ServerConfig."""
+
+import asyncio
+from pathlib import Path
+
+from fastapi import APIRouter
+from pydantic import ConfigDict
+from starlette.requests import Request
+from starlette.responses import Response
+
+from config.errors import NotFound, UserError
+from engine.transport.messages import LOAD_ADAPTER, UNLOAD_ADAPTER
+from server.http.body import json_response, parse
+from server.http.openapi import ANSWERS, takes
+from server.openai.schema.generation import Body
+from server.serving.state import AppState
+
+MAX_NAME_CHARACTERS = 256
+
+
+class LoadAdapterBody(Body):
+    """An adapter to serve."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"lora_name": "sql", "lora_path": "sql-lora"}}
+    )
+
+    lora_name: str
+    lora_path: str
+    base_model_name: str | None = None
+
+
+class UnloadAdapterBody(Body):
+    """An adapter to serve no longer."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"lora_name": "sql"}})
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+def lora_routes(state: AppState) -> APIRouter:
+    """The routes; none unless they are enabled."""
+    router = APIRouter(tags=["LoRA"], responses=ANSWERS)
+    if not state.config.allow_runtime_lora_updating:
+        return router
+
+    @router.post(
+        "/v1/load_lora_adapter",
+        summary="Serve an adapter",
+        openapi_extra=takes("LoadAdapterBody"),
+    )
+    async def load_lora_adapter(request: Request) -> Response:
+        state.check_awake()
+        body = await parse(LoadAdapterBody, await state.bodies.read_object(request))
+        _check_name(state, body.lora_name)
+        assert state.config.lora_dir is not None, "checked by ServerConfig"
+        path = await asyncio.to_thread(_resolved, state.config.lora_dir, body.lora_path)
+        adapter = (body.lora_name, path, body.base_model_name)
+        await state.client.control(LOAD_ADAPTER, adapter=adapter)
+        return json_response({"message": f"Success: LoRA adapter '{body.lora_name}' added."})
+
+    @router.post(
+        "/v1/unload_lora_adapter",
+        summary="Serve an adapter no longer; requests that use it end as usual",
+        openapi_extra=takes("UnloadAdapterBody"),
+    )
+    async def unload_lora_adapter(request: Request) -> Response:
+        state.check_awake()
+        body = await parse(UnloadAdapterBody, await state.bodies.read_object(request))
+        name = body.lora_name
+        if name not in state.client.adapters:
+            raise NotFound(f"The adapter '{name[:200]}' does not exist.", param="lora_name")
+        left = await state.client.control(UNLOAD_ADAPTER, lora_name=name)
+        return json_response(
+            {
+                "message": f"Success: LoRA adapter '{name}' removed.",
+                "requests": sum(left) if isinstance(left, list) else left,
+            }
+        )
+
+    return router
+
+
+def _check_name(state: AppState, name: str) -> None:
+    if not 0 < len(name) <= MAX_NAME_CHARACTERS or not name.isprintable():
+        raise UserError(
+            f"lora_name has {len(name)} characters, it must have 1 to {MAX_NAME_CHARACTERS} that "
+            "can be printed",
+            param="lora_name",
+        )
+    if name in state.model_names or name in state.client.adapters:
+        raise UserError(f"lora_name is {name!r}, which is served already", param="lora_name")
+
+
+def _resolved(lora_dir: str, path: str) -> str:
+    """The folder `path`, relative to `lora_dir` or absolute. Raises UserError for one elsewhere,
+    symbolic links followed."""
+    try:
+        root = Path(lora_dir).resolve(strict=True)
+        folder = (root / path).resolve(strict=True)
+    except (OSError, ValueError, RuntimeError):
+        raise UserError(
+            "lora_path names no folder below the server's --lora-dir", param="lora_path"
+        ) from None
+    if not folder.is_relative_to(root) or not folder.is_dir():
+        raise UserError(
+            "lora_path names no folder below the server's --lora-dir", param="lora_path"
+        )
+    return str(folder)

@@ -1,0 +1,208 @@
+"""Adapters against the same merged into the weights, in float32."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from adapters import ATTENTION, LINEAR, MLP, merge, write_adapter
+from tiny_models import make_tiny
+
+from gaudiserve import LLM, LoRARequest, SamplingParams
+
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_num_seqs": 8,
+    "num_gpu_blocks_override": 64,
+    "max_model_len": 128,
+    "device": "cpu",
+}
+CARD: dict[str, Any] = {
+    **SETTINGS,
+    "device": "hpu-emulator",
+    "block_size": 16,
+    "max_model_len": 64,
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 64,
+    "max_prefill_batch": 2,
+    "num_gpu_blocks_override": 24,
+    "bucketing_strategy": "exponential",
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+PROMPTS = ["Hello", "The sky is blue, and the", "abc"]
+Tokens = list[list[int]]
+
+
+def answers(llm: LLM, prompts: list[str], **options: Any) -> Tokens:
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False, **options)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def mixed(llm: LLM, names: list[str | None]) -> dict[str | None, Tokens]:
+    """The answers to PROMPTS with each adapter, all in one batch."""
+    requests = [None if name is None else LoRARequest(name, 1) for name in names]
+    found = answers(
+        llm, PROMPTS * len(names), lora_request=[one for one in requests for _ in PROMPTS]
+    )
+    count = len(PROMPTS)
+    return {name: found[i * count : (i + 1) * count] for i, name in enumerate(names)}
+
+
+def check(
+    tmp_path: Path,
+    base: Path,
+    adapters: dict[str, Path],
+    settings: dict[str, Any] = SETTINGS,
+    **more: Any,
+) -> None:
+    """Each adapter's answers in a mixed batch are those of the merged weights on a CPU."""
+    expected: dict[str | None, Tokens] = {}
+    with LLM(str(base), **SETTINGS) as llm:
+        expected[None] = answers(llm, PROMPTS)
+    for name, adapter in adapters.items():
+        merged = merge(tmp_path / f"merged-{name}", base, adapter)
+        with LLM(str(merged), **SETTINGS) as llm:
+            expected[name] = answers(llm, PROMPTS)
+        assert expected[name] != expected[None]
+
+    with LLM(
+        str(base),
+        **{
+            **settings,
+            "enable_lora": True,
+            "max_loras": len(adapters),
+            "lora_modules": [f"{name}={path}" for name, path in adapters.items()],
+            **more,
+        },
+    ) as llm:
+        found = mixed(llm, [*adapters, None])
+
+    assert found == expected
+
+
+def test_several_adapters_in_one_batch_are_as_merged_weights(tmp_path: Path) -> None:
+    base = make_tiny("llama", tmp_path / "base")
+    one = write_adapter(tmp_path / "one", base, seed=1)
+    two = write_adapter(
+        tmp_path / "two",
+        base,
+        targets=ATTENTION,
+        rank=3,
+        seed=2,
+        use_rslora=True,
+        rank_pattern={"v_proj": 9, "layers.1.self_attn.o_proj": 5},
+        alpha_pattern={"q_proj": 16},
+    )
+
+    check(tmp_path, base, {"one": one, "two": two})
+
+
+def test_embedding_and_head_have_adapters(tmp_path: Path) -> None:
+    base = make_tiny("llama", tmp_path / "base")
+    one = write_adapter(tmp_path / "one", base, targets=("embed_tokens", "lm_head"), seed=1)
+    two = write_adapter(tmp_path / "two", base, targets=(*MLP, "lm_head"), seed=2)
+
+    check(tmp_path, base, {"one": one, "two": two})
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "phi3"])
+def test_families_with_other_layers(family: str, tmp_path: Path) -> None:
+    base = make_tiny(family, tmp_path / "base")
+    targets = LINEAR if family != "phi3" else ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    one = write_adapter(tmp_path / "one", base, targets=targets, seed=1)
+
+    check(tmp_path, base, {"one": one})
+
+
+def test_experts_have_adapters(tmp_path: Path) -> None:
+    base = make_tiny("qwen3_moe", tmp_path / "base")
+    one = write_adapter(tmp_path / "one", base, seed=1)
+    two = write_adapter(tmp_path / "two", base, targets=ATTENTION, seed=2)
+
+    check(tmp_path, base, {"one": one, "two": two})
+
+
+def test_tensor_parallel_ranks_divide_adapters(tmp_path: Path) -> None:
+    base = make_tiny("llama", tmp_path / "base")
+    one = write_adapter(tmp_path / "one", base, targets=(*LINEAR, "lm_head", "embed_tokens"))
+
+    check(tmp_path, base, {"one": one}, tensor_parallel_size=2, compare_ranks=True)
+
+
+@pytest.mark.parametrize("mode", ["hpu-graphs", "torch-compile"])
+def test_on_the_emulated_card(mode: str, tmp_path: Path) -> None:
+    base = make_tiny("llama", tmp_path / "base")
+    one = write_adapter(tmp_path / "one", base, seed=1)
+    two = write_adapter(tmp_path / "two", base, targets=(*ATTENTION, "lm_head", "embed_tokens"))
+
+    check(tmp_path, base, {"one": one, "two": two}, CARD, execution_mode=mode, emulator_strict=True)
+
+
+@pytest.mark.parametrize("fully", [False, True])
+def test_on_two_emulated_cards(fully: bool, tmp_path: Path) -> None:
+    base = make_tiny("llama", tmp_path / "base")
+    one = write_adapter(tmp_path / "one", base, rank=5, seed=1)
+
+    check(
+        tmp_path,
+        base,
+        {"one": one},
+        CARD,
+        tensor_parallel_size=2,
+        fully_sharded_loras=fully,
+        max_lora_rank=5,
+        emulator_strict=True,
+    )
+
+
+def test_the_prefix_cache_is_keyed_by_the_adapter(tmp_path: Path) -> None:
+    base = make_tiny("llama", tmp_path / "base")
+    one = write_adapter(tmp_path / "one", base, seed=1)
+    prompt = "a long prompt that fills some blocks of the cache " * 2
+    with LLM(
+        str(base), **SETTINGS, block_size=16, enable_lora=True, lora_modules=[f"one={one}"]
+    ) as llm:
+        adapter = LoRARequest("one", 1)
+        first = llm.generate(prompt, GREEDY, use_tqdm=False)[0]
+        other = llm.generate(prompt, GREEDY, use_tqdm=False, lora_request=adapter)[0]
+        again = llm.generate(prompt, GREEDY, use_tqdm=False, lora_request=adapter)[0]
+
+    assert first.num_cached_tokens == other.num_cached_tokens == 0
+    assert again.num_cached_tokens > 0
+    assert again.outputs[0].token_ids == other.outputs[0].token_ids
+    assert first.outputs[0].token_ids != other.outputs[0].token_ids
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("llama", {"target_modules": "all-linear", "use_rslora": True}),
+        ("llama", {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}),
+        ("qwen3", {"target_modules": r".*\.(q|k|down)_proj", "rank_pattern": {"k_proj": 3}}),
+        ("qwen3_moe", {"target_modules": ["q_proj", "v_proj"], "alpha_pattern": {"v_proj": 2}}),
+    ],
+)
+def test_adapters_that_peft_writes_are_as_it_merges_them(
+    family: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    peft: Any = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    base = make_tiny(family, tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(base)  # type: ignore[no-untyped-call]  # theirs
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, **config)
+    )
+    adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "merged" / name).write_bytes((base / name).read_bytes())
+    with LLM(str(tmp_path / "merged"), **SETTINGS) as llm:
+        expected = answers(llm, PROMPTS)
+
+    with LLM(
+        str(base), enable_lora=True, lora_modules=[f"one={tmp_path / 'adapter'}"], **SETTINGS
+    ) as llm:
+        found = mixed(llm, ["one", None])
+
+    assert found["one"] == expected != found[None]

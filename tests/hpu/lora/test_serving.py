@@ -1,0 +1,174 @@
+"""Adapters under load, in pooling models, over pipeline stages, and after a sleep."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from adapters import ATTENTION, LINEAR, merge, write_adapter
+from tiny_encoders import make_pooling
+from tiny_models import make_tiny
+
+from gaudiserve import LLM, LoRARequest, SamplingParams
+
+SMALL: dict[str, Any] = {"dtype": "float32", "max_model_len": 64}
+CARD: dict[str, Any] = {
+    **SMALL,
+    "device": "hpu-emulator",
+    "emulator_strict": True,
+    "block_size": 16,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "max_prefill_batch": 2,
+    "num_gpu_blocks_override": 12,
+    "bucketing_strategy": "exponential",
+}
+CPU: dict[str, Any] = {**SMALL, "device": "cpu", "max_num_seqs": 8, "num_gpu_blocks_override": 64}
+
+
+def test_random_traffic_compiles_nothing(tmp_path: Path) -> None:
+    """Four adapters share two slots and three places in host memory; blocks are few, so that
+    requests are preempted; what each answers is what it answers alone on a CPU."""
+    base = make_tiny("llama", tmp_path / "base")
+    folders = {
+        name: write_adapter(
+            tmp_path / name,
+            base,
+            seed=seed,
+            rank=2 + seed,
+            targets=LINEAR if seed % 2 else ATTENTION,
+        )
+        for seed, name in enumerate("abcd")
+    }
+    modules = [f"{name}={folder}" for name, folder in folders.items()]
+    rng = random.Random(0)
+    prompts, params, requests = [], [], []
+    for _ in range(60):
+        length = rng.randint(1, 40)
+        prompts.append({"prompt_token_ids": [rng.randrange(4, 300) for _ in range(length)]})
+        params.append(
+            SamplingParams(
+                temperature=rng.choice([0, 0, 0.8]),
+                seed=rng.randrange(100),
+                max_tokens=rng.randint(1, 12),
+                ignore_eos=True,
+                logprobs=rng.choice([None, None, 2]),
+                n=rng.choice([1, 1, 2]),
+            )
+        )
+        name = rng.choice([None, *folders])
+        requests.append(None if name is None else LoRARequest(name, 1))
+
+    def answers(llm: LLM) -> list[list[tuple[int, ...]]]:
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=requests)
+        return [[tuple(one.token_ids) for one in output.outputs] for output in outputs]
+
+    with LLM(str(base), enable_lora=True, max_loras=4, lora_modules=modules, **CPU) as llm:
+        expected = answers(llm)
+    with LLM(
+        str(base), enable_lora=True, max_loras=2, max_cpu_loras=3, lora_modules=modules, **CARD
+    ) as llm:
+        found = answers(llm)
+        stats = llm._client.stats
+
+    assert found == expected
+    serving = {name: n for name, n in stats.compilations.items() if name.endswith("serving")}
+    assert sum(serving.values()) == stats.recompilations == stats.cpu_fallbacks == 0
+    assert stats.lora_loads > 4
+    assert stats.lora_evictions > 0
+    assert not stats.lora_running and not stats.lora_waiting
+
+
+@pytest.mark.parametrize("device", ["cpu", "hpu-emulator"])
+def test_encoders_have_adapters(device: str, tmp_path: Path) -> None:
+    base = make_pooling("bert", tmp_path / "base")
+    targets = ("query", "key", "value", "intermediate.dense", "output.dense")
+    one = write_adapter(tmp_path / "one", base, targets=targets, task_type=None)
+    settings: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 4, "runner": "pooling"}
+    texts = ["a text", "another, longer text with more words", "b"]
+    with LLM(str(merge(tmp_path / "merged", base, one)), device="cpu", **settings) as llm:
+        expected = [output.outputs.embedding for output in llm.embed(texts, use_tqdm=False)]
+
+    with LLM(
+        str(base), device=device, enable_lora=True, lora_modules=[f"one={one}"], **settings
+    ) as llm:
+        plain = [output.outputs.embedding for output in llm.embed(texts, use_tqdm=False)]
+        request = LoRARequest("one", 1)
+        found = [
+            output.outputs.embedding
+            for output in llm.embed(texts, use_tqdm=False, lora_request=request)
+        ]
+
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert np.abs(np.array(found) - np.array(plain)).max() > 0.01
+
+
+def test_pipeline_stages_have_adapters(tmp_path: Path) -> None:
+    base = make_tiny("llama", tmp_path / "base")
+    one = write_adapter(tmp_path / "one", base, targets=(*LINEAR, "embed_tokens", "lm_head"))
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(str(merge(tmp_path / "merged", base, one)), **CPU) as llm:
+        expected = llm.generate(["Hello", "abc"], greedy, use_tqdm=False)
+
+    with LLM(
+        str(base),
+        enable_lora=True,
+        lora_modules=[f"one={one}"],
+        pipeline_parallel_size=2,
+        **CPU,
+    ) as llm:
+        found = llm.generate(
+            ["Hello", "abc"], greedy, use_tqdm=False, lora_request=LoRARequest("one", 1)
+        )
+
+    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
+
+
+def test_an_adapter_whose_files_change_fails_its_requests_alone(tmp_path: Path) -> None:
+    base = make_tiny("llama", tmp_path / "base")
+    one = write_adapter(tmp_path / "one", base, seed=1)
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with LLM(str(base), enable_lora=True, lora_modules=[f"one={one}"], **CPU) as llm:
+        write_adapter(tmp_path / "one", base, seed=2)
+        with pytest.raises(Exception, match="has changed since it was registered"):
+            llm.generate("Hello", greedy, use_tqdm=False, lora_request=LoRARequest("one", 1))
+        plain = llm.generate("Hello", greedy, use_tqdm=False)
+
+    assert len(plain[0].outputs[0].token_ids) == 4
+
+
+def test_prompts_behind_each_other_in_a_row_have_their_own_adapters(tmp_path: Path) -> None:
+    base = make_tiny("llama", tmp_path / "base")
+    folders = [write_adapter(tmp_path / name, base, seed=ord(name)) for name in "ab"]
+    modules = [f"{folder.name}={folder}" for folder in folders]
+    prompts = ["Hello", "abc", "The sky is", "x"]
+    requests = [LoRARequest("a", 1), None, LoRARequest("b", 2), LoRARequest("a", 1)]
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    found = []
+    for settings in (CPU, {**CARD, "use_merged_prefill": True}):
+        with LLM(str(base), enable_lora=True, max_loras=2, lora_modules=modules, **settings) as llm:
+            outputs = llm.generate(prompts, greedy, use_tqdm=False, lora_request=requests)
+            found.append([output.outputs[0].token_ids for output in outputs])
+
+    assert found[0] == found[1]
+
+
+def test_adapters_are_read_again_after_a_sleep(tmp_path: Path) -> None:
+    base = make_tiny("llama", tmp_path / "base")
+    one = write_adapter(tmp_path / "one", base, seed=1)
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with LLM(str(base), enable_lora=True, lora_modules=[f"one={one}"], **CARD) as llm:
+
+        def answer() -> list[int]:
+            outputs = llm.generate(
+                "Hello", greedy, use_tqdm=False, lora_request=LoRARequest("one", 1)
+            )
+            return list(outputs[0].outputs[0].token_ids)
+
+        before = answer()
+        llm._background.run(llm._client.control("sleep", level=2))
+        llm._background.run(llm._client.control("wake_up"))
+        after = answer()
+
+    assert before == after
