@@ -10,6 +10,7 @@ from config.lora.settings import LoRAConfig
 from config.model.kv_cache_dtype import INT8, KV_CACHE_DTYPES, SPELLINGS
 from config.model.quantization.inc import INC, VARIABLE
 from config.parallel import ParallelConfig
+from config.params.speculation import SpeculationConfig
 from config.setting import check_settings, metadata, setting
 
 AUTO, NATIVE, TRANSFORMERS = MODEL_IMPLS = ("auto", "native", "transformers")
@@ -275,6 +276,7 @@ class EngineConfig:
     emulator: EmulatorSettings = field(default_factory=EmulatorSettings)
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -295,6 +297,8 @@ class EngineConfig:
             self._check_coupled()
         if self.lora.enable_lora:
             self._check_lora()
+        if self.speculation.choose() is not None:
+            self._check_speculation()
         if self.quantization in AT_LOAD and self.dtype not in ("auto", "bfloat16"):
             raise ConfigError(
                 f"quantization is {self.quantization} and dtype is {self.dtype}: quantized weights "
@@ -338,6 +342,24 @@ class EngineConfig:
         for why, is_refused in refusals.items():
             if is_refused:
                 raise ConfigError(f"enable_lora is on and {why}: turn one of them off")
+
+    def _check_speculation(self) -> None:
+        stages, engines = self.parallel.pipeline_parallel_size, self.num_coupled_engines
+        if stages > 1:
+            raise ConfigError(
+                f"speculative_config is set and pipeline_parallel_size is {stages}: drafts are "
+                "verified by models with 1 stage"
+            )
+        if engines > 1:
+            raise ConfigError(
+                f"speculative_config is set and {engines} engines step together "
+                "(enable_expert_parallel with data_parallel_size): these decode without drafts"
+            )
+        if self.execution.contiguous_pa:
+            raise ConfigError(
+                "contiguous_pa and speculative_config are both on: rows of one request, which "
+                "share its blocks, cannot be read as one slice; turn one of them off"
+            )
 
     def _check_coupled(self) -> None:
         what = (

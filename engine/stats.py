@@ -11,6 +11,9 @@ COMPILATIONS = "compilations."
 `compile_seconds.<warmup|serving>` their time; `graphs` and `graph_bytes` captured; and, counted by
 the runtime, `recompilations`, `cpu_fallbacks` and `recipe_<hits|misses>`. Others are ignored."""
 COMPILE_SECONDS = "compile_seconds."
+SPEC_DECODE = "spec_decode."
+"""`spec_decode.num_<drafts|draft_tokens|accepted_tokens>`, and `spec_decode.accepted.<position>` of
+drafts."""
 
 COUNTERS = ("recompilations", "cpu_fallbacks", "graphs", "graph_bytes")
 RECIPES = {"recipe_hits": "hit", "recipe_misses": "miss"}
@@ -81,6 +84,8 @@ class StepStats:
                 self.counts.compile_seconds[name[len(COMPILE_SECONDS) :]] = value
             elif name in RECIPES:
                 self.counts.recipes[RECIPES[name]] = int(value)
+            elif name.startswith(SPEC_DECODE):
+                self.counts.spec_decode[name[len(SPEC_DECODE) :]] = int(value)
             elif name in COUNTERS:
                 setattr(self.counts, name, int(value))
 
@@ -112,6 +117,7 @@ class StepStats:
             compilations=counts.compilations.copy(),
             compile_seconds=counts.compile_seconds.copy(),
             recipes=counts.recipes.copy(),
+            spec_decode=counts.spec_decode.copy(),
             **gauges,
         )
         taken = counts if with_samples else stats

@@ -27,6 +27,7 @@ from server.cli.run_batch import batch_parser
 
 ROOT = Path(__file__).parents[1]
 API = ROOT / "docs" / "api.md"
+SPECULATION = ROOT / "docs" / "speculation.md"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [
     ROOT / "README.md",
@@ -47,7 +48,11 @@ COMMANDS = [
 ]
 EXAMPLES = [
     (name, kind, text)
-    for name, page in (("README", README), ("api", API.read_text(encoding="utf-8")))
+    for name, page in (
+        ("README", README),
+        ("api", API.read_text(encoding="utf-8")),
+        ("speculation", SPECULATION.read_text(encoding="utf-8")),
+    )
     for kind, text in FENCE.findall(page)
     if kind in ("bash", "python")
 ]

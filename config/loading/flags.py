@@ -11,6 +11,7 @@ from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
 from config.lora.settings import LoRAConfig
 from config.parallel import ParallelConfig
+from config.params.speculation import SpeculationConfig
 from config.server import ServerConfig
 from config.setting import Setting, settings_of
 
@@ -20,6 +21,7 @@ PARTS: Mapping[str, tuple[type, str]] = {
     "cache": (CacheConfig, "KV cache"),
     "parallel": (ParallelConfig, "Parallelism"),
     "scheduler": (SchedulerConfig, "Scheduling"),
+    "speculation": (SpeculationConfig, "Speculation"),
     "buckets": (BucketConfig, "Buckets"),
     "execution": (ExecutionConfig, "Execution on HPU"),
     "warmup": (WarmupConfig, "Warm-up"),
@@ -29,8 +31,9 @@ PARTS: Mapping[str, tuple[type, str]] = {
 }
 """Part of the configuration -> its dataclass, and the help group of its settings."""
 GROUPS = (
-    *("Model", "Device", "Parallelism", "KV cache", "Scheduling", "Buckets", "Execution on HPU"),
-    *("Warm-up", "Diagnostics", "Emulator", "LoRA", "HTTP", "TLS", "Text", "Logs"),
+    *("Model", "Device", "Parallelism", "KV cache", "Scheduling", "Speculation", "Buckets"),
+    *("Execution on HPU", "Warm-up", "Diagnostics", "Emulator", "LoRA", "HTTP", "TLS", "Text"),
+    "Logs",
 )
 
 

@@ -25,6 +25,7 @@ from config.loading.values import Given, convert, joined, nearest, truth, wrong
 from config.loading.vllm_flags import ACCEPTED, absence
 from config.lora.settings import LoRAConfig
 from config.parallel import ParallelConfig
+from config.params.speculation import SpeculationConfig
 from config.server import ServerConfig
 
 DEFAULT = "default"
@@ -260,6 +261,7 @@ def _build(values: Mapping[str, tuple[object, str]]) -> tuple[EngineConfig, Serv
             warmup=WarmupConfig(**parts["warmup"]),
             emulator=EmulatorSettings(**parts["emulator"]),
             lora=LoRAConfig(**parts["lora"]),
+            speculation=SpeculationConfig(**parts["speculation"]),
         )
         server = ServerConfig(**parts["server"])
     except ConfigError as error:

@@ -78,7 +78,7 @@ VALUES = (
         "two steps are in flight instead of several planned at once; --overlap-depth 1 "
         "turns that off",
     ),
-    ("num-lookahead-slots", ("0",), "speculative decoding is not in this version"),
+    ("num-lookahead-slots", ("0",), "--num-speculative-tokens says how many"),
     ("scheduler-delay-factor", ("0",), "a waiting prompt starts with the next step"),
     (
         "max-num-partial-prefills max-long-partial-prefills",
@@ -170,10 +170,10 @@ ABSENT = (
         "adapters are low-rank weights alone (--enable-lora)",
     ),
     (
-        "speculative-* num-speculative-tokens ngram-prompt-lookup-* "
+        "speculative-disable-* speculative-max-model-len speculative-model-quantization "
         "spec-decoding-acceptance-method typical-acceptance-sampler-* "
         "disable-logprobs-during-spec-decoding",
-        "there is no speculative decoding",
+        "drafts are accepted without loss, and how many there are adapts to load and acceptance",
     ),
     (
         "limit-mm-per-prompt mm-* media-io-kwargs allowed-local-media-path "

@@ -146,6 +146,9 @@ class EngineStats(msgspec.Struct, omit_defaults=True, gc=False):
     """Adapters dropped from host memory."""
     lora_bytes: int = 0
     """Of the adapters in host memory."""
+    spec_decode: dict[str, int] = {}
+    """'num_drafts' (of requests and steps), 'num_draft_tokens', 'num_accepted_tokens', and
+    'accepted.0', ...: accepted drafts by position. Empty without speculation."""
     step_tokens: list[int] = []
     """Tokens computed in each step since the last stats were sent (for a histogram)."""
     step_seconds: list[tuple[int, float]] = []

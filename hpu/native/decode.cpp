@@ -176,6 +176,17 @@ std::vector<Span> spans_of(const Step& s) {
   return spans;
 }
 
+// Whether some row reads what another one writes: rows of one request follow each other, and the
+// block of a row's token is one of the next row's last two.
+bool are_chained(const Model& m, const Step& s, const std::vector<Span>& spans) {
+  for (int64_t r = 1; r < s.rows; ++r) {
+    const int64_t written = s.slots[r - 1] / m.block_size;
+    for (int64_t b = std::max(spans[r].begin, spans[r].end - 2); b < spans[r].end; ++b)
+      if (s.block_list[b] == written) return true;
+  }
+  return false;
+}
+
 // Decode: one token per row through all layers and the last norm, into step->hidden.
 template <typename Format>
 void decode_in(const Model& m, Step s, int64_t threads) {
@@ -184,6 +195,7 @@ void decode_in(const Model& m, Step s, int64_t threads) {
   const std::vector<Span> spans = spans_of(s);
   // Key heads of a token are adjacent in memory: with enough rows one thread reads them all.
   const int64_t at_once = s.rows >= 4 * threads ? m.kv_heads : 1;
+  const bool chained = are_chained(m, s, spans);
   static thread_local Scratch first, second, stream, low;
   static thread_local Groups groups;
   Groups& g = groups;
@@ -197,6 +209,12 @@ void decode_in(const Model& m, Step s, int64_t threads) {
     for (int64_t l = 0; l < m.num_layers; ++l) {
       const Layer& layer = m.layers[l];
       project(m, layer, s, wide);
+      if (chained) {
+#pragma omp for
+        for (int64_t i = 0; i < s.rows * m.kv_heads; ++i)
+          file_group<Format>(m, layer, s, i / m.kv_heads, i % m.kv_heads,
+                             wide + i / m.kv_heads * heads);
+      }
       begin_scores();
       std::vector<Tile> tiles;
 #pragma omp for schedule(dynamic, at_once)
@@ -204,7 +222,7 @@ void decode_in(const Model& m, Step s, int64_t threads) {
         const int64_t row = i / m.kv_heads, kv = i % m.kv_heads;
         bf16* mine = wide + row * heads;
         find_tiles<Format>(m, layer, s, {row, kv, spans[row]}, tiles);
-        file_group<Format>(m, layer, s, row, kv, mine);
+        if (!chained) file_group<Format>(m, layer, s, row, kv, mine);
         attend<Format>(m, layer, tiles, mine + kv * group, inside + row * query + kv * group);
       }
       end_scores();

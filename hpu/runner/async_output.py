@@ -1,10 +1,12 @@
 """AsyncStepOutput: the outputs of a step on their way to the host, and its deferred launches."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from hpu.backends.base import Event
@@ -13,6 +15,8 @@ from hpu.runner.batch_state import Tokens
 from hpu.runner.input_buffers import InputBuffers
 from hpu.runner.sampler_graphs import SamplerGraph
 from hpu.sampling.logprobs import TopLogprobs, unpack
+from hpu.spec_decode.device import NO_TOKEN, Rows
+from hpu.spec_decode.drafts import Drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,7 @@ class AsyncLaunchOutput:
 
     req_indices: list[int]
     num_logprobs: list[int]
+    """Of each token, as in RequestSampling."""
     start: Event
     end: Event | None = None
     tokens: Tensor | None = None
@@ -83,6 +88,13 @@ class AsyncLaunchOutput:
     vectors: AsyncVectors | None = None
     launch: Launch | None = None
     """The plan's; None in a warm-up."""
+    token_counts: list[int] = field(default_factory=list)
+    """Tokens of each request, with speculation; empty: one each."""
+    accepted: Tensor | None = None
+    """(at least len(req_indices), 1 + width) on the host, with speculation on a device: the number
+    of drafts, the accepted tokens, then NO_TOKEN. Read in `to_result`."""
+    draft_counts: list[int] = field(default_factory=list)
+    """Of each request, from `accepted`."""
     fill_span_s: tuple[float, float] = (0.0, 0.0)
     """Start and end of filling the inputs on the host (perf_counter)."""
     pinned: tuple[Tensor, ...] = ()
@@ -128,6 +140,10 @@ class ForwardOutput:
     `sampler_graph`."""
     sampler_graph: SamplerGraph | None
     launch: AsyncLaunchOutput
+    drafts: Drafts | None = None
+    """With speculation, of a decode: what its rows are."""
+    rows: Rows | None = None
+    """The same on a device with its own memory."""
     prompt_targets: list[PromptTargets] = field(default_factory=list)
 
 
@@ -157,19 +173,38 @@ class AsyncStepOutput:
         return not self.deferred and (self.end is None or self.end.done())
 
     def to_result(self) -> StepResult:
-        """The columns of a step that is done. One token a sampling request, so that `token_counts`
-        stays empty."""
+        """The columns of a step that is done. `token_counts` stays empty where each sampling
+        request has one token."""
         result = StepResult(step=self.step, tokens=[])
+        counts: list[int] = []
+        has_counts = False
         for launch in self.launches:
             first = len(result.tokens)
             tokens, logprobs = launch.tokens, launch.logprobs
             if launch.packed is not None:
                 tokens, logprobs = unpack(launch.packed)
+            num_tokens = len(launch.req_indices)
+            if launch.accepted is not None:
+                rows = launch.accepted[:num_tokens].tolist()
+                several = [[token for token in row[1:] if token != NO_TOKEN] for row in rows]
+                launch.draft_counts = [row[0] for row in rows]
+                launch.token_counts = [len(one) for one in several]
+                tokens = torch.tensor([token for one in several for token in one])
+            starts: Sequence[int] = range(num_tokens)
+            if launch.token_counts:
+                starts = list(accumulate(launch.token_counts, initial=0))[:-1]
+                has_counts = has_counts or max(launch.token_counts) > 1
+                num_tokens = sum(launch.token_counts)
+                counts.extend(launch.token_counts)
+            else:
+                counts.extend([1] * num_tokens)
             if tokens is not None:
-                result.tokens.extend(tokens[: len(launch.req_indices)].tolist())
+                result.tokens.extend(tokens[:num_tokens].tolist())
             if logprobs is not None:
+                # On a device requests with log-probabilities have one token each.
+                is_by_request = launch.accepted is not None
                 result.logprobs.extend(
-                    (first + i, _logprobs(logprobs, i, i + 1, k))
+                    (first + (starts[i] if is_by_request else i), _logprobs(logprobs, i, i + 1, k))
                     for i, k in enumerate(launch.num_logprobs)
                     if k >= 0
                 )
@@ -181,6 +216,8 @@ class AsyncStepOutput:
             parts = launch.device_spans()
             if parts:
                 result.seconds.append(sum(end.seconds_since(begin) for begin, end in parts))
+        if has_counts:
+            result.token_counts = counts
         return result
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 
 from hpu.protocol import NO_SLOT, Launch, NewRequest
+from hpu.runner.draft_buffers import DraftArrays
 from hpu.runner.input_buffers import DecodeArrays, PrefillArrays
 
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -220,6 +221,91 @@ class BatchState:
         self._num_computed_tokens[indices] += 1
         self._num_tokens[indices] += 1
 
+    def fill_rows(self, launch: Launch, counts: list[int], out: DecodeArrays) -> None:
+        """Write the inputs of a decode with `counts[i]` rows of request i: its last token, then
+        drafts. Advances no request."""
+        indices = self._check_live(launch)
+        requests, offsets = _behind_each_other(np.asarray(counts))
+        rows = indices[requests]
+        positions = self._num_computed_tokens[rows] + offsets
+        self._check_blocks(rows, positions + 1)
+        self._fill_blocks(launch, rows, positions, out)
+        out.req_indices[:] = rows
+        out.positions[:, 0] = positions
+        out.slot_mapping[:] = self._slot_mapping(rows, positions)
+
+    def fill_drafts(
+        self, launch: Launch, may_draft: list[bool], num_pending: Integers, out: DraftArrays
+    ) -> None:
+        """Write the inputs of a decode whose rows the device computes; advances no request. Of
+        request i, `num_pending[i]` decodes are in flight, whose accepted tokens are not known."""
+        indices = self._check_live(launch)
+        n, batch, total = len(indices), len(out.req_indices), len(out.block_list)
+        counts = self._num_blocks[indices]
+        groups, columns = _behind_each_other(counts)
+        num_blocks = len(groups)
+        if n > batch or num_blocks > total:
+            raise RuntimeError(f"{n} requests over {num_blocks} blocks do not fit {launch.bucket}")
+        lows = self._num_computed_tokens[indices] + num_pending
+        self._check_blocks(indices, lows + 1)
+        self.fill_no_drafts(out)
+        out.req_indices[:n] = indices
+        out.limits[:n] = np.minimum(counts * self.block_size, self._tokens.shape[1])
+        out.may_draft[:n] = may_draft
+        first = out.first_blocks[:n] = lows // self.block_size
+        window = first[:, None] + np.arange(out.windows.shape[1])
+        table = self._block_tables[indices[:, None], np.minimum(window, counts[:, None] - 1)]
+        out.windows[:n] = table
+        out.block_list[:num_blocks] = self._block_tables[indices[groups], columns]
+        out.block_groups[:num_blocks] = groups
+        out.block_starts[:num_blocks] = columns * self.block_size
+
+    def fill_no_drafts(self, out: DraftArrays) -> None:
+        """Write padding alone."""
+        out.req_indices[:] = self.max_num_reqs
+        out.limits[:] = out.first_blocks[:] = out.block_starts[:] = 0
+        out.may_draft[:] = out.block_groups[:] = -1
+        out.windows[:] = out.block_list[:] = self.pad_block
+        out.pad_slots[:] = np.resize(self._pad_slots, len(out.pad_slots))
+
+    def advance_decode(self, req_index: int, count: int) -> None:
+        """A decode of `fill_drafts` has accepted `count` tokens, the one behind them included."""
+        self._num_computed_tokens[req_index] += count
+        self._num_tokens[req_index] += count
+
+    def num_row_blocks(self, req_indices: list[int], counts: list[int]) -> int:
+        """Blocks that the rows of `fill_rows` read together."""
+        indices = np.asarray(req_indices, np.int64)
+        requests, offsets = _behind_each_other(np.asarray(counts))
+        positions = self._num_computed_tokens[indices[requests]] + offsets
+        return int((positions // self.block_size + 1).sum())
+
+    def draft_capacity(self, req_index: int) -> int:
+        """Draft tokens that the request's blocks, and the context, have room for, so that the next
+        decode has room for its token too."""
+        room = min(int(self._num_blocks[req_index]) * self.block_size, self._tokens.shape[1])
+        return room - int(self._num_computed_tokens[req_index]) - 2
+
+    def tokens(self, req_index: int) -> Tokens:
+        """The tokens of a request (uint32), a view; sampled ones only if `set_last_token` and
+        `append_tokens` are called."""
+        return self._tokens[req_index, : self._num_tokens[req_index]]
+
+    def set_last_token(self, req_index: int, token: int) -> None:
+        """The value of the newest token, which counts already."""
+        last = int(self._num_tokens[req_index]) - 1
+        if last < self._tokens.shape[1]:
+            self._tokens[req_index, last] = max(token, 0)
+
+    def append_tokens(self, req_index: int, tokens: list[int]) -> None:
+        """A decode of `fill_rows` has accepted all but the last of these drafts, and sampled the
+        last."""
+        start = int(self._num_tokens[req_index])
+        room = max(self._tokens.shape[1] - start, 0)
+        self._tokens[req_index, start : start + len(tokens)] = np.maximum(tokens[:room], 0)
+        self._num_computed_tokens[req_index] += len(tokens)
+        self._num_tokens[req_index] += len(tokens)
+
     def _fill_blocks(
         self, launch: Launch, indices: Integers, positions: Integers, out: DecodeArrays
     ) -> None:
@@ -256,21 +342,29 @@ class BatchState:
         out.block_usage[entries] = self.block_size
         out.block_usage[lasts] = positions % self.block_size + 1
 
-    def fill_lora_slots(self, launch: Launch, out: PrefillArrays | DecodeArrays) -> None:
-        """Write the slot of each request's adapter, where adapters are served."""
+    def fill_lora_slots(
+        self,
+        req_indices: list[int],
+        query_lens: list[int],
+        out: PrefillArrays | DecodeArrays,
+    ) -> None:
+        """Write the slot of each row's adapter, where adapters are served."""
         if out.lora_slots is None:
             return
         out.lora_slots[:] = NO_SLOT
-        slots = self._lora_slots[np.asarray(launch.req_indices, np.int64)]
+        slots = self._lora_slots[np.asarray(req_indices, np.int64)]
         if out.lora_slots.ndim == 2:
             # Several sequences behind each other in one row.
-            slots = np.repeat(slots, launch.query_lens)
+            slots = np.repeat(slots, query_lens)
             out.lora_slots[0, : len(slots)] = slots
         else:
             out.lora_slots[: len(slots)] = slots
 
-    def fill_dummy(self, out: PrefillArrays | DecodeArrays) -> None:
+    def fill_dummy(self, out: PrefillArrays | DecodeArrays | DraftArrays) -> None:
         """Write inputs of full requests whose blocks are all the pad block, for a warm-up."""
+        if isinstance(out, DraftArrays):
+            self.fill_no_drafts(out)
+            return
         if out.lora_slots is not None:
             out.lora_slots[:] = NO_SLOT
         if isinstance(out, PrefillArrays):

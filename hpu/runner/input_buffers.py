@@ -265,14 +265,17 @@ class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
         names_requests: bool = False,
         hidden_buffers: HiddenBuffers | None = None,
         has_adapters: bool = False,
+        shapes: list[tuple[int, ...]] | None = None,
+        make: Callable[..., Any] | None = None,
     ) -> None:
-        """`has_adapters`: with the slot of each sequence's adapter."""
-        make: Callable[..., PrefillArrays | DecodeArrays]
-        make = PrefillArrays if bucket[0] == PREFILL else DecodeArrays
+        """`has_adapters`: with the slot of each sequence's adapter. `shapes` and `make`: those of a
+        subclass."""
         self._names_requests = names_requests
         self._hidden_buffers = hidden_buffers
         self._has_adapters = has_adapters
-        shapes = _shapes(bucket, prompts_per_row, names_requests)
+        if shapes is None:
+            shapes = _shapes(bucket, prompts_per_row, names_requests)
+        make = make or (PrefillArrays if bucket[0] == PREFILL else DecodeArrays)
         if has_adapters:
             phase, batch, query, _ = bucket
             is_merged = phase == PREFILL and prompts_per_row > 1

@@ -26,10 +26,11 @@ SCRUB_SIZE = 16
 
 def reads_contiguously(config: EngineConfig, backend: Backend, *, has_states: bool = False) -> bool:
     """Whether decodes read the cache as one slice from block 0: as configured, or where that is
-    faster; never with prefix caching, which shares blocks, and which a model with states lacks."""
+    faster; never with prefix caching, which shares blocks, and which a model with states lacks, nor
+    with speculation, where rows of one request do."""
     contiguous_pa = config.execution.contiguous_pa
     shares_blocks = config.cache.enable_prefix_caching and not has_states
-    if shares_blocks or contiguous_pa is False:
+    if shares_blocks or contiguous_pa is False or config.speculation.choose() is not None:
         return False
     return contiguous_pa is True or backend.reads_contiguously
 

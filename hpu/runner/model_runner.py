@@ -20,6 +20,7 @@ from hpu.distributed.pipeline import SINGLE_STAGE, PipelineLink
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.models.base import CausalLM
 from hpu.protocol import (
+    DECODE,
     PREFILL,
     Bucket,
     GrammarMasks,
@@ -36,16 +37,30 @@ from hpu.runner.async_output import (
     PromptTargets,
 )
 from hpu.runner.batch_state import BatchState
+from hpu.runner.draft_buffers import DraftArrays, DraftBuffers
 from hpu.runner.graph_cache import GraphCache
-from hpu.runner.input_buffers import InputBufferPool, InputBuffers, PrefillArrays
+from hpu.runner.input_buffers import (
+    DecodeArrays,
+    InputBufferPool,
+    InputBuffers,
+    PrefillArrays,
+)
 from hpu.runner.kv_cache import KVCache
 from hpu.runner.sampler_graphs import SamplerGraphs
 from hpu.runner.step_runner import StepRunner
 from hpu.sampling.logprobs import MAX_PACKED, TopLogprobs, pack, top_logprobs
 from hpu.sampling.sampler import Sampler, SamplerOutput
+from hpu.spec_decode.device import DeviceSpeculation, Rows
+from hpu.spec_decode.drafts import Drafts
+from hpu.spec_decode.launch_costs import LaunchCosts, measure
+from hpu.spec_decode.speculation import Speculation
 
 PROMPT_LOGITS = 1 << 24
 """Most logits in memory for prompt log-probabilities: 64 MiB in float32."""
+
+
+MEASURED_CONTEXT = 256
+"""Tokens of each row of `ModelRunner.measure_decodes`."""
 
 
 class ModelRunner(StepRunner):
@@ -66,11 +81,19 @@ class ModelRunner(StepRunner):
         compared_ranks: ProcessGroup = SINGLE,
         link: PipelineLink = SINGLE_STAGE,
         agreement: Agreement = ALONE,
+        speculation: Speculation | None = None,
+        device_speculation: DeviceSpeculation | None = None,
     ) -> None:
         """`compared_ranks`: ranks that must sample the same tokens, which is checked. `link`: to
         the other pipeline stages, of which the last one samples. `agreement`: of the ranks of this
-        stage."""
+        stage. `speculation`: verifies drafts in each decode;
+        `device_speculation`: the same where the host does not know the tokens yet."""
         super().__init__(backend)
+        self._speculation = speculation
+        self._device_speculation = device_speculation
+        self._num_pending = np.zeros(batch_state.max_num_reqs + 1, np.int64)
+        """With it: decodes of each request in flight."""
+        self._agreement = agreement
         self._link = link
         self._samples = link.stage.is_last
         self._compared_ranks = compared_ranks
@@ -199,13 +222,43 @@ class ModelRunner(StepRunner):
         self._backend.synchronize()
         return forward.hidden if self._link.stage.size == 1 else None
 
+    def measure_decodes(self, max_rows: int) -> LaunchCosts:
+        """Decodes of up to `max_rows` greedy rows over a short context; after the warm-up."""
+        blocks = -(-MEASURED_CONTEXT // self._batch_state.block_size)
+
+        def launch(rows: int) -> None:
+            inputs = self._input_buffers.get((DECODE, rows, 1, rows * blocks))
+            self._batch_state.fill_dummy(inputs.host_arrays())
+            inputs.upload()
+            forward = self._forward(inputs, [self.dummy_req_index] * rows)
+            if forward.logits is not None:
+                self._sampler.greedy(forward.logits)
+
+        return measure(launch, max_rows, self._agreement)
+
     def _on_result(self, output: AsyncStepOutput, result: StepResult) -> None:
         for launch in output.launches:
             _compare_ranks(launch, output.step)
+        if self._device_speculation is not None:
+            for launch in output.launches:
+                if launch.accepted is not None:
+                    self._count_accepted(launch)
         if -1 in result.tokens:
             sampled = [i for launch in output.launches for i in launch.req_indices]
-            tokens = zip(sampled, result.tokens, strict=True)
+            owners = np.repeat(sampled, result.token_counts or [1]).tolist()
+            tokens = zip(owners, result.tokens, strict=True)
             self._non_finite.update(req_index for req_index, token in tokens if token < 0)
+
+    def _count_accepted(self, launch: AsyncLaunchOutput) -> None:
+        """The host learns how far a decode went."""
+        assert self._device_speculation is not None
+        for req_index, count, num_drafts in zip(
+            launch.req_indices, launch.token_counts, launch.draft_counts, strict=True
+        ):
+            self._batch_state.advance_decode(req_index, count)
+            self._num_pending[req_index] -= 1
+            if num_drafts > 0:
+                self._device_speculation.counts.add(num_drafts, count - 1)
 
     def _apply(self, plan: StepPlan) -> None:
         for req_index in plan.freed_requests:
@@ -215,6 +268,8 @@ class ModelRunner(StepRunner):
             self._batch_state.remove_request(req_index)
             if self._samples:
                 self._sampler.remove_request(req_index)
+            if self._speculation is not None:
+                self._speculation.remove_request(req_index)
         if plan.moved_from:
             self._cache.move_blocks(plan.moved_from, plan.moved_to)
             self._batch_state.move_blocks(plan.moved_from, plan.moved_to)
@@ -224,6 +279,10 @@ class ModelRunner(StepRunner):
                 self._sampler.add_request(
                     new.req_index, new.sampling, tokens, new.num_prompt_tokens
                 )
+            if self._speculation is not None:
+                self._speculation.add_request(new)
+            if self._device_speculation is not None:
+                self._device_speculation.add_request(new.req_index, tokens)
         self._set_bitmasks(plan.masked_requests, plan.masks)
         for req_index, block in zip(plan.grown_requests, plan.grown_blocks, strict=True):
             self._batch_state.append_blocks(req_index, [block])
@@ -235,6 +294,8 @@ class ModelRunner(StepRunner):
 
     def _begin(self, launch: Launch, output: AsyncStepOutput) -> ForwardOutput:
         """Fill the bucket's inputs and run the forward pass."""
+        if self._speculation is not None and launch.phase == DECODE:
+            return self._begin_drafts(launch, output, self._speculation)
         start = time.perf_counter()
         inputs = self._input_buffers.get((launch.phase, *launch.bucket))
         arrays = inputs.host_arrays()
@@ -246,17 +307,46 @@ class ModelRunner(StepRunner):
             if self._samples:
                 targets = self._prompt_targets(launch)
             sampling = self._batch_state.fill_prefill(launch, arrays)
+        elif isinstance(arrays, DraftArrays):
+            sampling = launch.req_indices
+            may_draft = [self._sampler.takes_argmax(req_index) for req_index in sampling]
+            num_pending = self._num_pending[sampling]
+            self._batch_state.fill_drafts(launch, may_draft, num_pending, arrays)
+            self._num_pending[sampling] += 1
         else:
             sampling = launch.req_indices
             self._batch_state.fill_decode(launch, arrays)
         if arrays.lora_slots is not None and launch.req_indices:
-            self._batch_state.fill_lora_slots(launch, arrays)
+            self._batch_state.fill_lora_slots(launch.req_indices, launch.query_lens, arrays)
         inputs.upload()
         filled = time.perf_counter()
         output.host_s += filled - start
         forward = self._forward(inputs, sampling, launch.req_indices)
         forward.launch.launch, forward.launch.fill_span_s = launch, (start, filled)
         forward.prompt_targets = targets
+        return forward
+
+    def _begin_drafts(
+        self, launch: Launch, output: AsyncStepOutput, speculation: Speculation
+    ) -> ForwardOutput:
+        """As `_begin`, of a decode with one row for each token and draft."""
+        start = time.perf_counter()
+        drafts = speculation.draft(launch)
+        state, counts = self._batch_state, drafts.counts
+        rows: list[int] = np.repeat(drafts.req_indices, counts).tolist()
+        num_blocks = state.num_row_blocks(drafts.req_indices, counts)
+        inputs = self._input_buffers.get((DECODE, len(rows), 1, num_blocks))
+        arrays = inputs.host_arrays()
+        assert isinstance(arrays, DecodeArrays)
+        state.fill_rows(launch, counts, arrays)
+        state.fill_lora_slots(rows, [], arrays)
+        inputs.upload()
+        filled = time.perf_counter()
+        output.host_s += filled - start
+        tokens = drafts.rows([int(state.tokens(index)[-1]) for index in drafts.req_indices])
+        forward = self._forward(inputs, rows, launch.req_indices, tokens=torch.from_numpy(tokens))
+        forward.launch.launch, forward.launch.fill_span_s = launch, (start, filled)
+        forward.drafts = drafts
         return forward
 
     def _finish(self, forward: ForwardOutput, output: AsyncStepOutput) -> AsyncLaunchOutput:
@@ -268,7 +358,9 @@ class ModelRunner(StepRunner):
         results = None
         if forward.prompt_targets and not self._backend.shares_host_memory:
             results = self._results(forward.inputs)
-        if done.req_indices:
+        if forward.drafts is not None:
+            self._verify(forward, forward.drafts)
+        elif done.req_indices:
             self._sample(forward, results)
         for targets in forward.prompt_targets:
             done.prompt_logprobs.append(self._prompt_logprobs(forward, targets, results, output))
@@ -291,13 +383,17 @@ class ModelRunner(StepRunner):
         req_indices: Sequence[int] = (),
         *,
         hidden: Tensor | None = None,
+        tokens: Tensor | None = None,
     ) -> ForwardOutput:
         """Run the uploaded inputs of `req_indices`, with logits at the last tokens of those in
-        `sampling`. `hidden`: that of an earlier output for these inputs, instead of a run."""
+        `sampling`. `hidden`: that of an earlier output for these inputs, instead of a run.
+        `tokens`: a decode's, in place of those sampled last."""
+        if isinstance(inputs, DraftBuffers):
+            return self._forward_drafts(inputs, sampling, req_indices)
         stage = self._link.stage
         start = self._backend.event()
         if hidden is None:
-            hidden = self._run_model(inputs, req_indices)
+            hidden = self._run_model(inputs, req_indices, tokens)
         if not stage.is_last:
             self._link.send_hidden(hidden)
             return ForwardOutput(inputs, hidden, None, None, None, AsyncLaunchOutput([], [], start))
@@ -320,9 +416,31 @@ class ModelRunner(StepRunner):
             inputs, hidden, argmax, logits, graph, AsyncLaunchOutput(sampling, num_logprobs, start)
         )
 
-    def _run_model(self, inputs: InputBuffers, req_indices: Sequence[int]) -> Tensor:
+    def _forward_drafts(
+        self, inputs: DraftBuffers, sampling: list[int], req_indices: Sequence[int]
+    ) -> ForwardOutput:
+        """As `_forward`: logits of all rows, which the device computes first."""
+        assert self._device_speculation is not None
+        start = self._backend.event()
+        self._backend.mark_step()
+        rows = self._device_speculation.prepare(inputs.draft_inputs)
+        inputs.set_rows(rows)
+        self._backend.mark_step()
+        hidden = self._graphs.run(inputs, req_indices)
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        self._backend.mark_step()
+        logits = self._logits(hidden)
+        num_logprobs = self._batch_state.num_logprobs[sampling].tolist()
+        launch = AsyncLaunchOutput(sampling, num_logprobs, start)
+        return ForwardOutput(inputs, hidden, None, logits, None, launch, rows=rows)
+
+    def _run_model(
+        self, inputs: InputBuffers, req_indices: Sequence[int], tokens: Tensor | None
+    ) -> Tensor:
         if not self._link.stage.is_first:
             self._link.receive_hidden(inputs.tokens)
+        elif tokens is not None:
+            inputs.tokens.view(-1).copy_(tokens)
         elif inputs.last_token_indices is None:
             # A decode's tokens were sampled on the device; the host may not know them yet.
             # No `out=`, whose target would have to be a view.
@@ -344,6 +462,9 @@ class ModelRunner(StepRunner):
     def _sample(self, forward: ForwardOutput, results: Tensor | None) -> None:
         """Sample, store the tokens on the device for the next decode, and start the copy to the
         host, or write to the first rows of `results`."""
+        if forward.rows is not None:
+            self._accept(forward, forward.rows)
+            return
         done, req_indices = forward.launch, forward.inputs.req_indices
         graph = forward.sampler_graph
         if graph is not None:
@@ -365,10 +486,60 @@ class ModelRunner(StepRunner):
         if len(following) < len(req_indices):
             req_indices = req_indices[: len(following)]
         self._last_tokens.index_copy_(0, req_indices, following)
+        if self._device_speculation is not None:
+            self._backend.mark_step()
+            self._device_speculation.append(req_indices, sampled.tokens)
         if self._compared_ranks.size > 1:
             found = self._compared_ranks.all_gather(sampled.tokens.unsqueeze(0), dim=0)
             done.all_tokens = self._backend.to_host(found)
         self._send(sampled, done, results)
+        if self._speculation is not None:
+            assert done.tokens is not None, "the host's memory is the device's"
+            for req_index, token in zip(done.req_indices, done.tokens.tolist(), strict=False):
+                self._batch_state.set_last_token(req_index, token)
+
+    def _accept(self, forward: ForwardOutput, rows: Rows) -> None:
+        """Sample a decode's rows on the device, and start the copy of what is accepted."""
+        assert self._device_speculation is not None and forward.logits is not None
+        done, inputs = forward.launch, forward.inputs
+        assert isinstance(inputs, DraftBuffers)
+        req_indices = inputs.draft_inputs.req_indices
+        chosen = self._sampler.greedy(forward.logits)
+        sampled = SamplerOutput(chosen, None)
+        if not all(map(self._sampler.takes_argmax, done.req_indices)):
+            self._backend.mark_step()
+            first = forward.logits[: len(req_indices)]
+            sampled = self._sampler.sample(first, done.req_indices)
+        done.pinned = (*sampled.pinned, *self._device_speculation.take_host_tensors())
+        by_sampler = None if sampled.tokens is chosen else sampled.tokens
+        accepted = self._device_speculation.accept(rows, chosen, by_sampler, req_indices)
+        done.accepted = self._backend.to_host(accepted)
+        if sampled.logprobs is not None:
+            self._send(sampled, done, None)
+
+    def _verify(self, forward: ForwardOutput, drafts: Drafts) -> None:
+        """Sample a decode's rows, and keep what is accepted."""
+        assert self._speculation is not None
+        done = forward.launch
+        verified = self._speculation.verify(drafts, forward.argmax, forward.logits)
+        done.req_indices = drafts.req_indices
+        done.token_counts = [len(tokens) for tokens in verified.tokens]
+        done.tokens = torch.tensor([token for tokens in verified.tokens for token in tokens])
+        done.logprobs = verified.logprobs
+        last_tokens = []
+        for req_index, tokens in zip(drafts.req_indices, verified.tokens, strict=True):
+            self._batch_state.append_tokens(req_index, tokens)
+            last_tokens.append([max(tokens[-1], 0)])
+        if verified.logprobs is not None:
+            num_logprobs = self._batch_state.num_logprobs[drafts.req_indices]
+            done.num_logprobs = np.repeat(num_logprobs, done.token_counts).tolist()
+        indices = torch.tensor(drafts.req_indices, dtype=self._backend.index_dtype)
+        self._last_tokens.index_copy_(
+            0, indices, torch.tensor(last_tokens, dtype=self._backend.index_dtype)
+        )
+        if self._compared_ranks.size > 1:
+            last = torch.tensor(last_tokens).view(1, -1)
+            done.all_tokens = self._compared_ranks.all_gather(last, dim=0)
 
     def _send(
         self, sampled: SamplerOutput, done: AsyncLaunchOutput, results: Tensor | None

@@ -143,6 +143,17 @@ class Sampler:
         find it without `sample`. Never with static shapes: the same is compiled for all."""
         return not self._static_shapes and self._columns.need_no_stage(req_indices)
 
+    def greedy(self, logits: Tensor) -> Tensor:
+        """(B,) tokens of `logits` (B, V) for requests that are `all_greedy`, as in SamplerOutput;
+        counts nothing."""
+        if self._static is not None:
+            return self._static.greedy(logits)
+        return self._finite(filters.argmax(logits))
+
+    def takes_argmax(self, req_index: int) -> bool:
+        """Whether the argmax of the logits is all that a request asks for, in every step."""
+        return self._columns.need_no_stage([req_index])
+
     def sample(self, logits: Tensor, req_indices: list[int]) -> SamplerOutput:
         """One token for each request, from the first rows of `logits` (B, V); the rest is padding.
 

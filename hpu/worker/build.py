@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from config.engine import CacheConfig
+from config.errors import ConfigError
 from config.execution import WarmupConfig
 from config.model.window_cache import CacheSizes, rings_hold_more
 from hpu.distributed.agreement import Agreement
@@ -16,10 +17,11 @@ from hpu.gaudi_devices import GIB
 from hpu.model_loader.size_estimate import activation_bytes
 from hpu.models.base import CausalLM
 from hpu.models.pooling import PoolingModel
-from hpu.protocol import Bucket
+from hpu.protocol import PREFILL, Bucket
 from hpu.quantization.kv_cache import KVCacheFormat, zero_non_finite
 from hpu.runner.batch_state import BatchState
 from hpu.runner.counters import Counters
+from hpu.runner.draft_buffers import DraftBuffers
 from hpu.runner.graph_cache import GraphCache
 from hpu.runner.input_buffers import HiddenBuffers, InputBufferPool, InputBuffers
 from hpu.runner.kv_cache import KVCache, cache_sizes
@@ -29,6 +31,11 @@ from hpu.runner.states import RequestStates, state_bytes
 from hpu.runner.step_runner import StepRunner
 from hpu.sampling.logprobs import LogprobsMode
 from hpu.sampling.sampler import Sampler
+from hpu.spec_decode.acceptance_counts import AcceptanceCounts
+from hpu.spec_decode.device import DeviceSpeculation
+from hpu.spec_decode.draft_lengths import DraftLengths
+from hpu.spec_decode.select import select_proposer
+from hpu.spec_decode.speculation import Speculation
 from hpu.warmup.order import split_graphs
 from hpu.worker.load import LoadedModel
 from hpu.worker.memory import (
@@ -56,6 +63,7 @@ class Components:
     """None for a pooling model."""
     states: RequestStates | None = None
     """None without layers that have them."""
+    speculation: Speculation | None = None
 
     @property
     def cache_bytes(self) -> int:
@@ -84,6 +92,7 @@ def build(
     """Everything up to the warm-up. `num_blocks` of the KV cache; None: as configured, as in the
     last start with these settings, or as many as fit. `num_rings` as in LoadedModel; None: what
     holds more. Raises ConfigError when it does not fit."""
+    check_speculation(loaded)
     loaded = replace(loaded, num_rings=_choose_rings(loaded) if num_rings is None else num_rings)
     sampler = make_sampler(loaded)
     record = split_record(loaded)
@@ -110,6 +119,28 @@ def build(
     if record is not None and loaded.agreement.is_first:
         record.write(PreviousSplit(split.num_blocks, split.graph_bytes, profile_blocks))
     return components
+
+
+def check_speculation(loaded: LoadedModel) -> None:
+    """Raise ConfigError where drafts are configured, and cannot be verified."""
+    method, what = loaded.config.speculation.choose(), loaded.config.model
+    if method is None:
+        return
+    if loaded.pooler is not None:
+        raise ConfigError(
+            f"speculative_config names the method {method.method}, and {what} is served for "
+            "pooling, which generates no tokens"
+        )
+    if loaded.has_states:
+        raise ConfigError(
+            f"speculative_config names the method {method.method}, and {what} has layers with a "
+            "state, from which rejected drafts cannot be removed"
+        )
+    if not (loaded.backend.shares_host_memory or loaded.backend.compiles):
+        raise ConfigError(
+            f"speculative_config names the method {method.method}, and the device is "
+            f"{loaded.backend.name}: drafts are verified on hpu and on cpu"
+        )
 
 
 def make_sampler(loaded: LoadedModel) -> Sampler | None:
@@ -180,6 +211,24 @@ def make_runner(
         has_adapters=loaded.lora is not None,
     )
     buffers = InputBufferPool(backend, make)
+    method = loaded.config.speculation.choose()
+    if method is not None and not backend.shares_host_memory:
+        if loaded.lora is not None:
+            raise ConfigError(
+                f"enable_lora and speculative_config are both on, and on {backend.name} decodes "
+                "with drafts have no adapters: turn one of them off"
+            )
+        width = 1 + method.max_drafts
+        # A launch before may have accepted none or all of its drafts.
+        reach = width * loaded.config.max_inflight_steps
+        window = -(-reach // loaded.block_size) + 1
+        make_decode = partial(DraftBuffers, width=width, window=window)
+        buffers = InputBufferPool(
+            backend,
+            lambda bucket, *args, **flags: (make if bucket[0] == PREFILL else make_decode)(
+                bucket, *args, **flags
+            ),
+        )
     batch_state = BatchState(
         num_requests,
         loaded.max_model_len,
@@ -187,6 +236,26 @@ def make_runner(
         pad_block=num_blocks,
         contiguous=loaded.contiguous,
     )
+    speculation = None
+    device_speculation = None
+    if method is not None and not backend.shares_host_memory:
+        device_speculation = DeviceSpeculation(
+            method,
+            backend,
+            AcceptanceCounts(counters.add),
+            max_num_reqs=num_requests,
+            max_model_len=loaded.max_model_len,
+            block_size=loaded.block_size,
+            pad_block=num_blocks,
+        )
+    elif method is not None:
+        speculation = Speculation(
+            select_proposer(method),
+            batch_state,
+            sampler,
+            DraftLengths(method.max_drafts, costs=None),
+            AcceptanceCounts(counters.add),
+        )
     runner = ModelRunner(
         model,
         backend,
@@ -200,9 +269,11 @@ def make_runner(
         compared_ranks=loaded.groups.tensor if loaded.config.parallel.compare_ranks else SINGLE,
         link=loaded.link,
         agreement=Agreement(loaded.groups.stage_host),
+        speculation=speculation,
+        device_speculation=device_speculation,
     )
     runner.lora = loaded.lora
-    return Components(runner, graphs, buffers, cache, states)
+    return Components(runner, graphs, buffers, cache, states, speculation)
 
 
 def _num_requests(loaded: LoadedModel) -> int:
@@ -263,6 +334,12 @@ def _choose_rings(loaded: LoadedModel) -> int:
         return 0
     windows = [window for window in model.cache_windows() if window is not None]
     if not windows:
+        return 0
+    if config.speculation.choose() is not None:
+        logger.info(
+            "Window caches: layers with a window cache the whole context, since a rejected draft "
+            "would overwrite a token of the window"
+        )
         return 0
     if loaded.link.stage.size > 1:
         logger.info(

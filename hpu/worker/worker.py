@@ -389,6 +389,11 @@ class Worker:
             # Idle moments of coupled engines differ.
             while warmup.num_later:
                 prepared += warmup.prepare_next()
+        method = config.speculation.choose()
+        if components.speculation is not None and method is not None and method.adaptive:
+            assert isinstance(runner, ModelRunner), "the runner of a generating model"
+            max_rows = config.scheduler.max_num_seqs * (1 + method.max_drafts)
+            components.speculation.lengths.costs = runner.measure_decodes(max_rows)
         warmup_s = time.perf_counter() - start
         if self._diagnostics is not None:
             self._diagnostics.reset()
@@ -415,6 +420,7 @@ class Worker:
             driver=backend.driver,
             software=backend.software,
             contiguous=loaded.contiguous,
+            max_tokens_per_step=1 if method is None else 1 + method.max_drafts,
             pooling=None if loaded.pooler is None else loaded.pooler.facts,
             prefill_launch_tokens=0 if loaded.pads else backend.prefill_launch_tokens,
         )

@@ -25,6 +25,12 @@ COMPILE_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000)
 
 
+SPEC_DECODE = (
+    ("num_drafts", "Drafts of one or more tokens, each of one request in one step."),
+    ("num_draft_tokens", "Draft tokens that decodes verified."),
+    ("num_accepted_tokens", "Draft tokens that were accepted."),
+)
+"""(name in EngineStats.spec_decode, text)"""
 RANK_GAUGES = (
     ("weight_bytes", "hpu_rank_weights_bytes", "The weights of a rank."),
     ("kv_bytes", "hpu_rank_kv_cache_bytes", "The KV cache of a rank."),
@@ -121,6 +127,7 @@ class _EngineMetrics:
         if stats.max_loras:
             yield from self._adapters(stats)
         yield from self._launches(stats)
+        yield from self._speculation(stats.spec_decode)
         yield from self._device(stats)
         yield from self._warmup()
 
@@ -257,6 +264,19 @@ class _EngineMetrics:
             "Lookups in the runtime's cache of compiled recipes.",
             ("result",),
             {(result,): stats.recipes.get(result, 0) for result in ("hit", "miss")},
+        )
+
+    def _speculation(self, counts: Mapping[str, int]) -> Iterator[Metric]:
+        for name, text in SPEC_DECODE:
+            value = counts.get(name, 0)
+            yield self._counters(f"vllm:spec_decode_{name}", text, (), {(): value})
+        prefix = "accepted."
+        positions = sorted(int(n.removeprefix(prefix)) for n in counts if n.startswith(prefix))
+        yield self._counters(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted draft tokens by their position behind the last known token.",
+            ("position",),
+            {(str(position),): counts[f"{prefix}{position}"] for position in positions},
         )
 
     def _device(self, stats: EngineStats) -> Iterator[Metric]:

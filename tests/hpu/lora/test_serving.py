@@ -172,3 +172,26 @@ def test_adapters_are_read_again_after_a_sleep(tmp_path: Path) -> None:
         after = answer()
 
     assert before == after
+
+
+def test_drafts_are_verified_by_the_adapter_of_their_request(tmp_path: Path) -> None:
+    base = make_tiny("llama", tmp_path / "base")
+    folders = [write_adapter(tmp_path / name, base, seed=ord(name)) for name in "ab"]
+    settings = {**CPU, "enable_lora": True, "max_loras": 2}
+    settings["lora_modules"] = [f"{folder.name}={folder}" for folder in folders]
+    prompts = ["abcabcabcabc", "abc", "Hello Hello Hello", "x"]
+    requests = [LoRARequest("a", 1), None, LoRARequest("b", 2), LoRARequest("a", 1)]
+    greedy = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+    drafts = {"speculative_config": {**ngram, "adaptive": False}}
+    found = []
+    for more in ({}, drafts):
+        with LLM(str(base), **settings, **more) as llm:
+            outputs = llm.generate(prompts, greedy, use_tqdm=False, lora_request=requests)
+            found.append([output.outputs[0].token_ids for output in outputs])
+            stats = llm._client.stats
+
+    assert found[0] == found[1]
+    assert stats.spec_decode["num_accepted_tokens"] > 0
+    with pytest.raises(Exception, match="enable_lora and speculative_config are both on"):
+        LLM(str(base), **{**CARD, **settings, "device": "hpu-emulator"}, **drafts)

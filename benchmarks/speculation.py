@@ -1,0 +1,128 @@
+"""Tokens a second with and without speculation, offline on this machine's CPU.
+
+    python benchmarks/speculation.py [--model demo] [--drafts 8] [--out FILE.json]
+
+Workloads: edits and quotes of a text in the prompt, greedily with one stream
+(`benchmarks/quoting.json`, which `gaudiserve bench` users may send as well); and drafts that are
+always wrong, with 1 and 32 streams, against random prompts. The engines without and with
+speculation take turns. Run nothing else at the same time.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from config.checkpoint.demo import fetch_demo
+from config.params.sampling import SamplingParams
+from config.params.speculation import SpeculationMethod
+from gaudiserve import LLM
+from hpu.spec_decode.base import Proposal, Proposer, Tokens
+from hpu.spec_decode.select import select_proposer
+from hpu.worker import build
+
+QUOTING = Path(__file__).with_name("quoting.json")
+
+
+class WrongProposer:
+    """Drafts that agree with nothing, as confident as a long match."""
+
+    def __init__(self) -> None:
+        self._rng = random.Random(1)
+
+    def add_request(self, req_index: int, tokens: Tokens) -> None:
+        return
+
+    def remove_request(self, req_index: int) -> None:
+        return
+
+    def propose(
+        self, req_indices: Sequence[int], histories: Sequence[Tokens], limits: Sequence[int]
+    ) -> list[Proposal]:
+        return [Proposal([self._rng.randrange(1000, 9000)] * limit, 8) for limit in limits]
+
+
+def propose_wrong(method: SpeculationMethod) -> Proposer:
+    """In place of `select_proposer`."""
+    return WrongProposer()
+
+
+def make(model: str, drafts: int, *, is_wrong: bool = False) -> LLM:
+    flags: dict[str, Any] = {"max_model_len": 2048, "enable_prefix_caching": False}
+    if drafts:
+        flags["speculative_config"] = {"method": "ngram", "num_speculative_tokens": drafts}
+    with patch.object(build, "select_proposer", propose_wrong if is_wrong else select_proposer):
+        return LLM(model, **flags)
+
+
+def quote(llm: LLM) -> tuple[int, float]:
+    """(tokens, seconds) of all prompts, one after the other."""
+    tokens, start = 0, time.perf_counter()
+    for one in json.loads(QUOTING.read_text(encoding="utf-8")):
+        messages: Any = [{"role": "user", "content": f"{one['task']}\n\n{one['text']}"}]
+        params = SamplingParams(temperature=0, max_tokens=256)
+        (output,) = llm.chat([messages], params, use_tqdm=False)
+        tokens += len(output.outputs[0].token_ids)
+    return tokens, time.perf_counter() - start
+
+
+def stream(llm: LLM, num_streams: int, num_tokens: int) -> tuple[int, float]:
+    """(tokens, seconds) of random prompts at once."""
+    rng = random.Random(2)
+    prompts = [[rng.randrange(1000, 9000) for _ in range(64)] for _ in range(num_streams)]
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    return sum(len(output.outputs[0].token_ids) for output in outputs), seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--drafts", type=int, default=8)
+    parser.add_argument("--only", default="", help="run the workloads whose names contain this")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    model = fetch_demo(progress=False) if args.model == "demo" else args.model
+    plain, drafting = make(model, 0), make(model, args.drafts)
+    wrong = make(model, args.drafts, is_wrong=True)
+    results: dict[str, dict[str, float]] = {}
+    for name, other, run in (
+        ("edits and quotes, 1 stream", drafting, quote),
+        ("wrong drafts, 1 stream", wrong, lambda llm: stream(llm, 1, 256)),
+        ("wrong drafts, 32 streams", wrong, lambda llm: stream(llm, 32, 64)),
+    ):
+        if args.only not in name:
+            continue
+        rates: dict[str, list[float]] = {"without": [], "with": []}
+        for turn in range(args.turns + 1):
+            for key, llm in (("without", plain), ("with", other)):
+                tokens, seconds = run(llm)
+                # The first turn warms up.
+                if turn:
+                    rates[key].append(tokens / seconds)
+        medians = {key: statistics.median(values) for key, values in rates.items()}
+        medians["ratio"] = medians["with"] / medians["without"]
+        results[name] = medians
+        print(name, {key: round(value, 3) for key, value in medians.items()}, flush=True)
+    print(drafting._client.stats.spec_decode)
+    for llm in (plain, drafting, wrong):
+        llm.close()
+    if args.out is not None:
+        args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""DraftLengths: how many drafts of each request a launch verifies.
+
+A draft costs one more row of the launch and brings a token if it and all drafts before it are
+accepted. So the number of drafts that gives the most tokens a second depends on how likely they
+are, and on what a row costs beside the rows that are there.
+"""
+
+from collections.abc import Sequence
+
+from hpu.spec_decode.base import Proposal
+from hpu.spec_decode.launch_costs import LaunchCosts
+
+NUM_LEVELS = 7
+"""Levels of confidence: 0, 1, 2-3, 4-7, 8-15, 16-31, 32 and more tokens that agreed."""
+DECAY = 0.9
+"""Weight of older drafts in an acceptance rate, a draft."""
+FIRST_RATES = (0.5, 0.5, 0.6, 0.7, 0.8, 0.9, 0.9)
+"""Acceptance of drafts of each level before any was verified."""
+FIRST_WEIGHT = 2.0
+"""Drafts that the first rate counts for."""
+SHARED_DECAY = 0.98
+MIN_PAUSE, MAX_PAUSE = 16, 256
+"""Launches without drafts after which a request whose drafts were not worth their rows tries one
+again; doubled each time."""
+MIN_GAIN = 1.01
+"""By what factor more tokens a second are expected for the drafts to be verified: the estimates of
+cost and acceptance are not exact."""
+
+
+TRY_SHARE = 0.005
+"""Share of the time that tries may take."""
+MAX_SAVED = 200
+"""Launches whose share may be saved."""
+
+
+class AcceptanceRates:
+    """How often drafts of each level of confidence were accepted, of those whose predecessors
+    were; older ones count less."""
+
+    def __init__(self, rates: Sequence[float], weight: float, decay: float) -> None:
+        self._decay = decay
+        self._accepted = [weight * rate for rate in rates]
+        self._total = [weight] * len(rates)
+
+    def __getitem__(self, level: int) -> float:
+        return self._accepted[level] / self._total[level]
+
+    def add(self, level: int, is_accepted: bool) -> None:
+        """A draft was verified."""
+        self._accepted[level] = self._accepted[level] * self._decay + is_accepted
+        self._total[level] = self._total[level] * self._decay + 1
+
+
+class _State:
+    """One request."""
+
+    __slots__ = ("is_trying", "levels", "pause", "rates", "wait")
+
+    def __init__(self, rates: Sequence[float]) -> None:
+        self.rates = AcceptanceRates(rates, FIRST_WEIGHT, DECAY)
+        self.pause = MIN_PAUSE
+        self.wait = 0
+        """Launches until the next try; 0 while drafts are worth their rows."""
+        self.is_trying = False
+        self.levels: list[int] = []
+        """Of the drafts that are being verified."""
+
+
+class DraftLengths:
+    """Statistics of the live requests, and the choice of drafts for a launch. A new request starts
+    with the rates of all requests before it. All ranks that see the same tokens choose the same.
+    `costs` None: all drafts are verified."""
+
+    def __init__(self, max_drafts: int, costs: LaunchCosts | None) -> None:
+        self._max_drafts = max_drafts
+        self.costs = costs
+        self._shared = AcceptanceRates(FIRST_RATES, FIRST_WEIGHT, SHARED_DECAY)
+        self._states: dict[int, _State] = {}
+        self._saved_s = 0.0
+        """Time that tries may take."""
+
+    def begin_launch(self, num_requests: int) -> None:
+        """Called once for each launch, before `wanted`."""
+        if self.costs is not None:
+            share = TRY_SHARE * self.costs.seconds(num_requests)
+            self._saved_s = min(self._saved_s + share, MAX_SAVED * share)
+
+    def add_request(self, req_index: int) -> None:
+        """A request starts."""
+        self._states[req_index] = _State([self._shared[level] for level in range(NUM_LEVELS)])
+
+    def remove_request(self, req_index: int) -> None:
+        """A request ends."""
+        self._states.pop(req_index, None)
+
+    def wanted(self, req_index: int) -> int:
+        """How many drafts are proposed for the request in this launch: 0 while it pauses, 1 when
+        it tries again."""
+        state = self._states[req_index]
+        if self.costs is None or state.wait == 0:
+            return 1 if state.is_trying else self._max_drafts
+        state.wait -= 1
+        state.is_trying = state.wait == 0
+        return int(state.is_trying)
+
+    def choose(self, req_indices: Sequence[int], proposals: Sequence[Proposal]) -> list[int]:
+        """How many of the proposed drafts of each request a launch verifies."""
+        chosen = [len(proposal.tokens) for proposal in proposals]
+        if not any(chosen):
+            return chosen
+        states = [self._states[req_index] for req_index in req_indices]
+        gains = []
+        for i, (state, proposal) in enumerate(zip(states, proposals, strict=True)):
+            state.levels = [
+                min((proposal.confidence + position).bit_length(), NUM_LEVELS - 1)
+                for position in range(chosen[i])
+            ]
+            gain = 1.0
+            for level in state.levels:
+                gain *= state.rates[level]
+                gains.append((-gain, i))
+        if self.costs is None:
+            return chosen
+        # The likeliest first; those of one request stay in order.
+        gains.sort()
+        num_worth = _num_worth(gains, len(req_indices), self.costs)
+        proposed, chosen = chosen, [0] * len(chosen)
+        for _, i in gains[:num_worth]:
+            chosen[i] += 1
+        for i, state in enumerate(states):
+            if state.is_trying:
+                chosen[i] = proposed[i] if self._may_try(proposed[i], sum(chosen), states) else 0
+            elif proposed[i] and not chosen[i]:
+                state.wait = state.pause
+        return chosen
+
+    def _may_try(self, count: int, num_chosen: int, states: Sequence[_State]) -> bool:
+        """Whether the time for `count` drafts more is saved, which is then taken."""
+        assert self.costs is not None
+        rows = len(states) + num_chosen
+        needed = self.costs.seconds(rows + count) - self.costs.seconds(rows)
+        if not count or needed > self._saved_s:
+            return False
+        self._saved_s -= needed
+        return True
+
+    def verified(self, req_index: int, num_drafts: int, num_accepted: int) -> None:
+        """A launch verified `num_drafts` of the request, and accepted the first `num_accepted`."""
+        state = self._states[req_index]
+        for position, level in enumerate(state.levels[: min(num_accepted + 1, num_drafts)]):
+            state.rates.add(level, position < num_accepted)
+            self._shared.add(level, position < num_accepted)
+        if state.is_trying:
+            state.is_trying = False
+            if num_accepted:
+                self._states[req_index] = _State(FIRST_RATES)
+            else:
+                state.pause = min(2 * state.pause, MAX_PAUSE)
+                state.wait = state.pause
+
+
+def _num_worth(gains: Sequence[tuple[float, int]], num_requests: int, costs: LaunchCosts) -> int:
+    """How many of the drafts, the likeliest first, give the most tokens a second."""
+    tokens = float(num_requests)
+    fastest = MIN_GAIN * tokens / costs.seconds(num_requests)
+    num_worth = 0
+    for number, (gain, _) in enumerate(gains, 1):
+        tokens -= gain
+        speed = tokens / costs.seconds(num_requests + number)
+        if speed > fastest:
+            fastest, num_worth = speed, number
+    return num_worth

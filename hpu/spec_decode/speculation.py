@@ -1,0 +1,179 @@
+"""Speculation: drafts for a decode, and the tokens that its logits accept, on a device that shares
+the host's memory: there the host knows all tokens of the launches before.
+
+A draft is accepted if it is the token that the sampler draws at its position. That loses nothing:
+each token is drawn by the target's distribution with the random number of its position, so a seed
+gives the tokens that it gives without drafts. For drafts that are one token each, the probability
+that a draft is accepted is the one of rejection sampling.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hpu.protocol import Launch, NewRequest
+from hpu.sampling.logprobs import TopLogprobs
+from hpu.sampling.sampler import Sampler
+from hpu.spec_decode.acceptance_counts import AcceptanceCounts
+from hpu.spec_decode.base import NOTHING, Proposer, Tokens
+from hpu.spec_decode.draft_lengths import DraftLengths
+from hpu.spec_decode.drafts import Drafts
+
+
+class Histories(Protocol):
+    """The tokens of the live requests (hpu/runner/batch_state.py)."""
+
+    def tokens(self, req_index: int) -> Tokens:
+        """All known tokens of a request."""
+        ...
+
+    def draft_capacity(self, req_index: int) -> int:
+        """Draft tokens that there is room for."""
+        ...
+
+
+class Verified(NamedTuple):
+    """Tokens that a launch accepted."""
+
+    tokens: list[list[int]]
+    """Of each request: its accepted drafts, then one token more; -1 where logits were not
+    finite."""
+    logprobs: TopLogprobs | None
+    """Of all tokens, request by request; None when no request asked."""
+
+
+class Speculation:
+    """Drafts tokens, and verifies them with the sampler that all decodes use."""
+
+    def __init__(
+        self,
+        proposer: Proposer,
+        histories: Histories,
+        sampler: Sampler,
+        lengths: DraftLengths,
+        counts: AcceptanceCounts,
+    ) -> None:
+        self._proposer = proposer
+        self._histories = histories
+        self._sampler = sampler
+        self._counts = counts
+        self.lengths = lengths
+        self._masked: set[int] = set()
+        """Requests with a grammar: the bitmask of the next token alone is known."""
+
+    def add_request(self, new: NewRequest) -> None:
+        """A request starts, new or after a preemption."""
+        self.lengths.add_request(new.req_index)
+        self._proposer.add_request(new.req_index, self._histories.tokens(new.req_index))
+        if new.sampling.masked:
+            self._masked.add(new.req_index)
+
+    def remove_request(self, req_index: int) -> None:
+        """A request has ended, or is preempted."""
+        self._proposer.remove_request(req_index)
+        self.lengths.remove_request(req_index)
+        self._masked.discard(req_index)
+
+    def draft(self, launch: Launch) -> Drafts:
+        """The drafts that a decode verifies."""
+        req_indices = launch.req_indices
+        state, lengths, masked = self._histories, self.lengths, self._masked
+        lengths.begin_launch(len(req_indices))
+        proposals = [NOTHING] * len(req_indices)
+        asked, limits = [], []
+        for i, req_index in enumerate(req_indices):
+            if req_index in masked or not (wanted := lengths.wanted(req_index)):
+                continue
+            limit = min(wanted, state.draft_capacity(req_index))
+            if limit > 0:
+                asked.append(i)
+                limits.append(limit)
+        if not asked:
+            return Drafts(req_indices, [proposal.tokens for proposal in proposals])
+        indices = [req_indices[i] for i in asked]
+        histories = [state.tokens(req_index) for req_index in indices]
+        found = self._proposer.propose(indices, histories, limits)
+        for i, proposal in zip(asked, found, strict=True):
+            proposals[i] = proposal
+        chosen = lengths.choose(req_indices, proposals)
+        pairs = zip(proposals, chosen, strict=True)
+        return Drafts(req_indices, [proposal.tokens[:count] for proposal, count in pairs])
+
+    def verify(self, drafts: Drafts, chosen: Tensor | None, logits: Tensor | None) -> Verified:
+        """The tokens of a launch with `drafts`: by `chosen` (rows,), the most likely tokens, if
+        all requests take these, else by `logits` (rows, V)."""
+        logprobs = None
+        if chosen is None:
+            assert logits is not None
+            if self._sampler.all_greedy(drafts.req_indices):
+                chosen = self._sampler.greedy(logits)
+        if chosen is not None:
+            accepted = _accept(drafts, chosen.tolist())
+        else:
+            assert logits is not None
+            accepted, logprobs = self._sample(drafts, logits)
+        self._count(drafts, accepted)
+        return Verified(accepted, logprobs)
+
+    def _sample(self, drafts: Drafts, logits: Tensor) -> tuple[list[list[int]], TopLogprobs | None]:
+        """Sample position by position, those requests whose drafts so far were accepted: so the
+        sampler's penalties and random numbers follow accepted tokens alone."""
+        counts = drafts.counts
+        starts = np.cumsum([0, *counts[:-1]])
+        accepted: list[list[int]] = [[] for _ in counts]
+        parts: list[tuple[list[int], TopLogprobs]] = []
+        alive = list(range(len(counts)))
+        for position in range(max(counts)):
+            rows = starts[alive] + position
+            part = logits if len(rows) == len(logits) else logits[torch.from_numpy(rows)]
+            sampled = self._sampler.sample(part, [drafts.req_indices[i] for i in alive])
+            if sampled.logprobs is not None:
+                parts.append((alive, sampled.logprobs))
+            following = []
+            for i, token in zip(alive, sampled.tokens.tolist(), strict=True):
+                accepted[i].append(token)
+                if position < len(drafts.tokens[i]) and drafts.tokens[i][position] == token:
+                    following.append(i)
+            alive = following
+            if not alive:
+                break
+        return accepted, _in_order(parts, len(counts))
+
+    def _count(self, drafts: Drafts, accepted: Sequence[Sequence[int]]) -> None:
+        for req_index, tokens, found in zip(*drafts, accepted, strict=True):
+            if tokens:
+                self.lengths.verified(req_index, len(tokens), len(found) - 1)
+                self._counts.add(len(tokens), len(found) - 1)
+
+
+def _accept(drafts: Drafts, chosen: list[int]) -> list[list[int]]:
+    """The drafts that agree with `chosen`, the token of each row, and the token that follows."""
+    accepted = []
+    start = 0
+    for tokens in drafts.tokens:
+        count = 0
+        while count < len(tokens) and tokens[count] == chosen[start + count]:
+            count += 1
+        accepted.append(chosen[start : start + count + 1])
+        start += 1 + len(tokens)
+    return accepted
+
+
+def _in_order(parts: list[tuple[list[int], TopLogprobs]], num_requests: int) -> TopLogprobs | None:
+    """Log-probabilities of each position's requests as those of all tokens, request by request."""
+    if not parts:
+        return None
+    width = max(top.k for _, top in parts) + 1
+    columns = [
+        [functional.pad(x, (0, width - x.shape[1])) for x in (top.ids, top.values)]
+        for _, top in parts
+    ]
+    ids, values = (torch.cat(column) for column in zip(*columns, strict=True))
+    ranks = torch.cat([top.ranks for _, top in parts])
+    requests = np.concatenate([np.array(alive) for alive, _ in parts])
+    order = torch.from_numpy(np.argsort(requests, kind="stable"))
+    return TopLogprobs(ids[order], values[order], ranks[order])

@@ -1,0 +1,85 @@
+"""Speculation on the strict emulated card, with two steps in flight: the answers are the CPU's
+without speculation, and nothing is compiled or falls back after the warm-up."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import VOCAB_SIZE, make_tiny
+
+from config.params.sampling import SamplingParams
+from engine.transport.messages import EngineStats
+from gaudiserve import LLM
+
+SHAPE: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 128,
+    "skip_tokenizer_init": True,
+}
+CARD: dict[str, Any] = {
+    "device": "hpu-emulator",
+    "emulator_strict": True,
+    "emulator_late_copy": 0.002,
+    "executor": "uni",
+    "block_size": 16,
+    "num_gpu_blocks_override": 40,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "max_prefill_batch": 2,
+    "bucketing_strategy": "exponential",
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 3,
+    },
+}
+
+
+def requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts that repeat themselves; greedy and other answers."""
+    rng = random.Random(3)
+    prompts, params = [], []
+    for _ in range(count):
+        part = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 12))]
+        prompts.append((part * rng.randint(1, 5))[:60])
+        options: dict[str, Any] = rng.choice(
+            [
+                *({}, {}, {}, {}),
+                {"temperature": 0.5, "seed": rng.randrange(99)},
+                {"frequency_penalty": 0.3},
+                {"logprobs": 2},
+                {"min_tokens": 5, "stop_token_ids": [*range(0, VOCAB_SIZE, 7)]},
+            ]
+        )
+        limit = rng.randint(1, 40)
+        params.append(SamplingParams(**{"temperature": 0, "max_tokens": limit, **options}))
+    return prompts, params
+
+
+def run(folder: Path, count: int, **flags: Any) -> tuple[list[Any], EngineStats]:
+    prompts, params = requests(count)
+    with LLM(str(folder), **{**SHAPE, **flags}) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        choices = [output.outputs[0] for output in outputs]
+        found = [(c.token_ids, c.finish_reason, len(c.logprobs or ())) for c in choices]
+        return found, llm._client.stats
+
+
+@pytest.mark.parametrize(
+    "mode", ["hpu-graphs", pytest.param("torch-compile", marks=pytest.mark.slow)]
+)
+def test_the_card_gives_the_tokens_of_the_cpu_and_compiles_nothing(
+    mode: str, tmp_path: Path
+) -> None:
+    folder = make_tiny("llama", tmp_path, num_hidden_layers=1)
+    expected, _ = run(folder, 60, device="cpu")
+
+    found, after = run(folder, 60, execution_mode=mode, **CARD)
+
+    assert found == expected
+    assert after.spec_decode["num_accepted_tokens"] > 50
+    while_serving = [name for name in after.compilations if not name.endswith(".warmup")]
+    assert after.compilations and while_serving == []
+    assert (after.recompilations, after.cpu_fallbacks) == (0, 0)

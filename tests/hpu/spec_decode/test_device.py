@@ -1,0 +1,35 @@
+"""Drafts by tensor operations are those of the host's search."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from config.params.speculation import SpeculationMethod
+from hpu.spec_decode.device import lookup
+from hpu.spec_decode.ngram import lookup as lookup_on_host
+
+LENGTH = 40
+
+
+@pytest.mark.parametrize("shortest", [1, 2])
+@pytest.mark.parametrize("vocab_size", [2, 4])
+def test_the_device_drafts_what_the_host_does(shortest: int, vocab_size: int) -> None:
+    rng = random.Random(5)
+    method = SpeculationMethod("ngram", 5, 3, shortest)
+    histories = [
+        [rng.randrange(vocab_size) for _ in range(rng.randint(1, LENGTH))] for _ in range(200)
+    ]
+    known = torch.zeros(len(histories), LENGTH, dtype=torch.int32)
+    for row, history in zip(known, histories, strict=True):
+        row[: len(history)] = torch.tensor(history)
+        # What lies behind the known tokens is of another request.
+        row[len(history) :] = rng.randrange(vocab_size)
+    last = torch.tensor([len(history) - 1 for history in histories], dtype=torch.int32)
+
+    drafts, is_found = lookup(known, last, method)
+
+    for history, found, is_any in zip(histories, drafts.tolist(), is_found.tolist(), strict=True):
+        expected = lookup_on_host(np.array(history, np.uint32), 3, shortest, 5).tokens
+        assert (found if is_any else []) == expected

@@ -1,0 +1,103 @@
+"""How many drafts are verified: as many as give the most tokens a second."""
+
+import random
+
+import pytest
+
+from hpu.spec_decode.base import Proposal
+from hpu.spec_decode.draft_lengths import MAX_PAUSE, DraftLengths
+from hpu.spec_decode.launch_costs import LaunchCosts, measure
+
+FREE = LaunchCosts([1, 64], [1.0, 1.0001])
+DEAR = LaunchCosts([1, 64], [1.0, 64.0])
+FIFTH = LaunchCosts([1, 64], [1.0, 1.0 + 63 * 0.2])
+
+
+def simulate(
+    costs: LaunchCosts, probability: float, *, num_requests: int = 1, num_tokens: int = 400
+) -> float:
+    """Tokens a second with drafts that are right with `probability`, beside those without."""
+    rng = random.Random(1)
+    lengths = DraftLengths(5, costs)
+    for index in range(num_requests):
+        lengths.add_request(index)
+    tokens, seconds = 0, 0.0
+    indices = list(range(num_requests))
+    while tokens < num_requests * num_tokens:
+        lengths.begin_launch(num_requests)
+        proposals = [Proposal([0] * lengths.wanted(index), 4) for index in indices]
+        chosen = lengths.choose(indices, proposals)
+        seconds += costs.seconds(num_requests + sum(chosen))
+        for index, count in zip(indices, chosen, strict=True):
+            accepted = 0
+            while accepted < count and rng.random() < probability:
+                accepted += 1
+            tokens += 1 + accepted
+            if count:
+                lengths.verified(index, count, accepted)
+    return tokens / seconds / (num_requests / costs.seconds(num_requests))
+
+
+@pytest.mark.parametrize("num_requests", [1, 32])
+@pytest.mark.parametrize("costs", [FREE, FIFTH, DEAR])
+def test_wrong_drafts_cost_next_to_nothing(costs: LaunchCosts, num_requests: int) -> None:
+    assert simulate(costs, 0.0, num_requests=num_requests) > 0.97
+
+
+def test_right_drafts_pay_where_rows_are_cheap() -> None:
+    assert simulate(FIFTH, 1.0) > 2.5
+    assert simulate(FREE, 0.9) > 3.5
+    assert simulate(FREE, 0.9, num_requests=32) > 3.0
+
+
+@pytest.mark.parametrize("probability", [0.2, 0.5, 0.8, 1.0])
+@pytest.mark.parametrize("num_requests", [1, 32])
+def test_no_drafts_lose_where_a_row_costs_a_launch(probability: float, num_requests: int) -> None:
+    assert simulate(DEAR, probability, num_requests=num_requests) > 0.97
+
+
+def test_a_request_that_begins_to_quote_is_noticed() -> None:
+    lengths = DraftLengths(5, FIFTH)
+    lengths.add_request(0)
+    for _ in range(300):
+        lengths.begin_launch(1)
+        count = lengths.choose([0], [Proposal([0] * lengths.wanted(0), 4)])[0]
+        lengths.verified(0, count, 0)
+
+    counts = []
+    for _ in range(MAX_PAUSE + 50):
+        lengths.begin_launch(1)
+        count = lengths.choose([0], [Proposal([0] * lengths.wanted(0), 4)])[0]
+        lengths.verified(0, count, count)
+        counts.append(count)
+
+    assert counts[-1] == 5
+
+
+def test_without_costs_all_drafts_are_verified() -> None:
+    lengths = DraftLengths(5, None)
+    lengths.add_request(3)
+    for _ in range(50):
+        assert lengths.wanted(3) == 5
+        assert lengths.choose([3], [Proposal([1, 2, 3])]) == [3]
+        lengths.verified(3, 3, 0)
+
+
+def test_costs_are_interpolated_never_fall_and_can_be_sent() -> None:
+    costs = LaunchCosts([1, 2, 4], [1.0, 0.5, 2.0])
+
+    again = LaunchCosts.decoded(costs.encoded())
+
+    assert [again.seconds(rows) for rows in (1, 2, 3, 4, 6)] == [0.5, 0.5, 1.25, 2.0, 3.5]
+
+
+def test_launches_are_measured_up_to_the_most_rows() -> None:
+    calls: list[int] = []
+
+    costs = measure(calls.append, 7)
+
+    assert set(calls) == {1, 2, 3, 4, 5, 6, 7}
+    assert costs.seconds(7) >= costs.seconds(1)
+    calls.clear()
+    measure(calls.append, 7, budget_s=0.0)
+    assert calls == [1, 2]
