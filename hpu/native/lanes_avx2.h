@@ -267,29 +267,56 @@ inline Factor repeat(const Input* pair, int turn) { return set1(pair[turn]); }
 
 inline Lanes dot(Lanes sum, Factor a, Factor b) { return fmadd(a, b, sum); }
 
-inline Lanes int4(Words words, int place) {
+inline Words no_words() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline void store(int16_t* to, Words words) {
+  _mm256_storeu_si256((__m256i*)to, words.low);
+  _mm256_storeu_si256((__m256i*)(to + 16), words.high);
+}
+inline Words repeat_word(int32_t word) { return {_mm256_set1_epi32(word), _mm256_set1_epi32(word)}; }
+inline Lanes to_lanes(Words words) {
+  return {_mm256_cvtepi32_ps(words.low), _mm256_cvtepi32_ps(words.high)};
+}
+
+inline Words dot(Words sum, Words a, Words b) {
+  sum.low = _mm256_add_epi32(sum.low, _mm256_madd_epi16(a.low, b.low));
+  sum.high = _mm256_add_epi32(sum.high, _mm256_madd_epi16(a.high, b.high));
+  // Compilers add integers in another order, which takes more registers than there are.
+  asm volatile("" : "+x"(sum.low), "+x"(sum.high));
+  return sum;
+}
+
+inline Words int4_pair(Words words, int pair) {
   const auto of = [&](__m256i half) {
-    return _mm256_cvtepi32_ps(
-        _mm256_and_si256(_mm256_srli_epi32(half, 4 * place), _mm256_set1_epi32(15)));
+    return _mm256_and_si256(_mm256_srli_epi16(half, 4 * pair), _mm256_set1_epi16(15));
   };
   return {of(words.low), of(words.high)};
 }
 
-inline Factor int4_factor(Words words, int pair, int turn) { return int4(words, pair + 4 * turn); }
-
-inline Lanes fp4(Words words, int place) {
-  const __m256 numbers = _mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f);
-  // The lookup uses three bits, and the fourth one is the sign.
-  const __m256i sign = _mm256_set1_epi32(int32_t(0x80000000));
+inline Words fp4_pair(Words words, int pair) {
+  // The lookup fills the high bytes: the low ones look up zero.
+  const __m256i numbers = _mm256_broadcastsi128_si256(
+      _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
   const auto of = [&](__m256i half) {
-    const __m256 size = _mm256_permutevar8x32_ps(numbers, _mm256_srli_epi32(half, 4 * place));
-    const __m256i minus = _mm256_and_si256(_mm256_slli_epi32(half, 28 - 4 * place), sign);
-    return _mm256_or_ps(size, _mm256_castsi256_ps(minus));
+    const __m256i moved =
+        pair < 2 ? _mm256_slli_epi16(half, 8 - 4 * pair) : _mm256_srli_epi16(half, 4 * pair - 8);
+    const __m256i places = _mm256_and_si256(moved, _mm256_set1_epi16(0x0f00));
+    return _mm256_srai_epi16(_mm256_shuffle_epi8(numbers, places), 8);
   };
   return {of(words.low), of(words.high)};
 }
 
-inline Factor fp4_factor(Words words, int pair, int turn) { return fp4(words, pair + 4 * turn); }
+inline Words int8_pair(const uint8_t* from) {
+  const __m128i first = _mm_loadu_si128((const __m128i*)from);
+  const __m128i second = _mm_loadu_si128((const __m128i*)(from + 16));
+  return {_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(first, second)),
+          _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(first, second))};
+}
+
+inline void store_int16(int16_t* to, Lanes value) {
+  const __m256i words =
+      _mm256_packs_epi32(_mm256_cvtps_epi32(value.low), _mm256_cvtps_epi32(value.high));
+  _mm256_storeu_si256((__m256i*)to, _mm256_permute4x64_epi64(words, 0xd8));
+}
 
 inline void split(const bf16* token, const bf16*, Factor& low, Factor& high) {
   low = factor(token, 0), high = factor(token, 1);

@@ -64,12 +64,6 @@ inline Lanes load_powers(const uint8_t* from) {
   return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_slli_epi32(bytes, 23), least));
 }
 
-inline Lanes fp4(Words words, int place) {
-  const __m512 numbers = _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f,
-                                        -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
-  return _mm512_permutexvar_ps(_mm512_srli_epi32(words, 4 * place), numbers);
-}
-
 inline Lanes nearest(Lanes x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT); }
 inline Lanes fraction(Lanes x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF); }
 inline Lanes scale(Lanes x, Lanes by) { return _mm512_scalef_ps(x, by); }
@@ -167,6 +161,12 @@ inline Factor fp4_factor(Words words, int pair, int) {
                                           _mm512_load_si512(numbers));
 }
 
+inline Lanes fp4(Words words, int place) {
+  const __m512 numbers = _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f,
+                                        -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
+  return _mm512_permutexvar_ps(_mm512_srli_epi32(words, 4 * place), numbers);
+}
+
 inline Lanes int4(Words words, int place) {
   const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   return _mm512_permutexvar_ps(_mm512_srli_epi32(words, 4 * place), numbers);
@@ -235,13 +235,41 @@ inline Factor repeat(const Input* pair, int turn) { return _mm512_set1_ps(pair[t
 
 inline Lanes dot(Lanes sum, Factor a, Factor b) { return _mm512_fmadd_ps(a, b, sum); }
 
-inline Lanes int4(Words words, int place) {
-  const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  return _mm512_permutexvar_ps(_mm512_srli_epi32(words, 4 * place), numbers);
+inline Words no_words() { return _mm512_setzero_si512(); }
+inline void store(int16_t* to, Words words) { _mm512_storeu_si512(to, words); }
+inline Words repeat_word(int32_t word) { return _mm512_set1_epi32(word); }
+inline Lanes to_lanes(Words words) { return _mm512_cvtepi32_ps(words); }
+
+inline Words dot(Words sum, Words a, Words b) {
+  sum = _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
+  // Compilers add integers in another order, which takes more registers than there are.
+  asm volatile("" : "+v"(sum));
+  return sum;
 }
 
-inline Factor int4_factor(Words words, int pair, int turn) { return int4(words, pair + 4 * turn); }
-inline Factor fp4_factor(Words words, int pair, int turn) { return fp4(words, pair + 4 * turn); }
+inline Words int4_pair(Words words, int pair) {
+  return _mm512_and_si512(_mm512_srli_epi16(words, 4 * pair), _mm512_set1_epi16(15));
+}
+
+inline Words fp4_pair(Words words, int pair) {
+  // Twice: the lookup uses five bits, of which four matter.
+  alignas(64) static const int16_t numbers[32] = {
+      0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12,
+      0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+  return _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * pair), _mm512_load_si512(numbers));
+}
+
+inline Words int8_pair(const uint8_t* from) {
+  const __m128i first = _mm_loadu_si128((const __m128i*)from);
+  const __m128i second = _mm_loadu_si128((const __m128i*)(from + 16));
+  const __m256i low = _mm256_castsi128_si256(_mm_unpacklo_epi8(first, second));
+  return _mm512_cvtepi8_epi16(
+      _mm256_inserti128_si256(low, _mm_unpackhi_epi8(first, second), 1));
+}
+
+inline void store_int16(int16_t* to, Lanes value) {
+  _mm256_storeu_si256((__m256i*)to, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(value)));
+}
 
 inline void split(const bf16* token, const bf16*, Factor& low, Factor& high) {
   low = factor(token, 0), high = factor(token, 1);

@@ -23,9 +23,20 @@
 // Factor         the operand of one turn
 // factor(w, t)   the numbers of turn t of 16 pairs; repeat(x, t): those of one pair of Input in all lanes
 // dot(c, a, b)   c plus the products of a turn
-// int4(w, i)     the i-th nibble of each word; int4_factor(w, i, t): the factor of pair i of four
-// fp4, fp4_factor  likewise, of 4-bit floats (e2m1); load_powers: 2^(byte - 127) of 16 bytes
+// load_powers    2^(byte - 127) of 16 bytes
 // MOST_SUMS      Lanes of sums that the registers hold beside factors
+//
+// Quantized weights, with BF16 instructions:
+//
+// int4(w, i)     the i-th nibble of each word; int4_factor(w, i, t): the factor of pair i of four
+// fp4, fp4_factor  likewise, of 4-bit floats (e2m1)
+//
+// Without them, where Words are also pairs of integers of 16 bits:
+//
+// dot(c, a, b)   c plus the sums of the products of pairs; no_words(): zero; repeat_word(w): one in all
+// int4_pair(w, i), fp4_pair(w, i)   pair i of four; of 4-bit floats twice the numbers
+// int8_pair      pairs of the i-th of 16 bytes and the i-th of the next 16
+// to_lanes       the words as float32; store_int16: of whole numbers, after rounding
 //
 // Sums over tokens take TOKENS tokens at once: `split` makes factors of 32 numbers of each, store_split
 // stores the sums of both in the order of the numbers; store_halves stores those of factors of Lanes,

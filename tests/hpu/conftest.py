@@ -32,6 +32,13 @@ def built(kernel_folder: Path) -> Iterator[Library]:
 
 
 @pytest.fixture
+def rounds_weights(built: Library) -> bool:
+    """Whether products of many rows round quantized weights to bfloat16. Without BF16 instructions
+    products of any number of rows are computed in integers, with unrounded weights."""
+    return built.instruction_set == "AVX512-BF16"
+
+
+@pytest.fixture
 def lone(built: Library) -> Iterator[Library]:
     """On one thread, as torch is then."""
     before = torch.get_num_threads()

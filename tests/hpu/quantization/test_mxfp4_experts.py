@@ -81,7 +81,9 @@ def test_ranks_keep_whole_blocks(inner: int, is_distributed: bool, tmp_path: Pat
 
 @torch.inference_mode()
 @pytest.mark.parametrize("rows", [1, 4, 40])
-def test_kernels_multiply_by_the_codes(rows: int, folder: Path, library: Library) -> None:
+def test_kernels_multiply_by_the_codes(
+    rows: int, folder: Path, library: Library, rounds_weights: bool
+) -> None:
     experts = experts_of(load_packed(str(folder)))[1]
     assert experts.w13_bias is not None and experts.w2_bias is not None
     experts.w13_bias.copy_(torch.randn(experts.w13_bias.shape))
@@ -105,7 +107,7 @@ def test_kernels_multiply_by_the_codes(rows: int, folder: Path, library: Library
     assert torch.allclose(found.float(), on_torch.float(), rtol=0.03, atol=0.03 * scale)
     # The codes and their powers of two are exact in bfloat16: only the order of sums differs.
     assert torch.allclose(found.float(), wide.float(), rtol=0.02, atol=0.01 * scale)
-    if rows == 40:
+    if rows == 40 and rounds_weights:
         assert torch.equal(found, wide)
 
 

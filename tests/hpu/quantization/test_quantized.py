@@ -46,7 +46,9 @@ def weight_of(kind: str) -> QuantizedWeight:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_are_those_of_the_dequantized_weight(kind: str, library: Library) -> None:
+def test_products_are_those_of_the_dequantized_weight(
+    kind: str, library: Library, rounds_weights: bool
+) -> None:
     weight = weight_of(kind)
     ours, torchs = PackedLinear(library, weight, None), quantized_linear(weight, None)
     exact = weight.dequantize(torch.float32)
@@ -57,6 +59,8 @@ def test_products_are_those_of_the_dequantized_weight(kind: str, library: Librar
 
         assert torch.allclose(ours(x).float(), expected, rtol=0.01, atol=0.01 * expected.std())
         sums = ours.multiply_float32(x)
+        if rows <= 4 or not rounds_weights:
+            assert torch.allclose(sums, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
         assert torch.equal(sums.bfloat16(), ours(x))
         assert torch.equal(ours.argmax(x), sums.argmax(1))
         assert torch.allclose(torchs(x).float(), expected, rtol=0.02, atol=0.02 * expected.std())
@@ -64,12 +68,62 @@ def test_products_are_those_of_the_dequantized_weight(kind: str, library: Librar
 
 @pytest.mark.parametrize("kind", ["int4", "Q8_0"])
 def test_products_of_many_rows_equal_those_of_the_bfloat16_weight(
-    kind: str, library: Library
+    kind: str, library: Library, rounds_weights: bool
 ) -> None:
+    if not rounds_weights:
+        pytest.skip("the weights are not rounded")
     weight, x = weight_of(kind), torch.randn(40, SIZE).bfloat16()
     wide = PackedLinear(library, weight.dequantize(torch.bfloat16), None)
 
     assert torch.equal(PackedLinear(library, weight, None)(x), wide(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 40])
+def test_an_outlier_among_the_inputs_costs_no_precision_elsewhere(
+    kind: str, rows: int, library: Library, rounds_weights: bool
+) -> None:
+    weight, x = weight_of(kind), torch.randn(rows, SIZE)
+    x[:, 40] *= 1000
+    x[:, 64:128] /= 2**20
+    x = x.bfloat16()
+    sums = PackedLinear(library, weight, None).multiply_float32(x)
+
+    exact = weight.dequantize(torch.float64)
+    expected, sizes = x.double() @ exact.T, x.double().abs() @ exact.T.abs()
+
+    # 2^-15 of the outlier, for the inputs that share its power of two; or the weights are rounded.
+    others = x.double().abs().amax(1, keepdim=True) * exact[:, 32:64].abs().sum(1)
+    bound = 2**-8 * sizes if rounds_weights else 2**-15 * others
+    assert ((sums - expected).abs() <= bound + 2**-20 * sizes).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_that_is_not_finite_spoils_no_other(
+    kind: str, value: float, library: Library
+) -> None:
+    weight, x = weight_of(kind), torch.randn(9, SIZE).bfloat16()
+    product = PackedLinear(library, weight, None)
+    before = product.multiply_float32(x)
+    x[4, 100] = value
+
+    after = product.multiply_float32(x)
+
+    assert not after[4].isfinite().any()
+    others = torch.arange(9) != 4
+    assert torch.equal(after[others], before[others])
+
+
+@pytest.mark.parametrize("size", [2.0**-113, 2.0**110])
+def test_tiny_and_huge_inputs(size: float, library: Library) -> None:
+    weight, x = weight_of("int8"), torch.rand(8, SIZE).bfloat16()
+    product = PackedLinear(library, weight, None)
+    expected = product.multiply_float32(x).double() * size
+
+    found = product.multiply_float32((x.double() * size).bfloat16()).double()
+
+    assert torch.allclose(found, expected, rtol=1e-3, atol=1e-2 * size)
 
 
 def test_a_bias_is_added(library: Library) -> None:

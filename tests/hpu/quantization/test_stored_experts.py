@@ -79,7 +79,9 @@ def test_packed_experts_are_those_of_the_tool_exactly(name: str, make: Make) -> 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("name", INTEGERS)
-def test_kernels_multiply_by_packed_experts(name: str, make: Make, library: Library) -> None:
+def test_kernels_multiply_by_packed_experts(
+    name: str, make: Make, library: Library, rounds_weights: bool
+) -> None:
     experts = experts_of(load_packed(str(make(name).folder)))
     w13, w2 = stacked(experts, torch.bfloat16)
     plain = PackedExperts(library, Stacks(w13, w2), "silu")
@@ -97,7 +99,12 @@ def test_kernels_multiply_by_packed_experts(name: str, make: Make, library: Libr
 
     assert isinstance(experts.moe_op, PackedExperts) and experts.quantized_weights is None
     many = ids[:, 1] == 1
-    if "8 bits of all" in name or name == "int-quantized" or "act" in name:
+    if not rounds_weights:
+        scale = float(expected.float().std())
+        assert torch.allclose(
+            found[many].float(), expected[many].float(), rtol=0.03, atol=0.03 * scale
+        )
+    elif "8 bits of all" in name or name == "int-quantized" or "act" in name:
         # The sums are scaled, not the weights; or the inputs are reordered.
         assert torch.allclose(found[many].float(), expected[many].float(), rtol=0.02, atol=0.05)
     else:

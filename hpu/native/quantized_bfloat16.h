@@ -1,0 +1,223 @@
+// Products with quantized weights and BF16 instructions: few rows use the quantized values directly; for
+// more rows, panels are dequantized to bfloat16 first. Part of decode.cpp.
+
+#pragma once
+
+#include "quantized_layout.h"
+
+namespace {
+
+// The number that the i-th nibble of each word stands for, and the factor of pair i of four.
+template <int KIND>
+inline Lanes number(Words words, int place) {
+  return KIND == MXFP4 ? fp4(words, place) : int4(words, place);
+}
+template <int KIND>
+inline Factor number_factor(Words words, int pair, int turn) {
+  return KIND == MXFP4 ? fp4_factor(words, pair, turn) : int4_factor(words, pair, turn);
+}
+
+// Pairs of the inputs 8q to 8q + 7 of a block, unscaled: numbers that bfloat16 represents exactly.
+template <int KIND>
+inline void four_pairs(const uint8_t* block, int q, Lanes* first, Lanes* second) {
+  if constexpr (has_4_bits(KIND)) {
+    const Words words = load_words(block + q * 64);
+    for (int t = 0; t < 4; ++t)
+      first[t] = number<KIND>(words, t), second[t] = number<KIND>(words, 4 + t);
+  } else {
+    const uint8_t* from = block + q * 128;
+    for (int t = 0; t < 4; ++t)
+      first[t] = load_int8(from + t * 32), second[t] = load_int8(from + t * 32 + 16);
+  }
+}
+
+// Rows of x for quantized weights, from one input on: as inputs of products, and in float32 with
+// stride `inputs`.
+struct Rows32 {
+  Rows of;
+  const float* full;
+  int64_t inputs;
+};
+
+// Adds the sums of one block of each panel, from input `at`. BF16 instructions multiply 4-bit values
+// as pairs; 8-bit values convert to float32 faster.
+template <int KIND, int ROWS, int PANELS>
+inline void sum_blocks(const uint8_t* const* blocks, const Rows32& rows, int64_t at,
+                       Lanes (*sums)[ROWS]) {
+  for (int q = 0; q < 4; ++q)
+    if constexpr (has_4_bits(KIND)) {
+      Words words[PANELS];
+      for (int p = 0; p < PANELS; ++p) words[p] = load_words(blocks[p] + q * 64);
+#pragma GCC unroll 4
+      for (int t = 0; t < 4; ++t)
+#pragma GCC unroll 4
+        for (int p = 0; p < PANELS; ++p)
+#pragma GCC unroll 2
+          for (int turn = 0; turn < TURNS; ++turn) {
+            const Factor weights = number_factor<KIND>(words[p], t, turn);
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS; ++r) {
+              const Input* pair = rows.of.x + r * rows.of.stride + at + q * 8 + t * 2;
+              sums[p][r] = dot(sums[p][r], weights, repeat(pair, turn));
+            }
+          }
+    } else {
+#pragma GCC unroll 4
+      for (int p = 0; p < PANELS; ++p) {
+        const uint8_t* from = blocks[p] + q * 128;
+#pragma GCC unroll 8
+        for (int t = 0; t < 8; ++t) {
+          const Lanes weights = load_int8(from + t * 16);
+#pragma GCC unroll 4
+          for (int r = 0; r < ROWS; ++r) {
+            const float* x = rows.full + r * rows.inputs + at + q * 8 + t;
+            sums[p][r] = fmadd(weights, set1(*x), sums[p][r]);
+          }
+        }
+      }
+    }
+}
+
+// Like `dots`, with quantized weights and few rows, in groups of `blocks`; `of_x` (rows, groups)
+// holds the sums of x.
+template <int KIND, int ROWS, int PANELS>
+void quantized_dots(const Rows32& rows, const uint8_t* weight, int64_t blocks, int64_t far,
+                    const float* of_x, float* sums, int64_t apart) {
+  constexpr int NEAR = PANELS > 1 ? PANELS / 2 : 1;
+  const int64_t panel = panel_bytes<KIND>(rows.inputs, blocks);
+  const int64_t groups = rows.inputs / (blocks * BLOCK), bytes = group_bytes<KIND>(blocks);
+  if constexpr (PANELS > 1 && ROWS * PANELS > MOST_SUMS) {
+    for (int q = 0; q < 2; ++q)
+      quantized_dots<KIND, ROWS, NEAR>(rows, weight + q * far, blocks, panel, of_x,
+                                       sums + q * NEAR * 16, apart);
+    return;
+  }
+  Lanes acc[PANELS][ROWS];
+  for (int p = 0; p < PANELS; ++p)
+    for (int r = 0; r < ROWS; ++r) acc[p][r] = zero();
+  for (int64_t g = 0; g < groups; ++g) {
+    const uint8_t *tables[PANELS], *from[PANELS];
+    for (int p = 0; p < PANELS; ++p) {
+      tables[p] = weight + p % NEAR * panel + p / NEAR * far + g * bytes;
+      from[p] = tables[p] + table_bytes(KIND);
+    }
+    Lanes inner[PANELS][ROWS];
+#pragma GCC unroll 4
+    for (int p = 0; p < PANELS; ++p)
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; ++r) inner[p][r] = zero();
+    for (int64_t b = 0; b < blocks; ++b) {
+      // 4-bit products are compute-bound: prefetching gains nothing.
+      if constexpr (!has_4_bits(KIND))
+        for (int p = 0; p < PANELS; ++p)
+          for (int64_t byte = 0; byte < block_bytes(KIND); byte += 64)
+            _mm_prefetch((const char*)from[p] + AHEAD + byte, _MM_HINT_T0);
+      sum_blocks<KIND, ROWS, PANELS>(from, rows, (g * blocks + b) * BLOCK, inner);
+      for (int p = 0; p < PANELS; ++p) from[p] += block_bytes(KIND);
+      if constexpr (!is_stored(KIND)) break;
+    }
+    for (int p = 0; p < PANELS; ++p)
+      for (int r = 0; r < ROWS; ++r) {
+        Lanes& sum = acc[p][r];
+        sum = KIND == INT8_ROWS ? add(sum, inner[p][r])
+                                : fmadd(inner[p][r], scales_of<KIND>(tables[p]), sum);
+        if constexpr (has_minima(KIND))
+          sum = fmadd(minima_of<KIND>(tables[p]), set1(of_x[r * groups + g]), sum);
+      }
+  }
+  for (int r = 0; r < ROWS; ++r)
+    for (int p = 0; p < PANELS; ++p) store(sums + r * apart + p * 16, acc[p][r]);
+}
+
+template <int KIND, int PANELS>
+void quantized_dots_of(int64_t count, const Rows32& rows, const uint8_t* w, int64_t blocks,
+                       int64_t far, const float* of_x, float* sums) {
+  constexpr int64_t apart = PANELS * 16;
+  switch (count) {
+    case 1: return quantized_dots<KIND, 1, PANELS>(rows, w, blocks, far, of_x, sums, apart);
+    case 2: return quantized_dots<KIND, 2, PANELS>(rows, w, blocks, far, of_x, sums, apart);
+    case 3: return quantized_dots<KIND, 3, PANELS>(rows, w, blocks, far, of_x, sums, apart);
+    default: return quantized_dots<KIND, 4, PANELS>(rows, w, blocks, far, of_x, sums, apart);
+  }
+}
+
+constexpr int64_t FEW_ROWS = 4;  // up to this many rows the quantized values are multiplied directly
+
+template <int KIND>
+void multiply_few_rows(const Product& by, const bf16* x, int64_t rows, const End& end, Range range) {
+  const int64_t blocks = blocks_of<KIND>(by), groups = by.inputs / (blocks * BLOCK);
+  const int64_t panel = panel_bytes<KIND>(by.inputs, blocks);
+  thread_local Scratch kept, summed;
+  float *full = kept.room<float>(rows * by.inputs), *of_x = summed.room<float>(rows * groups);
+  for (int64_t g = 0; g < rows * groups; ++g) {
+    Lanes sum = zero();
+    for (int64_t i = g * blocks; i < (g + 1) * blocks; ++i) {
+      const Lanes low = load(x + i * BLOCK), high = load(x + i * BLOCK + BLOCK / 2);
+      store(full + i * BLOCK, low);
+      store(full + i * BLOCK + BLOCK / 2, high);
+      if constexpr (has_minima(KIND)) sum = add(sum, add(low, high));
+    }
+    if constexpr (has_minima(KIND)) of_x[g] = reduce_add(sum);
+  }
+  Rows of;
+  if constexpr (std::is_same_v<Input, bf16>) of = {(const Input*)x, by.inputs};
+  else of = {(const Input*)full, by.inputs};
+  for (int64_t p = range.first; p < range.last;) {
+    const auto [wide, step] = width_of(range.last - p, end, 4);
+    const int64_t far = (end.gated ? by.outputs / PANEL / 2 : wide / 2) * panel;
+    const uint8_t* w = (const uint8_t*)by.weight + p * panel;
+    alignas(64) float sums[FEW_ROWS * 4 * 16];
+    const auto kernel = wide == 4   ? quantized_dots_of<KIND, 4>
+                        : wide == 2 ? quantized_dots_of<KIND, 2>
+                                    : quantized_dots_of<KIND, 1>;
+    kernel(rows, {of, full, by.inputs}, w, blocks, far, of_x, sums);
+    for (int64_t r = 0; r < rows; ++r) finish(by, end, sums + r * wide * 16, 16, r, p, wide);
+    p += step;
+  }
+}
+
+// Dequantizes panels to bfloat16; INT8_ROWS keeps the unscaled values, which `finish` scales.
+template <int KIND>
+void dequantize(const Product& by, int64_t first, int64_t last, bf16* out) {
+  const int64_t blocks = blocks_of<KIND>(by), groups = by.inputs / (blocks * BLOCK);
+  for (int64_t i = first * groups; i < last * groups; ++i) {
+    const uint8_t* group = (const uint8_t*)by.weight + i * group_bytes<KIND>(blocks);
+    Lanes scales = set1(1), least = zero();
+    if constexpr (KIND != INT8_ROWS) scales = scales_of<KIND>(group);
+    if constexpr (has_minima(KIND)) least = minima_of<KIND>(group);
+    const uint8_t* block = group + table_bytes(KIND);
+    for (const uint8_t* end = block + blocks * block_bytes(KIND); block < end;
+         block += block_bytes(KIND))
+      for (int q = 0; q < 4; ++q) {
+        Lanes a[4], b[4];
+        four_pairs<KIND>(block, q, a, b);
+        for (int t = 0; t < 4; ++t, out += 2 * PANEL) {
+          if constexpr (KIND != INT8_ROWS) {
+            // The product is exact: 8 significant bits times 11, or times the 8 of bfloat16.
+            a[t] = fmadd(a[t], scales, least);
+            b[t] = fmadd(b[t], scales, least);
+          }
+          store_pairs(out, a[t], b[t]);
+        }
+      }
+  }
+}
+
+template <int KIND>
+void multiply_quantized(const Product& by, const bf16* x, int64_t rows, const End& end,
+                        Range range) {
+  if (rows <= FEW_ROWS) return multiply_few_rows<KIND>(by, x, rows, end, range);
+  const int64_t panel = by.inputs * PANEL, half = by.outputs / PANEL / 2;
+  const int64_t times = end.gated ? 2 : 1;
+  const int64_t most = std::max<int64_t>(4, CHUNK / 2 / (panel * sizeof(bf16) * times) / 4 * 4);
+  thread_local Scratch kept;
+  bf16* wide = kept.room<bf16>(most * panel * times);
+  for (int64_t begin = range.first; begin < range.last; begin += most) {
+    const int64_t stop = std::min(range.last, begin + most);
+    dequantize<KIND>(by, begin, stop, wide);
+    if (end.gated) dequantize<KIND>(by, half + begin, half + stop, wide + (stop - begin) * panel);
+    multiply_wide(by, {wide, (stop - begin) * panel}, x, rows, end, {begin, stop});
+  }
+}
+
+}  // namespace

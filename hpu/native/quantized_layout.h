@@ -1,0 +1,49 @@
+// Layout of quantized weights. Part of decode.cpp.
+
+#pragma once
+
+#include "products.h"
+
+namespace {
+
+// A panel is groups; a group is its scales and minima, and then blocks of values of 32 inputs.
+constexpr int64_t BLOCK = 32;
+constexpr bool has_4_bits(int64_t kind) {
+  return kind == INT4_GROUPS || kind == INT4_STORED || kind == MXFP4;
+}
+constexpr bool is_stored(int64_t kind) { return kind == INT8_STORED || kind == INT4_STORED; }
+constexpr bool has_minima(int64_t kind) { return kind == INT4_GROUPS || is_stored(kind); }
+constexpr int64_t table_bytes(int64_t kind) {
+  if (kind == MXFP4) return PANEL;
+  const int64_t width = is_stored(kind) ? 4 : 2;
+  return kind == INT8_ROWS ? 0 : PANEL * width * (has_minima(kind) ? 2 : 1);
+}
+constexpr int64_t block_bytes(int64_t kind) { return PANEL * BLOCK / (has_4_bits(kind) ? 2 : 1); }
+
+// Blocks of a group.
+template <int KIND>
+inline int64_t blocks_of(const Product& by) {
+  return is_stored(KIND) ? by.group / BLOCK : 1;
+}
+template <int KIND>
+inline int64_t group_bytes(int64_t blocks) {
+  return table_bytes(KIND) + blocks * block_bytes(KIND);
+}
+template <int KIND>
+inline int64_t panel_bytes(int64_t inputs, int64_t blocks) {
+  return inputs / (blocks * BLOCK) * group_bytes<KIND>(blocks);
+}
+
+template <int KIND>
+inline Lanes scales_of(const uint8_t* group) {
+  if constexpr (is_stored(KIND)) return load((const float*)group);
+  else if constexpr (KIND == MXFP4) return load_powers(group);
+  else return load_half(group);
+}
+template <int KIND>
+inline Lanes minima_of(const uint8_t* group) {
+  if constexpr (is_stored(KIND)) return load((const float*)group + PANEL);
+  else return load_half(group + 32);
+}
+
+}  // namespace
