@@ -316,7 +316,7 @@ class ModelRunner(StepRunner):
         else:
             sampling = launch.req_indices
             self._batch_state.fill_decode(launch, arrays)
-        if arrays.lora_slots is not None and launch.req_indices:
+        if isinstance(arrays, PrefillArrays | DecodeArrays) and launch.req_indices:
             self._batch_state.fill_lora_slots(launch.req_indices, launch.query_lens, arrays)
         inputs.upload()
         filled = time.perf_counter()

@@ -128,17 +128,17 @@ def check_speculation(loaded: LoadedModel) -> None:
         return
     if loaded.pooler is not None:
         raise ConfigError(
-            f"speculative_config names the method {method.method}, and {what} is served for "
+            f"--speculative-config names the method {method.method}, and {what} is served for "
             "pooling, which generates no tokens"
         )
     if loaded.has_states:
         raise ConfigError(
-            f"speculative_config names the method {method.method}, and {what} has layers with a "
+            f"--speculative-config names the method {method.method}, and {what} has layers with a "
             "state, from which rejected drafts cannot be removed"
         )
     if not (loaded.backend.shares_host_memory or loaded.backend.compiles):
         raise ConfigError(
-            f"speculative_config names the method {method.method}, and the device is "
+            f"--speculative-config names the method {method.method}, and the device is "
             f"{loaded.backend.name}: drafts are verified on hpu and on cpu"
         )
 
@@ -215,8 +215,8 @@ def make_runner(
     if method is not None and not backend.shares_host_memory:
         if loaded.lora is not None:
             raise ConfigError(
-                f"enable_lora and speculative_config are both on, and on {backend.name} decodes "
-                "with drafts have no adapters: turn one of them off"
+                "--enable-lora and --speculative-config are both on, and decodes with drafts have "
+                f"no adapters on {backend.name}: turn one of them off"
             )
         width = 1 + method.max_drafts
         # A launch before may have accepted none or all of its drafts.

@@ -55,6 +55,11 @@ SHARED: Mapping[str, str] = {
     "bad_words": "Texts that are never generated.",
     "allowed_token_ids": "The only tokens that may be generated.",
     "length_penalty": "A beam's score is divided by its length to this power; default 1.",
+    # Adapters.
+    "lora_name": "Name of the adapter, by which requests choose it as their `model`.",
+    "lora_path": "Folder of the adapter, below `--lora-dir`.",
+    "base_model_name": "Shown as the adapter's parent; default: the model.",
+    "lora_int_id": _NO_EFFECT,
     # Structured output.
     "response_format": "text, json_object, json_schema or structural_tag.",
     "structured_outputs": "One of json, json_object, regex, choice, grammar, structural_tag.",

@@ -14,7 +14,10 @@ from config.loading.sources import load
 ROOT = Path(__file__).parents[2]
 RENAMED = {
     ROOT / "config" / f"{name}.py"
-    for name in ("buckets", "data_parallel", "engine", "execution", "lora/settings", "server")
+    for name in (
+        *("buckets", "data_parallel", "engine", "execution", "lora/settings"),
+        *("params/speculation", "server"),
+    )
 }
 """Their errors name fields, which the loader replaces by flags."""
 KEYS = {flag.key for flag in FLAGS if "-" in flag.key}

@@ -32,6 +32,7 @@ def batch(folder: Path, *flags: str) -> list[str]:
     return [*COMMAND, "run-batch", "-i", f"{folder}/in", "-o", f"{folder}/out", *flags]
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_killed_twice_answers_each_line_once(
     tiny_model: str, tmp_path: Path
 ) -> None:

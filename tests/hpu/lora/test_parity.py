@@ -128,7 +128,9 @@ def test_tensor_parallel_ranks_divide_adapters(tmp_path: Path) -> None:
     check(tmp_path, base, {"one": one}, tensor_parallel_size=2, compare_ranks=True)
 
 
-@pytest.mark.parametrize("mode", ["hpu-graphs", "torch-compile"])
+@pytest.mark.parametrize(
+    "mode", ["hpu-graphs", pytest.param("torch-compile", marks=pytest.mark.slow)]
+)
 def test_on_the_emulated_card(mode: str, tmp_path: Path) -> None:
     base = make_tiny("llama", tmp_path / "base")
     one = write_adapter(tmp_path / "one", base, seed=1)
@@ -137,6 +139,7 @@ def test_on_the_emulated_card(mode: str, tmp_path: Path) -> None:
     check(tmp_path, base, {"one": one, "two": two}, CARD, execution_mode=mode, emulator_strict=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fully", [False, True])
 def test_on_two_emulated_cards(fully: bool, tmp_path: Path) -> None:
     base = make_tiny("llama", tmp_path / "base")

@@ -138,6 +138,7 @@ def test_an_adapter_whose_files_change_fails_its_requests_alone(tmp_path: Path) 
     assert len(plain[0].outputs[0].token_ids) == 4
 
 
+@pytest.mark.slow
 def test_prompts_behind_each_other_in_a_row_have_their_own_adapters(tmp_path: Path) -> None:
     base = make_tiny("llama", tmp_path / "base")
     folders = [write_adapter(tmp_path / name, base, seed=ord(name)) for name in "ab"]
@@ -154,6 +155,7 @@ def test_prompts_behind_each_other_in_a_row_have_their_own_adapters(tmp_path: Pa
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_adapters_are_read_again_after_a_sleep(tmp_path: Path) -> None:
     base = make_tiny("llama", tmp_path / "base")
     one = write_adapter(tmp_path / "one", base, seed=1)
@@ -193,5 +195,5 @@ def test_drafts_are_verified_by_the_adapter_of_their_request(tmp_path: Path) -> 
 
     assert found[0] == found[1]
     assert stats.spec_decode["num_accepted_tokens"] > 0
-    with pytest.raises(Exception, match="enable_lora and speculative_config are both on"):
+    with pytest.raises(Exception, match="--enable-lora and --speculative-config are both on"):
         LLM(str(base), **{**CARD, **settings, "device": "hpu-emulator"}, **drafts)

@@ -46,7 +46,8 @@ def test_a_section_names_every_field_of_its_body(body: type[Body]) -> None:
 
 
 async def test_every_route_is_in_the_page() -> None:
-    async with in_memory(enable_dev_endpoints=True, api_keys=("key",)) as rig:
+    flags = {"enable_dev_endpoints": True, "allow_runtime_lora_updating": True, "lora_dir": "/"}
+    async with in_memory(**flags, api_keys=("key",)) as rig:
         answer = await rig.http.get("/openapi.json", headers={"x-api-key": "key"})
         paths = answer.json()["paths"]
 
