@@ -49,6 +49,7 @@ class Request:
         "blocks",
         "cache_salt",
         "decode_limit",
+        "drafts",
         "end_ids",
         "first_token_at",
         "front_end",
@@ -126,6 +127,8 @@ class Request:
         """Tokens that end it: those that `Finish.stop_token` names (no EOS tokens), and all."""
         self.guide: Guide | None = None
         """Follows its grammar; None without one."""
+        self.drafts: list[int] = []
+        """With a grammar: what its next decode may verify."""
         if grammar is not None:
             self.guide = Guide(
                 grammar,

@@ -167,7 +167,8 @@ class StepPlan(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, ta
     masked_requests: list[int] = []
     """Requests with a grammar that sample in this plan, and whose last token is known."""
     masks: memoryview = NO_MASKS
-    """(masked_requests, words) int32 little-endian: one bit a token, set if it may come next."""
+    """(masked_requests, words) int32 little-endian: one bit a token, set if it may come next. With
+    `mask_counts`, (sum of these, words)."""
     deferred_requests: list[int] = []
     """The other requests with a grammar that sample in this plan. A launch with one of them runs
     its forward pass at once and samples when `GrammarMasks` comes, before the next plan."""
@@ -177,9 +178,12 @@ class StepPlan(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, ta
     lora_adapters: list[str] = []
     """The adapter lora_adapters[i], which the worker has read, is copied to slot lora_slots[i]
     before the launches. No request of another adapter has that slot."""
+    mask_counts: list[int] = []
+    """Bitmasks of each of `masked_requests`: of its next token, and of those behind its first
+    drafts (StepResult.drafts). Empty: one each."""
 
 
-class GrammarMasks(msgspec.Struct, array_like=True, gc=False, tag=9):
+class GrammarMasks(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=9):
     """Exactly one after each plan with deferred requests, once the result before it is known.
 
     A deferred request that is not named has finished, and its sample is dropped.
@@ -190,6 +194,8 @@ class GrammarMasks(msgspec.Struct, array_like=True, gc=False, tag=9):
     req_indices: list[int]
     masks: memoryview
     """(req_indices, words), as in StepPlan."""
+    mask_counts: list[int] = []
+    """As in StepPlan."""
 
 
 class Logprobs(msgspec.Struct, array_like=True, gc=False):
@@ -229,7 +235,10 @@ class StepResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     little-endian); -1 vectors if they were not finite."""
     token_counts: list[int] = []
     """Tokens of each sampling request, in the order of `tokens`; empty when each has exactly one.
-    Last, so that an empty column takes no byte on the wire."""
+    At the end, so that an empty column takes no byte on the wire."""
+    drafts: list[tuple[int, list[int]]] = []
+    """(index of a sampling request, tokens) of requests with a grammar: what their next decode may
+    verify, so that the engine sends bitmasks for it."""
 
 
 class WorkerFailed(msgspec.Struct, array_like=True, gc=False, tag=3):

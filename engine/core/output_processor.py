@@ -87,6 +87,9 @@ class OutputProcessor:
             self._send_prompt_logprobs(output, result.prompt_logprobs)
         if output.prefills:
             self._finish_chunks(output, now)
+        for index, drafts in result.drafts:
+            request = decodes[index] if index < len(decodes) else sampling[index - len(decodes)]
+            request.drafts = drafts
         if result.token_counts:
             return self._append_several([*decodes, *sampling], result, now)
         finished = self._append_tokens(decodes, result.tokens[: len(decodes)], now)

@@ -1,6 +1,7 @@
 """Grammar masks of a plan: those that travel with it, and those that follow it."""
 
 from engine.request import FINISHED, Request
+from engine.structured_output.token_bitmask import Bitmask, has
 from hpu.protocol import GrammarMasks, StepPlan
 
 
@@ -10,7 +11,7 @@ def add_masks(plan: StepPlan, sampling: list[Request]) -> list[Request]:
     known = [request for request in sampling if request.num_computed_tokens <= request.num_tokens]
     deferred = [request for request in sampling if request.num_computed_tokens > request.num_tokens]
     plan.masked_requests = [request.req_index for request in known]
-    plan.masks = _masks_of(known)
+    plan.masks, plan.mask_counts = _masks_of(known)
     plan.deferred_requests = [request.req_index for request in deferred]
     return deferred
 
@@ -24,10 +25,28 @@ def deferred_masks(plan: StepPlan, deferred: list[Request]) -> GrammarMasks:
         for req_index, request in zip(plan.deferred_requests, deferred, strict=True)
         if request.state != FINISHED
     ]
-    masks = _masks_of([request for _, request in unfinished])
-    return GrammarMasks(plan.step, [req_index for req_index, _ in unfinished], masks)
+    masks, counts = _masks_of([request for _, request in unfinished])
+    return GrammarMasks(plan.step, [req_index for req_index, _ in unfinished], masks, counts)
 
 
-def _masks_of(requests: list[Request]) -> memoryview:
-    guides = [request.guide for request in requests]
-    return memoryview(b"".join(guide.bitmask.tobytes() for guide in guides if guide is not None))
+def _masks_of(requests: list[Request]) -> tuple[memoryview, list[int]]:
+    """The bitmasks of all requests, and how many each has; no counts if each has one."""
+    bitmasks = [_bitmasks(request) for request in requests]
+    counts = [len(of_one) for of_one in bitmasks]
+    data = b"".join(bitmask.tobytes() for of_one in bitmasks for bitmask in of_one)
+    return memoryview(data), counts if max(counts, default=1) > 1 else []
+
+
+def _bitmasks(request: Request) -> list[Bitmask]:
+    """What may come next, and behind each of its drafts that the grammar allows."""
+    assert request.guide is not None
+    bitmasks = [request.guide.bitmask]
+    if not request.drafts:
+        return bitmasks
+    guide = request.guide.fork()
+    for token in request.drafts:
+        # Nothing follows the end.
+        if token in request.end_ids or not has(guide.bitmask, token) or guide.advance(token):
+            break
+        bitmasks.append(guide.bitmask)
+    return bitmasks

@@ -379,6 +379,7 @@ class Scheduler:
         self._free_indices.append(request.req_index)
         self._freed_indices.append(request.req_index)
         request.req_index = -1
+        request.drafts = []
         if request.state == PREEMPTED:
             request.state = WAITING
             self.waiting.add(request)

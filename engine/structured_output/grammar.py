@@ -1,5 +1,6 @@
 """Grammar: a spec compiled for a vocabulary. Guide: follows one output by it."""
 
+import copy
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -178,6 +179,12 @@ class GrammarState:
         """(W,) uint32: the tokens that may come next."""
         self._update()
 
+    def fork(self) -> "GrammarState":
+        """A copy that advances on its own."""
+        forked = copy.copy(self)
+        forked._matcher = None if self._matcher is None else self._matcher.deep_copy()
+        return forked
+
     def advance(self, token: int) -> None:
         """Advance by `token`, which was allowed."""
         if self._matcher is not None:
@@ -233,6 +240,13 @@ class Guide:
         self.bitmask = self._eos
         """(W,) uint32: the tokens that may come next."""
         self._advance(None)
+
+    def fork(self) -> "Guide":
+        """A copy that advances on its own."""
+        forked = copy.copy(self)
+        forked._thinking = copy.copy(self._thinking)
+        forked._grammar_state = None if self._grammar_state is None else self._grammar_state.fork()
+        return forked
 
     def advance(self, token: int) -> str | None:
         """Advance by `token`, which was allowed; returns `error`."""

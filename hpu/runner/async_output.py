@@ -90,6 +90,8 @@ class AsyncLaunchOutput:
     """The plan's; None in a warm-up."""
     token_counts: list[int] = field(default_factory=list)
     """Tokens of each request, with speculation; empty: one each."""
+    promised: list[tuple[int, list[int]]] = field(default_factory=list)
+    """As in StepResult.drafts, with indices into `req_indices`."""
     accepted: Tensor | None = None
     """(at least len(req_indices), 1 + width) on the host, with speculation on a device: the number
     of drafts, the accepted tokens, then NO_TOKEN. Read in `to_result`."""
@@ -180,6 +182,7 @@ class AsyncStepOutput:
         has_counts = False
         for launch in self.launches:
             first = len(result.tokens)
+            result.drafts.extend((len(counts) + i, drafts) for i, drafts in launch.promised)
             tokens, logprobs = launch.tokens, launch.logprobs
             if launch.packed is not None:
                 tokens, logprobs = unpack(launch.packed)

@@ -169,7 +169,7 @@ class ModelRunner(StepRunner):
                 f"masks for step {masks.step}, the newest plan is {output.step}, which has "
                 f"{len(output.deferred)} deferred launches"
             )
-        self._set_bitmasks(masks.req_indices, masks.masks)
+        self._set_bitmasks(masks.req_indices, masks.masks, masks.mask_counts)
         output.host_s += time.perf_counter() - start
         forward.launch.sampling_start = self._backend.event()
         for index, launch in output.deferred:
@@ -283,14 +283,20 @@ class ModelRunner(StepRunner):
                 self._speculation.add_request(new)
             if self._device_speculation is not None:
                 self._device_speculation.add_request(new.req_index, tokens)
-        self._set_bitmasks(plan.masked_requests, plan.masks)
+        self._set_bitmasks(plan.masked_requests, plan.masks, plan.mask_counts)
         for req_index, block in zip(plan.grown_requests, plan.grown_blocks, strict=True):
             self._batch_state.append_blocks(req_index, [block])
 
-    def _set_bitmasks(self, req_indices: list[int], masks: memoryview) -> None:
-        if req_indices and self._samples:
-            words = np.frombuffer(masks, dtype="<i4")
-            self._sampler.set_bitmasks(req_indices, words.reshape(len(req_indices), -1))
+    def _set_bitmasks(self, req_indices: list[int], masks: memoryview, counts: list[int]) -> None:
+        if not req_indices or not self._samples:
+            return
+        counts = counts or [1] * len(req_indices)
+        words = np.frombuffer(masks, dtype="<i4").reshape(sum(counts), -1)
+        ends = np.cumsum(counts)
+        self._sampler.set_bitmasks(req_indices, words[ends - counts])
+        if self._speculation is not None:
+            for req_index, end, count in zip(req_indices, ends, counts, strict=True):
+                self._speculation.set_bitmasks(req_index, words[end - count : end])
 
     def _begin(self, launch: Launch, output: AsyncStepOutput) -> ForwardOutput:
         """Fill the bucket's inputs and run the forward pass."""
@@ -497,6 +503,7 @@ class ModelRunner(StepRunner):
             assert done.tokens is not None, "the host's memory is the device's"
             for req_index, token in zip(done.req_indices, done.tokens.tolist(), strict=False):
                 self._batch_state.set_last_token(req_index, token)
+            done.promised = self._speculation.promise(done.req_indices)
 
     def _accept(self, forward: ForwardOutput, rows: Rows) -> None:
         """Sample a decode's rows on the device, and start the copy of what is accepted."""
@@ -530,6 +537,7 @@ class ModelRunner(StepRunner):
         for req_index, tokens in zip(drafts.req_indices, verified.tokens, strict=True):
             self._batch_state.append_tokens(req_index, tokens)
             last_tokens.append([max(tokens[-1], 0)])
+        done.promised = self._speculation.promise(drafts.req_indices)
         if verified.logprobs is not None:
             num_logprobs = self._batch_state.num_logprobs[drafts.req_indices]
             done.num_logprobs = np.repeat(num_logprobs, done.token_counts).tolist()

@@ -11,17 +11,21 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from config.params.speculation import MAX_DRAFTS
 from hpu.protocol import Launch, NewRequest
 from hpu.sampling.logprobs import TopLogprobs
 from hpu.sampling.sampler import Sampler
 from hpu.spec_decode.acceptance_counts import AcceptanceCounts
-from hpu.spec_decode.base import NOTHING, Proposer, Tokens
+from hpu.spec_decode.base import NOTHING, Proposal, Proposer, Tokens
 from hpu.spec_decode.draft_lengths import DraftLengths
 from hpu.spec_decode.drafts import Drafts
+
+Bitmasks = npt.NDArray[np.int32]
 
 
 class Histories(Protocol):
@@ -63,7 +67,11 @@ class Speculation:
         self._counts = counts
         self.lengths = lengths
         self._masked: set[int] = set()
-        """Requests with a grammar: the bitmask of the next token alone is known."""
+        """Requests with a grammar."""
+        self._promised: dict[int, Proposal] = {}
+        """Of those: what the engine was told that their next decode may verify."""
+        self._bitmasks: dict[int, Bitmasks] = {}
+        """Of those: (1 + drafts that the grammar allows, W) for the running launch."""
 
     def add_request(self, new: NewRequest) -> None:
         """A request starts, new or after a preemption."""
@@ -77,31 +85,60 @@ class Speculation:
         self._proposer.remove_request(req_index)
         self.lengths.remove_request(req_index)
         self._masked.discard(req_index)
+        self._promised.pop(req_index, None)
+        self._bitmasks.pop(req_index, None)
+
+    def set_bitmasks(self, req_index: int, bitmasks: Bitmasks) -> None:
+        """Set what may come next in a request with a grammar, and behind each of its first promised
+        drafts, as Sampler.set_bitmasks: (positions, W). For one launch."""
+        self._bitmasks[req_index] = bitmasks
+
+    def promise(self, req_indices: Sequence[int]) -> list[tuple[int, list[int]]]:
+        """Drafts of those requests of a launch that have a grammar, once their histories have its
+        tokens: (index in `req_indices`, drafts). Their next decode verifies no others, so that the
+        engine can compute bitmasks meanwhile."""
+        if self._masked.isdisjoint(req_indices):
+            return []
+        masked = [req_index for req_index in req_indices if req_index in self._masked]
+        # Not limited by blocks: the next plan may bring some.
+        found = self._propose(masked, [MAX_DRAFTS] * len(masked))
+        proposals = [found.get(req_index, NOTHING) for req_index in req_indices]
+        counts = self.lengths.choose(req_indices, proposals)
+        promised = []
+        for i, (req_index, count) in enumerate(zip(req_indices, counts, strict=True)):
+            if count:
+                proposal = proposals[i]._replace(tokens=proposals[i].tokens[:count])
+                self._promised[req_index] = proposal
+                promised.append((i, proposal.tokens))
+        return promised
 
     def draft(self, launch: Launch) -> Drafts:
         """The drafts that a decode verifies."""
         req_indices = launch.req_indices
-        state, lengths, masked = self._histories, self.lengths, self._masked
-        lengths.begin_launch(len(req_indices))
-        proposals = [NOTHING] * len(req_indices)
-        asked, limits = [], []
-        for i, req_index in enumerate(req_indices):
-            if req_index in masked or not (wanted := lengths.wanted(req_index)):
-                continue
-            limit = min(wanted, state.draft_capacity(req_index))
-            if limit > 0:
-                asked.append(i)
-                limits.append(limit)
-        if not asked:
-            return Drafts(req_indices, [proposal.tokens for proposal in proposals])
-        indices = [req_indices[i] for i in asked]
-        histories = [state.tokens(req_index) for req_index in indices]
-        found = self._proposer.propose(indices, histories, limits)
-        for i, proposal in zip(asked, found, strict=True):
-            proposals[i] = proposal
-        chosen = lengths.choose(req_indices, proposals)
+        self.lengths.begin_launch(len(req_indices))
+        room = {index: max(0, self._histories.draft_capacity(index)) for index in req_indices}
+        free = [index for index in req_indices if index not in self._masked]
+        found = self._propose(free, [room[index] for index in free])
+        for index in self._masked.intersection(req_indices):
+            promised = self._promised.pop(index, NOTHING)
+            found[index] = promised._replace(tokens=promised.tokens[: room[index]])
+        proposals = [found.get(req_index, NOTHING) for req_index in req_indices]
+        chosen = self.lengths.choose(req_indices, proposals)
         pairs = zip(proposals, chosen, strict=True)
         return Drafts(req_indices, [proposal.tokens[:count] for proposal, count in pairs])
+
+    def _propose(self, req_indices: Sequence[int], room: Sequence[int]) -> dict[int, Proposal]:
+        """Proposals of at most `room[i]` tokens for those of the requests that want any."""
+        asked, limits = [], []
+        for req_index, most in zip(req_indices, room, strict=True):
+            limit = min(self.lengths.wanted(req_index), most)
+            if limit > 0:
+                asked.append(req_index)
+                limits.append(limit)
+        if not asked:
+            return {}
+        histories = [self._histories.tokens(req_index) for req_index in asked]
+        return dict(zip(asked, self._proposer.propose(asked, histories, limits), strict=True))
 
     def verify(self, drafts: Drafts, chosen: Tensor | None, logits: Tensor | None) -> Verified:
         """The tokens of a launch with `drafts`: by `chosen` (rows,), the most likely tokens, if
@@ -130,18 +167,33 @@ class Speculation:
         for position in range(max(counts)):
             rows = starts[alive] + position
             part = logits if len(rows) == len(logits) else logits[torch.from_numpy(rows)]
-            sampled = self._sampler.sample(part, [drafts.req_indices[i] for i in alive])
+            req_indices = [drafts.req_indices[i] for i in alive]
+            self._set_bitmasks_at(position, req_indices)
+            sampled = self._sampler.sample(part, req_indices)
             if sampled.logprobs is not None:
                 parts.append((alive, sampled.logprobs))
             following = []
             for i, token in zip(alive, sampled.tokens.tolist(), strict=True):
                 accepted[i].append(token)
-                if position < len(drafts.tokens[i]) and drafts.tokens[i][position] == token:
+                if drafts.tokens[i][position : position + 1] == [token] and self._may_follow(
+                    drafts.req_indices[i], position + 1
+                ):
                     following.append(i)
             alive = following
             if not alive:
                 break
         return accepted, _in_order(parts, len(counts))
+
+    def _set_bitmasks_at(self, position: int, req_indices: Sequence[int]) -> None:
+        """Set what may come at `position` of the launch in requests with a grammar."""
+        masked = self._masked.intersection(req_indices) if position else ()
+        if masked:
+            rows = [self._bitmasks[req_index][position] for req_index in masked]
+            self._sampler.set_bitmasks(list(masked), np.stack(rows))
+
+    def _may_follow(self, req_index: int, position: int) -> bool:
+        """Whether what may come at `position` of the launch is known."""
+        return req_index not in self._masked or position < len(self._bitmasks.get(req_index, ()))
 
     def _count(self, drafts: Drafts, accepted: Sequence[Sequence[int]]) -> None:
         for req_index, tokens, found in zip(*drafts, accepted, strict=True):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from tiny_models import make_tiny
 
 from config.params.sampling import SamplingParams
@@ -137,6 +138,21 @@ def test_requests_with_a_grammar_run_beside_drafts(folder: Path) -> None:
     assert choices(speculated) == choices(plain)
     assert all(re.match("[0-9]{3}-[0-9]*$", one.outputs[0].text) for one in speculated[::2])
     assert stats.spec_decode["num_accepted_tokens"] > 0
+
+
+@pytest.mark.parametrize("name", ["greedy", "seeded", "penalties"])
+def test_drafts_behind_which_a_grammar_holds_change_no_token(folder: Path, name: str) -> None:
+    pairs = GrammarSpec("regex", "((a[b-d]|[0-9]{2}),){5,20}")
+    params = replace(SAMPLINGS[name], ignore_eos=False, structured_outputs=pairs)
+    plain, _ = run(folder, params, skip_tokenizer_init=False)
+
+    speculated, stats = run(folder, params, skip_tokenizer_init=False, speculative_config=ALWAYS)
+
+    assert choices(speculated) == choices(plain)
+    assert stats.preemptions > 0
+    counts = stats.spec_decode
+    assert counts["num_draft_tokens"] > counts["num_accepted_tokens"] > 0
+    assert counts["accepted.1"] > 0
 
 
 @pytest.mark.slow
