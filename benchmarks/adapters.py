@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config.adapters.base_modules import BaseModules
 from config.checkpoint.demo import NAMES
 from config.checkpoint.resolve import resolve
+from config.lora.base_modules import BaseModules
 from config.model.read_config import read_model_config
 from gaudiserve import LLM, LoRARequest, SamplingParams
 

@@ -6,10 +6,10 @@ from config.buckets import BucketConfig
 from config.data_parallel import DataParallelConfig
 from config.errors import ConfigError
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
-from config.lora.settings import LoRAConfig
 from config.model.kv_cache_dtype import INT8, KV_CACHE_DTYPES, SPELLINGS
 from config.model.quantization.inc import INC, VARIABLE
 from config.parallel import ParallelConfig
+from config.params.lora import LoRAConfig
 from config.params.speculation import SpeculationConfig
 from config.setting import check_settings, metadata, setting
 

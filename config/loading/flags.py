@@ -9,8 +9,8 @@ from config.buckets import BucketConfig, Range
 from config.data_parallel import DataParallelConfig
 from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
-from config.lora.settings import LoRAConfig
 from config.parallel import ParallelConfig
+from config.params.lora import LoRAConfig
 from config.params.speculation import SpeculationConfig
 from config.server import ServerConfig
 from config.setting import Setting, settings_of

@@ -23,8 +23,8 @@ from config.loading.flags import FILE_FLAGS, FLAGS, PARTS, Flag
 from config.loading.parser import Parser, server_parser
 from config.loading.values import Given, convert, joined, nearest, truth, wrong
 from config.loading.vllm_flags import ACCEPTED, absence
-from config.lora.settings import LoRAConfig
 from config.parallel import ParallelConfig
+from config.params.lora import LoRAConfig
 from config.params.speculation import SpeculationConfig
 from config.server import ServerConfig
 

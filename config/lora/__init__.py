@@ -1,1 +1,2 @@
-"""The settings of LoRA adapters. What their folders hold is in config/adapters."""
+"""LoRA adapters as facts: what a PEFT folder says, and whether it fits the base model. Reads
+headers, no weights; imports no torch."""

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from config.adapters.adapter import LoRAInfo
 from config.errors import ConfigError, EngineDied, Overloaded, RequestFailed, UserError
+from config.lora.adapter import LoRAInfo
 from config.params.pooling import PoolingParams
 from config.params.sampling import SamplingParams
 from engine.client.output_queue import OutputRouter, QueueLimits, RequestOutputQueue

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from config.adapters.adapter import LoRAInfo
 from config.errors import EngineDied
+from config.lora.adapter import LoRAInfo
 from config.params.pooling import PoolingParams
 from config.params.sampling import SamplingParams
 from engine.client.base import NO_SAMPLING, Failure, SingleEngineClient

@@ -5,18 +5,18 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 
-from config.adapters.adapter import (
+from config.engine import EngineConfig
+from config.errors import ConfigError
+from config.lora.adapter import (
     LoRAInfo,
     check_limits,
     extra_targets,
     lora_info,
     read_adapter,
 )
-from config.adapters.base_modules import BaseModules
-from config.engine import EngineConfig
-from config.errors import ConfigError
-from config.lora.settings import NamedAdapter
+from config.lora.base_modules import BaseModules
 from config.model.read_config import read_model_config
+from config.params.lora import NamedAdapter
 
 
 class AdapterReader:

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from config.adapters.adapter import LoRAInfo
 from config.engine import EngineConfig
 from config.errors import UserError
+from config.lora.adapter import LoRAInfo
 from engine.core.admission import admission_error, num_prompt_tokens
 from engine.core.coupled_steps import CoupledSteps
 from engine.core.output_processor import OutputProcessor

@@ -21,7 +21,7 @@ from config.errors import (
     RequestFailed,
     UserError,
 )
-from config.lora.settings import NamedAdapter
+from config.params.lora import NamedAdapter
 from config.params.structured_output import GrammarSpec
 from engine.core.adapter_reader import AdapterReader
 from engine.core.coupled_steps import CoupledSteps, StepGroup

@@ -5,9 +5,9 @@ import heapq
 from dataclasses import dataclass, field
 from typing import Any
 
-from config.adapters.adapter import LoRAInfo
 from config.errors import UserError
-from config.lora.settings import LoRAConfig
+from config.lora.adapter import LoRAInfo
+from config.params.lora import LoRAConfig
 from engine.request import Request
 from engine.scheduling.waiting_queue import WaitingQueue
 from hpu.protocol import NO_SLOT, AdapterLoaded, DropAdapter, LoadAdapter

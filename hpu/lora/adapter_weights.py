@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from config.adapters.adapter import Adapter, AdapterModule
 from config.checkpoint.safetensors_files import StoredTensor
 from config.checkpoint.weight_maps.base import WeightSpec
 from config.checkpoint.weight_maps.shard import Shard, ShardRank, shard_of
-from config.lora.settings import EMBEDDING
+from config.lora.adapter import Adapter, AdapterModule
+from config.params.lora import EMBEDDING
 from hpu.model_loader.loader import DTYPES, fill_parameter
 from hpu.model_loader.tensor_reader import Read, TensorReader
 

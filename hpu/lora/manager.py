@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from config.adapters.adapter import (
+from config.errors import ConfigError
+from config.lora.adapter import (
     Adapter,
     check_limits,
     content_hash,
     extra_targets,
     read_adapter,
 )
-from config.adapters.base_modules import BaseModules
-from config.errors import ConfigError
-from config.lora.settings import EMBEDDING, EXPERTS, HEAD, LoRAConfig
+from config.lora.base_modules import BaseModules
 from config.model.model_config import ModelConfig
+from config.params.lora import EMBEDDING, EXPERTS, HEAD, LoRAConfig
 from hpu.backends.base import Backend, Event
 from hpu.distributed.process_groups import SINGLE, ProcessGroup, shard_rank
 from hpu.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -85,7 +85,7 @@ class LoRAManager:
         self._group = group
         self._at = shard_rank(group, expert_group)
         self.extra_targets = extra_targets(config, self._base)
-        is_grouped = backend.device.type == "cpu"
+        is_grouped = backend.shares_host_memory
         shards = group if config.fully_sharded_loras and not is_grouped else SINGLE
         rank = -(-config.max_lora_rank // shards.size) * shards.size
         self.context = LoRAContext(
@@ -150,6 +150,9 @@ class LoRAManager:
             if read.cancelled():
                 return
             error = read.exception()
+            if error is not None:
+                # Other ranks may have read it: all try again when it is asked for again.
+                self._host.pop(message.content, None)
             if error is not None and not isinstance(error, ConfigError | OSError):
                 logger.error("adapter %s cannot be read", message.path, exc_info=error)
             text = None if error is None else str(error)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 RENAMED = {
     ROOT / "config" / f"{name}.py"
     for name in (
-        *("buckets", "data_parallel", "engine", "execution", "lora/settings"),
+        *("buckets", "data_parallel", "engine", "execution", "params/lora"),
         *("params/speculation", "server"),
     )
 }

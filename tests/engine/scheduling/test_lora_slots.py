@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from config.adapters.adapter import LoRAInfo
 from config.errors import UserError
-from config.lora.settings import LoRAConfig
+from config.lora.adapter import LoRAInfo
+from config.params.lora import LoRAConfig
 from config.params.sampling import SamplingParams
 from engine.request import ModelLimits, Request
 from engine.scheduling.lora_slots import MAX_PASSES, AdapterQueue, LoRASlots

@@ -1,6 +1,7 @@
 """Adapters under load, in pooling models, over pipeline stages, and after a sleep."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from adapters import ATTENTION, LINEAR, merge, write_adapter
 from tiny_encoders import make_pooling
 from tiny_models import make_tiny
 
+from config.lora.adapter import WEIGHTS_FILE
 from gaudiserve import LLM, LoRARequest, SamplingParams
 
 SMALL: dict[str, Any] = {"dtype": "float32", "max_model_len": 64}
@@ -125,17 +127,31 @@ def test_pipeline_stages_have_adapters(tmp_path: Path) -> None:
     assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
 
 
-def test_an_adapter_whose_files_change_fails_its_requests_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_adapter_whose_files_change_fails_its_requests_alone(
+    num_ranks: int, tmp_path: Path
+) -> None:
     base = make_tiny("llama", tmp_path / "base")
     one = write_adapter(tmp_path / "one", base, seed=1)
+    before = (one / WEIGHTS_FILE).read_bytes()
     greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    with LLM(str(base), enable_lora=True, lora_modules=[f"one={one}"], **CPU) as llm:
-        write_adapter(tmp_path / "one", base, seed=2)
-        with pytest.raises(Exception, match="has changed since it was registered"):
-            llm.generate("Hello", greedy, use_tqdm=False, lora_request=LoRARequest("one", 1))
-        plain = llm.generate("Hello", greedy, use_tqdm=False)
+    settings = {**CPU, "tensor_parallel_size": num_ranks}
+    with LLM(str(base), enable_lora=True, lora_modules=[f"one={one}"], **settings) as llm:
 
-    assert len(plain[0].outputs[0].token_ids) == 4
+        def ask(adapter: LoRARequest | None = None) -> Sequence[int]:
+            outputs = llm.generate("Hello", greedy, use_tqdm=False, lora_request=adapter)
+            return outputs[0].outputs[0].token_ids
+
+        write_adapter(tmp_path / "one", base, seed=2)
+        for _ in range(2):
+            with pytest.raises(Exception, match="has changed since it was registered"):
+                ask(LoRARequest("one", 1))
+        plain = ask()
+        (one / WEIGHTS_FILE).write_bytes(before)
+        adapted = ask(LoRARequest("one", 1))
+
+    assert len(plain) == len(adapted) == 4
+    assert plain != adapted
 
 
 @pytest.mark.slow

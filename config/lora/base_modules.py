@@ -7,8 +7,8 @@ from pathlib import Path
 from config.checkpoint.shapes import weight_map_of
 from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
 from config.errors import ConfigError
-from config.lora.settings import EMBEDDING, EXPERTS, HEAD
 from config.model.model_config import ModelConfig
+from config.params.lora import EMBEDDING, EXPERTS, HEAD
 
 _WEIGHT = ".weight"
 

@@ -11,18 +11,18 @@ from adapters import PREFIX, write_adapter
 from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny
 
-from config.adapters.adapter import (
+from config.errors import ConfigError
+from config.lora.adapter import (
     check_limits,
     content_hash,
     extra_targets,
     lora_info,
     read_adapter,
 )
-from config.adapters.base_modules import BaseModules
-from config.adapters.peft_config import PeftConfig
-from config.errors import ConfigError
-from config.lora.settings import LoRAConfig
+from config.lora.base_modules import BaseModules
+from config.lora.peft_config import PeftConfig
 from config.model.read_config import read_model_config
+from config.params.lora import LoRAConfig
 
 QUERY = "model.layers.0.self_attn.q_proj"
 Change = Callable[[Path], None]

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from config.adapters.base_modules import BaseModule, BaseModules
-from config.adapters.peft_config import CONFIG_FILE, PeftConfig
 from config.checkpoint.safetensors_files import StoredTensor, read_header
 from config.errors import ConfigError
-from config.lora.settings import AUTO, EMBEDDING, EXTRA_TARGETS, LoRAConfig
+from config.lora.base_modules import BaseModule, BaseModules
+from config.lora.peft_config import CONFIG_FILE, PeftConfig
+from config.params.lora import AUTO, EMBEDDING, EXTRA_TARGETS, LoRAConfig
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
