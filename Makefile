@@ -16,7 +16,7 @@ QUANTIZERS := .venv-quantizers
 NODE_CLIENT := tests/clients/node
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-hpu serve test test-slow test-clients test-cuda test-kernels test-fuzz test-parallel test-quantizers lint style format bench bench-cuda clean
+.PHONY: help install install-hpu serve test test-slow test-clients test-cuda test-deploy test-kernels test-fuzz test-parallel test-quantizers lint style format bench bench-cuda clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -79,6 +79,14 @@ test-clients: $(VENV)/.installed $(CLIENTS)/.installed $(NODE_CLIENT)/node_modul
 test-cuda: $(VENV)/.installed ## With an NVIDIA GPU: the tests that need one
 	@$(BIN)/python -c 'import sys, torch; from hpu.backends.cuda import missing_cuda as missing; sys.exit(missing(torch.__version__, torch.version.cuda, torch.cuda.is_available()))'
 	@$(BIN)/python -m pytest -q -m cuda tests/cuda $(ARGS)
+
+$(VENV)/.deploy: $(VENV)/.installed
+	@$(PIP) install --editable '.[deploy]' && touch $@
+
+test-deploy: $(VENV)/.deploy ## Manifests, dashboards and images with kubectl (1.21 or newer), Prometheus and clean environments
+	@for tool in kubectl prometheus promtool; do command -v $$tool >/dev/null || \
+	{ echo "no $$tool: install kubernetes-client and prometheus of your system"; exit 1; }; done
+	@$(BIN)/python -m pytest -q -m deploy tests/deploy $(ARGS)
 
 test-kernels: $(VENV)/.installed ## The compiled kernels under the compiler's sanitizers of addresses and of undefined behaviour
 	@ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \

@@ -34,6 +34,7 @@ settings.load_profile("suite")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-seconds", type=float, default=600.0, help="how long tests/fuzz takes")
     parser.addoption("--fuzz-seed", type=int, default=1, help="the first seed of tests/fuzz")
+    parser.addoption("--crd-schemas", help="folder of schemas of custom resources for tests/deploy")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

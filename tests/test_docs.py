@@ -34,7 +34,7 @@ PAGES = [
     *sorted((ROOT / "benchmarks").glob("*.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-MANIFESTS = ("compose.yaml", "compose.local.yaml", "kubernetes.yaml")
+MANIFESTS = ("compose.yaml", "compose.local.yaml", "kubernetes/base/deployment.yaml")
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NEXT = re.compile(r"^```(\w+)\n(.*?)^```\n(.*?)(?=^```|\Z)", re.MULTILINE | re.DOTALL)
 """Code blocks, each with the text up to the next one."""

@@ -1,0 +1,264 @@
+"""The files of deploy/kubernetes agree with the server and with each other, as far as they show it
+without kubectl. test_rendered.py renders and validates them."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from manifests import KUBERNETES, OVERLAYS, Document, documents, pod_templates
+
+from config.loading.env import settings
+from config.loading.parser import server_parser
+
+FILES = sorted(KUBERNETES.rglob("*.yaml"))
+RESOURCES = [
+    path for path in FILES if path.name not in ("kustomization.yaml", "adapter-rules.yaml")
+]
+PODS = [
+    (path, template)
+    for path in RESOURCES
+    for document in documents(path.read_text(encoding="utf-8"))
+    for template in pod_templates(document)
+]
+"""Those of patches, too, which have some of the fields."""
+WHOLE = [(path, template) for path, template in PODS if "volumes" in template["spec"]]
+WITH_API = [
+    (path, template)
+    for path, template in WHOLE
+    if "livenessProbe" in template["spec"]["containers"][0]
+]
+COUNTS = {
+    "base": 1,
+    "eight-cards": 1,
+    "two-nodes-lws": 2,
+    "two-nodes-ray": 2,
+    "replicas-gateway": 1,
+}
+"""Pod templates by folder."""
+METRICS_PAGE = (KUBERNETES.parents[1] / "docs" / "metrics.md").read_text(encoding="utf-8")
+LOCAL_MODEL_LINES = re.compile(r"^( *)# (- \{name: models, .*)$", re.MULTILINE)
+"""The commented lines of the deployment for a volume of local models."""
+DEPLOYMENT = (KUBERNETES / "base" / "deployment.yaml").read_text(encoding="utf-8")
+
+
+def ids(pods: list[tuple[Path, Document]]) -> list[str]:
+    return [f"{path.parent.name} {i}" for i, (path, _) in enumerate(pods)]
+
+
+def served_words(container: Document) -> list[str]:
+    """The words of the container's `gaudiserve serve`, without these two; empty if it has none."""
+    words = container.get("args", [])
+    if len(words) == 1:
+        command = words[0].rpartition("exec gaudiserve ")[2] if "gaudiserve" in words[0] else ""
+        words = shlex.split(command)
+    return list(words[1:])
+
+
+def given(container: Document) -> dict[str, Any]:
+    return {
+        one.name: one.value
+        for one in server_parser("serve", "").parse_all(served_words(container)).given
+    }
+
+
+def document_of(path: Path, kind: str) -> Document:
+    (found,) = (one for one in documents(path.read_text(encoding="utf-8")) if one["kind"] == kind)
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name} {path.name}")
+def test_a_file_is_yaml_without_duplicate_keys(path: Path) -> None:
+    found = documents(path.read_text(encoding="utf-8"))
+
+    assert found
+    if path in RESOURCES:
+        assert all(one["apiVersion"] and one["kind"] and one["metadata"]["name"] for one in found)
+
+
+def test_every_file_belongs_to_a_kustomization() -> None:
+    used = set()
+    for path in KUBERNETES.rglob("kustomization.yaml"):
+        (one,) = documents(path.read_text(encoding="utf-8"))
+        entries = [*one.get("resources", ()), *one.get("components", ())]
+        entries += [patch["path"] for patch in one.get("patches", ()) if "path" in patch]
+        for entry in entries:
+            target = (path.parent / entry).resolve()
+            assert target.exists(), (path, entry)
+            used.add(target)
+
+    assert set(RESOURCES) <= used
+    folders = {path.parent.name for path in KUBERNETES.rglob("kustomization.yaml")}
+    assert folders == {*OVERLAYS, "base", "monitoring"}
+
+
+def test_names_that_point_to_each_other_agree() -> None:
+    names = {
+        (one["kind"], one["metadata"]["name"])
+        for path in RESOURCES
+        for one in documents(path.read_text(encoding="utf-8"))
+    }
+    service = document_of(KUBERNETES / "base" / "service.yaml", "Service")
+    hpa = document_of(KUBERNETES / "autoscale-hpa" / "hpa.yaml", "HorizontalPodAutoscaler")
+    keda = document_of(KUBERNETES / "autoscale-keda" / "scaledobject.yaml", "ScaledObject")
+    route = document_of(KUBERNETES / "replicas-gateway" / "gateway.yaml", "HTTPRoute")
+    pool = document_of(KUBERNETES / "replicas-gateway" / "gateway.yaml", "InferencePool")
+
+    for target in (hpa["spec"]["scaleTargetRef"], keda["spec"]["scaleTargetRef"]):
+        assert (target["kind"], target["name"]) in names
+    (parent,) = route["spec"]["parentRefs"]
+    (backend,) = route["spec"]["rules"][0]["backendRefs"]
+    for reference in (parent, backend):
+        assert (reference["kind"], reference["name"]) in names
+    for _, template in WHOLE:
+        labels = template["metadata"]["labels"]
+        assert service["spec"]["selector"].items() <= labels.items()
+        assert pool["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        claims = {
+            volume["persistentVolumeClaim"]["claimName"]
+            for volume in template["spec"]["volumes"]
+            if "persistentVolumeClaim" in volume
+        }
+        assert {("PersistentVolumeClaim", claim) for claim in claims} <= names
+        assert ("ServiceAccount", template["spec"]["serviceAccountName"]) in names
+
+
+def test_each_way_to_deploy_has_its_pods() -> None:
+    folders = [path.parent.name for path, _ in PODS]
+
+    assert {name: folders.count(name) for name in folders} == COUNTS
+
+
+@pytest.mark.parametrize(("path", "template"), PODS, ids=ids(PODS))
+def test_flags_and_variables_of_a_pod_are_those_of_the_server(
+    path: Path, template: Document
+) -> None:
+    (container,) = template["spec"]["containers"]
+
+    flags = given(container)
+    found = {name for name, _, _ in settings({one["name"]: "x" for one in container["env"]})}
+
+    assert "--device" not in " ".join(container.get("args", ())) or flags["device"] == "hpu"
+    assert "livenessProbe" not in container or flags["host"] == "0.0.0.0"
+    assert {"model"} <= found <= {"model", "api-key"}
+
+
+@pytest.mark.parametrize(("path", "template"), WITH_API, ids=ids(WITH_API))
+def test_probes_ports_and_grace_periods(path: Path, template: Document) -> None:
+    pod = template["spec"]
+    (container,) = pod["containers"]
+    (port,) = container["ports"]
+    probes = {kind: container[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")}
+
+    assert (port["name"], port["containerPort"]) == ("http", 8000)
+    assert {probe["httpGet"]["port"] for probe in probes.values()} == {"http"}
+    assert probes["startup"]["httpGet"]["path"] == "/ready"
+    # Warm-up may take over an hour.
+    assert probes["startup"]["periodSeconds"] * probes["startup"]["failureThreshold"] >= 5000
+    assert probes["readiness"]["httpGet"]["path"] == "/ready"
+    assert probes["liveness"]["httpGet"]["path"] == "/health"
+    word, pause_s = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert word == "sleep"
+    grace_s = pod["terminationGracePeriodSeconds"] - int(pause_s)
+    assert grace_s > float(given(container)["shutdown-timeout"])
+
+
+@pytest.mark.parametrize(("path", "template"), WHOLE, ids=ids(WHOLE))
+def test_a_pod_asks_for_cards_in_each_way_that_a_cluster_may_need(
+    path: Path, template: Document
+) -> None:
+    pod = template["spec"]
+    (container,) = pod["containers"]
+    resources = container["resources"]
+    cards = int(resources["limits"]["habana.ai/gaudi"])
+
+    assert pod["runtimeClassName"] == "habana"
+    assert pod["nodeSelector"]
+    assert {"key": "habana.ai/gaudi", "operator": "Exists", "effect": "NoSchedule"} in pod[
+        "tolerations"
+    ]
+    # Kubernetes refuses other requests for extended resources and huge pages.
+    assert resources["requests"] == resources["limits"]
+    assert "hugepages-2Mi" in resources["limits"]
+    flags = given(container)
+    assert cards == int(flags.get("tensor-parallel-size", 1 if cards == 1 else cards))
+    assert pod["enableServiceLinks"] is False
+
+
+@pytest.mark.parametrize(("path", "template"), WHOLE, ids=ids(WHOLE))
+def test_a_pod_has_no_token_no_rights_and_writes_to_volumes_only(
+    path: Path, template: Document
+) -> None:
+    pod = template["spec"]
+    (container,) = pod["containers"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
+    assert set(mounts) == {volume["name"] for volume in pod["volumes"]}
+    # The folders that the image sets, and that of temporary files.
+    assert {"/cache", "/cache/huggingface", "/tmp", "/var/log/gaudiserve"} <= set(mounts.values())
+
+
+def test_secrets_are_created_by_a_command_that_the_pages_show() -> None:
+    page = (KUBERNETES.parents[1] / "docs" / "deployment.md").read_text(encoding="utf-8")
+    wanted: dict[str, dict[str, Any]] = {}
+    for _, template in PODS:
+        for entry in template["spec"]["containers"][0]["env"]:
+            if "secretKeyRef" in entry.get("valueFrom", {}):
+                wanted[entry["name"]] = entry["valueFrom"]["secretKeyRef"]
+
+    assert set(wanted) == {"GAUDISERVE_API_KEY", "HF_TOKEN", "GAUDISERVE_DATA_PARALLEL_TOKEN"}
+    assert wanted["HF_TOKEN"]["optional"] is True
+    assert "optional" not in wanted["GAUDISERVE_API_KEY"]
+    for reference in wanted.values():
+        command = f"create secret generic {reference['name']} --from-literal={reference['key']}="
+        assert command in page
+
+
+@pytest.mark.parametrize(
+    ("index", "kind"), [(1, "persistentVolumeClaim"), (2, "hostPath")], ids=["claim", "node"]
+)
+def test_a_volume_of_local_models_needs_two_uncommented_lines(index: int, kind: str) -> None:
+    lines = list(LOCAL_MODEL_LINES.finditer(DEPLOYMENT))
+    text = DEPLOYMENT
+    for line in (lines[0], lines[index]):
+        text = text.replace(line[0], f"{line[1]}{line[2]}")
+
+    pod = yaml.safe_load(text)["spec"]["template"]["spec"]
+
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    mounts = {mount["name"]: mount for mount in pod["containers"][0]["volumeMounts"]}
+    assert len(lines) == 3
+    assert kind in volumes["models"]
+    assert mounts["models"] == {"name": "models", "mountPath": "/models", "readOnly": True}
+    assert set(mounts) == set(volumes)
+
+
+def test_metrics_that_autoscalers_and_pickers_read_are_served() -> None:
+    # test_docs.py asks a server for all of the page.
+    served = set(re.findall(r"`(\w+:\w+)`", METRICS_PAGE))
+    text = "".join(
+        path.read_text(encoding="utf-8")
+        for path in FILES
+        if path.parent.name in ("autoscale-hpa", "autoscale-keda", "replicas-gateway")
+    )
+    named = set(re.findall(r"(?:vllm|gaudiserve):\w+", text))
+
+    # Those of adapters are there with --enable-lora only.
+    assert named - {"vllm:lora_requests_info", "gaudiserve:hpu"} <= served
+    assert {"vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"} <= named
+
+
+def test_the_adapter_rules_name_the_metrics_of_the_autoscaler() -> None:
+    (rules,) = documents((KUBERNETES / "autoscale-hpa" / "adapter-rules.yaml").read_text("utf-8"))
+    hpa = document_of(KUBERNETES / "autoscale-hpa" / "hpa.yaml", "HorizontalPodAutoscaler")
+
+    offered = {rule["name"]["as"] for rule in rules["rules"]["custom"]}
+
+    assert {metric["pods"]["metric"]["name"] for metric in hpa["spec"]["metrics"]} == offered
