@@ -86,7 +86,7 @@ $(VENV)/.deploy: $(VENV)/.installed
 test-deploy: $(VENV)/.deploy ## Manifests, dashboards and images with kubectl (1.21 or newer), Prometheus and clean environments
 	@for tool in kubectl prometheus promtool; do command -v $$tool >/dev/null || \
 	{ echo "no $$tool: install kubernetes-client and prometheus of your system"; exit 1; }; done
-	@$(BIN)/python -m pytest -q -m deploy tests/deploy $(ARGS)
+	@$(BIN)/python -m pytest -q -m deploy tests/deploy tests/e2e/test_pod_lifecycle.py $(ARGS)
 
 test-kernels: $(VENV)/.installed ## The compiled kernels under the compiler's sanitizers of addresses and of undefined behaviour
 	@ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \

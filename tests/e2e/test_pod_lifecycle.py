@@ -1,0 +1,202 @@
+"""A pod's life as the kubelet drives it, on the real daemon: probes, preStop, SIGTERM, SIGKILL. The
+probes, the flags and the pause are those of the deployment in deploy/kubernetes, with shorter
+times."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from live import LiveServer, alive, children_of
+from manifests import KUBERNETES, documents
+
+(DEPLOYMENT,) = documents((KUBERNETES / "base" / "deployment.yaml").read_text(encoding="utf-8"))
+(CONTAINER,) = DEPLOYMENT["spec"]["template"]["spec"]["containers"]
+KEY = {"authorization": "Bearer pod-key"}
+FLAGS = ("--served-model-name=tiny", "--dtype=float32")
+
+
+def pod_flags(shutdown_timeout_s: float) -> list[str]:
+    """The flags of the container, on a CPU and with another timeout."""
+    flags = list(CONTAINER["args"][1:])
+    flags[flags.index("--device") + 1] = "cpu"
+    flags[flags.index("--shutdown-timeout") + 1] = str(shutdown_timeout_s)
+    return flags
+
+
+def start(model: str, folder: Path, shutdown_timeout_s: float = 60) -> LiveServer:
+    flags = (*FLAGS, *pod_flags(shutdown_timeout_s))
+    return LiveServer(model, folder / "log", *flags, env={"GAUDISERVE_API_KEY": "pod-key"})
+
+
+def probe(live: LiveServer, kind: str) -> int | None:
+    """The status that the kubelet gets; None without an answer."""
+    request = CONTAINER[f"{kind}Probe"]
+    try:
+        with httpx.Client(base_url=live.url, timeout=request["timeoutSeconds"]) as http:
+            return http.get(request["httpGet"]["path"]).status_code
+    except httpx.TransportError:
+        return None
+
+
+class Streamed(threading.Thread):
+    """Reads a stream of `max_tokens` tokens to its end."""
+
+    def __init__(self, live: LiveServer, max_tokens: int) -> None:
+        super().__init__(daemon=True)
+        self._url = f"{live.url}/v1/completions"
+        self._body = {
+            "model": "tiny", "prompt": "go", "max_tokens": max_tokens,
+            "ignore_eos": True, "stream": True,
+        }  # fmt: skip
+        self.begun = threading.Event()
+        self.events: list[str] = []
+        self.error: httpx.TransportError | None = None
+
+    def run(self) -> None:
+        try:
+            with httpx.stream(
+                "POST", self._url, json=self._body, headers=KEY, timeout=60
+            ) as response:
+                for line in response.iter_lines():
+                    if line:
+                        self.events.append(line.removeprefix("data: "))
+                        self.begun.set()
+        except httpx.TransportError as error:
+            self.error = error
+
+    @property
+    def finish_reason(self) -> Any:
+        """That of the last chunk; the stream must have ended with [DONE]."""
+        assert self.events[-1] == "[DONE]"
+        return json.loads(self.events[-2])["choices"][0]["finish_reason"]
+
+
+def started(live: LiveServer, max_tokens: int) -> Streamed:
+    stream = Streamed(live, max_tokens)
+    stream.start()
+    assert stream.begun.wait(20)
+    return stream
+
+
+def ask(live: LiveServer) -> httpx.Response:
+    body = {"model": "tiny", "prompt": "go", "max_tokens": 1}
+    return httpx.post(f"{live.url}/v1/completions", json=body, headers=KEY, timeout=20)
+
+
+def test_a_pod_starts_serves_drains_and_ends_within_its_grace_period(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    live = start(tiny_model, tmp_path)
+    try:
+        # Start-up: the liveness probe succeeds as soon as the port is open, the start-up probe
+        # only when requests are answered.
+        before: list[tuple[int | None, int | None]] = []
+        end = time.monotonic() + 120
+        while not before or before[-1][0] != 200:
+            assert time.monotonic() < end and live.process.poll() is None, live.text()
+            before.append((probe(live, "startup"), probe(live, "liveness")))
+        answered = [one for one in before if one[0] is not None]
+        assert answered[0] == (503, 200)
+        assert {liveness for _, liveness in answered} == {200}
+        assert ask(live).status_code == 200
+        assert httpx.post(f"{live.url}/v1/completions", json={}).status_code == 401
+
+        # The pod is deleted: while preStop runs, the server still takes requests.
+        streams = [started(live, 1500) for _ in range(2)]
+        word, _ = CONTAINER["lifecycle"]["preStop"]["exec"]["command"]
+        subprocess.run([word, "0.2"], check=True)
+        assert probe(live, "readiness") == 200
+        assert ask(live).status_code == 200
+
+        # SIGTERM: no new requests, not alive any less, and the streams go on.
+        live.signal(signal.SIGTERM)
+        while probe(live, "readiness") == 200:
+            assert time.monotonic() < end
+        assert probe(live, "readiness") == 503
+        assert probe(live, "liveness") == 200
+        refused = ask(live)
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]
+        assert all(stream.is_alive() for stream in streams)
+
+        for stream in streams:
+            stream.join(60)
+            assert stream.finish_reason == "length"
+        assert live.wait_exit(10) == 0
+        assert live.leftovers() == []
+    finally:
+        live.close()
+
+
+def test_a_pod_that_outlasts_its_grace_period_is_killed_and_its_successor_starts(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    """A timeout longer than the grace period, which the manifests rule out."""
+    live = start(tiny_model, tmp_path, shutdown_timeout_s=60)
+    try:
+        live.wait_ready()
+        stream = started(live, 1900)
+        family = [live.pid, *children_of(live.pid)]
+
+        live.signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert stream.is_alive()
+        # The container runtime kills its first process; here the others end by themselves.
+        os.kill(live.pid, signal.SIGKILL)
+
+        stream.join(10)
+        assert stream.error is not None
+        assert live.wait_exit(5) == -signal.SIGKILL
+        end = time.monotonic() + 10
+        while any(alive(pid) for pid in family):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+    finally:
+        live.close()
+
+    again = start(tiny_model, tmp_path)
+    try:
+        again.wait_ready()
+        assert ask(again).status_code == 200
+    finally:
+        again.close()
+
+
+READ_ONLY = """#!/bin/sh
+exec unshare --mount sh -euc '
+mount --make-rprivate /; mount --bind / /; mount -o remount,ro,bind /
+mount --bind "$0" /mnt; mount -t tmpfs none /tmp
+if touch /root/probe 2>/dev/null; then echo "the root is not read-only"; exit 9; fi
+exec "$@"' {model} {python} "$@"
+"""
+
+
+@pytest.mark.deploy
+def test_a_pod_with_a_read_only_root_serves(tiny_model: str, tmp_path: Path) -> None:
+    """In a mount namespace, which only root may make, where only /tmp can be written."""
+    shell = tmp_path / "python"
+    shell.write_text(READ_ONLY.format(model=tiny_model, python=shlex.quote(sys.executable)))
+    shell.chmod(0o755)
+    folders = {"TMPDIR": "/tmp", "XDG_RUNTIME_DIR": "/tmp", "XDG_CACHE_HOME": "/tmp/cache"}
+    environment = {**folders, "GAUDISERVE_API_KEY": "pod-key"}
+
+    live = LiveServer(
+        "/mnt", tmp_path / "log", *FLAGS, *pod_flags(10), env=environment, python=str(shell)
+    )
+    try:
+        live.wait_ready()
+        assert ask(live).status_code == 200
+        live.signal(signal.SIGTERM)
+        assert live.wait_exit(20) == 0
+    finally:
+        live.close()
+    assert " ERROR " not in live.text()
