@@ -246,6 +246,12 @@ class ServerConfig:
         group="Logs",
         choices=FORMATS,
     )
+    otlp_traces_endpoint: str | None = setting(
+        None,
+        "Send a trace of each request to this OpenTelemetry collector: http://host:4317 (gRPC) or "
+        "http://host:4318/v1/traces (HTTP); needs the extra otel",
+        group="Logs",
+    )
     enable_log_requests: bool = setting(
         False,
         "Log prompts too; one line per request is always logged",

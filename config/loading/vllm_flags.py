@@ -240,10 +240,10 @@ ABSENT = (
         "--log-level, --enable-log-requests and --disable-access-log choose what is logged",
     ),
     (
-        "otlp-traces-endpoint collect-detailed-traces show-hidden-metrics-for-version "
+        "collect-detailed-traces show-hidden-metrics-for-version "
         "enable-mfu-metrics kv-cache-metrics* enable-layerwise-nvtx-tracing "
         "aggregate-engine-logging enable-per-request-metrics",
-        "/metrics has what is measured; there are no OpenTelemetry traces",
+        "/metrics and traces have what is measured",
     ),
     ("profiler-config", "--profiler and --profiler-trace write a trace"),
     ("override-neuron-config", "it is for another device"),

@@ -1,1 +1,1 @@
-"""Prometheus metrics of the API server and of the engine."""
+"""Prometheus metrics of the API server and of the engine, and OpenTelemetry traces of requests."""

@@ -32,6 +32,7 @@ from server.http.peer_proxy import Peers, listen
 from server.http.protocol import HttpConfig, HttpProtocol
 from server.http.tls import Tls
 from server.metrics.registry import Metrics
+from server.metrics.select import make_tracer
 from server.process.addresses import base_urls, endpoints_text
 from server.process.model_download import DownloadProgress
 from server.process.open_files import max_connections
@@ -157,6 +158,7 @@ class ApiServer:
             has_priorities=args.engine.scheduler.policy == "priority",
             created=args.created,
             peers=Peers(args.index, args.peer_sockets, args.token),
+            tracer=make_tracer(config.otlp_traces_endpoint, VERSION),
         )
         self._app = create_app(self.state)
         self._checkpoint: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -251,6 +253,8 @@ class ApiServer:
                 with contextlib.suppress(OSError):
                     self.state.metrics.publish()
             await self._client.close()
+            if self.state.tracer is not None:
+                await asyncio.to_thread(self.state.tracer.close)
             self.state.bodies.close()
             if self.state.template is not None:
                 self.state.template.close()

@@ -224,9 +224,22 @@ def start_tracked(
         name=record.id,
         adapter=state.adapter_of(model),
     )
-    tracker = RequestTracker(
-        stream, params, num_sequences, record, state.metrics.requests[stream.engine]
-    )
+    metrics = state.metrics.requests[stream.engine]
+    trace = None
+    if (tracer := state.tracer) is not None:
+
+        def trace(ended: RequestTracker[StreamT]) -> None:
+            tracer.request_ended(
+                record,
+                request.headers,
+                params,
+                ended.stream.timing,
+                sent_s=ended.sent_s,
+                num_sequences=num_sequences,
+                num_cached_tokens=ended.stream.num_cached_tokens,
+            )
+
+    tracker = RequestTracker(stream, params, num_sequences, record, metrics, trace)
     state.active_requests.add(tracker)
     return tracker
 

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from config.engine import EngineConfig
 from config.errors import EngineDied, NotFound, Overloaded, UserError
@@ -22,6 +22,10 @@ from server.serving.progress import describe
 from server.serving.tracking import RequestTracker
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    # It needs an optional extra.
+    from server.metrics.traces import Tracer
 
 STARTING_RETRY_S = 5
 DRAINING_RETRY_S = 30
@@ -61,6 +65,8 @@ class AppState:
     recent_requests: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_RECENT))
     """Figures of the latest requests (see RequestRecord.summary)."""
     peers: Peers = field(default_factory=Peers)
+    tracer: "Tracer | None" = None
+    """Takes the requests that have ended, with --otlp-traces-endpoint."""
     num_open_requests: int = 0
     """Requests of any kind whose response has not ended, streams included."""
     bodies: BodyReader = field(init=False)

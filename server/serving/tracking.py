@@ -1,6 +1,7 @@
 """Counts a running request into the metrics and its access-log record, and ends it."""
 
 import time
+from collections.abc import Callable
 from typing import Generic
 
 from config.errors import Overloaded
@@ -24,10 +25,14 @@ class RequestTracker(Generic[StreamT]):
         num_sequences: int,
         record: RequestRecord,
         metrics: RequestMetrics,
+        trace: "Callable[[RequestTracker[StreamT]], None] | None" = None,
     ) -> None:
-        """`params` is None for a pooling request."""
+        """`params` is None for a pooling request; `trace` is called once the request has ended."""
         self.stream = stream
         self._params = params
+        self.sent_s = time.perf_counter()
+        """When the engine got the request, as time.perf_counter()."""
+        self._trace = trace
         self._num_sequences = self._num_open = num_sequences
         self._record = record
         self._metrics = metrics
@@ -81,6 +86,8 @@ class RequestTracker(Generic[StreamT]):
         self._write_record()
         if self._num_tokens or self._num_open < self._num_sequences:
             self._observe_request()
+        if self._trace is not None:
+            self._trace(self)
 
     def _count_deltas(self, deltas: list[Delta]) -> None:
         now_s = time.perf_counter()

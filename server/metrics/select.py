@@ -1,0 +1,31 @@
+"""Loads the tracer where it is wanted: OpenTelemetry is an optional extra."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from server.metrics.traces import Tracer
+
+
+def make_tracer(endpoint: str | None, version: str) -> "Tracer | None":
+    """The tracer for --otlp-traces-endpoint; None without it. Raises ConfigError if the endpoint is
+    no URL or OpenTelemetry is not installed."""
+    if endpoint is None:
+        return None
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(
+            f"--otlp-traces-endpoint is {endpoint!r}, it must be a URL such as "
+            "http://localhost:4317 (gRPC) or http://localhost:4318/v1/traces (HTTP)"
+        )
+    try:
+        traces = import_module("server.metrics.traces")
+    except ImportError as error:
+        raise ConfigError(
+            f"--otlp-traces-endpoint needs OpenTelemetry ({error}): pip install 'gaudiserve[otel]'"
+        ) from error
+    tracer: Tracer = traces.Tracer(endpoint, version)
+    return tracer
