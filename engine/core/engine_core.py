@@ -557,11 +557,13 @@ class EngineCore:
     def _snapshot(self, *, with_samples: bool) -> EngineStats:
         waiting, pool = self._scheduler.waiting, self._kv.pool
         adapters = {} if self._lora is None else self._lora.gauges
+        oldest = waiting.oldest()
         return self._stats.snapshot(
             **adapters,
             running=self._scheduler.num_running,
             waiting=len(waiting),
             waiting_prompt_tokens=waiting.num_tokens,
+            oldest_waiting_s=0.0 if oldest is None else self._clock() - oldest.arrived_at,
             blocks_used=pool.size - pool.num_free,
             blocks_total=pool.size,
             sleep=self._sleep_state.state,

@@ -386,6 +386,7 @@ def make_ready(engine: int, worker: WorkerReady, config: EngineConfig) -> Ready:
         engine=engine,
         num_buckets=len(worker.buckets),
         logprobs_mode=config.logprobs_mode,
+        ready_unix_s=time.time(),
         **{name: facts[name] for name in Ready.__struct_fields__ if name in facts},
     )
 

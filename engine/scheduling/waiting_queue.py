@@ -39,6 +39,10 @@ class WaitingQueue:
             heapq.heappop(self._heap)
         return None
 
+    def oldest(self) -> Request | None:
+        """The request that was added first, whatever its priority; None if it is empty."""
+        return next(iter(self._requests.values()), None)
+
     def remove(self, request: Request) -> None:
         del self._requests[request.key]
         self.num_tokens -= request.num_tokens

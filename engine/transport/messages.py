@@ -111,6 +111,8 @@ class EngineStats(msgspec.Struct, omit_defaults=True, gc=False):
     running: int = 0
     waiting: int = 0
     waiting_prompt_tokens: int = 0
+    oldest_waiting_s: float = 0.0
+    """How long the request that waits longest has waited in the queue; 0 if none waits."""
     blocks_used: int = 0
     blocks_total: int = 0
     sleep: str = AWAKE
@@ -249,6 +251,8 @@ class Ready(msgspec.Struct, array_like=True, gc=False, tag=8):
     """Set when the model gives vectors, and no tokens."""
     ranks: list[RankFacts] = []
     """Of the workers, by rank, where several run one model."""
+    ready_unix_s: float = 0.0
+    """When the engine became ready, in seconds since 1970."""
 
 
 class Failed(msgspec.Struct, array_like=True, gc=False, tag=9):

@@ -87,6 +87,8 @@ class _EngineMetrics:
             COMPILE_S,
         )
         self._compile_seconds = {stage: compile_seconds.labels(*labels, stage) for stage in STAGES}
+        self._stats_s = time.monotonic()
+        """When the latest stats came."""
         self._compiled = dict.fromkeys(STAGES, (0, 0.0))
         """By stage: number of observed compilations, and their seconds."""
         try:
@@ -96,6 +98,7 @@ class _EngineMetrics:
 
     def observe(self, stats: EngineStats) -> None:
         """Take the samples of one stats message."""
+        self._stats_s = time.monotonic()
         for num_tokens in stats.step_tokens:
             self._iteration_tokens.observe(num_tokens)
         for phase, seconds in stats.step_seconds:
@@ -117,11 +120,19 @@ class _EngineMetrics:
     def collect(self) -> Iterator[Metric]:
         engine, stats = self._engine, self._engine.stats
         if engine.failure is not None:
-            stats = msgspec.structs.replace(stats, running=0, waiting=0, blocks_used=0)
+            stats = msgspec.structs.replace(
+                stats, running=0, waiting=0, oldest_waiting_s=0.0, blocks_used=0
+            )
         is_up = engine.ready is not None and engine.failure is None
         yield self._gauge(
             "gaudiserve:engine_up", "1 while the engine takes requests, 0 once it died.", is_up
         )
+        if engine.ready is not None:
+            yield self._gauge(
+                "gaudiserve:engine_start_time_seconds",
+                "When the engine became ready, in seconds since 1970.",
+                engine.ready.ready_unix_s,
+            )
         yield from self._queue(stats)
         yield from self._cache(stats)
         if stats.max_loras:
@@ -160,6 +171,13 @@ class _EngineMetrics:
         yield self._gauge("vllm:num_requests_running", "Sequences in the batch.", stats.running)
         yield self._gauge(
             "vllm:num_requests_waiting", "Sequences in the waiting queue.", stats.waiting
+        )
+        # A stuck engine sends no stats: its requests go on waiting.
+        silent_s = time.monotonic() - self._stats_s if stats.waiting else 0.0
+        yield self._gauge(
+            "gaudiserve:oldest_waiting_seconds",
+            "How long the request that waits longest has waited in the queue.",
+            stats.oldest_waiting_s + silent_s,
         )
         yield self._counters(
             "vllm:num_preemptions", "Preempted sequences.", (), {(): stats.preemptions}

@@ -1,19 +1,23 @@
 """The files of compose and the images agree with the server, the documents and each other. Nothing
 is deployed here."""
 
+import json
 import re
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+from dockerfiles import instructions
 from manifests import documents
 
 from config.loading.env import settings
 from config.loading.parser import server_parser
+from server.cli.bench.options import bench_parser
 
 ROOT = Path(__file__).parents[2]
-MANIFESTS = ("compose.yaml", "compose.local.yaml", "prometheus.yaml")
+MANIFESTS = tuple(sorted(path.name for path in (ROOT / "deploy").glob("*.yaml")))
+IMAGES = ("Dockerfile", "Dockerfile.hpu", "Dockerfile.hpu.ubi")
 VARIABLE = re.compile(r"\$\{(\w+)(?::([-?])[^}]*)?\}")
 """An interpolated variable of compose: name and operator; `?` means required."""
 
@@ -99,40 +103,94 @@ def test_both_kinds_of_model_have_a_compose_command() -> None:
     assert len(compose_commands()) > len(pages)
 
 
-def image() -> str:
-    return (ROOT / "Dockerfile.hpu").read_text(encoding="utf-8")
+PROFILES = {
+    "serve": {"gaudiserve"},
+    "metrics": {"gaudiserve", "prometheus", "grafana"},
+    "benchmark": {"gaudiserve", "benchmark"},
+}
 
 
-def test_the_image_has_no_extra_of_the_package_and_no_test_tool() -> None:
-    instructions = "\n".join(line for line in image().splitlines() if not line.startswith("#"))
+def test_a_profile_of_compose_starts_its_services() -> None:
+    compose = manifest("compose.yaml")[0]
+    started: dict[str, set[str]] = {}
+    for name, service in compose["services"].items():
+        for profile in service["profiles"]:
+            started.setdefault(profile, set()).add(name)
+        # Files that a service mounts are there, and its volumes are declared.
+        for volume in service["volumes"]:
+            source = volume.partition(":")[0]
+            assert source in compose["volumes"] or (ROOT / "deploy" / source).is_file()
 
-    assert "pytest" not in instructions
-    assert not re.search(r"\.whl\[|\.\[", instructions)
+    assert started == PROFILES
+    cpu = manifest("compose.cpu.yaml")[0]["services"]
+    assert set(cpu) <= set(compose["services"])
+    assert (ROOT / "deploy" / cpu["gaudiserve"]["build"]["context"]).resolve() == ROOT
+    for file in (compose["services"], cpu):
+        assert (ROOT / file["gaudiserve"]["build"]["dockerfile"]).is_file()
+        assert file["benchmark"]["image"] == file["gaudiserve"]["image"]
+        words = file["gaudiserve"]["command"]
+        assert words[0] == "serve"
+        server_parser("serve", "").parse_all(words[1:])
 
 
-def test_the_default_base_image_has_the_vendors_torch() -> None:
-    base = re.search(r"^ARG BASE_IMAGE=(\S+)$", image(), re.MULTILINE)
+def test_the_benchmark_of_compose_loads_the_server_and_writes_a_report() -> None:
+    (command,) = manifest("compose.yaml")[0]["services"]["benchmark"]["command"]
+    words = shlex.split(command.rpartition("exec gaudiserve bench serve ")[2])
+
+    options = bench_parser().parse_args(words)
+
+    assert options.base_url == "http://gaudiserve:8000"
+    assert options.json == "/cache/benchmark.json"
+    assert f"{options.base_url}/ready" in command
+
+
+def image(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_an_image_has_no_test_tool_and_starts_the_server_as_its_user(name: str) -> None:
+    steps = instructions(image(name))
+    last = dict(steps)
+
+    assert "pytest" not in " ".join(value for _, value in steps)
+    assert not re.search(r"\.whl\[|\[dev|,dev", image(name))
+    assert last["USER"] in ("gaudiserve", "10001")
+    assert json.loads(last["ENTRYPOINT"]) == ["gaudiserve"]
+    command, *flags = json.loads(last["CMD"])
+    assert command == "serve"
+    server_parser("serve", "").parse_all(flags)
+    assert "/health" in last["HEALTHCHECK"]
+    assert last["EXPOSE"] == "8000"
+    assert [word for word, _ in steps].count("FROM") == 2
+
+
+@pytest.mark.parametrize("name", IMAGES[1:])
+def test_the_default_base_image_has_the_vendors_torch(name: str) -> None:
+    base = re.search(r"^ARG BASE_IMAGE=(\S+)$", image(name), re.MULTILINE)
 
     assert base is not None
     assert "/pytorch-installer-" in base[1]
 
 
-def test_the_folders_that_the_image_sets_belong_to_its_user() -> None:
-    user = re.search(r"^USER (\w+)$", image(), re.MULTILINE)
-    created = re.search(r"install -d -o (\w+) -g \w+ (.*)$", image(), re.MULTILINE)
-    folders = re.findall(r"(?:XDG_CACHE_HOME|HABANA_LOGS)=(\S+)", image())
+@pytest.mark.parametrize("name", IMAGES)
+def test_the_folders_that_an_image_sets_belong_to_its_user(name: str) -> None:
+    (created,) = re.findall(
+        r"install -d (?:-m 770 )?-o (\w+) -g \w+ (.*)$", image(name), re.MULTILINE
+    )
+    folders = re.findall(r"(?:XDG_CACHE_HOME|HABANA_LOGS)=(\S+)", image(name))
 
-    assert user is not None and created is not None
-    assert user[1] == created[1]
-    assert len(folders) == 2
-    assert set(folders) <= set(created[2].split())
+    assert created[0] == "gaudiserve"
+    assert len(folders) == (1 if name == "Dockerfile" else 2)
+    assert set(folders) <= set(created[1].split())
 
 
-def test_the_files_that_the_image_copies_exist() -> None:
-    copied = re.findall(r"^COPY (deploy/.*) /tmp/build/$", image(), re.MULTILINE)
+@pytest.mark.parametrize("name", IMAGES)
+def test_the_files_of_deploy_that_an_image_uses_exist(name: str) -> None:
+    copied = re.findall(r"^COPY (deploy/.*) /tmp/build/$", image(name), re.MULTILINE)
+    used = re.findall(r"(?:python3|/python) (?:deploy/)?(\w+\.py)", image(name))
 
-    names = " ".join(copied).split()
-
-    assert len(names) == 2
-    assert all((ROOT / name).is_file() for name in names)
-    assert all(f"python3 {Path(name).name}" in image() for name in names)
+    assert used
+    assert all((ROOT / "deploy" / file).is_file() for file in used)
+    if name != "Dockerfile":
+        assert {f"deploy/{file}" for file in used} == set(" ".join(copied).split())

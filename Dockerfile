@@ -1,0 +1,38 @@
+# docker build -t gaudiserve:cpu .
+# docker run --rm -p 8000:8000 -e GAUDISERVE_API_KEY=secret -v gaudiserve-cache:/cache gaudiserve:cpu
+#
+# The CPU back end, for x86-64. Dockerfile.hpu is for Gaudi. Not yet built with Docker: a test runs
+# the install steps in an environment of their own.
+ARG PYTHON=3.12
+
+FROM python:${PYTHON}-slim-bookworm AS install
+# An index for torch; empty: deploy/torch_build.py chooses the CPU build.
+ARG TORCH_INDEX=
+# More extras, for example `,otel`.
+ARG EXTRAS=
+WORKDIR /src
+COPY . .
+RUN set -eu; \
+    python3 -m venv /opt/gaudiserve; \
+    torch=$(/opt/gaudiserve/bin/python deploy/torch_build.py ${TORCH_INDEX:+--index "$TORCH_INDEX"}); \
+    /opt/gaudiserve/bin/python -m pip install --no-cache-dir $torch ".[cpu${EXTRAS}]"; \
+    /opt/gaudiserve/bin/python deploy/package_names.py
+
+FROM python:${PYTHON}-slim-bookworm
+# The kernels are compiled for the machine that runs them, at the first start, into /cache.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
+COPY --from=install /opt/gaudiserve /opt/gaudiserve
+ENV PATH=/opt/gaudiserve/bin:$PATH \
+    XDG_CACHE_HOME=/cache
+RUN useradd --create-home --uid 10001 --user-group gaudiserve \
+    && install -d -o gaudiserve -g gaudiserve /cache
+USER gaudiserve
+WORKDIR /home/gaudiserve
+VOLUME /cache
+EXPOSE 8000
+HEALTHCHECK --interval=10s --timeout=6s --start-period=60s --retries=3 \
+    CMD ["python3", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health', timeout=5)"]
+ENTRYPOINT ["gaudiserve"]
+CMD ["serve", "--host", "0.0.0.0"]

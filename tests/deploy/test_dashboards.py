@@ -1,0 +1,181 @@
+"""grafana.json and alerts.yaml agree with the metrics and the documents; with `make test-deploy`
+promtool tests the rules, and a Prometheus that scrapes a loaded server answers every panel."""
+
+import json
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from live import LiveServer, free_port, running
+from manifests import KUBERNETES, ROOT, documents
+from tiny_models import make_tiny
+
+ALERTS = ROOT / "deploy" / "alerts.yaml"
+GROUPS = documents(ALERTS.read_text(encoding="utf-8"))[0]["groups"]
+RULES = [rule for group in GROUPS for rule in group["rules"]]
+DASHBOARD = json.loads((ROOT / "deploy" / "grafana.json").read_text(encoding="utf-8"))
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+QUERIES = [(panel["title"], target["expr"]) for panel in PANELS for target in panel["targets"]]
+NAME = re.compile(r"\b(?:vllm:|gaudiserve:|hpu_|http_)\w+")
+WINDOW_S = 5
+
+
+def test_queries_name_metrics_of_the_documents() -> None:
+    # test_docs.py asks a server for all of them.
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    known = set(re.findall(r"`((?:vllm:|gaudiserve:|hpu_|http_)\w+)`", page))
+    used = {name for _, text in QUERIES for name in NAME.findall(text)}
+    used |= {name for rule in RULES for name in NAME.findall(rule["expr"])}
+
+    assert len(used) > 25
+    assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in used} <= known
+
+
+def test_panels_have_their_own_ids_titles_and_places() -> None:
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    titles = [panel["title"] for panel in PANELS]
+    cells = [
+        (panel["gridPos"]["x"] + x, panel["gridPos"]["y"] + y)
+        for panel in DASHBOARD["panels"]
+        for x in range(panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["h"])
+    ]
+
+    assert len(set(ids)) == len(ids)
+    assert len(set(titles)) == len(titles)
+    assert len(set(cells)) == len(cells)
+
+
+def test_the_rules_of_the_operator_are_those_of_the_file() -> None:
+    (rule,) = documents((KUBERNETES / "monitoring" / "alerts.yaml").read_text(encoding="utf-8"))
+
+    assert rule["spec"]["groups"] == GROUPS
+
+
+def test_the_guide_says_what_to_do_for_each_alert() -> None:
+    guide = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
+
+    assert [rule["alert"] for rule in RULES if f"`{rule['alert']}`" not in guide] == []
+
+
+@pytest.mark.deploy
+@pytest.mark.parametrize("command", [["check", "rules", "deploy/alerts.yaml"],
+                                     ["test", "rules", "tests/deploy/alerts_test.yaml"]],
+                         ids=lambda words: words[0])  # fmt: skip
+def test_the_rules_hold_for_promtool(command: list[str]) -> None:
+    done = subprocess.run(["promtool", *command], cwd=ROOT, capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.deploy
+def test_each_alert_has_a_rule_test() -> None:
+    text = (ROOT / "tests" / "deploy" / "alerts_test.yaml").read_text(encoding="utf-8")
+
+    assert {rule["alert"] for rule in RULES} == set(re.findall(r"alertname: (\w+)", text))
+
+
+class Prometheus:
+    """A real one, which scrapes one server each second."""
+
+    def __init__(self, folder: Path, server: LiveServer) -> None:
+        self.url = f"http://127.0.0.1:{free_port()}"
+        self._log = folder / "prometheus.log"
+        shipped = documents((ROOT / "deploy" / "prometheus.yaml").read_text(encoding="utf-8"))[0]
+        shipped["global"] = {
+            "scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s",
+        }  # fmt: skip
+        assert shipped["rule_files"] == ["alerts.yaml"]
+        shipped["rule_files"] = [str(ALERTS)]
+        (job,) = shipped["scrape_configs"]
+        job["static_configs"] = [{"targets": [f"127.0.0.1:{server.port}"]}]
+        config = folder / "prometheus.json"
+        config.write_text(json.dumps(shipped))
+        with self._log.open("wb") as out:
+            self._process = subprocess.Popen(
+                [
+                    "prometheus",
+                    f"--config.file={config}",
+                    f"--storage.tsdb.path={folder / 'data'}",
+                    f"--web.listen-address={self.url.removeprefix('http://')}",
+                ],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+        self._http = httpx.Client(base_url=self.url, timeout=10, verify=False)
+
+    def get(self, path: str, **params: str) -> Any:
+        return self._http.get(f"/api/v1/{path}", params=params).raise_for_status().json()["data"]
+
+    def wait(self) -> None:
+        """Until it has scraped the server."""
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            assert self._process.poll() is None, self._log.read_text()
+            try:
+                if self.get("query", query="sum(up)")["result"][0]["value"][1] == "1":
+                    return
+            except (httpx.HTTPError, LookupError):
+                pass
+            time.sleep(0.2)
+        raise AssertionError(self._log.read_text()[-2000:])
+
+    def close(self) -> None:
+        self._http.close()
+        self._process.terminate()
+        self._process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """After a load on the server that it scrapes, which goes on with one request a second."""
+    folder = tmp_path_factory.mktemp("prometheus")
+    model = str(make_tiny("llama", folder / "tiny"))
+    with running(model, folder / "log", "--served-model-name=tiny", "--max-num-seqs=2") as live:
+        one = Prometheus(folder, live)
+        try:
+            one.wait()
+            prompt = "a long enough prompt to fill some blocks of the cache " * 8
+            body = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "ignore_eos": True}
+            end = time.monotonic() + 2 * WINDOW_S
+            while time.monotonic() < end:
+                assert live.http.post("/v1/completions", json={**body, "n": 4}).status_code == 200
+            yield one
+        finally:
+            one.close()
+
+
+@pytest.mark.deploy
+def test_no_panel_is_empty_after_a_load(prometheus: Prometheus) -> None:
+    empty = []
+    for title, query in QUERIES:
+        text = query.replace("$__rate_interval", f"{WINDOW_S * 2}s").replace("$model_name", ".*")
+        result = prometheus.get("query", query=text)["result"]
+        numbers = [one["value"][1] for one in result]
+        if not numbers or "NaN" in numbers:
+            empty.append((title, query, numbers))
+
+    assert empty == []
+    assert len(QUERIES) > 40
+
+
+@pytest.mark.deploy
+def test_prometheus_evaluates_the_rules_and_a_healthy_server_raises_no_alert(
+    prometheus: Prometheus,
+) -> None:
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        groups = prometheus.get("rules")["groups"]
+        rules = [rule for group in groups for rule in group["rules"]]
+        if all(rule["health"] == "ok" for rule in rules):
+            break
+        time.sleep(0.5)
+
+    assert {rule["name"] for rule in rules} == {rule["alert"] for rule in RULES}
+    assert {rule["health"] for rule in rules} == {"ok"}
+    assert [rule["name"] for rule in rules if rule["state"] == "firing"] == []
