@@ -22,6 +22,7 @@ from server.cli.buckets import buckets_parser
 from server.cli.calibrate import calibrate_parser
 from server.cli.chat import chat_parser
 from server.cli.plan import plan_parser
+from server.cli.presets import presets_parser
 from server.cli.quantize import quantize_parser
 from server.cli.run_batch import batch_parser
 
@@ -120,6 +121,7 @@ def test_flags_that_the_documents_name_exist() -> None:
     known |= set(quantize_parser()._option_string_actions)
     known |= set(buckets_parser("fit")._option_string_actions)
     known |= set(plan_parser()._option_string_actions)
+    known |= set(presets_parser()._option_string_actions)
     known |= set(calibrate_parser()._option_string_actions)
     known |= set(batch_parser()._option_string_actions)
     known |= set(chat_parser()._option_string_actions)
@@ -137,7 +139,7 @@ def test_flags_that_the_documents_name_exist() -> None:
 
     # Flags of kubectl, in a manifest, of docker and of pip.
     others = {"--from-literal", "--rm", "--runtime", "--cap-add", "--ipc", "--build-arg"}
-    others |= {"--extra-index-url"}
+    others |= {"--extra-index-url", "--previous", "--profile"}
     # Flags of Ray and of torchrun.
     others |= {"--head", "--address", "--nproc-per-node"}
     assert named - others <= known

@@ -25,6 +25,12 @@ EXCEPTIONS = {
     "server.cli.buckets": ("engine.reports.buckets",),
     "server.cli.doctor": ("engine.reports.doctor",),
     "server.cli.plan": ("engine.reports.buckets", "engine.reports.plan"),
+    "server.cli.presets": (
+        "engine.reports.doctor",
+        "engine.reports.plan",
+        "engine.reports.presets",
+    ),
+    "engine.reports.presets": ("hpu.doctor",),
     # A template that a request brings is rendered in the disposable process that grammars use.
     "server.text.chat_template": ("engine.process.isolation",),
     "server.text.isolated_template": ("engine.process.isolation",),

@@ -37,6 +37,7 @@ commands:
   buckets show    print a bucketing strategy's table, and its padding for a traffic
   buckets fit     fit a bucket table to a traffic
   plan [MODEL]    estimate the memory that a model needs on Gaudi cards, without a card
+  presets [MODEL] print settings for a model on Gaudi cards, for --config
   calibrate MODEL measure a model for FP8 with Intel Neural Compressor, on Gaudi
   doctor          check whether this machine can run a server
   quantize MODEL  write a checkpoint with quantized weights
@@ -97,20 +98,21 @@ def _serve(argv: list[str]) -> int:
         default_model=NAMES[0],
         parser=server_parser("gaudiserve serve", "Serve a model to OpenAI clients."),
     )
-    engine, server = loaded.engine, loaded.server
-    if engine.executor == EXTERNAL_LAUNCHER:
+    if loaded.engine.executor == EXTERNAL_LAUNCHER:
         raise ConfigError(
             f"--distributed-executor-backend is {EXTERNAL_LAUNCHER}, which is for scripts with LLM "
             "that torchrun starts: a server takes mp or ray"
         )
+    server = loaded.server
     log.setup("server", server.log, access_log=not server.disable_access_log)
     if loaded.without_effect:
         logger.info("Accepted without effect: %s", _with_reasons(loaded.without_effect))
     if ignored := ignored_variables(environment()):
         logger.warning("Variables without effect: %s", _with_reasons(ignored))
+    from server.cli.presets import with_preset
     from server.cli.start import start
 
-    return start(engine, server)
+    return start(with_preset(loaded, argv).engine, server)
 
 
 def _with_reasons(reasons: Mapping[str, str]) -> str:
@@ -177,6 +179,7 @@ COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "config": _config,
     "buckets": partial(_module, "buckets"),
     "plan": partial(_module, "plan"),
+    "presets": partial(_module, "presets"),
     "doctor": partial(_module, "doctor"),
     "calibrate": partial(_module, "calibrate"),
     "quantize": partial(_module, "quantize"),

@@ -61,13 +61,13 @@ def attributes(message: Any) -> dict[str, Any]:
 def grpc_collector() -> Iterator[Collected]:
     collected = Collected()
 
-    class Service(TraceServiceServicer):  # type: ignore[misc]
+    class Service(TraceServiceServicer):
         def Export(self, request: Any, context: Any) -> Any:
             collected.take(request)
             return ExportTraceServiceResponse()
 
     server = grpc.server(futures.ThreadPoolExecutor(1))
-    add_TraceServiceServicer_to_server(Service(), server)
+    add_TraceServiceServicer_to_server(Service(), server)  # type: ignore[no-untyped-call]
     collected.url = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     try:

@@ -78,3 +78,16 @@ def test_a_long_line_does_not_slow_a_change() -> None:
     seconds = time.perf_counter() - start
 
     assert seconds < 1.0, f"10000 changes took {seconds:.2f} s"
+
+
+def test_the_oldest_is_who_was_added_first_whatever_the_priority() -> None:
+    line = WaitingQueue()
+    first, urgent = make(1, (5, 0)), make(2, (-5, 1))
+    assert line.oldest() is None
+    line.add(first)
+    line.add(urgent)
+
+    assert line.peek() is urgent
+    assert line.oldest() is first
+    line.remove(first)
+    assert line.oldest() is urgent

@@ -193,6 +193,19 @@ async def test_the_engines_numbers_are_its_latest() -> None:
             assert await rig.metric(name) == pytest.approx(value), name
 
 
+async def test_the_age_of_the_queue_grows_while_a_stuck_engine_sends_nothing() -> None:
+    name = "gaudiserve:oldest_waiting_seconds"
+    async with in_memory() as rig:
+        assert await rig.metric(name) == 0
+        rig.client.stats = EngineStats(waiting=1, oldest_waiting_s=40.0)
+        rig.state.metrics.observe_stats(0, rig.client.stats)
+
+        before = await rig.metric(name)
+        time.sleep(0.05)
+
+        assert 40 <= before < await rig.metric(name)
+
+
 async def test_what_was_compiled_is_timed_once_each_by_stage() -> None:
     at_start = {"prefill.warmup": 3, "decode.warmup": 1}
     later = {**at_start, "decode.serving": 1}

@@ -1,0 +1,109 @@
+"""`gaudiserve presets`: flags and output; and the preset that `serve` takes by itself."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import yaml
+
+from config.checkpoint.facts import model_facts
+from config.engine import EngineConfig
+from config.errors import CheckpointError, ConfigError
+from config.loading.env import chosen_device, environment
+from config.loading.parser import Parser, number, server_parser
+from config.loading.sources import DEFAULT, Loaded, load
+from engine.reports.doctor import this_machine
+from engine.reports.plan import Target, as_text, with_sizes
+from engine.reports.presets import KEYS, Preset, free_cards, make_preset
+from server.cli.plan import DEVICES
+
+logger = logging.getLogger(__name__)
+
+
+def presets_parser() -> Parser:
+    """The flags of the command, in addition to those of `serve`."""
+    parser = server_parser(
+        "gaudiserve presets",
+        "Print settings for a model on Gaudi cards as YAML for --config. Needs no card.",
+    )
+    parser.conflict_handler = "resolve"
+    group = parser.add_argument_group("This command")
+    group.add_argument(
+        "--device", choices=DEVICES, default="gaudi3", help="Generation of the cards [gaudi3]"
+    )
+    group.add_argument(
+        "--cards",
+        type=number(int, minimum=1),
+        default=1,
+        metavar="N",
+        help="Number of cards of the host [1]",
+    )
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Print the preset. Raises ConfigError if the model does not fit."""
+    loaded = load(argv, default_model="demo", parser=presets_parser())
+    args = loaded.arguments
+    preset = _preset(loaded.engine, args.device, args.cards)
+    print(as_yaml(preset), end="")
+    return 0
+
+
+def as_yaml(preset: Preset) -> str:
+    """The settings as a file for --config, with the plan as comments."""
+    engines = preset.settings["data-parallel-size"]
+    lines = [
+        f"Computed by `gaudiserve presets`, not measured on a card: {preset.num_cards} cards, "
+        f"{engines} engines, each:",
+        *as_text(preset.plan).splitlines(),
+    ]
+    comments = "".join(f"# {line}".rstrip() + "\n" for line in lines)
+    return comments + yaml.safe_dump(dict(preset.settings), sort_keys=False)
+
+
+def _preset(engine: EngineConfig, device: str, num_cards: int) -> Preset:
+    facts = model_facts(
+        engine.model,
+        revision=engine.revision,
+        cache_dir=engine.cache_dir,
+        download_dir=engine.download_dir,
+        complete=partial(with_sizes, model_impl=engine.model_impl),
+    )
+    target = Target(device=device)
+    return make_preset(facts, engine, target, num_cards, max_model_len=engine.max_model_len)
+
+
+def with_preset(
+    loaded: Loaded, argv: Sequence[str], cards: tuple[str | None, int] | None = None
+) -> Loaded:
+    """`loaded` with the settings of a preset, where the device is a Gaudi and none of them was
+    given by flag, variable or file; one line of the log says what was done.
+
+    `cards`: generation and number; None: the free ones of this machine. Without facts about cards
+    or model, and where the model does not fit, `loaded` stays as it is: the start has better
+    errors.
+    """
+    is_given = any(loaded.sources[key][1] != DEFAULT for key in KEYS)
+    if chosen_device(loaded.engine.device) != "hpu" or is_given:
+        return loaded
+    device, num_cards = cards or free_cards(this_machine(environment()))
+    if device is None:
+        return loaded
+    try:
+        preset = _preset(loaded.engine, device, num_cards)
+    except (ConfigError, CheckpointError) as error:
+        logger.info("No preset: %s", error)
+        return loaded
+    flags = _flags(preset.settings)
+    logger.info(
+        "Preset for %d %s cards, by `gaudiserve presets`: %s; any of these flags turns it off",
+        num_cards,
+        device,
+        " ".join(flags),
+    )
+    return load([*argv, *flags], default_model=loaded.engine.model)
+
+
+def _flags(settings: Mapping[str, int | float | str]) -> list[str]:
+    return [f"--{key}={value}" for key, value in settings.items()]

@@ -1,0 +1,147 @@
+"""`gaudiserve presets`, and the preset that `serve` takes on a Gaudi by itself."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from gaudi_machine import GaudiMachine
+
+from config.loading.sources import load
+from engine.reports.presets import KEYS, free_cards
+from server.cli.main import main
+from server.cli.presets import with_preset
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096,
+    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "max_position_embeddings": 131072,
+}  # fmt: skip
+LLAMA_70B = {
+    **LLAMA_8B, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Any:
+    def write(name: str, config: dict[str, Any]) -> str:
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        return str(tmp_path / name)
+
+    return write
+
+
+def preset_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["presets", *words]) == 0
+    found: dict[str, Any] = yaml.safe_load(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize("device", ["gaudi2", "gaudi3"])
+@pytest.mark.parametrize(("cards", "config"), [(1, LLAMA_8B), (8, LLAMA_8B), (8, LLAMA_70B)])
+def test_a_preset_is_a_config_file_whose_plan_fits(
+    model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], device: str, cards: int,
+    config: dict[str, Any],
+) -> None:  # fmt: skip
+    folder = model("model", config)
+
+    assert main(["presets", folder, "--device", device, "--cards", str(cards)]) == 0
+    text = capsys.readouterr().out
+    (tmp_path / "preset.yaml").write_text(text)
+    loaded = load(["--config", str(tmp_path / "preset.yaml"), "--model", folder], environ={})
+    # The plan of those settings agrees: they fit, and hold the sequences that they allow.
+    status = main(
+        ["plan", "--config", str(tmp_path / "preset.yaml"), "--model", folder,
+         "--device", device, "--json"]
+    )  # fmt: skip
+    plan = json.loads(capsys.readouterr().out)
+
+    settings = yaml.safe_load(text)
+    assert tuple(settings) == KEYS
+    assert all(loaded.sources[key][1] != "default" for key in KEYS)
+    assert status == 0
+    assert plan
+    engines, width = settings["data-parallel-size"], settings["tensor-parallel-size"]
+    assert engines * width == cards
+    assert loaded.engine.scheduler.max_num_seqs >= 32
+
+
+def test_more_weights_take_more_cards(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    small = preset_of(capsys, model("8b", LLAMA_8B), "--cards", "8")
+    large = preset_of(capsys, model("70b", LLAMA_70B), "--cards", "8")
+
+    assert (small["tensor-parallel-size"], small["data-parallel-size"]) == (1, 8)
+    assert large["tensor-parallel-size"] >= 2
+    assert small["max-model-len"] == large["max-model-len"] == 131072
+
+
+def test_a_context_that_does_not_fit_is_halved_unless_it_was_asked_for(
+    model: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # 96 layers whose keys and values take 1.5 MiB a token.
+    deep = {**LLAMA_8B, "num_hidden_layers": 96, "num_key_value_heads": 32}
+    folder = model("deep", deep)
+
+    short = preset_of(capsys, folder, "--device", "gaudi2")
+
+    assert 1024 <= short["max-model-len"] < 131072
+    assert 131072 % short["max-model-len"] == 0
+    assert main(["presets", folder, "--device", "gaudi2", "--max-model-len", "131072"]) == 2
+    assert "does not fit into 1 gaudi2 cards" in capsys.readouterr().err
+
+
+def test_serve_on_a_gaudi_takes_the_preset_and_says_so(
+    model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    argv = [model("8b", LLAMA_8B), "--device", "hpu"]
+    loaded = load(argv, environ={})
+
+    with caplog.at_level(logging.INFO):
+        taken = with_preset(loaded, argv, ("gaudi3", 8))
+
+    assert taken.engine.data_parallel.data_parallel_size == 8
+    assert taken.engine.max_model_len == 131072
+    (line,) = [one.getMessage() for one in caplog.records if "Preset" in one.getMessage()]
+    assert line.startswith("Preset for 8 gaudi3 cards")
+    assert "--data-parallel-size=8" in line
+
+
+@pytest.mark.parametrize(
+    "more",
+    [["--device", "cpu"], ["--device", "hpu", "--max-num-seqs", "8"],
+     ["--device", "hpu", "--tensor-parallel-size", "2"]],
+)  # fmt: skip
+def test_a_setting_or_another_device_turns_the_preset_off(model: Any, more: list[str]) -> None:
+    argv = [model("8b", LLAMA_8B), *more]
+    loaded = load(argv, environ={})
+
+    assert with_preset(loaded, argv, ("gaudi3", 8)) is loaded
+
+
+def test_a_model_that_does_not_fit_is_left_to_the_start(
+    model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    argv = [model("70b", LLAMA_70B), "--device", "hpu"]
+    loaded = load(argv, environ={})
+
+    with caplog.at_level(logging.INFO):
+        assert with_preset(loaded, argv, ("gaudi2", 1)) is loaded
+
+    assert "does not fit into 1 gaudi2 cards" in caplog.text
+    assert with_preset(loaded, argv, (None, 1)) is loaded
+
+
+def test_free_cards_are_those_of_one_generation_without_a_process(tmp_path: Path) -> None:
+    machine = GaudiMachine(tmp_path, cards=4)
+
+    assert free_cards(machine.seen()) == ("gaudi3", 4)
+
+
+def test_a_wrong_number_of_cards_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["presets", "--cards", "0"]) == 2
+
+    assert "at least 1" in capsys.readouterr().err
