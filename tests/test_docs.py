@@ -137,9 +137,10 @@ def test_flags_that_the_documents_name_exist() -> None:
     # coming-from-vllm.md lists these.
     named = {name for name in named if not absence(name)}
 
-    # Flags of kubectl, in a manifest, of docker and of pip.
+    # Flags of kubectl, in a manifest, of docker, of pip and of our tests.
     others = {"--from-literal", "--rm", "--runtime", "--cap-add", "--ipc", "--build-arg"}
     others |= {"--extra-index-url", "--previous", "--profile"}
+    others |= {"--abort-on-container-exit", "--crd-schemas"}
     # Flags of Ray and of torchrun.
     others |= {"--head", "--address", "--nproc-per-node"}
     assert named - others <= known
