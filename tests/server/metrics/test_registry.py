@@ -1,5 +1,6 @@
 """Metrics: names, labels and values, both text formats, and the time of a scrape."""
 
+import asyncio
 import time
 
 import msgspec
@@ -201,7 +202,7 @@ async def test_the_age_of_the_queue_grows_while_a_stuck_engine_sends_nothing() -
         rig.state.metrics.observe_stats(0, rig.client.stats)
 
         before = await rig.metric(name)
-        time.sleep(0.05)
+        await asyncio.sleep(0.05)
 
         assert 40 <= before < await rig.metric(name)
 
