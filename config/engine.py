@@ -6,7 +6,7 @@ from config.buckets import BucketConfig
 from config.data_parallel import DataParallelConfig
 from config.errors import ConfigError
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
-from config.model.kv_cache_dtype import INT8, KV_CACHE_DTYPES, SPELLINGS
+from config.model.kv_cache_dtype import FP8, FP8_INC, INT8, KV_CACHE_DTYPES, SPELLINGS
 from config.model.quantization.inc import INC, VARIABLE
 from config.parallel import ParallelConfig
 from config.params.lora import LoRAConfig
@@ -64,9 +64,19 @@ class CacheConfig:
         choices=KV_CACHE_DTYPES,
         spellings=SPELLINGS,
     )
+    calculate_kv_scales: bool = setting(
+        False,
+        "Calculate the scales of an FP8 KV cache at the start, from the keys and values of random "
+        "tokens, in place of those of the checkpoint",
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if self.calculate_kv_scales and self.kv_cache_dtype not in (FP8, FP8_INC):
+            raise ConfigError(
+                f"calculate_kv_scales is set and kv_cache_dtype is {self.kv_cache_dtype}: layers "
+                f"have scales with {FP8} only"
+            )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}, "

@@ -193,11 +193,6 @@ ABSENT = (
         "pt-load-map-location model-loader-extra-config ignore-patterns",
         "weights are read tensor by tensor and copied to the device at once",
     ),
-    (
-        "calculate-kv-scales",
-        "--kv-cache-dtype int8 computes a scale for each token and head; fp8 takes those of the "
-        "checkpoint",
-    ),
     ("kv-cache-dtype-skip-layers", "all layers cache in --kv-cache-dtype"),
     (
         "kv-transfer-config kv-events-config kv-offloading-* kv-sharing-fast-prefill",

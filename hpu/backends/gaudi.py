@@ -38,6 +38,12 @@ from hpu.quantization.stored.fp8 import (
     can_multiply,
     has_blocks,
 )
+from hpu.quantization.stored.int8 import (
+    Int8LinearMethod,
+    Int8MoEMethod,
+    can_expand,
+    can_expand_experts,
+)
 from hpu.quantization.stored.mxfp4 import Mxfp4Experts
 from hpu.quantization.stored.uint4 import (
     Uint4LinearMethod,
@@ -281,6 +287,8 @@ class GaudiBackend(Backend):
             return Fp8BlockLinearMethod(weight, GENERATIONS[card].fp8_max)
         if weight.scheme.is_float:
             return Fp8LinearMethod(weight, GENERATIONS[card].fp8_max)
+        if can_expand(weight):
+            return Int8LinearMethod(weight)
         takes_groups = self._has_kernel("convert_from_uint4.g_idx", card)
         # The bridge's tests name the operator as not supported in eager mode.
         if self._mode == EAGER or not can_convert(weight, takes_groups=takes_groups):
@@ -301,6 +309,8 @@ class GaudiBackend(Backend):
             return Fp8BlockMoEMethod(experts, GENERATIONS[card].fp8_max, self._end_recipe)
         if can_multiply(experts) and self._has_kernel("mixture_of_experts.fp8_fused_weights", card):
             return Fp8MoEMethod(experts, GENERATIONS[card].fp8_max)
+        if can_expand_experts(experts):
+            return Int8MoEMethod(experts, self._end_recipe)
         takes_groups = self._has_kernel("convert_from_uint4.g_idx", card)
         if can_convert_experts(experts, takes_groups=takes_groups):
             return Uint4MoEMethod(experts, self._end_recipe)

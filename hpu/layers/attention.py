@@ -258,6 +258,7 @@ class PagedAttention(nn.Module):
         flat, because a captured graph may write in place to a tensor, but not to a view of it.
         `num_rings`: as in KVCacheSpec.shapes."""
         self._keys, self._values = keys, values
+        self._encoded = None
         if self.format is not None:
             key_scale, value_scale = self.kv_scales
             self._encoded = (

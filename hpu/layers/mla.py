@@ -186,6 +186,7 @@ class PagedLatentAttention(nn.Module):
         """Use this one cache, (blocks * block_size, 1, latent size), or rows of the format."""
         (self._latents,) = caches
         format, weight = self.kv_cache_spec.format, self.w_uv
+        self._encoded = None
         if format is not None:
             scale = torch.ones(1).to(weight.device) if format.has_layer_scales else None
             self._encoded = EncodedKVCache(format.codec(weight.dtype, scale))

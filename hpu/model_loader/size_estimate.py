@@ -64,14 +64,12 @@ def _own_specs(
 
 
 def _card_bytes(spec: WeightSpec, width: int) -> int:
-    """What the tensor takes on a Gaudi, `width` bytes for a number that is not quantized: 4 bits
-    and FP8 stay as they are, with scales of outputs for FP8; 8-bit integers and the matrices that
-    latent attention absorbs are dequantized."""
+    """What the tensor takes on a Gaudi, `width` bytes for a number that is not quantized: weights
+    stay as they are, with scales of outputs for FP8; the matrices that latent attention absorbs are
+    dequantized."""
     scheme, part = spec.scheme, spec.part
-    is_kept = scheme is not None and (scheme.is_float or scheme.bits == 4)
-    if not is_kept or ".kv_b_proj." in spec.parameter:
+    if scheme is None or part is None or ".kv_b_proj." in spec.parameter:
         return spec.num_elements() * width
-    assert scheme is not None and part is not None
     outputs, inputs = spec.shape
     if part.role == "values":
         return spec.num_elements() * scheme.bits // 8
@@ -79,6 +77,9 @@ def _card_bytes(spec: WeightSpec, width: int) -> int:
         return inputs * 4 if part.role == "groups" else 0
     if scheme.is_float:
         return outputs * 4
+    if scheme.bits == 8:
+        has_zeros = any(one.role == "zeros" for one in scheme.parts)
+        return outputs * scheme.num_groups(inputs) * (5 if has_zeros else 4)
     # With zero points of 4 bits, stored or not.
     return outputs * scheme.num_groups(inputs) * (2 * width + 1) // 2
 
@@ -106,7 +107,7 @@ def _expanded_bytes(config: ModelConfig, num_cards: int, width: int) -> int:
     moe, quantization = config.moe, config.quantization
     if moe is None or quantization is None:
         return 0
-    if all(rule.scheme.is_float or rule.scheme.bits != 4 for rule in quantization.rules):
+    if all(rule.scheme.is_float for rule in quantization.rules):
         return 0
     expert = 3 * config.hidden_size * moe.inner_size * width
     return min(moe.num_experts * expert // num_cards, expanded_experts(expert) * expert)

@@ -122,7 +122,7 @@ void add_product(const Model& m, const Step& s, const Product& by, const bf16* x
   End end{nullptr, s.total, m.multiplier};
   if (m.group) end = {nullptr, nullptr, 0, false, nullptr, slot_of(*m.group, m.group->rank)};
   LowSums low;
-  end.low = adapted(s, low_rank, x, by.inputs, low);
+  end.low = adapted(s, low_rank, x, by.width, low);
   multiply(by, x, s.rows, end);
   if (next) expect(*next, gated);
 #pragma omp barrier

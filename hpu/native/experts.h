@@ -10,7 +10,7 @@
 extern "C" {
 
 // A weight of each expert, as Product: packed in panels, one expert `bytes` after the other. Biases,
-// scales and orders are stacked.
+// scales and orders are stacked, the last (experts, inputs).
 struct Stacked {
   const void* weight;
   const bf16* bias;
@@ -18,6 +18,7 @@ struct Stacked {
   const float* scales;
   int64_t group;
   const int32_t* order;
+  int64_t inputs;
 };
 
 // Stacked gated MLPs: gate before up (2 * inner, hidden), and down (hidden, inner).
@@ -157,28 +158,29 @@ class Groups {
   Scratch starts_, tokens_, shares_, gathered_, inside_, sums_, ids_, rows_, weights_, shared_;
 };
 
-inline Product expert_of(const Stacked& all, int64_t index, int64_t outputs, int64_t inputs) {
+inline Product expert_of(const Stacked& all, int64_t index, int64_t outputs, int64_t width) {
   return {(const bf16*)((const uint8_t*)all.weight + index * all.bytes),
           all.bias ? all.bias + index * outputs : nullptr,
           outputs,
-          inputs,
+          all.inputs,
           all.kind,
           all.scales ? all.scales + index * outputs : nullptr,
           all.group,
-          all.order ? all.order + index * inputs : nullptr};
+          all.order ? all.order + index * all.inputs : nullptr,
+          width};
 }
 
 // One of the two products of all chosen experts. Called by all threads.
 template <typename MakeEnd>
 void multiply_chosen(const Experts& e, const Groups& g, const Stacked& stacked, int64_t outputs,
-                     int64_t inputs, bool gated, const bf16* x, MakeEnd make_end) {
+                     int64_t width, bool gated, const bf16* x, MakeEnd make_end) {
   for (int64_t i = 0; i < e.count; ++i) {
     const int64_t begin = g.starts[i], rows = g.starts[i + 1] - begin;
     if (rows == 0) continue;
     int64_t next = i + 1;
     while (next < e.count && g.starts[next + 1] == g.starts[next]) ++next;
-    if (next < e.count) expect(expert_of(stacked, next, outputs, inputs), gated);
-    multiply(expert_of(stacked, i, outputs, inputs), x + begin * inputs, rows, make_end(begin));
+    if (next < e.count) expect(expert_of(stacked, next, outputs, width), gated);
+    multiply(expert_of(stacked, i, outputs, width), x + begin * width, rows, make_end(begin));
   }
 }
 

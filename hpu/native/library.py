@@ -44,6 +44,7 @@ class Product(ctypes.Structure):
         ("scales", ctypes.c_void_p),
         ("group", ctypes.c_int64),
         ("order", ctypes.c_void_p),
+        ("width", ctypes.c_int64),
     )
 
 
@@ -57,11 +58,12 @@ class PackedLinear:
         self._library = library
         kind, group, scales, order = 0, 0, None, None
         shape: tuple[int, ...] = tuple(weight.shape)
+        width = shape[1]
         if isinstance(weight, QuantizedWeight):
             kind, panels = to_panels(weight)
             packed = library.pages.allocate(panels.shape, panels.dtype).copy_(panels)
             scales = weight.scales.flatten() if kind == INT8_ROWS else None
-            group, order = weight.group_size, weight.order
+            group, order, width = weight.group_size, weight.order, weight.num_inputs
         else:
             packed = library.pack(weight)
         # `product` holds their addresses.
@@ -74,13 +76,14 @@ class PackedLinear:
             _address_or_null(scales),
             group,
             _address_or_null(order),
+            width,
         )
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., in) to (..., out)."""
         x = x.contiguous()
         out = x.new_empty((*x.shape[:-1], self.product.outputs))
-        self._library.multiply(self.product, x, x.numel() // self.product.inputs, out)
+        self._library.multiply(self.product, x, x.numel() // self.product.width, out)
         return out
 
     def multiply_float32(self, x: Tensor) -> Tensor:
@@ -107,6 +110,7 @@ class _Stacked(ctypes.Structure):
         ("scales", ctypes.c_void_p),
         ("group", ctypes.c_int64),
         ("order", ctypes.c_void_p),
+        ("inputs", ctypes.c_int64),
     )
 
 
@@ -163,6 +167,8 @@ class PackedExperts:
         # The structure holds their addresses.
         self._tensors = packed
         hidden, inner = stacks.w2[0].shape
+        if isinstance(stacks.w2[0], QuantizedWeight):
+            inner = stacks.w2[0].num_inputs
         self.structure = ExpertsStructure(
             *(_stacked(one) for one in packed), len(stacks.w2), hidden, inner, *swiglu
         )
@@ -302,6 +308,7 @@ class _PackedStack(NamedTuple):
 
     weight: Tensor
     """(experts, ...)"""
+    inputs: int
     bias: Tensor | None
     kind: int = 0
     scales: Tensor | None = None
@@ -312,7 +319,8 @@ class _PackedStack(NamedTuple):
 def _pack_stack(library: Library, stack: Stack, bias: Tensor | None) -> _PackedStack:
     if isinstance(stack, Tensor):
         # The rows of an expert are a whole number of panels, so experts are packed one by one.
-        return _PackedStack(library.pack(stack.flatten(0, 1)).view(stack.shape), bias)
+        packed = library.pack(stack.flatten(0, 1)).view(stack.shape)
+        return _PackedStack(packed, stack.shape[2], bias)
     kind, first = to_panels(stack[0])
     packed = library.pages.allocate((len(stack), *first.shape), first.dtype)
     for target, weight in zip(packed, stack, strict=True):
@@ -323,7 +331,8 @@ def _pack_stack(library: Library, stack: Stack, bias: Tensor | None) -> _PackedS
     if any(one is not None for one in orders):
         same = torch.arange(stack[0].shape[1], dtype=torch.int32)
         order = torch.stack([same if one is None else one for one in orders])
-    return _PackedStack(packed, bias, kind, scales, stack[0].group_size, order)
+    size = stack[0].shape[1]
+    return _PackedStack(packed, size, bias, kind, scales, stack[0].group_size, order)
 
 
 def _stacked(packed: _PackedStack) -> _Stacked:
@@ -335,6 +344,7 @@ def _stacked(packed: _PackedStack) -> _Stacked:
         _address_or_null(packed.scales),
         packed.group,
         _address_or_null(packed.order),
+        packed.inputs,
     )
 
 

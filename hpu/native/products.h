@@ -33,7 +33,8 @@ struct Product {
   int64_t outputs, inputs, kind;
   const float* scales;  // of the outputs, for INT8_ROWS
   int64_t group;         // inputs, a multiple of 32, for INT8_STORED and INT4_STORED
-  const int32_t* order;  // (inputs) which entry of x each input is, or null: the same
+  const int32_t* order;  // (inputs) which entry of x each input is, -1: a zero; or null: the same
+  int64_t width;         // entries of a row of x
 };
 
 // A clamped SwiGLU: (up + 1) * gate * sigmoid(alpha * gate) of gates up to the limit and ups between it

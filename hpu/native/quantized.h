@@ -10,16 +10,17 @@
 
 namespace {
 
-// x (rows, inputs) with the inputs in the order of the weight, for this thread.
+// x (rows, width) with the inputs in the order of the weight, (rows, inputs), for this thread.
 const bf16* reordered(const Product& by, const bf16* x, int64_t rows) {
   thread_local Scratch kept;
   bf16* out = kept.room<bf16>(rows * by.inputs);
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t i = 0; i < by.inputs; ++i) out[r * by.inputs + i] = x[r * by.inputs + by.order[i]];
+  for (int64_t r = 0; r < rows; ++r, x += by.width)
+    for (int64_t i = 0; i < by.inputs; ++i)
+      out[r * by.inputs + i] = by.order[i] < 0 ? bf16{} : x[by.order[i]];
   return out;
 }
 
-// This thread's share of the product of x (rows, inputs) and `by`.
+// This thread's share of the product of x (rows, width) and `by`.
 void multiply(const Product& by, const bf16* x, int64_t rows, const End& end) {
   const Range range = share_of(by, end.gated);
   if (by.order != nullptr) x = reordered(by, x, rows);

@@ -67,12 +67,18 @@ def quantized_linear(weight: QuantizedWeight, bias: Tensor | None) -> Callable[[
 
     else:
         dequantized, order = weight.dequantize(torch.bfloat16), None
+        size = weight.num_inputs
 
         def multiply(x: Tensor) -> Tensor:
             return functional.linear(x, dequantized)
 
+    if order is not None:
+        # Behind the inputs of the layer is a zero.
+        order = order.where(order >= 0, weight.num_inputs)
+
     def multiply_and_add(x: Tensor) -> Tensor:
-        x = x if order is None else x.index_select(-1, order)
+        if order is not None:
+            x = functional.pad(x, (0, 1)).index_select(-1, order)
         out = multiply(x.reshape(-1, size)).view(*x.shape[:-1], -1)
         return out if bias is None else out + bias
 

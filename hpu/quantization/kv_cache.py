@@ -44,7 +44,9 @@ class KVCacheFormat(Protocol):
     """Of the caches."""
     has_layer_scales: bool
     """Whether each layer has a scale of its keys and one of its values: those of the checkpoint, or
-    1."""
+    1, or calculated ones."""
+    unit: float
+    """What a stored 1 stands for with a scale of 1."""
 
     def row_size(self, head_dim: int) -> int:
         """Entries of a cache for a head of a token."""
@@ -82,6 +84,7 @@ class CastFormat:
     """KVCacheFormat of another float type."""
 
     has_layer_scales = False
+    unit = 1.0
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name = name
@@ -120,6 +123,7 @@ class Int8Format:
     name = INT8
     dtype = torch.int8
     has_layer_scales = False
+    unit = 1.0
 
     def row_size(self, head_dim: int) -> int:
         return head_dim + INT8_SCALE_BYTES
@@ -159,6 +163,7 @@ class Fp8Format:
 
     dtype = torch.uint8
     has_layer_scales = True
+    unit = 1.0
 
     def __init__(self, name: str = FP8) -> None:
         self.name = name
@@ -188,6 +193,13 @@ class _Fp8:
         return (rows.view(torch.float8_e4m3fn).float() * self._scale).to(self._dtype)
 
 
+def fp8_errors(x: Tensor, scales: Tensor) -> Tensor:
+    """(n) float32: the sum of the square errors of `x`, any shape on the host, in e4m3 multiples of
+    each of `scales` (n)."""
+    codecs = [_Fp8(x.dtype, one) for one in scales]
+    return torch.stack([(one.decode(one.encode(x)) - x).square().sum() for one in codecs])
+
+
 class HpuFp8Format:
     """KVCacheFormat of e4m3 on Gaudi, as that of vLLM's plug-in without a calibration. The largest
     number of the cache is that of a checkpoint's scale, whatever the largest of the card is: on a
@@ -199,14 +211,14 @@ class HpuFp8Format:
     def __init__(self, name: str, largest: float) -> None:
         """`largest`: of the card's e4m3."""
         self.name = name
-        self._largest = largest
+        self.unit = FP8_MAX / largest
 
     def row_size(self, head_dim: int) -> int:
         return head_dim
 
     def codec(self, dtype: torch.dtype, scale: Tensor | None) -> Codec:
         assert scale is not None
-        return _HpuFp8(dtype, scale, self._largest)
+        return _HpuFp8(dtype, scale, self.unit)
 
     def clean(self, rows: Tensor) -> Tensor:
         return zero_non_finite(rows)
@@ -215,10 +227,10 @@ class HpuFp8Format:
 class _HpuFp8:
     """With scales as tensors: numbers would be part of a recipe, and each layer have its own."""
 
-    def __init__(self, dtype: torch.dtype, scale: Tensor, largest: float) -> None:
+    def __init__(self, dtype: torch.dtype, scale: Tensor, unit: float) -> None:
         self._dtype = dtype
         # On the host: on the device these would be launches.
-        own = scale.detach().cpu() * (FP8_MAX / largest)
+        own = scale.detach().cpu() * unit
         self._scale = own.to(scale.device)
         self._multiplier = own.reciprocal().to(scale.device)
 

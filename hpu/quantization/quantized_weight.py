@@ -24,15 +24,22 @@ class QuantizedWeight(NamedTuple):
     mins: Tensor | None = None
     """As `scales`; float16 with 4 bits only."""
     order: Tensor | None = None
-    """(in) int32: which input of the layer each of the weight is for; None: the same."""
+    """(in) int32: which input of the layer each of the weight is for, -1: none; None: the same."""
     in_pairs: bool = False
     """Two 4-bit values are in a byte, the first in its low half."""
+    layer_inputs: int | None = None
+    """Inputs of the layer, where `order` has some that are for none."""
 
     @property
     def shape(self) -> tuple[int, int]:
         """(out, in)."""
         out, size = self.values.shape
         return out, size * (2 if self.in_pairs else 1)
+
+    @property
+    def num_inputs(self) -> int:
+        """Of the layer."""
+        return self.shape[1] if self.layer_inputs is None else self.layer_inputs
 
     @property
     def group_size(self) -> int:
@@ -59,7 +66,8 @@ class QuantizedWeight(NamedTuple):
         return from_pairs(self.values) if self.in_pairs else self.values
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """(out, in) in `dtype`, rounded once, for the inputs of the layer in their own order."""
+        """(out, num_inputs) in `dtype`, rounded once, for the inputs of the layer in their own
+        order."""
         out, groups = self.scales.shape
         weight = self.unpacked.view(out, groups, -1) * self.scales.float().unsqueeze(-1)
         if self.mins is not None:
@@ -67,7 +75,9 @@ class QuantizedWeight(NamedTuple):
         weight = weight.view(out, -1).to(dtype)
         if self.order is None:
             return weight
-        return torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
+        used = self.order >= 0
+        plain = weight.new_empty(out, self.num_inputs)
+        return plain.index_copy_(1, self.order[used].long(), weight[:, used])
 
 
 class Mxfp4Weight(NamedTuple):

@@ -48,6 +48,7 @@ from hpu.runner.step_runner import StepRunner
 from hpu.warmup import report
 from hpu.warmup.warmup import Warmup
 from hpu.worker.build import Components, build
+from hpu.worker.kv_scales import calculate_kv_scales
 from hpu.worker.load import LoadedModel, dtype_name, load
 from hpu.worker.profile_run import profile_launches, profiled_buckets
 
@@ -342,6 +343,8 @@ class Worker:
         )
         if loaded.lora is not None:
             loaded.lora.on_loaded = lambda: self.on_loaded()
+        if config.cache.calculate_kv_scales and loaded.pooler is None:
+            calculate_kv_scales(loaded)
         return loaded
 
     def _build(self, loaded: LoadedModel, on_progress: Progress) -> WorkerReady:

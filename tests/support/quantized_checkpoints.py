@@ -265,6 +265,7 @@ FORMATS: dict[str, Integers | Floats] = {
     "gptq, 8 bits of all inputs": Integers("gptq", bits=8, group_size=-1, symmetric=True),
     "gptq, version 2": Integers("gptq", version="gptq_v2"),
     "gptq, desc_act": Integers("gptq", desc_act=True, group_size=32),
+    "gptq, 8 bits, desc_act": Integers("gptq", bits=8, desc_act=True, group_size=32),
     "gptq, head": Integers("gptq", has_head=True),
     "awq": Integers("awq"),
     "wna16": Integers("compressed-tensors"),

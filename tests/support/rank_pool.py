@@ -32,8 +32,9 @@ TIMEOUT_S = 100
 class RankPool:
     """`size` processes. Use it in a `with` block."""
 
-    def __init__(self, size: int, folder: Path) -> None:
-        """`folder`: empty, for the rendezvous."""
+    def __init__(self, size: int, folder: Path, *, joins: bool = True) -> None:
+        """`folder`: empty, for the rendezvous; `joins` False: the ranks do not meet, so that what
+        they run can."""
         context = child_context()
         self._pipes: list[Connection] = []
         self._processes = []
@@ -41,7 +42,7 @@ class RankPool:
             ours, theirs = context.Pipe()
             self._pipes.append(ours)
             args = (theirs, Ranks(size, rank, f"file://{folder}/store", timeout_s=60))
-            process = context.Process(target=_serve, args=args, daemon=True)
+            process = context.Process(target=_serve, args=(*args, joins), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -73,12 +74,15 @@ class RankPool:
         return [results[rank] for rank in range(size)]
 
 
-def _serve(pipe: Connection, ranks: Ranks) -> None:
+def _serve(pipe: Connection, ranks: Ranks, joins: bool) -> None:
     torch.set_num_threads(1)
-    groups = {ranks.world_size: join("gloo", ranks), 1: SINGLE}
+    if joins:
+        groups = {ranks.world_size: join("gloo", ranks), 1: SINGLE}
+    else:
+        groups = {ranks.world_size: ProcessGroup(range(ranks.world_size), ranks.rank), 1: SINGLE}
     for size in range(2, ranks.world_size):
         # All ranks make each group.
-        group = dist.new_group(list(range(size)))
+        group = dist.new_group(list(range(size))) if joins else None
         groups[size] = ProcessGroup(range(size), ranks.rank, group)
     while (task := pipe.recv()) is not None:
         size, function, args = task
@@ -87,7 +91,8 @@ def _serve(pipe: Connection, ranks: Ranks) -> None:
                 pipe.send((None, function(groups[size], *args)))
         except Exception:
             pipe.send((traceback.format_exc(), None))
-    leave()
+    if joins:
+        leave()
 
 
 class Generated(NamedTuple):

@@ -13,9 +13,11 @@ from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from hpu.protocol import (
     DECODE,
     PREFILL,
+    SINGLE_RANK,
     GrammarMasks,
     Launch,
     NewRequest,
+    Ranks,
     RequestSampling,
     StepPlan,
     StepResult,
@@ -65,6 +67,8 @@ class WorkerRig:
         prefix_caching: bool = True,
         merged_prefill: bool = False,
         kv_cache_dtype: str = "auto",
+        calculate_kv_scales: bool = False,
+        ranks: Ranks = SINGLE_RANK,
         **settings: Any,
     ) -> None:
         config = EngineConfig(
@@ -77,6 +81,7 @@ class WorkerRig:
                 num_blocks=num_blocks,
                 enable_prefix_caching=prefix_caching,
                 kv_cache_dtype=kv_cache_dtype,
+                calculate_kv_scales=calculate_kv_scales,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs,
@@ -87,7 +92,7 @@ class WorkerRig:
             **settings,
         )
         self.progress: list[WarmupProgress] = []
-        self.worker = Worker(config)
+        self.worker = Worker(config, ranks)
         try:
             self.ready = self.worker.start(self.progress.append)
         except BaseException:

@@ -32,6 +32,7 @@ from hpu.quantization.stored.fp8 import (
     can_multiply,
     has_blocks,
 )
+from hpu.quantization.stored.int8 import Int8LinearMethod, Int8MoEMethod, can_expand_experts
 from hpu.quantization.stored.mxfp4 import Mxfp4Experts
 from hpu.quantization.stored.uint4 import Uint4LinearMethod, Uint4MoEMethod, can_convert_experts
 from hpu.quantization.stored.weights import StoredExperts, StoredWeight
@@ -39,6 +40,13 @@ from hpu.quantization.stored.weights import StoredExperts, StoredWeight
 Make = Callable[[str], Quantized]
 FIELDS: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 128, "num_hidden_layers": 1}
 INTEGERS = ["gptq", "gptq, all inputs", "gptq, desc_act", "awq", "wna16", "wna16, actorder"]
+INT8 = [
+    "gptq, 8 bits",
+    "gptq, 8 bits of all inputs",
+    "gptq, 8 bits, desc_act",
+    "wna16, 8 bits",
+    "int-quantized",
+]
 FLOATS = ["fp8", "fp8, static", "fp8, blocks", "fp8, small blocks", "float-quantized, channels"]
 TOP_K = 2
 
@@ -79,7 +87,12 @@ def fp8_blocks(generation: str) -> MakeMoEMethod:
 def linear_method(weight: StoredWeight) -> LinearMethod:
     if weight.scheme.is_float:
         return Fp8LinearMethod(weight, 240.0)
-    return Uint4LinearMethod(weight)
+    return Uint4LinearMethod(weight) if weight.scheme.bits == 4 else Int8LinearMethod(weight)
+
+
+def int8(experts: StoredExperts | Mxfp4Experts) -> MoEMethod:
+    assert isinstance(experts, StoredExperts) and can_expand_experts(experts)
+    return Int8MoEMethod(experts)
 
 
 def uint4(experts: StoredExperts | Mxfp4Experts) -> MoEMethod:
@@ -197,15 +210,32 @@ def test_experts_in_4_bits_are_the_dequantized_ones(
     assert error_of(found, expected_of(quantized.reference)) < 0.01
 
 
+@pytest.mark.parametrize("name", INT8)
+def test_experts_in_8_bits_are_the_dequantized_ones(
+    name: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantized = make(name)
+    monkeypatch.setattr(size_estimate, "EXPANDED_BYTES", 3 * 3 * 128 * 128 * 2)
+
+    with emulated(strict=True):
+        experts = experts_of(loaded(quantized.folder, int8))
+        found = on_card(experts)
+
+    assert experts.w13_weight is None
+    assert error_of(found, expected_of(quantized.reference)) < 0.01
+
+
 @pytest.mark.parametrize("is_distributed", [False, True])
-@pytest.mark.parametrize("name", ["fp8, blocks", "fp8, static", "gptq, desc_act", "awq"])
+@pytest.mark.parametrize(
+    "name", ["fp8, blocks", "fp8, static", "gptq, desc_act", "awq", "wna16, 8 bits"]
+)
 def test_the_experts_of_two_ranks_add_up(name: str, is_distributed: bool, make: Make) -> None:
     quantized, parts = make(name), []
     for rank in range(2):
         # A group of one rank, for sums: what each rank adds is wanted.
         group = ProcessGroup(range(2), rank)
         with emulated(strict=True):
-            method = uint4 if name in INTEGERS else fp8("gaudi2")
+            method = uint4 if name in INTEGERS else int8 if name in INT8 else fp8("gaudi2")
             expert_group = group if is_distributed else SINGLE
             experts = experts_of(loaded(quantized.folder, method, group, expert_group))
             assert experts.w13_weight is None
@@ -216,12 +246,13 @@ def test_the_experts_of_two_ranks_add_up(name: str, is_distributed: bool, make: 
     assert error_of(parts[0] + parts[1], expected_of(quantized.reference)) < 0.08
 
 
-@pytest.mark.parametrize("name", ["fp8, blocks", "awq"])
+@pytest.mark.parametrize("name", ["fp8, blocks", "awq", "wna16, 8 bits"])
 def test_the_estimate_is_what_a_card_holds(name: str, make: Make) -> None:
     folder = make(name).folder
 
     with emulated(strict=True) as card:
-        model = loaded(folder, uint4 if name == "awq" else fp8("gaudi2"))
+        methods = {"awq": uint4, "wna16, 8 bits": int8}
+        model = loaded(folder, methods.get(name) or fp8("gaudi2"))
         held = sum(one.nbytes for one in model.parameters())
         buffers = sum(one.nbytes for one in model.buffers())
         # Loading takes the memory of the quantized weights: they are converted on the host.
@@ -258,6 +289,7 @@ def test_the_estimate_of_a_launch_has_the_experts_that_are_expanded_at_once(
         ("fp8, blocks", "gaudi2", False),
         ("fp8, static", "gaudi3", True),
         ("wna16", "gaudi3", True),
+        ("wna16, 8 bits", "gaudi2", True),
     ],
 )
 def test_layers_of_experts_share_their_recipes_and_none_is_compiled_after_warm_up(

@@ -7,17 +7,27 @@ from typing import Any
 import pytest
 import torch
 from emulated import emulated
+from paged_harness import PagedHarness, load_decoder
+from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny
 from torch import Tensor
 from two_prompts import greedy, random_traffic, working, working_wide
 
+from config.engine import CacheConfig, EngineConfig
 from config.errors import ConfigError
 from config.execution import HPU_GRAPHS, EmulatorSettings, ExecutionConfig, ModeChoice
 from hpu.backends.gaudi import GaudiBackend
 from hpu.gaudi_devices import GENERATIONS
+from hpu.layers.attention import PagedAttention
 from hpu.layers.attention_base import KVCacheSpec, Shape
-from hpu.quantization.kv_cache import EncodedKVCache, HpuFp8Format, KVCacheFormat
+from hpu.quantization.kv_cache import (
+    EncodedKVCache,
+    HpuFp8Format,
+    KVCacheFormat,
+    fp8_errors,
+)
 from hpu.runner.kv_cache import KVCache
+from hpu.worker.worker import Worker
 
 COUNTERS = ("compilations", "captures", "fallbacks")
 GRAPHS, COMPILE = ExecutionConfig(mode="hpu-graphs"), ExecutionConfig(mode="torch-compile")
@@ -193,6 +203,67 @@ def test_a_scale_stands_for_the_same_numbers_on_every_card(generation: str) -> N
     # The largest number of a scale of 1/4 is 112.
     expected = x.clamp(-112.0, 112.0)
     assert torch.allclose(found, expected, rtol=2**-4)
+
+
+def calculated(folder: Path, **settings: Any) -> Tensor:
+    """(layers, 2): the scales of keys and values."""
+    scales: list[float] = []
+    cache = CacheConfig(kv_cache_dtype="fp8", block_size=8, num_blocks=96, calculate_kv_scales=True)
+    config = EngineConfig(str(folder), dtype="float32", num_threads=1, cache=cache, **settings)
+    worker = Worker(config)
+    try:
+        worker.start(lambda progress: None)
+        assert worker._loaded is not None
+        (model,) = worker._loaded.modules
+        for layer in model.modules():
+            if isinstance(layer, PagedAttention):
+                scales += [float(one) for one in layer.kv_scales if one is not None]
+    finally:
+        worker.close()
+    return torch.tensor(scales).view(-1, 2)
+
+
+def test_calculated_scales_fit_the_numbers_that_are_cached(tmp_path: Path) -> None:
+    folder = make_tiny("qwen2", tmp_path, num_hidden_layers=3)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if "v_proj" in name:
+            # Between two codes, 1 and 1.125.
+            tensors[name] = torch.full_like(tensor, 1.06) if "bias" in name else tensor / 1000
+    save_file(tensors, file)
+
+    scales = calculated(folder, device="cpu")
+
+    assert scales.shape == (3, 2)
+    model = load_decoder(folder)
+    harness = PagedHarness(model)
+    harness.prefill({0: torch.randint(256, (100,)).tolist()})
+    layers = [one for one in model.modules() if isinstance(one, PagedAttention)]
+    for layer, own in zip(layers, scales, strict=True):
+        # The harness fills what is not written with large numbers.
+        keys, values = (one[one.abs().amax((1, 2)) < 1000] for one in layer.caches)
+        assert len(keys) == len(values) == 100
+        assert keys.abs().max() < 448 * own[0] and values.abs().max() < 448 * own[1]
+        errors = fp8_errors(values, torch.stack((own[1], torch.tensor(1.0))))
+        assert errors[0] < errors[1] / 4
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_a_card_calculates_scales_before_the_warm_up(generation: str, tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path)
+
+    found, _, _ = on_card(folder, "fp8", generation, calculate_kv_scales=True)
+
+    if generation == "gaudi3":
+        # Codes of other cards stand for other numbers, so other scales fit.
+        assert found == on_cpu(folder, "fp8", calculate_kv_scales=True)
+        assert found != on_cpu(folder, "fp8")
+
+
+def test_scales_are_calculated_for_fp8_alone() -> None:
+    with pytest.raises(ConfigError, match="calculate_kv_scales is set and kv_cache_dtype is int8"):
+        CacheConfig(kv_cache_dtype="int8", calculate_kv_scales=True)
 
 
 def test_int8_is_refused_on_a_card(tmp_path: Path) -> None:

@@ -23,11 +23,13 @@ from hpu.quantization.base import LinearMethod
 from hpu.quantization.registry import process_weights
 from hpu.quantization.stored.checkpoint import CheckpointScheme, MakeMethod
 from hpu.quantization.stored.fp8 import Fp8BlockLinearMethod, Fp8LinearMethod, has_blocks
+from hpu.quantization.stored.int8 import Int8LinearMethod, can_expand
 from hpu.quantization.stored.uint4 import Uint4LinearMethod, can_convert
 from hpu.quantization.stored.weights import StoredWeight
 
 Make = Callable[[str], Quantized]
 INT4 = [name for name, one in FORMATS.items() if isinstance(one, Integers) and one.bits == 4]
+INT8 = [name for name, one in FORMATS.items() if isinstance(one, Integers) and one.bits == 8]
 FLOATS = [name for name, form in FORMATS.items() if isinstance(form, Floats)]
 
 
@@ -87,6 +89,26 @@ def test_products_are_those_of_the_dequantized_weights(name: str, make: Make) ->
         assert torch.allclose(out.float(), wanted, rtol=0.02, atol=0.02 * float(wanted.std()))
 
 
+@pytest.mark.parametrize("name", INT8)
+def test_products_of_8_bits_are_those_of_the_dequantized_weights(name: str, make: Make) -> None:
+    quantized = make(name)
+    expected = load_decoder(quantized.reference).state_dict()
+
+    def method(weight: StoredWeight) -> LinearMethod | None:
+        return Int8LinearMethod(weight) if can_expand(weight) else None
+
+    with emulated(strict=True):
+        model = loaded(quantized.folder, method)
+        found = outputs_of(model)
+        values = [one for key, one in model.named_parameters() if key.endswith("qweight")]
+
+    assert {one.dtype for one in values} == {torch.int8}
+    for layer, (x, out) in found.items():
+        # Weights are rounded once, as those that are dequantized while they are loaded.
+        wanted = x.float() @ expected[f"{layer}.weight"].bfloat16().float().T
+        assert torch.allclose(out.float(), wanted, rtol=0.01, atol=0.01 * float(wanted.std()))
+
+
 @pytest.mark.parametrize("generation", GENERATIONS)
 @pytest.mark.parametrize("name", FLOATS)
 def test_products_in_fp8_are_close_to_those_of_the_dequantized_weights(
@@ -126,7 +148,9 @@ def test_scales_of_blocks_may_stay(generation: str, make: Make) -> None:
         assert torch.allclose(out.float(), wanted, rtol=0.02, atol=0.02 * float(wanted.std()))
 
 
-@pytest.mark.parametrize("name", ["awq", "wna16, symmetric", "fp8, blocks"])
+@pytest.mark.parametrize(
+    "name", ["awq", "wna16, symmetric", "wna16, 8 bits", "int-quantized", "fp8, blocks"]
+)
 def test_the_estimate_is_what_a_card_holds(name: str, make: Make) -> None:
     folder = make(name).folder
     facts = read_model_config(str(folder))
@@ -134,6 +158,8 @@ def test_the_estimate_is_what_a_card_holds(name: str, make: Make) -> None:
     def method(weight: StoredWeight) -> LinearMethod:
         if weight.scheme.is_float:
             return Fp8LinearMethod(weight, 240.0)
+        if weight.scheme.bits == 8:
+            return Int8LinearMethod(weight)
         return Uint4LinearMethod(weight)
 
     with emulated(strict=True) as card:
@@ -170,7 +196,12 @@ def test_four_bits_give_the_tokens_of_the_dequantized_model(make: Make) -> None:
 
 @pytest.mark.parametrize(
     ("name", "generation"),
-    [("gptq", "gaudi3"), ("fp8, blocks", "gaudi2"), ("fp8, static", "gaudi3")],
+    [
+        ("gptq", "gaudi3"),
+        ("gptq, 8 bits", "gaudi2"),
+        ("fp8, blocks", "gaudi2"),
+        ("fp8, static", "gaudi3"),
+    ],
 )
 def test_all_layers_share_their_recipes_and_none_is_compiled_after_warm_up(
     name: str, generation: str, tmp_path: Path

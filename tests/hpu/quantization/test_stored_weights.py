@@ -4,6 +4,7 @@ Their tensors are packed by tests/support/quantized_checkpoints.py, from the for
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,15 @@ from stored_ranks import load_packed
 from tiny_models import FAMILIES
 from transformers import AutoModelForCausalLM
 
+from config.model.read_config import read_model_config
 from hpu.backends.cpu import use_cpu_kernels
 from hpu.distributed.process_groups import ProcessGroup
 from hpu.layers.linear import LinearBase
 from hpu.models.decoder import Decoder
 from hpu.native.library import Library, PackedLinear
+from hpu.ops.cpu import quantized_linear
+from hpu.quantization.stored.packed import group_width, order_of_groups
+from hpu.quantization.stored.weights import StoredWeight
 
 Make = Callable[[str], Quantized]
 PROMPT = {0: list(range(10, 40)), 1: [5, 6, 7]}
@@ -170,6 +175,46 @@ def test_the_shards_of_ranks_are_those_of_the_dequantized_weights(name: str, mak
             else:
                 assert torch.equal(linear.quantized_weight.dequantize(torch.float32), weight)
         kept = sum(linear.quantized_weight is not None for linear in packed.values())
-        # Of groups in any order the inputs of a rank are parts of all groups.
-        rows = 4 if "act" in name else 8
-        assert kept == (rows if name in INTEGERS else 0)
+        assert kept == (8 if name in INTEGERS else 0)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["gptq, desc_act", "wna16, actorder"])
+def test_kernels_multiply_by_shards_of_groups_that_are_filled_up(
+    name: str, make: Make, library: Library
+) -> None:
+    linears = linears_of(load_packed(str(make(name).folder), ProcessGroup(range(2), 1)))
+    filled = 0
+    for linear in linears.values():
+        weight = linear.quantized_weight
+        assert weight is not None
+        filled += weight.shape[1] > weight.num_inputs == linear.in_features
+        exact, kernel = weight.dequantize(torch.float32), PackedLinear(library, weight, None)
+        for rows in (1, 4, 40):
+            x = torch.randn(rows, linear.in_features).bfloat16()
+            expected = x.float() @ exact.T
+            for found in (kernel.multiply_float32(x), quantized_linear(weight, None)(x).float()):
+                scale = float(expected.std())
+                assert torch.allclose(found, expected, rtol=0.02, atol=0.02 * scale)
+    # Outputs of attention and of the MLP, in two layers.
+    assert filled == 4
+
+
+def test_groups_are_filled_up_to_the_size_of_the_largest(make: Make) -> None:
+    facts = read_model_config(str(make("gptq, desc_act").folder))
+    assert facts.quantization is not None
+    scheme = facts.quantization.rules[0].scheme
+    # Four groups of 32 inputs, of which this rank has 34 of the second and some of the others.
+    part = StoredWeight(scheme, 64, 16, total_inputs=128, output_sizes=(16,))
+    groups = torch.tensor([1] * 30 + [0, 3] + [1] * 4 + [2] * 28)
+
+    width = group_width(part, {"groups": groups.int().unsqueeze(0)})
+    assert width == 64
+    order = order_of_groups(groups, 4, width).view(4, width)
+
+    assert order[0].tolist() == [30] + [-1] * 63
+    assert order[1].tolist() == [*range(30), *range(32, 36)] + [-1] * 30
+    assert order[2].tolist() == [*range(36, 64)] + [-1] * 36
+    # With fewer inputs the zeros would take more memory than a weight in bfloat16.
+    few = replace(part, in_features=48)
+    assert group_width(few, {"groups": groups[:48].int().unsqueeze(0)}) is None

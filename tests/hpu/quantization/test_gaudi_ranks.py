@@ -1,0 +1,150 @@
+"""Quantized checkpoints on two strict emulated cards: the log-probabilities of one card, and no
+compilation after warm-up."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import random_checkpoint
+import torch
+from quantized_checkpoints import FORMATS, make_quantized
+from rank_pool import RankPool
+from two_prompts import working
+
+from config.execution import EmulatorSettings, ExecutionConfig
+from config.parallel import ParallelConfig
+from hpu.distributed.process_groups import ProcessGroup
+from hpu.protocol import Ranks, RequestSampling
+
+PROMPT = [3, 5, 7, 9, 11] * 9
+FORCED = [8, 1, 2, 60]
+"""What is decoded behind it, so that all see the same tokens."""
+SAMPLING = RequestSampling(temperature=0.0, num_logprobs=0, num_prompt_logprobs=0, masked=True)
+COUNTERS = ("compilations", "captures", "fallbacks", "unmarked_collective")
+MOE = "experts: "
+MXFP4 = MOE + "mxfp4"
+ROUNDING, FP8_ROUNDING = 0.05, 0.1
+"""Of a log-probability, in standard deviations."""
+
+
+class Served(NamedTuple):
+    """By one rank."""
+
+    logprobs: list[float]
+    """Of PROMPT but its first token, and of FORCED."""
+    quantized_bytes: int
+    """On this card, of the values of quantized weights."""
+
+
+def serve(
+    group: ProcessGroup, folder: Path, store: Path, generation: str, expert_parallel: bool
+) -> Served:
+    """As a worker of `group.size` serves it. `store`: of their meeting."""
+    settings: dict[str, Any] = {}
+    if group.size > 1:
+        settings = {
+            "ranks": Ranks(group.size, group.rank, f"file://{store}", timeout_s=60),
+            "parallel": ParallelConfig(
+                tensor_parallel_size=group.size, enable_expert_parallel=expert_parallel
+            ),
+        }
+    with working(
+        folder,
+        device="hpu-emulator",
+        dtype="bfloat16",
+        execution=ExecutionConfig(mode="hpu-graphs"),
+        emulator=EmulatorSettings(card=generation, is_strict=True),
+        **settings,
+    ) as rig:
+        counts = torch.hpu.emulated.counters.counts  # type: ignore[attr-defined]
+        before = [counts[name] for name in COUNTERS]
+        rig.admit(0, PROMPT, sampling=SAMPLING)
+        rig.prefill({0: 40})
+        rig.submit()
+        results = [rig.collect()]
+        rig.prefill({0: None})
+        for token in FORCED:
+            rig.submit({0: [token]})
+            results.append(rig.collect())
+            rig.decode([0])
+        after = [counts[name] for name in COUNTERS]
+        loaded = rig.worker._loaded
+        assert loaded is not None and isinstance(loaded.model, torch.nn.Module)
+        held = [one for name, one in loaded.model.named_parameters() if name.endswith("qweight")]
+    assert after == before and before[0] > 0 and before[2:] == [0, 0]
+    found = [
+        np.frombuffer(one.values, "<f4").tolist()
+        for result in results
+        for _, one in (*result.prompt_logprobs, *result.logprobs)
+    ]
+    return Served([one for part in found for one in part], sum(one.nbytes for one in held))
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    with RankPool(2, tmp_path_factory.mktemp("ranks"), joins=False) as pool:
+        yield pool
+
+
+def make(name: str, folder: Path) -> Path:
+    if name == MXFP4:
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_experts_per_tok": 4}
+        config = {"quantization_config": {"quant_method": "mxfp4"}}
+        return random_checkpoint.write_random(folder, "GptOssForCausalLM", **sizes, **config)
+    fields: dict[str, Any] = {"num_hidden_layers": 1}
+    if not name.startswith(MOE):
+        return make_quantized(FORMATS[name], folder, **fields).folder
+    # All are chosen: rounding changes no choice.
+    fields |= {"num_experts": 4, "moe_intermediate_size": 128, "num_experts_per_tok": 4}
+    return make_quantized(FORMATS[name.removeprefix(MOE)], folder, "qwen3_moe", **fields).folder
+
+
+CASES = [
+    ("gptq", "gaudi2", False),
+    ("fp8, blocks", "gaudi2", False),
+    (MOE + "wna16", "gaudi3", False),
+]
+SLOW = [
+    ("gptq, desc_act", "gaudi3", False),
+    ("gptq, 8 bits", "gaudi2", False),
+    ("awq", "gaudi2", False),
+    ("wna16", "gaudi3", False),
+    ("wna16, 8 bits", "gaudi2", False),
+    ("int-quantized", "gaudi2", False),
+    ("fp8", "gaudi3", False),
+    ("fp8, static", "gaudi2", False),
+    ("float-quantized, channels", "gaudi3", False),
+    (MOE + "gptq, desc_act", "gaudi3", False),
+    (MOE + "awq", "gaudi2", True),
+    (MOE + "wna16, 8 bits", "gaudi2", True),
+    (MOE + "fp8, static", "gaudi3", True),
+    (MOE + "fp8, blocks", "gaudi2", False),
+    (MXFP4, "gaudi2", False),
+    (MXFP4, "gaudi3", True),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "generation", "expert_parallel"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+)
+def test_two_cards_give_the_log_probabilities_of_one(
+    name: str, generation: str, expert_parallel: bool, pool: RankPool, tmp_path: Path
+) -> None:
+    folder = make(name, tmp_path / "checkpoint")
+    (one,) = pool.run(1, serve, folder, tmp_path / "none", generation, False)
+
+    first, second = pool.run(2, serve, folder, tmp_path / "store", generation, expert_parallel)
+
+    found, expected = np.array(first.logprobs), np.array(one.logprobs)
+    assert len(expected) == len(PROMPT) - 1 + len(FORCED)
+    error = np.sqrt(np.mean((found - expected) ** 2)) / expected.std()
+    assert error < (FP8_ROUNDING if "fp8" in name or "float" in name else ROUNDING)
+    assert not second.logprobs or second.logprobs == first.logprobs
+    # Dequantized while they are loaded.
+    assert (one.quantized_bytes == 0) == (name == MXFP4)
+    for rank in (first, second):
+        # Groups in any order have tables that each rank has as a whole.
+        assert rank.quantized_bytes <= 0.6 * one.quantized_bytes
