@@ -21,6 +21,7 @@ from config.checkpoint.weight_maps.text_part import OUTSIDE
 from config.errors import CheckpointError
 from config.model.quantization.base import Role
 from hpu.distributed.process_groups import SINGLE, ProcessGroup, shard_rank
+from hpu.model_loader.bitsandbytes import decode_flat
 from hpu.model_loader.mxfp4 import check_powers, dequantize_mxfp4
 from hpu.model_loader.quantized_weights import (
     check_kv_scale,
@@ -186,31 +187,44 @@ class _QuantizedWeights:
         self._missing: dict[str, int] = {}
         """Of modules that have been read in part, or not at all: how many tensors are not there."""
         for sources in files:
-            for spec in (one.shard.spec for one in sources):
+            for spec in (own.spec for one in sources for own in one.shard.each_expert()):
                 if spec.part is not None:
                     self._missing[spec.module] = self._missing.get(spec.module, 0) + 1
         self._found: dict[str, dict[Role, Tensor]] = {}
 
     def add(self, source: "_Source", tensor: Tensor, file: Path) -> None:
         """`tensor`: as it was read. Raises CheckpointError for impossible values."""
-        spec = source.shard.spec
+        check_part(tensor, source.shard, f"{source.stored.name} in {file}", source.whole.shape)
+        count = source.shard.spec.num_experts
+        tensors: Iterable[Tensor] = (tensor,) if count is None else tensor
+        for shard, own in zip(source.shard.each_expert(), tensors, strict=True):
+            self._add(shard, own, source.whole)
+
+    def _add(self, shard: Shard, tensor: Tensor, whole: WeightSpec) -> None:
+        """`whole`: as that of _Source."""
+        spec = shard.spec
         assert spec.part is not None and spec.scheme is not None
         role = spec.part.role
-        check_part(tensor, source.shard, f"{source.stored.name} in {file}", source.whole.shape)
         self._missing[spec.module] -= 1
         weight = self._parameters.get(spec.parameter)
         own = self._parameters.get(spec.quantized_parameter)
         if own is not None:
-            self._fill(own, spec, unpack_part(tensor, source.shard))
+            self._fill(own, spec, unpack_part(tensor, shard))
             return
         if weight is None:
             # A layer that keeps its weight quantized does not need the tensor.
             return
         found = self._found.setdefault(spec.module, {})
-        if role not in ("shape", "input_scale"):
-            found[role] = unpack_part(tensor, source.shard)
+        if spec.scheme.is_flat:
+            found[role] = tensor
+        elif role not in ("shape", "input_scale"):
+            found[role] = unpack_part(tensor, shard)
         if self._missing[spec.module] == 0:
-            plain = dequantize(self._found.pop(spec.module), spec.scheme)
+            parts = self._found.pop(spec.module)
+            if spec.scheme.is_flat:
+                plain = _part_of(decode_flat(parts, whole.shape, spec.module), shard)
+            else:
+                plain = dequantize(parts, spec.scheme)
             self._filler.fill(weight, _unquantized(spec), plain)
 
     def _fill(self, parameter: Tensor, spec: WeightSpec, tensor: Tensor) -> None:
@@ -224,6 +238,13 @@ class _QuantizedWeights:
         if spec.part.role == "values" and spec.scheme.bits == 4:
             tensor = to_pairs(tensor)
         self._filler.fill(parameter, _unquantized(spec), tensor)
+
+
+def _part_of(whole: Tensor, shard: Shard) -> Tensor:
+    """`shard` of a weight (out, in)."""
+    if shard.intervals is None:
+        return whole
+    return torch.cat([whole.narrow(shard.dim, a, b - a) for a, b in shard.intervals], shard.dim)
 
 
 def _unquantized(spec: WeightSpec) -> WeightSpec:

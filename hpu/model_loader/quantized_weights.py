@@ -47,7 +47,8 @@ def unpack_part(tensor: Tensor, shard: Shard) -> Tensor:
         tensor = tensor.t()
     if part.role in ("scales", "input_scale"):
         columns = tensor.shape[1] if part.axes else 1
-        return tensor.float().reshape(-1, columns).expand(sizes[OUTPUTS], columns)
+        scales = tensor.float() if part.factor == 1 else tensor.float() * part.factor
+        return scales.reshape(-1, columns).expand(sizes[OUTPUTS], columns)
     if part.bits and not any(axis.is_packed for axis in part.axes):
         tensor = (tensor.short() + part.offset).to(torch.uint8)
     return tensor

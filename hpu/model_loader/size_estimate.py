@@ -3,6 +3,7 @@
 Imports no torch. A test compares the number of parameters with that of the built models.
 """
 
+import math
 from collections.abc import Iterator
 
 from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
@@ -65,12 +66,13 @@ def _own_specs(
 
 def _card_bytes(spec: WeightSpec, width: int) -> int:
     """What the tensor takes on a Gaudi, `width` bytes for a number that is not quantized: weights
-    stay as they are, with scales of outputs for FP8; the matrices that latent attention absorbs are
-    dequantized."""
+    stay as they are, with scales of outputs for FP8; flat ones and the matrices that latent
+    attention absorbs are dequantized."""
     scheme, part = spec.scheme, spec.part
-    if scheme is None or part is None or ".kv_b_proj." in spec.parameter:
+    if scheme is None or part is None or scheme.is_flat or ".kv_b_proj." in spec.parameter:
         return spec.num_elements() * width
-    outputs, inputs = spec.shape
+    *experts, outputs, inputs = spec.shape
+    outputs *= math.prod(experts)
     if part.role == "values":
         return spec.num_elements() * scheme.bits // 8
     if part.role != "scales":
@@ -107,7 +109,7 @@ def _expanded_bytes(config: ModelConfig, num_cards: int, width: int) -> int:
     moe, quantization = config.moe, config.quantization
     if moe is None or quantization is None:
         return 0
-    if all(rule.scheme.is_float for rule in quantization.rules):
+    if all(rule.scheme.is_float or rule.scheme.is_flat for rule in quantization.rules):
         return 0
     expert = 3 * config.hidden_size * moe.inner_size * width
     return min(moe.num_experts * expert // num_cards, expanded_experts(expert) * expert)

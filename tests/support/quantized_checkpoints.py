@@ -24,6 +24,8 @@ SIZES: dict[str, Any] = {
 }
 """Of whole groups of 64 inputs on two ranks, but for down_proj in groups of 256."""
 WEIGHTS = "model.safetensors"
+STACKING = "fbgemm_fp8"
+"""The format that stacks experts."""
 INT8 = "int-quantized"
 """The format of compressed-tensors with bytes."""
 
@@ -241,6 +243,8 @@ class Floats:
 
     @property
     def config(self) -> dict[str, Any]:
+        if self.name == STACKING:
+            return {"quant_method": self.name, "activation_scale_ub": 1200.0}
         if self.name == "fp8":
             config: dict[str, Any] = {
                 "quant_method": "fp8",
@@ -257,7 +261,91 @@ class Floats:
         return compressed_config("float-quantized", weights, {**activations, "strategy": strategy})
 
 
-FORMATS: dict[str, Integers | Floats] = {
+NF4 = torch.tensor(
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ]
+)
+"""What the values of nf4 stand for (quant_map in the files of bitsandbytes)."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """nf4 of bitsandbytes, `nested`: with scales in 8 bits."""
+
+    nested: bool = False
+    name: str = "bitsandbytes"
+    has_head: bool = False
+
+    def pack(self, weight: Tensor, number: int) -> tuple[dict[str, Tensor], Tensor]:
+        """As Integers.pack, by what functional.quantize_4bit does."""
+        blocks = weight.reshape(-1, 64)
+        scales = blocks.abs().amax(1)
+        state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32"}
+        state["shape"] = list(weight.shape)
+        stored = {"weight.absmax": scales}
+        if self.nested:
+            offset = float(scales.mean())
+            codes = torch.linspace(-1, 1, 256)
+            padded = torch.nn.functional.pad(scales - offset, (0, -len(scales) % 256))
+            nested = padded.view(-1, 256).abs().amax(1)
+            shares = padded.view(-1, 256) / nested.unsqueeze(1)
+            indices = (shares.unsqueeze(-1) - codes).abs().argmin(-1).flatten()[: len(scales)]
+            scales = codes[indices] * nested.repeat_interleave(256)[: len(scales)] + offset
+            stored = {
+                "weight.absmax": indices.to(torch.uint8),
+                "weight.nested_absmax": nested,
+                "weight.nested_quant_map": codes,
+            }
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+        values = ((blocks / scales.unsqueeze(1)).unsqueeze(-1) - NF4).abs().argmin(-1)
+        flat = values.flatten().to(torch.uint8)
+        stored["weight"] = (flat[::2] << 4 | flat[1::2]).unsqueeze(1)
+        stored["weight.quant_map"] = NF4.clone()
+        text = json.dumps(state).encode()
+        key = "weight.quant_state.bitsandbytes__nf4"
+        stored[key] = torch.tensor(list(text), dtype=torch.uint8)
+        return stored, (NF4[values] * scales.unsqueeze(1)).view(weight.shape)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {
+            "quant_method": self.name,
+            "load_in_4bit": True,
+            "load_in_8bit": False,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": self.nested,
+        }
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """LLM.int8 of bitsandbytes: the largest magnitude of each output."""
+
+    name: str = "bitsandbytes"
+    has_head: bool = False
+
+    def pack(self, weight: Tensor, number: int) -> tuple[dict[str, Tensor], Tensor]:
+        """As Integers.pack, by what functional.int8_vectorwise_quant does."""
+        largest = weight.abs().amax(1)
+        values = (weight * (127 / largest).unsqueeze(1)).round().to(torch.int8)
+        stored = {
+            "weight": values,
+            "SCB": largest,
+            "weight_format": torch.tensor(0, dtype=torch.uint8),
+        }
+        return stored, values.float() * (largest * (1 / 127)).unsqueeze(1)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {"quant_method": self.name, "load_in_8bit": True, "load_in_4bit": False}
+
+
+Format = Integers | Floats | Blocks | Vectors
+FORMATS: dict[str, Format] = {
     "gptq": Integers("gptq"),
     "gptq, symmetric": Integers("gptq", symmetric=True),
     "gptq, 8 bits": Integers("gptq", bits=8),
@@ -278,6 +366,10 @@ FORMATS: dict[str, Integers | Floats] = {
     "fp8, static": Floats("fp8", static=True),
     "fp8, blocks": Floats("fp8", "block"),
     "fp8, small blocks": Floats("fp8", "block", block=(48, 80)),
+    STACKING: Floats(STACKING, "channel"),
+    "nf4": Blocks(),
+    "nf4, nested": Blocks(nested=True),
+    "bitsandbytes, 8 bits": Vectors(),
     "float-quantized": Floats("compressed-tensors"),
     "float-quantized, channels": Floats("compressed-tensors", "channel"),
     "float-quantized, static": Floats("compressed-tensors", static=True),
@@ -292,7 +384,7 @@ class Quantized(NamedTuple):
 
 
 def make_quantized(
-    form: Integers | Floats, folder: Path, family: str = "llama", **overrides: Any
+    form: Format, folder: Path, family: str = "llama", **overrides: Any
 ) -> Quantized:
     """A tiny checkpoint whose linear layers, but the head and routers, are in the format."""
     reference = make_tiny(family, folder / "reference", **{**SIZES, **overrides})
@@ -303,6 +395,10 @@ def make_quantized(
     plain: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
+        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            parts, plain[name] = _pack_experts(form, name, tensor)
+            stored.update(parts)
+            continue
         is_head = module == "lm_head" and form.has_head
         if not name.endswith(".weight") or not (_is_linear(module) or is_head):
             stored[name] = plain[name] = tensor
@@ -315,6 +411,31 @@ def make_quantized(
     config["quantization_config"] = form.config
     (target / "config.json").write_text(json.dumps(config))
     return Quantized(target, reference)
+
+
+def _pack_experts(form: Format, name: str, tensor: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Of `tensor` (experts, in, out), as Integers.pack. All experts in one tensor, as
+    FbgemmFp8Llama4TextExperts of transformers has them, or one by one, as llmcompressor does."""
+    prefix, _, product = name.rpartition(".")
+    if form.name == STACKING:
+        packed = [form.pack(one.t(), 0) for one in tensor]
+        codes = torch.stack([parts["weight"].t() for parts, _ in packed])
+        scales = torch.stack([parts["weight_scale"] for parts, _ in packed])
+        # Of gate and up (experts, 1, out), of down (experts, out, 1).
+        scales = scales.transpose(1, 2) if product == "gate_up_proj" else scales
+        stored = {name: codes.contiguous(), f"{name}_scale": scales.contiguous()}
+        return stored, torch.stack([plain.t() for _, plain in packed])
+    outputs = ("gate_proj", "up_proj") if product == "gate_up_proj" else ("down_proj",)
+    stored, found = {}, []
+    for expert, one in enumerate(tensor):
+        plains = []
+        for output, weight in zip(outputs, one.t().chunk(len(outputs)), strict=True):
+            parts, plain = form.pack(weight.contiguous(), 0)
+            plains.append(plain)
+            module = f"{prefix}.{expert}.{output}"
+            stored |= {f"{module}.{end}": part for end, part in parts.items()}
+        found.append(torch.cat(plains).t())
+    return stored, torch.stack(found)
 
 
 def _is_linear(module: str) -> bool:

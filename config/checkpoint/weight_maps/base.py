@@ -78,7 +78,11 @@ class WeightSpec(NamedTuple):
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """Of the tensor in the file."""
-        return self.shape if self.part is None else self.part.shape(*self.shape)
+        if self.part is None:
+            return self.shape
+        if self.num_experts is not None:
+            return (self.num_experts, *self.part.shape(*self.shape[1:]))
+        return self.part.shape(*self.shape)
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of `shape` is the one."""
@@ -89,9 +93,18 @@ class WeightSpec(NamedTuple):
 
     @property
     def module(self) -> str:
-        """The name of the linear layer of a quantized weight in the checkpoint."""
+        """The name of the linear layer, or of the stacked experts, of a quantized weight in the
+        checkpoint."""
         assert self.part is not None
+        if self.num_experts is not None:
+            return self.name.removesuffix(self.part.suffix)
         return self.name.removesuffix(f".{self.part.suffix}")
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether it is the weight of all experts for one of their products."""
+        parameter = self.parameter.rpartition(".")[2]
+        return self.num_experts is not None and parameter in ("w13_weight", "w2_weight")
 
     @property
     def quantized_parameter(self) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from config.checkpoint.weight_maps.base import WeightSpec
-from config.model.quantization.base import QuantizationConfig
+from config.model.quantization.base import QuantizationConfig, WeightScheme
 
 _WEIGHT = ".weight"
 _HEAD = "lm_head.weight"
@@ -16,6 +16,12 @@ def quantized_weights(
     `prefix`: before their names in the checkpoint."""
     for weight in weights:
         scheme = None
+        if quantization is not None and quantization.stacked and weight.is_stacked:
+            if quantization.scheme_of(prefix + weight.name) is None:
+                yield weight
+            else:
+                yield from _stacked(weight, quantization.stacked)
+            continue
         if quantization is not None and _is_linear(weight, has_head=quantization.has_head):
             scheme = quantization.scheme_of(prefix + weight.name.removesuffix(_WEIGHT))
         if scheme is None:
@@ -28,6 +34,20 @@ def quantized_weights(
         module = weight.name.removesuffix(_WEIGHT)
         for part in scheme.parts:
             yield weight._replace(name=f"{module}.{part.suffix}", scheme=scheme, part=part)
+
+
+def _stacked(weight: WeightSpec, scheme: WeightScheme) -> Iterator[WeightSpec]:
+    """The tensors of the weights of all experts for one product."""
+    if weight.transposed:
+        experts, rows, columns = weight.shape
+        fields = weight.fields.split(" x ")
+        weight = weight._replace(
+            shape=(experts, columns, rows),
+            fields=" x ".join((fields[0], fields[2], fields[1])),
+            transposed=False,
+        )
+    for part in scheme.parts:
+        yield weight._replace(name=weight.name + part.suffix, scheme=scheme, part=part)
 
 
 def _is_linear(weight: WeightSpec, *, has_head: bool) -> bool:

@@ -1,5 +1,6 @@
 """Which part of a tensor of a checkpoint one rank needs, and what it fills of its parameters."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from config.checkpoint.weight_maps.base import WeightSpec
@@ -45,7 +46,7 @@ class Shard(NamedTuple):
     """The dimension of the stored tensor that `intervals` are along."""
     intervals: tuple[Interval, ...] | None = None
     """In rising order, none adjacent; None: the whole tensor. Of a quantized weight, those of the
-    weight (out, in)."""
+    weight (out, in), or (experts, out, in)."""
     total: int = 0
     """Size of that dimension, if there are intervals."""
 
@@ -53,13 +54,30 @@ class Shard(NamedTuple):
     def stored(self) -> tuple[int, tuple[Interval, ...] | None]:
         """(dimension of the tensor in the file, its intervals): of a quantized weight those that
         have all that is needed, and may have more."""
-        part = self.spec.part
-        if part is None or self.intervals is None:
+        part, num_before = self.spec.part, int(self.spec.num_experts is not None)
+        if part is None or self.intervals is None or self.dim < num_before:
             return self.dim, self.intervals
         for dim, axis in enumerate(part.axes):
-            if axis.of == self.dim and axis.unit and not axis.is_whole:
-                return dim, covering(self.intervals, axis.unit)
+            if axis.of == self.dim - num_before and axis.unit and not axis.is_whole:
+                return dim + num_before, covering(self.intervals, axis.unit)
         return 0, None
+
+    def each_expert(self) -> Iterator["Shard"]:
+        """Of a quantized weight of all experts, those of one expert after the other, as if each had
+        tensors of its own; of another, itself."""
+        spec, count = self.spec, self.spec.num_experts
+        if count is None or spec.part is None:
+            yield self
+            return
+        own = spec._replace(shape=spec.shape[1:], num_experts=None, total_experts=count)
+        part = spec.part._replace(suffix=spec.part.suffix or "weight")
+        for expert in range(count):
+            name = f"{spec.module}.{expert}.{part.suffix}"
+            one = own._replace(name=name, part=part, expert=expert)
+            if self.intervals is None or self.dim == 0:
+                yield Shard(one)
+            else:
+                yield Shard(one, self.dim - 1, self.intervals, self.total)
 
 
 def shard_of(spec: WeightSpec, at: ShardRank) -> Shard | None:

@@ -42,9 +42,18 @@ def _llama4(config: ModelConfig) -> DecoderSpec:
             block=BLOCK,
             gate="router",
             shared="shared_expert",
-            layout="transposed",
+            layout="transposed" if _stacks_experts(config) else "separate",
         ),
     )
+
+
+def _stacks_experts(config: ModelConfig) -> bool:
+    """Whether a tensor has all experts: quantized ones are stored one by one, but by fbgemm_fp8."""
+    quantization = config.quantization
+    if quantization is None or quantization.stacked is not None:
+        return True
+    expert = f"model.layers.{config.num_layers - 1}.{BLOCK}.experts.0.gate_proj"
+    return quantization.scheme_of(expert) is None
 
 
 FAMILIES: Mapping[str, Family] = {

@@ -9,9 +9,23 @@ OUTPUTS, INPUTS = 0, 1
 """Dimensions of the weight (out, in) of a linear layer."""
 INT32_BITS = 32
 
-Role = Literal["values", "scales", "zeros", "groups", "input_scale", "shape"]
+Role = Literal[
+    "values",
+    "scales",
+    "zeros",
+    "groups",
+    "input_scale",
+    "shape",
+    "blocks",
+    "codes",
+    "state",
+    "nested_blocks",
+    "nested_codes",
+]
 """Of a tensor: quantized values; what they are multiplied by; zero points, which are subtracted
-before; the group of each input; the scale of activations; the sizes of the weight."""
+before; the group of each input; the scale of activations; the sizes of the weight. Of a flat
+weight: scales of blocks; what values stand for; sizes in JSON; both of scales that are
+quantized."""
 
 PARAMETERS: dict[Role, str] = {
     "values": "qweight",
@@ -57,17 +71,25 @@ class WeightPart(NamedTuple):
     are in their own order."""
     offset: int = 0
     """Added to integers, modulo 2^bits; to integers that are not packed, plainly."""
+    factor: float = 1.0
+    """Of scales: they are multiplied by it."""
+    flat: int = 0
+    """Of a flat weight: how many of its numbers, in the order of memory, share an entry; 0: any."""
 
     def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
         """Of the tensor in the file."""
         if self.role == "shape":
             return (2,)
+        if self.flat:
+            return (-(-out_features * in_features // self.flat),)
         sizes = (out_features, in_features)
         return tuple(axis.size(sizes[axis.of]) for axis in self.axes)
 
     def fits(self, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
         """Whether a tensor of `shape` is one of `expected`: formats differ in dimensions of 1."""
-        if self.role == "scales" or self.role == "input_scale":
+        if self.role in ("codes", "state", "nested_codes"):
+            return True
+        if self.role in ("scales", "input_scale") or self.flat:
             return [one for one in shape if one != 1] == [one for one in expected if one != 1]
         return shape == expected
 
@@ -90,6 +112,9 @@ class WeightScheme:
     """Groups are not of neighbouring inputs: a tensor says which each input belongs to."""
     activations: Literal["none", "dynamic", "static"] = "none"
     """Whether they are quantized: with a scale of each token, or with one of the checkpoint."""
+    is_flat: bool = False
+    """The weight is a list of numbers in the order of memory, in blocks: each rank reads all of it,
+    and dequantizes it while it is loaded."""
 
     @property
     def middle(self) -> int:
@@ -123,6 +148,9 @@ class QuantizationConfig:
     """Whether the output head is quantized, unless it is ignored."""
     ignored_suffixes: tuple[str, ...] = ()
     """Ends of the names of tensors that a checkpoint may hold and nobody needs."""
+    stacked: WeightScheme | None = None
+    """Of experts that the checkpoint stacks in one tensor for each product. Names of its parts
+    follow that of the tensor without a dot. None: quantized experts are stored one by one."""
 
     def scheme_of(self, module: str) -> WeightScheme | None:
         """Of the linear layer that the checkpoint calls `module`; None: it is not quantized."""

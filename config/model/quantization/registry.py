@@ -6,7 +6,9 @@ from config.errors import ConfigError
 from config.model.json_fields import Fields, shown
 from config.model.quantization.awq import read_awq
 from config.model.quantization.base import QuantizationConfig
+from config.model.quantization.bitsandbytes import read_bitsandbytes
 from config.model.quantization.compressed_tensors import read_compressed_tensors
+from config.model.quantization.fbgemm_fp8 import read_fbgemm_fp8
 from config.model.quantization.fp8 import read_fp8
 from config.model.quantization.gptq import read_gptq
 
@@ -15,6 +17,8 @@ METHODS: Mapping[str, Callable[[Fields], QuantizationConfig]] = {
     "awq": read_awq,
     "compressed-tensors": read_compressed_tensors,
     "fp8": read_fp8,
+    "fbgemm_fp8": read_fbgemm_fp8,
+    "bitsandbytes": read_bitsandbytes,
 }
 
 

@@ -48,7 +48,7 @@ class CheckpointScheme:
         products = _stored_weight(w13, hidden_size), _stored_weight(w2, inner_size)
         if products[0] is None or products[1] is None:
             return UNQUANTIZED_MOE
-        num_experts = len({one.spec.expert for one in w2})
+        num_experts = w2[0].spec.num_experts or len({one.spec.expert for one in w2})
         stored = StoredExperts(products[0], products[1], num_experts, activation)
         return self._make_moe_method(stored) or UNQUANTIZED_MOE
 
@@ -58,10 +58,11 @@ def _stored_weight(shards: list[Shard], in_features: int) -> StoredWeight | None
     not all quantized alike."""
     values = [one for one in shards if one.spec.part and one.spec.part.role == "values"]
     schemes = {one.spec.scheme for one in shards}
-    if not values or len(schemes) > 1:
+    if not values or len(schemes) > 1 or values[0].spec.scheme.is_flat:
         return None
     first, scheme = values[0], schemes.pop()
     assert scheme is not None
+    first = next(first.each_expert())
     sizes = first.spec.output_sizes or (first.spec.shape[0],)
     is_split = first.intervals is not None and first.dim == INPUTS
     total = first.total if is_split else in_features

@@ -86,7 +86,7 @@ class Int8MoEMethod(StoredMoEMethod):
 
 def _names(weight: StoredWeight) -> tuple[str, ...]:
     """Of the parameters of a layer, as `expand_int8` takes them."""
-    names = ("qweight", "scales")
+    names: tuple[str, ...] = ("qweight", "scales")
     names += ("qzeros",) if weight.has_zeros else ()
     return (*names, "g_idx") if weight.scheme.desc_act else names
 

@@ -75,7 +75,8 @@ def _quantized(
     if width is None:
         return None
     scheme = weight.scheme
-    values, scales, order = parts["values"], parts["scales"], None
+    values, scales = parts["values"], parts["scales"]
+    order: Tensor | None = None
     if "groups" in parts:
         inputs = order_of_groups(parts["groups"][0], weight.num_groups, width)
         values = from_pairs(values) if scheme.bits == 4 else values
@@ -91,8 +92,14 @@ def _quantized(
     values = (values.short() - scheme.middle).to(torch.int8)
     mins = (scheme.middle - zeros) * scales
     is_per_output = scales.shape[1] == 1 and not mins.any()
-    mins = None if is_per_output else mins
-    return QuantizedWeight(8, values, scales, mins, order, layer_inputs=weight.in_features)
+    return QuantizedWeight(
+        8,
+        values,
+        scales,
+        None if is_per_output else mins,
+        order,
+        layer_inputs=weight.in_features,
+    )
 
 
 def can_pack(weight: StoredWeight) -> bool:

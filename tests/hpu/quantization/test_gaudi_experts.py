@@ -290,6 +290,9 @@ def test_the_estimate_of_a_launch_has_the_experts_that_are_expanded_at_once(
         ("fp8, static", "gaudi3", True),
         ("wna16", "gaudi3", True),
         ("wna16, 8 bits", "gaudi2", True),
+        pytest.param("gptq, desc_act", "gaudi3", True, marks=pytest.mark.slow),
+        pytest.param("awq", "gaudi2", True, marks=pytest.mark.slow),
+        pytest.param("fp8", "gaudi2", True, marks=pytest.mark.slow),
     ],
 )
 def test_layers_of_experts_share_their_recipes_and_none_is_compiled_after_warm_up(

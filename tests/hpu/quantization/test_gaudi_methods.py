@@ -8,7 +8,7 @@ import torch
 from emulated import emulated
 from paged_harness import load_decoder
 from quantized_card import tokens_on_card
-from quantized_checkpoints import FORMATS, Floats, Integers, Quantized, make_quantized
+from quantized_checkpoints import FORMATS, STACKING, Floats, Integers, Quantized, make_quantized
 from torch import Tensor
 
 from config.execution import ExecutionConfig
@@ -149,7 +149,11 @@ def test_scales_of_blocks_may_stay(generation: str, make: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["awq", "wna16, symmetric", "wna16, 8 bits", "int-quantized", "fp8, blocks"]
+    "name",
+    [
+        *("gptq", "awq", "wna16, symmetric", "wna16, 8 bits", "int-quantized"),
+        *("fp8", "fp8, blocks", "float-quantized, channels", STACKING),
+    ],
 )
 def test_the_estimate_is_what_a_card_holds(name: str, make: Make) -> None:
     folder = make(name).folder
@@ -201,6 +205,19 @@ def test_four_bits_give_the_tokens_of_the_dequantized_model(make: Make) -> None:
         ("gptq, 8 bits", "gaudi2"),
         ("fp8, blocks", "gaudi2"),
         ("fp8, static", "gaudi3"),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in [
+                ("gptq, desc_act", "gaudi3"),
+                ("gptq, 8 bits, desc_act", "gaudi3"),
+                ("awq", "gaudi2"),
+                ("wna16", "gaudi3"),
+                ("int-quantized", "gaudi3"),
+                ("fp8", "gaudi2"),
+                ("float-quantized, channels", "gaudi2"),
+                (STACKING, "gaudi3"),
+            ]
+        ),
     ],
 )
 def test_all_layers_share_their_recipes_and_none_is_compiled_after_warm_up(

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import random_checkpoint
 import torch
-from quantized_checkpoints import FORMATS, make_quantized
+from quantized_checkpoints import FORMATS, STACKING, make_quantized
 from rank_pool import RankPool
 from two_prompts import working
 
@@ -29,6 +30,9 @@ ROUNDING, FP8_ROUNDING = 0.05, 0.1
 """Of a log-probability, in standard deviations."""
 
 
+Array = npt.NDArray[np.float64]
+
+
 class Served(NamedTuple):
     """By one rank."""
 
@@ -39,12 +43,20 @@ class Served(NamedTuple):
 
 
 def serve(
-    group: ProcessGroup, folder: Path, store: Path, generation: str, expert_parallel: bool
+    group: ProcessGroup,
+    folder: Path,
+    store: Path,
+    generation: str,
+    expert_parallel: bool = False,
+    calculates_scales: bool = False,
 ) -> Served:
-    """As a worker of `group.size` serves it. `store`: of their meeting."""
+    """As a worker of `group.size` serves it. `store`: of their meeting; `calculates_scales`: of a
+    KV cache in FP8."""
     settings: dict[str, Any] = {}
+    if calculates_scales:
+        settings = {"kv_cache_dtype": "fp8", "calculate_kv_scales": True}
     if group.size > 1:
-        settings = {
+        settings |= {
             "ranks": Ranks(group.size, group.rank, f"file://{store}", timeout_s=60),
             "parallel": ParallelConfig(
                 tensor_parallel_size=group.size, enable_expert_parallel=expert_parallel
@@ -101,6 +113,11 @@ def make(name: str, folder: Path) -> Path:
     return make_quantized(FORMATS[name.removeprefix(MOE)], folder, "qwen3_moe", **fields).folder
 
 
+def error_of(found: Array, expected: Array) -> float:
+    """In standard deviations of what is expected."""
+    return float(np.sqrt(np.mean((found - expected) ** 2)) / expected.std())
+
+
 CASES = [
     ("gptq", "gaudi2", False),
     ("fp8, blocks", "gaudi2", False),
@@ -123,6 +140,9 @@ SLOW = [
     (MOE + "fp8, blocks", "gaudi2", False),
     (MXFP4, "gaudi2", False),
     (MXFP4, "gaudi3", True),
+    (STACKING, "gaudi2", False),
+    ("bitsandbytes, 8 bits", "gaudi3", False),
+    ("nf4", "gaudi2", False),
 ]
 
 
@@ -140,11 +160,24 @@ def test_two_cards_give_the_log_probabilities_of_one(
 
     found, expected = np.array(first.logprobs), np.array(one.logprobs)
     assert len(expected) == len(PROMPT) - 1 + len(FORCED)
-    error = np.sqrt(np.mean((found - expected) ** 2)) / expected.std()
-    assert error < (FP8_ROUNDING if "fp8" in name or "float" in name else ROUNDING)
+    largest = FP8_ROUNDING if "fp8" in name or "float" in name else ROUNDING
+    assert error_of(found, expected) < largest
     assert not second.logprobs or second.logprobs == first.logprobs
     # Dequantized while they are loaded.
-    assert (one.quantized_bytes == 0) == (name == MXFP4)
+    assert (one.quantized_bytes == 0) == (name in (MXFP4, "nf4"))
     for rank in (first, second):
         # Groups in any order have tables that each rank has as a whole.
         assert rank.quantized_bytes <= 0.6 * one.quantized_bytes
+
+
+@pytest.mark.slow
+def test_two_cards_calculate_the_scales_of_one(pool: RankPool, tmp_path: Path) -> None:
+    folder, store = make("gptq", tmp_path / "checkpoint"), tmp_path / "store"
+    (one,) = pool.run(1, serve, folder, store, "gaudi2", False, True)
+    (plain,) = pool.run(1, serve, folder, store, "gaudi2")
+
+    first, _ = pool.run(2, serve, folder, store, "gaudi2", False, True)
+
+    found, expected = np.array(first.logprobs), np.array(one.logprobs)
+    assert error_of(found, expected) < ROUNDING
+    assert error_of(np.array(plain.logprobs), expected) > 0

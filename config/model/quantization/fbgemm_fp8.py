@@ -1,0 +1,38 @@
+"""fbgemm_fp8 checkpoints, of Llama 3.1 405B and Llama 4 Maverick: e4m3 with a scale of each output.
+Experts are stacked in one tensor for each product, transposed as the weights that are not quantized
+(FbgemmFp8Llama4TextExperts in transformers/integrations/fbgemm_fp8.py)."""
+
+from config.model.json_fields import Fields
+from config.model.quantization.base import (
+    INPUTS,
+    OUTPUTS,
+    QuantizationConfig,
+    Rule,
+    StoredAxis,
+    WeightPart,
+    WeightScheme,
+)
+from config.model.quantization.fields import FLOATS, module_names
+from config.model.quantization.fp8 import fp8_scheme
+
+
+def read_fbgemm_fp8(fields: Fields) -> QuantizationConfig:
+    """Raises ConfigError for what is not served. The largest activation that is not cut off,
+    activation_scale_ub, is not used: without it activations are as exact, or more."""
+    scheme = fp8_scheme(fields, "", None, rows=1, suffix="weight_scale", activations="dynamic")
+    outputs, inputs = StoredAxis(OUTPUTS), StoredAxis(INPUTS)
+    stacked = WeightScheme(
+        8,
+        (
+            WeightPart("values", "", (inputs, outputs), ("F8_E4M3",)),
+            WeightPart("scales", "_scale", (StoredAxis(INPUTS, 0), outputs), FLOATS),
+        ),
+        is_float=True,
+        activations="dynamic",
+    )
+    return QuantizationConfig(
+        "fbgemm_fp8",
+        (Rule(("Linear",), scheme),),
+        ignored=module_names(fields, "modules_to_not_convert"),
+        stacked=stacked,
+    )

@@ -1,0 +1,46 @@
+"""Weights in 4 bits of bitsandbytes, as its functional.dequantize_4bit decodes them."""
+
+import json
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from config.errors import CheckpointError
+from config.model.quantization.base import Role
+from config.model.quantization.bitsandbytes import BLOCK, NESTED_BLOCK
+
+
+def decode_flat(parts: Mapping[Role, Tensor], sizes: tuple[int, ...], module: str) -> Tensor:
+    """(out, in) float32 of the whole weight of `sizes`, from tensors as they are stored. Raises
+    CheckpointError for another shape or other blocks than those of quant_state."""
+    state = _state(parts["state"], module)
+    expected = {"shape": list(sizes), "blocksize": BLOCK}
+    scales = parts["blocks"]
+    if "nested_blocks" in parts:
+        expected["nested_blocksize"] = NESTED_BLOCK
+        nested = parts["nested_blocks"].flatten().repeat_interleave(NESTED_BLOCK)
+        codes = parts["nested_codes"].flatten()[scales.flatten().long()]
+        scales = codes * nested[: len(codes)] + float(state.get("nested_offset", 0.0))
+    for name, value in expected.items():
+        if state.get(name) != value:
+            raise CheckpointError(
+                f"quant_state of {module} has {name} {state.get(name)}, this model needs {value}"
+            )
+    pairs = parts["values"].flatten()
+    # The first number is in the high half.
+    values = torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten()
+    plain = parts["codes"].flatten()[values.long()].view(-1, BLOCK) * scales.view(-1, 1)
+    if not plain.isfinite().all():
+        raise CheckpointError(f"{module} has scales or codes that are NaN or infinite")
+    return plain.view(sizes)
+
+
+def _state(tensor: Tensor, module: str) -> dict[str, object]:
+    try:
+        found = json.loads(bytes(tensor.flatten().tolist()))
+    except ValueError as error:
+        raise CheckpointError(f"quant_state of {module} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"quant_state of {module} holds no JSON object")
+    return found
