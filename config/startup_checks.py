@@ -132,6 +132,11 @@ def _check_compressor(config: EngineConfig, facts: ModelConfig, *, is_built_in: 
             f"quantization is {INC} and --kv-cache-dtype is {config.cache.kv_cache_dtype}: the "
             f"compressor caches in {FP8_INC}"
         )
+    if config.cache.calculate_kv_scales:
+        raise ConfigError(
+            f"quantization is {INC} and --calculate-kv-scales is set: the compressor has scales of "
+            "its own"
+        )
     quant_config = read_quant_config(config.quant_config)
     if quant_config.measures and (config.warmup.mode != "skip" or not config.enforce_eager):
         raise ConfigError(

@@ -21,7 +21,10 @@ def decode_flat(parts: Mapping[Role, Tensor], sizes: tuple[int, ...], module: st
         expected["nested_blocksize"] = NESTED_BLOCK
         nested = parts["nested_blocks"].flatten().repeat_interleave(NESTED_BLOCK)
         codes = parts["nested_codes"].flatten()[scales.flatten().long()]
-        scales = codes * nested[: len(codes)] + float(state.get("nested_offset", 0.0))
+        offset = state.get("nested_offset")
+        if not isinstance(offset, float):
+            raise CheckpointError(f"quant_state of {module} has nested_offset {offset}, no number")
+        scales = codes * nested[: len(codes)] + offset
     for name, value in expected.items():
         if state.get(name) != value:
             raise CheckpointError(

@@ -27,12 +27,12 @@ NUM_TOKENS = 512
 """Of the prompt, at most."""
 SEED = 17
 RANGES = (200.0, 100.0)
-"""What the largest number of the prompt is stored as at most, of keys and of values: as vLLM's
-K_SCALE_CONSTANT and V_SCALE_CONSTANT. Those of other prompts may be larger; with a smaller scale,
-which would store them as the same number, nothing is gained."""
+"""The code of the largest number of the prompt at most, of keys and of values: vLLM's
+K_SCALE_CONSTANT and V_SCALE_CONSTANT. Numbers of other prompts may be larger, up to 448."""
 STEPS = 16
-"""Scales that are tried, up to twice the smallest: FP8 is a float, so that a power of two changes
-little, and what lies between two of them decides where the many numbers near the largest lie."""
+"""Scales that are tried, from the smallest up to twice that. FP8 is a float: a scale that is twice
+as large has the same relative errors, and those between decide how near codes are to the largest
+numbers, which have the largest errors."""
 
 
 def calculate_kv_scales(loaded: LoadedModel) -> None:

@@ -58,11 +58,12 @@ def _stored_weight(shards: list[Shard], in_features: int) -> StoredWeight | None
     not all quantized alike."""
     values = [one for one in shards if one.spec.part and one.spec.part.role == "values"]
     schemes = {one.spec.scheme for one in shards}
-    if not values or len(schemes) > 1 or values[0].spec.scheme.is_flat:
+    if not values or len(schemes) > 1:
         return None
-    first, scheme = values[0], schemes.pop()
+    first, scheme = next(values[0].each_expert()), schemes.pop()
     assert scheme is not None
-    first = next(first.each_expert())
+    if scheme.is_flat:
+        return None
     sizes = first.spec.output_sizes or (first.spec.shape[0],)
     is_split = first.intervals is not None and first.dim == INPUTS
     total = first.total if is_split else in_features

@@ -112,6 +112,8 @@ def test_the_start_checks_the_configuration_and_the_package(
     assert "hooks_maxabs_0_1.npz is not there" in refusal(folder, quantize)
     fp8 = CacheConfig(kv_cache_dtype="fp8")
     assert "--kv-cache-dtype is fp8: the compressor" in refusal(folder, quantize, cache=fp8)
+    own = CacheConfig(kv_cache_dtype="fp8_inc", calculate_kv_scales=True)
+    assert "--calculate-kv-scales is set: the compressor" in refusal(folder, quantize, cache=own)
     (tmp_path / "stats_hooks_maxabs_0_1.npz").touch()
     assert refusal(folder, quantize).endswith("pip install neural-compressor-pt")
     measure = written(tmp_path, mode="MEASURE")

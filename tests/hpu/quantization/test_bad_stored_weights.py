@@ -141,7 +141,7 @@ def test_a_wrong_tensor_is_named_with_its_file(
         ("wna16", {"ignore": ["re:("]}, r"ignore of .* is 're:\(', served is a regular expr"),
         ("wna16", {"config_groups": {}}, "config_groups of .* served is one group or several"),
         ("fp8", {"weight_block_size": [128]}, r"weight_block_size of .* is \[128\], served is two"),
-        ("fp8", {"quant_method": "bitsandbytes"}, r"are quantized \(bitsandbytes\): served are"),
+        ("fp8", {"quant_method": "hqq"}, r"are quantized \(hqq\): served are"),
         ("awq", {"modules_to_not_convert": ["up_proj"]}, "up_proj.weight, the files have no such"),
     ],
 )

@@ -13,7 +13,7 @@ from tiny_models import make_tiny
 from torch import Tensor
 from two_prompts import greedy, random_traffic, working, working_wide
 
-from config.engine import CacheConfig, EngineConfig
+from config.engine import CacheConfig
 from config.errors import ConfigError
 from config.execution import HPU_GRAPHS, EmulatorSettings, ExecutionConfig, ModeChoice
 from hpu.backends.gaudi import GaudiBackend
@@ -27,9 +27,9 @@ from hpu.quantization.kv_cache import (
     fp8_errors,
 )
 from hpu.runner.kv_cache import KVCache
-from hpu.worker.worker import Worker
 
 COUNTERS = ("compilations", "captures", "fallbacks")
+ONE = torch.ones(1)
 GRAPHS, COMPILE = ExecutionConfig(mode="hpu-graphs"), ExecutionConfig(mode="torch-compile")
 
 
@@ -205,35 +205,32 @@ def test_a_scale_stands_for_the_same_numbers_on_every_card(generation: str) -> N
     assert torch.allclose(found, expected, rtol=2**-4)
 
 
-def calculated(folder: Path, **settings: Any) -> Tensor:
-    """(layers, 2): the scales of keys and values."""
-    scales: list[float] = []
-    cache = CacheConfig(kv_cache_dtype="fp8", block_size=8, num_blocks=96, calculate_kv_scales=True)
-    config = EngineConfig(str(folder), dtype="float32", num_threads=1, cache=cache, **settings)
-    worker = Worker(config)
-    try:
-        worker.start(lambda progress: None)
-        assert worker._loaded is not None
-        (model,) = worker._loaded.modules
-        for layer in model.modules():
-            if isinstance(layer, PagedAttention):
-                scales += [float(one) for one in layer.kv_scales if one is not None]
-    finally:
-        worker.close()
-    return torch.tensor(scales).view(-1, 2)
-
-
-def test_calculated_scales_fit_the_numbers_that_are_cached(tmp_path: Path) -> None:
-    folder = make_tiny("qwen2", tmp_path, num_hidden_layers=3)
+def with_large_values(folder: Path, **fields: Any) -> Path:
+    """A model whose values are all near 1.06, which is between two codes, 1 and 1.125."""
+    folder = make_tiny("qwen2", folder, **fields)
     file = folder / "model.safetensors"
     tensors = load_file(file)
     for name, tensor in tensors.items():
         if "v_proj" in name:
-            # Between two codes, 1 and 1.125.
             tensors[name] = torch.full_like(tensor, 1.06) if "bias" in name else tensor / 1000
     save_file(tensors, file)
+    return folder
 
-    scales = calculated(folder, device="cpu")
+
+def calculated(folder: Path, **settings: Any) -> Tensor:
+    """(layers, 2): the scales of keys and values."""
+    with working(folder, kv_cache_dtype="fp8", calculate_kv_scales=True, **settings) as rig:
+        loaded = rig.worker._loaded
+        assert loaded is not None
+        (model,) = loaded.modules
+        layers = [one for one in model.modules() if isinstance(one, PagedAttention)]
+        return torch.tensor([[float(one) for one in layer.kv_scales] for layer in layers])  # type: ignore[arg-type]
+
+
+def test_calculated_scales_fit_the_numbers_that_are_cached(tmp_path: Path) -> None:
+    folder = with_large_values(tmp_path, num_hidden_layers=3)
+
+    scales = calculated(folder)
 
     assert scales.shape == (3, 2)
     model = load_decoder(folder)
@@ -250,15 +247,27 @@ def test_calculated_scales_fit_the_numbers_that_are_cached(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_a_card_calculates_scales_before_the_warm_up(generation: str, tmp_path: Path) -> None:
+def test_a_card_calculates_scales_for_its_own_codes(generation: str, tmp_path: Path) -> None:
+    folder = with_large_values(tmp_path, num_hidden_layers=1)
+    emulator = EmulatorSettings(card=generation, is_strict=True)
+
+    scales = calculated(folder, device="hpu-emulator", execution=GRAPHS, emulator=emulator)
+
+    format = HpuFp8Format("fp8", GENERATIONS[generation].fp8_max)
+    with emulated(generation=generation):
+        x = torch.full((1, 1), 1.06).to("hpu")
+        codecs = [format.codec(torch.float32, one.to("hpu")) for one in (scales[0, 1:], ONE)]
+        error, before = (float((one.decode(one.encode(x)) - x).abs().cpu()) for one in codecs)
+    assert error < 0.025 and (generation == "gaudi2" or before > 0.05)
+
+
+def test_a_card_gives_the_tokens_of_the_cpu_with_calculated_scales(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path)
 
-    found, _, _ = on_card(folder, "fp8", generation, calculate_kv_scales=True)
+    found, _, _ = on_card(folder, "fp8", calculate_kv_scales=True)
 
-    if generation == "gaudi3":
-        # Codes of other cards stand for other numbers, so other scales fit.
-        assert found == on_cpu(folder, "fp8", calculate_kv_scales=True)
-        assert found != on_cpu(folder, "fp8")
+    assert found == on_cpu(folder, "fp8", calculate_kv_scales=True)
+    assert found != on_cpu(folder, "fp8")
 
 
 def test_scales_are_calculated_for_fp8_alone() -> None:
