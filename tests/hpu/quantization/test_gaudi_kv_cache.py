@@ -288,14 +288,22 @@ def test_int8_is_refused_on_a_card(tmp_path: Path) -> None:
             backend.kv_cache_format("int8", torch.bfloat16)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["float16", "fp8", "int8"])
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "calculates_scales", "level"),
+    [("float16", False, 1), ("fp8", False, 1), ("fp8", True, 2), ("int8", False, 1)],
+)
 @pytest.mark.parametrize("cpu_kernels", ["auto", "torch"])
 def test_a_cached_prefix_and_a_sleep_change_no_token(
-    kv_cache_dtype: str, cpu_kernels: str, tmp_path: Path
+    kv_cache_dtype: str, calculates_scales: bool, level: int, cpu_kernels: str, tmp_path: Path
 ) -> None:
     folder = make_tiny("llama", tmp_path, head_dim=32, hidden_size=128, num_attention_heads=4)
     dtype = "bfloat16" if cpu_kernels == "auto" else "float32"
-    settings = {"kv_cache_dtype": kv_cache_dtype, "cpu_kernels": cpu_kernels, "dtype": dtype}
+    settings: dict[str, Any] = {
+        "kv_cache_dtype": kv_cache_dtype,
+        "calculate_kv_scales": calculates_scales,
+        "cpu_kernels": cpu_kernels,
+        "dtype": dtype,
+    }
     prompt = [3, 5, 7, 9, 11] * 9
 
     with working(folder, **settings) as rig:
@@ -313,7 +321,7 @@ def test_a_cached_prefix_and_a_sleep_change_no_token(
         num_bytes = rig.ready.kv_bytes
         # Tells the worker that they are gone.
         rig.step()
-        rig.worker.sleep(1)
+        rig.worker.sleep(level)
         ready = rig.worker.wake_up(lambda progress: None)
         awake = greedy(rig, 6)
 
