@@ -179,6 +179,7 @@ def test_blocks_on_a_card_are_moved_and_scrubbed_in_fp8() -> None:
             cache.scrub([1], 0)
 
         found = layer.keys.cpu().float() * (448 / 240)
+        backend.close()
 
     # Sources leave nothing behind; of the rest, only what was no number has changed.
     assert torch.allclose(found[:4], before[32:36].float(), rtol=2**-7)
@@ -286,6 +287,7 @@ def test_int8_is_refused_on_a_card(tmp_path: Path) -> None:
         backend = GaudiBackend(ExecutionConfig(), ModeChoice(HPU_GRAPHS, "the test's"))
         with pytest.raises(ConfigError, match="--kv-cache-dtype is int8 and the device is hpu"):
             backend.kv_cache_format("int8", torch.bfloat16)
+        backend.close()
 
 
 @pytest.mark.parametrize(
