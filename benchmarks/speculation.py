@@ -49,8 +49,11 @@ class WrongProposer:
     ) -> list[Proposal]:
         return [Proposal([self._rng.randrange(1000, 9000)] * limit, 8) for limit in limits]
 
+    def measure(self, max_num_seqs: int) -> None:
+        return None
 
-def propose_wrong(method: SpeculationMethod) -> Proposer:
+
+def propose_wrong(method: SpeculationMethod, launcher: object) -> Proposer:
     """In place of `select_proposer`."""
     return WrongProposer()
 

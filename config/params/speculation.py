@@ -3,38 +3,80 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from config.errors import ConfigError
 from config.setting import check_settings, setting
 
-NGRAM = "ngram"
-BUILT = (NGRAM,)
-"""Values of SpeculationMethod.method."""
-NOT_BUILT = (
-    *("suffix", "draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp"),
-    *("deepseek_mtp", "ngram_gpu", "custom_class"),
-)
+NGRAM, DRAFT_MODEL = "ngram", "draft_model"
+EAGLE, EAGLE3, MTP = "eagle", "eagle3", "mtp"
+MEDUSA, MLP_SPECULATOR = "medusa", "mlp_speculator"
+SUFFIX = "suffix"
+_SUFFIX = "suffix_decoding_"
+_COMMON = ("method", "num_speculative_tokens", "adaptive")
+_HEAD = ("model", "revision", "draft_tensor_parallel_size")
+_DRAFTER = (*_HEAD, "max_model_len")
+METHOD_KEYS: Mapping[str, tuple[str, ...]] = {
+    NGRAM: ("prompt_lookup_max", "prompt_lookup_min"),
+    SUFFIX: tuple(
+        f"{_SUFFIX}{name}"
+        for name in ("max_tree_depth", "max_cached_requests", "max_spec_factor", "min_token_prob")
+    ),
+    DRAFT_MODEL: _DRAFTER,
+    EAGLE: _DRAFTER,
+    EAGLE3: _DRAFTER,
+    MTP: ("draft_tensor_parallel_size",),
+    MEDUSA: _HEAD,
+    MLP_SPECULATOR: _HEAD,
+}
+"""Values of SpeculationMethod.method, and the keys that each has beside those of all methods."""
+NOT_BUILT = ("ngram_gpu", "custom_class")
 """Methods of vLLM that are refused."""
+SPELLINGS: Mapping[str, str] = {"deepseek_mtp": MTP}
+"""Older names of methods."""
 OLD_NGRAM = "[ngram]"
 """The value of --speculative-model that means the method."""
 DEFAULT_LOOKUP_MAX, DEFAULT_LOOKUP_MIN = 4, 2
+DEFAULT_SUFFIX_DEPTH = 24
 MAX_DRAFTS, MAX_LOOKUP = 64, 64
+MAX_CACHED_REQUESTS = 10**6
 
-_KEYS = {
+_TYPES: Mapping[str, type] = {
     "method": str,
     "num_speculative_tokens": int,
+    "adaptive": bool,
     "prompt_lookup_max": int,
     "prompt_lookup_min": int,
-    "adaptive": bool,
+    "model": str,
+    "revision": str,
+    "max_model_len": int,
+    "draft_tensor_parallel_size": int,
+    f"{_SUFFIX}max_tree_depth": int,
+    f"{_SUFFIX}max_cached_requests": int,
+    f"{_SUFFIX}max_spec_factor": float,
+    f"{_SUFFIX}min_token_prob": float,
 }
 _REFUSED_KEYS = (
-    *("model", "draft_tensor_parallel_size", "quantization", "max_model_len", "revision"),
-    *("code_revision", "disable_by_batch_size", "speculative_token_tree", "enforce_eager"),
-    *("disable_padded_drafter_batch", "parallel_drafting", "draft_load_config"),
-    *("suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests"),
-    *("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"),
+    *("quantization", "code_revision", "disable_by_batch_size", "speculative_token_tree"),
+    *("enforce_eager", "disable_padded_drafter_batch", "parallel_drafting", "draft_load_config"),
 )
 """Keys of vLLM that mean nothing to the methods that are built."""
+
+
+class SuffixLimits(NamedTuple):
+    """vLLM's settings of suffix decoding."""
+
+    max_depth: int = DEFAULT_SUFFIX_DEPTH
+    """Tokens of a match and its continuation together."""
+    max_cached_requests: int = 10_000
+    """Whose outputs are indexed; 0: the request's own text alone."""
+    max_spec_factor: float = 1.0
+    """Drafts for each token that matches."""
+    min_token_prob: float = 0.1
+    """Of a draft and those before it, by how often they followed."""
+
+
+USUAL_SUFFIX_LIMITS = SuffixLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +91,22 @@ class SpeculationMethod:
     """Longest and shortest n-gram that `ngram` looks for."""
     adaptive: bool = True
     """Whether fewer tokens are drafted where drafts cost more than they bring."""
+    model: str = ""
+    """Name of the checkpoint that drafts, as --model; empty: the method needs none."""
+    revision: str | None = None
+    """Of a hub id."""
+    max_model_len: int | None = None
+    """Of the drafter: behind so many tokens nothing is drafted; None: what its checkpoint takes."""
+    draft_tensor_parallel_size: int | None = None
+    """Devices that the drafter is divided among; None: as the target."""
+
+    suffix: SuffixLimits = USUAL_SUFFIX_LIMITS
+    """Of the method `suffix`."""
+
+    @property
+    def has_drafter(self) -> bool:
+        """Whether a model or a head drafts."""
+        return "draft_tensor_parallel_size" in METHOD_KEYS[self.method]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +116,12 @@ class SpeculationConfig:
     speculative_config: str | None = setting(
         None,
         'Speculative decoding as JSON: {"method": "ngram", "num_speculative_tokens": 5, '
-        '"prompt_lookup_max": 4, "prompt_lookup_min": 2}; none: off (docs/speculation.md)',
+        '"prompt_lookup_max": 4, "prompt_lookup_min": 2} or {"method": "draft_model", "model": '
+        '"NAME", "num_speculative_tokens": 5}; none: off (docs/speculation.md)',
     )
-    speculative_model: str | None = setting(None, "Older form of the method: [ngram]")
+    speculative_model: str | None = setting(
+        None, "Older form of the method: [ngram], or the name of a draft model"
+    )
     num_speculative_tokens: int | None = setting(
         None, "Draft tokens of a request in one step, at most", minimum=1, maximum=MAX_DRAFTS
     )
@@ -71,7 +132,9 @@ class SpeculationConfig:
         None, "Shortest n-gram that the method ngram looks for", minimum=1, maximum=MAX_LOOKUP
     )
     speculative_draft_tensor_parallel_size: int | None = setting(
-        None, "Devices that the draft model is divided among", minimum=1
+        None,
+        "Devices that the draft model is divided among: those of --tensor-parallel-size",
+        minimum=1,
     )
 
     def __post_init__(self) -> None:
@@ -81,31 +144,22 @@ class SpeculationConfig:
     def choose(self) -> SpeculationMethod | None:
         """The method with its limits; None: off. Raises ConfigError."""
         options = _parse(self.speculative_config)
-        flags = {
+        flags: dict[str, object] = {
             "num_speculative_tokens": self.num_speculative_tokens,
             "prompt_lookup_max": self.ngram_prompt_lookup_max,
             "prompt_lookup_min": self.ngram_prompt_lookup_min,
+            "draft_tensor_parallel_size": self.speculative_draft_tensor_parallel_size,
         }
-        given: dict[str, object] = {n: value for n, value in flags.items() if value is not None}
-        if self.speculative_model is not None:
-            if self.speculative_model != OLD_NGRAM:
-                raise ConfigError(
-                    f"speculative_model is {self.speculative_model!r}, and drafts of a model are "
-                    f"not in this version: use {OLD_NGRAM}"
-                )
-            given["method"] = NGRAM
-        for name, value in given.items():
-            if options.setdefault(name, value) != value:
+        if self.speculative_model == OLD_NGRAM:
+            flags["method"] = NGRAM
+        else:
+            flags["model"] = self.speculative_model
+        for name, value in flags.items():
+            if value is not None and options.setdefault(name, value) != value:
                 raise ConfigError(
                     f"speculative_config says that {name} is {options[name]!r}, and another flag "
                     f"says that it is {value!r}"
                 )
-        if self.speculative_draft_tensor_parallel_size is not None:
-            raise ConfigError(
-                "speculative_draft_tensor_parallel_size is "
-                f"{self.speculative_draft_tensor_parallel_size}, and the method ngram has no draft "
-                "model"
-            )
         return _speculation(options) if options else None
 
 
@@ -126,41 +180,88 @@ def _speculation(options: Mapping[str, object]) -> SpeculationMethod:
     for name, value in options.items():
         if name in _REFUSED_KEYS:
             raise ConfigError(
-                f"speculative_config has {name}, which the method ngram does not use, and no other "
-                "method is in this version"
+                f"speculative_config has {name}, which no method of this version uses"
             )
-        if name not in _KEYS:
+        if name not in _TYPES:
             raise ConfigError(
-                f"speculative_config has {name!r}, which is not one of {', '.join(_KEYS)}"
+                f"speculative_config has {name!r}, which is not one of {', '.join(_TYPES)}"
             )
-        if type(value) is not _KEYS[name]:
+        if type(value) is not _TYPES[name] and (type(value), _TYPES[name]) != (int, float):
             raise ConfigError(
                 f"speculative_config has {name} {value!r}, it must be of type "
-                f"{_KEYS[name].__name__}"
+                f"{_TYPES[name].__name__}"
             )
-    method = options.get("method")
-    if method is None:
-        raise ConfigError(f"speculative_config names no method: {NGRAM} is the one in this version")
-    if method in NOT_BUILT:
-        raise ConfigError(
-            f"the method {method!r} of speculative_config is not in this version, which has "
-            f"{', '.join(BUILT)}"
-        )
-    if method not in BUILT:
-        raise ConfigError(
-            f"the method {method!r} of speculative_config is none; this version has "
-            f"{', '.join(BUILT)}"
-        )
+    method = _method(options)
+    for name in options:
+        if name not in (*_COMMON, *METHOD_KEYS[method]):
+            raise ConfigError(
+                f"speculative_config has {name}, which the method {method} does not use"
+            )
+    if method == SUFFIX:
+        # The depth alone limits the drafts, as in vLLM.
+        depth = _number(options, f"{_SUFFIX}max_tree_depth") or DEFAULT_SUFFIX_DEPTH
+        options = {"num_speculative_tokens": min(depth, MAX_DRAFTS), **options}
     if "num_speculative_tokens" not in options:
         raise ConfigError("speculative_config has no num_speculative_tokens")
+    if "model" in METHOD_KEYS[method] and not options.get("model"):
+        raise ConfigError(
+            f"speculative_config names the method {method} and no model, whose checkpoint drafts"
+        )
     lookup_max, lookup_min = _lookups(options)
     return SpeculationMethod(
-        str(method),
+        method,
         _limited(options, "num_speculative_tokens", MAX_DRAFTS),
         lookup_max,
         lookup_min,
         adaptive=bool(options.get("adaptive", True)),
+        model=_text(options, "model") or "",
+        revision=_text(options, "revision"),
+        max_model_len=_number(options, "max_model_len"),
+        draft_tensor_parallel_size=_number(options, "draft_tensor_parallel_size"),
+        suffix=_suffix(options),
     )
+
+
+def _method(options: Mapping[str, object]) -> str:
+    """The method; if only a model is named, what vLLM takes from the name."""
+    method = options.get("method")
+    method = SPELLINGS.get(str(method), method)
+    built = ", ".join(METHOD_KEYS)
+    if method is None:
+        if "model" in options:
+            name = str(options["model"]).lower()
+            return EAGLE3 if "eagle3" in name else EAGLE if "eagle-" in name else DRAFT_MODEL
+        raise ConfigError(f"speculative_config names no method: it must be one of {built}")
+    if method in NOT_BUILT:
+        raise ConfigError(
+            f"the method {method!r} of speculative_config is not in this version, which has {built}"
+        )
+    if method not in METHOD_KEYS:
+        raise ConfigError(
+            f"the method {method!r} of speculative_config is none; this version has {built}"
+        )
+    return str(method)
+
+
+def _suffix(options: Mapping[str, object]) -> SuffixLimits:
+    """The settings of suffix decoding. ConfigError for numbers out of their ranges."""
+    given: dict[str, float] = {}
+    for name in METHOD_KEYS[SUFFIX]:
+        value = options.get(name)
+        if isinstance(value, int | float):
+            given[name.removeprefix(_SUFFIX)] = value
+    usual = USUAL_SUFFIX_LIMITS
+    found = SuffixLimits(
+        int(given.get("max_tree_depth", usual.max_depth)),
+        int(given.get("max_cached_requests", usual.max_cached_requests)),
+        float(given.get("max_spec_factor", usual.max_spec_factor)),
+        float(given.get("min_token_prob", usual.min_token_prob)),
+    )
+    ranges = ((2, 4096), (0, MAX_CACHED_REQUESTS), (0, MAX_DRAFTS), (0, 1))
+    for name, number, (least, most) in zip(METHOD_KEYS[SUFFIX], found, ranges, strict=True):
+        if not least <= number <= most:
+            raise ConfigError(f"{name} is {number}, it must be between {least} and {most}")
+    return found
 
 
 def _lookups(options: Mapping[str, object]) -> tuple[int, int]:
@@ -178,9 +279,18 @@ def _lookups(options: Mapping[str, object]) -> tuple[int, int]:
     return longest, shortest
 
 
-def _limited(options: Mapping[str, object], name: str, most: int) -> int:
+def _text(options: Mapping[str, object], name: str) -> str | None:
+    return str(options[name]) if name in options else None
+
+
+def _number(options: Mapping[str, object], name: str) -> int | None:
+    return _limited(options, name, None) if name in options else None
+
+
+def _limited(options: Mapping[str, object], name: str, most: int | None) -> int:
     value = options[name]
     assert isinstance(value, int)
-    if not 1 <= value <= most:
-        raise ConfigError(f"{name} is {value}, it must be between 1 and {most}")
+    if value < 1 or (most is not None and value > most):
+        allowed = "at least 1" if most is None else f"between 1 and {most}"
+        raise ConfigError(f"{name} is {value}, it must be {allowed}")
     return value

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from config.checkpoint.weight_maps.base import WeightMap
+from config.errors import ConfigError
 from config.model.model_config import ModelConfig
 from hpu.layers.attention_base import Shape
 from hpu.layers.metadata import AttentionInputs
@@ -17,6 +18,8 @@ class CausalLM(nn.Module):
 
     config: ModelConfig
     dtype: torch.dtype
+    hidden_width: int = 0
+    """Of a drafter: numbers of the target's hidden states that it reads for each token."""
 
     def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
         """Hidden states (B, Q, hidden) of `tokens` (B, Q), normed and ready for `logits`."""
@@ -29,6 +32,21 @@ class CausalLM(nn.Module):
     def argmax(self, hidden: Tensor) -> Tensor | None:
         """(M, hidden) to (M,): the tokens of the largest logits, the first of equal ones, -1 where
         that logit is not finite. None: only `logits` can tell."""
+        return None
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(B, Q) tokens to (B, Q, hidden), as the first layer reads them."""
+        raise NotImplementedError
+
+    def keep_hidden_states(self, layers: tuple[int, ...]) -> None:
+        """From now on each `forward` leaves the hidden states in front of `layers` in
+        `kept_hidden_states`. Once, before the caches are bound. ConfigError if the model cannot."""
+        raise ConfigError("the code of transformers runs the model, and gives no hidden states")
+
+    @property
+    def kept_hidden_states(self) -> Tensor | None:
+        """(B, Q, layers * hidden) of the last `forward`, those of the layers side by side; None
+        without `keep_hidden_states`."""
         return None
 
     def cache_shapes(

@@ -77,6 +77,9 @@ class DecoderModel(nn.Module):
         self.rotary_emb = rotary_embs.get("default")
         self.local_rotary_emb = rotary_embs.get("local")
         self._ropes = ropes
+        self.kept_layers: tuple[int, ...] = ()
+        self.kept: Tensor | None = None
+        """As CausalLM.kept_hidden_states."""
 
     @property
     def rotary_embs(self) -> list[RotaryEmbedding]:
@@ -93,8 +96,22 @@ class DecoderModel(nn.Module):
             rotations["local"] = self.local_rotary_emb(inputs.positions)
         metadata: AttentionMetadata = self.metadata(inputs)
         hidden = self._embed(tokens, inputs.positions) if self._embeds else tokens
+        if self.kept_layers:
+            return self._keeping(hidden, rotations, metadata)
         for layer, rope in zip(self.layers, self._ropes, strict=True):
             hidden = layer(hidden, rotations.get(rope), metadata)
+        return hidden if self.norm is None else self.norm(hidden)
+
+    def _keeping(
+        self, hidden: Tensor, rotations: dict[str, Rotation], metadata: AttentionMetadata
+    ) -> Tensor:
+        """Through layers and norm, keeping what is in front of some layers."""
+        kept = {}
+        for number, (layer, rope) in enumerate(zip(self.layers, self._ropes, strict=True)):
+            if number in self.kept_layers:
+                kept[number] = hidden
+            hidden = layer(hidden, rotations.get(rope), metadata)
+        self.kept = torch.cat([kept[number] for number in self.kept_layers], dim=-1)
         return hidden if self.norm is None else self.norm(hidden)
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -550,6 +567,17 @@ class Decoder(LoadableModel):
 
     def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
         return self.model(tokens, inputs)  # type: ignore[no-any-return]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        assert self.model.embed_tokens is not None, "the first stage has the embedding"
+        return self.model.embed_tokens(tokens)  # type: ignore[no-any-return]
+
+    def keep_hidden_states(self, layers: tuple[int, ...]) -> None:
+        self.model.kept_layers = layers
+
+    @property
+    def kept_hidden_states(self) -> Tensor | None:
+        return self.model.kept
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As CausalLM.logits, in the model's dtype."""

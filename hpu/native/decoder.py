@@ -195,6 +195,18 @@ class CompiledDecoder(CausalLM):
                 return self._launcher.prefill(tokens, inputs)
         return self.model(tokens, inputs)  # type: ignore[no-any-return]
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.model.embed(tokens)
+
+    def keep_hidden_states(self, layers: tuple[int, ...]) -> None:
+        """The library keeps none: the model's layers run one by one."""
+        self._layers = None
+        self.model.keep_hidden_states(layers)
+
+    @property
+    def kept_hidden_states(self) -> Tensor | None:
+        return self.model.kept_hidden_states
+
     def logits(self, hidden: Tensor) -> Tensor:
         """As CausalLM.logits, in float32 where the head has a PackedLinear: in bfloat16 the largest
         logits are often equal."""

@@ -1,5 +1,7 @@
 """BatchState: persistent host state of the live requests, and how it fills a bucket's inputs."""
 
+import copy
+
 import numpy as np
 
 from hpu.protocol import NO_SLOT, Launch, NewRequest
@@ -49,6 +51,13 @@ class BatchState:
         self.num_prompt_logprobs = np.full(max_num_reqs, -1, np.int64)
         self._lora_slots = np.full(max_num_reqs, NO_SLOT, np.int64)
         self._pad_slots = pad_block * block_size + np.arange(block_size)
+
+    def follower(self) -> "BatchState":
+        """A state of the same requests, tokens and blocks with computed lengths of its own: those
+        of a drafter. Only fill it; what is done to this one holds for both."""
+        other = copy.copy(self)
+        other._num_computed_tokens = np.zeros_like(self._num_computed_tokens)
+        return other
 
     def remove_request(self, req_index: int) -> None:
         """Free the index."""
@@ -399,6 +408,14 @@ class BatchState:
     def num_computed_tokens(self, req_index: int) -> int:
         """Tokens of the request whose keys and values lie in its blocks, or will."""
         return int(self._num_computed_tokens[req_index])
+
+    def set_num_computed_tokens(self, req_index: int, count: int) -> None:
+        """Of a follower: how many tokens the next launch finds in the blocks."""
+        self._num_computed_tokens[req_index] = count
+
+    def block_table(self, req_index: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
+        """The blocks of a request, in the order of its tokens; a view."""
+        return self._block_tables[req_index, : self._num_blocks[req_index]]
 
     def exclusive_blocks(self, req_index: int) -> list[int]:
         """The blocks of a request that no other live request has: the others are a shared

@@ -39,6 +39,7 @@ from hpu.runner.async_output import (
 from hpu.runner.batch_state import BatchState
 from hpu.runner.draft_buffers import DraftArrays, DraftBuffers
 from hpu.runner.graph_cache import GraphCache
+from hpu.runner.hidden_cache import HiddenCache
 from hpu.runner.input_buffers import (
     DecodeArrays,
     InputBufferPool,
@@ -83,12 +84,15 @@ class ModelRunner(StepRunner):
         agreement: Agreement = ALONE,
         speculation: Speculation | None = None,
         device_speculation: DeviceSpeculation | None = None,
+        hidden_cache: HiddenCache | None = None,
     ) -> None:
         """`compared_ranks`: ranks that must sample the same tokens, which is checked. `link`: to
         the other pipeline stages, of which the last one samples. `agreement`: of the ranks of this
         stage. `speculation`: verifies drafts in each decode;
-        `device_speculation`: the same where the host does not know the tokens yet."""
+        `device_speculation`: the same where the host does not know the tokens yet.
+        `hidden_cache`: gets the hidden states of each launch."""
         super().__init__(backend)
+        self._hidden_cache = hidden_cache
         self._speculation = speculation
         self._device_speculation = device_speculation
         self._num_pending = np.zeros(batch_state.max_num_reqs + 1, np.int64)
@@ -300,9 +304,12 @@ class ModelRunner(StepRunner):
 
     def _begin(self, launch: Launch, output: AsyncStepOutput) -> ForwardOutput:
         """Fill the bucket's inputs and run the forward pass."""
-        if self._speculation is not None and launch.phase == DECODE:
-            return self._begin_drafts(launch, output, self._speculation)
         start = time.perf_counter()
+        if self._speculation is not None and launch.phase == DECODE:
+            drafts = self._speculation.draft(launch)
+            # Without any it is a launch like others.
+            if any(drafts.tokens):
+                return self._begin_drafts(launch, output, drafts, start)
         inputs = self._input_buffers.get((launch.phase, *launch.bucket))
         arrays = inputs.host_arrays()
         targets: list[PromptTargets] = []
@@ -333,11 +340,10 @@ class ModelRunner(StepRunner):
         return forward
 
     def _begin_drafts(
-        self, launch: Launch, output: AsyncStepOutput, speculation: Speculation
+        self, launch: Launch, output: AsyncStepOutput, drafts: Drafts, start: float
     ) -> ForwardOutput:
-        """As `_begin`, of a decode with one row for each token and draft."""
-        start = time.perf_counter()
-        drafts = speculation.draft(launch)
+        """As `_begin`, of a decode with one row for each token and draft. `start`: when it began to
+        draft (perf_counter)."""
         state, counts = self._batch_state, drafts.counts
         rows: list[int] = np.repeat(drafts.req_indices, counts).tolist()
         num_blocks = state.num_row_blocks(drafts.req_indices, counts)
@@ -400,6 +406,9 @@ class ModelRunner(StepRunner):
         start = self._backend.event()
         if hidden is None:
             hidden = self._run_model(inputs, req_indices, tokens)
+            if self._hidden_cache is not None:
+                kept = self._model.kept_hidden_states
+                self._hidden_cache.write(inputs.context, hidden if kept is None else kept)
         if not stage.is_last:
             self._link.send_hidden(hidden)
             return ForwardOutput(inputs, hidden, None, None, None, AsyncLaunchOutput([], [], start))

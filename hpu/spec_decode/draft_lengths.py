@@ -7,7 +7,7 @@ are, and on what a row costs beside the rows that are there.
 
 from collections.abc import Sequence
 
-from hpu.spec_decode.base import Proposal
+from hpu.spec_decode.base import DraftingCosts, Proposal
 from hpu.spec_decode.launch_costs import LaunchCosts
 
 NUM_LEVELS = 7
@@ -31,6 +31,11 @@ TRY_SHARE = 0.005
 """Share of the time that tries may take."""
 MAX_SAVED = 200
 """Launches whose share may be saved."""
+MAX_STEADY_ROWS = 8
+"""Rows of a request in a drafter's first launch up to which they count whole: so many come with
+each launch. More are a prompt that the drafter has not computed."""
+CATCH_UP_LAUNCHES = 32
+"""Launches that the cost of such a prompt is divided among."""
 
 
 class AcceptanceRates:
@@ -74,6 +79,8 @@ class DraftLengths:
     def __init__(self, max_drafts: int, costs: LaunchCosts | None) -> None:
         self._max_drafts = max_drafts
         self.costs = costs
+        self.drafting: DraftingCosts | None = None
+        """What drafting costs, if that counts."""
         self._shared = AcceptanceRates(FIRST_RATES, FIRST_WEIGHT, SHARED_DECAY)
         self._states: dict[int, _State] = {}
         self._saved_s = 0.0
@@ -103,6 +110,45 @@ class DraftLengths:
         state.is_trying = state.wait == 0
         return int(state.is_trying)
 
+    def plan(
+        self,
+        num_requests: int,
+        req_indices: Sequence[int],
+        limits: Sequence[int],
+        num_tokens: Sequence[int],
+    ) -> list[int]:
+        """How many drafts are proposed for each of `req_indices`, at most `limits`, by what
+        proposing and verifying them costs in a launch of `num_requests`. `num_tokens`: known tokens
+        of each."""
+        costs, drafting = self.costs, self.drafting
+        planned = list(limits)
+        if costs is None or drafting is None:
+            return planned
+        states = [self._states[req_index] for req_index in req_indices]
+        pending = list(map(drafting.num_pending, req_indices, num_tokens))
+        gains = []
+        for i, state in enumerate(states):
+            gain = 1.0
+            for position in range(0 if state.is_trying else limits[i]):
+                gain *= state.rates[_level(position)]
+                gains.append((-gain, position, i))
+        gains.sort()
+        planned = [0] * len(states)
+        for _, _, i in gains[: _num_worth_drafting(gains, num_requests, pending, costs, drafting)]:
+            planned[i] += 1
+        for i, state in enumerate(states):
+            if not state.is_trying:
+                if not planned[i]:
+                    state.wait = state.pause
+                continue
+            rows = num_requests + sum(planned)
+            verified_s = costs.seconds(rows + 1) - costs.seconds(rows)
+            drafted_s = drafting.launches.seconds(pending[i])
+            if verified_s + drafted_s <= self._saved_s:
+                self._saved_s -= drafted_s
+                planned[i] = 1
+        return planned
+
     def choose(self, req_indices: Sequence[int], proposals: Sequence[Proposal]) -> list[int]:
         """How many of the proposed drafts of each request a launch verifies."""
         chosen = [len(proposal.tokens) for proposal in proposals]
@@ -111,10 +157,7 @@ class DraftLengths:
         states = [self._states[req_index] for req_index in req_indices]
         gains = []
         for i, (state, proposal) in enumerate(zip(states, proposals, strict=True)):
-            state.levels = [
-                min((proposal.confidence + position).bit_length(), NUM_LEVELS - 1)
-                for position in range(chosen[i])
-            ]
+            state.levels = [_level(proposal.confidence + position) for position in range(chosen[i])]
             gain = 1.0
             for level in state.levels:
                 gain *= state.rates[level]
@@ -157,6 +200,41 @@ class DraftLengths:
             else:
                 state.pause = min(2 * state.pause, MAX_PAUSE)
                 state.wait = state.pause
+
+
+def _level(num_agreed: int) -> int:
+    """The level of a draft with so many tokens before it that agreed."""
+    return min(num_agreed.bit_length(), NUM_LEVELS - 1)
+
+
+def _num_worth_drafting(
+    gains: Sequence[tuple[float, int, int]],
+    num_requests: int,
+    pending: Sequence[int],
+    costs: LaunchCosts,
+    drafting: DraftingCosts,
+) -> int:
+    """As `_num_worth`, of drafts (-gain, position, index into `pending`) that a drafter computes
+    position by position: a launch for each."""
+    tokens, drafted_s = float(num_requests), 0.0
+    fastest = MIN_GAIN * tokens / costs.seconds(num_requests)
+    num_worth = 0
+    launch_rows: dict[int, int] = {}
+    for number, (gain, position, i) in enumerate(gains, 1):
+        rows = 1
+        if position == 0:
+            rows = pending[i]
+            if rows > MAX_STEADY_ROWS:
+                rows = 1 + rows // CATCH_UP_LAUNCHES
+        before = launch_rows.get(position, 0)
+        launch_rows[position] = before + rows
+        drafted_s += drafting.launches.seconds(before + rows)
+        drafted_s -= drafting.launches.seconds(before) if before else 0.0
+        tokens -= gain
+        speed = tokens / (costs.seconds(num_requests + number) + drafted_s)
+        if speed > fastest:
+            fastest, num_worth = speed, number
+    return num_worth
 
 
 def _num_worth(gains: Sequence[tuple[float, int]], num_requests: int, costs: LaunchCosts) -> int:

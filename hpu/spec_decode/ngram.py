@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hpu.spec_decode.base import NOTHING, Proposal, Tokens
+from hpu.spec_decode.base import NOTHING, DraftingCosts, Proposal, Tokens
 
 MAX_MATCH = 32
 """Tokens up to which occurrences are compared, to find the one that agrees with more of them."""
@@ -33,6 +33,9 @@ class NgramProposer:
             lookup(history, most, self._shortest, limit)
             for history, limit in zip(histories, limits, strict=True)
         ]
+
+    def measure(self, max_num_seqs: int) -> DraftingCosts | None:
+        return None
 
 
 def lookup(history: Tokens, longest: int, shortest: int, limit: int) -> Proposal:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from config.params.speculation import MAX_DRAFTS
 from hpu.protocol import Launch, NewRequest
 from hpu.sampling.logprobs import TopLogprobs
 from hpu.sampling.sampler import Sampler
@@ -24,6 +23,7 @@ from hpu.spec_decode.acceptance_counts import AcceptanceCounts
 from hpu.spec_decode.base import NOTHING, Proposal, Proposer, Tokens
 from hpu.spec_decode.draft_lengths import DraftLengths
 from hpu.spec_decode.drafts import Drafts
+from hpu.spec_decode.launch_costs import LaunchCosts
 
 Bitmasks = npt.NDArray[np.int32]
 
@@ -73,6 +73,12 @@ class Speculation:
         self._bitmasks: dict[int, Bitmasks] = {}
         """Of those: (1 + drafts that the grammar allows, W) for the running launch."""
 
+    def measure(self, costs: LaunchCosts, max_num_seqs: int) -> None:
+        """Adapt the number of drafts from now on: to `costs` of decodes, and to what drafting
+        costs, which is measured for up to `max_num_seqs` requests. On all ranks at once."""
+        self.lengths.costs = costs
+        self.lengths.drafting = self._proposer.measure(max_num_seqs)
+
     def add_request(self, new: NewRequest) -> None:
         """A request starts, new or after a preemption."""
         self.lengths.add_request(new.req_index)
@@ -100,8 +106,7 @@ class Speculation:
         if self._masked.isdisjoint(req_indices):
             return []
         masked = [req_index for req_index in req_indices if req_index in self._masked]
-        # Not limited by blocks: the next plan may bring some.
-        found = self._propose(masked, [MAX_DRAFTS] * len(masked))
+        found = self._propose(masked, len(req_indices))
         proposals = [found.get(req_index, NOTHING) for req_index in req_indices]
         counts = self.lengths.choose(req_indices, proposals)
         promised = []
@@ -116,28 +121,29 @@ class Speculation:
         """The drafts that a decode verifies."""
         req_indices = launch.req_indices
         self.lengths.begin_launch(len(req_indices))
-        room = {index: max(0, self._histories.draft_capacity(index)) for index in req_indices}
         free = [index for index in req_indices if index not in self._masked]
-        found = self._propose(free, [room[index] for index in free])
+        found = self._propose(free, len(req_indices))
         for index in self._masked.intersection(req_indices):
-            promised = self._promised.pop(index, NOTHING)
-            found[index] = promised._replace(tokens=promised.tokens[: room[index]])
+            found[index] = self._promised.pop(index, NOTHING)
         proposals = [found.get(req_index, NOTHING) for req_index in req_indices]
         chosen = self.lengths.choose(req_indices, proposals)
         pairs = zip(proposals, chosen, strict=True)
         return Drafts(req_indices, [proposal.tokens[:count] for proposal, count in pairs])
 
-    def _propose(self, req_indices: Sequence[int], room: Sequence[int]) -> dict[int, Proposal]:
-        """Proposals of at most `room[i]` tokens for those of the requests that want any."""
+    def _propose(self, req_indices: Sequence[int], num_requests: int) -> dict[int, Proposal]:
+        """Proposals for those of the requests that want any, in a launch of `num_requests`."""
+        state, lengths = self._histories, self.lengths
         asked, limits = [], []
-        for req_index, most in zip(req_indices, room, strict=True):
-            limit = min(self.lengths.wanted(req_index), most)
+        for req_index in req_indices:
+            wanted = lengths.wanted(req_index)
+            limit = min(wanted, state.draft_capacity(req_index)) if wanted else 0
             if limit > 0:
                 asked.append(req_index)
                 limits.append(limit)
         if not asked:
             return {}
-        histories = [self._histories.tokens(req_index) for req_index in asked]
+        histories = [state.tokens(req_index) for req_index in asked]
+        limits = lengths.plan(num_requests, asked, limits, list(map(len, histories)))
         return dict(zip(asked, self._proposer.propose(asked, histories, limits), strict=True))
 
     def verify(self, drafts: Drafts, chosen: Tensor | None, logits: Tensor | None) -> Verified:

@@ -5,12 +5,13 @@ import logging
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from config.engine import CacheConfig
 from config.errors import ConfigError
 from config.execution import WarmupConfig
 from config.model.window_cache import CacheSizes, rings_hold_more
+from config.params.speculation import NGRAM
 from hpu.distributed.agreement import Agreement
 from hpu.distributed.process_groups import SINGLE
 from hpu.gaudi_devices import GIB
@@ -22,7 +23,9 @@ from hpu.quantization.kv_cache import KVCacheFormat, zero_non_finite
 from hpu.runner.batch_state import BatchState
 from hpu.runner.counters import Counters
 from hpu.runner.draft_buffers import DraftBuffers
+from hpu.runner.draft_runner import DRAFT_RUNNERS, DraftRunner
 from hpu.runner.graph_cache import GraphCache
+from hpu.runner.hidden_cache import HiddenCache
 from hpu.runner.input_buffers import HiddenBuffers, InputBufferPool, InputBuffers
 from hpu.runner.kv_cache import KVCache, cache_sizes
 from hpu.runner.model_runner import ModelRunner
@@ -64,15 +67,18 @@ class Components:
     states: RequestStates | None = None
     """None without layers that have them."""
     speculation: Speculation | None = None
+    draft_caches: tuple[KVCache | HiddenCache, ...] = ()
+    """Of the model or the head that drafts, if one does."""
 
     @property
     def cache_bytes(self) -> int:
-        """Of KV cache and states."""
-        return sum(0 if one is None else one.bytes for one in (self.cache, self.states))
+        """Of KV caches and states."""
+        caches = (self.cache, self.states, *self.draft_caches)
+        return sum(0 if one is None else one.bytes for one in caches)
 
     def close(self) -> None:
-        """Free cache and states."""
-        for one in (self.cache, self.states):
+        """Free caches and states."""
+        for one in (self.cache, self.states, *self.draft_caches):
             if one is not None:
                 one.close()
 
@@ -136,6 +142,11 @@ def check_speculation(loaded: LoadedModel) -> None:
             f"--speculative-config names the method {method.method}, and {what} has layers with a "
             "state, from which rejected drafts cannot be removed"
         )
+    if method.method != NGRAM and not loaded.backend.shares_host_memory:
+        raise ConfigError(
+            f"--speculative-config names the method {method.method}, and the device is "
+            f"{loaded.backend.name}, where only the method {NGRAM} drafts: the others draft on cpu"
+        )
     if not (loaded.backend.shares_host_memory or loaded.backend.compiles):
         raise ConfigError(
             f"--speculative-config names the method {method.method}, and the device is "
@@ -189,15 +200,7 @@ def make_runner(
         pooling_runner.lora = loaded.lora
         return Components(pooling_runner, graphs, texts, None)
     assert sampler is not None, "a generating model samples"
-    cache = KVCache(
-        model,
-        backend,
-        num_blocks=num_blocks,
-        block_size=loaded.block_size,
-        dtype=loaded.kv_cache_dtype,
-        num_rings=loaded.num_rings,
-        clean=zero_non_finite if loaded.kv_cache_format is None else loaded.kv_cache_format.clean,
-    )
+    cache = _make_cache(loaded, num_blocks)
     num_requests = _num_requests(loaded)
     states = RequestStates(model, backend, num_requests) if loaded.has_states else None
     hidden_buffers = None
@@ -237,6 +240,7 @@ def make_runner(
         contiguous=loaded.contiguous,
     )
     speculation = None
+    drafting: Drafting | None = None
     device_speculation = None
     if method is not None and not backend.shares_host_memory:
         device_speculation = DeviceSpeculation(
@@ -249,8 +253,10 @@ def make_runner(
             pad_block=num_blocks,
         )
     elif method is not None:
+        if loaded.drafter is not None:
+            drafting = _make_drafting(loaded.drafter, sampler, batch_state)
         speculation = Speculation(
-            select_proposer(method),
+            select_proposer(method, None if drafting is None else drafting.runner),
             batch_state,
             sampler,
             DraftLengths(method.max_drafts, costs=None),
@@ -271,9 +277,61 @@ def make_runner(
         agreement=Agreement(loaded.groups.stage_host),
         speculation=speculation,
         device_speculation=device_speculation,
+        hidden_cache=None if drafting is None else drafting.hidden_cache,
     )
     runner.lora = loaded.lora
-    return Components(runner, graphs, buffers, cache, states, speculation)
+    caches = () if drafting is None else drafting.caches
+    return Components(runner, graphs, buffers, cache, states, speculation, caches)
+
+
+def _make_cache(loaded: LoadedModel, num_blocks: int) -> KVCache:
+    assert isinstance(loaded.model, CausalLM), "a pooling model has no KV cache"
+    return KVCache(
+        loaded.model,
+        loaded.backend,
+        num_blocks=num_blocks,
+        block_size=loaded.block_size,
+        dtype=loaded.kv_cache_dtype,
+        num_rings=loaded.num_rings,
+        clean=zero_non_finite if loaded.kv_cache_format is None else loaded.kv_cache_format.clean,
+    )
+
+
+class Drafting(NamedTuple):
+    """What a drafter needs beside its weights."""
+
+    runner: DraftRunner
+    caches: tuple[KVCache | HiddenCache, ...]
+    hidden_cache: HiddenCache | None
+    """Of the target; None: the drafter does not read it."""
+
+
+def _make_drafting(drafter: LoadedModel, sampler: Sampler, batch_state: BatchState) -> Drafting:
+    model, num_blocks = drafter.model, batch_state.pad_block
+    assert isinstance(model, CausalLM), "a drafter generates"
+    cache = _make_cache(drafter, num_blocks)
+    hidden_cache = None
+    if model.hidden_width:
+        hidden_cache = HiddenCache(
+            drafter.backend,
+            num_blocks=num_blocks,
+            block_size=drafter.block_size,
+            width=model.hidden_width,
+            dtype=drafter.dtype,
+        )
+    runner = DRAFT_RUNNERS[drafter.draft_method](
+        model,
+        drafter.backend,
+        batch_state,
+        cache,
+        sampler.greedy,
+        Agreement(drafter.groups.stage_host),
+        max_model_len=drafter.max_model_len,
+        max_prefill_tokens=drafter.config.scheduler.max_num_batched_tokens,
+        hidden_cache=hidden_cache,
+    )
+    caches = (cache,) if hidden_cache is None else (cache, hidden_cache)
+    return Drafting(runner, caches, hidden_cache)
 
 
 def _num_requests(loaded: LoadedModel) -> int:
@@ -319,7 +377,15 @@ def _sizes(loaded: LoadedModel) -> CacheSizes:
     """With one ring for each request index and for padding."""
     assert isinstance(loaded.model, CausalLM), "a pooling model has no KV cache"
     num_rings = _num_requests(loaded) + 1
-    return cache_sizes(loaded.model, loaded.block_size, loaded.kv_cache_dtype, num_rings)
+    sizes = cache_sizes(loaded.model, loaded.block_size, loaded.kv_cache_dtype, num_rings)
+    if loaded.drafter is None:
+        return sizes
+    # Each block of the target is one of the drafter's, too.
+    drafts = _sizes(loaded.drafter).block
+    assert isinstance(loaded.drafter.model, CausalLM), "a drafter generates"
+    width = loaded.drafter.model.hidden_width
+    drafts += loaded.block_size * width * loaded.drafter.dtype.itemsize
+    return sizes._replace(block=sizes.block + drafts, full_block=sizes.full_block + drafts)
 
 
 def _fixed_bytes(loaded: LoadedModel) -> int:

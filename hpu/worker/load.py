@@ -20,7 +20,7 @@ from config.model.architectures import is_native
 from config.model.kv_cache_dtype import AUTO
 from config.model.model_config import ModelConfig
 from config.model.pooler import PoolerConfig
-from config.parallel import Stage
+from config.parallel import WHOLE, Stage
 from config.startup_checks import choose_context, chosen_quantization
 from hpu.backends.base import Backend
 from hpu.bucketing.bucket_table import BucketTable
@@ -84,6 +84,10 @@ class LoadedModel:
     """What has replaced modules of the model."""
     lora: LoRAManager | None = None
     """Set where adapters are served."""
+    drafter: "LoadedModel | None" = None
+    """The model or head that drafts, if one does."""
+    draft_method: str = ""
+    """Of such a one: the method of speculation."""
 
     @property
     def kv_cache_dtype(self) -> torch.dtype:
@@ -96,6 +100,11 @@ class LoadedModel:
         """Write down what was measured while the model ran, if anything was."""
         if self.patcher is not None:
             self.patcher.finish(*self.modules)
+
+    @property
+    def all_models(self) -> "tuple[LoadedModel, ...]":
+        """This one, and the drafter if there is one."""
+        return (self,) if self.drafter is None else (self, self.drafter)
 
     @property
     def agreement(self) -> Agreement:
@@ -188,13 +197,7 @@ def load(
     is_built_in = pooler is not None or is_native(facts, config.model_impl)
     stage = link.stage
     expert_group = groups.expert if config.parallel.enable_expert_parallel else SINGLE
-    dtype = _choose_dtype(
-        config,
-        facts,
-        pooler,
-        backend,
-        is_whole=is_built_in and expert_group.size == stage.size == 1,
-    )
+    dtype = served_dtype(config, facts, pooler, backend, groups, stage)
     max_model_len = choose_context(config, facts, pooler)
     _log_model(config, facts, pooler, backend, dtype, max_model_len)
     start = time.perf_counter()
@@ -319,15 +322,18 @@ def load(
     return loaded
 
 
-def _choose_dtype(
+def served_dtype(
     config: EngineConfig,
     facts: ModelConfig,
     pooler: PoolerConfig | None,
     backend: Backend,
-    *,
-    is_whole: bool,
+    groups: ProcessGroups = SINGLE_GROUPS,
+    stage: Stage = WHOLE,
 ) -> torch.dtype:
-    """`is_whole`: a model that is built in, with all layers and all experts here."""
+    """The dtype that `load` gives the model."""
+    is_built_in = pooler is not None or is_native(facts, config.model_impl)
+    num_expert_ranks = groups.expert.size if config.parallel.enable_expert_parallel else 1
+    is_whole = is_built_in and num_expert_ranks == stage.size == 1
     quantization = chosen_quantization(config.quantization, facts)
     # Products with weights that we quantize work in bfloat16.
     is_quantized = quantization is not None and facts.quantization is None and pooler is None

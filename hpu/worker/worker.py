@@ -48,6 +48,7 @@ from hpu.runner.step_runner import StepRunner
 from hpu.warmup import report
 from hpu.warmup.warmup import Warmup
 from hpu.worker.build import Components, build
+from hpu.worker.drafter import load_drafter, with_drafter
 from hpu.worker.kv_scales import calculate_kv_scales
 from hpu.worker.load import LoadedModel, dtype_name, load
 from hpu.worker.profile_run import profile_launches, profiled_buckets
@@ -331,6 +332,8 @@ class Worker:
         config, facts, backend = self._config, self._facts, self._backend
         assert facts is not None and backend is not None, "load before start"
         pooler = choose_pooler(config, facts)
+        # Before the target, whose costs the back end then plans its threads by.
+        drafter = load_drafter(config, facts, pooler, backend, self._groups)
         loaded = load(
             config,
             facts,
@@ -341,6 +344,8 @@ class Worker:
             self._groups,
             self._link,
         )
+        if drafter is not None:
+            loaded = with_drafter(loaded, drafter)
         if loaded.lora is not None:
             loaded.lora.on_loaded = lambda: self.on_loaded()
         if config.cache.calculate_kv_scales and loaded.pooler is None:
@@ -396,7 +401,8 @@ class Worker:
         if components.speculation is not None and method is not None and method.adaptive:
             assert isinstance(runner, ModelRunner), "the runner of a generating model"
             max_rows = config.scheduler.max_num_seqs * (1 + method.max_drafts)
-            components.speculation.lengths.costs = runner.measure_decodes(max_rows)
+            costs = runner.measure_decodes(max_rows)
+            components.speculation.measure(costs, config.scheduler.max_num_seqs)
         warmup_s = time.perf_counter() - start
         if self._diagnostics is not None:
             self._diagnostics.reset()
@@ -411,7 +417,7 @@ class Worker:
             # The back end is the one of the cards, and does not know that its card is emulated.
             device=config.device if config.device == "hpu-emulator" else backend.name,
             dtype=dtype_name(loaded.dtype),
-            weight_bytes=loaded.weight_bytes,
+            weight_bytes=sum(one.weight_bytes for one in loaded.all_models),
             kv_bytes=components.cache_bytes,
             graph_bytes=graphs.bytes,
             total_bytes=backend.memory()[1],

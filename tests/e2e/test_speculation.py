@@ -88,6 +88,26 @@ def test_speculation_changes_no_token(folder: Path, name: str) -> None:
     assert by_position == sorted(by_position, reverse=True)
 
 
+def test_suffixes_of_earlier_outputs_are_accepted(folder: Path) -> None:
+    params = SAMPLINGS["greedy"]
+    suffix = {"method": "suffix", "suffix_decoding_max_spec_factor": 4.0, "adaptive": False}
+    plain, _ = run(folder, params)
+
+    with LLM(str(folder), **SHAPE, speculative_config=suffix) as llm:
+        first = llm.generate(PROMPTS, params, use_tqdm=False)
+        before = dict(llm._client.stats.spec_decode)
+        second = llm.generate(PROMPTS, params, use_tqdm=False)
+        after = llm._client.stats.spec_decode
+
+    assert choices(first) == choices(second) == choices(plain)
+    drafts, accepted = (
+        after[f"num_{name}_tokens"] - before[f"num_{name}_tokens"] for name in ("draft", "accepted")
+    )
+    # The second time all answers are known.
+    assert accepted > max(200, before["num_accepted_tokens"])
+    assert accepted / drafts > before["num_accepted_tokens"] / before["num_draft_tokens"]
+
+
 def test_it_holds_with_preemptions_and_adaptive_drafts(folder: Path) -> None:
     plain, _ = run(folder, SAMPLINGS["greedy"])
 

@@ -8,7 +8,7 @@ from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.loading.sources import from_keywords
 from config.parallel import ParallelConfig
-from config.params.speculation import SpeculationConfig, SpeculationMethod
+from config.params.speculation import SpeculationConfig, SpeculationMethod, SuffixLimits
 
 
 def config(**options: object) -> SpeculationConfig:
@@ -33,6 +33,34 @@ def test_both_forms_mean_the_same() -> None:
     assert older.choose() == newer.choose() == SpeculationMethod("ngram", 3, 5, 2)
 
 
+def test_a_model_without_a_method_is_a_draft_model() -> None:
+    older = SpeculationConfig(
+        speculative_model="org/small",
+        num_speculative_tokens=3,
+        speculative_draft_tensor_parallel_size=2,
+    )
+    newer = config(
+        method="draft_model",
+        model="org/small",
+        num_speculative_tokens=3,
+        draft_tensor_parallel_size=2,
+    )
+
+    assert older.choose() == newer.choose()
+    assert older.choose() == SpeculationMethod(
+        "draft_model", 3, model="org/small", draft_tensor_parallel_size=2
+    )
+
+
+def test_suffix_decoding_is_limited_by_its_depth() -> None:
+    found = config(method="suffix", suffix_decoding_max_tree_depth=12).choose()
+    factor = config(method="suffix", suffix_decoding_max_spec_factor=2).choose()
+
+    assert found is not None and factor is not None
+    assert (found.max_drafts, found.suffix) == (12, SuffixLimits(12, 10_000, 1.0, 0.1))
+    assert (factor.max_drafts, factor.suffix.max_spec_factor) == (24, 2.0)
+
+
 def test_a_single_lookup_is_both() -> None:
     found = config(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3).choose()
 
@@ -52,12 +80,40 @@ def test_a_keyword_takes_a_dictionary() -> None:
     [
         ({}, "names no method"),
         ({"method": "ngram"}, "has no num_speculative_tokens"),
-        ({"method": "eagle", "num_speculative_tokens": 2}, "'eagle' .* is not in this version"),
+        (
+            {"method": "ngram_gpu", "num_speculative_tokens": 2},
+            "'ngram_gpu' .* is not in this version",
+        ),
+        ({"method": "eagle", "num_speculative_tokens": 2}, "names the method eagle and no model"),
+        (
+            {"method": "suffix", "suffix_decoding_min_token_prob": 1.5},
+            "min_token_prob is 1.5, it must be between 0 and 1",
+        ),
+        ({"method": "suffix", "model": "x"}, "has model, which the method suffix does not use"),
         ({"method": "telepathy", "num_speculative_tokens": 2}, "'telepathy' .* is none"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "is 0, it must be between 1 and 64"),
         ({"method": "ngram", "num_speculative_tokens": "5"}, "'5', it must be of type int"),
         ({"method": "ngram", "num_speculative_tokens": True}, "True, it must be of type int"),
-        ({"method": "ngram", "num_speculative_tokens": 2, "model": "x"}, "has model, which"),
+        (
+            {"method": "ngram", "num_speculative_tokens": 2, "model": "x"},
+            "has model, which the method ngram does not use",
+        ),
+        (
+            {"method": "draft_model", "num_speculative_tokens": 2},
+            "names the method draft_model and no model",
+        ),
+        (
+            {"model": "x", "num_speculative_tokens": 2, "prompt_lookup_max": 2},
+            "has prompt_lookup_max, which the method draft_model does not use",
+        ),
+        (
+            {"model": "x", "num_speculative_tokens": 2, "max_model_len": 0},
+            "max_model_len is 0, it must be at least 1",
+        ),
+        (
+            {"model": "x", "num_speculative_tokens": 2, "enforce_eager": True},
+            "has enforce_eager, which no method of this version uses",
+        ),
         ({"method": "ngram", "num_speculative_tokens": 2, "x": 1}, "has 'x', which is not one of"),
         (
             {
@@ -88,7 +144,7 @@ def test_two_flags_that_disagree_are_refused() -> None:
 
     with pytest.raises(ConfigError, match="is 2, and another flag says that it is 3"):
         SpeculationConfig(speculative_config=text, num_speculative_tokens=3)
-    with pytest.raises(ConfigError, match="the method ngram has no draft model"):
+    with pytest.raises(ConfigError, match="draft_tensor_parallel_size, which the method ngram"):
         SpeculationConfig(speculative_config=text, speculative_draft_tensor_parallel_size=1)
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hpu.spec_decode.base import Proposal
+from hpu.spec_decode.base import DraftingCosts, Proposal
 from hpu.spec_decode.draft_lengths import MAX_PAUSE, DraftLengths
 from hpu.spec_decode.launch_costs import LaunchCosts, measure
 
@@ -101,3 +101,28 @@ def test_launches_are_measured_up_to_the_most_rows() -> None:
     calls.clear()
     measure(calls.append, 7, budget_s=0.0)
     assert calls == [1, 2]
+
+
+def planned(drafter_s: float, pending: int, num_requests: int = 1) -> list[int]:
+    """Drafts of a drafter whose launches take `drafter_s`, beside decodes of one second."""
+    lengths = DraftLengths(4, LaunchCosts([1, 64], [1.0, 1.2]))
+    lengths.drafting = DraftingCosts(
+        LaunchCosts([1, 64], [drafter_s, 2 * drafter_s]), lambda req_index, num_tokens: pending
+    )
+    indices = list(range(num_requests))
+    for index in indices:
+        lengths.add_request(index)
+    lengths.begin_launch(num_requests)
+    return lengths.plan(num_requests, indices, [4] * num_requests, [100] * num_requests)
+
+
+def test_what_a_drafter_costs_is_counted() -> None:
+    assert planned(0.01, pending=1) == [4]
+    assert planned(0.2, pending=1) == [1]
+    assert planned(1.0, pending=1) == [0]
+    assert sum(planned(0.2, pending=1, num_requests=8)) >= 8
+
+
+def test_a_prompt_that_the_drafter_lacks_is_paid_in_parts() -> None:
+    assert planned(0.1, pending=300)[0] > 0
+    assert planned(0.1, pending=30_000) == [0]

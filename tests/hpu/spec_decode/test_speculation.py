@@ -52,6 +52,9 @@ class FixedProposer:
             for index, history, limit in zip(req_indices, histories, limits, strict=True)
         ]
 
+    def measure(self, max_num_seqs: int) -> None:
+        return None
+
 
 @pytest.mark.parametrize(
     ("settings", "scale"),

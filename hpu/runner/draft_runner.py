@@ -1,0 +1,218 @@
+"""DraftRunner: launches of a drafter over the blocks of the target's requests, on a device that
+shares the host's memory."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from config.params.speculation import DRAFT_MODEL
+from hpu.backends.base import Backend
+from hpu.distributed.agreement import Agreement
+from hpu.models.base import CausalLM
+from hpu.models.draft.heads import HEADS, DraftHead
+from hpu.models.draft.hidden_heads import HIDDEN_HEADS, HiddenHead
+from hpu.protocol import DECODE, PREFILL, Launch
+from hpu.runner.batch_state import BatchState
+from hpu.runner.hidden_cache import HiddenCache
+from hpu.runner.input_buffers import DecodeArrays, InputBufferPool, InputBuffers, PrefillArrays
+from hpu.runner.kv_cache import KVCache
+from hpu.spec_decode.launch_costs import LaunchCosts, measure
+
+MEASURED_CONTEXT = 256
+"""Tokens of each row of `DraftRunner.measure`."""
+
+
+class DraftRunner:
+    """Runs a drafter that has a cache of its own for each block of the target."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        backend: Backend,
+        batch_state: BatchState,
+        cache: KVCache,
+        greedy: Callable[[Tensor], Tensor],
+        agreement: Agreement,
+        *,
+        max_model_len: int,
+        max_prefill_tokens: int,
+        hidden_cache: HiddenCache | None = None,
+    ) -> None:
+        """`batch_state` and `hidden_cache`: of the target. `greedy`: (M, V) logits to (M,) tokens,
+        as the target's sampler. `agreement`: of the ranks, which measure the same.
+        `max_prefill_tokens`: of a launch."""
+        self.block_size = batch_state.block_size
+        self.max_model_len = max_model_len
+        self._model = model
+        self._state = batch_state.follower()
+        self._cache = cache
+        self._greedy = greedy
+        self._agreement = agreement
+        self._max_prefill_tokens = max_prefill_tokens
+        self._hidden_cache = hidden_cache
+        self._buffers = InputBufferPool(backend, InputBuffers)
+
+    def block_table(self, req_index: int) -> npt.NDArray[np.int32]:
+        """The blocks of a request."""
+        return self._state.block_table(req_index)
+
+    def set_num_computed_tokens(self, req_index: int, count: int) -> None:
+        """Where the next launch of a request begins."""
+        self._state.set_num_computed_tokens(req_index, count)
+
+    def prefill(self, req_index: int, count: int) -> None:
+        """Compute the next `count` known tokens of a request, in chunks."""
+        state = self._state
+        while count:
+            query = min(count, self._max_prefill_tokens)
+            blocks = -(-state.num_computed_tokens(req_index) // self.block_size)
+            inputs = self._buffers.get((PREFILL, 1, query, blocks))
+            arrays = inputs.host_arrays()
+            assert isinstance(arrays, PrefillArrays)
+            launch = Launch(PREFILL, (1, query, blocks), [req_index], [query], [False])
+            state.fill_prefill(launch, arrays)
+            inputs.upload()
+            self._compute_prompt(inputs, req_index)
+            count -= query
+
+    def decode(
+        self,
+        req_indices: Sequence[int],
+        counts: Sequence[int],
+        tokens: Sequence[int],
+        *,
+        is_first: bool,
+    ) -> list[int]:
+        """As DraftLauncher.decode."""
+        state, indices = self._state, list(req_indices)
+        blocks = state.num_row_blocks(indices, list(counts))
+        inputs = self._buffers.get((DECODE, len(tokens), 1, blocks))
+        arrays = inputs.host_arrays()
+        assert isinstance(arrays, DecodeArrays)
+        launch = Launch(DECODE, (len(tokens), 1, blocks), indices)
+        state.fill_rows(launch, list(counts), arrays)
+        inputs.upload()
+        inputs.tokens.view(-1).copy_(torch.tensor(tokens))
+        last = torch.from_numpy(np.cumsum(counts) - 1)
+        found = self._draft(inputs, indices, last, is_first=is_first).tolist()
+        for req_index, count, token in zip(indices, counts, found, strict=True):
+            computed = state.num_computed_tokens(req_index) + count
+            state.set_num_computed_tokens(req_index, computed)
+            if token < 0:
+                # 0 * NaN would leak into drafts of the next request that gets the blocks.
+                self._cache.scrub(state.exclusive_blocks(req_index), req_index)
+        return [int(token) for token in found]
+
+    def measure(self, max_rows: int) -> LaunchCosts:
+        """Decodes of up to `max_rows` rows over a short context."""
+        blocks = -(-MEASURED_CONTEXT // self.block_size)
+
+        def launch(rows: int) -> None:
+            inputs = self._buffers.get((DECODE, rows, 1, rows * blocks))
+            self._state.fill_dummy(inputs.host_arrays())
+            inputs.upload()
+            inputs.tokens.zero_()
+            self._draft(inputs, list(range(rows)), torch.arange(rows), is_first=True)
+
+        return measure(launch, max_rows, self._agreement)
+
+    def _compute_prompt(self, inputs: InputBuffers, req_index: int) -> None:
+        """Run a prefill of known tokens."""
+        self._model(inputs.tokens, inputs.context)
+
+    def _draft(
+        self, inputs: InputBuffers, req_indices: list[int], last: Tensor, *, is_first: bool
+    ) -> Tensor:
+        """Run a decode: the most likely tokens behind the rows `last`, one of each request."""
+        hidden = self._model(inputs.tokens, inputs.context).flatten(0, 1)
+        return self._choose(hidden[last] if len(last) < len(hidden) else hidden)
+
+    def _choose(self, hidden: Tensor) -> Tensor:
+        """(M, hidden) to the (M,) most likely tokens."""
+        found = self._model.argmax(hidden)
+        return self._greedy(self._model.logits(hidden)) if found is None else found
+
+
+class HeadRunner(DraftRunner):
+    """Runs a head that reads hidden states of the target: at position i those of token i, beside
+    token i + 1."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """As DraftRunner, of a DraftHead with the target's `hidden_cache`."""
+        super().__init__(*args, **options)
+        assert isinstance(self._model, DraftHead)
+        self._head = self._model
+        self._last_hidden: dict[int, Tensor] = {}
+        """(hidden,) of the last launch, which stand for those of the target, by request."""
+
+    def _compute_prompt(self, inputs: InputBuffers, req_index: int) -> None:
+        # They count as computed by now.
+        end, query = self._state.num_computed_tokens(req_index), inputs.tokens.shape[1]
+        known = self._state.tokens(req_index)[end - query + 1 : end + 1]
+        tokens = torch.from_numpy(known.astype(np.int64)).view(1, -1)
+        self._head.draft(tokens, inputs.context, self._known_hidden(inputs))
+
+    def _draft(
+        self, inputs: InputBuffers, req_indices: list[int], last: Tensor, *, is_first: bool
+    ) -> Tensor:
+        if is_first:
+            hidden = self._known_hidden(inputs)
+        else:
+            rows = [self._last_hidden[req_index] for req_index in req_indices]
+            hidden = torch.stack(rows).view(len(rows), 1, -1)
+        for_logits, following = self._head.draft(inputs.tokens, inputs.context, hidden)
+        self._last_hidden = dict(
+            zip(req_indices, following.flatten(0, 1)[last].unbind(), strict=True)
+        )
+        return self._head.tokens_of(self._choose(for_logits.flatten(0, 1)[last]))
+
+    def _known_hidden(self, inputs: InputBuffers) -> Tensor:
+        """(B, Q, hidden) at the slots of a launch, of the target."""
+        assert self._hidden_cache is not None
+        hidden = self._hidden_cache.read(inputs.context)
+        return self._head.combine(hidden).view(*inputs.tokens.shape, -1)
+
+
+class HiddenHeadRunner(DraftRunner):
+    """Runs a head that reads hidden states of one token, and has no cache."""
+
+    def drafts(
+        self,
+        req_indices: Sequence[int],
+        positions: Sequence[int],
+        tokens: Sequence[int],
+        count: int,
+    ) -> list[list[int]]:
+        """As HeadLauncher.drafts."""
+        size = self.block_size
+        slots = [
+            int(self.block_table(req_index)[position // size]) * size + position % size
+            for req_index, position in zip(req_indices, positions, strict=True)
+        ]
+        return self._run(torch.tensor(slots), torch.tensor(tokens), count)
+
+    def measure(self, max_rows: int) -> LaunchCosts:
+        def launch(rows: int) -> None:
+            zeros = torch.zeros(rows, dtype=torch.int64)
+            self._run(zeros, zeros, 1)
+
+        return measure(launch, max_rows, self._agreement)
+
+    def _run(self, slots: Tensor, tokens: Tensor, count: int) -> list[list[int]]:
+        head = self._model
+        assert isinstance(head, HiddenHead) and self._hidden_cache is not None
+        hidden = self._hidden_cache.at(slots)
+        drafts: list[list[int]] = head.drafts(hidden, tokens, count, self._greedy).tolist()
+        return drafts
+
+
+DRAFT_RUNNERS: Mapping[str, type[DraftRunner]] = {
+    DRAFT_MODEL: DraftRunner,
+    **dict.fromkeys(HEADS, HeadRunner),
+    **dict.fromkeys(HIDDEN_HEADS, HiddenHeadRunner),
+}
+"""By the method of speculation."""

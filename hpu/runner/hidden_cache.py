@@ -1,0 +1,49 @@
+"""HiddenCache: the target's hidden states of the tokens in the KV blocks, for drafters.
+
+A drafter may read them long after the launch that computed them, and of tokens that another request
+has computed. Those of rejected drafts are overwritten, as their keys and values are.
+"""
+
+import torch
+from torch import Tensor
+
+from hpu.backends.base import Backend
+from hpu.layers.metadata import AttentionInputs, TextAttentionInputs
+
+
+class HiddenCache:
+    """`width` numbers for each slot of `num_blocks` blocks and the pad block."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        num_blocks: int,
+        block_size: int,
+        width: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._rows = backend.zeros(((num_blocks + 1) * block_size, width), dtype)
+
+    @property
+    def bytes(self) -> int:
+        return self._rows.nbytes
+
+    def write(self, inputs: AttentionInputs, hidden: Tensor) -> None:
+        """Keep `hidden` (B, Q, width) of the tokens of a launch."""
+        assert not isinstance(inputs, TextAttentionInputs), "a pooling model has no cache"
+        rows = hidden.reshape(-1, hidden.shape[-1]).to(self._rows.dtype)
+        self._rows.index_copy_(0, inputs.slot_mapping, rows)
+
+    def read(self, inputs: AttentionInputs) -> Tensor:
+        """(B * Q, width) of the tokens at the slots of a launch."""
+        assert not isinstance(inputs, TextAttentionInputs), "a pooling model has no cache"
+        return self._rows.index_select(0, inputs.slot_mapping)
+
+    def at(self, slots: Tensor) -> Tensor:
+        """(M,) slots to (M, width)."""
+        return self._rows.index_select(0, slots)
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._rows = torch.empty(0)

@@ -1,0 +1,63 @@
+"""HiddenHeadProposer: drafts of a head that reads the target's hidden states of one token."""
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from hpu.spec_decode.base import DraftingCosts, Proposal, Tokens
+from hpu.spec_decode.launch_costs import LaunchCosts
+
+
+@runtime_checkable
+class HeadLauncher(Protocol):
+    """Runs such a head (hpu/runner/draft_runner.py)."""
+
+    def drafts(
+        self,
+        req_indices: Sequence[int],
+        positions: Sequence[int],
+        tokens: Sequence[int],
+        count: int,
+    ) -> list[list[int]]:
+        """`count` drafts behind `tokens`, by the hidden states at `positions`, which the target has
+        computed; -1 where logits are not finite."""
+        ...
+
+    def measure(self, max_rows: int) -> LaunchCosts:
+        """How long one draft takes, by the number of requests."""
+        ...
+
+
+class HiddenHeadProposer:
+    """Drafts with a head. Keeps no state: the target's hidden states are cached with its blocks."""
+
+    def __init__(self, launcher: HeadLauncher) -> None:
+        self._launcher = launcher
+
+    def add_request(self, req_index: int, tokens: Tokens) -> None:
+        return
+
+    def remove_request(self, req_index: int) -> None:
+        return
+
+    def propose(
+        self, req_indices: Sequence[int], histories: Sequence[Tokens], limits: Sequence[int]
+    ) -> list[Proposal]:
+        proposals = [Proposal([]) for _ in req_indices]
+        asked = [i for i, limit in enumerate(limits) if limit > 0]
+        if not asked:
+            return proposals
+        found = self._launcher.drafts(
+            [req_indices[i] for i in asked],
+            # The last known token is not computed yet.
+            [len(histories[i]) - 2 for i in asked],
+            [int(histories[i][-1]) for i in asked],
+            max(limits),
+        )
+        for i, tokens in zip(asked, found, strict=True):
+            tokens = tokens[: limits[i]]
+            end = tokens.index(-1) if -1 in tokens else len(tokens)
+            proposals[i] = Proposal(tokens[:end])
+        return proposals
+
+    def measure(self, max_num_seqs: int) -> DraftingCosts:
+        return DraftingCosts(self._launcher.measure(max_num_seqs), lambda req_index, count: 1)

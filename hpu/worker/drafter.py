@@ -1,0 +1,116 @@
+"""Loads the model or the head that drafts tokens for the model that is served."""
+
+import logging
+import time
+from dataclasses import replace
+
+from config.checkpoint.draft import draft_config, draft_facts, draft_folder
+from config.checkpoint.weight_maps.hidden_heads import read_head_sizes
+from config.engine import DUMMY, EngineConfig
+from config.model.model_config import ModelConfig
+from config.model.pooler import PoolerConfig
+from config.params.speculation import DRAFT_MODEL
+from hpu.backends.base import Backend
+from hpu.distributed.process_groups import ProcessGroups
+from hpu.gaudi_devices import GIB
+from hpu.model_loader.dummy_weights import fill_dummy
+from hpu.model_loader.loader import load_weights
+from hpu.models.base import CausalLM
+from hpu.models.draft.heads import DraftHead, build_draft_head
+from hpu.models.draft.hidden_heads import HIDDEN_HEADS, HiddenHead
+from hpu.protocol import WarmupProgress
+from hpu.quantization.registry import process_weights
+from hpu.worker.load import LoadedModel, load, served_dtype
+
+logger = logging.getLogger(__name__)
+
+
+def load_drafter(
+    config: EngineConfig,
+    target: ModelConfig,
+    pooler: PoolerConfig | None,
+    backend: Backend,
+    groups: ProcessGroups,
+) -> LoadedModel | None:
+    """What --speculative-config names to draft, this rank's part of it; None if it names nothing,
+    or where it will be refused for the target or the device. Raises ConfigError when it does not
+    fit the target."""
+    method = config.speculation.choose()
+    refused = pooler is not None or not backend.shares_host_memory
+    if method is None or not method.has_drafter or refused:
+        return None
+    folder = draft_folder(config, method) if method.model else config.model
+    logger.info("Speculation: the method %s drafts with %s", method.method, folder)
+    if method.method == DRAFT_MODEL:
+        facts = draft_facts(config, method, folder, target)
+        settings = draft_config(config, method, folder, facts, target)
+        loaded = load(settings, facts, None, backend, _ignore, None, groups)
+        return replace(loaded, draft_method=method.method)
+    start = time.perf_counter()
+    # Hidden states are the target's.
+    dtype = served_dtype(config, target, None, backend, groups)
+    head: DraftHead | HiddenHead
+    if method.method in HIDDEN_HEADS:
+        sizes = read_head_sizes(method, folder, target)
+        head = HIDDEN_HEADS[method.method](target, sizes, dtype, backend.device)
+        settings = draft_config(config, method, folder, target, target)
+    else:
+        facts = draft_facts(config, method, folder, target)
+        settings = draft_config(config, method, folder, facts, target)
+        head = build_draft_head(
+            method.method,
+            facts,
+            target,
+            dtype=dtype,
+            device=backend.device,
+            max_model_len=settings.max_model_len or facts.max_position,
+            group=groups.tensor,
+        )
+    if config.load_format == DUMMY:
+        fill_dummy((head,), on_progress=_ignore_bytes)
+    else:
+        load_weights(head, folder, on_progress=_ignore_bytes, group=groups.tensor, is_stage=True)
+    process_weights(head, None)
+    tensors = (*head.parameters(), *head.buffers())
+    weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    prepared = backend.prepare(head)
+    assert prepared is head, "no back end replaces a head"
+    logger.info("Weights: %.2f GiB of the head", weight_bytes / GIB)
+    return LoadedModel(
+        config=settings,
+        backend=backend,
+        facts=head.config,
+        pooler=None,
+        model=head,
+        dtype=dtype,
+        max_model_len=settings.max_model_len or target.max_position,
+        block_size=config.cache.block_size or backend.default_block_size,
+        weight_bytes=weight_bytes,
+        load_s=time.perf_counter() - start,
+        groups=groups,
+        draft_method=method.method,
+    )
+
+
+def with_drafter(target: LoadedModel, drafter: LoadedModel) -> LoadedModel:
+    """`target` with what drafts for it. Before its caches are made. Raises ConfigError."""
+    head = drafter.model
+    if isinstance(head, DraftHead):
+        assert isinstance(target.model, CausalLM), "a target generates"
+        head.bind_target(target.model)
+        if head.kept_layers:
+            target.model.keep_hidden_states(head.kept_layers)
+            logger.info(
+                "Speculation: the head reads hidden states in front of the layers %s, so the "
+                "target's layers run one by one",
+                ", ".join(map(str, head.kept_layers)),
+            )
+    return replace(target, drafter=drafter)
+
+
+def _ignore(progress: WarmupProgress) -> None:
+    """The progress of the target's weights says how far the start is."""
+
+
+def _ignore_bytes(done: int, total: int) -> None:
+    """Likewise."""

@@ -1,0 +1,176 @@
+"""Heads that draft from the target's hidden states: their drafts are those of dense code, and no
+token changes; with chunks, prefix hits, preemptions, and requests that come and go."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from draft_heads import (
+    Draft,
+    add_mtp_layer,
+    make_eagle,
+    make_eagle3,
+    make_medusa,
+    make_mlp_speculator,
+)
+from drafting import MIXED, ROOMY, choices, run
+from tiny_models import make_tiny
+
+from config.errors import ConfigError, EngineDied
+from hpu.spec_decode.base import DraftingCosts, Proposal, Proposer, Tokens
+from hpu.spec_decode.select import select_proposer
+from hpu.worker import build
+
+DRAFTS = 3
+
+
+class Recorder:
+    """A proposer whose drafts are kept."""
+
+    def __init__(self, inner: Proposer, kept: list[tuple[list[int], list[int]]]) -> None:
+        self._inner = inner
+        self._kept = kept
+        self.add_request, self.remove_request = inner.add_request, inner.remove_request
+
+    def propose(
+        self, req_indices: Sequence[int], histories: Sequence[Tokens], limits: Sequence[int]
+    ) -> list[Proposal]:
+        found = self._inner.propose(req_indices, histories, limits)
+        for history, proposal in zip(histories, found, strict=True):
+            self._kept.append((history.tolist(), proposal.tokens))
+        return found
+
+    def measure(self, max_num_seqs: int) -> DraftingCosts | None:
+        return self._inner.measure(max_num_seqs)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=3)
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("deepseek_v3", tmp_path_factory.mktemp("deepseek"))
+
+
+@pytest.fixture(scope="module")
+def heads(
+    llama: Path, deepseek: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, dict[str, Any], Draft]]:
+    """By method, "-other" for another layout of its checkpoints: the target, keys of the config,
+    and the drafts that are expected."""
+    eagle, eagle3 = tmp_path_factory.mktemp("eagle"), tmp_path_factory.mktemp("eagle3")
+    others: list[tuple[str, Path, Draft]] = []
+    for name, is_other in itertools.product(("medusa", "mlp_speculator"), (False, True)):
+        folder = tmp_path_factory.mktemp(name)
+        draft = (
+            make_medusa(llama, folder, is_original=is_other)
+            if name == "medusa"
+            else make_mlp_speculator(llama, folder, is_tied=is_other)
+        )
+        others.append((f"{name}-other" if is_other else name, folder, draft))
+    return {
+        "eagle": (llama, {"model": str(eagle)}, make_eagle(llama, eagle)),
+        "eagle3": (llama, {"model": str(eagle3)}, make_eagle3(llama, eagle3, [0, 1, 2])),
+        "mtp": (deepseek, {}, add_mtp_layer(deepseek)),
+        **{name: (llama, {"model": str(path)}, draft) for name, path, draft in others},
+    }
+
+
+def drafts(method: str, **keys: Any) -> dict[str, Any]:
+    own = {
+        "method": method.removesuffix("-other"),
+        "num_speculative_tokens": DRAFTS,
+        "adaptive": False,
+        **keys,
+    }
+    return {"speculative_config": own}
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        *("eagle", "eagle3", "mtp", "medusa", "medusa-other"),
+        *("mlp_speculator", "mlp_speculator-other"),
+    ],
+)
+def test_drafts_are_those_of_dense_code_and_change_no_token(
+    method: str, heads: dict[str, tuple[Path, dict[str, Any], Draft]]
+) -> None:
+    target, keys, expected = heads[method]
+    plain, _ = run(target, MIXED)
+    kept: list[tuple[list[int], list[int]]] = []
+
+    with patch.object(
+        build, "select_proposer", lambda *given: Recorder(select_proposer(*given), kept)
+    ):
+        outputs, stats = run(target, MIXED, **drafts(method, **keys))
+
+    assert choices(outputs) == choices(plain)
+    assert stats.preemptions > 0
+    assert stats.spec_decode["num_draft_tokens"] > 100
+    checked = [one for one in kept if one[1]][::7]
+    assert len(checked) > 20
+    # The head's last position in a block has the token that follows: sequences that share a block
+    # and go on differently (n = 3, and prompts with one prefix) write theirs over each other.
+    wrong = [one for one in checked if one[1] != expected(one[0], len(one[1]))]
+    has_cache = method in ("eagle", "eagle3", "mtp")
+    assert len(wrong) <= (len(checked) // 7 if has_cache else 0)
+
+
+def test_the_compiled_decoder_gives_hidden_states(
+    llama: Path, heads: dict[str, tuple[Path, dict[str, Any], Draft]]
+) -> None:
+    # Without preemptions: a token computed again in a prompt is rounded differently.
+    roomy: dict[str, Any] = {**ROOMY, "dtype": "bfloat16", "max_num_batched_tokens": 512}
+    expected, _ = run(llama, **roomy)
+
+    outputs, stats = run(llama, **roomy, **drafts("eagle", **heads["eagle"][1]))
+
+    assert choices(outputs) == choices(expected)
+    assert stats.spec_decode["num_draft_tokens"] > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_tensor_parallel_ranks_draft_the_same(
+    method: str, heads: dict[str, tuple[Path, dict[str, Any], Draft]]
+) -> None:
+    target, keys, _ = heads[method]
+    plain, _ = run(target, MIXED)
+
+    outputs, stats = run(
+        target, MIXED, tensor_parallel_size=2, compare_ranks=True, **drafts(method, **keys)
+    )
+
+    assert choices(outputs) == choices(plain)
+    assert stats.spec_decode["num_draft_tokens"] > 100
+
+
+def test_heads_that_do_not_fit_end_the_start(
+    llama: Path, heads: dict[str, tuple[Path, dict[str, Any], Draft]], tmp_path: Path
+) -> None:
+    wide = make_tiny("llama", tmp_path / "wide", hidden_size=96, num_hidden_layers=1)
+    eagle, eagle3 = heads["eagle"][1], heads["eagle3"][1]
+    errors: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+        ("mtp", {}, ConfigError, "has no layer for it"),
+        ("eagle", {"model": str(llama)}, ConfigError, "has 3 layers, the method eagle has 1"),
+        ("eagle", {"model": str(wide)}, ConfigError, r"hidden_size of 96, and .* has 64"),
+        ("eagle", eagle3, EngineDied, "this model has no place for"),
+        ("eagle3", eagle, EngineDied, "are missing"),
+        (
+            "medusa",
+            {**heads["medusa"][1], "num_speculative_tokens": 4},
+            ConfigError,
+            "asks for 4 draft tokens, and",
+        ),
+        ("mlp_speculator", heads["medusa"][1], ConfigError, "has no emb_dim|emb_dim"),
+        ("medusa", heads["mlp_speculator"][1], EngineDied, "are missing"),
+    ]
+    for method, keys, error, match in errors:
+        with pytest.raises(error, match=match):
+            run(llama, **drafts(method, **keys))

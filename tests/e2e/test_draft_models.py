@@ -1,0 +1,155 @@
+"""Drafts of a second model against the same engine without: float32, greedy or seeded, with chunks,
+prefix hits, preemptions and requests that come and go."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drafting import MIXED, PROMPTS, ROOMY, SHAPE, choices, run
+from tiny_models import make_tiny
+
+from config.errors import ConfigError
+from config.params.sampling import SamplingParams
+from gaudiserve import LLM
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the same vocabulary, and otherwise unlike `folder`: its drafts are wrong."""
+    folder = tmp_path_factory.mktemp("other")
+    return make_tiny("qwen3", folder, hidden_size=32, num_hidden_layers=1)
+
+
+def drafts(drafter: Path, **keys: Any) -> dict[str, Any]:
+    method = {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": 4}
+    return {"speculative_config": {**method, "adaptive": False, **keys}}
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> list[Any]:
+    return choices(run(folder, MIXED)[0])
+
+
+def test_all_drafts_of_the_target_itself_are_accepted(folder: Path) -> None:
+    expected, _ = run(folder, **ROOMY)
+
+    outputs, stats = run(folder, **ROOMY, **drafts(folder))
+
+    counts = stats.spec_decode
+    assert choices(outputs) == choices(expected)
+    # But those behind the last token that was asked for.
+    assert counts["num_accepted_tokens"] == counts["num_draft_tokens"] > 100
+
+
+@pytest.mark.parametrize("drafter", ["folder", "other"])
+def test_drafts_of_a_model_change_no_token(
+    folder: Path, drafter: str, plain: list[Any], request: pytest.FixtureRequest
+) -> None:
+    outputs, stats = run(folder, MIXED, **drafts(request.getfixturevalue(drafter)))
+
+    assert choices(outputs) == plain
+    assert stats.preemptions > 0
+    assert stats.spec_decode["num_draft_tokens"] > 100
+
+
+def test_the_drafter_is_rolled_back_and_starts_again_after_preemptions(folder: Path) -> None:
+    expected, _ = run(folder)
+
+    outputs, stats = run(folder, **drafts(folder))
+
+    counts = stats.spec_decode
+    assert choices(outputs) == choices(expected)
+    assert stats.preemptions > 0
+    assert counts["num_accepted_tokens"] == counts["num_draft_tokens"] > 100
+
+
+def test_a_prefix_that_the_target_has_cached_is_computed_by_the_drafter(folder: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    one = SamplingParams(temperature=0, max_tokens=1)
+    flags = {**SHAPE, **ROOMY}
+    with LLM(str(folder), **flags) as llm:
+        expected = choices(llm.generate(PROMPTS, params, use_tqdm=False))
+
+    with LLM(str(folder), **flags, **drafts(folder)) as llm:
+        # These end before anything is drafted for them.
+        llm.generate(PROMPTS, one, use_tqdm=False)
+        before = llm._client.stats
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        stats = llm._client.stats
+
+    assert choices(outputs) == expected
+    assert before.spec_decode.get("num_draft_tokens", 0) == 0
+    counts = stats.spec_decode
+    assert counts["num_accepted_tokens"] == counts["num_draft_tokens"] > 40
+
+
+def test_the_compiled_decoder_drafts(folder: Path) -> None:
+    # Without preemptions: a token computed again in a prompt is rounded differently.
+    roomy: dict[str, Any] = {**ROOMY, "dtype": "bfloat16", "max_num_batched_tokens": 512}
+    expected, _ = run(folder, **roomy)
+
+    outputs, stats = run(folder, **roomy, **drafts(folder))
+
+    assert choices(outputs) == choices(expected)
+    assert stats.spec_decode["num_accepted_tokens"] > 100
+
+
+def test_a_drafter_as_slow_as_the_target_drafts_nothing(folder: Path) -> None:
+    expected, _ = run(folder, **ROOMY)
+
+    outputs, stats = run(folder, **ROOMY, **drafts(folder, adaptive=True))
+
+    assert choices(outputs) == choices(expected)
+    assert stats.spec_decode.get("num_draft_tokens", 0) < 20
+
+
+def test_a_drafter_with_a_short_context_stops_there(folder: Path) -> None:
+    expected, _ = run(folder, **ROOMY)
+
+    outputs, stats = run(folder, **ROOMY, **drafts(folder, max_model_len=40))
+
+    assert choices(outputs) == choices(expected)
+    counts = stats.spec_decode
+    assert counts["num_accepted_tokens"] == counts["num_draft_tokens"] > 0
+
+
+@pytest.mark.slow
+def test_tensor_parallel_ranks_draft_the_same(folder: Path, plain: list[Any]) -> None:
+    flags = {"tensor_parallel_size": 2, "compare_ranks": True}
+
+    outputs, stats = run(folder, MIXED, **flags, **drafts(folder, draft_tensor_parallel_size=2))
+
+    assert choices(outputs) == plain
+    assert stats.spec_decode["num_accepted_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "flags", "error"),
+    [
+        ({"model": "/no/such"}, {}, "model of --speculative-config: no such file or folder"),
+        ({"draft_tensor_parallel_size": 3}, {}, "is 3 and --tensor-parallel-size is 1"),
+        ({}, {"pipeline_parallel_size": 2}, "pipeline-parallel-size is 2"),
+    ],
+)
+def test_what_does_not_fit_ends_the_start(
+    folder: Path, keys: dict[str, Any], flags: dict[str, Any], error: str
+) -> None:
+    with pytest.raises(ConfigError, match=error):
+        run(folder, **flags, **drafts(folder, **keys))
+
+
+def test_another_vocabulary_ends_the_start(folder: Path, tmp_path: Path) -> None:
+    other = make_tiny("llama", tmp_path, vocab_size=400)
+
+    with pytest.raises(ConfigError, match=r"has 400 tokens in its vocabulary, and .* has 320"):
+        run(folder, **drafts(other))
+
+
+def test_other_devices_refuse_what_drafts_on_cpu_alone(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"draft_model, and the device is .*: the others draft"):
+        run(folder, device="hpu-emulator", dtype="bfloat16", **drafts(folder))
