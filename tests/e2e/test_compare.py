@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_start_is_skipped(tiny_model: str, tmp_path: Path) -> None:
     ours = [sys.executable, "-m", "gaudiserve", "serve", tiny_model, "--port={port}"]
     ours += ["--device=cpu", "--dtype=float32", "--max-num-seqs=64"]

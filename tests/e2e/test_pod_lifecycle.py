@@ -137,6 +137,7 @@ def test_a_pod_starts_serves_drains_and_ends_within_its_grace_period(
         live.close()
 
 
+@pytest.mark.slow
 def test_a_pod_that_outlasts_its_grace_period_is_killed_and_its_successor_starts(
     tiny_model: str, tmp_path: Path
 ) -> None:

@@ -63,7 +63,7 @@ def is_converting(live: LiveServer) -> bool:
         return False
 
 
-@pytest.mark.parametrize("api_servers", [1, 2])
+@pytest.mark.parametrize("api_servers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_port_answers_before_the_checkpoint_is_converted(
     source: Path, lock: IO[str], tmp_path: Path, api_servers: int
 ) -> None:

@@ -128,9 +128,8 @@ def test_tensor_parallel_ranks_divide_adapters(tmp_path: Path) -> None:
     check(tmp_path, base, {"one": one}, tensor_parallel_size=2, compare_ranks=True)
 
 
-@pytest.mark.parametrize(
-    "mode", ["hpu-graphs", pytest.param("torch-compile", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["hpu-graphs", "torch-compile"])
 def test_on_the_emulated_card(mode: str, tmp_path: Path) -> None:
     base = make_tiny("llama", tmp_path / "base")
     one = write_adapter(tmp_path / "one", base, seed=1)

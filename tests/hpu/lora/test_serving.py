@@ -82,7 +82,7 @@ def test_random_traffic_compiles_nothing(tmp_path: Path) -> None:
     assert not stats.lora_running and not stats.lora_waiting
 
 
-@pytest.mark.parametrize("device", ["cpu", "hpu-emulator"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("hpu-emulator", marks=pytest.mark.slow)])
 def test_encoders_have_adapters(device: str, tmp_path: Path) -> None:
     base = make_pooling("bert", tmp_path / "base")
     targets = ("query", "key", "value", "intermediate.dense", "output.dense")

@@ -286,10 +286,10 @@ def test_the_estimate_of_a_launch_has_the_experts_that_are_expanded_at_once(
     ("name", "generation", "by_outputs"),
     [
         ("fp8, blocks", "gaudi2", True),
-        ("fp8, blocks", "gaudi2", False),
-        ("fp8, static", "gaudi3", True),
+        pytest.param("fp8, blocks", "gaudi2", False, marks=pytest.mark.slow),
+        pytest.param("fp8, static", "gaudi3", True, marks=pytest.mark.slow),
         ("wna16", "gaudi3", True),
-        ("wna16, 8 bits", "gaudi2", True),
+        pytest.param("wna16, 8 bits", "gaudi2", True, marks=pytest.mark.slow),
         pytest.param("gptq, desc_act", "gaudi3", True, marks=pytest.mark.slow),
         pytest.param("awq", "gaudi2", True, marks=pytest.mark.slow),
         pytest.param("fp8", "gaudi2", True, marks=pytest.mark.slow),
