@@ -94,6 +94,41 @@ class RequestSampling(msgspec.Struct, frozen=True, array_like=True, omit_default
     """Whether every plan that samples the request brings a grammar bitmask for it."""
 
 
+class InputTensor(msgspec.Struct, array_like=True, gc=False):
+    """One tensor that the vision tower reads."""
+
+    name: str
+    """The tower's argument: pixel_values, image_sizes, image_grid_thw."""
+    dtype: str
+    """As torch names it: float32, int64."""
+    shape: tuple[int, ...]
+    data: memoryview
+    """Row by row, little-endian."""
+
+
+class ImagePlacement(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Where a request has an image. Those of a request are in the order of their offsets."""
+
+    content: bytes
+    """Hash of all that its embeddings depend on; equal images are encoded once."""
+    offset: int
+    """Its first token in the prompt."""
+    length: int
+    """Tokens from there to its last one. Those with the model's image token take the rows of its
+    embeddings, one after the other; the others are text, as the ends of rows are."""
+    grid: tuple[int, int, int] = (0, 0, 0)
+    """Time, height and width in tokens; for positions with three axes only."""
+
+
+class EncodedImage(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """An image for the vision tower."""
+
+    content: bytes
+    num_embeddings: int
+    """Rows that the tower makes of it."""
+    tensors: list[InputTensor]
+
+
 class NewRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """A request that starts at `req_index`, new or after a preemption."""
 
@@ -107,6 +142,7 @@ class NewRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     sampling: RequestSampling
     lora_slot: int = NO_SLOT
     """Of its adapter."""
+    images: list[ImagePlacement] = []
 
 
 class Text(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -181,6 +217,11 @@ class StepPlan(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, ta
     mask_counts: list[int] = []
     """Bitmasks of each of `masked_requests`: of its next token, and of those behind its first
     drafts (StepResult.drafts). Empty: one each."""
+    freed_images: list[bytes] = []
+    """Contents whose embeddings are dropped, before others are encoded."""
+    encoded_images: list[EncodedImage] = []
+    """Images to encode before the launches. Their embeddings stay until they are freed: a launch
+    has only tokens of images that were encoded before and not freed."""
 
 
 class GrammarMasks(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=9):
@@ -362,6 +403,8 @@ class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
     step need not wait for more; 0: a step takes as many as its budget allows."""
     ranks: list[RankFacts] = []
     """Of all workers of a group, by rank; the executor fills it in. Empty of one worker."""
+    encoder_cache_tokens: int = 0
+    """Rows of image embeddings that the worker keeps at most; 0: it takes no images."""
 
     def rank_facts(self, rank: int) -> RankFacts:
         """What this worker reports, as a part of a group."""

@@ -7,6 +7,7 @@ from config.errors import ConfigError
 from config.model.encoder import EncoderConfig
 from config.model.json_fields import Fields
 from config.model.moe import MoEConfig
+from config.model.multimodal.vision import VisionFacts
 from config.model.quantization.base import QuantizationConfig
 
 GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -130,6 +131,8 @@ class ModelConfig:
     that is not built in may share them, or have heads of several sizes."""
     is_text_part: bool = False
     """The files hold a model with images or audio, of which this is the text model."""
+    vision: VisionFacts | None = None
+    """Set if the model takes images."""
     fields: Fields = field(default=Fields({}, Path()), compare=False, repr=False)
     """config.json, for what only one family reads."""
     generation_defaults: dict[str, float] = field(default_factory=dict)

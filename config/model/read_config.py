@@ -26,8 +26,9 @@ from config.model.model_config import (
     RopeScaling,
 )
 from config.model.moe import MoEConfig, moe_config
+from config.model.multimodal.text_part import text_part
+from config.model.multimodal.vision import read_vision
 from config.model.quantization.registry import is_served, read_quantization
-from config.model.text_part import text_part
 
 _CLASS_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\Z")
 
@@ -54,7 +55,7 @@ def read_model_config(path: str, *, allow_quantized: bool = False) -> ModelConfi
         family = ARCHITECTURES.get(causal_name(facts.architecture))
         known = () if family is None else family.quantizations
         facts = replace(facts, quantization=read_quantization(fields, known))
-    return facts if part is None else replace(facts, is_text_part=True)
+    return facts if part is None else replace(facts, is_text_part=True, vision=read_vision(whole))
 
 
 def model_config_of(path: str, fields: Fields, generation: Fields) -> ModelConfig:

@@ -11,8 +11,8 @@ import msgspec
 from config.lora.adapter import LoRAInfo
 from config.params.pooling import PoolingFacts, PoolingParams
 from config.params.sampling import SamplingParams
+from hpu.protocol import EncodedImage, ImagePlacement, RankFacts
 from hpu.protocol import Logprobs as Logprobs
-from hpu.protocol import RankFacts
 
 FRONT_END_SHIFT = 48
 """A key is (front end index << 48) | (engine << 40) | serial number."""
@@ -64,6 +64,10 @@ class AddRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     is_continuation: bool = False
     """It continues a request that was accepted before (a beam with one more token): it is scheduled
     before all waiting requests."""
+    images: list[ImagePlacement] = []
+    """Their tokens are in the prompt."""
+    encoded_images: list[EncodedImage] = []
+    """What the vision tower needs of `images`, each content once."""
 
 
 class Abort(msgspec.Struct, array_like=True, gc=False, tag=2):

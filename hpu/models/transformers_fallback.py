@@ -27,7 +27,7 @@ from config.errors import ConfigError
 from config.model.architectures import ARCHITECTURES
 from config.model.json_fields import Fields, Json, read_json
 from config.model.model_config import MAX_LAYERS, ModelConfig, check_limits
-from config.model.text_part import text_part
+from config.model.multimodal.text_part import text_part
 from hpu.distributed.process_groups import SINGLE, ProcessGroup, shard_rank
 from hpu.layers.attention import AttentionKind, HeadShape
 from hpu.layers.attention_base import Shape

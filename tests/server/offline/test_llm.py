@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+import tqdm
 from tiny_models import make_tiny
 
 from config.errors import ConfigError, EngineDied, PromptTooLong, UserError
@@ -56,6 +57,12 @@ def test_a_model_that_generates_gives_no_vectors(llm: LLM) -> None:
 def our_threads() -> list[str]:
     names = [thread.name for thread in threading.enumerate()]
     return [name for name in names if name in ("llm", "engine")]
+
+
+def new_threads(before: set[threading.Thread]) -> list[str]:
+    """Names of those that were started since; without tqdm's monitor, which it never stops."""
+    started = set(threading.enumerate()) - before
+    return [thread.name for thread in started if not isinstance(thread, tqdm.TMonitor)]
 
 
 def test_prompts_of_every_form_are_completed_in_order(llm: LLM) -> None:
@@ -256,8 +263,8 @@ def test_a_checkpoint_without_tokenizer_is_served_by_ids(folder: Path, tmp_path:
 
 
 def test_after_closing_nothing_runs_and_calls_are_refused(folder: Path) -> None:
-    before = threading.active_count()
-    # Servers that other tests keep running are not ours to count.
+    # Threads and servers that other tests keep running are not ours to count.
+    before = set(threading.enumerate())
     children = set(psutil.Process().children(recursive=True))
     llm = LLM(str(folder), **SMALL)
     llm.generate("a", GREEDY)
@@ -267,7 +274,10 @@ def test_after_closing_nothing_runs_and_calls_are_refused(folder: Path) -> None:
 
     with pytest.raises(EngineDied):
         llm.generate("a", GREEDY)
-    assert threading.active_count() <= before
+    deadline = time.monotonic() + 10
+    while (left := new_threads(before)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert left == []
     assert set(psutil.Process().children(recursive=True)) <= children
 
 

@@ -1,0 +1,57 @@
+"""Facts of a model that takes images, as its config.json states them."""
+
+from dataclasses import dataclass
+
+from config.model.json_fields import Fields
+
+
+@dataclass(frozen=True, slots=True)
+class VisionFacts:
+    """What server, engine and worker have to agree on about images."""
+
+    architecture: str
+    """Of the whole model: LlavaForConditionalGeneration."""
+    model_type: str
+    """Of the whole model: llava."""
+    image_token_id: int
+    """Each token with this id takes one row of an image's embeddings."""
+    video_token_id: int | None = None
+    uses_mrope: bool = False
+    """Positions have three axes: time, height and width."""
+    whole_images: bool = False
+    """The tokens of an image see each other in both directions, so that one chunk of a prefill must
+    hold the rest of an image."""
+
+
+@dataclass(frozen=True, slots=True)
+class VisionFamily:
+    """What config.json does not say."""
+
+    uses_mrope: bool = False
+    whole_images: bool = False
+
+
+VISION_FAMILIES: dict[str, VisionFamily] = {}
+"""Architecture of a whole model -> its facts. Models that are not listed are served without
+images."""
+
+
+def read_vision(whole: Fields) -> VisionFacts | None:
+    """The facts in the config.json of a whole model; None if it is served without images.
+    ConfigError for a missing or wrong field."""
+    names = whole.raw.get("architectures")
+    if not isinstance(names, list) or len(names) != 1:
+        return None
+    family = VISION_FAMILIES.get(names[0]) if isinstance(names[0], str) else None
+    if family is None:
+        return None
+    old_name = "image_token_index"
+    token_id = whole.count("image_token_id" if "image_token_id" in whole.raw else old_name)
+    return VisionFacts(
+        architecture=names[0],
+        model_type=whole.get("model_type", str, ""),
+        image_token_id=token_id,
+        video_token_id=whole.get("video_token_id", int, None),
+        uses_mrope=family.uses_mrope,
+        whole_images=family.whole_images,
+    )
