@@ -26,6 +26,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 TESTS = Path(__file__).parent
 FIRST = ("hpu", "e2e")
+REPEATED_CASES = frozenset((TESTS / "repeated_cases.txt").read_text().splitlines())
 
 settings.register_profile("suite", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("suite")
@@ -37,7 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--crd-schemas", help="folder of schemas of custom resources for tests/deploy")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The folders with the longest files first: of two processes, none is left with a long file
     when the other has ended."""
 
@@ -47,6 +49,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return FIRST.index(parts[0]) if parts[0] in FIRST else len(FIRST) - (len(parts) == 1)
 
     items.sort(key=place)
+    missing = {line for line in REPEATED_CASES if not line.startswith("#")}
+    for item in items:
+        case = item.nodeid.removeprefix("tests/")
+        if case in missing:
+            missing.remove(case)
+            item.add_marker(pytest.mark.slow)
+    if missing and config.args_source == pytest.Config.ArgsSource.TESTPATHS:
+        raise pytest.UsageError(f"tests/repeated_cases.txt has cases that do not exist: {missing}")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -179,7 +179,7 @@ def grammars(tmp_path_factory: pytest.TempPathFactory) -> list[Grammar]:
     return [Grammar(form, vocabulary) for form in FORMS]
 
 
-@settings(PROFILE, max_examples=300)
+@settings(PROFILE, max_examples=180)
 @given(rigs, schedules)
 def test_every_request_gets_what_it_gets_alone(
     shape: dict[str, Any], schedule_moves: list[Move]
@@ -187,7 +187,7 @@ def test_every_request_gets_what_it_gets_alone(
     play(CoreRig(**shape), schedule_moves)
 
 
-@settings(PROFILE, max_examples=150)
+@settings(PROFILE, max_examples=90)
 @given(rigs, st.sampled_from([0, 2, 3]), st.sampled_from([0, 0, 23]), schedules)
 def test_steps_that_give_several_tokens_give_the_same_tokens(
     grammars: list[Grammar],

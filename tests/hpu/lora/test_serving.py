@@ -46,7 +46,7 @@ def test_random_traffic_compiles_nothing(tmp_path: Path) -> None:
     modules = [f"{name}={folder}" for name, folder in folders.items()]
     rng = random.Random(0)
     prompts, params, requests = [], [], []
-    for _ in range(60):
+    for _ in range(36):
         length = rng.randint(1, 40)
         prompts.append({"prompt_token_ids": [rng.randrange(4, 300) for _ in range(length)]})
         params.append(
