@@ -112,6 +112,17 @@ class ServerConfig:
         name="shutdown-timeout",
         minimum=0,
     )
+    resume: bool = setting(
+        True,
+        "Start an engine that died again, and go on with its requests: their clients notice a "
+        "pause. Without it the server ends",
+    )
+    max_engine_restarts: int = setting(
+        5,
+        "Restarts of an engine, each within a minute after the one before was ready, until the "
+        "server ends",
+        minimum=0,
+    )
     stream_interval: int = setting(1, "Tokens per streamed chunk", minimum=1)
     keep_alive_s: float = setting(
         0.0,

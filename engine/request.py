@@ -8,7 +8,7 @@ import msgspec
 
 from config.params.sampling import SamplingParams
 from engine.structured_output.grammar import Grammar, Guide
-from engine.transport.messages import FRONT_END_SHIFT, AddRequest
+from engine.transport.messages import FRONT_END_SHIFT, AddRequest, Resumption
 from hpu.protocol import NO_SLOT, TOKEN_BYTES, RequestSampling
 
 WAITING, RUNNING, PREEMPTED, FINISHED = range(4)
@@ -146,6 +146,8 @@ class Request:
         )
         self.num_prompt_logprobs = NEVER if params.prompt_logprobs is None else 0
         """Prompt positions whose log-probabilities were sent; NEVER when none were requested."""
+        if message.resumption is not None:
+            self._resume(message.resumption)
 
         self.num_preemptions = 0
         self.arrived_at = arrived_at
@@ -169,6 +171,16 @@ class Request:
         """Hashes of the blocks that it computes, for which other requests may wait."""
         self.last_step = -1
         """The last plan that contains it."""
+
+    def _resume(self, resumption: Resumption) -> None:
+        """Take over the tokens that another engine generated, as if it had been preempted."""
+        self.output_token_ids.frombytes(resumption.output)
+        self.num_tokens += len(self.output_token_ids)
+        if self.num_prompt_logprobs != NEVER:
+            self.num_prompt_logprobs = resumption.num_prompt_logprobs
+        if self.guide is not None:
+            for token in self.output_token_ids:
+                self.guide.advance(token)
 
     @property
     def num_output_tokens(self) -> int:

@@ -3,6 +3,7 @@ share."""
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -11,6 +12,7 @@ from config.lora.adapter import LoRAInfo
 from config.params.pooling import PoolingParams
 from config.params.sampling import SamplingParams
 from engine.client.output_queue import OutputRouter, QueueLimits, RequestOutputQueue
+from engine.client.resumer import Resumer
 from engine.transport.channels import HIGH_WATER
 from engine.transport.messages import (
     ENGINE_SHIFT,
@@ -38,6 +40,8 @@ CONTROL_TIMEOUT_S = 30.0
 SLOW_CONTROLS_S = {SLEEP: 600.0, WAKE_UP: 7200.0, LOAD_ADAPTER: 600.0}
 """Timeouts of the controls that move or read weights, or warm up."""
 
+RESTART_RETRY_S = 5
+
 NO_SAMPLING = SamplingParams()
 """Of a request that samples nothing."""
 
@@ -52,6 +56,25 @@ class Failure(NamedTuple):
     """The engine said it itself, and has logged it."""
     may_follow: bool = False
     """The end of another engine may be the cause."""
+
+
+class Pause(NamedTuple):
+    """The time without an engine."""
+
+    cause: Failure
+    num_requests: int
+    """Open ones, which go on."""
+    seconds: float
+
+
+class ResumptionObserver(Protocol):
+    """Is told of engines that die and are replaced."""
+
+    def engine_lost(self, client: "SingleEngineClient", num_poison: int) -> None:
+        """Its requests are kept, but for `num_poison` over which it died repeatedly."""
+
+    def engine_restored(self, client: "SingleEngineClient", pause: Pause) -> None:
+        """Its requests go on."""
 
 
 class EngineClient(Protocol):
@@ -81,6 +104,12 @@ class EngineClient(Protocol):
     @property
     def is_failure_logged(self) -> bool:
         """Whether the engine said itself why it failed; it has logged that too."""
+
+    @property
+    def lost(self) -> Failure | None:
+        """Why no engine runs, while one is started anew."""
+
+    def resume(self, observer: "ResumptionObserver") -> None: ...
 
     @property
     def stats(self) -> EngineStats:
@@ -133,6 +162,8 @@ class SingleEngineClient:
         """Whether the engine failed with a ConfigError."""
         self.is_failure_logged = False
         """Whether the engine said itself why it failed; it has logged that too."""
+        self.lost: Failure | None = None
+        """Why the engine died, while it is started anew."""
         self.stats = EngineStats()
         """The latest gauges and counters."""
         self.adapters: Mapping[str, LoRAInfo] = {}
@@ -144,6 +175,10 @@ class SingleEngineClient:
         """Set when the engine is ready or has failed."""
         first_key = (index << FRONT_END_SHIFT) | (engine << ENGINE_SHIFT)
         self._router = OutputRouter(first_key, limits)
+        self._resumer = Resumer(self._router, self._send)
+        self._resumption: ResumptionObserver | None = None
+        self._lost_at_s = 0.0
+        self._num_lost = 0
         self._unsent_aborts: list[int] = []
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_numbers = itertools.count(1)
@@ -177,6 +212,11 @@ class SingleEngineClient:
         """Call `observe` with the block hashes of every prompt that another front end sent to this
         engine."""
         self._on_prompt = observe
+
+    def resume(self, observer: "ResumptionObserver") -> None:
+        """From now on requests outlive the engine: when it dies they are kept, and sent again when
+        another one says Ready, until `fail` or `end` is called. Tells `observer`."""
+        self._resumption = observer
 
     def on_failure(self, decide: Callable[[int, Failure], None]) -> None:
         """Call `decide` with this engine's number and the reason when it is gone; it calls
@@ -216,7 +256,10 @@ class SingleEngineClient:
                 pooling=pooling,
                 is_continuation=is_continuation,
             )
-            sent = self._send(message)
+            if self._resumption is not None:
+                queue.message = message
+            # Without an engine it waits among those that are resumed.
+            sent = self.lost is not None or self._send(message)
         except (TypeError, ValueError) as error:
             self._router.discard(queue.key)
             raise UserError(f"the request cannot be encoded: {error}") from error
@@ -237,6 +280,8 @@ class SingleEngineClient:
         SLOW_CONTROLS_S), Overloaded before it is ready or when it has no room, EngineDied when it
         is gone."""
         self._check_ready()
+        if self.lost is not None:
+            raise self._restarting()
         timeout_s = SLOW_CONTROLS_S.get(name, CONTROL_TIMEOUT_S)
         call = next(self._call_numbers)
         answer = self._calls[call] = asyncio.get_running_loop().create_future()
@@ -267,6 +312,9 @@ class SingleEngineClient:
 
     def end(self, failure: Failure) -> None:
         """End all requests and calls. Only the first call counts."""
+        if self.lost is not None and self.lost.is_logged:
+            failure = self.lost
+        self.lost = None
         if self.failure is None:
             self.failure, self.is_misconfigured = failure.message, failure.is_config
             self.is_failure_logged = failure.is_logged
@@ -275,6 +323,50 @@ class SingleEngineClient:
         for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(EngineDied(failure.message))
+
+    def _lose(self, failure: Failure) -> None:
+        """The engine is gone: it ends all requests, unless another one may resume them."""
+        is_resumed = self._resumption is not None and not failure.is_config
+        if self.failure is not None or self.ready is None or not is_resumed:
+            self._fail(failure)
+            return
+        if self.lost is not None:
+            # Also the successor has died before it was ready; the first cause is shown.
+            return
+        assert self._resumption is not None
+        self.lost, self._lost_at_s = failure, time.monotonic()
+        self._resumer.withdraw()
+        num_poison = self._router.strike()
+        self._num_lost = sum(1 for _ in self._router.queues)
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(self._restarting())
+        self._resumption.engine_lost(self, num_poison)
+
+    def _restore(self) -> None:
+        """Another engine has taken the place of the one that died."""
+        assert self.lost is not None and self._resumption is not None
+        pause = Pause(self.lost, self._num_lost, time.monotonic() - self._lost_at_s)
+        self.lost = None
+        self._resumer.adopt(list(self._router.queues), self._router)
+        self._resumption.engine_restored(self, pause)
+
+    def adopt(self, other: "SingleEngineClient", queues: "Sequence[RequestOutputQueue]") -> None:
+        """Go on with open requests of `other`, whose engine has died."""
+        self._resumer.adopt(queues, other._router)
+
+    @property
+    def queues(self) -> "list[RequestOutputQueue]":
+        """Of the open requests, the first opened first."""
+        return list(self._router.queues)
+
+    def _restarting(self) -> Overloaded:
+        reason = "" if self.lost is None else f": {self.lost.message}"
+        return Overloaded(
+            f"The engine is being restarted{reason}.",
+            retry_after_s=RESTART_RETRY_S,
+            type="server_error",
+        )
 
     def _fail(self, failure: Failure) -> None:
         if self._on_failure is None:
@@ -291,6 +383,8 @@ class SingleEngineClient:
                     self._on_stats(message.stats)
             if self._unsent_aborts:
                 self._send_aborts()
+            if not self._resumer.is_done:
+                self._resumer.proceed()
         elif isinstance(message, Reply):
             self._answer(message)
         elif isinstance(message, Adapters):
@@ -300,8 +394,11 @@ class SingleEngineClient:
         elif isinstance(message, Ready):
             self.ready = message
             self._settled.set()
+            if self.lost is not None:
+                self._restore()
         elif isinstance(message, Failed):
-            self._fail(Failure(message.message, message.is_config, True, message.may_follow))
+            failure = Failure(message.message, message.is_config, True, message.may_follow)
+            (self._fail if message.is_stopped else self._lose)(failure)
         elif isinstance(message, PromptBlocks) and self._on_prompt is not None:
             self._on_prompt(message.hashes)
 

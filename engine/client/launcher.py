@@ -3,8 +3,10 @@
 import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 from config.data_parallel import DataParallelConfig
 from config.engine import EngineConfig
@@ -16,7 +18,7 @@ from config.loading.env import (
     runtime_environment,
 )
 from config.log import DEFAULT, LogConfig
-from engine.core.engine_process import EngineOrders, front_end_endpoint
+from engine.core.engine_process import EngineOrders, front_end_endpoint, ready_mark
 from engine.process.child_process import ChildProcess, exit_with_parent, python_command, read_orders
 from engine.transport.channels import SocketDirectory, new_token
 from hpu.host import usable_cores
@@ -36,6 +38,11 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 CPU_DEVICES = ("cpu", "hpu-emulator")
+
+STABLE_S = 60.0
+"""An engine that lived so long after it was ready may be restarted as often as a new one."""
+FIRST_WAIT_S, MAX_WAIT_S = 0.5, 30.0
+"""Before the second restart in a row, doubled with each one, and before any."""
 
 COUPLED_STOP_S = 2.0
 """How long an engine may take to stop after another one that it steps together with has ended."""
@@ -103,9 +110,26 @@ class EngineProcesses:
         log: LogConfig = DEFAULT,
         command: Sequence[str] | None = None,
         remote_token: str = "",
+        max_restarts: int = 0,
     ) -> None:
-        """Start them as `launch` does; `on_exit` gets the engine's number too."""
+        """Start them as `launch` does; `on_exit` gets the engine's number too. An engine that was
+        ready and ends is started again, if that did not happen `max_restarts` times in a row."""
         config = share_cores(config)
+        self._start = partial(
+            launch,
+            config,
+            directory,
+            num_front_ends,
+            token=token,
+            log=log,
+            command=command,
+            remote_token=remote_token,
+        )
+        self._directory = directory
+        self._max_restarts = 0 if config.num_coupled_engines > 1 else max_restarts
+        self._num_restarts: dict[int, int] = {}
+        """Of each engine, in a row."""
+        self._has_closed = threading.Event()
         self.are_coupled = config.num_coupled_engines > 1
         """Whether all end when one does."""
         self._on_exit = on_exit
@@ -115,17 +139,7 @@ class EngineProcesses:
         """By the engine's number."""
         try:
             for engine in range(first, first + config.data_parallel.num_local):
-                self.processes[engine] = launch(
-                    config,
-                    directory,
-                    num_front_ends,
-                    token=token,
-                    on_exit=partial(self._ended, engine),
-                    log=log,
-                    command=command,
-                    engine=engine,
-                    remote_token=remote_token,
-                )
+                self._launch(engine)
         except BaseException:
             self.close(0)
             raise
@@ -136,18 +150,60 @@ class EngineProcesses:
 
     def close(self, timeout_s: float) -> None:
         """Stop all at once and wait until they are gone; safe to call twice."""
+        self._has_closed.set()
         with self._closing:
             for process in self.processes.values():
                 process.stop()
             for process in self.processes.values():
                 process.close(timeout_s)
 
+    def _launch(self, engine: int) -> None:
+        self.processes[engine] = self._start(on_exit=partial(self._ended, engine), engine=engine)
+
     def _ended(self, engine: int, reason: str) -> None:
+        wait_s = self._restart_wait_s(engine)
+        if wait_s is not None:
+            # Not on this thread, which is the watcher of the one that has ended.
+            restart = partial(self._restart, engine, reason, wait_s)
+            threading.Thread(target=restart, daemon=True).start()
+            return
         self._on_exit(engine, reason)
         if self.are_coupled:
             # The others wait for its devices, some of them for ever. Not on this thread, which is
             # the watcher of the one that has ended.
             threading.Thread(target=self.close, args=(COUPLED_STOP_S,), daemon=True).start()
+
+    def _restart_wait_s(self, engine: int) -> float | None:
+        """How long to wait before the engine is started again; None if it is not."""
+        mark = Path(ready_mark(self._directory, engine))
+        try:
+            life_s = time.time() - mark.stat().st_mtime
+            mark.unlink()
+            if life_s > STABLE_S:
+                self._num_restarts[engine] = 0
+        except OSError:
+            # It was not ready. A start that failed would fail again, unless it was interrupted.
+            is_restart = self._num_restarts.get(engine, 0) > 0
+            if not is_restart or (self.processes[engine].poll() or 0) >= 0:
+                return None
+        number = self._num_restarts[engine] = self._num_restarts.get(engine, 0) + 1
+        if number > self._max_restarts:
+            return None
+        return 0.0 if number == 1 else min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** (number - 2))
+
+    def _restart(self, engine: int, reason: str, wait_s: float) -> None:
+        logger.error(
+            "%s: it is started again%s, restart %d of at most %d in a row",
+            reason,
+            f" in {wait_s:g} s" if wait_s else "",
+            self._num_restarts[engine],
+            self._max_restarts,
+        )
+        self._has_closed.wait(wait_s)
+        with self._closing:
+            if not self._has_closed.is_set():
+                self.processes[engine].close(0)
+                self._launch(engine)
 
 
 def share_cores(config: EngineConfig, num_cores: int | None = None) -> EngineConfig:

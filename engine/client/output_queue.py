@@ -3,12 +3,17 @@ engine."""
 
 import asyncio
 import itertools
+from array import array
+from collections.abc import Iterable
 
 import msgspec
 
 from config.errors import EngineDied, Overloaded
-from engine.transport.messages import Finish, StepOutput
-from hpu.protocol import Logprobs
+from engine.transport.messages import AddRequest, Finish, Resumption, StepOutput
+from hpu.protocol import TOKEN_BYTES, Logprobs
+
+MAX_STRIKES = 2
+"""So often an engine may die before a request got a token: then the request is the cause."""
 
 
 class Update(msgspec.Struct, gc=False):
@@ -28,12 +33,36 @@ class RequestOutputQueue:
     """The output of one request, for one reader. Unread updates are merged into one, so that a slow
     reader never has a backlog."""
 
-    __slots__ = ("_failure", "_reader", "_update", "key", "num_waiting_tokens")
+    __slots__ = (
+        "_failure",
+        "_num_prompt_logprobs",
+        "_num_resumed",
+        "_output",
+        "_reader",
+        "_update",
+        "has_started",
+        "key",
+        "message",
+        "num_strikes",
+        "num_waiting_tokens",
+    )
 
     def __init__(self, key: int, num_waiting_tokens: int) -> None:
         self.key = key
         self.num_waiting_tokens = num_waiting_tokens
         """Prompt tokens that wait to be scheduled; -1 once the request was scheduled."""
+        self.has_started = False
+        """Whether any engine has scheduled it."""
+        self.message: AddRequest | None = None
+        """As it was sent first; set if it can be resumed by another engine."""
+        self.num_strikes = 0
+        """Engines that died, one after the other, while they computed its next token."""
+        self._output = array("I")
+        """Its tokens, and the prompt positions with log-probabilities; counted if there is a
+        message."""
+        self._num_prompt_logprobs = 0
+        self._num_resumed = (0, 0)
+        """What it had of both when it was sent to its engine."""
         self._update: Update | None = None
         self._failure: str | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -62,6 +91,29 @@ class RequestOutputQueue:
         """Make `get` raise EngineDied once everything was read."""
         self._failure = message
         self._wake_reader()
+
+    def add_tokens(self, tokens: list[int]) -> None:
+        """Add sampled tokens to the unread update."""
+        self.unread().tokens += tokens
+        if self.message is not None:
+            self._output.extend(tokens)
+
+    def add_prompt_logprobs(self, logprobs: Logprobs) -> None:
+        """Add some positions to the unread update."""
+        self.unread().prompt_logprobs.append(logprobs)
+        self._num_prompt_logprobs += logprobs.ranks.nbytes // TOKEN_BYTES
+
+    @property
+    def has_gained(self) -> bool:
+        """Whether its engine has given it anything."""
+        return (len(self._output), self._num_prompt_logprobs) != self._num_resumed
+
+    def resumed_message(self) -> AddRequest:
+        """What another engine has to be sent, under the key that it has now."""
+        assert self.message is not None, f"request {self.key} cannot be resumed"
+        self._num_resumed = len(self._output), self._num_prompt_logprobs
+        resumption = Resumption(memoryview(self._output.tobytes()), self._num_prompt_logprobs)
+        return msgspec.structs.replace(self.message, key=self.key, resumption=resumption)
 
     def _wake_reader(self) -> None:
         if self._reader is not None:
@@ -128,10 +180,12 @@ class OutputRouter:
         for key, num_cached in zip(output.started, output.started_cached, strict=True):
             if (queue := queues.get(key)) is not None:
                 self._leave_waiting(queue)
-                queue.unread().num_cached_tokens = num_cached
+                if not queue.has_started:
+                    queue.has_started = True
+                    queue.unread().num_cached_tokens = num_cached
         for key, prompt_logprobs in output.prompt_logprobs:
             if (queue := queues.get(key)) is not None:
-                queue.unread().prompt_logprobs.append(prompt_logprobs)
+                queue.add_prompt_logprobs(prompt_logprobs)
         for key, logprobs in output.logprobs:
             if (queue := queues.get(key)) is not None:
                 queue.unread().logprobs.append(logprobs)
@@ -145,7 +199,7 @@ class OutputRouter:
             if (queue := queues.get(key)) is not None:
                 if queue.num_waiting_tokens >= 0:
                     self._leave_waiting(queue)
-                queue.unread().tokens += tokens[start:end]
+                queue.add_tokens(tokens[start:end])
             start = end
         for finish in output.finished:
             if (queue := self._close(finish.key)) is not None:
@@ -161,6 +215,53 @@ class OutputRouter:
     def discard(self, key: int) -> None:
         """Undo `open` for a request that could not be sent."""
         self._close(key)
+
+    @property
+    def queues(self) -> Iterable[RequestOutputQueue]:
+        """Those that are open, the first opened first."""
+        return self._queues.values()
+
+    def is_open(self, queue: RequestOutputQueue) -> bool:
+        """Whether it is one of these, and has not ended."""
+        return self._queues.get(queue.key) is queue
+
+    def finish(self, queue: RequestOutputQueue, error: str) -> None:
+        """End an open queue with an error."""
+        self._close(queue.key)
+        queue.unread().finish = Finish(queue.key, "error", error=error)
+
+    def strike(self) -> int:
+        """The engine has died: count it against the requests that it had started and given
+        nothing, and end those that have MAX_STRIKES. Returns their number."""
+        poison = []
+        for queue in self._queues.values():
+            if queue.has_gained:
+                queue.num_strikes = 0
+            elif queue.num_waiting_tokens < 0:
+                queue.num_strikes += 1
+                if queue.num_strikes >= MAX_STRIKES:
+                    poison.append(queue)
+        for queue in poison:
+            self.finish(
+                queue,
+                f"the engine died {queue.num_strikes} times while it computed this request, which "
+                "is not tried again",
+            )
+        return len(poison)
+
+    def move(self, queue: RequestOutputQueue, other: "OutputRouter") -> None:
+        """Give an open queue, which waits from now on, to `other` or to this router, with a new
+        key: what a dead engine said of the old one is dropped."""
+        del self._queues[queue.key]
+        if queue.num_waiting_tokens < 0:
+            assert queue.message is not None, f"request {queue.key} cannot be resumed"
+            queue.num_waiting_tokens = queue.message.prompt.nbytes // TOKEN_BYTES
+            self._limits.enter(queue.num_waiting_tokens, is_continuation=True)
+        else:
+            self.num_waiting_tokens -= queue.num_waiting_tokens
+        other.num_waiting_tokens += queue.num_waiting_tokens
+        queue.key = next(other._keys)
+        other._queues[queue.key] = queue
 
     def fail(self, message: str) -> None:
         """End every queue with EngineDied."""

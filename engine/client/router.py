@@ -12,7 +12,13 @@ from config.errors import EngineDied
 from config.lora.adapter import LoRAInfo
 from config.params.pooling import PoolingParams
 from config.params.sampling import SamplingParams
-from engine.client.base import NO_SAMPLING, Failure, SingleEngineClient
+from engine.client.base import (
+    NO_SAMPLING,
+    Failure,
+    Pause,
+    ResumptionObserver,
+    SingleEngineClient,
+)
 from engine.client.common_end import CommonEnd
 from engine.client.output_queue import RequestOutputQueue
 from engine.kv_cache.prefix_hashes import block_hashes
@@ -153,6 +159,7 @@ class RouterClient:
         self._num_routed = [0] * len(engines)
         self._ready: Ready | None = None
         self._stats = EngineStats()
+        self._observer: ResumptionObserver | None = None
         self._stats_of: list[EngineStats] = []
         """What `_stats` is the sum of."""
         for engine, prefixes in zip(engines, self._prefixes, strict=True):
@@ -167,6 +174,14 @@ class RouterClient:
     def living(self) -> list[SingleEngineClient]:
         """The engines that have not failed."""
         return [engine for engine in self._engines if engine.failure is None]
+
+    @property
+    def lost(self) -> Failure | None:
+        """Why the last engine that ran has died; None while one runs, or none is started anew."""
+        living = self.living
+        if any(engine.lost is None for engine in living):
+            return None
+        return next((engine.lost for engine in living), None)
 
     @property
     def ready(self) -> Ready | None:
@@ -231,6 +246,34 @@ class RouterClient:
             if all(name in one and one[name].content == info.content for one in others)
         }
 
+    def resume(self, observer: ResumptionObserver) -> None:
+        """Requests of an engine that dies go on in another one, at once; if none is left, when an
+        engine was started anew. Tells `observer`."""
+        self._observer = observer
+        for engine in self._engines:
+            engine.resume(self)
+
+    def engine_lost(self, client: SingleEngineClient, num_poison: int) -> None:
+        """Its requests go on in other engines."""
+        assert self._observer is not None
+        self._observer.engine_lost(client, num_poison)
+        self._prefixes[client.engine].clear()
+        for queue in client.queues:
+            self._hand_over(client, queue)
+
+    def engine_restored(self, client: SingleEngineClient, pause: Pause) -> None:
+        """It takes requests again."""
+        assert self._observer is not None
+        self._observer.engine_restored(client, pause)
+
+    def _hand_over(self, client: SingleEngineClient, queue: RequestOutputQueue) -> None:
+        message = queue.message
+        assert message is not None, f"request {queue.key} cannot be resumed"
+        engine, _, hashes = self._route(message.prompt, message.cache_salt, message.adapter)
+        if engine.lost is None and engine.failure is None:
+            engine.adopt(client, [queue])
+            self._prefixes[engine.engine].add(hashes)
+
     async def start(self) -> None:
         for engine in self._engines:
             await engine.start()
@@ -291,7 +334,8 @@ class RouterClient:
     async def control(self, name: str, **arguments: Any) -> Any:
         """Like SingleEngineClient.control, for all living engines: `combined` of their answers.
         Raises the first error, once all have answered."""
-        living = self.living or list(self._engines)
+        living = [one for one in self.living if one.lost is None]
+        living = living or self.living or list(self._engines)
         calls = (engine.control(name, **arguments) for engine in living)
         answers = await asyncio.gather(*calls, return_exceptions=True)
         values = [one for one in answers if not isinstance(one, BaseException)]
@@ -316,7 +360,8 @@ class RouterClient:
     ) -> tuple[SingleEngineClient, str, list[bytes]]:
         """The engine for a prompt, the reason, and the hashes of the prompt's blocks."""
         ready = self.ready
-        engines = [one for one in self.living if one.stats.sleep == AWAKE] or self.living
+        running = [one for one in self.living if one.lost is None] or self.living
+        engines = [one for one in running if one.stats.sleep == AWAKE] or running
         if ready is None or not engines:
             # Its `add` raises.
             starting = (one for one in self._engines if one.ready is None)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from engine.client.base import SingleEngineClient
+from engine.client.base import Failure, SingleEngineClient
 from engine.client.output_queue import QueueLimits
 from engine.transport.channels import RouterSocket, ZmqContext, rejection_warning
 from engine.transport.messages import FromEngine, Hello, Ready, ToEngine
@@ -40,9 +40,9 @@ class ZmqClient(SingleEngineClient):
 
     async def start(self) -> None:
         """Listen for the engine. Raises ConfigError when the address cannot be taken."""
-        self._socket = self._context.bind_router(
-            self._endpoint, FromEngine, num_peers=SOCKETS_PER_ENGINE
-        )
+        # Once its engine has connected nobody else may, unless that may die and have a successor.
+        num_peers = SOCKETS_PER_ENGINE if self._resumption is None else 0
+        self._socket = self._context.bind_router(self._endpoint, FromEngine, num_peers=num_peers)
         self._socket.listen(self._receive_from, self._on_disconnect, self._reject)
 
     def on_rejected_peer(self, observe: Callable[[], None]) -> None:
@@ -80,6 +80,10 @@ class ZmqClient(SingleEngineClient):
         self._on_rejected_peer()
 
     def _on_disconnect(self) -> None:
-        asyncio.get_running_loop().call_later(
-            DISCONNECT_GRACE_S, self.fail, "the engine has disconnected"
-        )
+        failure = Failure("the engine has disconnected")
+        if self._resumption is None:
+            asyncio.get_running_loop().call_later(DISCONNECT_GRACE_S, self._lose, failure)
+            return
+        # A successor that connects has to say Hello and Ready again.
+        self._engine = self._early_ready = None
+        self._lose(failure)

@@ -83,15 +83,19 @@ class EngineCore:
         clock: Callable[[], float],
         on_progress: Callable[[WarmupProgress], None] = lambda progress: None,
         *,
+        on_start: Callable[[list[tuple[int, StepOutput]]], None] | None = None,
         engine: int = 0,
         coupled: CoupledSteps | None = None,
         adapters: Iterable[LoRAInfo] = (),
     ) -> None:
         """`adapters` are served from the start. `on_progress` is called during warm-ups after a
-        sleep. `engine` is its number among the engines of a server, which step together if there is
+        sleep. `on_start` gets the messages about requests that start, before their
+        first plan is submitted: if that ends the process, the front ends know which they were.
+        `engine` is its number among the engines of a server, which step together if there is
         `coupled`."""
         scheduler = config.scheduler
         self._executor = executor
+        self._on_start = on_start
         self._clock = clock
         self._coupled = coupled
         self._max_inflight = config.max_inflight_steps
@@ -270,7 +274,8 @@ class EngineCore:
     def _admission_error(self, message: AddRequest) -> str | None:
         error = admission_error(message, self._limits, None if self._pooling else self._kv)
         num_waiting = len(self._scheduler.waiting)
-        if error is None and num_waiting >= self._max_queue_len:
+        is_new = message.resumption is None
+        if error is None and is_new and num_waiting >= self._max_queue_len:
             error = f"{num_waiting} requests wait, at most {self._max_queue_len} may"
         return error
 
@@ -308,7 +313,8 @@ class EngineCore:
 
     def _serves_adapter(self, message: AddRequest) -> bool:
         return self._lora is not None and self._lora.serves(
-            message.adapter, is_continuation=message.is_continuation
+            message.adapter,
+            is_continuation=message.is_continuation or message.resumption is not None,
         )
 
     def _register_adapter(self, info: LoRAInfo) -> None:
@@ -429,6 +435,8 @@ class EngineCore:
             output = self._scheduler.schedule(self._step)
             if output.started or output.failed:
                 self._report_scheduled(output)
+                if self._on_start is not None and not self._inflight:
+                    self._on_start(self._take_messages())
             if self._coupled is not None and (output.plan is not None or self._is_called):
                 output.plan = self._share(output, self._coupled)
             if output.plan is not None:

@@ -34,7 +34,7 @@ from engine.transport.channels import (
     ZmqContext,
     endpoint,
 )
-from engine.transport.messages import Failed, FromEngine, Hello, ToEngine
+from engine.transport.messages import Failed, FromEngine, Hello, Ready, ToEngine
 from hpu.protocol import SINGLE_RANK, Ranks
 
 logger = logging.getLogger(__name__)
@@ -140,6 +140,11 @@ def _remote_endpoint(index: int, engine: int, data_parallel: DataParallelConfig)
     return f"tcp://{data_parallel.data_parallel_address}:{port}"
 
 
+def ready_mark(directory: str, engine: int) -> str:
+    """The file that exists once an engine was ready."""
+    return str(Path(directory, f"e{engine}.ready"))
+
+
 def main() -> None:
     """The entry of an engine's process."""
     sys.exit(run(read_orders(EngineOrders), make_executor))
@@ -168,7 +173,7 @@ def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
     executor: Executor | None = None
     hub: StepHub | None = None
     group: HubClient | None = None
-    code, failed = 0, Failed(orders.engine, "the engine was told to stop")
+    code, failed = 0, Failed(orders.engine, "the engine was told to stop", is_stopped=True)
     try:
         try:
             if orders.config.num_coupled_engines > 1:
@@ -225,6 +230,7 @@ class MessageSender:
             context.connect_dealer(orders.endpoint(index), f"{orders.engine}.out", ToEngine)
             for index in range(orders.num_front_ends)
         ]
+        self._ready_mark = Path(ready_mark(orders.directory, orders.engine))
         # Reentrant: the main thread, interrupted by STOP with the lock, sends Failed.
         self._lock = threading.RLock()
         self.on_error: Callable[[BaseException], None] = lambda error: None
@@ -233,6 +239,8 @@ class MessageSender:
     def put(self, front_end: int | None, message: FromEngine) -> None:
         """Send to one front end, or to all (None). May be called from any thread."""
         try:
+            if isinstance(message, Ready):
+                self._ready_mark.touch()
             with self._lock:
                 to = range(len(self._sockets)) if front_end is None else (front_end,)
                 for index in to:

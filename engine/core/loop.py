@@ -140,7 +140,7 @@ class EngineLoop:
             return
         max_waiting = self._config.scheduler.max_queue_len
         num_waiting = self._inbox.qsize() + len(self._compiling)
-        if num_waiting >= max_waiting:
+        if num_waiting >= max_waiting and message.resumption is None:
             self._reject(message, f"{num_waiting} requests wait, at most {max_waiting} may")
             return
         hashes: list[bytes] = []
@@ -272,6 +272,7 @@ class EngineLoop:
             table,
             time.monotonic,
             on_progress=self._report,
+            on_start=self._emit_all,
             engine=self._engine,
             coupled=self._coupled,
             adapters=adapters,
@@ -293,8 +294,11 @@ class EngineLoop:
                 total = len(worker.buckets) + worker.num_later
                 self._emit(None, Progress(self._engine, LATER, total - num_later, total))
             self._process_inbox(core)
-            for front_end, tokens in core.step():
-                self._emit(front_end, tokens)
+            self._emit_all(core.step())
+
+    def _emit_all(self, messages: list[tuple[int, StepOutput]]) -> None:
+        for front_end, message in messages:
+            self._emit(front_end, message)
 
     def _report(self, progress: WarmupProgress) -> None:
         self.check_stop()

@@ -2,6 +2,7 @@
 noticed. LocalLauncher: as child processes on this host."""
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from engine.executors.worker_main import WorkerOrders
@@ -89,6 +90,8 @@ class LocalLauncher:
         self._environment = environment
 
     def place(self, num_workers: int) -> list[Ranks]:
+        # Ranks of an engine that died have met there.
+        Path(self._directory, "ranks").unlink(missing_ok=True)
         return [
             self._first._replace(
                 world_size=num_workers,

@@ -45,6 +45,15 @@ ASLEEP = ("weights_offloaded", "discard_all")
 """Levels 1 and 2, as in vLLM's metric."""
 
 
+class Resumption(msgspec.Struct, array_like=True, gc=False):
+    """What a request had received from an engine that died; another one goes on behind it."""
+
+    output: memoryview
+    """Its tokens, uint32, little-endian."""
+    num_prompt_logprobs: int = 0
+    """Prompt positions whose log-probabilities it has."""
+
+
 class AddRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=1):
     """One sequence to generate (a request with n choices sends n, with derived seeds)."""
 
@@ -68,6 +77,8 @@ class AddRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     """Their tokens are in the prompt."""
     encoded_images: list[EncodedImage] = []
     """What the vision tower needs of `images`, each content once."""
+    resumption: Resumption | None = None
+    """It was accepted by an engine that died: it is exempt from the limit on waiting requests."""
 
 
 class Abort(msgspec.Struct, array_like=True, gc=False, tag=2):
@@ -268,6 +279,8 @@ class Failed(msgspec.Struct, array_like=True, gc=False, tag=9):
     """It is a ConfigError."""
     may_follow: bool = False
     """Where engines share experts, the end of another engine may be the cause."""
+    is_stopped: bool = False
+    """It was told to stop."""
 
 
 class PromptBlocks(msgspec.Struct, array_like=True, gc=False, tag=10):

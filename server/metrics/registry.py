@@ -22,6 +22,7 @@ ENGINE = "0"
 REJECTIONS = ("queue_full", "not_ready")
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 
+PAUSE_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1200.0)
 HTTP_S = (0.005, 0.025, 0.1, 0.5, 1.0, 2.5, 10.0, 60.0, 600.0)
 
 OPENMETRICS = "application/openmetrics-text"
@@ -49,6 +50,7 @@ class Metrics:
     ) -> None:
         """`index` is that of this API server."""
         self._model_name = model_name
+        self._is_first = index == 0
         self._shared = None if shared_folder is None else SharedSnapshots(shared_folder, index)
         self._registry = Registry()
         self._engines = EngineCollector(client, model_name)
@@ -56,6 +58,7 @@ class Metrics:
         self.requests = [RequestMetrics(self._registry, model_name, engine) for engine in engines]
         """By the engine that has the request."""
         self._add_counters(engines)
+        self._add_restarts(engines)
         http_labels = ("handler", "method", "status")
         self._http_requests = self._registry.counter(
             "http_requests", "HTTP requests by route template.", http_labels
@@ -90,6 +93,43 @@ class Metrics:
             for engine in engines
             for reason in REASONS
         }
+
+    def _add_restarts(self, engines: Iterable[int]) -> None:
+        def counters(name: str, text: str) -> list[Counter]:
+            family = self._registry.counter(name, text, LABELS)
+            return [family.labels(self._model_name, str(engine)) for engine in engines]
+
+        self._restarts = counters(
+            "gaudiserve:engine_restarts", "Engines that took the place of one that died."
+        )
+        self._resumed = counters(
+            "gaudiserve:resumed_requests", "Sequences that went on after their engine had died."
+        )
+        self._poison = counters(
+            "gaudiserve:poison_requests",
+            "Sequences ended since an engine died over them twice.",
+        )
+        pauses = self._registry.histogram(
+            "gaudiserve:engine_pause_seconds",
+            "From an engine's death until its successor took requests.",
+            LABELS,
+            PAUSE_S,
+        )
+        self._pauses = [pauses.labels(self._model_name, str(engine)) for engine in engines]
+
+    def engine_lost(self, engine: int, num_poison: int) -> None:
+        """Count the sequences that were ended since engines died over them."""
+        self._poison[engine].inc(num_poison)
+
+    def requests_resumed(self, engine: int, count: int) -> None:
+        """Count sequences that go on; `engine` is the one that died."""
+        self._resumed[engine].inc(count)
+
+    def engine_restored(self, engine: int, seconds: float) -> None:
+        """Count a restart. All API servers see each of them, the first one counts it."""
+        if self._is_first:
+            self._restarts[engine].inc()
+            self._pauses[engine].observe(seconds)
 
     def add_sizes(self, max_model_len: int) -> None:
         """Add the histograms whose buckets end at the context length, once that is known."""

@@ -10,6 +10,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import cast
 
 import msgspec
@@ -23,7 +24,7 @@ from config.malloc import map_large_blocks
 from config.model.read_config import read_model_config
 from config.server import ServerConfig
 from config.version import VERSION
-from engine.client.base import EngineClient
+from engine.client.base import EngineClient, Pause, SingleEngineClient
 from engine.client.output_queue import QueueLimits
 from engine.client.router import RouterClient
 from engine.client.zmq import ZmqClient
@@ -87,6 +88,8 @@ class ApiServerArgs(msgspec.Struct, frozen=True):
     """Engines of other hosts present it."""
     download_path: str | None = None
     """File with the supervisor's DownloadProgress, if there are several API servers."""
+    end_paths: tuple[str, ...] = ()
+    """The file of each engine that exists, and says why, once the supervisor has given it up."""
 
 
 class UvicornServer(uvicorn.Server):
@@ -138,6 +141,8 @@ class ApiServer:
             )
         self._lost: set[int] = set()
         """Engines that have died and were logged."""
+        if config.resume and args.engine.num_coupled_engines == 1:
+            self._client.resume(self)
         names = config.served_model_names or (args.engine.model,)
         metrics = Metrics(
             self._client, names[0], shared_folder=args.metrics_folder, index=args.index
@@ -181,8 +186,34 @@ class ApiServer:
         self._stopping.set()
 
     def fail(self, engine: int, reason: str) -> None:
-        """An engine has died. Call on the event loop's thread."""
+        """An engine has died, and none takes its place. Call on the event loop's thread."""
         self._client.engines[engine].fail(reason)
+
+    def engine_lost(self, client: SingleEngineClient, num_poison: int) -> None:
+        """Count it; the launcher logs it."""
+        self.state.metrics.engine_lost(client.engine, num_poison)
+        if num_poison:
+            logger.error(
+                "%d requests are ended and not tried again: the engine died over them", num_poison
+            )
+        others = [one for one in self._client.engines if one.lost is None and one.failure is None]
+        if others:
+            count = len(client.queues)
+            self.state.metrics.requests_resumed(client.engine, count)
+            logger.warning("%d requests of engine %d go on in others", count, client.engine)
+
+    def engine_restored(self, client: SingleEngineClient, pause: Pause) -> None:
+        """Count and log it."""
+        metrics, count = self.state.metrics, len(client.queues)
+        metrics.requests_resumed(client.engine, count)
+        metrics.engine_restored(client.engine, pause.seconds)
+        logger.warning(
+            "%s is back after %.1f s and goes on with %d requests: %s",
+            "the engine" if len(self._client.engines) == 1 else f"engine {client.engine}",
+            pause.seconds,
+            count,
+            pause.cause.message,
+        )
 
     def on_download(self, progress: DownloadProgress | Exception) -> None:
         """Progress, end or failure of the model download. Call on the event loop's thread."""
@@ -318,6 +349,7 @@ class ApiServer:
                     logger.info("%s", line)
             if self._client.failure is not None:
                 return await self._end_without_engine()
+            self._end_lost_engines()
             self._log_lost_engines()
             if opening.done() and (error := opening.exception()) is not None:
                 if isinstance(error, EngineDied):
@@ -342,6 +374,13 @@ class ApiServer:
                 self.state.metrics.publish()
             except OSError:
                 failed.add()
+
+    def _end_lost_engines(self) -> None:
+        """End those of which the supervisor says that nothing takes their place."""
+        for path, engine in zip(self._args.end_paths, self._client.engines, strict=False):
+            if engine.lost is not None:
+                with contextlib.suppress(OSError):
+                    engine.fail(Path(path).read_text())
 
     def _log_lost_engines(self) -> None:
         """One line for each engine that has died while others go on; the supervisor of several API

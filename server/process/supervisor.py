@@ -180,6 +180,7 @@ def _serve_in_process(
                     ),
                     log=server_config.log,
                     remote_token=remote_token(engine_config.data_parallel),
+                    max_restarts=max_restarts(server_config),
                 )
             )
 
@@ -193,6 +194,11 @@ def _serve_in_process(
         for processes in engines:
             processes.close(ENGINE_STOP_S)
     return code
+
+
+def max_restarts(config: ServerConfig) -> int:
+    """Of an engine, in a row."""
+    return config.max_engine_restarts if config.resume else 0
 
 
 def remote_token(parallel: DataParallelConfig) -> str:
@@ -228,6 +234,10 @@ class Supervisor:
         self._directory = directory
         self._token = token
         self._download_path = str(Path(directory, "checkpoint.json"))
+        self._end_paths = tuple(
+            str(Path(directory, f"e{engine}.ended"))
+            for engine in range(engine_config.data_parallel.data_parallel_size)
+        )
         self._created = int(time.time())
         self._engines: EngineProcesses | None = None
         # Bounded: one event per signal, one per child that exits, one for the checkpoint.
@@ -275,10 +285,18 @@ class Supervisor:
             self._directory,
             self._config.api_server_count,
             token=self._token,
-            on_exit=lambda engine, reason: self._events.put(EngineExit(engine, reason)),
+            on_exit=self._engine_ended,
             log=self._config.log,
             remote_token=remote_token(self._engine_config.data_parallel),
+            max_restarts=max_restarts(self._config),
         )
+
+    def _engine_ended(self, engine: int, reason: str) -> None:
+        """Tell the API servers, which keep its requests, and this process."""
+        path = Path(self._end_paths[engine])
+        path.with_suffix(".new").write_text(reason)
+        path.with_suffix(".new").rename(path)
+        self._events.put(EngineExit(engine, reason))
 
     def _start_api_server(self, index: int) -> ChildProcess:
         metrics_folder = Path(self._directory, "metrics")
@@ -294,6 +312,7 @@ class Supervisor:
             peer_socket_paths(self._directory, self._config.api_server_count),
             remote_token(self._engine_config.data_parallel),
             self._download_path,
+            self._end_paths,
         )
         return ChildProcess(
             f"API server {index}",

@@ -109,11 +109,13 @@ class AppState:
 
     @property
     def status(self) -> str:
-        """ready, starting, sleeping, draining or failed."""
+        """ready, starting, restarting, sleeping, draining or failed."""
         if self.client.failure is not None:
             return "failed"
         if self.is_draining:
             return "draining"
+        if self.client.lost is not None:
+            return "restarting"
         if self.client.stats.sleep != AWAKE:
             return "sleeping"
         return "ready" if self.pipeline is not None else "starting"
