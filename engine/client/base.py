@@ -343,6 +343,12 @@ class SingleEngineClient:
                 answer.set_exception(self._restarting())
         self._resumption.engine_lost(self, num_poison)
 
+    def name_cause(self, message: str) -> None:
+        """The engine's process ended in this way, and another one is started in its place."""
+        self._lose(Failure(message))
+        if self.lost is not None and not self.lost.is_logged:
+            self.lost = Failure(message)
+
     def _restore(self) -> None:
         """Another engine has taken the place of the one that died."""
         assert self.lost is not None and self._resumption is not None

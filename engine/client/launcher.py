@@ -111,9 +111,11 @@ class EngineProcesses:
         command: Sequence[str] | None = None,
         remote_token: str = "",
         max_restarts: int = 0,
+        on_restart: Callable[[int, str], None] = lambda engine, reason: None,
     ) -> None:
         """Start them as `launch` does; `on_exit` gets the engine's number too. An engine that was
-        ready and ends is started again, if that did not happen `max_restarts` times in a row."""
+        ready and ends is started again, if that did not happen `max_restarts` times in a row, and
+        `on_restart` gets the same."""
         config = share_cores(config)
         self._start = partial(
             launch,
@@ -126,6 +128,7 @@ class EngineProcesses:
             remote_token=remote_token,
         )
         self._directory = directory
+        self._on_restart = on_restart
         self._max_restarts = 0 if config.num_coupled_engines > 1 else max_restarts
         self._num_restarts: dict[int, int] = {}
         """Of each engine, in a row."""
@@ -163,6 +166,7 @@ class EngineProcesses:
     def _ended(self, engine: int, reason: str) -> None:
         wait_s = self._restart_wait_s(engine)
         if wait_s is not None:
+            self._on_restart(engine, reason)
             # Not on this thread, which is the watcher of the one that has ended.
             restart = partial(self._restart, engine, reason, wait_s)
             threading.Thread(target=restart, daemon=True).start()

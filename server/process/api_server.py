@@ -189,6 +189,11 @@ class ApiServer:
         """An engine has died, and none takes its place. Call on the event loop's thread."""
         self._client.engines[engine].fail(reason)
 
+    def name_cause(self, engine: int, reason: str) -> None:
+        """An engine has died in this way, and another one is started. Call on the event loop's
+        thread."""
+        self._client.engines[engine].name_cause(reason)
+
     def engine_lost(self, client: SingleEngineClient, num_poison: int) -> None:
         """Count it; the launcher logs it."""
         self.state.metrics.engine_lost(client.engine, num_poison)

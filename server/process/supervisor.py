@@ -181,6 +181,9 @@ def _serve_in_process(
                     log=server_config.log,
                     remote_token=remote_token(engine_config.data_parallel),
                     max_restarts=max_restarts(server_config),
+                    on_restart=lambda engine, reason: _call_on_loop(
+                        loop, partial(api_server.name_cause, engine), reason
+                    ),
                 )
             )
 
