@@ -2,6 +2,7 @@
 share."""
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -179,6 +180,8 @@ class SingleEngineClient:
         self._resumption: ResumptionObserver | None = None
         self._lost_at_s = 0.0
         self._num_lost = 0
+        self._lost_adapters: dict[str, LoRAInfo] = {}
+        self._reloading: asyncio.Task[None] | None = None
         self._unsent_aborts: list[int] = []
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_numbers = itertools.count(1)
@@ -282,6 +285,9 @@ class SingleEngineClient:
         self._check_ready()
         if self.lost is not None:
             raise self._restarting()
+        return await self._call(name, arguments)
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> Any:
         timeout_s = SLOW_CONTROLS_S.get(name, CONTROL_TIMEOUT_S)
         call = next(self._call_numbers)
         answer = self._calls[call] = asyncio.get_running_loop().create_future()
@@ -336,8 +342,9 @@ class SingleEngineClient:
         assert self._resumption is not None
         self.lost, self._lost_at_s = failure, time.monotonic()
         self._resumer.withdraw()
-        num_poison = self._router.strike()
+        num_poison = self._router.suspect()
         self._num_lost = sum(1 for _ in self._router.queues)
+        self._lost_adapters = dict(self.adapters)
         for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(self._restarting())
@@ -349,9 +356,26 @@ class SingleEngineClient:
         if self.lost is not None and not self.lost.is_logged:
             self.lost = Failure(message)
 
+    def _reload_adapters(self) -> None:
+        """Load the adapters that the engine that died had loaded while it ran, then restore."""
+        missing = [one for name, one in self._lost_adapters.items() if name not in self.adapters]
+
+        async def reload() -> None:
+            for one in missing:
+                # Another front end may have loaded it; requests that need one that is gone are told.
+                with contextlib.suppress(UserError, RequestFailed, Overloaded):
+                    await self._call(LOAD_ADAPTER, {"adapter": (one.name, one.path, one.parent)})
+            self._restore()
+
+        if missing:
+            self._reloading = asyncio.ensure_future(reload())
+        else:
+            self._restore()
+
     def _restore(self) -> None:
         """Another engine has taken the place of the one that died."""
-        assert self.lost is not None and self._resumption is not None
+        if self.lost is None or self._resumption is None:
+            return
         pause = Pause(self.lost, self._num_lost, time.monotonic() - self._lost_at_s)
         self.lost = None
         self._resumer.adopt(list(self._router.queues), self._router)
@@ -401,7 +425,7 @@ class SingleEngineClient:
             self.ready = message
             self._settled.set()
             if self.lost is not None:
-                self._restore()
+                self._reload_adapters()
         elif isinstance(message, Failed):
             failure = Failure(message.message, message.is_config, True, message.may_follow)
             (self._fail if message.is_stopped else self._lose)(failure)

@@ -12,8 +12,9 @@ from config.errors import EngineDied, Overloaded
 from engine.transport.messages import AddRequest, Finish, Resumption, StepOutput
 from hpu.protocol import TOKEN_BYTES, Logprobs
 
-MAX_STRIKES = 2
-"""So often an engine may die before a request got a token: then the request is the cause."""
+MAX_DEATHS = 2
+"""So often an engine may die while it computes the next token of this request and of no other whose
+next token it has not computed before: then the request is the cause."""
 
 
 class Update(msgspec.Struct, gc=False):
@@ -41,9 +42,10 @@ class RequestOutputQueue:
         "_reader",
         "_update",
         "has_started",
+        "is_suspect",
         "key",
         "message",
-        "num_strikes",
+        "num_deaths",
         "num_waiting_tokens",
     )
 
@@ -55,8 +57,10 @@ class RequestOutputQueue:
         """Whether any engine has scheduled it."""
         self.message: AddRequest | None = None
         """As it was sent first; set if it can be resumed by another engine."""
-        self.num_strikes = 0
-        """Engines that died, one after the other, while they computed its next token."""
+        self.is_suspect = False
+        """Whether its engine died while it computed its next token."""
+        self.num_deaths = 0
+        """How often in a row it was the only such request."""
         self._output = array("I")
         """Its tokens, and the prompt positions with log-probabilities; counted if there is a
         message."""
@@ -230,24 +234,28 @@ class OutputRouter:
         self._close(queue.key)
         queue.unread().finish = Finish(queue.key, "error", error=error)
 
-    def strike(self) -> int:
-        """The engine has died: count it against the requests that it had started and given
-        nothing, and end those that have MAX_STRIKES. Returns their number."""
-        poison = []
+    def suspect(self) -> int:
+        """The engine has died: suspect the requests that it had started and given nothing, and end
+        those of MAX_DEATHS. Returns their number."""
+        suspects = []
         for queue in self._queues.values():
             if queue.has_gained:
-                queue.num_strikes = 0
+                queue.is_suspect, queue.num_deaths = False, 0
             elif queue.num_waiting_tokens < 0:
-                queue.num_strikes += 1
-                if queue.num_strikes >= MAX_STRIKES:
-                    poison.append(queue)
-        for queue in poison:
-            self.finish(
-                queue,
-                f"the engine died {queue.num_strikes} times while it computed this request, which "
-                "is not tried again",
-            )
-        return len(poison)
+                queue.is_suspect = True
+                suspects.append(queue)
+        if len(suspects) != 1:
+            return 0
+        (queue,) = suspects
+        queue.num_deaths += 1
+        if queue.num_deaths < MAX_DEATHS:
+            return 0
+        self.finish(
+            queue,
+            f"the engine died {queue.num_deaths} times while it computed this request, which is "
+            "not tried again",
+        )
+        return 1
 
     def move(self, queue: RequestOutputQueue, other: "OutputRouter") -> None:
         """Give an open queue, which waits from now on, to `other` or to this router, with a new

@@ -25,7 +25,7 @@ class Resumer:
         """Send the open requests of a dead engine's router, `before`."""
         for queue in queues:
             before.move(queue, self._router)
-            (self._suspects if queue.num_strikes else self._unsent).append(queue)
+            (self._suspects if queue.is_suspect else self._unsent).append(queue)
         self.proceed()
 
     def withdraw(self) -> None:

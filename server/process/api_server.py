@@ -92,6 +92,13 @@ class ApiServerArgs(msgspec.Struct, frozen=True):
     """The file of each engine that exists, and says why, once the supervisor has given it up."""
 
 
+def resumes(engine: EngineConfig, server: ServerConfig) -> bool:
+    """Whether requests outlive their engine. Not those of engines that step together, which end
+    together, nor with engines of other hosts, which are started there."""
+    is_alone = engine.num_coupled_engines == 1 and not engine.data_parallel.num_remote
+    return server.resume and is_alone
+
+
 class UvicornServer(uvicorn.Server):
     """Leaves signals to ApiServer: uvicorn's own handlers close the port first, but a server that
     drains must still answer its probes."""
@@ -141,7 +148,7 @@ class ApiServer:
             )
         self._lost: set[int] = set()
         """Engines that have died and were logged."""
-        if config.resume and args.engine.num_coupled_engines == 1:
+        if resumes(args.engine, config):
             self._client.resume(self)
         names = config.served_model_names or (args.engine.model,)
         metrics = Metrics(

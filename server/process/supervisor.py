@@ -45,6 +45,7 @@ from server.process.api_server import (
     WRONG_SETTING,
     ApiServer,
     ApiServerArgs,
+    resumes,
 )
 from server.process.listening import bind, bind_path, bind_port, remove_path
 from server.process.model_download import (
@@ -180,7 +181,7 @@ def _serve_in_process(
                     ),
                     log=server_config.log,
                     remote_token=remote_token(engine_config.data_parallel),
-                    max_restarts=max_restarts(server_config),
+                    max_restarts=max_restarts(engine_config, server_config),
                     on_restart=lambda engine, reason: _call_on_loop(
                         loop, partial(api_server.name_cause, engine), reason
                     ),
@@ -199,9 +200,9 @@ def _serve_in_process(
     return code
 
 
-def max_restarts(config: ServerConfig) -> int:
+def max_restarts(engine: EngineConfig, server: ServerConfig) -> int:
     """Of an engine, in a row."""
-    return config.max_engine_restarts if config.resume else 0
+    return server.max_engine_restarts if resumes(engine, server) else 0
 
 
 def remote_token(parallel: DataParallelConfig) -> str:
@@ -291,7 +292,7 @@ class Supervisor:
             on_exit=self._engine_ended,
             log=self._config.log,
             remote_token=remote_token(self._engine_config.data_parallel),
-            max_restarts=max_restarts(self._config),
+            max_restarts=max_restarts(self._engine_config, self._config),
         )
 
     def _engine_ended(self, engine: int, reason: str) -> None:

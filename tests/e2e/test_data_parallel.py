@@ -13,7 +13,14 @@ import httpx
 import pytest
 from live import LiveServer, alive, children_of, command_of, free_port, running
 
-FLAGS = ("--served-model-name=tiny", "--dtype=float32", "-dp", "2", "--num-threads=1")
+FLAGS = (
+    "--served-model-name=tiny",
+    "--dtype=float32",
+    "-dp",
+    "2",
+    "--num-threads=1",
+    "--no-resume",
+)
 TRACE = "trace.json"
 LONG = {"model": "tiny", "max_tokens": 1000, "ignore_eos": True, "stream": True}
 

@@ -14,7 +14,7 @@ import pytest
 from live import LiveServer, alive, children_of, cpu_seconds, running, workers_of
 
 LONG = {"model": "tiny", "prompt": "go", "max_tokens": 1900, "ignore_eos": True, "stream": True}
-FLAGS = ("--served-model-name=tiny", "--dtype=float32")
+FLAGS = ("--served-model-name=tiny", "--dtype=float32", "--no-resume")
 
 
 @pytest.fixture(params=[pytest.param("uni", marks=pytest.mark.slow), "mp"])

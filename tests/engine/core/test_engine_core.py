@@ -14,7 +14,7 @@ from config.errors import UserError
 from config.params.sampling import SamplingParams
 from engine.core.engine_core import EngineCore
 from engine.scheduling.scheduler import RESERVED_STEPS
-from engine.transport.messages import AddRequest
+from engine.transport.messages import AddRequest, Resumption
 
 LONG = {"max_tokens": 30, "ignore_eos": True}
 
@@ -428,3 +428,23 @@ def test_what_warm_up_counted_is_known_before_the_first_step() -> None:
     stats = core.stats()
 
     assert (stats.graphs, stats.compilations) == (4, {"decode.warmup": 4})
+
+
+def test_a_request_of_a_dead_engine_goes_on_behind_its_tokens() -> None:
+    whole, prompt = CoreRig(), [5, 6, 7, 8, 9]
+    fields = {"max_tokens": 12, "ignore_eos": True, "logprobs": 1, "prompt_logprobs": 0}
+    whole.add(1, prompt, **fields)
+    whole.run()
+    tokens = whole.tokens(1)
+
+    for count in range(len(tokens)):
+        rig = CoreRig()
+        output = Resumption(raw(tokens[:count]), 2)
+        rig.ledger.open(1)
+        params = SamplingParams(temperature=0.0, **fields)
+        rig.send(AddRequest(1, raw(prompt), params, resumption=output))
+        rig.run()
+        request = rig.ledger.requests[1]
+        assert request.tokens == request.logprob_ids == tokens[count:]
+        assert request.scored == prompt[3:]
+        assert rig.reason(1) == "length"

@@ -1,0 +1,136 @@
+"""Streams outlive their engine: clients read what they would have read without its death."""
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from live import LiveServer, running, workers_of
+from twins import content_of, differences, requests_of_every_kind
+
+FLAGS = ("--served-model-name=tiny", "--dtype=float32", "--max-engine-restarts=1000")
+IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+
+
+@pytest.fixture(scope="module")
+def live(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with running(tiny_model, tmp_path_factory.mktemp("resume") / "log", *FLAGS) as server:
+        yield server
+
+
+async def answers_of(live: LiveServer, asks: list[tuple[str, dict[str, Any]]]) -> list[bytes]:
+    """All at once."""
+    limits = httpx.Limits(max_connections=len(asks))
+    async with httpx.AsyncClient(base_url=live.url, timeout=300, limits=limits) as http:
+
+        async def ask(path: str, body: dict[str, Any]) -> bytes:
+            answer = await http.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            return answer.content
+
+        return await asyncio.gather(*(ask(path, body) for path, body in asks))
+
+
+def engine_of(live: LiveServer) -> int:
+    return live.find("engine.core.engine_process")
+
+
+def values(live: LiveServer, *names: str) -> float:
+    lines = live.ask("/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(names))
+
+
+async def until(check: Any, timeout_s: float = 60) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not await asyncio.to_thread(check):
+        assert time.monotonic() < end_s
+        await asyncio.sleep(0.02)
+
+
+async def killed_while(live: LiveServer, asks: list[Any], moments: list[float]) -> list[bytes]:
+    """The answers, while the engine is killed so many seconds after it was ready each time."""
+    answering = asyncio.ensure_future(answers_of(live, asks))
+    for moment_s in moments:
+        await until(lambda: live.ask("/ready").status_code == 200)
+        await asyncio.sleep(moment_s)
+        if answering.done():
+            break
+        os.kill(engine_of(live), signal.SIGKILL)
+        # The next one must not be mistaken for this.
+        await until(lambda: live.ask("/ready").status_code == 503)
+    return await answering
+
+
+async def test_every_kind_of_stream_goes_on_behind_a_killed_engine(live: LiveServer) -> None:
+    asks = requests_of_every_kind(1, 700)
+    expected = [content_of(raw) for raw in await answers_of(live, asks)]
+    before = values(live, "gaudiserve:resumed_requests_total")
+
+    found = await killed_while(live, asks, [0.5, 0.4])
+
+    for raw, content in zip(found, expected, strict=True):
+        assert differences(content_of(raw), content) == []
+    assert values(live, "gaudiserve:resumed_requests_total") - before > 6
+    assert values(live, "gaudiserve:engine_restarts_total") == 2
+    await until(lambda: values(live, *IDLE) == 0)
+    assert live.text().count("is back after") == 2
+
+
+async def test_while_an_engine_starts_again_requests_wait_and_probes_tell(live: LiveServer) -> None:
+    body = {"prompt": "hello", "max_tokens": 5, "temperature": 0}
+    expected = live.ask("/v1/completions", body).json()["choices"]
+
+    os.kill(engine_of(live), signal.SIGKILL)
+
+    await until(lambda: live.ask("/ready").status_code == 503)
+    assert live.ask("/health").status_code == 200
+    ready = live.ask("/ready")
+    assert "being restarted" in ready.json()["error"]["message"] and ready.headers["retry-after"]
+    assert live.ask("/v1/completions", body).json()["choices"] == expected
+    assert live.ask("/ready").status_code == 200
+
+
+def test_a_server_without_restarts_left_ends(tiny_model: str, tmp_path: Path) -> None:
+    flags = (*FLAGS[:2], "--max-engine-restarts=1", "--executor=mp", "--api-server-count=2")
+    with running(tiny_model, tmp_path / "log", *flags) as live:
+        os.kill(workers_of(engine_of(live))[-1], signal.SIGKILL)
+        deadline_s = time.monotonic() + 60
+        while "is back after" not in live.text():
+            assert time.monotonic() < deadline_s, live.text()
+            time.sleep(0.05)
+
+        os.kill(engine_of(live), signal.SIGKILL)
+
+        assert live.wait_exit(20) == 1
+        assert live.leftovers() == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("engines", [1, 2])
+async def test_a_hundred_kills_lose_and_repeat_no_token(
+    demo_model: str, tmp_path: Path, engines: int
+) -> None:
+    rng = random.Random(0)
+    flags = (*FLAGS, "--max-model-len=1024", f"--data-parallel-size={engines}")
+    num_kills = 0
+    with running(demo_model, tmp_path / "log", *flags) as live:
+        while num_kills < 100:
+            asks = [ask for i in range(4) for ask in requests_of_every_kind(num_kills + i, 60)]
+            asks = asks[:32]
+            expected = [content_of(raw) for raw in await answers_of(live, asks)]
+            moments = [rng.uniform(0, 4) for _ in range(10)]
+            before = values(live, "gaudiserve:engine_restarts_total")
+            found = await killed_while(live, asks, moments)
+            for raw, content in zip(found, expected, strict=True):
+                assert differences(content_of(raw), content) == []
+            await until(lambda: live.ask("/ready").status_code == 200)
+            num_kills += int(values(live, "gaudiserve:engine_restarts_total") - before)
+        await until(lambda: values(live, *IDLE) == 0)
+        assert values(live, "gaudiserve:poison_requests_total") == 0
