@@ -123,6 +123,13 @@ class ServerConfig:
         "server ends",
         minimum=0,
     )
+    engine_timeout_s: float = setting(
+        600.0,
+        "Seconds without any news from an engine that has requests until it is killed, and started "
+        "again as with --resume; 0: no limit",
+        name="engine-timeout",
+        minimum=0,
+    )
     stream_interval: int = setting(1, "Tokens per streamed chunk", minimum=1)
     keep_alive_s: float = setting(
         0.0,

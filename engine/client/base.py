@@ -176,6 +176,9 @@ class SingleEngineClient:
         """Set when the engine is ready or has failed."""
         first_key = (index << FRONT_END_SHIFT) | (engine << ENGINE_SHIFT)
         self._router = OutputRouter(first_key, limits)
+        self._heard_at_s = 0.0
+        self.pid = 0
+        """Of the engine's process, on its host; 0 if it has not said."""
         self._resumer = Resumer(self._router, self._send)
         self._resumption: ResumptionObserver | None = None
         self._lost_at_s = 0.0
@@ -194,6 +197,11 @@ class SingleEngineClient:
     def num_waiting_tokens(self) -> int:
         """Prompt tokens that this front end sent to the engine and that wait to be scheduled."""
         return self._router.num_waiting_tokens
+
+    def silent_s(self) -> float:
+        """How long an engine with open requests has said nothing; 0 without requests."""
+        is_waiting = self.ready is not None and self.lost is None and not self._router.is_empty
+        return time.monotonic() - self._heard_at_s if is_waiting else 0.0
 
     async def start(self) -> None:
         """Start or await the engine; `wait_ready` waits for the end of its start-up."""
@@ -246,6 +254,8 @@ class SingleEngineClient:
         UserError for what cannot be encoded. Does not wait."""
         self._check_ready()
         tokens = memoryview(prompt).cast("B")
+        if self._router.is_empty:
+            self._heard_at_s = time.monotonic()
         queue = self._router.open(tokens.nbytes // TOKEN_BYTES, is_continuation=is_continuation)
         try:
             message = AddRequest(
@@ -362,7 +372,7 @@ class SingleEngineClient:
 
         async def reload() -> None:
             for one in missing:
-                # Another front end may have loaded it; requests that need one that is gone are told.
+                # Another front end may have loaded it; who needs one that is gone is told.
                 with contextlib.suppress(UserError, RequestFailed, Overloaded):
                     await self._call(LOAD_ADAPTER, {"adapter": (one.name, one.path, one.parent)})
             self._restore()
@@ -405,6 +415,7 @@ class SingleEngineClient:
             self._on_failure(self.engine, failure)
 
     def _receive(self, message: FromEngine) -> None:
+        self._heard_at_s = time.monotonic()
         if isinstance(message, StepOutput):
             self._router.deliver(message)
             if message.stats is not None:

@@ -225,6 +225,10 @@ class OutputRouter:
         """Those that are open, the first opened first."""
         return self._queues.values()
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._queues
+
     def is_open(self, queue: RequestOutputQueue) -> bool:
         """Whether it is one of these, and has not ended."""
         return self._queues.get(queue.key) is queue

@@ -66,7 +66,7 @@ class ZmqClient(SingleEngineClient):
     def _receive_from(self, peer: bytes, message: FromEngine) -> None:
         if isinstance(message, Hello):
             # The engine sends Hello on the socket that it receives on; the other one only sends.
-            self._engine = peer
+            self._engine, self.pid = peer, message.pid
         elif isinstance(message, Ready):
             self._early_ready = message
         else:

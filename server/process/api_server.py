@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import socket
 import ssl
@@ -361,6 +362,7 @@ class ApiServer:
                     logger.info("%s", line)
             if self._client.failure is not None:
                 return await self._end_without_engine()
+            self._kill_silent_engines()
             self._end_lost_engines()
             self._log_lost_engines()
             if opening.done() and (error := opening.exception()) is not None:
@@ -386,6 +388,19 @@ class ApiServer:
                 self.state.metrics.publish()
             except OSError:
                 failed.add()
+
+    def _kill_silent_engines(self) -> None:
+        limit_s, parallel = self.state.config.engine_timeout_s, self._args.engine.data_parallel
+        for engine in self._client.engines[: parallel.num_local]:
+            if limit_s and engine.pid and engine.silent_s() > limit_s:
+                logger.error(
+                    "engine %d has said nothing for %g s, it is killed (--engine-timeout)",
+                    engine.engine,
+                    limit_s,
+                )
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(engine.pid, signal.SIGKILL)
+                engine.pid = 0
 
     def _end_lost_engines(self) -> None:
         """End those of which the supervisor says that nothing takes their place."""

@@ -96,6 +96,24 @@ async def test_while_an_engine_starts_again_requests_wait_and_probes_tell(live: 
     assert live.ask("/ready").status_code == 200
 
 
+async def test_an_engine_that_hangs_is_killed_and_its_requests_go_on(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    with running(tiny_model, tmp_path / "log", *FLAGS, "--engine-timeout=2") as live:
+        asks = requests_of_every_kind(2, 300)[:3]
+        expected = [content_of(raw) for raw in await answers_of(live, asks)]
+        engine = engine_of(live)
+        await asyncio.sleep(2.2)  # idle for longer is no hang
+        assert engine_of(live) == engine
+
+        os.kill(engine, signal.SIGSTOP)
+        found = await answers_of(live, asks)
+
+        for raw, content in zip(found, expected, strict=True):
+            assert differences(content_of(raw), content) == []
+        assert "has said nothing for 2 s" in live.text() and engine_of(live) != engine
+
+
 def test_a_server_without_restarts_left_ends(tiny_model: str, tmp_path: Path) -> None:
     flags = (*FLAGS[:2], "--max-engine-restarts=1", "--executor=mp", "--api-server-count=2")
     with running(tiny_model, tmp_path / "log", *flags) as live:

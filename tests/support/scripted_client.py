@@ -12,7 +12,7 @@ from config.errors import EngineDied, Overloaded
 from config.lora.adapter import LoRAInfo
 from config.params.pooling import PoolingFacts, PoolingParams
 from config.params.sampling import SamplingParams
-from engine.client.base import NO_SAMPLING
+from engine.client.base import NO_SAMPLING, Failure
 from engine.client.output_queue import Update
 from engine.transport.messages import EngineStats, Finish, Progress, Ready
 from hpu.protocol import Logprobs
@@ -127,6 +127,7 @@ class ScriptedClient:
         self.engine = 0
         self.engines = (self,)
         self.failure: str | None = None
+        self.lost: Failure | None = None
         self.stats = EngineStats()
         self.adapters: dict[str, LoRAInfo] = {}
         self.queues: list[ScriptedQueue] = []
