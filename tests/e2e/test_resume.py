@@ -68,11 +68,11 @@ async def killed_while(live: LiveServer, asks: list[Any], moments: list[float]) 
 
 
 async def test_every_kind_of_stream_goes_on_behind_a_killed_engine(live: LiveServer) -> None:
-    asks = requests_of_every_kind(1, 700)
+    asks = requests_of_every_kind(1, 400)
     expected = [content_of(raw) for raw in await answers_of(live, asks)]
     before = values(live, "gaudiserve:resumed_requests_total")
 
-    found = await killed_while(live, asks, [0.5, 0.4])
+    found = await killed_while(live, asks, [0.3, 0.3])
 
     for raw, content in zip(found, expected, strict=True):
         assert differences(content_of(raw), content) == []
@@ -96,6 +96,7 @@ async def test_while_an_engine_starts_again_requests_wait_and_probes_tell(live: 
     assert live.ask("/ready").status_code == 200
 
 
+@pytest.mark.slow
 async def test_an_engine_that_hangs_is_killed_and_its_requests_go_on(
     tiny_model: str, tmp_path: Path
 ) -> None:
