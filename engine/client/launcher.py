@@ -207,7 +207,10 @@ class EngineProcesses:
         with self._closing:
             if not self._has_closed.is_set():
                 self.processes[engine].close(0)
-                self._launch(engine)
+                try:
+                    self._launch(engine)
+                except Exception as error:
+                    self._on_exit(engine, f"{reason}, and cannot be started again: {error}")
 
 
 def share_cores(config: EngineConfig, num_cores: int | None = None) -> EngineConfig:

@@ -102,7 +102,7 @@ def _readiness(state: AppState) -> Response:
     answer: dict[str, Any] = {"status": "ready"}
     engines = state.client.engines
     if len(engines) > 1:
-        num_alive = sum(engine.failure is None for engine in engines)
+        num_alive = sum(engine.failure is None and engine.lost is None for engine in engines)
         answer["engines"] = f"{num_alive} of {len(engines)}"
     ranks = [
         {"engine": engine.engine, **msgspec.structs.asdict(rank)}

@@ -119,11 +119,11 @@ class _EngineMetrics:
 
     def collect(self) -> Iterator[Metric]:
         engine, stats = self._engine, self._engine.stats
-        if engine.failure is not None:
+        if engine.failure is not None or engine.lost is not None:
             stats = msgspec.structs.replace(
                 stats, running=0, waiting=0, oldest_waiting_s=0.0, blocks_used=0
             )
-        is_up = engine.ready is not None and engine.failure is None
+        is_up = engine.ready is not None and engine.failure is None and engine.lost is None
         yield self._gauge(
             "gaudiserve:engine_up", "1 while the engine takes requests, 0 once it died.", is_up
         )

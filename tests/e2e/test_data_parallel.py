@@ -7,7 +7,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -226,3 +228,31 @@ def test_an_engine_of_another_host_serves_and_ends_with_its_server(
         assert remote.wait_exit(10) == 1
         assert live.ask("/v1/completions", body).status_code == 200
         assert "engine 1 is gone, 1 of 2 go on: the engine has disconnected" in live.text()
+
+
+def test_other_engines_go_on_with_the_requests_of_one_that_dies(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    flags = [flag for flag in FLAGS if flag != "--no-resume"]
+    with running(tiny_model, tmp_path / "log", *flags) as live:
+        asks = [{"model": "tiny", "prompt": f"{i}", "max_tokens": 300, "seed": i} for i in range(4)]
+        asks = [{**body, "ignore_eos": True, "stream": True} for body in asks]
+        with ThreadPoolExecutor(len(asks)) as threads:
+            expected = list(threads.map(lambda body: text_of(live, body), asks))
+            answering = threads.map(lambda body: text_of(live, body), asks)
+            wait_for(lambda: sum(series(live, "vllm:num_requests_running").values()) == 4, 10)
+            os.kill(engines_of(live)[0], signal.SIGKILL)
+            wait_for(lambda: live.ask("/ready").json().get("engines") == "1 of 2", 5)
+            found = list(answering)
+
+        assert found == expected
+        assert sum(series(live, "gaudiserve:resumed_requests_total").values()) > 0
+        wait_for(lambda: live.ask("/ready").json().get("engines") == "2 of 2", 60)
+        assert live.ask("/health").status_code == 200
+
+
+def text_of(live: LiveServer, body: dict[str, Any]) -> str:
+    lines = live.http.post("/v1/completions", json=body).text.splitlines()
+    assert "data: [DONE]" in lines[-2:], lines[-3:]
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    return "".join(choice["text"] for event in events for choice in event["choices"])
