@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -11,11 +10,12 @@ from torch import Tensor
 
 from hpu.backends.base import Event
 from hpu.protocol import Launch, Logprobs, StepResult
-from hpu.runner.batch_state import Tokens
+from hpu.runner.batch_state import Integers, Tokens
 from hpu.runner.input_buffers import InputBuffers
 from hpu.runner.sampler_graphs import SamplerGraph
+from hpu.sampling.draft_rows import NO_TOKEN
 from hpu.sampling.logprobs import TopLogprobs, unpack
-from hpu.spec_decode.device import NO_TOKEN, Rows
+from hpu.spec_decode.device import Rows
 from hpu.spec_decode.drafts import Drafts
 
 
@@ -146,6 +146,8 @@ class ForwardOutput:
     """With speculation, of a decode: what its rows are."""
     rows: Rows | None = None
     """The same on a device with its own memory."""
+    num_generated: Integers | None = None
+    """With `rows`: the generated tokens of each request that are known to be there."""
     prompt_targets: list[PromptTargets] = field(default_factory=list)
 
 
@@ -193,9 +195,7 @@ class AsyncStepOutput:
                 launch.draft_counts = [row[0] for row in rows]
                 launch.token_counts = [len(one) for one in several]
                 tokens = torch.tensor([token for one in several for token in one])
-            starts: Sequence[int] = range(num_tokens)
             if launch.token_counts:
-                starts = list(accumulate(launch.token_counts, initial=0))[:-1]
                 has_counts = has_counts or max(launch.token_counts) > 1
                 num_tokens = sum(launch.token_counts)
                 counts.extend(launch.token_counts)
@@ -204,11 +204,16 @@ class AsyncStepOutput:
             if tokens is not None:
                 result.tokens.extend(tokens[:num_tokens].tolist())
             if logprobs is not None:
-                # On a device requests with log-probabilities have one token each.
-                is_by_request = launch.accepted is not None
+                rows: Sequence[int] = range(num_tokens)
+                widths = launch.num_logprobs
+                if launch.accepted is not None:
+                    # Row j * B + i is token j of request i.
+                    batch, counts_here = len(launch.accepted), launch.token_counts
+                    rows = [j * batch + i for i, n in enumerate(counts_here) for j in range(n)]
+                    widths = np.repeat(widths, counts_here).tolist()
                 result.logprobs.extend(
-                    (first + (starts[i] if is_by_request else i), _logprobs(logprobs, i, i + 1, k))
-                    for i, k in enumerate(launch.num_logprobs)
+                    (first + i, _logprobs(logprobs, row, row + 1, k))
+                    for i, (row, k) in enumerate(zip(rows, widths, strict=False))
                     if k >= 0
                 )
             result.prompt_logprobs.extend(

@@ -5,7 +5,7 @@ import copy
 import numpy as np
 
 from hpu.protocol import NO_SLOT, Launch, NewRequest
-from hpu.runner.draft_buffers import DraftArrays
+from hpu.runner.drafting.draft_buffers import DraftArrays
 from hpu.runner.input_buffers import DecodeArrays, PrefillArrays
 
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -244,10 +244,16 @@ class BatchState:
         out.slot_mapping[:] = self._slot_mapping(rows, positions)
 
     def fill_drafts(
-        self, launch: Launch, may_draft: list[bool], num_pending: Integers, out: DraftArrays
+        self,
+        launch: Launch,
+        may_draft: list[bool],
+        num_pending: Integers,
+        lookback: int,
+        out: DraftArrays,
     ) -> None:
         """Write the inputs of a decode whose rows the device computes; advances no request. Of
-        request i, `num_pending[i]` decodes are in flight, whose accepted tokens are not known."""
+        request i, `num_pending[i]` decodes are in flight, whose accepted tokens are not known.
+        `lookback`: computed positions in front of the last token."""
         indices = self._check_live(launch)
         n, batch, total = len(indices), len(out.req_indices), len(out.block_list)
         counts = self._num_blocks[indices]
@@ -261,7 +267,8 @@ class BatchState:
         out.req_indices[:n] = indices
         out.limits[:n] = np.minimum(counts * self.block_size, self._tokens.shape[1])
         out.may_draft[:n] = may_draft
-        first = out.first_blocks[:n] = lows // self.block_size
+        out.lows[:n] = lows
+        first = out.first_blocks[:n] = np.maximum(lows - lookback, 0) // self.block_size
         window = first[:, None] + np.arange(out.windows.shape[1])
         table = self._block_tables[indices[:, None], np.minimum(window, counts[:, None] - 1)]
         out.windows[:n] = table
@@ -272,7 +279,7 @@ class BatchState:
     def fill_no_drafts(self, out: DraftArrays) -> None:
         """Write padding alone."""
         out.req_indices[:] = self.max_num_reqs
-        out.limits[:] = out.first_blocks[:] = out.block_starts[:] = 0
+        out.limits[:] = out.lows[:] = out.first_blocks[:] = out.block_starts[:] = 0
         out.may_draft[:] = out.block_groups[:] = -1
         out.windows[:] = out.block_list[:] = self.pad_block
         out.pad_slots[:] = np.resize(self._pad_slots, len(out.pad_slots))

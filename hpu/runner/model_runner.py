@@ -37,9 +37,10 @@ from hpu.runner.async_output import (
     PromptTargets,
 )
 from hpu.runner.batch_state import BatchState
-from hpu.runner.draft_buffers import DraftArrays, DraftBuffers
+from hpu.runner.drafting.device_drafter import DeviceDrafter
+from hpu.runner.drafting.draft_buffers import DraftArrays, DraftBuffers
+from hpu.runner.drafting.hidden_cache import HiddenCache
 from hpu.runner.graph_cache import GraphCache
-from hpu.runner.hidden_cache import HiddenCache
 from hpu.runner.input_buffers import (
     DecodeArrays,
     InputBufferPool,
@@ -84,17 +85,22 @@ class ModelRunner(StepRunner):
         agreement: Agreement = ALONE,
         speculation: Speculation | None = None,
         device_speculation: DeviceSpeculation | None = None,
+        device_drafter: DeviceDrafter | None = None,
         hidden_cache: HiddenCache | None = None,
     ) -> None:
         """`compared_ranks`: ranks that must sample the same tokens, which is checked. `link`: to
         the other pipeline stages, of which the last one samples. `agreement`: of the ranks of this
         stage. `speculation`: verifies drafts in each decode;
-        `device_speculation`: the same where the host does not know the tokens yet.
+        `device_speculation`: the same where the host does not know the tokens yet;
+        `device_drafter` computes each prefill as well.
         `hidden_cache`: gets the hidden states of each launch."""
         super().__init__(backend)
         self._hidden_cache = hidden_cache
         self._speculation = speculation
         self._device_speculation = device_speculation
+        self._device_drafter = device_drafter
+        if device_speculation is not None:
+            self.decode_width = device_speculation.width
         self._num_pending = np.zeros(batch_state.max_num_reqs + 1, np.int64)
         """With it: decodes of each request in flight."""
         self._agreement = agreement
@@ -260,6 +266,7 @@ class ModelRunner(StepRunner):
             launch.req_indices, launch.token_counts, launch.draft_counts, strict=True
         ):
             self._batch_state.advance_decode(req_index, count)
+            self._sampler.advance(req_index, count)
             self._num_pending[req_index] -= 1
             if num_drafts > 0:
                 self._device_speculation.counts.add(num_drafts, count - 1)
@@ -313,6 +320,7 @@ class ModelRunner(StepRunner):
         inputs = self._input_buffers.get((launch.phase, *launch.bucket))
         arrays = inputs.host_arrays()
         targets: list[PromptTargets] = []
+        num_generated = None
         if not launch.req_indices:
             self._batch_state.fill_dummy(arrays)
             sampling = []
@@ -322,9 +330,12 @@ class ModelRunner(StepRunner):
             sampling = self._batch_state.fill_prefill(launch, arrays)
         elif isinstance(arrays, DraftArrays):
             sampling = launch.req_indices
-            may_draft = [self._sampler.takes_argmax(req_index) for req_index in sampling]
+            may_draft = [self._sampler.may_draft(req_index) for req_index in sampling]
             num_pending = self._num_pending[sampling]
-            self._batch_state.fill_drafts(launch, may_draft, num_pending, arrays)
+            assert self._device_speculation is not None
+            lookback = self._device_speculation.lookback
+            self._batch_state.fill_drafts(launch, may_draft, num_pending, lookback, arrays)
+            num_generated = self._sampler.num_generated(sampling) + num_pending
             self._num_pending[sampling] += 1
         else:
             sampling = launch.req_indices
@@ -337,6 +348,7 @@ class ModelRunner(StepRunner):
         forward = self._forward(inputs, sampling, launch.req_indices)
         forward.launch.launch, forward.launch.fill_span_s = launch, (start, filled)
         forward.prompt_targets = targets
+        forward.num_generated = num_generated
         return forward
 
     def _begin_drafts(
@@ -409,6 +421,8 @@ class ModelRunner(StepRunner):
             if self._hidden_cache is not None:
                 kept = self._model.kept_hidden_states
                 self._hidden_cache.write(inputs.context, hidden if kept is None else kept)
+            if self._device_drafter is not None:
+                self._device_drafter.prefill(inputs)
         if not stage.is_last:
             self._link.send_hidden(hidden)
             return ForwardOutput(inputs, hidden, None, None, None, AsyncLaunchOutput([], [], start))
@@ -438,7 +452,7 @@ class ModelRunner(StepRunner):
         assert self._device_speculation is not None
         start = self._backend.event()
         self._backend.mark_step()
-        rows = self._device_speculation.prepare(inputs.draft_inputs)
+        rows = self._device_speculation.prepare(inputs.draft_inputs, inputs.bucket)
         inputs.set_rows(rows)
         self._backend.mark_step()
         hidden = self._graphs.run(inputs, req_indices)
@@ -519,16 +533,20 @@ class ModelRunner(StepRunner):
         assert self._device_speculation is not None and forward.logits is not None
         done, inputs = forward.launch, forward.inputs
         assert isinstance(inputs, DraftBuffers)
-        req_indices = inputs.draft_inputs.req_indices
-        chosen = self._sampler.greedy(forward.logits)
-        sampled = SamplerOutput(chosen, None)
-        if not all(map(self._sampler.takes_argmax, done.req_indices)):
-            self._backend.mark_step()
-            first = forward.logits[: len(req_indices)]
-            sampled = self._sampler.sample(first, done.req_indices)
+        req_indices, append = inputs.draft_inputs.req_indices, None
+        if all(map(self._sampler.takes_argmax, done.req_indices)):
+            sampled = SamplerOutput(self._sampler.greedy(forward.logits), None)
+        else:
+            num_generated = forward.num_generated
+            if num_generated is None:
+                num_generated = np.zeros(len(done.req_indices), np.int64)
+            sampled, append = self._sampler.sample_drafts(
+                forward.logits, done.req_indices, rows.drafts, rows.ahead, num_generated
+            )
         done.pinned = (*sampled.pinned, *self._device_speculation.take_host_tensors())
-        by_sampler = None if sampled.tokens is chosen else sampled.tokens
-        accepted = self._device_speculation.accept(rows, chosen, by_sampler, req_indices)
+        accepted, tokens = self._device_speculation.accept(rows, sampled.tokens, req_indices)
+        if append is not None:
+            append(tokens)
         done.accepted = self._backend.to_host(accepted)
         if sampled.logprobs is not None:
             self._send(sampled, done, None)

@@ -1,7 +1,5 @@
 """SamplerGraphs: head and sampler of a decode as one captured function."""
 
-import gc
-import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,11 +10,10 @@ from hpu.backends.base import Backend, Graph
 from hpu.distributed.agreement import Agreement
 from hpu.models.base import CausalLM
 from hpu.protocol import DECODE, Bucket
+from hpu.runner.captured_functions import CapturedFunctions
 from hpu.runner.graph_cache import GraphCache
 from hpu.sampling.params import Stages
 from hpu.sampling.sampler import Sampler
-
-logger = logging.getLogger(__name__)
 
 
 class SamplerGraph(NamedTuple):
@@ -38,9 +35,8 @@ class SamplerGraphs:
     """One graph for each batch width and each of the few sets of stages that `Sampler.whole`
     samples, in the memory reserved for graphs.
 
-    A graph is captured at the first launch that needs it, if that is in a warm-up or `graphs`
-    captures on demand, on a device whose graphs read what they are replayed with. Only decodes with
-    a graph of their own use it: the memory layout of their hidden states, which is part of the
+    They are captured on a device whose graphs read what they are replayed with. Only decodes with a
+    graph of their own use them: the memory layout of their hidden states, which is part of the
     runtime's key, is the same in all of them.
     """
 
@@ -53,66 +49,32 @@ class SamplerGraphs:
         agreement: Agreement,
     ) -> None:
         """`agreement`: of the ranks that sample."""
-        self._agreement = agreement
         self._model = model
         self._sampler = sampler
         self._backend = backend
-        self._graphs = graphs
         self._functions: dict[Stages, Callable[..., tuple[Tensor, Tensor]]] = {}
-        self._captured: dict[tuple[int, Stages], SamplerGraph | None] = {}
-        """None: the device's compiler refused it."""
-        self._is_full = False
+        self._captured = CapturedFunctions(backend, graphs, agreement, "sampling")
 
     def find(self, bucket: Bucket, hidden: Tensor, req_indices: list[int]) -> SamplerGraph | None:
         """The graph that samples these requests of a launch with `hidden`; None if it has none."""
         if bucket[0] != DECODE or not self._backend.rebinds_inputs:
             return None
-        if not self._graphs.has_graph(bucket):
-            return None
         stages = self._sampler.stages_of_whole(req_indices)
         if stages is None:
             return None
-        key = (bucket[1], stages)
-        if key not in self._captured and self._may_capture():
-            self._capture(key, hidden)
-        return self._captured.get(key)
-
-    def _may_capture(self) -> bool:
-        graphs = self._graphs
-        is_time = graphs.stage == "warmup" or graphs.on_demand
-        return is_time and not self._is_full and graphs.bytes < graphs.budget_bytes
-
-    def _capture(self, key: tuple[int, Stages], hidden: Tensor) -> None:
-        width, stages = key
-        free, _ = self._backend.memory()
+        width = bucket[1]
         if stages not in self._functions:
             self._functions[stages] = _whole(
                 self._model, self._sampler.whole(stages), self._backend.index_dtype
             )
-        inputs = (hidden, self._sampler.params(width)) if stages.draw else (hidden,)
-        try:
-            graph = self._backend.capture(self._functions[stages], inputs, frees_intermediates=True)
-            self._backend.synchronize()
-        except (RuntimeError, MemoryError) as error:
-            if self._backend.is_compile_failure(error):
-                self._captured[key] = None
-                logger.warning("Sampling of %d rows runs without a graph: %s", width, error)
-            elif self._backend.is_out_of_memory(error):
-                self._is_full = True
-                logger.warning("No memory is left for graphs of the sampler: it runs without")
-            else:
-                raise
-            # Free what was captured until then.
-            gc.collect()
-            self._backend.synchronize()
-            self._agreement.all_true(False)
-            return
-        if not self._agreement.all_true(True):
-            self._captured[key] = None
-            return
-        self._captured[key] = SamplerGraph(graph, stages)
-        taken = max(0, free - self._backend.memory()[0])
-        self._graphs.add_bytes(self._agreement.largest(taken))
+
+        def inputs() -> tuple[Tensor, ...]:
+            return (hidden, self._sampler.params(width)) if stages.draw else (hidden,)
+
+        graph = self._captured.find(
+            (width, stages), bucket, self._functions[stages], inputs, frees_intermediates=True
+        )
+        return None if graph is None else SamplerGraph(graph, stages)
 
 
 def _whole(

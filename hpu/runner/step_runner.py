@@ -16,6 +16,8 @@ class StepRunner:
         self._backend = backend
         self.lora: LoRAManager | None = None
         """Set where adapters are served."""
+        self.decode_width = 1
+        """Rows that a decode samples for each request."""
 
     def submit(self, plan: StepPlan) -> AsyncStepOutput:
         """Apply a plan's changes and launch it; does not wait for the device."""

@@ -226,6 +226,29 @@ class SamplingColumns:
         out[: len(req_indices)] = uniforms(seeds, counts, out.dtype)
         out[len(req_indices) :] = _DEFAULTS.random
 
+    def write_randoms(
+        self,
+        req_indices: npt.NDArray[np.int64],
+        num_generated: npt.NDArray[np.int64],
+        out: npt.NDArray[Any],
+    ) -> None:
+        """Fill `out` (N, B) with the random numbers of N tokens of each request, the first one
+        behind `num_generated` (len(req_indices),) others; 0.5 beyond them."""
+        for offset, row in enumerate(out):
+            numbers = uniforms(self._seeds[req_indices], num_generated + offset, out.dtype)
+            row[: len(req_indices)] = numbers
+        out[:, len(req_indices) :] = _DEFAULTS.random
+
+    def write_num_banned(
+        self,
+        req_indices: npt.NDArray[np.int64],
+        num_generated: npt.NDArray[np.int64],
+        out: npt.NDArray[Any],
+    ) -> None:
+        """Fill `out` (B,) with the tokens behind `num_generated` that come before min_tokens."""
+        out[:] = 0
+        out[: len(req_indices)] = np.maximum(self._min_tokens[req_indices] - num_generated, 0)
+
     def write_table_rows(self, req_indices: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
         """Fill `out` (len(TableRows), B); call `stages` for the same requests first."""
         *tables, last_tokens = out
@@ -246,9 +269,17 @@ class SamplingColumns:
         positions, added = zip(*found, strict=True)
         return np.concatenate(positions), np.concatenate(added)
 
-    def advance(self, req_indices: npt.NDArray[np.int64]) -> None:
-        """Count one more generated token for each request."""
-        self._num_generated[req_indices] += 1
+    def advance(self, req_indices: npt.NDArray[np.int64], count: int = 1) -> None:
+        """Count `count` more generated tokens for each request."""
+        self._num_generated[req_indices] += count
+
+    def num_generated(self, req_indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """(len(req_indices),): the generated tokens that were counted."""
+        return self._num_generated[req_indices]
+
+    def has_grammar(self, req_index: int) -> bool:
+        """Whether the request has a grammar."""
+        return bool(self._stages[_STAGE["grammar"], req_index])
 
     def max_top_k(self, req_indices: npt.NDArray[np.int64]) -> int:
         """The largest top_k of the requests that draw."""

@@ -6,6 +6,7 @@ top_k; top_p; the draw. A stage changes no bit of a request that does not ask fo
 waits for the device.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from hpu.backends.base import Backend
 from hpu.protocol import TOKENS_PER_WORD, RequestSampling
 from hpu.sampling import filters
 from hpu.sampling.bitmask import GrammarBitmasks
+from hpu.sampling.draft_rows import DraftRows
 from hpu.sampling.logprobs import RAW, LogprobsMode, TopLogprobs, processed_logits, top_logprobs
 from hpu.sampling.params import FEW_PREFIX, Params, SamplingColumns, Stages, TableRows
 from hpu.sampling.static import (
@@ -102,6 +104,10 @@ class Sampler:
         self._pinned: list[Tensor] = []
         """Host tensors that new requests upload, until a launch takes them along."""
         self._bits = _word_bits(backend)
+        self._max_num_reqs = max_num_reqs
+        self._draft_rows: DraftRows | None = None
+        self._draft_columns: dict[int, tuple[_Columns, _Columns]] = {}
+        """By batch width: random numbers, and how many tokens come before min_tokens."""
 
     @property
     def warmup_settings(self) -> tuple[RequestSampling, ...]:
@@ -137,6 +143,102 @@ class Sampler:
         """Set what may come next in requests with a grammar: words (len(req_indices), W), one bit a
         token. Valid until the request's next bitmask; before its first anything may come."""
         self._bitmasks.set(req_indices, words)
+
+    def expect_drafts(self, max_drafts: int, max_inflight_steps: int) -> None:
+        """From now on decodes of up to so many drafts a request are sampled by `sample_drafts`,
+        with up to so many steps in flight. Only with static shapes."""
+        # Each launch in flight, and this one, may accept all drafts.
+        num_randoms = max_drafts * max_inflight_steps + 1
+        self._draft_rows = DraftRows(
+            self._backend, 1 + max_drafts, num_randoms, neutral=self._max_num_reqs
+        )
+
+    def may_draft(self, req_index: int) -> bool:
+        """Whether `sample_drafts` can verify drafts of a request: not of one with a grammar, whose
+        bitmasks would depend on each of them."""
+        return not self._columns.has_grammar(req_index)
+
+    def num_generated(self, req_indices: list[int]) -> npt.NDArray[np.int64]:
+        """(len(req_indices),): the tokens of each request that were counted."""
+        return self._columns.num_generated(np.array(req_indices, dtype=np.int64))
+
+    def advance(self, req_index: int, count: int) -> None:
+        """Count the tokens of a request that a decode of `sample_drafts` has accepted."""
+        self._columns.advance(np.array([req_index]), count)
+
+    def sample_drafts(
+        self,
+        logits: Tensor,
+        req_indices: list[int],
+        drafts: Tensor,
+        ahead: Tensor,
+        num_generated: npt.NDArray[np.int64],
+    ) -> tuple["SamplerOutput", Callable[[Tensor], None]]:
+        """Tokens of all rows of `logits` (R, V), in the order of hpu/sampling/draft_rows.py, each
+        as if the `drafts` (B, K) before it were accepted; call what is returned beside them with
+        the accepted tokens (B, 1 + K). `ahead` (B,): generated tokens of each request beyond
+        `num_generated` (len(req_indices),). Counts no token: `advance` does."""
+        static, draft_rows = self._static, self._draft_rows
+        assert static is not None and draft_rows is not None, "no drafts are expected"
+        indices, width = np.array(req_indices, dtype=np.int64), len(ahead)
+        stages = self._stages(req_indices, indices)
+        launch = self._begin(indices, stages, width)
+        randoms, num_banned = self._upload_drafted(indices, num_generated, width, launch.pinned)
+        self._backend.mark_step()
+        params, rows = draft_rows.expanded(
+            launch.inputs.param_columns.device,
+            launch.inputs.table_rows,
+            randoms,
+            num_banned,
+            ahead,
+        )
+        own, tables = launch.inputs.table_rows, dict(self._tables.items())
+        bitmasks = None
+        if stages.grammar:
+            bitmasks = draft_rows.tiled(self._grammar_words(width).device)
+        if stages.tables:
+            tables["counts"] = draft_rows.counts_before(tables["counts"], own.counts, drafts)
+        if stages.words:
+            last = draft_rows.last_before(tables["last_tokens"], own.last_tokens, drafts)
+            tables["last_tokens"] = last
+        tokens, logprobs = self._run_static(logits, stages, tables, rows, params, bitmasks, static)
+
+        def append(accepted: Tensor) -> None:
+            if stages.counts:
+                counts = self._tables["counts"]
+                new = draft_rows.counts_after(counts, own.counts, accepted)
+                counts.index_copy_(0, own.counts, new)
+                self._backend.mark_step()
+            if stages.words:
+                last_tokens = self._tables["last_tokens"]
+                new = draft_rows.last_after(last_tokens, own.last_tokens, accepted)
+                last_tokens.index_copy_(0, own.last_tokens, new)
+                self._backend.mark_step()
+
+        return SamplerOutput(tokens, logprobs, tuple(launch.pinned)), append
+
+    def _upload_drafted(
+        self,
+        indices: npt.NDArray[np.int64],
+        num_generated: npt.NDArray[np.int64],
+        width: int,
+        pinned: list[Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Random numbers, and how many tokens come before min_tokens, on the device."""
+        assert self._draft_rows is not None
+        columns = self._draft_columns.get(width)
+        if columns is None:
+            count, backend = self._draft_rows.num_randoms, self._backend
+            columns = self._draft_columns[width] = (
+                _Columns(backend, count, width, torch.float32),
+                _Columns(backend, 1, width, backend.index_dtype),
+            )
+        randoms, num_banned = columns
+        self._columns.write_randoms(indices, num_generated, randoms.host())
+        randoms.upload(pinned)
+        self._columns.write_num_banned(indices, num_generated, num_banned.host()[0])
+        num_banned.upload(pinned)
+        return randoms.device, num_banned.device
 
     def all_greedy(self, req_indices: list[int]) -> bool:
         """Whether the argmax of the logits is all that the requests ask for: then the model may
@@ -184,6 +286,10 @@ class Sampler:
         assert function is not None, f"no function samples {stages}"
         return function
 
+    def whole_greedy(self, logits: Tensor) -> Tensor:
+        """As `greedy`, for a function that is captured or compiled as a whole."""
+        return self.whole(_NO_STAGES)(logits)
+
     def params(self, width: int) -> Tensor:
         """The parameters on the device, of the launches of `width`."""
         return self._inputs(width).param_columns.device
@@ -207,14 +313,32 @@ class Sampler:
         indices, stages, inputs, pinned = launch
         # What came before belongs to the bucket, not to the first stage.
         self._backend.mark_step()
-        tables, rows, params = self._tables, inputs.table_rows, inputs.param_columns.device
+        rows, params = inputs.table_rows, inputs.param_columns.device
+        words = self._grammar_words(len(logits)).device if stages.grammar else None
+        tables = dict(self._tables.items())
+        tokens, logprobs = self._run_static(logits, stages, tables, rows, params, words, static)
+        self._columns.advance(indices)
+        self._append_static(tokens, rows, stages, static)
+        return SamplerOutput(tokens, logprobs, tuple(pinned))
+
+    def _run_static(
+        self,
+        logits: Tensor,
+        stages: Stages,
+        tables: Mapping[str, Tensor],
+        rows: TableRows,
+        params: Tensor,
+        bitmasks: Tensor | None,
+        static: StaticStages,
+    ) -> tuple[Tensor, TopLogprobs | None]:
+        """(B,) tokens of `logits` (B, V), and their log-probabilities. `rows` of `tables`, `params`
+        and `bitmasks` are those of the B rows."""
         scores, weights = logits, None
         if any(stages._replace(logprobs=False)):
             # A stage of its own, so that all others see one dtype.
             scores = static.to_float(logits)
-        if stages.grammar:
-            words = self._grammar_words(len(logits)).device
-            scores = static.with_grammar(scores, words, self._bits)
+        if bitmasks is not None:
+            scores = static.with_grammar(scores, bitmasks, self._bits)
         for name in ("few_words", "many_words"):
             if getattr(stages, name):
                 words, last = tables[name], tables["last_tokens"]
@@ -228,8 +352,6 @@ class Sampler:
             tokens, weights = static.draw(scores, params, stages)
         else:
             tokens = static.greedy(scores)
-        self._columns.advance(indices)
-        self._append_static(tokens, rows, stages, static)
         logprobs = None
         if stages.logprobs:
             if self._mode.is_processed:
@@ -237,7 +359,7 @@ class Sampler:
                 if weights is not None:
                     logits = static.processed(logits, weights, params)
             logprobs = static.logprobs(logits, tokens)
-        return SamplerOutput(tokens, logprobs, tuple(pinned))
+        return tokens, logprobs
 
     def _append_static(
         self, tokens: Tensor, rows: TableRows, stages: Stages, static: StaticStages

@@ -95,6 +95,10 @@ class SamplingTables:
     def __getitem__(self, name: str) -> Tensor:
         return self._tables[name].tensor
 
+    def items(self) -> list[tuple[str, Tensor]]:
+        """All tables that were made, with their names."""
+        return [(name, table.tensor) for name, table in self._tables.items()]
+
     def _table(self, name: str) -> _Table:
         if name not in self._tables:
             self._tables[name] = _Table(self._backend, self._max_num_reqs, self._shapes[name])

@@ -7,7 +7,8 @@ compute positions and slots, and accept. Every request has the row of its last t
 `max_drafts` further ones; row j of request i is row j * B + i of the launch.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,11 +16,11 @@ from torch import Tensor
 
 from config.params.speculation import SpeculationMethod
 from hpu.backends.base import Backend
+from hpu.layers.metadata import PrefillAttentionInputs
+from hpu.protocol import Bucket
+from hpu.sampling.draft_rows import NO_TOKEN
 from hpu.spec_decode.acceptance_counts import AcceptanceCounts
 from hpu.spec_decode.base import Tokens
-
-NO_TOKEN = -2
-"""Behind the accepted tokens of a request."""
 
 
 class DraftInputs(NamedTuple):
@@ -30,7 +31,9 @@ class DraftInputs(NamedTuple):
     limits: Tensor
     """(B,): tokens that blocks and context have room for."""
     may_draft: Tensor
-    """(B,): 1, or 0 for a request that needs more than the most likely token; -1 for padding."""
+    """(B,): 1, or 0 for a request that takes one token a step; -1 for padding."""
+    lows: Tensor
+    """(B,): the least position that its last known token may have."""
     first_blocks: Tensor
     """(B,): the first block of `windows` in the request's block table."""
     windows: Tensor
@@ -43,6 +46,23 @@ class DraftInputs(NamedTuple):
     """(N,): position of the block's first token."""
     pad_slots: Tensor
     """(B * (1 + max_drafts),): slots of the pad block."""
+
+
+class ReadRows(NamedTuple):
+    """The rows of a launch and the blocks that they read: M = W * B rows and W * N blocks, of W
+    rows of each request."""
+
+    tokens: Tensor
+    """(M, 1)"""
+    positions: Tensor
+    """(M, 1)"""
+    slot_mapping: Tensor
+    """(M,)"""
+    block_list: Tensor
+    """(W * N,); also the three that follow, as in DecodeAttentionInputs."""
+    block_groups: Tensor
+    block_starts: Tensor
+    block_usage: Tensor
 
 
 class Rows(NamedTuple):
@@ -65,6 +85,30 @@ class Rows(NamedTuple):
     """(B,): how many of them count; -1 for padding."""
     last_positions: Tensor
     """(B,): of the last known token."""
+    ahead: Tensor
+    """(B,): how many tokens are known that the host did not know of."""
+
+
+class DeviceDrafter(Protocol):
+    """A model or head that drafts on the device (hpu/runner/drafting/device_drafter.py). Position i
+    of it has token i + `shift`."""
+
+    shift: int
+    num_rows: int
+    """Of each request in its first launch: the last positions, which it may not have computed, or
+    from other hidden states."""
+    max_model_len: int
+
+    def read_text(self, next_tokens: Callable[[PrefillAttentionInputs], Tensor]) -> None:
+        """`next_tokens`: as DeviceSpeculation.next_tokens."""
+        ...
+
+    def draft(
+        self, bucket: Bucket, first: ReadRows, follow: Callable[[Tensor], ReadRows]
+    ) -> Tensor:
+        """(B, K) drafts behind the `first` rows. `follow`: from drafts (B,) to the rows of the next
+        launch, one of each request."""
+        ...
 
 
 class DeviceSpeculation:
@@ -81,9 +125,14 @@ class DeviceSpeculation:
         max_model_len: int,
         block_size: int,
         pad_block: int,
+        drafter: DeviceDrafter | None = None,
     ) -> None:
+        """`drafter`: None where the known tokens draft."""
         self.width = 1 + method.max_drafts
         """Rows of a request."""
+        self.lookback = 0 if drafter is None else lookback(drafter.shift, drafter.num_rows)
+        """How far before the last known token positions are computed."""
+        self._drafter = drafter
         self.counts = counts
         self._backend = backend
         self._max_len = max_model_len
@@ -98,9 +147,14 @@ class DeviceSpeculation:
         ]
         self._host: list[Tensor] = []
         """Host tensors that uploads read, until a launch takes them along."""
-        self._prepare = backend.compiled(
-            _Prepare(method, max_model_len, block_size, pad_block, self._scratch)
-        )
+        places = _Places(block_size, pad_block)
+        compiled = backend.compiled
+        self._prepare = compiled(_Prepare(method, max_model_len, places))
+        self._verified = compiled(_Verified(places))
+        self._follow = compiled(_Follow(places))
+        if drafter is not None:
+            drafter.read_text(self.next_tokens)
+            self._begin = compiled(_Begin(method.max_drafts, max_model_len, drafter, places))
         self._accept = backend.compiled(_Accept(self.width, max_model_len, self._scratch))
         self._append = backend.compiled(_Append(max_model_len, self._scratch))
         # Keep the zeros out of the recipe that each new request runs.
@@ -111,33 +165,62 @@ class DeviceSpeculation:
         """Upload the tokens of a request."""
         self._write_request(req_index, tokens)
 
+    def next_tokens(self, inputs: PrefillAttentionInputs) -> Tensor:
+        """(B, Q) the known tokens behind those of a prefill, whose `state_indices` name its
+        requests; any token where there is none."""
+        positions, requests = inputs.positions, inputs.state_indices
+        assert requests is not None, "the launch names its requests"
+        if len(requests) > len(positions):
+            # Several sequences behind each other in one row.
+            tokens = torch.arange(positions.shape[1], device=positions.device)
+            ends = inputs.query_lens.cumsum(0)
+            owners = (tokens.unsqueeze(1) >= ends).sum(-1).clamp(max=len(requests) - 1)
+            requests = requests.index_select(0, owners).unsqueeze(0)
+        else:
+            requests = requests.unsqueeze(1)
+        index = requests * self._max_len + (positions + 1).clamp(max=self._max_len - 1)
+        return self._history.index_select(0, index.reshape(-1)).view(positions.shape)
+
     def take_host_tensors(self) -> list[Tensor]:
         """What uploads since the last call read: to be kept until the device is done."""
         taken, self._host = self._host, []
         return taken
 
-    def prepare(self, inputs: DraftInputs) -> Rows:
-        """The rows of a launch."""
-        rows: Rows = self._prepare(self._history, self._num_tokens, *inputs)
+    def prepare(self, inputs: DraftInputs, bucket: Bucket) -> Rows:
+        """The rows of a launch in `bucket`, whose drafts are made here."""
+        rows: Rows
+        if self._drafter is None:
+            rows = self._prepare(self._history, self._num_tokens, *inputs)
+            return rows
+        first, last, newest, num_drafts = self._begin(self._history, self._num_tokens, *inputs)
+        position, left = last - self._drafter.shift, num_drafts
+        self._backend.mark_step()
+
+        def follow(drafts: Tensor) -> ReadRows:
+            nonlocal position, left
+            read: ReadRows
+            read, position, left = self._follow(position, left, drafts, *inputs)
+            return read
+
+        drafts = self._drafter.draft(bucket, first, follow)
+        rows = self._verified(newest, drafts, num_drafts, last, *inputs)
         return rows
 
     def append(self, req_indices: Tensor, tokens: Tensor) -> None:
         """Append a sampled token to each request: `tokens` (B,), -1 counts as 0."""
         self._write(*self._append(self._num_tokens, req_indices, tokens), req_indices)
 
-    def accept(
-        self, rows: Rows, chosen: Tensor, sampled: Tensor | None, req_indices: Tensor
-    ) -> Tensor:
-        """(B, 2 + max_drafts): how many drafts there were, the accepted tokens, then NO_TOKEN. By
-        `chosen` (R,), the most likely tokens, and `sampled` (B,), if given, for the first rows.
-        Appends the tokens to the requests."""
-        first = chosen[: len(req_indices)] if sampled is None else sampled
+    def accept(self, rows: Rows, sampled: Tensor, req_indices: Tensor) -> tuple[Tensor, Tensor]:
+        """By the `sampled` (R,) tokens: (B, 2 + max_drafts) how many drafts there were, the
+        accepted tokens, then NO_TOKEN; and the same without the first column. Appends the tokens to
+        the requests."""
         accepted: Tensor
-        accepted, index, values, lengths = self._accept(
-            chosen, first, rows.drafts, rows.num_drafts, rows.last_positions, req_indices
+        tokens: Tensor
+        accepted, tokens, index, values, lengths = self._accept(
+            sampled, rows.drafts, rows.num_drafts, rows.last_positions, req_indices
         )
         self._write(index, values, lengths, req_indices)
-        return accepted
+        return accepted, tokens
 
     def _write(self, index: Tensor, values: Tensor, lengths: Tensor, req_indices: Tensor) -> None:
         self._history.index_copy_(0, index, values)
@@ -161,59 +244,39 @@ class DeviceSpeculation:
         self._backend.mark_step()
 
 
-class _Prepare:
-    """Known tokens and uploaded inputs to the rows of a launch."""
+def lookback(shift: int, num_rows: int) -> int:
+    """How far before the last known token the first of `num_rows` positions is."""
+    return num_rows - 1 + shift
 
-    __name__ = "prepare"
 
-    def __init__(
-        self,
-        method: SpeculationMethod,
-        max_len: int,
-        block_size: int,
-        pad_block: int,
-        scratch: int,
-    ) -> None:
-        self._method = method
-        self._max_len = max_len
+class _Places:
+    """Where the keys and values of rows lie."""
+
+    def __init__(self, block_size: int, pad_block: int) -> None:
         self._block_size = block_size
         self._pad_block = pad_block
-        self._scratch = scratch
 
-    def __call__(self, history: Tensor, num_tokens: Tensor, *inputs: Tensor) -> Rows:
-        given = DraftInputs(*inputs)
-        requests = given.req_indices
-        last = num_tokens.index_select(0, requests) - 1
-        known = history.view(-1, self._max_len).index_select(0, requests)
-        drafts, is_found = lookup(known, last, self._method)
-        room = (given.limits - last - 2).clamp(min=0, max=self._method.max_drafts)
-        num_drafts = torch.where(given.may_draft > 0, torch.where(is_found, room, 0), 0)
-        num_drafts = torch.where(given.may_draft < 0, -1, num_drafts)
-        newest = known.gather(1, last.clamp(0, self._max_len - 1).unsqueeze(1).long())
-        tokens = torch.cat((newest, drafts), dim=1)
-        width = tokens.shape[1]
-        offsets = torch.arange(width, dtype=last.dtype, device=last.device).unsqueeze(1)
-        # From here on (width, B) and (width, N).
-        is_valid = offsets <= num_drafts
-        positions = torch.where(is_valid, last + offsets, 0)
-        slots = self._slots(positions, given)
-        slots = torch.where(is_valid, slots, given.pad_slots.view(width, -1))
+    def rows(
+        self, given: DraftInputs, tokens: Tensor, positions: Tensor, is_valid: Tensor
+    ) -> ReadRows:
+        """Rows of `tokens` at `positions`, both (W, B); padding where they are not valid."""
+        width, batch = positions.shape
+        positions = torch.where(is_valid, positions, 0)
+        pads = given.pad_slots.view(-1, batch)[:width]
+        slots = torch.where(is_valid, self._slots(positions, given), pads)
+        offsets = torch.arange(width, dtype=positions.dtype, device=positions.device).unsqueeze(1)
         groups = given.block_groups.clamp(min=0)
         usage = positions.index_select(1, groups) - given.block_starts + 1
-        is_read = is_valid.to(last.dtype).index_select(1, groups) > 0
+        is_read = is_valid.to(positions.dtype).index_select(1, groups) > 0
         is_read = is_read & (usage > 0) & (given.block_groups >= 0)
-        batch = len(requests)
-        return Rows(
-            tokens.t().reshape(-1, 1),
+        return ReadRows(
+            tokens.reshape(-1, 1),
             positions.reshape(-1, 1),
             slots.reshape(-1),
             torch.where(is_read, given.block_list, self._pad_block).reshape(-1),
             torch.where(is_read, given.block_groups + offsets * batch, -1).reshape(-1),
             torch.where(is_read, given.block_starts, 0).reshape(-1),
             torch.where(is_read, usage.clamp(max=self._block_size), 1).reshape(-1),
-            drafts,
-            num_drafts,
-            last,
         )
 
     def _slots(self, positions: Tensor, given: DraftInputs) -> Tensor:
@@ -224,6 +287,110 @@ class _Prepare:
             is_here = column == given.first_blocks + number
             blocks = torch.where(is_here, given.windows[:, number], blocks)
         return blocks * self._block_size + inside
+
+
+def _num_drafts(given: DraftInputs, last: Tensor, most: Tensor) -> Tensor:
+    """(B,) how many drafts have room; -1 for padding."""
+    room = torch.minimum((given.limits - last - 2).clamp(min=0), most)
+    found = torch.where(given.may_draft > 0, room, 0)
+    return torch.where(given.may_draft < 0, -1, found)
+
+
+class _Verified:
+    """Drafts to the rows of the launch that verifies them."""
+
+    __name__ = "verified"
+
+    def __init__(self, places: _Places) -> None:
+        self._places = places
+
+    def __call__(
+        self, newest: Tensor, drafts: Tensor, num_drafts: Tensor, last: Tensor, *inputs: Tensor
+    ) -> Rows:
+        """`newest` (B, 1): the last known tokens."""
+        given = DraftInputs(*inputs)
+        tokens = torch.cat((newest, drafts), dim=1)
+        offsets = torch.arange(tokens.shape[1], dtype=last.dtype, device=last.device).unsqueeze(1)
+        is_valid = offsets <= num_drafts
+        read = self._places.rows(given, tokens.t(), last + offsets, is_valid)
+        return Rows(*read, drafts, num_drafts, last, last - given.lows)
+
+
+class _Prepare:
+    """Known tokens and uploaded inputs to the rows of a launch, with drafts of the same tokens."""
+
+    __name__ = "prepare"
+
+    def __init__(self, method: SpeculationMethod, max_len: int, places: _Places) -> None:
+        self._method = method
+        self._max_len = max_len
+        self._verified = _Verified(places)
+
+    def __call__(self, history: Tensor, num_tokens: Tensor, *inputs: Tensor) -> Rows:
+        given = DraftInputs(*inputs)
+        last = num_tokens.index_select(0, given.req_indices) - 1
+        known = history.view(-1, self._max_len).index_select(0, given.req_indices)
+        drafts, is_found = lookup(known, last, self._method)
+        most = torch.where(is_found, self._method.max_drafts, 0).to(last.dtype)
+        newest = known.gather(1, last.clamp(0, self._max_len - 1).unsqueeze(1).long())
+        num_drafts = _num_drafts(given, last, most)
+        return self._verified(newest, drafts, num_drafts, last, *inputs)
+
+
+class _Begin:
+    """Known tokens and uploaded inputs to the rows of a drafter's first launch."""
+
+    __name__ = "begin"
+
+    def __init__(
+        self, max_drafts: int, max_len: int, drafter: DeviceDrafter, places: _Places
+    ) -> None:
+        self._max_drafts = max_drafts
+        self._max_len = max_len
+        self._shift = drafter.shift
+        self._num_rows = drafter.num_rows
+        self._drafter_len = drafter.max_model_len
+        self._places = places
+
+    def __call__(
+        self, history: Tensor, num_tokens: Tensor, *inputs: Tensor
+    ) -> tuple[ReadRows, Tensor, Tensor, Tensor]:
+        """And the last positions (B,), the tokens there (B, 1), and the number of drafts (B,)."""
+        given = DraftInputs(*inputs)
+        last = num_tokens.index_select(0, given.req_indices) - 1
+        known = history.view(-1, self._max_len).index_select(0, given.req_indices)
+        most = (self._drafter_len - last).clamp(min=0, max=self._max_drafts)
+        num_drafts = _num_drafts(given, last, most)
+        offsets = torch.arange(self._num_rows, dtype=last.dtype, device=last.device)
+        # (num_rows, B)
+        ends = last - (self._num_rows - 1) + offsets.unsqueeze(1)
+        tokens = known.gather(1, ends.t().clamp(0, self._max_len - 1).long())
+        positions = ends - self._shift
+        is_valid = (positions >= 0) & (positions < self._drafter_len) & (num_drafts >= 0)
+        read = self._places.rows(given, tokens.t(), positions, is_valid)
+        return read, last, tokens[:, -1:].clone(), num_drafts
+
+
+class _Follow:
+    """Drafts (B,) to the rows of a drafter's next launch."""
+
+    __name__ = "follow"
+
+    def __init__(self, places: _Places) -> None:
+        self._places = places
+
+    def __call__(
+        self, position: Tensor, left: Tensor, drafts: Tensor, *inputs: Tensor
+    ) -> tuple[ReadRows, Tensor, Tensor]:
+        """`position` (B,) of the launch before, and how many drafts were to come then; both again
+        for this one."""
+        position, left = position + 1, left - 1
+        # Without drafts to come nothing reads what the row computes.
+        is_valid = (left > 0).unsqueeze(0)
+        read = self._places.rows(
+            DraftInputs(*inputs), drafts.unsqueeze(0), position.unsqueeze(0), is_valid
+        )
+        return read, position, left
 
 
 def lookup(known: Tensor, last: Tensor, method: SpeculationMethod) -> tuple[Tensor, Tensor]:
@@ -268,16 +435,14 @@ class _Accept:
 
     def __call__(
         self,
-        chosen: Tensor,
-        first: Tensor,
+        sampled: Tensor,
         drafts: Tensor,
         num_drafts: Tensor,
         last: Tensor,
         requests: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         width = self._width
-        others = chosen.view(width, -1)[1:].t()
-        tokens = torch.cat((first.unsqueeze(1), others), dim=1)
+        tokens = sampled.view(width, -1).t()
         is_alive = torch.ones_like(num_drafts)
         num_accepted = torch.zeros_like(num_drafts)
         for position in range(width - 1):
@@ -286,15 +451,15 @@ class _Accept:
             num_accepted = num_accepted + is_alive
         offsets = torch.arange(width, dtype=last.dtype, device=last.device).unsqueeze(0)
         is_valid = offsets <= num_accepted.unsqueeze(1)
-        accepted = torch.where(is_valid, tokens, NO_TOKEN)
-        accepted = torch.cat((num_drafts.unsqueeze(1), accepted), dim=1)
+        kept = torch.where(is_valid, tokens, NO_TOKEN)
+        accepted = torch.cat((num_drafts.unsqueeze(1), kept), dim=1)
         column = last.unsqueeze(1) + 1 + offsets
         is_stored = is_valid & (column < self._max_len) & (num_drafts >= 0).unsqueeze(1)
         index = requests.unsqueeze(1) * self._max_len + column
         spare = self._scratch * self._max_len + self._max_len - 1
         index = torch.where(is_stored, index, spare)
         lengths = torch.where(requests < self._scratch, last + 2 + num_accepted, 1)
-        return accepted, index.reshape(-1), tokens.clamp(min=0).reshape(-1), lengths
+        return accepted, kept, index.reshape(-1), tokens.clamp(min=0).reshape(-1), lengths
 
 
 class _Append:

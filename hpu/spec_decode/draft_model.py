@@ -22,7 +22,8 @@ before."""
 
 @runtime_checkable
 class DraftLauncher(Protocol):
-    """Launches of a drafter over the blocks of the live requests (hpu/runner/draft_runner.py)."""
+    """Launches of a drafter over the blocks of the live requests
+    (hpu/runner/drafting/draft_runner.py)."""
 
     block_size: int
     max_model_len: int

@@ -9,7 +9,7 @@ from hpu.spec_decode.launch_costs import LaunchCosts
 
 @runtime_checkable
 class HeadLauncher(Protocol):
-    """Runs such a head (hpu/runner/draft_runner.py)."""
+    """Runs such a head (hpu/runner/drafting/draft_runner.py)."""
 
     def drafts(
         self,

@@ -1,6 +1,7 @@
 """Warm-up: runs every bucket and sampler stage and captures graphs, before or between requests."""
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -72,8 +73,8 @@ class Warmup:
         }
         self._full: set[int] = set()
         """Phases in which a capture filled the device's memory."""
-        self._widths: set[int] = set()
-        """Batch widths in which every kind of sampling has run."""
+        self._widths: set[tuple[int, int]] = set()
+        """Those of `_width` in which every kind of sampling has run."""
         self._captured_widths: set[int] = set()
         """Batch widths of captured decodes."""
         self._background: deque[Bucket] = deque()
@@ -213,9 +214,10 @@ class Warmup:
     ) -> None:
         for bucket, kinds in samplings:
             if not self._run_once(bucket, *kinds):
+                rows = math.prod(self._width(bucket))
                 raise ConfigError(
-                    f"sampling of {self._width(bucket)} rows does not fit into the device's "
-                    "memory: lower --max-num-seqs, --gpu-memory-utilization, or the number of KV "
+                    f"sampling of {rows} rows does not fit into the device's memory: lower "
+                    "--max-num-seqs, --gpu-memory-utilization, or the number of KV "
                     "blocks where it was given"
                 )
             self._widths.add(self._width(bucket))
@@ -223,9 +225,12 @@ class Warmup:
                 for _ in kinds:
                     progress.step()
 
-    def _width(self, bucket: Bucket) -> int:
-        """Rows that a launch in the bucket samples."""
-        return self._prompt_width or bucket[1] if bucket[0] == PREFILL else bucket[1]
+    def _width(self, bucket: Bucket) -> tuple[int, int]:
+        """Rows that a launch in the bucket samples for each request, and the requests: launches
+        that agree in both run the same operations."""
+        if bucket[0] == PREFILL:
+            return 1, self._prompt_width or bucket[1]
+        return self._runner.decode_width, bucket[1]
 
     def _samplings_by_width(
         self, buckets: list[Bucket]

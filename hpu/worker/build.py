@@ -5,27 +5,24 @@ import logging
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from config.engine import CacheConfig
 from config.errors import ConfigError
 from config.execution import WarmupConfig
 from config.model.window_cache import CacheSizes, rings_hold_more
-from config.params.speculation import NGRAM
 from hpu.distributed.agreement import Agreement
 from hpu.distributed.process_groups import SINGLE
 from hpu.gaudi_devices import GIB
 from hpu.model_loader.size_estimate import activation_bytes
 from hpu.models.base import CausalLM
 from hpu.models.pooling import PoolingModel
-from hpu.protocol import PREFILL, Bucket
+from hpu.protocol import Bucket
 from hpu.quantization.kv_cache import KVCacheFormat, zero_non_finite
 from hpu.runner.batch_state import BatchState
 from hpu.runner.counters import Counters
-from hpu.runner.draft_buffers import DraftBuffers
-from hpu.runner.draft_runner import DRAFT_RUNNERS, DraftRunner
+from hpu.runner.drafting.hidden_cache import HiddenCache
 from hpu.runner.graph_cache import GraphCache
-from hpu.runner.hidden_cache import HiddenCache
 from hpu.runner.input_buffers import HiddenBuffers, InputBufferPool, InputBuffers
 from hpu.runner.kv_cache import KVCache, cache_sizes
 from hpu.runner.model_runner import ModelRunner
@@ -34,12 +31,15 @@ from hpu.runner.states import RequestStates, state_bytes
 from hpu.runner.step_runner import StepRunner
 from hpu.sampling.logprobs import LogprobsMode
 from hpu.sampling.sampler import Sampler
-from hpu.spec_decode.acceptance_counts import AcceptanceCounts
-from hpu.spec_decode.device import DeviceSpeculation
-from hpu.spec_decode.draft_lengths import DraftLengths
-from hpu.spec_decode.select import select_proposer
 from hpu.spec_decode.speculation import Speculation
 from hpu.warmup.order import split_graphs
+from hpu.worker.drafting import (
+    drafts_on_device,
+    keeping_hidden,
+    make_draft_caches,
+    make_speculations,
+    with_draft_buffers,
+)
 from hpu.worker.load import LoadedModel
 from hpu.worker.memory import (
     FreeMemory,
@@ -142,10 +142,11 @@ def check_speculation(loaded: LoadedModel) -> None:
             f"--speculative-config names the method {method.method}, and {what} has layers with a "
             "state, from which rejected drafts cannot be removed"
         )
-    if method.method != NGRAM and not loaded.backend.shares_host_memory:
+    if not (loaded.backend.shares_host_memory or drafts_on_device(method)):
         raise ConfigError(
             f"--speculative-config names the method {method.method}, and the device is "
-            f"{loaded.backend.name}, where only the method {NGRAM} drafts: the others draft on cpu"
+            f"{loaded.backend.name}: it searches texts on the host, which there does not know the "
+            "last tokens yet; ngram, draft models and heads draft on the device"
         )
     if not (loaded.backend.shares_host_memory or loaded.backend.compiles):
         raise ConfigError(
@@ -184,8 +185,10 @@ def make_runner(
     body = model.body if isinstance(model, PoolingModel) else model
     stage = loaded.link.stage
     names_requests = loaded.has_states or loaded.num_rings > 0
+    draft_caches = make_draft_caches(loaded, num_blocks)
+    forward = keeping_hidden(loaded, draft_caches, body)
     graphs = GraphCache(
-        body if loaded.lora is None else loaded.lora.forward_of(body),
+        forward if loaded.lora is None else loaded.lora.forward_of(forward),
         backend,
         counters,
         captures=captures,
@@ -213,25 +216,7 @@ def make_runner(
         hidden_buffers=hidden_buffers,
         has_adapters=loaded.lora is not None,
     )
-    buffers = InputBufferPool(backend, make)
-    method = loaded.config.speculation.choose()
-    if method is not None and not backend.shares_host_memory:
-        if loaded.lora is not None:
-            raise ConfigError(
-                "--enable-lora and --speculative-config are both on, and decodes with drafts have "
-                f"no adapters on {backend.name}: turn one of them off"
-            )
-        width = 1 + method.max_drafts
-        # A launch before may have accepted none or all of its drafts.
-        reach = width * loaded.config.max_inflight_steps
-        window = -(-reach // loaded.block_size) + 1
-        make_decode = partial(DraftBuffers, width=width, window=window)
-        buffers = InputBufferPool(
-            backend,
-            lambda bucket, *args, **flags: (make if bucket[0] == PREFILL else make_decode)(
-                bucket, *args, **flags
-            ),
-        )
+    buffers = InputBufferPool(backend, with_draft_buffers(loaded, make, sampler))
     batch_state = BatchState(
         num_requests,
         loaded.max_model_len,
@@ -239,29 +224,10 @@ def make_runner(
         pad_block=num_blocks,
         contiguous=loaded.contiguous,
     )
-    speculation = None
-    drafting: Drafting | None = None
-    device_speculation = None
-    if method is not None and not backend.shares_host_memory:
-        device_speculation = DeviceSpeculation(
-            method,
-            backend,
-            AcceptanceCounts(counters.add),
-            max_num_reqs=num_requests,
-            max_model_len=loaded.max_model_len,
-            block_size=loaded.block_size,
-            pad_block=num_blocks,
-        )
-    elif method is not None:
-        if loaded.drafter is not None:
-            drafting = _make_drafting(loaded.drafter, sampler, batch_state)
-        speculation = Speculation(
-            select_proposer(method, None if drafting is None else drafting.runner),
-            batch_state,
-            sampler,
-            DraftLengths(method.max_drafts, costs=None),
-            AcceptanceCounts(counters.add),
-        )
+    speculations = make_speculations(
+        loaded, draft_caches, batch_state, sampler, graphs, counters.add
+    )
+    hidden_cache = None if draft_caches is None else draft_caches.hidden
     runner = ModelRunner(
         model,
         backend,
@@ -275,13 +241,14 @@ def make_runner(
         compared_ranks=loaded.groups.tensor if loaded.config.parallel.compare_ranks else SINGLE,
         link=loaded.link,
         agreement=Agreement(loaded.groups.stage_host),
-        speculation=speculation,
-        device_speculation=device_speculation,
-        hidden_cache=None if drafting is None else drafting.hidden_cache,
+        speculation=speculations.on_host,
+        device_speculation=speculations.on_device,
+        device_drafter=speculations.drafter,
+        hidden_cache=hidden_cache if backend.shares_host_memory else None,
     )
     runner.lora = loaded.lora
-    caches = () if drafting is None else drafting.caches
-    return Components(runner, graphs, buffers, cache, states, speculation, caches)
+    caches = () if draft_caches is None else draft_caches.all
+    return Components(runner, graphs, buffers, cache, states, speculations.on_host, caches)
 
 
 def _make_cache(loaded: LoadedModel, num_blocks: int) -> KVCache:
@@ -295,43 +262,6 @@ def _make_cache(loaded: LoadedModel, num_blocks: int) -> KVCache:
         num_rings=loaded.num_rings,
         clean=zero_non_finite if loaded.kv_cache_format is None else loaded.kv_cache_format.clean,
     )
-
-
-class Drafting(NamedTuple):
-    """What a drafter needs beside its weights."""
-
-    runner: DraftRunner
-    caches: tuple[KVCache | HiddenCache, ...]
-    hidden_cache: HiddenCache | None
-    """Of the target; None: the drafter does not read it."""
-
-
-def _make_drafting(drafter: LoadedModel, sampler: Sampler, batch_state: BatchState) -> Drafting:
-    model, num_blocks = drafter.model, batch_state.pad_block
-    assert isinstance(model, CausalLM), "a drafter generates"
-    cache = _make_cache(drafter, num_blocks)
-    hidden_cache = None
-    if model.hidden_width:
-        hidden_cache = HiddenCache(
-            drafter.backend,
-            num_blocks=num_blocks,
-            block_size=drafter.block_size,
-            width=model.hidden_width,
-            dtype=drafter.dtype,
-        )
-    runner = DRAFT_RUNNERS[drafter.draft_method](
-        model,
-        drafter.backend,
-        batch_state,
-        cache,
-        sampler.greedy,
-        Agreement(drafter.groups.stage_host),
-        max_model_len=drafter.max_model_len,
-        max_prefill_tokens=drafter.config.scheduler.max_num_batched_tokens,
-        hidden_cache=hidden_cache,
-    )
-    caches = (cache,) if hidden_cache is None else (cache, hidden_cache)
-    return Drafting(runner, caches, hidden_cache)
 
 
 def _num_requests(loaded: LoadedModel) -> int:

@@ -36,7 +36,7 @@ def load_drafter(
     or where it will be refused for the target or the device. Raises ConfigError when it does not
     fit the target."""
     method = config.speculation.choose()
-    refused = pooler is not None or not backend.shares_host_memory
+    refused = pooler is not None or not (backend.shares_host_memory or backend.compiles)
     if method is None or not method.has_drafter or refused:
         return None
     folder = draft_folder(config, method) if method.model else config.model

@@ -150,6 +150,8 @@ def test_another_vocabulary_ends_the_start(folder: Path, tmp_path: Path) -> None
         run(folder, **drafts(other))
 
 
-def test_other_devices_refuse_what_drafts_on_cpu_alone(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"draft_model, and the device is .*: the others draft"):
-        run(folder, device="hpu-emulator", dtype="bfloat16", **drafts(folder))
+def test_other_devices_refuse_what_the_host_searches(folder: Path) -> None:
+    suffix = {"speculative_config": {"method": "suffix"}}
+
+    with pytest.raises(ConfigError, match=r"suffix, and the device is .*: it searches texts on"):
+        run(folder, device="hpu-emulator", dtype="bfloat16", **suffix)

@@ -34,6 +34,7 @@ from hpu.layers.norm import RMSNorm
 from hpu.models.base import CausalLM, LoadableModel
 from hpu.models.decoder import Decoder
 from hpu.models.decoder_layer import DecoderLayer
+from hpu.ops.kernels import Kernels
 from hpu.ops.rope import Rotation
 from hpu.quantization.kv_cache import KVCacheFormat
 
@@ -99,6 +100,15 @@ class DraftHead(LoadableModel):
     def embed(self, tokens: Tensor) -> Tensor:
         """(B, Q) to (B, Q, hidden)."""
         return self._target[0].embed(tokens)
+
+    @property
+    def layers(self) -> list[DecoderLayer]:
+        """As a decoder's."""
+        return self._decoder[0].layers
+
+    def use_kernels(self, kernels: Kernels, *, split_qkv: bool = False) -> None:
+        """As a decoder's."""
+        self._decoder[0].use_kernels(kernels, split_qkv=split_qkv)
 
     def use_kv_cache_format(self, format: KVCacheFormat) -> None:
         self._decoder[0].use_kv_cache_format(format)
@@ -192,7 +202,8 @@ class Eagle3Head(DraftHead):
         self.lm_head = ParallelLMHead(config.hidden_size, vocab_size, group=group, **options)
         self._vocab_size = config.vocab_size
         self._kept_layers = _kept_layers(config, target.num_layers)
-        self.d2t = _read_d2t(config.path, vocab_size, config.vocab_size)
+        d2t = _read_d2t(config.path, vocab_size, config.vocab_size)
+        self.d2t = d2t.to(decoder.device, torch.int32)
 
     @property
     def kept_layers(self) -> tuple[int, ...]:
@@ -216,7 +227,8 @@ class Eagle3Head(DraftHead):
         return None
 
     def tokens_of(self, chosen: Tensor) -> Tensor:
-        return torch.where(chosen < 0, chosen, chosen + self.d2t[chosen.clamp(min=0)])
+        offsets = self.d2t.index_select(0, chosen.clamp(min=0))
+        return torch.where(chosen < 0, chosen, chosen + offsets)
 
 
 class MtpHead(DraftHead):

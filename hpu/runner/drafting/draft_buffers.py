@@ -17,6 +17,7 @@ class DraftArrays(NamedTuple):
     req_indices: Array
     limits: Array
     may_draft: Array
+    lows: Array
     first_blocks: Array
     windows: Array
     block_list: Array
@@ -34,7 +35,7 @@ class DraftBuffers(InputBuffers):
     ) -> None:
         _, batch, _, blocks = bucket
         self._width = width
-        shapes: list[tuple[int, ...]] = [(batch,)] * 4
+        shapes: list[tuple[int, ...]] = [(batch,)] * 5
         shapes += [(batch, window), (blocks,), (blocks,), (blocks,), (batch * width,)]
         super().__init__(bucket, backend, is_static=is_static, shapes=shapes, make=DraftArrays)
 

@@ -17,7 +17,7 @@ from hpu.models.draft.heads import HEADS, DraftHead
 from hpu.models.draft.hidden_heads import HIDDEN_HEADS, HiddenHead
 from hpu.protocol import DECODE, PREFILL, Launch
 from hpu.runner.batch_state import BatchState
-from hpu.runner.hidden_cache import HiddenCache
+from hpu.runner.drafting.hidden_cache import HiddenCache
 from hpu.runner.input_buffers import DecodeArrays, InputBufferPool, InputBuffers, PrefillArrays
 from hpu.runner.kv_cache import KVCache
 from hpu.spec_decode.launch_costs import LaunchCosts, measure

@@ -1,0 +1,85 @@
+"""CapturedFunctions: graphs beside those of the model's buckets, in the memory reserved for all."""
+
+import gc
+import logging
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from hpu.backends.base import Backend, Graph
+from hpu.distributed.agreement import Agreement
+from hpu.protocol import Bucket
+from hpu.runner.graph_cache import GraphCache
+
+logger = logging.getLogger(__name__)
+
+
+class CapturedFunctions:
+    """Graphs by key. One is captured at the first launch that needs it, if that is in a warm-up or
+    `graphs` captures on demand, and the model's bucket has a graph."""
+
+    def __init__(
+        self, backend: Backend, graphs: GraphCache, agreement: Agreement, what: str
+    ) -> None:
+        """`agreement`: of the ranks that run the functions. `what` they do, for the log."""
+        self._agreement = agreement
+        self._backend = backend
+        self._graphs = graphs
+        self._what = what
+        self._captured: dict[Hashable, Graph | None] = {}
+        """None: the device's compiler refused it."""
+        self._is_full = False
+
+    def find(
+        self,
+        key: Hashable,
+        bucket: Bucket,
+        function: Callable[..., Any],
+        inputs: Callable[[], tuple[Any, ...]],
+        *,
+        frees_intermediates: bool = False,
+    ) -> Graph | None:
+        """The graph of `key`, of `function`, which is captured with `inputs()`; None if there is
+        none, and the function itself has to run."""
+        if not self._graphs.has_graph(bucket):
+            return None
+        if key not in self._captured and self._may_capture():
+            self._capture(key, function, inputs(), frees_intermediates=frees_intermediates)
+        return self._captured.get(key)
+
+    def _may_capture(self) -> bool:
+        graphs = self._graphs
+        is_time = graphs.stage == "warmup" or graphs.on_demand
+        return is_time and not self._is_full and graphs.bytes < graphs.budget_bytes
+
+    def _capture(
+        self,
+        key: Hashable,
+        function: Callable[..., Any],
+        inputs: tuple[Any, ...],
+        *,
+        frees_intermediates: bool,
+    ) -> None:
+        free, _ = self._backend.memory()
+        try:
+            graph = self._backend.capture(function, inputs, frees_intermediates=frees_intermediates)
+            self._backend.synchronize()
+        except (RuntimeError, MemoryError) as error:
+            if self._backend.is_compile_failure(error):
+                self._captured[key] = None
+                logger.warning("%s runs without a graph for %s: %s", self._what, key, error)
+            elif self._backend.is_out_of_memory(error):
+                self._is_full = True
+                logger.warning("No memory is left for graphs of %s: it runs without", self._what)
+            else:
+                raise
+            # Free what was captured until then.
+            gc.collect()
+            self._backend.synchronize()
+            self._agreement.all_true(False)
+            return
+        if not self._agreement.all_true(True):
+            self._captured[key] = None
+            return
+        self._captured[key] = graph
+        taken = max(0, free - self._backend.memory()[0])
+        self._graphs.add_bytes(self._agreement.largest(taken))

@@ -1,0 +1,241 @@
+"""DeviceDrafter: launches of a drafter on a device with its own memory, in graphs of its own.
+
+The drafter computes every prompt along with the target, in the same blocks, so that a prefix which
+the target finds in its cache is there as well. Before each decode it computes the last tokens, of
+which the decode before may have accepted any number, and drafts behind them: nothing waits for the
+host.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from config.params.speculation import DRAFT_MODEL
+from hpu.backends.base import Backend
+from hpu.layers.metadata import AttentionInputs, DecodeAttentionInputs, PrefillAttentionInputs
+from hpu.models.base import CausalLM
+from hpu.models.draft.heads import HEADS, DraftHead
+from hpu.models.draft.hidden_heads import HIDDEN_HEADS, HiddenHead
+from hpu.protocol import Bucket
+from hpu.runner.captured_functions import CapturedFunctions
+from hpu.runner.drafting.hidden_cache import HiddenCache
+from hpu.runner.input_buffers import InputBuffers
+from hpu.spec_decode.device import ReadRows
+
+Greedy = Callable[[Tensor], Tensor]
+"""(M, V) logits to (M,) tokens of the index type, -1 where they are not finite."""
+Found = tuple[Tensor, ...]
+"""(B,) drafts; of a head also (B, 1, hidden) what stands for the target's hidden states there."""
+
+
+class DeviceDrafter:
+    """A draft model with a KV cache of its own."""
+
+    shift = 0
+
+    def __init__(
+        self,
+        model: CausalLM,
+        backend: Backend,
+        graphs: CapturedFunctions,
+        greedy: Greedy,
+        *,
+        max_drafts: int,
+        max_model_len: int,
+        is_shorter: bool,
+        hidden_cache: HiddenCache | None = None,
+    ) -> None:
+        """`is_shorter`: whether positions of the target may be `max_model_len` and above.
+        `hidden_cache`: of the target."""
+        self.max_model_len = max_model_len
+        # The last draft of the launch before was not computed, and may be accepted.
+        self.num_rows = 2
+        self._model = model
+        self._backend = backend
+        self._graphs = graphs
+        self._greedy = greedy
+        self._max_drafts = max_drafts
+        self._is_shorter = is_shorter
+        self._hidden_cache = hidden_cache
+        self._next_tokens: Callable[[PrefillAttentionInputs], Tensor] | None = None
+        self._inputs: dict[tuple[Bucket, bool], tuple[Tensor, ...]] = {}
+        """Of captured graphs, by bucket and whether it is the first launch."""
+
+    def read_text(self, next_tokens: Callable[[PrefillAttentionInputs], Tensor]) -> None:
+        """`next_tokens`: from a prefill to the tokens (B, Q) behind its own."""
+        self._next_tokens = next_tokens
+
+    def prefill(self, inputs: InputBuffers) -> None:
+        """Compute what the target just has: the uploaded `inputs` of a prefill."""
+        function = partial(_split, self._prefill, inputs)
+        graph = self._graphs.find(
+            ("prefill", inputs.bucket), inputs.bucket, function, inputs.capture_inputs
+        )
+        run = function if graph is None else graph.replay
+        self._backend.mark_step()
+        run(*inputs.graph_inputs)
+        self._backend.mark_step()
+
+    def draft(
+        self, bucket: Bucket, first: ReadRows, follow: Callable[[Tensor], ReadRows]
+    ) -> Tensor:
+        """As hpu/spec_decode/device.py says."""
+        found = self._run(bucket, self._first, first, is_first=True)
+        drafts = [found[0].unsqueeze(1)]
+        while len(drafts) < self._max_drafts:
+            rows = follow(found[0])
+            found = self._run(bucket, self._next, (*rows, *found[1:]), is_first=False)
+            drafts.append(found[0].unsqueeze(1))
+        return torch.cat(drafts, dim=1)
+
+    def _run(
+        self,
+        bucket: Bucket,
+        function: Callable[..., Found],
+        inputs: tuple[Tensor, ...],
+        *,
+        is_first: bool,
+    ) -> Found:
+        """Launch `function`, as a graph where it was captured. The result is no graph's output,
+        which its next replay would overwrite."""
+        key = bucket, is_first
+        graph = self._graphs.find(
+            ("draft", *key), bucket, function, lambda: self._own_inputs(key, inputs)
+        )
+        self._backend.mark_step()
+        if graph is None:
+            found = function(*inputs)
+        else:
+            own = self._own_inputs(key, inputs)
+            for target, source in zip(own, inputs, strict=True):
+                target.copy_(source)
+            outputs: Found = graph.replay(*own)
+            found = tuple(output.clone() for output in outputs)
+        self._backend.mark_step()
+        return found
+
+    def _own_inputs(self, key: tuple[Bucket, bool], like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Tensors that a graph reads: the runtime matches no views."""
+        own = self._inputs.get(key)
+        if own is None:
+            zeros = self._backend.zeros
+            own = self._inputs[key] = tuple(zeros(tuple(one.shape), one.dtype) for one in like)
+        return own
+
+    def _prefill(self, inputs: InputBuffers, tokens: Tensor, context: AttentionInputs) -> Tensor:
+        """Returns anything: what matters is in the cache then."""
+        hidden: Tensor = self._model(tokens, self._within(context))
+        return hidden.reshape(-1, hidden.shape[-1])[:1].clone()
+
+    def _first(self, tokens: Tensor, *rows: Tensor) -> Found:
+        batch = len(tokens) // self.num_rows
+        hidden = self._model(tokens, DecodeAttentionInputs(*rows))
+        return (self._choose(hidden.reshape(-1, hidden.shape[-1])[-batch:]),)
+
+    def _next(self, tokens: Tensor, *rows: Tensor) -> Found:
+        hidden = self._model(tokens, DecodeAttentionInputs(*rows))
+        return (self._choose(hidden.reshape(-1, hidden.shape[-1])),)
+
+    def _within(self, context: AttentionInputs) -> AttentionInputs:
+        """With positions that the drafter has. Nothing is drafted behind these."""
+        if not self._is_shorter:
+            return context
+        assert isinstance(context, PrefillAttentionInputs)
+        return context._replace(positions=context.positions.clamp(max=self.max_model_len - 1))
+
+    def _choose(self, hidden: Tensor) -> Tensor:
+        """(M, hidden) to the (M,) most likely tokens, 0 where logits are not finite: a draft is
+        verified."""
+        model = self._model
+        found = model.argmax(hidden)
+        if found is None:
+            found = self._greedy(model.logits(hidden))
+        if isinstance(model, DraftHead):
+            found = model.tokens_of(found)
+        return found.clamp(min=0).to(self._backend.index_dtype)
+
+
+class DeviceHeadDrafter(DeviceDrafter):
+    """A head that reads hidden states of the target, with a cache of its own: at position i those
+    of token i, beside token i + 1."""
+
+    shift = 1
+
+    def __init__(self, *args: object, **options: object) -> None:
+        """As DeviceDrafter, of a DraftHead with the target's `hidden_cache`."""
+        super().__init__(*args, **options)  # type: ignore[arg-type]
+        # All positions that the decode before may have accepted: they were drafted from hidden
+        # states that were not the target's.
+        self.num_rows = 1 + self._max_drafts
+        assert isinstance(self._model, DraftHead)
+        self._head = self._model
+
+    def _prefill(self, inputs: InputBuffers, tokens: Tensor, context: AttentionInputs) -> Tensor:
+        assert isinstance(context, PrefillAttentionInputs) and self._next_tokens is not None
+        following = self._next_tokens(context)
+        out, _ = self._head.draft(following, self._within(context), self._known(tokens, context))
+        return out.reshape(-1, out.shape[-1])[:1].clone()
+
+    def _first(self, tokens: Tensor, *rows: Tensor) -> Found:
+        context = DecodeAttentionInputs(*rows)
+        batch = len(tokens) // self.num_rows
+        for_logits, following = self._head.draft(tokens, context, self._known(tokens, context))
+        return self._choose(for_logits.flatten(0, 1)[-batch:]), following[-batch:]
+
+    def _next(self, tokens: Tensor, *rows: Tensor) -> Found:
+        context = DecodeAttentionInputs(*rows[:-1])
+        for_logits, following = self._head.draft(tokens, context, rows[-1])
+        return self._choose(for_logits.flatten(0, 1)), following
+
+    def _known(self, tokens: Tensor, context: AttentionInputs) -> Tensor:
+        """(B, Q, hidden) of the target at the slots of a launch."""
+        assert self._hidden_cache is not None
+        hidden = self._head.combine(self._hidden_cache.read(context))
+        return hidden.view(*tokens.shape, -1)
+
+
+class DeviceHiddenHeadDrafter(DeviceDrafter):
+    """A head that reads hidden states of one token, and has no cache."""
+
+    shift = 1
+
+    def __init__(self, *args: object, **options: object) -> None:
+        """As DeviceDrafter, of a HiddenHead with the target's `hidden_cache`."""
+        super().__init__(*args, **options)  # type: ignore[arg-type]
+        self.num_rows = 1
+
+    def prefill(self, inputs: InputBuffers) -> None:
+        return
+
+    def draft(
+        self, bucket: Bucket, first: ReadRows, follow: Callable[[Tensor], ReadRows]
+    ) -> Tensor:
+        inputs = (first.tokens, first.slot_mapping)
+        return self._run(bucket, self._first, inputs, is_first=True)[0]
+
+    def _first(self, tokens: Tensor, *rows: Tensor) -> Found:
+        head = self._model
+        assert isinstance(head, HiddenHead) and self._hidden_cache is not None
+        hidden = self._hidden_cache.at(rows[0])
+        drafts = head.drafts(hidden, tokens.view(-1), self._max_drafts, self._greedy)
+        return (drafts.clamp(min=0).to(self._backend.index_dtype),)
+
+
+def _split(
+    function: Callable[[InputBuffers, Tensor, AttentionInputs], Tensor],
+    inputs: InputBuffers,
+    *tensors: Tensor,
+) -> Tensor:
+    """`function` of tensors of the shapes of `inputs.graph_inputs`."""
+    split = inputs.split(*tensors)
+    return function(inputs, split.tokens, split.context)
+
+
+DEVICE_DRAFTERS: Mapping[str, type[DeviceDrafter]] = {
+    DRAFT_MODEL: DeviceDrafter,
+    **dict.fromkeys(HEADS, DeviceHeadDrafter),
+    **dict.fromkeys(HIDDEN_HEADS, DeviceHiddenHeadDrafter),
+}
+"""By the method of speculation."""

@@ -1,0 +1,107 @@
+"""What the sampler does beside its stages for a decode with drafts, with static shapes.
+
+Row j * B + i has the logits behind the first j drafts of request i. It is sampled as if these were
+accepted, with the random number and the counts of tokens that it has then. How many tokens of a
+request the host does not know of yet is a tensor: it uploads what holds for any number.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hpu.backends.base import Backend
+from hpu.sampling.params import Params, TableRows
+
+NO_TOKEN = -2
+"""Behind the accepted tokens of a request."""
+
+
+class DraftRows:
+    """Compiled functions for launches with `width` rows a request; B is the number of requests, R
+    that of rows, V the vocabulary."""
+
+    def __init__(self, backend: Backend, width: int, num_randoms: int, neutral: int) -> None:
+        """`num_randoms`: random numbers of a request that are uploaded. `neutral`: the neutral row
+        of each table."""
+        self.width = width
+        self.num_randoms = num_randoms
+
+        def expanded(
+            params: Tensor, rows: TableRows, randoms: Tensor, num_banned: Tensor, ahead: Tensor
+        ) -> tuple[Tensor, TableRows]:
+            return _expanded(params, rows, randoms, num_banned, ahead, width, num_randoms, neutral)
+
+        def tiled(words: Tensor) -> Tensor:
+            return words.repeat(width)
+
+        compiled = backend.compiled
+        self.expanded: Callable[..., tuple[Tensor, TableRows]] = compiled(expanded)
+        """Uploaded columns of B requests, and (B,) how many tokens the request is `ahead` of what
+        the host knew, to params (len(Params) * R,) and table rows of (R,) each. Those of counts and
+        last tokens are rows of what `counts_before` and `last_before` return."""
+        self.tiled: Callable[[Tensor], Tensor] = compiled(tiled)
+        """(B * W,) words of bitmasks to (R * W,). A request with a grammar has no drafts."""
+        self.counts_before: Callable[..., Tensor] = compiled(_counts_before)
+        """The table of counts, (B,) rows of it and drafts (B, width - 1) to (R, V) counts."""
+        self.last_before: Callable[..., Tensor] = compiled(_last_before)
+        """Likewise of the table of last tokens, (R, N)."""
+        self.counts_after: Callable[..., Tensor] = compiled(_counts_after)
+        """Such a table, (B,) rows of it and accepted tokens (B, width), NO_TOKEN behind them, to
+        its new rows."""
+        self.last_after: Callable[..., Tensor] = compiled(_last_after)
+
+
+def _expanded(
+    params: Tensor,
+    rows: TableRows,
+    randoms: Tensor,
+    num_banned: Tensor,
+    ahead: Tensor,
+    width: int,
+    num_randoms: int,
+    neutral: int,
+) -> tuple[Tensor, TableRows]:
+    offsets = torch.arange(width, dtype=ahead.dtype, device=ahead.device).unsqueeze(1)
+    # (width, B)
+    offsets = (ahead.clamp(min=0) + offsets).clamp(max=num_randoms - 1)
+    random = randoms.view(num_randoms, -1).gather(0, offsets.long())
+    others = params.view(len(Params._fields), -1)[1:].repeat(1, width)
+    tiled = TableRows(*(column.repeat(width) for column in rows))
+    every = torch.arange(len(tiled.counts), dtype=ahead.dtype, device=ahead.device)
+    is_banned = (offsets < num_banned).reshape(-1)
+    tiled = tiled._replace(
+        banned=torch.where(is_banned, tiled.banned, neutral),
+        counts=every,
+        last_tokens=every.clone(),
+    )
+    return torch.cat((random.reshape(1, -1), others)).reshape(-1), tiled
+
+
+def _counts_before(counts: Tensor, rows: Tensor, drafts: Tensor) -> Tensor:
+    every = torch.arange(counts.shape[1], device=drafts.device, dtype=drafts.dtype)
+    found = [counts.index_select(0, rows)]
+    for draft in drafts.unbind(1):
+        found.append(found[-1] + (every == draft.unsqueeze(1)))
+    return torch.cat(found)
+
+
+def _counts_after(counts: Tensor, rows: Tensor, accepted: Tensor) -> Tensor:
+    every = torch.arange(counts.shape[1], device=accepted.device, dtype=accepted.dtype)
+    found = counts.index_select(0, rows)
+    for token in accepted.unbind(1):
+        found = found + (every == token.unsqueeze(1))
+    return found
+
+
+def _last_before(last_tokens: Tensor, rows: Tensor, drafts: Tensor) -> Tensor:
+    size = last_tokens.shape[1]
+    both = torch.cat((last_tokens.index_select(0, rows), drafts + 1), dim=1)
+    return torch.cat([both[:, start : start + size] for start in range(drafts.shape[1] + 1)])
+
+
+def _last_after(last_tokens: Tensor, rows: Tensor, accepted: Tensor) -> Tensor:
+    both = torch.cat((last_tokens.index_select(0, rows), accepted + 1), dim=1)
+    count = (accepted != NO_TOKEN).to(torch.int32).sum(1, keepdim=True, dtype=torch.int32)
+    index = torch.arange(last_tokens.shape[1], dtype=torch.int32, device=accepted.device)
+    return both.gather(1, (count + index).long())

@@ -1,0 +1,204 @@
+"""Builds what drafts tokens and verifies them: on the host, or on a device with its own memory."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from config.params.speculation import NGRAM, SpeculationMethod
+from hpu.distributed.agreement import Agreement
+from hpu.layers.metadata import AttentionInputs
+from hpu.models.base import CausalLM
+from hpu.models.draft.heads import DraftHead
+from hpu.protocol import PREFILL, Bucket
+from hpu.quantization.kv_cache import zero_non_finite
+from hpu.runner.batch_state import BatchState
+from hpu.runner.captured_functions import CapturedFunctions
+from hpu.runner.drafting.device_drafter import DEVICE_DRAFTERS, DeviceDrafter
+from hpu.runner.drafting.draft_buffers import DraftBuffers
+from hpu.runner.drafting.draft_runner import DRAFT_RUNNERS, DraftRunner
+from hpu.runner.drafting.hidden_cache import HiddenCache
+from hpu.runner.graph_cache import Forward, GraphCache
+from hpu.runner.input_buffers import InputBuffers
+from hpu.runner.kv_cache import KVCache
+from hpu.sampling.sampler import Sampler
+from hpu.spec_decode.acceptance_counts import AcceptanceCounts
+from hpu.spec_decode.device import DeviceSpeculation
+from hpu.spec_decode.draft_lengths import DraftLengths
+from hpu.spec_decode.select import select_proposer
+from hpu.spec_decode.speculation import Speculation
+from hpu.worker.load import LoadedModel
+
+
+class DraftCaches(NamedTuple):
+    """What a drafter keeps for each block of the target."""
+
+    kv: KVCache
+    hidden: HiddenCache | None
+    """Of the target; None: the drafter does not read it."""
+
+    @property
+    def all(self) -> tuple[KVCache | HiddenCache, ...]:
+        """Those that there are."""
+        return (self.kv,) if self.hidden is None else (self.kv, self.hidden)
+
+
+class Speculations(NamedTuple):
+    """How a runner speculates: in one of the two ways, or not at all."""
+
+    on_host: Speculation | None = None
+    on_device: DeviceSpeculation | None = None
+    drafter: DeviceDrafter | None = None
+
+
+def make_draft_caches(loaded: LoadedModel, num_blocks: int) -> DraftCaches | None:
+    """For the blocks of the target `loaded`; None: no model or head drafts."""
+    drafter = loaded.drafter
+    if drafter is None:
+        return None
+    model = drafter.model
+    assert isinstance(model, CausalLM), "a drafter generates"
+    kv = KVCache(
+        model,
+        drafter.backend,
+        num_blocks=num_blocks,
+        block_size=drafter.block_size,
+        dtype=drafter.kv_cache_dtype,
+        clean=zero_non_finite if drafter.kv_cache_format is None else drafter.kv_cache_format.clean,
+    )
+    hidden = None
+    if model.hidden_width:
+        hidden = HiddenCache(
+            drafter.backend,
+            num_blocks=num_blocks,
+            block_size=drafter.block_size,
+            width=model.hidden_width,
+            dtype=drafter.dtype,
+        )
+    return DraftCaches(kv, hidden)
+
+
+def keeping_hidden(loaded: LoadedModel, caches: DraftCaches | None, forward: Forward) -> Forward:
+    """`forward` of the target. Where graphs are captured it keeps the hidden states itself, since a
+    replay runs no other code."""
+    if caches is None or caches.hidden is None or loaded.backend.shares_host_memory:
+        return forward
+    model, cache = loaded.model, caches.hidden
+    assert isinstance(model, CausalLM), "a target generates"
+
+    def keeping(tokens: Tensor, inputs: AttentionInputs) -> Tensor:
+        hidden = forward(tokens, inputs)
+        kept = model.kept_hidden_states
+        cache.write(inputs, hidden if kept is None else kept)
+        return hidden
+
+    return keeping
+
+
+def with_draft_buffers(
+    loaded: LoadedModel, make: Callable[..., InputBuffers], sampler: Sampler
+) -> Callable[..., InputBuffers]:
+    """As `make`, which makes the input buffers of a bucket; decodes on a device that drafts have
+    rows of their own."""
+    method = loaded.config.speculation.choose()
+    if method is None or loaded.backend.shares_host_memory:
+        return make
+    width, max_inflight = 1 + method.max_drafts, loaded.config.max_inflight_steps
+    sampler.expect_drafts(method.max_drafts, max_inflight)
+    # A launch before may have accepted none or all of its drafts; a drafter looks back as far.
+    reach = width * (max_inflight + 1)
+    window = -(-reach // loaded.block_size) + 1
+    make_decode = partial(DraftBuffers, width=width, window=window)
+    drafter = loaded.drafter
+    if drafter is not None and isinstance(drafter.model, DraftHead):
+        # It reads the known tokens of each request.
+        make = partial(make, names_requests=True)
+
+    def made(bucket: Bucket, *args: Any, **flags: Any) -> InputBuffers:
+        return (make if bucket[0] == PREFILL else make_decode)(bucket, *args, **flags)
+
+    return made
+
+
+def make_speculations(
+    loaded: LoadedModel,
+    caches: DraftCaches | None,
+    batch_state: BatchState,
+    sampler: Sampler,
+    graphs: GraphCache,
+    count: Callable[[str, float], None],
+) -> Speculations:
+    """What verifies drafts for the target `loaded`, and makes them; `count` adds to a counter."""
+    method = loaded.config.speculation.choose()
+    if method is None:
+        return Speculations()
+    counts = AcceptanceCounts(count)
+    if loaded.backend.shares_host_memory:
+        runner = _draft_runner(loaded.drafter, caches, batch_state, sampler)
+        proposer = select_proposer(method, runner)
+        lengths = DraftLengths(method.max_drafts, costs=None)
+        return Speculations(Speculation(proposer, batch_state, sampler, lengths, counts))
+    drafter = _device_drafter(loaded, method, caches, sampler, graphs)
+    on_device = DeviceSpeculation(
+        method,
+        loaded.backend,
+        counts,
+        max_num_reqs=batch_state.max_num_reqs,
+        max_model_len=loaded.max_model_len,
+        block_size=loaded.block_size,
+        pad_block=batch_state.pad_block,
+        drafter=drafter,
+    )
+    return Speculations(on_device=on_device, drafter=drafter)
+
+
+def drafts_on_device(method: SpeculationMethod) -> bool:
+    """Whether a device with its own memory can draft by `method`."""
+    return method.method == NGRAM or method.has_drafter
+
+
+def _draft_runner(
+    drafter: LoadedModel | None,
+    caches: DraftCaches | None,
+    batch_state: BatchState,
+    sampler: Sampler,
+) -> DraftRunner | None:
+    if drafter is None or caches is None:
+        return None
+    assert isinstance(drafter.model, CausalLM), "a drafter generates"
+    return DRAFT_RUNNERS[drafter.draft_method](
+        drafter.model,
+        drafter.backend,
+        batch_state,
+        caches.kv,
+        sampler.greedy,
+        Agreement(drafter.groups.stage_host),
+        max_model_len=drafter.max_model_len,
+        max_prefill_tokens=drafter.config.scheduler.max_num_batched_tokens,
+        hidden_cache=caches.hidden,
+    )
+
+
+def _device_drafter(
+    loaded: LoadedModel,
+    method: SpeculationMethod,
+    caches: DraftCaches | None,
+    sampler: Sampler,
+    graphs: GraphCache,
+) -> DeviceDrafter | None:
+    drafter = loaded.drafter
+    if drafter is None or caches is None:
+        return None
+    assert isinstance(drafter.model, CausalLM), "a drafter generates"
+    functions = CapturedFunctions(loaded.backend, graphs, loaded.agreement, "drafting")
+    return DEVICE_DRAFTERS[drafter.draft_method](
+        drafter.model,
+        loaded.backend,
+        functions,
+        sampler.whole_greedy,
+        max_drafts=method.max_drafts,
+        max_model_len=drafter.max_model_len,
+        is_shorter=drafter.max_model_len < loaded.max_model_len,
+        hidden_cache=caches.hidden,
+    )
