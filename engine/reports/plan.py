@@ -19,6 +19,7 @@ from hpu.gaudi_devices import GIB, generation
 from hpu.model_loader.size_estimate import count_active_parameters, count_parameters
 from hpu.protocol import PREFILL
 from hpu.worker.card_plan import CardDemand, CardPlan, changes, plan_card
+from hpu.worker.draft_plan import drafter_sizes
 
 WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
 LENGTHS = (512, 2000, 8000, 32000)
@@ -83,17 +84,19 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
             f"--kv-cache-dtype is {cache.kv_cache_dtype} and the cards are {target.device}: Gaudi "
             f"caches keys and values in one of {', '.join(ON_GAUDI)}"
         )
+    block_size = cache.block_size or BLOCK_SIZE
+    kv_bytes_a_number = kv_width(cache.kv_cache_dtype, WIDTHS[dtype])
     demand = CardDemand(
         device=target.device,
         num_cards=config.parallel.tensor_parallel_size,
         num_stages=config.parallel.pipeline_parallel_size,
         num_engines=config.num_coupled_engines,
         width=WIDTHS[dtype],
-        kv_width=kv_width(cache.kv_cache_dtype, WIDTHS[dtype]),
+        kv_width=kv_bytes_a_number,
         max_model_len=max_model_len,
         max_num_seqs=schedule.max_num_seqs,
         max_num_batched_tokens=schedule.max_num_batched_tokens,
-        block_size=cache.block_size or BLOCK_SIZE,
+        block_size=block_size,
         utilization=cache.gpu_memory_utilization,
         graph_reserved=0.0 if config.enforce_eager else config.warmup.graph_memory_fraction,
         slices=config.execution.slice_sizes,
@@ -102,6 +105,15 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
         card_bytes=target.card_bytes,
         prefix_caching=cache.enable_prefix_caching,
         distributes_experts=config.parallel.enable_expert_parallel,
+        has_drafts=config.speculation.choose() is not None,
+        drafter=drafter_sizes(
+            config,
+            facts,
+            width=WIDTHS[dtype],
+            kv_width=kv_bytes_a_number,
+            block_size=block_size,
+            max_model_len=max_model_len,
+        ),
     )
     card = plan_card(facts, demand)
     table = _table(config, card) if card.fits else None
@@ -211,9 +223,12 @@ def _memory(plan: Plan) -> list[str]:
     )
     states = [("states", card.state_bytes, f"of {demand.max_num_seqs} sequences")]
     rings = [("windows", card.ring_bytes, f"of {demand.max_num_seqs} sequences")]
+    drafter = ""
+    if demand.drafter.weight_bytes:
+        drafter = f"{demand.drafter.weight_bytes / GIB:.2f} of the drafter among them"
     rows = (
         ("memory", card.card_bytes, "that the runtime lets a process use"),
-        ("weights", card.weight_bytes, ""),
+        ("weights", card.weight_bytes, drafter),
         ("activations", card.activation_bytes, "of the widest launch, estimated"),
         *(states if card.state_bytes else ()),
         *(rings if card.ring_bytes else ()),
@@ -299,6 +314,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "block_size": demand.block_size,
         "memory_bytes": card.card_bytes,
         "weight_bytes": card.weight_bytes,
+        "drafter_weight_bytes": demand.drafter.weight_bytes,
+        "drafter_block_bytes": demand.drafter.block_bytes,
         "activation_bytes": card.activation_bytes,
         "state_bytes": card.state_bytes,
         "window_bytes": card.ring_bytes,

@@ -83,7 +83,8 @@ class AsyncLaunchOutput:
     packed: Tensor | None = None
     """Result of `pack` on the host."""
     all_tokens: Tensor | None = None
-    """(ranks, len(tokens)) on the host: of all tensor-parallel ranks, if they are compared."""
+    """(ranks, len(tokens)) on the host: of all tensor-parallel ranks, if they are compared. Of
+    `accepted` (ranks, requests, width)."""
     prompt_logprobs: list[AsyncPromptLogprobs] = field(default_factory=list)
     vectors: AsyncVectors | None = None
     launch: Launch | None = None

@@ -283,6 +283,8 @@ class BatchState:
         out.may_draft[:] = out.block_groups[:] = -1
         out.windows[:] = out.block_list[:] = self.pad_block
         out.pad_slots[:] = np.resize(self._pad_slots, len(out.pad_slots))
+        if out.lora_slots is not None:
+            out.lora_slots[:] = NO_SLOT
 
     def advance_decode(self, req_index: int, count: int) -> None:
         """A decode of `fill_drafts` has accepted `count` tokens, the one behind them included."""
@@ -362,7 +364,7 @@ class BatchState:
         self,
         req_indices: list[int],
         query_lens: list[int],
-        out: PrefillArrays | DecodeArrays,
+        out: PrefillArrays | DecodeArrays | DraftArrays,
     ) -> None:
         """Write the slot of each row's adapter, where adapters are served."""
         if out.lora_slots is None:

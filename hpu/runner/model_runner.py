@@ -340,7 +340,7 @@ class ModelRunner(StepRunner):
         else:
             sampling = launch.req_indices
             self._batch_state.fill_decode(launch, arrays)
-        if isinstance(arrays, PrefillArrays | DecodeArrays) and launch.req_indices:
+        if launch.req_indices:
             self._batch_state.fill_lora_slots(launch.req_indices, launch.query_lens, arrays)
         inputs.upload()
         filled = time.perf_counter()
@@ -547,6 +547,9 @@ class ModelRunner(StepRunner):
         accepted, tokens = self._device_speculation.accept(rows, sampled.tokens, req_indices)
         if append is not None:
             append(tokens)
+        if self._compared_ranks.size > 1:
+            found = self._compared_ranks.all_gather(tokens.unsqueeze(0), dim=0)
+            done.all_tokens = self._backend.to_host(found)
         done.accepted = self._backend.to_host(accepted)
         if sampled.logprobs is not None:
             self._send(sampled, done, None)
@@ -681,7 +684,7 @@ def _compare_ranks(launch: AsyncLaunchOutput, step: int) -> None:
         return
     for index, req_index in enumerate(launch.req_indices):
         tokens = launch.all_tokens[:, index].tolist()
-        if len(set(tokens)) > 1:
+        if any(other != tokens[0] for other in tokens):
             raise RuntimeError(
                 f"step {step}: the ranks sampled the tokens {tokens} for request index {req_index}"
             )

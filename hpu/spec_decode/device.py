@@ -442,7 +442,7 @@ class _Accept:
         requests: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         width = self._width
-        tokens = sampled.view(width, -1).t()
+        tokens = sampled.view(width, -1).t().contiguous()
         is_alive = torch.ones_like(num_drafts)
         num_accepted = torch.zeros_like(num_drafts)
         for position in range(width - 1):

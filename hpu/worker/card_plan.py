@@ -20,6 +20,7 @@ from hpu.model_loader.size_estimate import (
     state_bytes,
     weight_bytes,
 )
+from hpu.worker.draft_plan import NO_DRAFTER, DrafterSizes
 from hpu.worker.memory import MemoryPlan, num_blocks, plan_memory
 
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
@@ -60,6 +61,10 @@ class CardDemand:
     prefix_caching: bool = True
     distributes_experts: bool = False
     """Whole experts on each card, in place of a part of each."""
+    has_drafts: bool = False
+    """Drafts are verified, so layers with a window cache the whole context."""
+    drafter: DrafterSizes = NO_DRAFTER
+    """As on so many cards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +142,7 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
         num_engines=demand.num_engines,
         stage=stage,
     )
+    weights += demand.drafter.weight_bytes
     activations = activation_bytes(
         facts,
         num_cards=demand.num_cards,
@@ -168,7 +174,8 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
         block_size=demand.block_size,
         num_seqs=demand.max_num_seqs,
     )
-    parts, block_bytes, rings = _parts(demand, free), sizes.block, 0
+    parts, rings = _parts(demand, free), 0
+    block_bytes = sizes.block + demand.drafter.block_bytes
     kv_bytes = parts.kv if demand.kv_bytes is None else demand.kv_bytes
     context_blocks = math.ceil(demand.max_model_len / demand.block_size)
     if stage.size > 1:
@@ -180,10 +187,14 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
             stage=stage,
         )
     # A model with states caches no prefixes, and stages have no rings.
-    elif (not demand.prefix_caching or states) and rings_hold_more(
-        sizes,
-        int(kv_bytes) if demand.num_blocks is None else max(0, free),
-        demand.num_blocks or demand.max_num_seqs * context_blocks,
+    elif (
+        not demand.has_drafts
+        and (not demand.prefix_caching or states)
+        and rings_hold_more(
+            sizes,
+            int(kv_bytes) if demand.num_blocks is None else max(0, free),
+            demand.num_blocks or demand.max_num_seqs * context_blocks,
+        )
     ):
         block_bytes, rings = sizes.full_block, sizes.rings
         parts = _parts(demand, free - rings)

@@ -109,7 +109,9 @@ def with_draft_buffers(
     # A launch before may have accepted none or all of its drafts; a drafter looks back as far.
     reach = width * (max_inflight + 1)
     window = -(-reach // loaded.block_size) + 1
-    make_decode = partial(DraftBuffers, width=width, window=window)
+    make_decode = partial(
+        DraftBuffers, width=width, window=window, has_adapters=loaded.lora is not None
+    )
     drafter = loaded.drafter
     if drafter is not None and isinstance(drafter.model, DraftHead):
         # It reads the known tokens of each request.

@@ -15,6 +15,7 @@ from config.model.json_fields import Fields
 from config.model.model_config import ModelConfig
 from config.model.read_config import read_model_config
 from config.parallel import ParallelConfig
+from config.params.speculation import SpeculationConfig
 from engine.reports.plan import Plan, Target, as_json, as_text, make_plan
 
 FACTS = ModelConfig(
@@ -292,3 +293,34 @@ def test_experts_are_planned_over_the_cards_of_all_engines(tmp_path: Path) -> No
     assert (apart["weight_bytes"], apart["fits"]) == (one["weight_bytes"], False)
     with pytest.raises(ConfigError, match=r"256 experts, and 24 \(--data-parallel-size 3 x --tens"):
         plan(3)
+
+
+def test_a_draft_model_takes_weights_and_a_part_of_each_block(tmp_path: Path) -> None:
+    small = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": FACTS.vocab_size,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 8192,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(small))
+    method = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 3}
+    drafts = SpeculationConfig(speculative_config=json.dumps(method))
+    target = Target(device="gaudi2")
+    dummy = {"load_format": "dummy"}
+
+    plain = as_json(make_plan(FACTS, config(**dummy), target))
+    plan = make_plan(FACTS, config(**dummy, speculation=drafts), target)
+
+    told = as_json(plan)
+    drafter = told["drafter_weight_bytes"]
+    # Embedding and head, then two layers.
+    assert 2 * FACTS.vocab_size * 512 * 2 < drafter < 1.1 * 2 * FACTS.vocab_size * 512 * 2
+    assert told["weight_bytes"] - plain["weight_bytes"] == drafter
+    # Keys and values of two layers with four heads of 64 numbers, of 128 tokens.
+    assert told["block_bytes"] - plain["block_bytes"] == 2 * 2 * 4 * 64 * 2 * 128
+    assert told["num_blocks"] < plain["num_blocks"]
+    assert f"{drafter / 2**30:.2f} of the drafter among them" in as_text(plan)

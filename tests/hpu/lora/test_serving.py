@@ -211,5 +211,25 @@ def test_drafts_are_verified_by_the_adapter_of_their_request(tmp_path: Path) -> 
 
     assert found[0] == found[1]
     assert stats.spec_decode["num_accepted_tokens"] > 0
-    with pytest.raises(Exception, match="--enable-lora and --speculative-config are both on"):
-        LLM(str(base), **{**CARD, **settings, "device": "hpu-emulator"}, **drafts)
+
+
+def test_a_card_verifies_drafts_by_the_adapter_of_their_request(tmp_path: Path) -> None:
+    base = make_tiny("llama", tmp_path / "base", num_hidden_layers=1)
+    folders = [write_adapter(tmp_path / name, base, seed=ord(name)) for name in "ab"]
+    settings: dict[str, Any] = {"enable_lora": True, "max_loras": 2}
+    settings["lora_modules"] = [f"{folder.name}={folder}" for folder in folders]
+    prompts = ["abcabcabcabc", "abc", "Hello Hello Hello", "x"]
+    requests = [LoRARequest("a", 1), None, LoRARequest("b", 2), LoRARequest("a", 1)]
+    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
+    card = {**CARD, "num_gpu_blocks_override": 24, "speculative_config": ngram}
+    found = []
+    for flags in (CPU, card):
+        with LLM(str(base), **{**flags, **settings}) as llm:
+            outputs = llm.generate(prompts, greedy, use_tqdm=False, lora_request=requests)
+            found.append([output.outputs[0].token_ids for output in outputs])
+            stats = llm._client.stats
+
+    assert found[0] == found[1]
+    assert stats.spec_decode["num_accepted_tokens"] > 0
+    assert (stats.recompilations, stats.cpu_fallbacks) == (0, 0)

@@ -1,0 +1,98 @@
+"""What a drafter takes of a card, before anything is loaded. Reads its config.json."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from config.checkpoint.draft import draft_facts, draft_folder
+from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
+from config.checkpoint.weight_maps.draft_heads import (
+    eagle3_weight_map,
+    eagle_weight_map,
+    mtp_weight_map,
+)
+from config.checkpoint.weight_maps.hidden_heads import (
+    medusa_weight_map,
+    mlp_speculator_weight_map,
+    read_head_sizes,
+)
+from config.engine import EngineConfig
+from config.model.architectures import decoder_spec
+from config.model.model_config import ModelConfig
+from config.params.speculation import (
+    DRAFT_MODEL,
+    EAGLE,
+    EAGLE3,
+    MEDUSA,
+    MLP_SPECULATOR,
+    SpeculationMethod,
+)
+from hpu.model_loader.size_estimate import kv_block_bytes, weight_bytes
+
+
+class DrafterSizes(NamedTuple):
+    """Bytes on each card."""
+
+    weight_bytes: int = 0
+    block_bytes: int = 0
+    """Of each KV block of the target: keys and values of the drafter, and hidden states."""
+
+
+NO_DRAFTER = DrafterSizes()
+
+
+def drafter_sizes(
+    config: EngineConfig,
+    target: ModelConfig,
+    *,
+    width: int,
+    kv_width: int,
+    block_size: int,
+    max_model_len: int,
+) -> DrafterSizes:
+    """Of what --speculative-config names beside the model `target`; `width` and `kv_width`: bytes
+    of a number. The weights of a head count whole: its projections are on every card. ConfigError
+    where it does not fit the target."""
+    method = config.speculation.choose()
+    if method is None or not method.has_drafter:
+        return NO_DRAFTER
+    num_cards = config.parallel.tensor_parallel_size
+    folder = draft_folder(config, method) if method.model else config.model
+    hidden_bytes = block_size * target.hidden_size * width
+    if method.method in (MEDUSA, MLP_SPECULATOR):
+        sizes = read_head_sizes(method, folder, target)
+        medusa = method.method == MEDUSA
+        weight_map = medusa_weight_map(sizes) if medusa else mlp_speculator_weight_map(sizes)
+        return DrafterSizes(_num_elements(weight_map) * width, hidden_bytes)
+    facts = draft_facts(config, method, folder, target)
+    if method.method == DRAFT_MODEL:
+        weights = weight_bytes(facts, num_cards=num_cards, width=width, length=max_model_len)
+        hidden_bytes = 0
+    else:
+        weights = _num_elements(_head_map(method, facts, target)) * width
+        hidden_bytes *= 3 if method.method == EAGLE3 else 1
+        facts = replace(facts, num_layers=1)
+    kv = kv_block_bytes(facts, num_cards=num_cards, width=kv_width, block_size=block_size)
+    return DrafterSizes(weights, kv + hidden_bytes)
+
+
+def _head_map(method: SpeculationMethod, facts: ModelConfig, target: ModelConfig) -> WeightMap:
+    spec = decoder_spec(facts)
+    if method.method == EAGLE:
+        return eagle_weight_map(facts, spec)
+    if method.method == EAGLE3:
+        vocab_size = facts.fields.count("draft_vocab_size", facts.vocab_size)
+        hidden = target.hidden_size
+        return eagle3_weight_map(facts, spec, target_hidden=hidden, draft_vocab=vocab_size)
+    return mtp_weight_map(facts, spec)
+
+
+def _num_elements(weight_map: WeightMap) -> int:
+    return sum(spec.num_elements() for spec in _specs(weight_map))
+
+
+def _specs(weight_map: WeightMap) -> Iterator[WeightSpec]:
+    """Those of a head: of a map of all layers only the last one is its own."""
+    yield from weight_map.outer
+    if weight_map.layers:
+        yield from weight_map.layers[-1]
