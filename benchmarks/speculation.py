@@ -1,11 +1,15 @@
 """Tokens a second with and without speculation, offline on this machine's CPU.
 
     python benchmarks/speculation.py [--model demo] [--drafts 8] [--out FILE.json]
+    python benchmarks/speculation.py --draft-model FOLDER --drafts 4 --only draft
 
 Workloads: edits and quotes of a text in the prompt, greedily with one stream
 (`benchmarks/quoting.json`, which `gaudiserve bench` users may send as well); and drafts that are
 always wrong, with 1 and 32 streams, against random prompts. The engines without and with
 speculation take turns. Run nothing else at the same time.
+
+With --draft-model also the prompts of benchmarks/truncated_draft.py, which makes such a folder,
+with one stream.
 """
 
 import argparse
@@ -14,20 +18,21 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.truncated_draft import NUM_TOKENS, PROMPTS
 from config.checkpoint.demo import fetch_demo
 from config.params.sampling import SamplingParams
 from config.params.speculation import SpeculationMethod
 from gaudiserve import LLM
 from hpu.spec_decode.base import Proposal, Proposer, Tokens
 from hpu.spec_decode.select import select_proposer
-from hpu.worker import build
+from hpu.worker import drafting
 
 QUOTING = Path(__file__).with_name("quoting.json")
 
@@ -58,11 +63,12 @@ def propose_wrong(method: SpeculationMethod, launcher: object) -> Proposer:
     return WrongProposer()
 
 
-def make(model: str, drafts: int, *, is_wrong: bool = False) -> LLM:
+def make(model: str, drafts: int, *, is_wrong: bool = False, drafter: str = "") -> LLM:
     flags: dict[str, Any] = {"max_model_len": 2048, "enable_prefix_caching": False}
     if drafts:
-        flags["speculative_config"] = {"method": "ngram", "num_speculative_tokens": drafts}
-    with patch.object(build, "select_proposer", propose_wrong if is_wrong else select_proposer):
+        method = {"method": "draft_model", "model": drafter} if drafter else {"method": "ngram"}
+        flags["speculative_config"] = {**method, "num_speculative_tokens": drafts}
+    with patch.object(drafting, "select_proposer", propose_wrong if is_wrong else select_proposer):
         return LLM(model, **flags)
 
 
@@ -72,6 +78,17 @@ def quote(llm: LLM) -> tuple[int, float]:
     for one in json.loads(QUOTING.read_text(encoding="utf-8")):
         messages: Any = [{"role": "user", "content": f"{one['task']}\n\n{one['text']}"}]
         params = SamplingParams(temperature=0, max_tokens=256)
+        (output,) = llm.chat([messages], params, use_tqdm=False)
+        tokens += len(output.outputs[0].token_ids)
+    return tokens, time.perf_counter() - start
+
+
+def answer(llm: LLM) -> tuple[int, float]:
+    """(tokens, seconds) of PROMPTS, one after the other."""
+    tokens, start = 0, time.perf_counter()
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    for prompt in PROMPTS:
+        messages: Any = [{"role": "user", "content": prompt}]
         (output,) = llm.chat([messages], params, use_tqdm=False)
         tokens += len(output.outputs[0].token_ids)
     return tokens, time.perf_counter() - start
@@ -95,20 +112,24 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--drafts", type=int, default=8)
     parser.add_argument("--only", default="", help="run the workloads whose names contain this")
+    parser.add_argument("--draft-model", default="", help="folder of a draft model to measure")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     model = fetch_demo(progress=False) if args.model == "demo" else args.model
-    plain, drafting = make(model, 0), make(model, args.drafts)
-    wrong = make(model, args.drafts, is_wrong=True)
+    workloads: dict[str, tuple[dict[str, Any], Callable[[LLM], tuple[int, float]]]] = {
+        "edits and quotes, 1 stream": ({}, quote),
+        "wrong proposals, 1 stream": ({"is_wrong": True}, lambda llm: stream(llm, 1, 256)),
+        "wrong proposals, 32 streams": ({"is_wrong": True}, lambda llm: stream(llm, 32, 64)),
+    }
+    if args.draft_model:
+        workloads["draft model, 1 stream"] = ({"drafter": args.draft_model}, answer)
+    plain = make(model, 0)
     results: dict[str, dict[str, float]] = {}
-    for name, other, run in (
-        ("edits and quotes, 1 stream", drafting, quote),
-        ("wrong drafts, 1 stream", wrong, lambda llm: stream(llm, 1, 256)),
-        ("wrong drafts, 32 streams", wrong, lambda llm: stream(llm, 32, 64)),
-    ):
+    for name, (flags, run) in workloads.items():
         if args.only not in name:
             continue
+        other = make(model, args.drafts, **flags)
         rates: dict[str, list[float]] = {"without": [], "with": []}
         for turn in range(args.turns + 1):
             for key, llm in (("without", plain), ("with", other)):
@@ -120,9 +141,9 @@ def main() -> None:
         medians["ratio"] = medians["with"] / medians["without"]
         results[name] = medians
         print(name, {key: round(value, 3) for key, value in medians.items()}, flush=True)
-    print(drafting._client.stats.spec_decode)
-    for llm in (plain, drafting, wrong):
-        llm.close()
+        print(other._client.stats.spec_decode)
+        other.close()
+    plain.close()
     if args.out is not None:
         args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 

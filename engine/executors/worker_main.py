@@ -209,6 +209,11 @@ def _serve(
         elif isinstance(message, DropAdapter):
             worker.drop_adapter(message)
         elif message is not None:
+            if in_flight == depth:
+                # Another rank has sent the result. The runner counts on it: with speculation a plan
+                # fits what at most `depth` launches in flight may have accepted.
+                _finish_step(worker, channel, sends_results)
+                in_flight -= 1
             worker.submit(message)
             in_flight += 1
             is_quiet = False

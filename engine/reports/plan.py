@@ -18,8 +18,7 @@ from hpu.bucketing.bucket_table import BucketTable
 from hpu.gaudi_devices import GIB, generation
 from hpu.model_loader.size_estimate import count_active_parameters, count_parameters
 from hpu.protocol import PREFILL
-from hpu.worker.card_plan import CardDemand, CardPlan, changes, plan_card
-from hpu.worker.draft_plan import drafter_sizes
+from hpu.worker.card_plan import CardDemand, CardPlan, changes, plan_card, with_drafts
 
 WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
 LENGTHS = (512, 2000, 8000, 32000)
@@ -84,19 +83,17 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
             f"--kv-cache-dtype is {cache.kv_cache_dtype} and the cards are {target.device}: Gaudi "
             f"caches keys and values in one of {', '.join(ON_GAUDI)}"
         )
-    block_size = cache.block_size or BLOCK_SIZE
-    kv_bytes_a_number = kv_width(cache.kv_cache_dtype, WIDTHS[dtype])
     demand = CardDemand(
         device=target.device,
         num_cards=config.parallel.tensor_parallel_size,
         num_stages=config.parallel.pipeline_parallel_size,
         num_engines=config.num_coupled_engines,
         width=WIDTHS[dtype],
-        kv_width=kv_bytes_a_number,
+        kv_width=kv_width(cache.kv_cache_dtype, WIDTHS[dtype]),
         max_model_len=max_model_len,
         max_num_seqs=schedule.max_num_seqs,
         max_num_batched_tokens=schedule.max_num_batched_tokens,
-        block_size=block_size,
+        block_size=cache.block_size or BLOCK_SIZE,
         utilization=cache.gpu_memory_utilization,
         graph_reserved=0.0 if config.enforce_eager else config.warmup.graph_memory_fraction,
         slices=config.execution.slice_sizes,
@@ -105,16 +102,8 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
         card_bytes=target.card_bytes,
         prefix_caching=cache.enable_prefix_caching,
         distributes_experts=config.parallel.enable_expert_parallel,
-        has_drafts=config.speculation.choose() is not None,
-        drafter=drafter_sizes(
-            config,
-            facts,
-            width=WIDTHS[dtype],
-            kv_width=kv_bytes_a_number,
-            block_size=block_size,
-            max_model_len=max_model_len,
-        ),
     )
+    demand = with_drafts(demand, config, facts)
     card = plan_card(facts, demand)
     table = _table(config, card) if card.fits else None
     strategy = "exponential" if config.buckets.strategy == "auto" else config.buckets.strategy

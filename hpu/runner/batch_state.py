@@ -5,7 +5,7 @@ import copy
 import numpy as np
 
 from hpu.protocol import NO_SLOT, Launch, NewRequest
-from hpu.runner.drafting.draft_buffers import DraftArrays
+from hpu.runner.draft_buffers import DraftArrays
 from hpu.runner.input_buffers import DecodeArrays, PrefillArrays
 
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]

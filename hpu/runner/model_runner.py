@@ -37,8 +37,8 @@ from hpu.runner.async_output import (
     PromptTargets,
 )
 from hpu.runner.batch_state import BatchState
+from hpu.runner.draft_buffers import DraftArrays, DraftBuffers
 from hpu.runner.drafting.device_drafter import DeviceDrafter
-from hpu.runner.drafting.draft_buffers import DraftArrays, DraftBuffers
 from hpu.runner.drafting.hidden_cache import HiddenCache
 from hpu.runner.graph_cache import GraphCache
 from hpu.runner.input_buffers import (

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.model.architectures import ARCHITECTURES
 from config.model.model_config import ModelConfig
@@ -20,7 +21,7 @@ from hpu.model_loader.size_estimate import (
     state_bytes,
     weight_bytes,
 )
-from hpu.worker.draft_plan import NO_DRAFTER, DrafterSizes
+from hpu.worker.draft_plan import NO_DRAFTER, DrafterSizes, drafter_sizes
 from hpu.worker.memory import MemoryPlan, num_blocks, plan_memory
 
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
@@ -107,6 +108,20 @@ class CardPlan:
     def sequences(self, num_tokens: int) -> int:
         """Sequences of `num_tokens` that the cache holds, without the scheduler's limits."""
         return self.num_blocks // math.ceil(num_tokens / self.demand.block_size)
+
+
+def with_drafts(demand: CardDemand, config: EngineConfig, facts: ModelConfig) -> CardDemand:
+    """`demand` with what --speculative-config of `config` adds beside the model `facts`."""
+    sizes = drafter_sizes(
+        config,
+        facts,
+        width=demand.width,
+        kv_width=demand.kv_width,
+        block_size=demand.block_size,
+        max_model_len=demand.max_model_len,
+    )
+    has_drafts = config.speculation.choose() is not None
+    return replace(demand, has_drafts=has_drafts, drafter=sizes)
 
 
 def plan_card(facts: ModelConfig, demand: CardDemand) -> CardPlan:

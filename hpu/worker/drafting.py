@@ -15,8 +15,8 @@ from hpu.protocol import PREFILL, Bucket
 from hpu.quantization.kv_cache import zero_non_finite
 from hpu.runner.batch_state import BatchState
 from hpu.runner.captured_functions import CapturedFunctions
+from hpu.runner.draft_buffers import DraftBuffers
 from hpu.runner.drafting.device_drafter import DEVICE_DRAFTERS, DeviceDrafter
-from hpu.runner.drafting.draft_buffers import DraftBuffers
 from hpu.runner.drafting.draft_runner import DRAFT_RUNNERS, DraftRunner
 from hpu.runner.drafting.hidden_cache import HiddenCache
 from hpu.runner.graph_cache import Forward, GraphCache

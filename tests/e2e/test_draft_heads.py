@@ -22,7 +22,7 @@ from tiny_models import make_tiny
 from config.errors import ConfigError, EngineDied
 from hpu.spec_decode.base import DraftingCosts, Proposal, Proposer, Tokens
 from hpu.spec_decode.select import select_proposer
-from hpu.worker import build
+from hpu.worker import drafting
 
 DRAFTS = 3
 
@@ -106,7 +106,7 @@ def test_drafts_are_those_of_dense_code_and_change_no_token(
     kept: list[tuple[list[int], list[int]]] = []
 
     with patch.object(
-        build, "select_proposer", lambda *given: Recorder(select_proposer(*given), kept)
+        drafting, "select_proposer", lambda *given: Recorder(select_proposer(*given), kept)
     ):
         outputs, stats = run(target, MIXED, **drafts(method, **keys))
 

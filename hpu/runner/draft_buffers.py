@@ -67,7 +67,7 @@ class DraftBuffers(InputBuffers):
 
     def set_rows(self, rows: Rows) -> None:
         """Copy the launch's rows to where the model reads them."""
-        for own, new in zip(self._own, rows, strict=False):
+        for own, new in zip(self._own[:7], rows, strict=False):
             own.copy_(new)
         if self._names_slots:
             self._own[-1].copy_(self._current.tensors.rest[-1].repeat(self._width))

@@ -1,0 +1,208 @@
+"""Draft models and heads on the strict emulated card: answers are the CPU's without speculation,
+nothing is compiled after the warm-up, and the drafts are those of dense code."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from draft_heads import (
+    Draft,
+    add_mtp_layer,
+    make_eagle,
+    make_eagle3,
+    make_medusa,
+    make_mlp_speculator,
+)
+from tiny_models import make_tiny
+
+from config.errors import ConfigError
+from config.params.sampling import SamplingParams
+from engine.transport.messages import EngineStats
+from gaudiserve import LLM
+from hpu.protocol import Bucket
+from hpu.spec_decode.device import DeviceSpeculation, DraftInputs, Rows
+
+SHAPE: dict[str, Any] = {"dtype": "float32", "max_model_len": 96, "skip_tokenizer_init": True}
+CARD: dict[str, Any] = {
+    "device": "hpu-emulator",
+    "emulator_strict": True,
+    "executor": "uni",
+    "block_size": 16,
+    # Few buckets, and too few blocks: requests are preempted.
+    "num_gpu_blocks_override": 7,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 32,
+    "max_prefill_batch": 2,
+    "bucketing_strategy": "exponential",
+}
+DRAFTS = 3
+Kept = list[tuple[list[int], list[int]]]
+"""Known tokens, and the drafts behind them."""
+
+
+def requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts with a shared prefix, in chunks; greedy but for two."""
+    rng = random.Random(3)
+    shared = [rng.randrange(300) for _ in range(35)]
+    prompts = [
+        [
+            *shared[: rng.choice((0, 20, 35))],
+            *(rng.randrange(300) for _ in range(rng.randint(1, 9))),
+        ]
+        for _ in range(6)
+    ]
+    greedy = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    drawn = SamplingParams(temperature=0.3, seed=4, max_tokens=20, ignore_eos=True)
+    return prompts, [greedy, greedy, drawn, greedy, drawn, greedy]
+
+
+def run(folder: Path, **flags: Any) -> tuple[list[Any], EngineStats]:
+    with LLM(str(folder), **{**SHAPE, **flags}) as llm:
+        outputs = llm.generate(*requests(), use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs], llm._client.stats
+
+
+def speculation(method: str, **keys: Any) -> dict[str, Any]:
+    own = {"method": method, "num_speculative_tokens": DRAFTS, **keys}
+    return {"speculative_config": own}
+
+
+def check_nothing_was_compiled(stats: EngineStats) -> None:
+    while_serving = [name for name in stats.compilations if not name.endswith(".warmup")]
+    assert stats.compilations and while_serving == []
+    assert (stats.recompilations, stats.cpu_fallbacks) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "mode", ["hpu-graphs", pytest.param("torch-compile", marks=pytest.mark.slow)]
+)
+def test_a_draft_model_on_a_card_changes_no_token(mode: str, tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path, num_hidden_layers=1)
+    expected, _ = run(folder, device="cpu")
+
+    found, stats = run(
+        folder, **CARD, execution_mode=mode, **speculation("draft_model", model=str(folder))
+    )
+
+    assert found == expected
+    assert stats.preemptions > 0
+    counts = stats.spec_decode
+    # The target itself drafts: all but some of those in answers that are drawn are accepted.
+    assert counts["num_accepted_tokens"] > 0.6 * counts["num_draft_tokens"] > 30
+    check_nothing_was_compiled(stats)
+
+
+def make_head(method: str, folder: Path, head: Path) -> tuple[Path, dict[str, Any], Draft]:
+    """The target, keys of the config, and the drafts that are expected."""
+    if method == "mtp":
+        target = make_tiny("deepseek_v3", folder)
+        return target, {}, add_mtp_layer(target)
+    target = make_tiny("llama", folder, num_hidden_layers=3)
+    makers: dict[str, Callable[[], Draft]] = {
+        "eagle": lambda: make_eagle(target, head),
+        "eagle3": lambda: make_eagle3(target, head, [0, 1, 2]),
+        "medusa": lambda: make_medusa(target, head, is_original=False),
+        "mlp_speculator": lambda: make_mlp_speculator(target, head, is_tied=True),
+    }
+    return target, {"model": str(head)}, makers[method]()
+
+
+HEADS = [
+    "eagle",
+    *(
+        pytest.param(method, marks=pytest.mark.slow)
+        for method in ("eagle3", "mtp", "medusa", "mlp_speculator")
+    ),
+]
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_a_head_on_a_card_drafts_what_dense_code_does(
+    method: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    target, keys, draft = make_head(method, tmp_path, tmp_path_factory.mktemp("head"))
+    expected, _ = run(target, device="cpu")
+    kept: Kept = []
+    prepare = DeviceSpeculation.prepare
+
+    def recorded(self: DeviceSpeculation, inputs: DraftInputs, bucket: Bucket) -> Rows:
+        rows = prepare(self, inputs, bucket)
+        known = self._history.cpu().view(-1, SHAPE["max_model_len"])
+        counts, lasts = rows.num_drafts.tolist(), rows.last_positions.tolist()
+        drafts = rows.drafts.tolist()
+        for i, req_index in enumerate(inputs.req_indices.tolist()):
+            if counts[i] > 0:
+                kept.append((known[req_index, : lasts[i] + 1].tolist(), drafts[i][: counts[i]]))
+        return rows
+
+    # It waits for the card, which a strict one does not allow.
+    with patch.object(DeviceSpeculation, "prepare", recorded):
+        found, _ = run(target, **{**CARD, "emulator_strict": False}, **speculation(method, **keys))
+
+    assert found == expected
+    wrong = [one for one in kept if one[1] != draft(one[0], len(one[1]))]
+    assert len(kept) > 50
+    # A block that two sequences share has the token behind it of one of them.
+    has_cache = method in ("eagle", "eagle3", "mtp")
+    assert len(wrong) <= (len(kept) // 7 if has_cache else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "medusa", "mlp_speculator"])
+@pytest.mark.parametrize("mode", ["hpu-graphs", "torch-compile"])
+def test_a_head_on_a_card_compiles_nothing(
+    mode: str, method: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    target, keys, _ = make_head(method, tmp_path, tmp_path_factory.mktemp("head"))
+    expected, _ = run(target, device="cpu")
+
+    found, stats = run(target, **CARD, execution_mode=mode, **speculation(method, **keys))
+
+    assert found == expected
+    check_nothing_was_compiled(stats)
+
+
+@pytest.mark.slow
+def test_a_drafter_with_a_short_context_stops_there(tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path, num_hidden_layers=1)
+    expected, _ = run(folder, device="cpu")
+    short = speculation("draft_model", model=str(folder), max_model_len=40)
+
+    found, stats = run(folder, **CARD, **short)
+
+    assert found == expected
+    assert stats.spec_decode["num_accepted_tokens"] > 0
+    check_nothing_was_compiled(stats)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_two_cards_draft_the_same(method: str, tmp_path: Path) -> None:
+    folder = make_tiny("qwen3", tmp_path, num_hidden_layers=1)
+    expected, _ = run(folder, device="cpu")
+    keys = {"model": str(folder)} if method == "draft_model" else {"prompt_lookup_min": 1}
+    flags = {name: value for name, value in CARD.items() if name != "executor"}
+
+    found, stats = run(
+        folder,
+        **{**flags, "max_prefill_batch": 1},
+        tensor_parallel_size=2,
+        compare_ranks=True,
+        **speculation(method, **keys),
+    )
+
+    assert found == expected
+    assert stats.spec_decode["num_accepted_tokens"] > 0
+    check_nothing_was_compiled(stats)
+
+
+def test_a_head_and_adapters_on_a_card_end_the_start(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    target, keys, _ = make_head("eagle", tmp_path, tmp_path_factory.mktemp("head"))
+
+    with pytest.raises(ConfigError, match="--enable-lora and --speculative-config with the method"):
+        run(target, **CARD, enable_lora=True, **speculation("eagle", **keys))
