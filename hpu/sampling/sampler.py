@@ -147,6 +147,8 @@ class Sampler:
     def expect_drafts(self, max_drafts: int, max_inflight_steps: int) -> None:
         """From now on decodes of up to so many drafts a request are sampled by `sample_drafts`,
         with up to so many steps in flight. Only with static shapes."""
+        if self._draft_rows is not None:
+            return
         # Each launch in flight, and this one, may accept all drafts.
         num_randoms = max_drafts * max_inflight_steps + 1
         self._draft_rows = DraftRows(

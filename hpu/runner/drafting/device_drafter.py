@@ -108,20 +108,21 @@ class DeviceDrafter:
         if graph is None:
             found = function(*inputs)
         else:
-            own = self._own_inputs(key, inputs)
-            for target, source in zip(own, inputs, strict=True):
-                target.copy_(source)
-            outputs: Found = graph.replay(*own)
+            outputs: Found = graph.replay(*self._own_inputs(key, inputs))
             found = tuple(output.clone() for output in outputs)
         self._backend.mark_step()
         return found
 
-    def _own_inputs(self, key: tuple[Bucket, bool], like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Tensors that a graph reads: the runtime matches no views."""
+    def _own_inputs(
+        self, key: tuple[Bucket, bool], inputs: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        """Copies of `inputs` in the tensors that a graph reads: the runtime matches no views."""
         own = self._inputs.get(key)
         if own is None:
             zeros = self._backend.zeros
-            own = self._inputs[key] = tuple(zeros(tuple(one.shape), one.dtype) for one in like)
+            own = self._inputs[key] = tuple(zeros(tuple(one.shape), one.dtype) for one in inputs)
+        for target, source in zip(own, inputs, strict=True):
+            target.copy_(source)
         return own
 
     def _prefill(self, inputs: InputBuffers, tokens: Tensor, context: AttentionInputs) -> Tensor:
