@@ -54,8 +54,8 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
         ]
         for _ in range(6)
     ]
-    greedy = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    drawn = SamplingParams(temperature=0.3, seed=4, max_tokens=20, ignore_eos=True)
+    greedy = SamplingParams(temperature=0, max_tokens=45, ignore_eos=True)
+    drawn = SamplingParams(temperature=0.3, seed=4, max_tokens=40, ignore_eos=True)
     return prompts, [greedy, greedy, drawn, greedy, drawn, greedy]
 
 

@@ -214,7 +214,7 @@ def test_drafts_are_verified_by_the_adapter_of_their_request(tmp_path: Path) -> 
 
 
 def test_a_card_verifies_drafts_by_the_adapter_of_their_request(tmp_path: Path) -> None:
-    base = make_tiny("llama", tmp_path / "base", num_hidden_layers=1)
+    base = make_tiny("llama", tmp_path / "base")
     folders = [write_adapter(tmp_path / name, base, seed=ord(name)) for name in "ab"]
     settings: dict[str, Any] = {"enable_lora": True, "max_loras": 2}
     settings["lora_modules"] = [f"{folder.name}={folder}" for folder in folders]

@@ -1,0 +1,83 @@
+"""Rows behind drafts are sampled as the same tokens are one after the other."""
+
+import numpy as np
+import pytest
+import torch
+
+from hpu.backends.cpu import CpuBackend
+from hpu.protocol import RequestSampling
+from hpu.sampling.draft_rows import NO_TOKEN
+from hpu.sampling.sampler import Sampler
+
+VOCAB, BATCH, DRAFTS = 60, 8, 3
+SETTINGS = [
+    RequestSampling(temperature=0.0),
+    RequestSampling(seed=1),
+    RequestSampling(seed=2, top_k=5, top_p=0.7, frequency_penalty=0.5),
+    RequestSampling(temperature=0.0, repetition_penalty=1.5, presence_penalty=0.5),
+    RequestSampling(temperature=0.0, bad_words=((7,), (8, 9)), num_logprobs=2),
+    RequestSampling(temperature=0.0, min_tokens=7, end_token_ids=(*range(0, VOCAB, 2),)),
+    RequestSampling(seed=3, logit_bias=((4, 3.0),), temperature=0.5),
+]
+PROMPT = np.array([3, 8, 9, 8], np.uint32)
+
+
+def make_sampler() -> Sampler:
+    sampler = Sampler(BATCH, VOCAB, CpuBackend(torch.get_num_threads()), static_shapes=True)
+    sampler.expect_drafts(DRAFTS, max_inflight_steps=2)
+    for index, settings in enumerate(SETTINGS):
+        sampler.add_request(index, settings, PROMPT, 3)
+    return sampler
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_rows_behind_drafts_are_those_of_one_token_after_the_other(ahead: int) -> None:
+    generator = torch.Generator().manual_seed(5)
+    requests = list(range(len(SETTINGS)))
+    logits = 3 * torch.randn(ahead + 2 * (1 + DRAFTS), BATCH, VOCAB, generator=generator)
+    one_by_one, sampler = make_sampler(), make_sampler()
+    expected = [one_by_one.sample(step, requests).tokens for step in logits]
+    for step in logits[:ahead]:
+        sampler.sample(step, requests)
+    for index in requests:
+        # The host does not know yet of those that were sampled last.
+        sampler.advance(index, -ahead)
+
+    known = sampler.num_generated(requests)
+    for first in (ahead, ahead + 1 + DRAFTS):
+        tokens = torch.stack(expected[first : first + 1 + DRAFTS])
+        sampled, append = sampler.sample_drafts(
+            logits[first : first + 1 + DRAFTS].reshape(-1, VOCAB),
+            requests,
+            tokens[:DRAFTS].t().contiguous(),
+            torch.full((BATCH,), ahead),
+            known + (first - ahead),
+        )
+        append(tokens.t().contiguous())
+
+        found = sampled.tokens.view(1 + DRAFTS, BATCH)[:, : len(requests)]
+        assert torch.equal(found, tokens[:, : len(requests)])
+
+
+def test_tokens_behind_the_accepted_ones_leave_no_trace() -> None:
+    generator = torch.Generator().manual_seed(6)
+    requests = list(range(len(SETTINGS)))
+    logits = 3 * torch.randn(3, BATCH, VOCAB, generator=generator)
+    one_by_one, sampler = make_sampler(), make_sampler()
+    first, second, third = (one_by_one.sample(step, requests).tokens for step in logits)
+    wrong = torch.zeros(BATCH, DRAFTS, dtype=first.dtype)
+    zeros = torch.zeros(BATCH, dtype=first.dtype)
+    rows = torch.cat((logits[0], *[torch.randn(BATCH, VOCAB)] * DRAFTS))
+    none = torch.full((BATCH, DRAFTS), NO_TOKEN, dtype=first.dtype)
+
+    sampled, append = sampler.sample_drafts(
+        rows, requests, wrong, zeros, sampler.num_generated(requests)
+    )
+    append(torch.cat((sampled.tokens[:BATCH].unsqueeze(1), none), dim=1))
+    for index in requests:
+        sampler.advance(index, 1)
+
+    count = len(requests)
+    assert torch.equal(sampled.tokens[:count], first[:count])
+    assert torch.equal(sampler.sample(logits[1], requests).tokens[:count], second[:count])
+    assert torch.equal(sampler.sample(logits[2], requests).tokens[:count], third[:count])
