@@ -78,7 +78,7 @@ def train(model: Any, texts: list[tuple[list[int], list[int]]], seconds: float) 
             logits = hidden @ model.lm_head.weight[classes].t()
             loss = functional.cross_entropy(logits, targets)
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
             step += 1

@@ -205,16 +205,16 @@ class AsyncStepOutput:
             if tokens is not None:
                 result.tokens.extend(tokens[:num_tokens].tolist())
             if logprobs is not None:
-                rows: Sequence[int] = range(num_tokens)
+                positions: Sequence[int] = range(num_tokens)
                 widths = launch.num_logprobs
                 if launch.accepted is not None:
                     # Row j * B + i is token j of request i.
                     batch, counts_here = len(launch.accepted), launch.token_counts
-                    rows = [j * batch + i for i, n in enumerate(counts_here) for j in range(n)]
+                    positions = [j * batch + i for i, n in enumerate(counts_here) for j in range(n)]
                     widths = np.repeat(widths, counts_here).tolist()
                 result.logprobs.extend(
                     (first + i, _logprobs(logprobs, row, row + 1, k))
-                    for i, (row, k) in enumerate(zip(rows, widths, strict=False))
+                    for i, (row, k) in enumerate(zip(positions, widths, strict=False))
                     if k >= 0
                 )
             result.prompt_logprobs.extend(

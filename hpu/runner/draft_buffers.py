@@ -92,4 +92,5 @@ class DraftBuffers(InputBuffers):
 
     def _launch(self, own: tuple[Tensor, ...], rest: tuple[Tensor, ...]) -> LaunchTensors:
         slots = own[-1] if self._names_slots else None
-        return LaunchTensors(own[0], DecodeAttentionInputs(*own[1:7], lora_slots=slots), rest)
+        context = DecodeAttentionInputs(*own[1:7])._replace(lora_slots=slots)
+        return LaunchTensors(own[0], context, rest)

@@ -136,7 +136,7 @@ def test_the_compiled_decoder_gives_hidden_states(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "medusa", "mlp_speculator"])
 def test_tensor_parallel_ranks_draft_the_same(
     method: str, heads: dict[str, tuple[Path, dict[str, Any], Draft]]
 ) -> None:

@@ -176,13 +176,14 @@ def test_drafts_behind_which_a_grammar_holds_change_no_token(folder: Path, name:
 
 
 @pytest.mark.slow
-def test_tensor_parallel_ranks_verify_the_same_drafts(folder: Path) -> None:
+@pytest.mark.parametrize("keys", [NGRAM, {"method": "suffix", "adaptive": False}])
+def test_tensor_parallel_ranks_verify_the_same_drafts(keys: dict[str, Any], folder: Path) -> None:
     plain, _ = run(folder, SAMPLINGS["greedy"])
 
     speculated, stats = run(
         folder,
         SAMPLINGS["greedy"],
-        speculative_config=NGRAM,
+        speculative_config=keys,
         tensor_parallel_size=2,
         compare_ranks=True,
     )
