@@ -67,12 +67,14 @@ def _expanded(
     offsets = (ahead.clamp(min=0) + offsets).clamp(max=num_randoms - 1)
     random = randoms.view(num_randoms, -1).gather(0, offsets.long())
     others = params.view(len(Params._fields), -1)[1:].repeat(1, width)
-    tiled = TableRows(*(column.repeat(width) for column in rows))
-    every = torch.arange(len(tiled.counts), dtype=ahead.dtype, device=ahead.device)
+    every = torch.arange(ahead.shape[0] * width, dtype=ahead.dtype, device=ahead.device)
     is_banned = (offsets < num_banned).reshape(-1)
-    tiled = tiled._replace(
-        banned=torch.where(is_banned, tiled.banned, neutral),
+    tiled = TableRows(
+        bias=rows.bias.repeat(width),
+        banned=torch.where(is_banned, rows.banned.repeat(width), neutral),
         counts=every,
+        few_words=rows.few_words.repeat(width),
+        many_words=rows.many_words.repeat(width),
         last_tokens=every.clone(),
     )
     return torch.cat((random.reshape(1, -1), others)).reshape(-1), tiled

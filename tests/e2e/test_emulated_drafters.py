@@ -43,8 +43,8 @@ Kept = list[tuple[list[int], list[int]]]
 """Known tokens, and the drafts behind them."""
 
 
-def requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts with a shared prefix, in chunks; greedy but for two."""
+def requests(*, draws: bool) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts with a shared prefix, in chunks; greedy, but for two if it `draws`."""
     rng = random.Random(3)
     shared = [rng.randrange(300) for _ in range(35)]
     prompts = [
@@ -56,12 +56,13 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
     ]
     greedy = SamplingParams(temperature=0, max_tokens=45, ignore_eos=True)
     drawn = SamplingParams(temperature=0.3, seed=4, max_tokens=40, ignore_eos=True)
-    return prompts, [greedy, greedy, drawn, greedy, drawn, greedy]
+    other = drawn if draws else greedy
+    return prompts, [greedy, greedy, other, greedy, other, greedy]
 
 
-def run(folder: Path, **flags: Any) -> tuple[list[Any], EngineStats]:
+def run(folder: Path, *, draws: bool = True, **flags: Any) -> tuple[list[Any], EngineStats]:
     with LLM(str(folder), **{**SHAPE, **flags}) as llm:
-        outputs = llm.generate(*requests(), use_tqdm=False)
+        outputs = llm.generate(*requests(draws=draws), use_tqdm=False)
         return [output.outputs[0].token_ids for output in outputs], llm._client.stats
 
 
@@ -81,17 +82,21 @@ def check_nothing_was_compiled(stats: EngineStats) -> None:
 )
 def test_a_draft_model_on_a_card_changes_no_token(mode: str, tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path, num_hidden_layers=1)
-    expected, _ = run(folder, device="cpu")
+    expected, _ = run(folder, draws=False, device="cpu")
 
     found, stats = run(
-        folder, **CARD, execution_mode=mode, **speculation("draft_model", model=str(folder))
+        folder,
+        draws=False,
+        **CARD,
+        execution_mode=mode,
+        **speculation("draft_model", model=str(folder)),
     )
 
     assert found == expected
     assert stats.preemptions > 0
     counts = stats.spec_decode
-    # The target itself drafts: all but some of those in answers that are drawn are accepted.
-    assert counts["num_accepted_tokens"] > 0.6 * counts["num_draft_tokens"] > 30
+    # The target itself drafts. A block found in the cache may lack the last token of its request.
+    assert counts["num_accepted_tokens"] > 0.95 * counts["num_draft_tokens"] > 50
     check_nothing_was_compiled(stats)
 
 
