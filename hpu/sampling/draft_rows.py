@@ -67,7 +67,8 @@ def _expanded(
     offsets = (ahead.clamp(min=0) + offsets).clamp(max=num_randoms - 1)
     random = randoms.view(num_randoms, -1).gather(0, offsets.long())
     others = params.view(len(Params._fields), -1)[1:].repeat(1, width)
-    every = torch.arange(ahead.shape[0] * width, dtype=ahead.dtype, device=ahead.device)
+    # No range of a size that the compiler may trace as a symbol.
+    every = torch.ones_like(offsets).reshape(-1).cumsum(0, dtype=ahead.dtype) - 1
     is_banned = (offsets < num_banned).reshape(-1)
     tiled = TableRows(
         bias=rows.bias.repeat(width),
