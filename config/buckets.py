@@ -5,6 +5,11 @@ from dataclasses import dataclass, field
 from config.errors import ConfigError
 from config.setting import check_settings, metadata, setting
 
+MAX_TILES = 2**20
+"""Or patches, in a launch of the vision tower."""
+AUTOMATIC = ("auto", "none")
+"""Of the sizes of those launches: what the model's defaults are called."""
+
 
 @dataclass(frozen=True, slots=True)
 class Range:
@@ -73,6 +78,13 @@ class BucketConfig:
         name="bucketing-graphs",
         minimum=2,
     )
+    images: str = setting(
+        "auto",
+        "Tiles or patches of images that a launch of the vision tower takes, on a device that "
+        "compiles, with commas between the numbers",
+        name="multimodal-buckets",
+        variables=("VLLM_MULTIMODAL_BUCKETS",),
+    )
     # A Range is five flags; their help puts the limit first: "Smallest number of ...".
     prompt_batch: Range = field(
         default_factory=Range, metadata=metadata("prompts in a prefill", name="prompt-bs")
@@ -91,8 +103,21 @@ class BucketConfig:
         default_factory=Range, metadata=metadata("blocks in a decode", name="decode-block")
     )
 
+    @property
+    def image_sizes(self) -> tuple[int, ...]:
+        """The numbers in `images`; empty for those of the model."""
+        if self.images.lower() in AUTOMATIC:
+            return ()
+        return tuple(int(one) for one in self.images.split(","))
+
     def __post_init__(self) -> None:
         check_settings(self)
+        sizes = [] if self.images.lower() in AUTOMATIC else self.images.split(",")
+        if not all(one.strip().isdecimal() and 1 <= int(one) <= MAX_TILES for one in sizes):
+            raise ConfigError(
+                f"--multimodal-buckets is {self.images!r}, it must be numbers from 1 to "
+                f"{MAX_TILES} with commas between them"
+            )
         if (self.strategy == "file") != (self.file is not None):
             raise ConfigError(
                 f"--bucketing-strategy is {self.strategy!r} and --bucketing-file is "

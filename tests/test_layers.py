@@ -96,6 +96,7 @@ SPAWNED = (
     "engine.core.engine_process",
     "hpu.backends.select",
     "hpu.models.registry",
+    "hpu.multimodal.select",
     "server.cli.main",
 )
 """Files that may import inside a function: what is not chosen is not loaded."""

@@ -50,7 +50,9 @@ def model_facts(
         shapes = folder_shapes(path)
         check_shapes(facts, shapes, path / _FILE)
         own = model_shapes(facts, shapes)
-        facts = replace(facts, num_parameters=sum(map(math.prod, own.values())))
+        count, total = (sum(map(math.prod, one.values())) for one in (own, shapes))
+        num_tower = 0 if facts.vision is None else total - count
+        facts = replace(facts, num_parameters=count, num_tower_parameters=num_tower)
     else:
         check_limits(facts)
     return replace(complete(facts), path=model)

@@ -55,6 +55,9 @@ class RopeConfig:
     scaling: RopeScaling | None = None
     partial: float = 1.0
     """Rotated fraction of a head."""
+    sections: tuple[int, ...] = ()
+    """Of positions with three axes: how many frequencies each of them has, in the order of the
+    frequencies. Empty: positions have one axis."""
 
     def rotated_size(self, head_dim: int) -> int:
         """Leading entries of each head that are rotated; the others stay as they are."""
@@ -126,6 +129,8 @@ class ModelConfig:
     bos_token_id: int | None = None
     num_parameters: int | None = None
     """In the files, where they were counted: the size of a model that is not built in."""
+    num_tower_parameters: int = 0
+    """Likewise, of the vision tower, which each card has."""
     cached_numbers: int | None = None
     """In the keys and values of a token in all layers, where they were counted: layers of a model
     that is not built in may share them, or have heads of several sizes."""

@@ -309,13 +309,21 @@ def _rope(raw: Json, fields: Fields, max_position: int, head_dim: int) -> RopeCo
             f"partial_rotary_factor in {fields.file} is {partial}, it must be above 0, at most 1"
         )
     scaling, kind = None, rope.get("rope_type", str, None) or rope.get("type", str, "default")
+    # Positions with three axes are no scaling: what differs is in mrope_section.
+    kind = "default" if kind == "mrope" else kind
     if kind != "default":
         # Names in the first Phi-3 checkpoints.
         if kind == "su" or (kind == "yarn" and "short_factor" in raw):
             kind = "longrope"
         scaling = _scaling(rope, fields, kind, max_position)
-    found = RopeConfig(theta, scaling, partial)
+    sections = tuple(int(size) for size in rope.numbers("mrope_section", above=0.0))
+    found = RopeConfig(theta, scaling, partial, sections)
     size, minimum = found.rotated_size(head_dim), 4 if kind == "dynamic" else 2
+    if sections and (len(sections) != 3 or sum(sections) != size // 2):
+        raise ConfigError(
+            f"mrope_section in {fields.file} is {list(sections)}, it must be three numbers with "
+            f"the sum {size // 2}"
+        )
     if size % 2 or size < minimum:
         raise ConfigError(
             f"{fields.file} rotates {size} of {head_dim} entries of a head, it must be an even "

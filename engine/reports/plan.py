@@ -177,7 +177,7 @@ def as_text(plan: Plan) -> str:
 
 def _head(plan: Plan) -> list[str]:
     card, target = plan.card, plan.target
-    parameters = count_parameters(plan.facts)
+    parameters = count_parameters(plan.facts) + plan.facts.num_tower_parameters
     title, demand = generation(target.device).title, card.demand
     chosen = _active_parameters(plan.facts)
     active = "" if chosen is None else f" ({chosen / 1e9:.2f} active)"
@@ -289,7 +289,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     return {
         "model": plan.facts.path,
         "architecture": plan.facts.architecture,
-        "parameters": count_parameters(plan.facts),
+        "parameters": count_parameters(plan.facts) + plan.facts.num_tower_parameters,
         "active_parameters": _active_parameters(plan.facts),
         "dtype": plan.dtype,
         "device": plan.target.device,

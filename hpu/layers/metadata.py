@@ -42,6 +42,15 @@ class PrefillAttentionInputs(NamedTuple):
     lora_slots: Tensor | None = None
     """(B), or (B, Q) where the sequences of a row differ: the slot of each one's adapter, -1 for
     none; only where adapters are served."""
+    image_rows: Tensor | None = None
+    """(B, Q): the row of the encoder cache that replaces each token's embedding, -1 for none; only
+    for models that take images."""
+    image_ids: Tensor | None = None
+    """(B, Q): a number for each image, -1 for text and padding: tokens with the same number see
+    each other in both directions. Only where they do."""
+    rope_positions: Tensor | None = None
+    """(3, B, Q): time, height and width, which rotations read in place of `positions`; only for
+    models whose positions have these axes."""
 
 
 class DecodeAttentionInputs(NamedTuple):
@@ -66,6 +75,9 @@ class DecodeAttentionInputs(NamedTuple):
     """(B): as in PrefillAttentionInputs."""
     lora_slots: Tensor | None = None
     """(B): likewise."""
+    rope_positions: Tensor | None = None
+    """(B, 1): what rotations read in place of `positions`, where those of images have three axes:
+    for a generated token all of them are equal."""
 
 
 class TextAttentionInputs(NamedTuple):
@@ -82,6 +94,13 @@ class TextAttentionInputs(NamedTuple):
 
 
 AttentionInputs = PrefillAttentionInputs | DecodeAttentionInputs | TextAttentionInputs
+
+
+def rotated_positions(inputs: AttentionInputs) -> Tensor:
+    """(B, Q) or (3, B, Q): what rotations read."""
+    if isinstance(inputs, TextAttentionInputs) or inputs.rope_positions is None:
+        return inputs.positions
+    return inputs.rope_positions
 
 
 class Visibility(NamedTuple):
@@ -285,11 +304,12 @@ def _new_mask(
     starts: Tensor | None,
     slopes: Tensor | None,
     device: torch.device,
+    image_ids: Tensor | None = None,
 ) -> Tensor | None:
     """Over the new tokens; None where they are plainly causal. `starts` (B): the position of the
-    first token of each row; None: 0."""
+    first token of each row; None: 0. `image_ids`: as in PrefillAttentionInputs."""
     limit = visibility.limit
-    if slopes is None:
+    if slopes is None and image_ids is None:
         may_end = starts is not None and visibility.chunk is not None
         if limit is None or (limit >= length and not may_end):
             return None
@@ -299,12 +319,20 @@ def _new_mask(
     queries, keys = tokens.view(1, 1, -1, 1), tokens
     distance = keys - queries
     visible = distance <= 0
+    if image_ids is not None:
+        visible = visible | _of_one_image(image_ids)
     if limit is not None:
         if starts is not None:
             first = starts.view(-1, 1, 1, 1)
             queries, keys = queries + first, keys + first
         visible = visible & (keys >= visibility.first_key(queries))
     return _mask(visible, distance, slopes)
+
+
+def _of_one_image(image_ids: Tensor) -> Tensor:
+    """(B, 1, Q, Q): whether two tokens are of the same image."""
+    ids = image_ids.unsqueeze(1)
+    return (ids.unsqueeze(-1) == ids.unsqueeze(-2)) & (ids >= 0).unsqueeze(-1)
 
 
 def _text_metadata(
@@ -353,6 +381,8 @@ def _in_form(
     slices: tuple[ContextSlice, ...] = ()
     if (
         sizes is not None
+        # The mask of a slice is plainly causal over the new tokens.
+        and inputs.image_ids is None
         and full is not None
         and cached is not None
         # A mask with a row for each token belongs to several sequences in one row.
@@ -433,7 +463,9 @@ def _prefill_metadata(
         return _merged_metadata(inputs, block_size, kinds, rings, slopes)
     has_context = inputs.block_list.shape[0] > 0
     starts = inputs.context_lens if has_context else None
-    masks = tuple(_new_mask(kind, length, starts, slopes, device) for kind in kinds)
+    masks = tuple(
+        _new_mask(kind, length, starts, slopes, device, inputs.image_ids) for kind in kinds
+    )
     slot_mappings, block_lists, contexts = [], [], []
     for kind, ring in zip(kinds, rings, strict=True):
         slot_mapping, block_list, mask = inputs.slot_mapping, inputs.block_list, None
@@ -531,6 +563,8 @@ def _merged_metadata(
     owners = (tokens.unsqueeze(1) >= inputs.query_lens.cumsum(0)).sum(-1)
     distance = tokens - tokens.unsqueeze(1)
     new = (owners.unsqueeze(1) == owners) & (distance <= 0)
+    if inputs.image_ids is not None:
+        new = new | _of_one_image(inputs.image_ids).view(length, length)
     queries = positions.unsqueeze(1)
     cached = keys = None
     # (C): sequence and logical block of each cached block; any for padding.

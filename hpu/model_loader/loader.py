@@ -329,7 +329,7 @@ def _match(
             len(parameters & found.keys()),
             len(parameters),
         )
-    if num_outside:
+    if num_outside and not weight_map.has_tower:
         logger.info(
             "%d tensors in %s are not the text model's and are not loaded: images, audio and video "
             "are not served",

@@ -159,9 +159,11 @@ def weight_bytes(
     stage: Stage = WHOLE,
 ) -> int:
     """Weights on one of the `num_cards` of a pipeline stage, `width` bytes each, as
-    count_parameters, with the rotary table for sequences of `length` tokens."""
+    count_parameters, with the rotary table for sequences of `length` tokens, and the vision tower
+    of the first stage."""
     # Cosines and sines, each of the rotated size.
     rotary = 2 * sum(_rotated_sizes(config)) * length
+    tower = config.num_tower_parameters if stage.is_first else 0
     mla, absorbed = latents_of(config), 0
     if mla is not None:
         num_layers = len(stage.layers(config.num_layers))
@@ -174,7 +176,7 @@ def weight_bytes(
             num_engines=num_engines,
             stage=stage,
         )
-        return sum(_card_bytes(spec, width) for spec in own) + (rotary + absorbed) * width
+        return sum(_card_bytes(spec, width) for spec in own) + (rotary + absorbed + tower) * width
     parameters = count_parameters(
         config,
         num_cards,
@@ -182,7 +184,7 @@ def weight_bytes(
         num_engines=num_engines,
         stage=stage,
     )
-    return (parameters + rotary + absorbed) * width
+    return (parameters + rotary + absorbed + tower) * width
 
 
 def kv_block_bytes(

@@ -22,7 +22,8 @@ class CausalLM(nn.Module):
     """Of a drafter: numbers of the target's hidden states that it reads for each token."""
 
     def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Hidden states (B, Q, hidden) of `tokens` (B, Q), normed and ready for `logits`."""
+        """Hidden states (B, Q, hidden) of `tokens` (B, Q), or of embeddings (B, Q, hidden) in their
+        place, normed and ready for `logits`."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -37,6 +38,11 @@ class CausalLM(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """(B, Q) tokens to (B, Q, hidden), as the first layer reads them."""
         raise NotImplementedError
+
+    @property
+    def image_multiplier(self) -> float:
+        """What the model multiplies the embeddings of images with, beside those of tokens."""
+        return 1.0
 
     def keep_hidden_states(self, layers: tuple[int, ...]) -> None:
         """From now on each `forward` leaves the hidden states in front of `layers` in

@@ -31,7 +31,13 @@ from hpu.layers.linear import (
     RowParallelLinear,
 )
 from hpu.layers.mamba2 import Mamba2Mixer
-from hpu.layers.metadata import AttentionInputs, AttentionMetadata, Visibility, distinct
+from hpu.layers.metadata import (
+    AttentionInputs,
+    AttentionMetadata,
+    Visibility,
+    distinct,
+    rotated_positions,
+)
 from hpu.layers.metadata_builder import MetadataBuilder
 from hpu.layers.mla import MLAAttention
 from hpu.layers.mlp import MLP, GatedMLP
@@ -60,15 +66,12 @@ class DecoderModel(nn.Module):
         rotary_embs: dict[str, RotaryEmbedding],
         ropes: list[str],
         embed_positions: VocabParallelEmbedding | None,
-        embeds: bool = True,
     ) -> None:
         """`layers` by their numbers in the whole model, which their paths keep. `rotary_embs` by
-        the names in `ropes`, which has that of each layer. `norm`: None but on the last stage.
-        `embeds`: whether it takes tokens; another stage may have the embedding for its head."""
+        the names in `ropes`, which has that of each layer. `norm`: None but on the last stage."""
         super().__init__()
         self.embed_tokens = embed_tokens
         self.embed_positions = embed_positions
-        self._embeds = embeds
         self.layers = nn.ModuleList()
         for number, layer in layers.items():
             self.layers.add_module(str(number), layer)
@@ -88,14 +91,16 @@ class DecoderModel(nn.Module):
         return [one for one in both if one is not None]
 
     def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
-        """(B, Q), or hidden states (B, Q, hidden), to (B, Q, hidden)."""
+        """(B, Q), or embeddings or hidden states (B, Q, hidden), to (B, Q, hidden)."""
+        rotated = rotated_positions(inputs)
         rotations: dict[str, Rotation] = {}
         if self.rotary_emb is not None:
-            rotations["default"] = self.rotary_emb(inputs.positions)
+            rotations["default"] = self.rotary_emb(rotated)
         if self.local_rotary_emb is not None:
-            rotations["local"] = self.local_rotary_emb(inputs.positions)
+            rotations["local"] = self.local_rotary_emb(rotated)
         metadata: AttentionMetadata = self.metadata(inputs)
-        hidden = self._embed(tokens, inputs.positions) if self._embeds else tokens
+        is_embedded = tokens.dim() > 2
+        hidden = tokens if is_embedded else self._embed(tokens, inputs.positions)
         if self.kept_layers:
             return self._keeping(hidden, rotations, metadata)
         for layer, rope in zip(self.layers, self._ropes, strict=True):
@@ -184,7 +189,6 @@ class Decoder(LoadableModel):
             self._rotary_embs(length),
             [layer.rope for layer in own.values()],
             self._embed_positions(length) if spec.learned_positions and stage.is_first else None,
-            embeds=stage.is_first,
         )
         self.lm_head = self._head() if has_head and stage.is_last else None
         if not stage.is_last:
@@ -571,6 +575,12 @@ class Decoder(LoadableModel):
     def embed(self, tokens: Tensor) -> Tensor:
         assert self.model.embed_tokens is not None, "the first stage has the embedding"
         return self.model.embed_tokens(tokens)  # type: ignore[no-any-return]
+
+    @property
+    def image_multiplier(self) -> float:
+        """As CausalLM.image_multiplier. A rounded one belongs to the embedding itself."""
+        spec = self.spec
+        return 1.0 if spec.rounded_embedding_multiplier else spec.embedding_multiplier
 
     def keep_hidden_states(self, layers: tuple[int, ...]) -> None:
         self.model.kept_layers = layers

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -153,7 +153,7 @@ class TransformersModel(LoadableModel):
         causal = _build(config, dtype, max_layers=len(stored) or MAX_LAYERS)
         try:
             body = causal.base_model
-            _register_stored_buffers(causal)
+            register_stored_buffers(causal)
             shapes = {name: tuple(one.shape) for name, one in causal.named_parameters()}
             renamed = replace_experts(causal)
             replace_norms(causal)
@@ -175,7 +175,7 @@ class TransformersModel(LoadableModel):
             self._replace_linears(causal, plan, head)
             if group.size > 1:
                 divide_experts(causal, group, expert_group)
-            _allocate(causal, device, frequencies)
+            allocate(causal, device, frequencies)
             self.layers = _decoder_layers(body, len(calls))
         except Unsupported as error:
             raise _refusal(config, str(error)) from error
@@ -271,10 +271,14 @@ class TransformersModel(LoadableModel):
             rings=self._rings,
         )
         with WithoutViewWrites() if self._writes_to_views else contextlib.nullcontext():
-            out = self._body(input_ids=tokens, position_ids=inputs.positions, use_cache=False)
+            given = {"input_ids" if tokens.dim() == 2 else "inputs_embeds": tokens}
+            out = self._body(**given, position_ids=inputs.positions, use_cache=False)
         # Not kept: it would be among the outputs of a compiled graph.
         self._launch.metadata = None
         return out.last_hidden_state  # type: ignore[no-any-return]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self._body.get_input_embeddings()(tokens)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As CausalLM.logits, with what the model's own code does behind its head."""
@@ -516,7 +520,7 @@ def _has_divided_experts(module: nn.Module, style: str) -> bool:
     return isinstance(module, Experts) and style == EXPERT_KIND
 
 
-def _register_stored_buffers(causal: Any) -> None:
+def register_stored_buffers(causal: Any) -> None:
     """Make parameters of the buffers that a checkpoint holds: everything that is loaded is one."""
     for module in causal.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
@@ -543,7 +547,7 @@ def _size_text(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "one number"
 
 
-def _allocate(causal: Any, device: torch.device, frequencies: Mapping[nn.Module, Tensor]) -> None:
+def allocate(causal: Any, device: torch.device, frequencies: Mapping[nn.Module, Tensor]) -> None:
     """Move parameters and buffers from the meta device to `device`: parameters empty, buffers with
     the values that the model's code gives them, or `frequencies`. Raises Unsupported for tensors
     without a value."""
@@ -557,13 +561,25 @@ def _allocate(causal: Any, device: torch.device, frequencies: Mapping[nn.Module,
             for name, _ in list(module.named_buffers(recurse=False)):
                 setattr(module, name, frequencies[module].to(device))
         else:
-            _fill_buffers(causal, path, module, device)
+            _fill_buffers(_owner(causal, path), path, module, device)
         for name, parameter in list(module.named_parameters(recurse=False)):
             # Tied parameters are one.
             if id(parameter) not in allocated:
                 empty = torch.empty_like(parameter, device=device)
                 allocated[id(parameter)] = nn.Parameter(empty, requires_grad=False)
             setattr(module, name, allocated[id(parameter)])
+
+
+def _owner(causal: Any, path: str) -> Any:
+    """The innermost model of transformers that has the module at `path`: a vision tower is one of
+    its own."""
+    owner = causal
+    names = path.split(".")
+    for count in range(1, len(names)):
+        parent = causal.get_submodule(".".join(names[:count]))
+        if isinstance(parent, PreTrainedModel):
+            owner = parent
+    return owner
 
 
 def _fill_buffers(causal: Any, path: str, module: nn.Module, device: torch.device) -> None:

@@ -32,7 +32,7 @@ void turn(const Model& m, const Layer& layer, const Step& s, int64_t row, int64_
       store(x + d, mul(load(normed + d), weight));
     }
   }
-  const bf16 *cos = m.rotation + s.positions[row] * 2 * m.rotated, *sin = cos + m.rotated;
+  const bf16 *cos = m.rotation + s.rotated_at[row] * 2 * m.rotated, *sin = cos + m.rotated;
   const int64_t half = m.rotated / 2;
   alignas(64) bf16 turned[MOST_HEAD];
   for (int64_t d = 0; d < m.rotated; d += 16) {
@@ -59,6 +59,12 @@ void file_group(const Model& m, const Layer& layer, const Step& s, int64_t row, 
 
 // Token embeddings, the start of the residual stream.
 void embed(const Model& m, const Step& s) {
+  if (s.embeddings) {
+#pragma omp for
+    for (int64_t r = 0; r < s.rows; ++r)
+      std::memcpy(s.total + r * m.hidden, s.embeddings + r * m.hidden, m.hidden * sizeof(bf16));
+    return;
+  }
   if (m.group) {
     const Lanes by = set1(m.embedding_multiplier);
     float* own = slot_of(*m.group, m.group->rank);

@@ -16,7 +16,12 @@ from hpu.distributed.agreement import Agreement
 from hpu.layers.attention import SelfAttention
 from hpu.layers.attention_base import Shape
 from hpu.layers.linear import LinearBase
-from hpu.layers.metadata import AttentionInputs, DecodeAttentionInputs, PrefillAttentionInputs
+from hpu.layers.metadata import (
+    AttentionInputs,
+    DecodeAttentionInputs,
+    PrefillAttentionInputs,
+    rotated_positions,
+)
 from hpu.layers.mlp import MLP, GatedMLP
 from hpu.layers.moe import MoE, TopKRouter
 from hpu.layers.norm import QKNorm
@@ -69,7 +74,7 @@ class _Step(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rows", "blocks")),
         *((name, ctypes.c_void_p) for name in ("tokens", "positions", "slots", "block_list")),
         *((name, ctypes.c_void_p) for name in ("groups", "starts", "usage", "hidden", "total")),
-        *((name, ctypes.c_void_p) for name in ("adapters", "low")),
+        *((name, ctypes.c_void_p) for name in ("adapters", "low", "embeddings", "rotated_at")),
     )
 
 
@@ -197,6 +202,10 @@ class CompiledDecoder(CausalLM):
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.model.embed(tokens)
+
+    @property
+    def image_multiplier(self) -> float:
+        return self.model.image_multiplier
 
     def keep_hidden_states(self, layers: tuple[int, ...]) -> None:
         """The library keeps none: the model's layers run one by one."""
@@ -402,6 +411,7 @@ class _Launcher:
         rotary_emb = model.model.rotary_emb
         assert rotary_emb is not None
         table = rotary_emb.table
+        self._rotary_emb = rotary_emb
         assert model.model.norm is not None and model.model.embed_tokens is not None
         outer = (model.model.norm.weight, model.model.embed_tokens.weight, table)
         # The structures hold their addresses.
@@ -426,9 +436,10 @@ class _Launcher:
     def decode(self, tokens: Tensor, inputs: DecodeAttentionInputs) -> Tensor:
         """(B, 1) to (B, 1, hidden), normed."""
         hidden = self._output(tokens)
-        # Without state_indices, which its models do not have, and the slots of adapters.
-        columns = map(_address, (tokens, *inputs[:-2]))
+        # Without state_indices, which its models do not have.
+        columns = map(_address, (tokens, *inputs[:6]))
         step = _Step(len(tokens), len(inputs.block_list), *columns, hidden.data_ptr())
+        step.rotated_at = _address(rotated_positions(inputs))
         kept = self._add_adapters(step, inputs.lora_slots, 1)
         self._begin(hidden)
         self._library.decode(self._model, step)
@@ -437,16 +448,32 @@ class _Launcher:
         return hidden
 
     def prefill(self, tokens: Tensor, inputs: PrefillAttentionInputs) -> Tensor:
-        """(B, Q) to (B, Q, hidden), normed: new tokens over their cached context."""
-        hidden = self._output(tokens)
-        batch, length = tokens.shape
-        columns = (tokens, inputs.positions, inputs.slot_mapping, inputs.block_list)
-        step = _Step(batch * length, 0, *map(_address, columns), hidden=hidden.data_ptr())
+        """(B, Q), or their embeddings (B, Q, hidden), to (B, Q, hidden), normed: new tokens over
+        their cached context."""
+        batch, length = inputs.positions.shape
+        hidden = self._output(inputs.positions)
+        columns = map(_address, (inputs.positions, inputs.slot_mapping, inputs.block_list))
+        step = _Step(batch * length, 0, None, *columns, hidden=hidden.data_ptr())
+        model = self._model
+        if tokens.dim() == 2:
+            step.tokens = _address(tokens)
+        else:
+            assert tokens.dtype == torch.bfloat16 and tokens.is_contiguous()
+            step.embeddings = tokens.data_ptr()
+        if inputs.rope_positions is None:
+            step.rotated_at = _address(inputs.positions)
+        else:
+            # A rotation for each token, which has three positions.
+            rotation = torch.cat(self._rotary_emb(inputs.rope_positions), dim=-1).contiguous()
+            rows = torch.arange(batch * length)
+            step.rotated_at = rows.data_ptr()
+            model = _Model.from_buffer_copy(self._model)
+            model.rotation = rotation.data_ptr()
         kept = self._add_adapters(step, inputs.lora_slots, length)
         lengths = map(_address, (inputs.query_lens, inputs.context_lens))
         prompts = _Prompts(batch, length, len(inputs.block_list) // batch, *lengths)
         self._begin(hidden)
-        self._library.prompt(self._model, step, prompts)
+        self._library.prompt(model, step, prompts)
         self._end()
         del kept
         return hidden

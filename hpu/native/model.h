@@ -42,6 +42,8 @@ struct Step {
   bf16 *hidden, *total;
   const AdapterRows* adapters;  // or none
   Input* low;                   // room for LowSums, which the call allocates
+  const bf16* embeddings;       // (rows, hidden) in place of those of the tokens, or none
+  const int64_t* rotated_at;    // (rows): row of the rotation for each token
 };
 
 // Right-padded prompts: their tokens are the rows of a step, their cached blocks its block list, as in

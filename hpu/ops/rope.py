@@ -144,6 +144,7 @@ class RotaryEmbedding(nn.Module):
         angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
         cos, sin = angles.cos() * factor, angles.sin() * factor
         table = torch.cat((cos, cos, -sin, sin), dim=-1)
+        self._sections = rope.sections
         self.register_buffer("table", table.to(device=device, dtype=dtype), persistent=False)
 
     def restore_sin_sign(self) -> None:
@@ -155,9 +156,22 @@ class RotaryEmbedding(nn.Module):
         self.table.mul_(signs.to(self.table.device))
 
     def forward(self, positions: Tensor) -> Rotation:
-        """The rotations at `positions` (B, Q)."""
-        batch, query = positions.shape
-        rows = self.table.index_select(0, positions.reshape(-1)).view(batch, query, 1, -1)
+        """The rotations at `positions` (B, Q); or (3, B, Q), of which each axis has its section of
+        the frequencies."""
+        if positions.dim() > 2:
+            return Rotation(*map(self._joined, self._rotations(positions)))
+        return self._rotations(positions)
+
+    def _joined(self, axes: Tensor) -> Tensor:
+        """(3, B, Q, 1, rotated size), of one axis each, to (B, Q, 1, rotated size)."""
+        sections = [*self._sections, *self._sections]
+        assert sections, "positions with three axes, and a rope without sections"
+        parts = torch.split(axes, sections, dim=-1)
+        return torch.cat([part[index % 3] for index, part in enumerate(parts)], dim=-1)
+
+    def _rotations(self, positions: Tensor) -> Rotation:
+        *outer, query = positions.shape
+        rows = self.table.index_select(0, positions.reshape(-1)).view(*outer, query, 1, -1)
         cos, sin = rows.chunk(2, dim=-1)
         return Rotation(cos, sin)
 

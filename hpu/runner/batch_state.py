@@ -4,6 +4,7 @@ import copy
 
 import numpy as np
 
+from hpu.multimodal.image_inputs import NO_IMAGE
 from hpu.protocol import NO_SLOT, Launch, NewRequest
 from hpu.runner.draft_buffers import DraftArrays
 from hpu.runner.input_buffers import DecodeArrays, PrefillArrays
@@ -398,6 +399,10 @@ class BatchState:
             out.last_token_indices[:] = 0
             if out.state_indices is not None:
                 out.state_indices[:] = self.max_num_reqs
+            if out.image_rows is not None:
+                out.image_rows[:] = NO_IMAGE
+            if out.image_ids is not None:
+                out.image_ids[:] = NO_IMAGE
         else:
             batch, total = len(out.req_indices), len(out.block_list)
             out.positions[:] = min(self.block_size, self._tokens.shape[1]) - 1
@@ -405,6 +410,8 @@ class BatchState:
             out.block_groups[:] = np.sort(np.resize(np.arange(batch), total))
             out.block_starts[:] = 0
             out.block_usage[:] = self.block_size
+        if out.rope_positions is not None:
+            out.rope_positions[:] = out.positions
         out.block_list[:] = self.pad_block
         out.req_indices[:] = self.max_num_reqs
 

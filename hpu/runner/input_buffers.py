@@ -47,6 +47,12 @@ class PrefillArrays(NamedTuple):
     """(B,): all requests, for a model with states or rings."""
     lora_slots: Array | None = None
     """(B,), or (B, Q) with several sequences in a row, where adapters are served."""
+    image_rows: Array | None = None
+    """(B, Q), for a model that takes images."""
+    image_ids: Array | None = None
+    """(B, Q), where the tokens of an image see each other in both directions."""
+    rope_positions: Array | None = None
+    """(3, B, Q), where positions have three axes."""
 
 
 class DecodeArrays(NamedTuple):
@@ -68,6 +74,8 @@ class DecodeArrays(NamedTuple):
     """(N,)"""
     lora_slots: Array | None = None
     """(B,), where adapters are served."""
+    rope_positions: Array | None = None
+    """(B, 1), where those of prompts have three axes."""
 
 
 def _shapes(bucket: Bucket, prompts_per_row: int, names_requests: bool) -> list[tuple[int, ...]]:
@@ -80,11 +88,32 @@ def _shapes(bucket: Bucket, prompts_per_row: int, names_requests: bool) -> list[
     return [(batch,), (batch, 1), (batch,), (blocks,), (blocks,), (blocks,), (blocks,)]
 
 
-def _with_slots(
-    make: Callable[..., PrefillArrays | DecodeArrays], *arrays: Array
+class ImageFields(NamedTuple):
+    """Which of the arrays of images a model reads."""
+
+    rows: bool = False
+    ids: bool = False
+    rope_positions: bool = False
+
+    def shapes(self, bucket: Bucket) -> dict[str, tuple[int, ...]]:
+        """Their shapes in the bucket, by their names."""
+        phase, batch, query, _ = bucket
+        if phase != PREFILL:
+            return {"rope_positions": (batch, 1)} if self.rope_positions else {}
+        wide = (batch, query)
+        shapes = {"image_rows": wide, "image_ids": wide, "rope_positions": (3, *wide)}
+        return {name: shapes[name] for name, used in zip(shapes, self, strict=True) if used}
+
+
+NO_IMAGES = ImageFields()
+
+
+def _with_options(
+    make: Callable[..., PrefillArrays | DecodeArrays], names: tuple[str, ...], *arrays: Array
 ) -> PrefillArrays | DecodeArrays:
-    """`make` of the arrays, of which the last one has the slots of adapters."""
-    return make(*arrays[:-1], lora_slots=arrays[-1])
+    """`make` of the arrays, of which the last ones have these names."""
+    count = len(arrays) - len(names)
+    return make(*arrays[:count], **dict(zip(names, arrays[count:], strict=True)))
 
 
 class HiddenBuffers:
@@ -265,22 +294,29 @@ class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
         names_requests: bool = False,
         hidden_buffers: HiddenBuffers | None = None,
         has_adapters: bool = False,
+        image_fields: ImageFields = NO_IMAGES,
         shapes: list[tuple[int, ...]] | None = None,
         make: Callable[..., Any] | None = None,
     ) -> None:
-        """`has_adapters`: with the slot of each sequence's adapter. `shapes` and `make`: those of a
+        """`has_adapters`: with the slot of each sequence's adapter. `image_fields`: those that the
+        model reads. `shapes` and `make`: those of a
         subclass."""
         self._names_requests = names_requests
         self._hidden_buffers = hidden_buffers
-        self._has_adapters = has_adapters
+        options: dict[str, tuple[int, ...]] = {}
         if shapes is None:
             shapes = _shapes(bucket, prompts_per_row, names_requests)
         make = make or (PrefillArrays if bucket[0] == PREFILL else DecodeArrays)
         if has_adapters:
             phase, batch, query, _ = bucket
             is_merged = phase == PREFILL and prompts_per_row > 1
-            shapes.append((batch, query) if is_merged else (batch,))
-            make = partial(_with_slots, make)
+            options["lora_slots"] = (batch, query) if is_merged else (batch,)
+        options |= image_fields.shapes(bucket)
+        self._options = tuple(options)
+        """Names of the arrays behind those that every model has."""
+        if options:
+            shapes += options.values()
+            make = partial(_with_options, make, self._options)
         super().__init__(bucket, shapes, make, backend, is_static=is_static)
 
     @property
@@ -303,20 +339,20 @@ class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
         return (self._backend.zeros((batch, query), self._backend.index_dtype),)
 
     def _name(self, views: list[Tensor], *own: Tensor) -> LaunchTensors:
-        lora_slots = views.pop() if self._has_adapters else None
+        count = len(views) - len(self._options)
+        options: dict[str, Any] = dict(zip(self._options, views[count:], strict=True))
+        views = views[:count]
         if self.bucket[0] == PREFILL:
             tokens, positions, slots, query_lens, context_lens, blocks, last, requests = views[:8]
             states = views[8] if len(views) > 8 else None
             context = PrefillAttentionInputs(
                 *(positions, slots.view(-1), query_lens, context_lens, blocks.view(-1)),
                 states,
-                lora_slots,
+                **options,
             )
             return LaunchTensors(own[0] if own else tokens, context, (requests, last))
         states = views[0] if self._names_requests else None
-        decode = DecodeAttentionInputs(*views[1:])._replace(
-            state_indices=states, lora_slots=lora_slots
-        )
+        decode = DecodeAttentionInputs(*views[1:])._replace(state_indices=states, **options)
         return LaunchTensors(own[0], decode, (views[0],))
 
 

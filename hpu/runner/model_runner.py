@@ -19,6 +19,7 @@ from hpu.distributed.agreement import ALONE, Agreement
 from hpu.distributed.pipeline import SINGLE_STAGE, PipelineLink
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.models.base import CausalLM
+from hpu.multimodal.images import Images
 from hpu.protocol import (
     DECODE,
     PREFILL,
@@ -87,15 +88,18 @@ class ModelRunner(StepRunner):
         device_speculation: DeviceSpeculation | None = None,
         device_drafter: DeviceDrafter | None = None,
         hidden_cache: HiddenCache | None = None,
+        images: Images | None = None,
     ) -> None:
         """`compared_ranks`: ranks that must sample the same tokens, which is checked. `link`: to
         the other pipeline stages, of which the last one samples. `agreement`: of the ranks of this
         stage. `speculation`: verifies drafts in each decode;
         `device_speculation`: the same where the host does not know the tokens yet;
         `device_drafter` computes each prefill as well.
-        `hidden_cache`: gets the hidden states of each launch."""
+        `hidden_cache`: gets the hidden states of each launch. `images`: of a model that takes
+        them."""
         super().__init__(backend)
         self._hidden_cache = hidden_cache
+        self._images = images
         self._speculation = speculation
         self._device_speculation = device_speculation
         self._device_drafter = device_drafter
@@ -277,6 +281,8 @@ class ModelRunner(StepRunner):
                 self._non_finite.discard(req_index)
                 self._cache.scrub(self._batch_state.exclusive_blocks(req_index), req_index)
             self._batch_state.remove_request(req_index)
+            if self._images is not None:
+                self._images.inputs.remove_request(req_index)
             if self._samples:
                 self._sampler.remove_request(req_index)
             if self._speculation is not None:
@@ -286,6 +292,8 @@ class ModelRunner(StepRunner):
             self._batch_state.move_blocks(plan.moved_from, plan.moved_to)
         for new in plan.new_requests:
             tokens = self._batch_state.add_request(new)
+            if self._images is not None:
+                self._images.inputs.add_request(new, tokens)
             if self._samples:
                 self._sampler.add_request(
                     new.req_index, new.sampling, tokens, new.num_prompt_tokens
@@ -294,6 +302,8 @@ class ModelRunner(StepRunner):
                 self._speculation.add_request(new)
             if self._device_speculation is not None:
                 self._device_speculation.add_request(new.req_index, tokens)
+        if self._images is not None:
+            self._images.encode(plan)
         self._set_bitmasks(plan.masked_requests, plan.masks, plan.mask_counts)
         for req_index, block in zip(plan.grown_requests, plan.grown_blocks, strict=True):
             self._batch_state.append_blocks(req_index, [block])
@@ -342,6 +352,8 @@ class ModelRunner(StepRunner):
             self._batch_state.fill_decode(launch, arrays)
         if launch.req_indices:
             self._batch_state.fill_lora_slots(launch.req_indices, launch.query_lens, arrays)
+            if self._images is not None and isinstance(arrays, PrefillArrays | DecodeArrays):
+                self._fill_images(launch, arrays)
         inputs.upload()
         filled = time.perf_counter()
         output.host_s += filled - start
@@ -350,6 +362,13 @@ class ModelRunner(StepRunner):
         forward.prompt_targets = targets
         forward.num_generated = num_generated
         return forward
+
+    def _fill_images(self, launch: Launch, arrays: PrefillArrays | DecodeArrays) -> None:
+        assert self._images is not None
+        if isinstance(arrays, PrefillArrays):
+            self._images.inputs.fill_prefill(launch, arrays)
+        else:
+            self._images.inputs.fill_decode(launch.req_indices, arrays)
 
     def _begin_drafts(
         self, launch: Launch, output: AsyncStepOutput, drafts: Drafts, start: float
@@ -364,6 +383,8 @@ class ModelRunner(StepRunner):
         assert isinstance(arrays, DecodeArrays)
         state.fill_rows(launch, counts, arrays)
         state.fill_lora_slots(rows, [], arrays)
+        if self._images is not None:
+            self._images.inputs.fill_decode(rows, arrays)
         inputs.upload()
         filled = time.perf_counter()
         output.host_s += filled - start

@@ -10,6 +10,7 @@ from typing import Any
 from config.engine import CacheConfig
 from config.errors import ConfigError
 from config.execution import WarmupConfig
+from config.model.multimodal.vision import encoder_cache_rows
 from config.model.window_cache import CacheSizes, rings_hold_more
 from hpu.distributed.agreement import Agreement
 from hpu.distributed.process_groups import SINGLE
@@ -18,13 +19,20 @@ from hpu.model_loader.size_estimate import activation_bytes
 from hpu.models.base import CausalLM
 from hpu.models.draft.heads import DraftHead
 from hpu.models.pooling import PoolingModel
+from hpu.multimodal.images import Images
 from hpu.protocol import Bucket
 from hpu.quantization.kv_cache import KVCacheFormat, zero_non_finite
 from hpu.runner.batch_state import BatchState
 from hpu.runner.counters import Counters
 from hpu.runner.drafting.hidden_cache import HiddenCache
-from hpu.runner.graph_cache import GraphCache
-from hpu.runner.input_buffers import HiddenBuffers, InputBufferPool, InputBuffers
+from hpu.runner.graph_cache import Forward, GraphCache
+from hpu.runner.input_buffers import (
+    NO_IMAGES,
+    HiddenBuffers,
+    ImageFields,
+    InputBufferPool,
+    InputBuffers,
+)
 from hpu.runner.kv_cache import KVCache, cache_sizes
 from hpu.runner.model_runner import ModelRunner
 from hpu.runner.pooling_runner import PoolingInputBuffers, PoolingRunner
@@ -51,7 +59,7 @@ from hpu.worker.memory import (
     split_memory,
 )
 from hpu.worker.previous_split import PreviousSplit, is_near, split_record
-from hpu.worker.profile_run import largest_buckets, measure_launches
+from hpu.worker.profile_run import largest_buckets, measure_launches, measure_peak
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +76,8 @@ class Components:
     states: RequestStates | None = None
     """None without layers that have them."""
     speculation: Speculation | None = None
+    images: Images | None = None
+    """None for a model that takes none."""
     draft_caches: tuple[KVCache | HiddenCache, ...] = ()
     """Of the model or the head that drafts, if one does."""
 
@@ -194,7 +204,9 @@ def make_runner(
     stage = loaded.link.stage
     names_requests = loaded.has_states or loaded.num_rings > 0
     draft_caches = make_draft_caches(loaded, num_blocks)
-    forward = keeping_hidden(loaded, draft_caches, body)
+    images = _make_images(loaded, counters, captures=captures)
+    forward: Forward = body if images is None else images.merged(body)
+    forward = keeping_hidden(loaded, draft_caches, forward)
     graphs = GraphCache(
         forward if loaded.lora is None else loaded.lora.forward_of(forward),
         backend,
@@ -223,6 +235,7 @@ def make_runner(
         names_requests=names_requests,
         hidden_buffers=hidden_buffers,
         has_adapters=loaded.lora is not None,
+        image_fields=_image_fields(loaded),
     )
     buffers = InputBufferPool(backend, with_draft_buffers(loaded, make, sampler))
     batch_state = BatchState(
@@ -253,10 +266,46 @@ def make_runner(
         device_speculation=speculations.on_device,
         device_drafter=speculations.drafter,
         hidden_cache=hidden_cache if backend.shares_host_memory else None,
+        images=images,
     )
     runner.lora = loaded.lora
     caches = () if draft_caches is None else draft_caches.all
-    return Components(runner, graphs, buffers, cache, states, speculations.on_host, caches)
+    return Components(runner, graphs, buffers, cache, states, speculations.on_host, images, caches)
+
+
+def num_cache_rows(loaded: LoadedModel) -> int:
+    """Embeddings of images that are kept at most; 0 for a model that takes none."""
+    if loaded.facts.vision is None or loaded.pooler is not None:
+        return 0
+    return encoder_cache_rows(loaded.max_model_len, loaded.config.scheduler.max_num_batched_tokens)
+
+
+def _make_images(loaded: LoadedModel, counters: Counters, *, captures: bool) -> Images | None:
+    facts, model = loaded.facts.vision, loaded.model
+    if facts is None or not isinstance(model, CausalLM):
+        return None
+    return Images(
+        facts,
+        model,
+        loaded.tower,
+        loaded.backend,
+        max_num_reqs=_num_requests(loaded),
+        num_rows=num_cache_rows(loaded),
+        sizes=loaded.config.buckets.image_sizes,
+        captures=captures,
+        count=counters.add,
+    )
+
+
+def _image_fields(loaded: LoadedModel) -> ImageFields:
+    facts = loaded.facts.vision
+    if facts is None:
+        return NO_IMAGES
+    return ImageFields(
+        rows=loaded.tower is not None,
+        ids=facts.whole_images,
+        rope_positions=facts.uses_mrope,
+    )
 
 
 def _make_cache(loaded: LoadedModel, num_blocks: int) -> KVCache:
@@ -295,6 +344,9 @@ def measure_memory(loaded: LoadedModel, sampler: Sampler | None, profile_blocks:
         loaded, sampler, Counters(), num_blocks=1, captures=False, graph_bytes=0
     )
     reserve = measure_launches(components.runner, backend, buckets)
+    if components.images is not None:
+        images = components.images
+        reserve = max(reserve, measure_peak(lambda: images.warm_up(_ignore), backend))
     del components
     gc.collect()
     logger.info(
@@ -303,6 +355,10 @@ def measure_memory(loaded: LoadedModel, sampler: Sampler | None, profile_blocks:
         time.perf_counter() - start,
     )
     return FreeMemory(max(0, backend.memory()[0] - fixed), reserve)
+
+
+def _ignore(num_bytes: int) -> None:
+    """A measurement captures no graphs."""
 
 
 def _state_bytes(loaded: LoadedModel) -> int:
@@ -327,8 +383,13 @@ def _sizes(loaded: LoadedModel) -> CacheSizes:
 
 
 def _fixed_bytes(loaded: LoadedModel) -> int:
-    """Of states and rings, whatever the number of blocks."""
-    return _state_bytes(loaded) + (_sizes(loaded).rings if loaded.num_rings else 0)
+    """Of states, rings and embeddings of images, whatever the number of blocks."""
+    embeddings = 0
+    if loaded.tower is not None:
+        width = loaded.facts.hidden_size * loaded.tower.dtype.itemsize
+        embeddings = (num_cache_rows(loaded) + 1) * width
+    rings = _sizes(loaded).rings if loaded.num_rings else 0
+    return _state_bytes(loaded) + rings + embeddings
 
 
 def _choose_rings(loaded: LoadedModel) -> int:

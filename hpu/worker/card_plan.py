@@ -9,6 +9,7 @@ from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.model.architectures import ARCHITECTURES
 from config.model.model_config import ModelConfig
+from config.model.multimodal.vision import encoder_cache_rows
 from config.model.split import check_split, check_stages
 from config.model.window_cache import rings_hold_more
 from config.parallel import WHOLE, Stage
@@ -181,6 +182,9 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
         num_seqs=demand.max_num_seqs,
         num_cards=demand.num_cards,
     )
+    if facts.vision is not None and stage.is_first:
+        rows = encoder_cache_rows(demand.max_model_len, demand.max_num_batched_tokens)
+        states += rows * facts.hidden_size * demand.width
     free = card - weights - activations - states
     sizes = kv_cache_sizes(
         facts,

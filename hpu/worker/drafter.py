@@ -42,7 +42,8 @@ def load_drafter(
     folder = draft_folder(config, method) if method.model else config.model
     logger.info("Speculation: the method %s drafts with %s", method.method, folder)
     if method.method == DRAFT_MODEL:
-        facts = draft_facts(config, method, folder, target)
+        # A draft is verified: it is made of the text alone.
+        facts = replace(draft_facts(config, method, folder, target), vision=None)
         settings = draft_config(config, method, folder, facts, target)
         loaded = load(settings, facts, None, backend, _ignore, None, groups)
         return replace(loaded, draft_method=method.method)

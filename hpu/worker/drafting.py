@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from config.errors import ConfigError
 from config.params.speculation import NGRAM, SpeculationMethod
 from hpu.distributed.agreement import Agreement
 from hpu.layers.metadata import AttentionInputs
@@ -104,6 +105,13 @@ def with_draft_buffers(
     method = loaded.config.speculation.choose()
     if method is None or loaded.backend.shares_host_memory:
         return make
+    vision = loaded.facts.vision
+    if vision is not None and vision.uses_mrope:
+        raise ConfigError(
+            f"--speculative-config names the method {method.method}, and {loaded.config.model} has "
+            f"positions with three axes: its drafts are verified on cpu, not on "
+            f"{loaded.backend.name}"
+        )
     width, max_inflight = 1 + method.max_drafts, loaded.config.max_inflight_steps
     sampler.expect_drafts(method.max_drafts, max_inflight)
     # A launch before may have accepted none or all of its drafts; a drafter looks back as far.

@@ -41,6 +41,8 @@ from hpu.models.registry import (
     build_transformers_model,
     transformers_facts,
 )
+from hpu.multimodal.base import Tower
+from hpu.multimodal.select import build_tower, served_facts
 from hpu.protocol import BucketLimits, WarmupProgress
 from hpu.quantization.base import ModelPatcher
 from hpu.quantization.kv_cache import KVCacheFormat
@@ -84,6 +86,8 @@ class LoadedModel:
     """What has replaced modules of the model."""
     lora: LoRAManager | None = None
     """Set where adapters are served."""
+    tower: Tower | None = None
+    """Set where images are encoded."""
     drafter: "LoadedModel | None" = None
     """The model or head that drafts, if one does."""
     draft_method: str = ""
@@ -114,7 +118,8 @@ class LoadedModel:
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The modules that hold the weights."""
-        return self.model.modules if isinstance(self.model, PoolingModel) else (self.model,)
+        own = self.model.modules if isinstance(self.model, PoolingModel) else (self.model,)
+        return own if self.tower is None else (*own, self.tower)
 
     @property
     def captures(self) -> bool:
@@ -195,6 +200,8 @@ def load(
     """Load this rank's part of the model, with `offloaded` weights or from the checkpoint. Raises
     ConfigError when the checkpoint, the device and the settings do not fit each other."""
     is_built_in = pooler is not None or is_native(facts, config.model_impl)
+    if pooler is None:
+        facts = served_facts(facts, backend, is_native=is_built_in)
     stage = link.stage
     expert_group = groups.expert if config.parallel.enable_expert_parallel else SINGLE
     dtype = served_dtype(config, facts, pooler, backend, groups, stage)
@@ -225,7 +232,7 @@ def load(
 
     block_size = config.cache.block_size or backend.default_block_size
     model: CausalLM | PoolingModel
-    kv_cache_format = None
+    kv_cache_format = tower = None
     if pooler is None:
         # A compressor patches the caches itself.
         kv_cache_dtype = config.cache.kv_cache_dtype if patcher is None else AUTO
@@ -243,10 +250,12 @@ def load(
         )
         if kv_cache_format is not None:
             decoder.use_kv_cache_format(kv_cache_format)
+        tower = build_tower(facts, dtype=dtype, device=backend.device, stage=stage)
+        loadable = (decoder,) if tower is None else (decoder, tower)
         if offloaded is not None:
-            restore(offloaded, (decoder,))
+            restore(offloaded, loadable)
         elif is_dummy:
-            fill_dummy((decoder,), on_progress=report)
+            fill_dummy(loadable, on_progress=report)
         else:
             load_weights(
                 decoder,
@@ -256,13 +265,19 @@ def load(
                 expert_group=expert_group,
                 is_stage=stage.size > 1,
             )
+            if tower is not None:
+                load_weights(tower, config.model, on_progress=report)
         weight_bytes = process_weights(decoder, chosen_quantization(config.quantization, facts))
         weight_bytes += _num_bytes(decoder)
+        tower_bytes = 0 if tower is None else _num_bytes(tower)
+        if tower is not None:
+            logger.info("Images: the vision tower has %.2f GiB of weights", tower_bytes / GIB)
         if config.lora.enable_lora:
             keep_adapted_experts(config.lora, facts, decoder)
         prepared = backend.prepare(decoder, patcher)
         if patcher is not None:
             weight_bytes = _num_bytes(decoder)
+        weight_bytes += tower_bytes
         assert isinstance(prepared, CausalLM), "a decoder stays a decoder"
         model = prepared
         if reads_contiguously(config, backend, has_states=bool(model.state_specs())):
@@ -316,6 +331,7 @@ def load(
         patcher=patcher,
         kv_cache_format=kv_cache_format,
         lora=lora,
+        tower=tower,
     )
     if loaded.has_states:
         _log_states(config)
@@ -401,7 +417,8 @@ def _num_weights(
         files = weight_files(Path(facts.path))
         return sum(file.stat().st_size for file in files) // dtype.itemsize
     if config.load_format != DUMMY:
-        own = model_shapes(facts, folder_shapes(Path(facts.path)))
+        stored = folder_shapes(Path(facts.path))
+        own = stored if facts.vision is not None else model_shapes(facts, stored)
         return sum(map(math.prod, own.values()))
     if not is_built_in:
         return transformers_facts(facts).num_parameters or 0

@@ -2,6 +2,7 @@
 the KV cache is made, and to profile those that the settings name, instead of serving."""
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 from config.errors import ConfigError
@@ -20,9 +21,18 @@ from hpu.sampling.sampler import GREEDY
 def measure_launches(runner: StepRunner, backend: Backend, buckets: list[Bucket]) -> int:
     """Peak bytes of `buckets` with every kind of sampling, beyond what stays allocated. `runner`
     must not capture. Raises ConfigError when a bucket does not fit."""
+
+    def run() -> None:
+        for bucket in buckets:
+            _run(runner, backend, bucket)
+
+    return measure_peak(run, backend)
+
+
+def measure_peak(run: Callable[[], None], backend: Backend) -> int:
+    """Peak bytes of `run`, beyond what stays allocated."""
     backend.reset_peak()
-    for bucket in buckets:
-        _run(runner, backend, bucket)
+    run()
     peak = backend.peak_memory()
     gc.collect()
     backend.reset_peak()

@@ -47,7 +47,7 @@ from hpu.runner.model_runner import ModelRunner
 from hpu.runner.step_runner import StepRunner
 from hpu.warmup import report
 from hpu.warmup.warmup import Warmup
-from hpu.worker.build import Components, build
+from hpu.worker.build import Components, build, num_cache_rows
 from hpu.worker.drafter import load_drafter, with_drafter
 from hpu.worker.kv_scales import calculate_kv_scales
 from hpu.worker.load import LoadedModel, dtype_name, load
@@ -371,6 +371,8 @@ class Worker:
             )
         if cache is not None and backend.compiles:
             cache.warm_scrub()
+        if components.images is not None:
+            components.images.warm_up(graphs.add_bytes)
         if cache is not None and loaded.contiguous:
             cache.warm_moves()
         if profiled := profiled_buckets(config.execution, table.limits):
@@ -431,6 +433,7 @@ class Worker:
             contiguous=loaded.contiguous,
             max_tokens_per_step=1 if method is None else 1 + method.max_drafts,
             pooling=None if loaded.pooler is None else loaded.pooler.facts,
+            encoder_cache_tokens=num_cache_rows(loaded),
             prefill_launch_tokens=0 if loaded.pads else backend.prefill_launch_tokens,
         )
 

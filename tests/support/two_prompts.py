@@ -28,7 +28,7 @@ PROMPTS = ([3, 5, 7, 9, 11] * 9, [8, 1, 2])
 
 @contextmanager
 def working(folder: Path, **settings: Any) -> Iterator[WorkerRig]:
-    rig = WorkerRig(folder, buckets=TABLE, steps=(2, 64, 32), **{**LIMITS, **settings})
+    rig = WorkerRig(folder, steps=(2, 64, 32), **{"buckets": TABLE, **LIMITS, **settings})
     try:
         yield rig
     finally:

@@ -14,7 +14,9 @@ from hpu.protocol import (
     DECODE,
     PREFILL,
     SINGLE_RANK,
+    EncodedImage,
     GrammarMasks,
+    ImagePlacement,
     Launch,
     NewRequest,
     Ranks,
@@ -48,6 +50,8 @@ class _Next:
     grown_blocks: list[int] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
     moves: dict[int, int] = field(default_factory=dict)
+    freed_images: list[bytes] = field(default_factory=list)
+    encoded_images: list[EncodedImage] = field(default_factory=list)
 
 
 class WorkerRig:
@@ -116,6 +120,7 @@ class WorkerRig:
         num_prompt: int | None = None,
         shared_with: int | None = None,
         sampling: RequestSampling = GREEDY,
+        images: tuple[ImagePlacement, ...] = (),
     ) -> None:
         """With `shared_with`, the full blocks of that request's computed tokens are held too,
         all but the last token's."""
@@ -131,8 +136,18 @@ class WorkerRig:
         raw = memoryview(np.array(tokens, "<u4").tobytes())
         prompt = len(tokens) if num_prompt is None else num_prompt
         self._next.new_requests.append(
-            NewRequest(req_index, raw, prompt, computed, list(blocks), sampling)
+            NewRequest(
+                *(req_index, raw, prompt, computed, list(blocks), sampling), images=list(images)
+            )
         )
+
+    def encode(self, *images: EncodedImage) -> None:
+        """Have the next plan encode them."""
+        self._next.encoded_images += images
+
+    def free_images(self, *contents: bytes) -> None:
+        """Have the next plan drop their embeddings."""
+        self._next.freed_images += contents
 
     def free(self, req_index: int) -> list[int]:
         """Take the request's blocks back; gives what it sampled."""
@@ -224,6 +239,8 @@ class WorkerRig:
                 list(allowed),
                 self._bits(allowed),
                 list(late),
+                freed_images=plan.freed_images,
+                encoded_images=plan.encoded_images,
             )
         )
         self._step += 1

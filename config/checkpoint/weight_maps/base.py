@@ -169,6 +169,8 @@ class WeightMap:
     """Tensors that a checkpoint may hold; some are other names of the same one."""
     is_text_part: bool = False
     """The checkpoint holds a model with images or audio, of which this is the text model."""
+    has_tower: bool = False
+    """The vision tower is loaded too, by a map of its own: this one is of the rest, or of it."""
 
     def entries(self) -> Iterator[WeightSpec]:
         """Every tensor that a checkpoint must hold."""

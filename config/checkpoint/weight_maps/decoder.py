@@ -74,6 +74,7 @@ def decoder_weight_map(
             *(() if quantization is None else quantization.ignored_suffixes),
         ),
         is_text_part=config.is_text_part,
+        has_tower=config.vision is not None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Names of tensors in checkpoints of which the text model alone is loaded."""
+"""Names of the text model's tensors in checkpoints of models with images or audio."""
 
 OUTSIDE = "(no text) "
 """Before the names of tensors that are not the text model's."""
@@ -7,6 +7,10 @@ _PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
+    "model.text_model.": "model.",
+    "model.layers.": "model.layers.",
+    "model.embed_tokens.": "model.embed_tokens.",
+    "model.norm.": "model.norm.",
     "lm_head.": "lm_head.",
 }
 """Of the tensors of the text model -> those in a checkpoint of a text model."""

@@ -112,7 +112,7 @@ FAMILIES: Mapping[str, Family] = {
     "Gemma3ForCausalLM": Family(
         _gemma3,
         "Gemma 3",
-        "text only",
+        "",
         defaults={
             **_DEFAULTS,
             "sliding_window": 4096,

@@ -1,4 +1,4 @@
-"""Llama 4, text only: one routed expert and a shared one for each token."""
+"""Llama 4: one routed expert and a shared one for each token."""
 
 from collections.abc import Mapping
 
@@ -60,7 +60,7 @@ FAMILIES: Mapping[str, Family] = {
     "Llama4ForCausalLM": Family(
         _llama4,
         "Llama 4 Scout, Maverick",
-        "text only",
+        "",
         defaults={
             "rope_theta": 500000.0,
             "rms_norm_eps": 1e-5,

@@ -1,4 +1,4 @@
-"""Checkpoints of models with images or audio, of which the text model alone is served."""
+"""The text model in a checkpoint of a model with images or audio."""
 
 from typing import Any
 
@@ -7,7 +7,10 @@ from config.model.json_fields import Fields, shown
 
 WHOLE_MODELS = frozenset(
     f"{name}ForConditionalGeneration"
-    for name in ("Gemma3", "Gemma3n", "Gemma4", "Llama4", "Llava", "Mistral3")
+    for name in (
+        *("Gemma3", "Gemma3n", "Gemma4", "Idefics3", "InternVL", "Llama4", "Llava", "LlavaNext"),
+        *("Mistral3", "Qwen2VL", "Qwen2_5_VL", "SmolVLM"),
+    )
 )
 """Their text model computes the same without images as a text model of its own."""
 TEXT_MODELS = {
@@ -16,14 +19,44 @@ TEXT_MODELS = {
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3n_text": "Gemma3nForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
+    "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
     "mistral": "MistralForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2_vl_text": "Qwen2ForCausalLM",
+    "qwen2_5_vl_text": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
 """model_type of a text model -> its architecture."""
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+    },
+}
+"""model_type of a text model -> the fields that published whole models leave out, since they have
+the values of transformers' classes."""
+
+_WITHOUT_TEXT_CONFIG = {
+    "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
+}
+"""Architectures whose first checkpoints have the fields of the text model beside the others -> its
+model_type."""
 
 _COMMON_FIELDS = (
     "dtype",
@@ -40,11 +73,17 @@ def text_part(fields: Fields) -> Fields | None:
     """The fields of a text model from those of the model that it is a part of; None if `fields`
     describe no such model. ConfigError for a text model that is not known."""
     names = fields.raw.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or "text_config" not in fields.raw:
+    if not isinstance(names, list) or len(names) != 1:
         return None
     if not isinstance(names[0], str) or names[0] not in WHOLE_MODELS:
         return None
-    text = fields.get("text_config", dict, {})
+    if "text_config" in fields.raw:
+        text = fields.get("text_config", dict, {})
+    elif names[0] in _WITHOUT_TEXT_CONFIG:
+        text = {**fields.raw, "model_type": _WITHOUT_TEXT_CONFIG[names[0]]}
+        text.pop("vision_config", None)
+    else:
+        return None
     model_type = text.get("model_type")
     if not isinstance(model_type, str) or model_type not in TEXT_MODELS:
         raise ConfigError(
@@ -54,4 +93,6 @@ def text_part(fields: Fields) -> Fields | None:
     common: dict[str, Any] = {
         name: fields.raw[name] for name in _COMMON_FIELDS if fields.raw.get(name) is not None
     }
+    present = {name: value for name, value in text.items() if value is not None}
+    text = {**text, **_DEFAULTS.get(model_type, {}), **present}
     return Fields({**text, **common, "architectures": [TEXT_MODELS[model_type]]}, fields.file)

@@ -31,19 +31,40 @@ class VisionFamily:
     whole_images: bool = False
 
 
-VISION_FAMILIES: dict[str, VisionFamily] = {}
+VISION_FAMILIES: dict[str, VisionFamily] = {
+    "Gemma3ForConditionalGeneration": VisionFamily(whole_images=True),
+    "Idefics3ForConditionalGeneration": VisionFamily(),
+    "InternVLForConditionalGeneration": VisionFamily(),
+    "Llama4ForConditionalGeneration": VisionFamily(),
+    "LlavaForConditionalGeneration": VisionFamily(),
+    "LlavaNextForConditionalGeneration": VisionFamily(),
+    "Mistral3ForConditionalGeneration": VisionFamily(),
+    "Qwen2VLForConditionalGeneration": VisionFamily(uses_mrope=True),
+    "Qwen2_5_VLForConditionalGeneration": VisionFamily(uses_mrope=True),
+    "SmolVLMForConditionalGeneration": VisionFamily(),
+}
 """Architecture of a whole model -> its facts. Models that are not listed are served without
 images."""
 
 
+MAX_IMAGE_ROWS = 16384
+"""Embeddings of the largest image, at the limits that image processors usually have."""
+
+
+def encoder_cache_rows(max_model_len: int, max_num_batched_tokens: int) -> int:
+    """Embeddings of images that a worker keeps: those of a step's tokens, and of the largest image
+    that a context holds."""
+    return max(max_num_batched_tokens, min(max_model_len, MAX_IMAGE_ROWS))
+
+
 def read_vision(whole: Fields) -> VisionFacts | None:
-    """The facts in the config.json of a whole model; None if it is served without images.
-    ConfigError for a missing or wrong field."""
+    """The facts in the config.json of a whole model; None if it is served without images, as one
+    that was saved without its vision tower. ConfigError for a missing or wrong field."""
     names = whole.raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
         return None
     family = VISION_FAMILIES.get(names[0]) if isinstance(names[0], str) else None
-    if family is None:
+    if family is None or "vision_config" not in whole.raw:
         return None
     old_name = "image_token_index"
     token_id = whole.count("image_token_id" if "image_token_id" in whole.raw else old_name)

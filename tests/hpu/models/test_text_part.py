@@ -109,7 +109,6 @@ def wrap(folder: Path, architecture: str, body: str, head: str) -> None:
         "tie_word_embeddings": text.pop("tie_word_embeddings", True),
         "eos_token_id": [7, 9],
         "text_config": text,
-        "vision_config": {"hidden_size": 5, "num_hidden_layers": 1},
     }
     (folder / "config.json").write_text(json.dumps(whole))
     (folder / "generation_config.json").unlink()

@@ -9,6 +9,7 @@ from hpu.protocol import DECODE, PREFILL
 from hpu.runner.input_buffers import (
     MAX_DYNAMIC,
     DecodeArrays,
+    ImageFields,
     InputBufferPool,
     InputBuffers,
     PrefillArrays,
@@ -28,7 +29,11 @@ BOTH = pytest.mark.parametrize("kind", [CpuBackend, Card])
 def test_what_is_written_for_a_prefill_is_what_its_context_holds(kind: type[CpuBackend]) -> None:
     backend = kind(num_threads=1)
     inputs = InputBuffers(
-        (PREFILL, 2, 3, 4), backend, is_static=True, names_requests=True, has_adapters=True
+        *((PREFILL, 2, 3, 4), backend),
+        is_static=True,
+        names_requests=True,
+        has_adapters=True,
+        image_fields=ImageFields(True, True, True),
     )
     arrays = inputs.host_arrays()
     assert isinstance(arrays, PrefillArrays)
@@ -41,9 +46,9 @@ def test_what_is_written_for_a_prefill_is_what_its_context_holds(kind: type[CpuB
     context = inputs.context
     assert isinstance(context, PrefillAttentionInputs)
     assert inputs.last_token_indices is not None
-    *context, states, slots = context
-    sent = [inputs.tokens, *context, inputs.last_token_indices, inputs.req_indices, states, slots]
-    assert [tensor.unique().tolist() for tensor in sent] == [[i] for i in range(10)]
+    own, others = context[:5], context[5:]
+    sent = [inputs.tokens, *own, inputs.last_token_indices, inputs.req_indices, *others]
+    assert [tensor.unique().tolist() for tensor in sent] == [[i] for i in range(13)]
     assert [tuple(tensor.shape) for tensor in sent] == [
         (2, 3),
         (2, 3),
@@ -55,6 +60,9 @@ def test_what_is_written_for_a_prefill_is_what_its_context_holds(kind: type[CpuB
         (2,),
         (2,),
         (2,),
+        (2, 3),
+        (2, 3),
+        (3, 2, 3),
     ]
 
 
@@ -66,7 +74,7 @@ def test_what_is_written_for_a_decode_is_what_its_context_holds(kind: type[CpuBa
     assert isinstance(arrays, DecodeArrays)
     assert arrays.lora_slots is None
 
-    for number, field in enumerate(arrays[:-1]):
+    for number, field in enumerate(arrays[:7]):
         assert field is not None
         field[:] = number
     inputs.upload()
@@ -74,8 +82,8 @@ def test_what_is_written_for_a_decode_is_what_its_context_holds(kind: type[CpuBa
     context = inputs.context
     assert isinstance(context, DecodeAttentionInputs)
     assert context.positions.shape == (2, 1)
-    *context, states, lora_slots = context
-    assert lora_slots is None
+    *context, states, lora_slots, rope_positions = context
+    assert lora_slots is None and rope_positions is None
     assert [t.unique().tolist() for t in [inputs.req_indices, *context]] == [[i] for i in range(7)]
     assert torch.equal(states, inputs.req_indices)
     assert inputs.tokens.shape == (2, 1)

@@ -1,0 +1,112 @@
+"""DeviceLaunches: launches of a vision tower on a device that compiles each shape, each size of
+which is a graph."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpu.backends.base import Backend, Event, Graph
+from hpu.multimodal.base import Integers
+from hpu.multimodal.encoder_cache import EncoderCache
+
+Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+"""Of the inputs of a launch, and their dtypes."""
+
+
+class DeviceLaunches:
+    """Runs `features` on inputs of fixed shapes, and writes what it gives to rows of the cache.
+    Nothing waits for the device."""
+
+    def __init__(
+        self,
+        features: Callable[..., Tensor],
+        shapes: Callable[[int], Shapes],
+        cache: EncoderCache,
+        backend: Backend,
+        *,
+        multiplier: float,
+        captures: bool,
+    ) -> None:
+        """`features`: of the inputs of one size, (rows, hidden). `shapes`: those of a size.
+        `multiplier`: of all embeddings."""
+        self._shapes = shapes
+        self._cache = cache
+        self._backend = backend
+        self._captures = captures
+        self._inputs: dict[int, tuple[Tensor, ...]] = {}
+        self._graphs: dict[int, Graph] = {}
+        self._hosts: list[Tensor] = []
+        self._in_flight: list[tuple[Event, list[Tensor]]] = []
+        """What the device reads on the host, until it has."""
+
+        def scaled(*inputs: Tensor) -> Tensor:
+            found = features(*inputs)
+            return found if multiplier == 1 else found * multiplier
+
+        def write(embeddings: Tensor, rows: Tensor) -> None:
+            cache.write(rows, embeddings)
+
+        self._features = scaled
+        self._run = backend.compiled(scaled)
+        self._write = backend.compiled(write)
+
+    def warm_up(self, size: int, on_capture: Callable[[int], None]) -> int:
+        """Run a size, and capture it where launches are; gives its rows. `on_capture` gets the
+        bytes of the graph."""
+        inputs = self._inputs_of(size)
+        num_rows = len(self._run(*inputs))
+        if self._captures:
+            self._capture(size, inputs, on_capture)
+        self.launch(size, (), np.full(num_rows, self._cache.pad_row))
+        return num_rows
+
+    def launch(self, size: int, given: tuple[Tensor, ...], rows: Integers) -> None:
+        """Encode tensors of the host, of the shapes of `size`, and write to `rows`."""
+        inputs = self._inputs_of(size)
+        for device, source in zip(inputs, given, strict=False):
+            host = self._backend.host_tensor(device.numel(), device.dtype)
+            host.copy_(source.reshape(-1))
+            self._hosts.append(host)
+            self._backend.upload(device, host.view(device.shape))
+        graph = self._graphs.get(size)
+        embeddings = self._run(*inputs) if graph is None else graph.replay(*inputs)
+        self.write(embeddings, rows)
+
+    def write(self, embeddings: Tensor, rows: Integers) -> None:
+        """Write to `rows`."""
+        host = self._backend.host_tensor(len(rows), self._backend.index_dtype)
+        host.copy_(torch.from_numpy(rows))
+        self._hosts.append(host)
+        device = self._backend.zeros((len(rows),), self._backend.index_dtype)
+        self._backend.upload(device, host)
+        self._write(embeddings, device)
+
+    def end(self) -> None:
+        """A plan's launches are submitted."""
+        self._in_flight = [one for one in self._in_flight if not one[0].done()]
+        self._in_flight.append((self._backend.event(), self._hosts))
+        self._hosts = []
+
+    def _inputs_of(self, size: int) -> tuple[Tensor, ...]:
+        inputs = self._inputs.get(size)
+        if inputs is None:
+            inputs = tuple(self._backend.zeros(*one) for one in self._shapes(size))
+            self._inputs[size] = inputs
+        return inputs
+
+    def _capture(
+        self, size: int, inputs: tuple[Tensor, ...], on_capture: Callable[[int], None]
+    ) -> None:
+        """Without memory for its graph the size runs without one."""
+        backend = self._backend
+        free = backend.memory()[0]
+        try:
+            graph = backend.capture(self._features, inputs)
+        except (RuntimeError, MemoryError) as error:
+            if not (backend.is_out_of_memory(error) or backend.is_compile_failure(error)):
+                raise
+            return
+        self._graphs[size] = graph
+        on_capture(max(0, free - backend.memory()[0]))

@@ -1,0 +1,47 @@
+"""A forward pass whose tokens take the embeddings of images."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hpu.layers.metadata import AttentionInputs, PrefillAttentionInputs
+
+Forward = Callable[[Tensor, AttentionInputs], Tensor]
+Embed = Callable[[Tensor], Tensor]
+
+
+def merged(forward: Forward, embed: Embed, cache: Tensor, *, is_on_host: bool) -> Forward:
+    """`forward` of embeddings in which images have their rows of `cache` (rows, hidden).
+
+    On a device the embeddings are always given, so that launches with and without images are the
+    same graph, and places are computed: nothing has a shape that depends on a value. `is_on_host`:
+    the host knows the values, and a launch of text alone is that of a model without images.
+    """
+
+    def run(tokens: Tensor, inputs: AttentionInputs) -> Tensor:
+        if not isinstance(inputs, PrefillAttentionInputs) or inputs.image_rows is None:
+            return forward(tokens, inputs)
+        rows = inputs.image_rows
+        if is_on_host:
+            inputs = _without_defaults(inputs)
+            if inputs.image_rows is None:
+                return forward(tokens, inputs)
+        is_image = (rows >= 0).unsqueeze(-1)
+        # The id of an image token need not be in the vocabulary.
+        embeddings = embed(tokens.masked_fill(is_image.squeeze(-1), 0))
+        images = cache.index_select(0, rows.clamp_min(0).view(-1)).view(*rows.shape, -1)
+        return forward(torch.where(is_image, images, embeddings), inputs)
+
+    return run
+
+
+def _without_defaults(inputs: PrefillAttentionInputs) -> PrefillAttentionInputs:
+    """Without the tensors that say what is so anyway: that there are no images, and positions with
+    one axis."""
+    if inputs.image_rows is not None and not (inputs.image_rows >= 0).any():
+        inputs = inputs._replace(image_rows=None, image_ids=None)
+    axes = inputs.rope_positions
+    if axes is not None and (axes == inputs.positions).all():
+        inputs = inputs._replace(rope_positions=None)
+    return inputs

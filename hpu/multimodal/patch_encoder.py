@@ -1,0 +1,91 @@
+"""PatchEncoder: images of any number of patches on a device that compiles each shape, one image in
+a launch, padded to a fixed number of patches."""
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpu.backends.base import Backend
+from hpu.multimodal.base import Patches
+from hpu.multimodal.device_launches import DeviceLaunches
+from hpu.multimodal.encoder_cache import EncoderCache
+from hpu.multimodal.tile_encoder import Prepared, check_count
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_SIZES = (256, 576, 1024, 1600, 3136, 6400, 12544)
+"""Patches in a launch."""
+PAD_SEGMENT = -1
+"""Of patches that are padding: they see each other alone."""
+
+
+class PatchEncoder:
+    """Runs each image in the smallest of `sizes` that holds it. A larger image than all of them
+    runs in a multiple of the largest, which compiles when it comes first."""
+
+    def __init__(
+        self,
+        patches: Patches,
+        cache: EncoderCache,
+        backend: Backend,
+        sizes: tuple[int, ...],
+        *,
+        multiplier: float,
+        captures: bool,
+    ) -> None:
+        """`sizes`: empty for DEFAULT_SIZES. `multiplier`: of all embeddings."""
+        self._patches = patches
+        self._cache = cache
+        merged, index = patches.merged, backend.index_dtype
+        self._sizes = sorted({-(-size // merged) * merged for size in sizes or DEFAULT_SIZES})
+        self._launches = DeviceLaunches(
+            patches.features,
+            lambda size: (
+                ((size, patches.width), patches.dtype),
+                ((size, 2), index),
+                ((size,), index),
+                ((size,), index),
+            ),
+            cache,
+            backend,
+            multiplier=multiplier,
+            captures=captures,
+        )
+
+    def warm_up(self, on_capture: Callable[[int], None]) -> None:
+        """As TileEncoder.warm_up."""
+        for size in reversed(self._sizes):
+            self._launches.warm_up(size, on_capture)
+        self._launches.end()
+
+    def encode(self, images: list[Prepared]) -> None:
+        """As TileEncoder.encode."""
+        for tensors, rows in images:
+            given, order = self._patches.prepare(tensors)
+            check_count(len(order), rows)
+            count = len(order) * self._patches.merged
+            size = next((one for one in self._sizes if one >= count), 0)
+            if not size:
+                size = -(-count // self._sizes[-1]) * self._sizes[-1]
+                logger.warning(
+                    "An image of %d patches is larger than the largest of --multimodal-buckets, "
+                    "%d: its launch may be compiled now",
+                    count,
+                    self._sizes[-1],
+                )
+            padded = tuple(
+                _padded(one, size, 0 if number < 2 else PAD_SEGMENT)
+                for number, one in enumerate(given)
+            )
+            target = np.full(size // self._patches.merged, self._cache.pad_row, np.int64)
+            target[: len(order)] = rows[order]
+            self._launches.launch(size, padded, target)
+        self._launches.end()
+
+
+def _padded(tensor: Tensor, size: int, value: int) -> Tensor:
+    padding = torch.full((size - len(tensor), *tensor.shape[1:]), value, dtype=tensor.dtype)
+    return torch.cat((tensor, padding))

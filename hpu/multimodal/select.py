@@ -1,0 +1,44 @@
+"""Whether a model's images are served, and its vision tower."""
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from config.model.model_config import ModelConfig
+from config.parallel import Stage
+from hpu.backends.base import Backend
+from hpu.multimodal.base import PATCHED, TILED, Tower
+
+logger = logging.getLogger(__name__)
+
+
+def served_facts(config: ModelConfig, backend: Backend, *, is_native: bool) -> ModelConfig:
+    """`config`, without the facts of images where they cannot be served, which is logged."""
+    vision = config.vision
+    if vision is None:
+        return config
+    reason = ""
+    if backend.compiles and vision.model_type not in TILED | PATCHED:
+        reason = f"its tower has no fixed shapes, which {backend.name} needs"
+    elif vision.uses_mrope and not is_native:
+        reason = "the code of transformers (--model-impl) takes positions with one axis"
+    if not reason:
+        return config
+    logger.warning(
+        "Images are not served: %s is a %s, and %s", config.path, vision.architecture, reason
+    )
+    return replace(config, vision=None)
+
+
+def build_tower(
+    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, stage: Stage
+) -> Tower | None:
+    """With empty parameters; None for a model that takes no images, and on a pipeline stage that
+    embeds no tokens. ConfigError for a tower that cannot be built."""
+    if config.vision is None or not stage.is_first:
+        return None
+    # It imports all of transformers, which other models do not need.
+    from hpu.multimodal.tower import VisionTower
+
+    return VisionTower(config, dtype=dtype, device=device)

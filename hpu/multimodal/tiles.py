@@ -1,0 +1,104 @@
+"""Towers whose images consist of tiles of one size: what a device computes in launches of so many
+tiles, and what the host makes of their embeddings."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.models.llava.modeling_llava import LlavaModel
+
+from hpu.multimodal.base import NEWLINE, Integers, Tiles
+
+
+def _all(whole: Any, tensors: Mapping[str, Tensor], numbers: Tensor) -> Tensor:
+    return numbers
+
+
+class _Family(NamedTuple):
+    features: Callable[[Any, Tensor], Tensor]
+    """Of the whole model and tiles (n, channels, height, width): (n, rows, hidden)."""
+    layout: Callable[[Any, Mapping[str, Tensor], Tensor], Tensor]
+    """Of the numbers (tiles, rows, 1) of all embeddings of an image: those that it has, in order;
+    NEWLINE for the embedding that ends a row."""
+
+
+def _features(whole: Any, pixels: Tensor) -> Tensor:
+    features = whole.model.get_image_features(pixel_values=pixels).pooler_output
+    return torch.stack(tuple(features)) if isinstance(features, list | tuple) else features
+
+
+def _plain_features(whole: Any, pixels: Tensor) -> Tensor:
+    """As LLaVA-1.5 makes them: its successor packs them, by the sizes of the images."""
+    output: Any = LlavaModel.get_image_features(whole.model, pixels)
+    return torch.stack(tuple(output.pooler_output))
+
+
+def _packed(whole: Any, tensors: Mapping[str, Tensor], numbers: Tensor) -> Tensor:
+    packed, _ = whole.model.pack_image_features(
+        [numbers],
+        tensors["image_sizes"],
+        vision_feature_select_strategy=whole.config.vision_feature_select_strategy,
+        image_newline=torch.full((1,), float(NEWLINE)),
+    )
+    return packed[0]  # type: ignore[no-any-return]
+
+
+def _whole_tiles(whole: Any, pixels: Tensor) -> Tensor:
+    """Of tiles without padding, whose patches have the positions in their order. Transformers'
+    code looks for padding in the values."""
+    tower = whole.model.vision_model
+    embeddings = tower.embeddings
+    hidden = embeddings.patch_embedding(pixels).flatten(2).transpose(1, 2)
+    hidden = hidden + embeddings.position_embedding.weight
+    hidden = tower.encoder(inputs_embeds=hidden, attention_mask=None).last_hidden_state
+    return whole.model.connector(tower.post_layernorm(hidden))  # type: ignore[no-any-return]
+
+
+_FAMILIES: dict[str, _Family] = {
+    "gemma3": _Family(_features, _all),
+    "idefics3": _Family(_whole_tiles, _all),
+    "internvl": _Family(_features, _all),
+    "llava": _Family(_features, _all),
+    "llava_next": _Family(_plain_features, _packed),
+    "smolvlm": _Family(_whole_tiles, _all),
+}
+"""By the model_type of whole models; the same names as in hpu/multimodal/base.py."""
+
+
+class TowerTiles(Tiles):
+    """The tiles of a model of transformers."""
+
+    def __init__(self, whole: Any, dtype: torch.dtype) -> None:
+        self._whole = whole
+        self._family = _FAMILIES[whole.config.model_type]
+        vision = whole.config.vision_config
+        size = vision.image_size
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        self.shape = (int(getattr(vision, "num_channels", 3)), int(height), int(width))
+        self.dtype = dtype
+
+    @property
+    def newline(self) -> Tensor | None:
+        return getattr(self._whole.model, "image_newline", None)
+
+    def features(self, pixels: Tensor) -> Tensor:
+        return self._family.features(self._whole, pixels)
+
+    def pixels(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        mask = tensors.get("pixel_attention_mask")
+        if mask is not None and not mask.all():
+            raise RuntimeError("an image has padding within its tiles, which a device cannot leave")
+        pixels = tensors["pixel_values"]
+        if tuple(pixels.shape[-3:]) != self.shape:
+            raise RuntimeError(
+                f"an image has tiles of {tuple(pixels.shape[-3:])}, the tower takes {self.shape}"
+            )
+        return pixels.reshape(-1, *self.shape)
+
+    def layout(self, tensors: Mapping[str, Tensor], num_tiles: int, num_rows: int) -> Integers:
+        count = num_tiles * num_rows
+        numbers = torch.arange(count, dtype=torch.float32).view(num_tiles, num_rows, 1)
+        found: Integers = self._family.layout(self._whole, tensors, numbers).view(-1).numpy()
+        return found.astype(np.int64)

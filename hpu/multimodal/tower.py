@@ -1,0 +1,148 @@
+"""VisionTower: the vision tower and the projector of a model, in transformers' own code, with
+weights that our loader fills."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
+
+from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
+from config.checkpoint.weight_maps.text_part import OUTSIDE
+from config.errors import ConfigError
+from config.model.json_fields import read_json
+from config.model.model_config import ModelConfig
+from config.model.multimodal.vision import VisionFacts
+from hpu.models.transformers_attention import Unsupported
+from hpu.models.transformers_fallback import allocate, register_stored_buffers
+from hpu.multimodal.base import PATCHED, TILED, Patches, Tiles, Tower
+from hpu.multimodal.patches import TowerPatches
+from hpu.multimodal.tiles import TowerTiles
+
+logger = logging.getLogger(__name__)
+
+LANGUAGE_MODELS = ("language_model", "text_model", "lm_head")
+"""What the parts of a model are called that are not built here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerWeightMap(WeightMap):
+    """The tensors of a tower, under the paths of its parameters; all others are OUTSIDE."""
+
+    names: frozenset[str]
+    conversions: tuple[Any, ...]
+    """Transformers' own renamings of older checkpoints' tensors, in order."""
+
+    def map_name(self, name: str) -> str:
+        for conversion in self.conversions:
+            name, _ = conversion.rename_source_key(name)
+        for candidate in (name, f"model.{name}", name.removeprefix("model.")):
+            if candidate in self.names:
+                return candidate
+        return OUTSIDE + name
+
+
+class VisionTower(Tower):
+    """From the tensors of an image processor to embeddings. Parameters are allocated, not filled,
+    under the paths that they have in the model of transformers."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        """ConfigError for a tower that transformers cannot build."""
+        super().__init__()
+        assert config.vision is not None, "a model that takes images"
+        self.facts: VisionFacts = config.vision
+        self.dtype = dtype
+        self.device = device
+        self._hidden_size = config.hidden_size
+        whole = _build(config, self.facts, dtype)
+        renamings = [
+            one for one in get_model_conversion_mapping(whole) if isinstance(one, WeightRenaming)
+        ]
+        _drop_language_model(whole)
+        register_stored_buffers(whole)
+        shapes = {name: tuple(one.shape) for name, one in whole.named_parameters()}
+        self.weight_map = TowerWeightMap(
+            tuple(WeightSpec(name, shape, name) for name, shape in shapes.items()),
+            names=frozenset(shapes),
+            conversions=tuple(renamings),
+            has_tower=True,
+        )
+        try:
+            allocate(whole, device, {})
+        except Unsupported as error:
+            raise ConfigError(
+                f"{config.path} is a {self.facts.architecture}, whose vision tower cannot be "
+                f"driven: its code in transformers {transformers.__version__} {error}"
+            ) from error
+        for name, child in whole.named_children():
+            self.add_module(name, child)
+        for name, parameter in whole.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        # Not registered: its parts are, above.
+        self.__dict__["_whole"] = whole
+
+    def forward(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """(embeddings, hidden) of one image, from the arguments of its tower."""
+        given = {
+            name: tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in tensors.items()
+        }
+        whole: Any = self.__dict__["_whole"]
+        output = whole.get_image_features(**given)
+        if self.facts.model_type in PROJECTED_APART:
+            features = whole.multi_modal_projector(output.last_hidden_state)
+        else:
+            features = output.pooler_output
+        if isinstance(features, list | tuple):
+            features = torch.cat(tuple(features), dim=0)
+        return features.reshape(-1, self._hidden_size)  # type: ignore[no-any-return]
+
+    def tiles(self) -> Tiles | None:
+        if self.facts.model_type not in TILED:
+            return None
+        return TowerTiles(self.__dict__["_whole"], self.dtype)
+
+    def patches(self) -> Patches | None:
+        if self.facts.model_type not in PATCHED:
+            return None
+        return TowerPatches(self.__dict__["_whole"], self.dtype)
+
+
+PROJECTED_APART = frozenset({"llama4"})
+"""Models of which `get_image_features` gives what the projector reads."""
+
+
+def _build(config: ModelConfig, facts: VisionFacts, dtype: torch.dtype) -> Any:
+    """The whole model, a PreTrainedModel, on the meta device."""
+    file = Path(config.path, "config.json")
+    fields = dict(read_json(file))
+    # Towers are not quantized.
+    fields.pop("quantization_config", None)
+    try:
+        kind: Any = getattr(transformers, facts.architecture)
+        theirs = kind.config_class.from_dict(fields)
+        with torch.device("meta"):
+            whole = kind._from_config(theirs, dtype=dtype)
+    except Exception as error:
+        # Foreign code reads a foreign file: any field may be wrong in any way.
+        text = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"{config.path} is a {facts.architecture}, and transformers {transformers.__version__} "
+            f"cannot build it from {file} ({type(error).__name__}: {text:.300})"
+        ) from error
+    for parameter in whole.parameters():
+        parameter.requires_grad_(False)
+    return whole.eval()
+
+
+def _drop_language_model(whole: Any) -> None:
+    for parent in (whole, getattr(whole, "model", None)):
+        for name in LANGUAGE_MODELS:
+            if parent is not None and isinstance(getattr(parent, name, None), nn.Module):
+                setattr(parent, name, None)

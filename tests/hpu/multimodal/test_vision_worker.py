@@ -1,0 +1,130 @@
+"""A worker that takes images: its memory, older names of tensors, sleep, ranks and bad plans."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from image_traffic import ImageRig, Prompt, encoded, run_rank, text, write
+from rank_pool import RankPool
+from safetensors.torch import load_file, save_file
+from tiny_vision_models import Picture, generate, make_tiny_vision, prepare
+from worker_rig import WorkerRig
+
+from config.checkpoint.facts import model_facts
+from config.errors import ConfigError
+from hpu.protocol import EncodedImage
+
+NEW_TOKENS = 4
+
+
+class Model:
+    """A checkpoint, and a prompt with a picture."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.whole: Any = make_tiny_vision(name, folder)
+        self.picture: Picture = prepare(name, self.whole, [1])[0]
+        self.prompt: Prompt = write(text(1, 5), (b"one", self.picture), text(2, 3))
+
+    @property
+    def expected(self) -> list[int]:
+        return generate(self.name, self.whole, self.prompt.tokens, [self.picture], NEW_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model("qwen2_vl", tmp_path_factory.mktemp("qwen2_vl"))
+
+
+def tokens_of(rig: WorkerRig, model: Model) -> list[int]:
+    images = ImageRig(rig)
+    images.admit(0, model.prompt)
+    rig.prefill({0: None})
+    rig.step()
+    rig.run([0], NEW_TOKENS - 1)
+    images.free_all()
+    return rig.free(0)
+
+
+def test_a_worker_sleeps_and_wakes_with_its_tower(qwen: Model) -> None:
+    rig = WorkerRig(qwen.folder)
+    try:
+        assert rig.ready.encoder_cache_tokens == 512
+        tower = rig.worker._loaded.tower  # type: ignore[union-attr]
+        assert tower is not None
+        count = sum(one.numel() for one in tower.parameters())
+        assert model_facts(str(qwen.folder)).num_tower_parameters == count
+        first = tokens_of(rig, qwen)
+        rig.step()
+        rig.sleep(2)
+        rig.worker.wake_up(lambda progress: None)
+
+        assert first == tokens_of(rig, qwen) == qwen.expected
+    finally:
+        rig.worker.close()
+
+
+def test_a_first_checkpoint_of_qwen_has_other_names_and_no_text_config(tmp_path: Path) -> None:
+    model = Model("qwen2_vl", tmp_path)
+    expected = model.expected
+    file = tmp_path / "model.safetensors"
+    old = {
+        name.replace("model.visual.", "visual.").replace("model.language_model.", "model."): tensor
+        for name, tensor in load_file(file).items()
+    }
+    assert any(name.startswith("visual.") for name in old)
+    assert any(name.startswith("model.layers.") for name in old)
+    save_file(old, file, metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    fields = config.pop("text_config")
+    fields.pop("model_type")
+    rope = fields.pop("rope_parameters")
+    fields["rope_theta"] = rope["rope_theta"]
+    fields["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    (tmp_path / "config.json").write_text(json.dumps({**fields, **config}))
+    rig = WorkerRig(tmp_path)
+    try:
+        assert tokens_of(rig, model) == expected
+    finally:
+        rig.worker.close()
+
+
+def test_a_tower_without_a_tensor_is_refused_with_its_name(tmp_path: Path) -> None:
+    make_tiny_vision("llava", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = next(one for one in tensors if "multi_modal_projector.linear_1.weight" in one)
+    del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+
+    with pytest.raises(ConfigError, match=r"1 of \d+ are missing: .*linear_1.weight"):
+        WorkerRig(tmp_path)
+
+
+def test_a_plan_with_another_number_of_embeddings_is_an_error(qwen: Model) -> None:
+    rig = WorkerRig(qwen.folder)
+    image = encoded(b"one", qwen.picture)
+    count = image.num_embeddings
+    wrong = EncodedImage(image.content, count + 1, image.tensors)
+    try:
+        rig.encode(wrong)
+        with pytest.raises(
+            RuntimeError, match=f"makes {count} embeddings of an image, the plan says {count + 1}"
+        ):
+            rig.step()
+    finally:
+        rig.worker.close()
+
+
+@pytest.mark.slow
+def test_two_ranks_have_a_tower_each(qwen: Model, tmp_path: Path) -> None:
+    (tmp_path / "pool").mkdir()
+    with RankPool(2, tmp_path / "pool", joins=False) as pool:
+        found = pool.run(
+            2,
+            run_rank,
+            *(str(qwen.folder), f"file://{tmp_path}/ranks", qwen.prompt, NEW_TOKENS),
+        )
+
+    assert found == [qwen.expected, qwen.expected]

@@ -1,0 +1,74 @@
+"""Launches with images on the CPU's compiled decoder, against torch's operators in bfloat16."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from image_traffic import ImageRig, text, write
+from tiny_vision_models import make_tiny_vision, prepare
+from torch import Tensor
+from worker_rig import WorkerRig
+
+from hpu.layers.metadata import AttentionInputs, PrefillAttentionInputs
+from hpu.native.decoder import CompiledDecoder
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+def test_given_embeddings_and_positions_with_three_axes_run_compiled(
+    name: str, tmp_path: Path
+) -> None:
+    has_axes = name == "qwen2_vl"
+    overrides = {**SIZES, "rope_parameters": AXES} if has_axes else SIZES
+    vision = {"hidden_size": 128} if has_axes else None
+    whole = make_tiny_vision(name, tmp_path, vision, **overrides)
+    pictures = prepare(name, whole, [0, 1])
+    first, second = ((b"%d" % index, one) for index, one in enumerate(pictures))
+    rig = WorkerRig(tmp_path, dtype="bfloat16")
+    try:
+        model = rig.worker._loaded.model  # type: ignore[union-attr]
+        assert isinstance(model, CompiledDecoder)
+        if not model.is_compiled:
+            pytest.skip("this machine has no compiled decoder")
+        compiled, layered = model.forward, model.model
+        seen: list[tuple[bool, bool]] = []
+
+        def both(tokens: Tensor, inputs: AttentionInputs) -> Tensor:
+            found, own = compiled(tokens, inputs), layered(tokens, inputs)
+            real = own
+            if isinstance(inputs, PrefillAttentionInputs):
+                seen.append((tokens.dim() == 3, inputs.rope_positions is not None))
+                lengths = inputs.query_lens.unsqueeze(1)
+                is_real = torch.arange(own.shape[1]) < lengths
+                found, real = found[is_real], own[is_real]
+            error = (found.float() - real.float()).square().mean().sqrt()
+            assert error < 0.02 * real.float().square().mean().sqrt()
+            return compiled(tokens, inputs)
+
+        model.forward = both  # type: ignore[method-assign]
+        images = ImageRig(rig)
+        images.admit(0, write(text(1, 9)))
+        rig.prefill({0: None})
+        rig.step()
+        images.admit(1, write(text(2, 3), first, text(3, 7), second, text(4, 2)))
+        images.admit(2, write(text(5, 21)))
+        rig.prefill({1: 20, 2: None})
+        rig.step()
+        rig.prefill({1: None} if rig.requests[1].computed < rig.requests[1].known else {})
+        rig.step()
+        rig.run([0, 1, 2], 3)
+    finally:
+        rig.worker.close()
+
+    # A launch of text alone is that of a model without images.
+    assert seen[0] == (False, False)
+    assert seen[1] == (True, has_axes)

@@ -1,0 +1,97 @@
+"""Prompts with pictures for a worker driven by hand-made plans."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tiny_vision_models import Picture
+from torch import Tensor
+from worker_rig import WorkerRig
+
+from config.parallel import ParallelConfig
+from hpu.distributed.process_groups import ProcessGroup
+from hpu.protocol import EncodedImage, ImagePlacement, InputTensor, Ranks
+
+
+@dataclass
+class Prompt:
+    """Tokens, and where they have pictures."""
+
+    tokens: list[int]
+    placements: tuple[ImagePlacement, ...]
+    pictures: list[Picture]
+
+
+def write(*parts: list[int] | tuple[bytes, Picture]) -> Prompt:
+    """A prompt of texts and of pictures with their contents, one behind the other."""
+    tokens: list[int] = []
+    placements, pictures = [], []
+    for part in parts:
+        if isinstance(part, list):
+            tokens += part
+            continue
+        content, picture = part
+        length = len(picture.tokens)
+        placements.append(ImagePlacement(content, len(tokens), length, picture.grid))
+        pictures.append(picture)
+        tokens += picture.tokens
+    return Prompt(tokens, tuple(placements), pictures)
+
+
+def text(seed: int, length: int) -> list[int]:
+    """Tokens that stand for no image."""
+    return np.random.default_rng(seed).integers(4, 300, length).tolist()  # type: ignore[no-any-return]
+
+
+def encoded(content: bytes, picture: Picture) -> EncodedImage:
+    """The picture as a plan holds it."""
+    tensors = [_tensor(name, tensor) for name, tensor in picture.tensors.items()]
+    return EncodedImage(content, picture.num_embeddings, tensors)
+
+
+def _tensor(name: str, tensor: Tensor) -> InputTensor:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    data = memoryview(tensor.contiguous().numpy().tobytes())
+    return InputTensor(name, dtype, tuple(tensor.shape), data)
+
+
+@dataclass
+class ImageRig:
+    """Encodes each picture once, before the request that has it first."""
+
+    rig: WorkerRig
+    encoded: set[bytes] = field(default_factory=set)
+
+    def admit(self, req_index: int, prompt: Prompt, **options: Any) -> None:
+        """A new request of `prompt`, and of `sampled` tokens behind it."""
+        sampled = options.pop("sampled", [])
+        for placement, picture in zip(prompt.placements, prompt.pictures, strict=True):
+            if placement.content not in self.encoded:
+                self.encoded.add(placement.content)
+                self.rig.encode(encoded(placement.content, picture))
+        options.setdefault("num_prompt", len(prompt.tokens))
+        tokens = [*prompt.tokens, *sampled]
+        self.rig.admit(req_index, tokens, images=prompt.placements, **options)
+
+    def free_all(self) -> None:
+        """Have the next plan drop all pictures."""
+        self.rig.free_images(*self.encoded)
+        self.encoded.clear()
+
+
+def run_rank(group: ProcessGroup, folder: str, store: str, prompt: Prompt, count: int) -> list[int]:
+    """What one of two tensor-parallel ranks samples for the prompt."""
+    rig = WorkerRig(
+        Path(folder),
+        ranks=Ranks(group.size, group.rank, store, timeout_s=60),
+        parallel=ParallelConfig(tensor_parallel_size=group.size),
+    )
+    try:
+        ImageRig(rig).admit(0, prompt)
+        rig.prefill({0: None})
+        rig.step()
+        rig.run([0], count - 1)
+        return rig.free(0)
+    finally:
+        rig.worker.close()

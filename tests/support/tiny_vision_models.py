@@ -1,0 +1,409 @@
+"""Tiny random checkpoints of models that take images, pictures for them, and what transformers' own
+whole model says."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from tiny_models import VOCAB_SIZE, write_tokenizer
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import (
+    LlavaNextImageProcessorPil,
+)
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+IMAGE, BREAK, START, VIDEO, END = 310, 311, 312, 313, 314
+"""Tokens of the checkpoints."""
+SIZES = ((60, 45), (31, 52), (28, 28), (90, 33))
+"""(width, height) of the pictures."""
+
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 3,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 7,
+    "initializer_range": 0.2,
+}
+_MROPE: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+    "use_sliding_window": False,
+}
+
+
+@dataclass
+class Picture:
+    """One image as the server would send it."""
+
+    tensors: dict[str, Tensor]
+    tokens: list[int]
+    """In its place in the prompt."""
+    num_embeddings: int
+    grid: tuple[int, int, int] = (0, 0, 0)
+
+
+Process = Callable[[list[Image.Image]], list[dict[str, Tensor]]]
+"""The tensors of each picture."""
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """A family of whole models."""
+
+    model_type: str
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    process: Process
+    whole: dict[str, Any] = field(default_factory=dict)
+    layout: Callable[[dict[str, Tensor], int], list[int]] = lambda tensors, count: [IMAGE] * count
+    joined: Callable[[list[dict[str, Tensor]]], dict[str, Tensor]] = lambda all_tensors: {
+        name: torch.cat([tensors[name] for tensors in all_tensors]) for name in all_tensors[0]
+    }
+    """Of all images of a prompt, as transformers takes them."""
+    grid: Callable[[dict[str, Tensor]], tuple[int, int, int]] = lambda tensors: (0, 0, 0)
+
+
+def _each(processor: Any, *names: str) -> Process:
+    def process(images: list[Image.Image]) -> list[dict[str, Tensor]]:
+        found = []
+        for image in images:
+            output = processor(images=[image], return_tensors="pt")
+            found.append({name: output[name] for name in names or ("pixel_values",)})
+        return found
+
+    return process
+
+
+def _tiles(images: list[Image.Image]) -> list[dict[str, Tensor]]:
+    """For a processor that needs torchvision: one to three tiles of noise."""
+    return [
+        {
+            "pixel_values": torch.randn(
+                1 + image.width % 3, 3, 28, 28, generator=torch.Generator().manual_seed(image.width)
+            )
+        }
+        for image in images
+    ]
+
+
+def _padded(all_tensors: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Images of several sizes, padded behind."""
+    pixels = [tensors["pixel_values"] for tensors in all_tensors]
+    shape = [max(sizes) for sizes in zip(*(one.shape[1:] for one in pixels), strict=True)]
+    batch = torch.zeros(len(pixels), *shape)
+    for index, one in enumerate(pixels):
+        batch[index, : one.shape[1], : one.shape[2], : one.shape[3]] = one[0]
+    sizes = torch.cat([tensors["image_sizes"] for tensors in all_tensors])
+    return {"pixel_values": batch, "image_sizes": sizes}
+
+
+def _rows_of_pixtral(tensors: dict[str, Tensor], count: int) -> list[int]:
+    width = int(tensors["image_sizes"][0, 1]) // 14
+    tokens: list[int] = []
+    for _ in range(count // width):
+        tokens += [*[IMAGE] * width, BREAK]
+    return [*tokens[:-1], END]
+
+
+def _tiles_of_idefics(tensors: dict[str, Tensor], count: int) -> list[int]:
+    num_tiles = tensors["pixel_values"].shape[1]
+    return [START, *[IMAGE] * (count // num_tiles)] * num_tiles + [START]
+
+
+def _joined_tiles(all_tensors: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {
+        name: torch.cat([tensors[name] for tensors in all_tensors], dim=1)
+        for name in all_tensors[0]
+    }
+
+
+def _qwen_grid(tensors: dict[str, Tensor]) -> tuple[int, int, int]:
+    time, height, width = tensors["image_grid_thw"][0].tolist()
+    return time, height // 2, width // 2
+
+
+_SQUARE = {"size": {"height": 28, "width": 28}}
+_CLIP = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+_QWEN = _each(
+    Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=28 * 28 * 9),
+    "pixel_values",
+    "image_grid_thw",
+)
+_IDEFICS = _each(
+    Idefics3ImageProcessorPil(size={"longest_edge": 56}, max_image_size={"longest_edge": 28}),
+    "pixel_values",
+    "pixel_attention_mask",
+)
+_IDEFICS_WHOLE = {"scale_factor": 2, "image_token_id": IMAGE}
+_NEXT = _each(
+    LlavaNextImageProcessorPil(
+        size={"shortest_edge": 28},
+        crop_size={"height": 28, "width": 28},
+        image_grid_pinpoints=[[28, 56], [56, 28], [56, 56]],
+    ),
+    "pixel_values",
+    "image_sizes",
+)
+_NEXT_WHOLE = {
+    "image_token_index": IMAGE,
+    "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
+    "image_seq_length": 16,
+}
+
+VISION_FAMILIES: dict[str, VisionFamily] = {
+    "llava": VisionFamily(
+        "llava",
+        {"model_type": "llama"},
+        {**VISION, "model_type": "clip_vision_model"},
+        _each(_CLIP),
+        {"image_token_index": IMAGE, "image_seq_length": 16},
+    ),
+    "llava_next": VisionFamily(
+        "llava_next",
+        {"model_type": "mistral", "sliding_window": None},
+        {**VISION, "model_type": "clip_vision_model"},
+        _NEXT,
+        _NEXT_WHOLE,
+        joined=_padded,
+    ),
+    "granite_vision": VisionFamily(
+        "llava_next",
+        {
+            "model_type": "granite",
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+        },
+        {**VISION, "model_type": "siglip_vision_model"},
+        _NEXT,
+        {
+            **_NEXT_WHOLE,
+            "vision_feature_layer": [-2, -1],
+            "vision_feature_select_strategy": "full",
+        },
+        joined=_padded,
+    ),
+    "gemma3": VisionFamily(
+        "gemma3",
+        {
+            "model_type": "gemma3_text",
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "tie_word_embeddings": True,
+        },
+        {**VISION, "model_type": "siglip_vision_model"},
+        _each(SiglipImageProcessorPil(**_SQUARE)),
+        {
+            "image_token_index": IMAGE,
+            "boi_token_index": START,
+            "eoi_token_index": END,
+            "mm_tokens_per_image": 4,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mistral3": VisionFamily(
+        "mistral3",
+        {"model_type": "mistral", "sliding_window": None, "head_dim": 16},
+        {**VISION, "model_type": "pixtral", "head_dim": 16, "image_size": 56},
+        _each(
+            PixtralImageProcessorPil(
+                size={"longest_edge": 56}, patch_size={"height": 14, "width": 14}
+            ),
+            "pixel_values",
+            "image_sizes",
+        ),
+        {"image_token_index": IMAGE, "spatial_merge_size": 2, "vision_feature_layer": -1},
+        _rows_of_pixtral,
+        _padded,
+    ),
+    "idefics3": VisionFamily(
+        "idefics3",
+        {"model_type": "llama"},
+        {**VISION, "model_type": "idefics3_vision"},
+        _IDEFICS,
+        _IDEFICS_WHOLE,
+        _tiles_of_idefics,
+        _joined_tiles,
+    ),
+    "smolvlm": VisionFamily(
+        "smolvlm",
+        {"model_type": "llama"},
+        {**VISION, "model_type": "smolvlm_vision"},
+        _IDEFICS,
+        _IDEFICS_WHOLE,
+        _tiles_of_idefics,
+        _joined_tiles,
+    ),
+    "internvl": VisionFamily(
+        "internvl",
+        {"model_type": "qwen2", "use_sliding_window": False},
+        {
+            **VISION,
+            "model_type": "internvl_vision",
+            "image_size": [28, 28],
+            "patch_size": [7, 7],
+        },
+        _each(
+            GotOcr2ImageProcessorPil(**_SQUARE, crop_to_patches=True, min_patches=1, max_patches=3)
+        ),
+        {"image_token_id": IMAGE, "image_seq_length": 4},
+        lambda tensors, count: [START, *[IMAGE] * count, END],
+    ),
+    "llama4": VisionFamily(
+        "llama4",
+        {
+            "model_type": "llama4_text",
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "head_dim": 16,
+            "intermediate_size_mlp": 48,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 64,
+            "no_rope_layer_interval": 2,
+        },
+        {
+            **VISION,
+            "model_type": "llama4_vision_model",
+            "vision_output_dim": 24,
+            "projector_input_dim": 24,
+            "projector_output_dim": 24,
+            "intermediate_size": 128,
+            "pixel_shuffle_ratio": 0.5,
+        },
+        _tiles,
+        {"image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END},
+    ),
+    "qwen2_vl": VisionFamily(
+        "qwen2_vl",
+        {**_MROPE, "model_type": "qwen2_vl_text"},
+        {"depth": 2, "embed_dim": 32, "num_heads": 2, "hidden_size": 32, "mlp_ratio": 2},
+        _QWEN,
+        {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START},
+        lambda tensors, count: [START, *[IMAGE] * count, END],
+        grid=_qwen_grid,
+    ),
+    "qwen2_5_vl": VisionFamily(
+        "qwen2_5_vl",
+        {**_MROPE, "model_type": "qwen2_5_vl_text"},
+        {
+            **VISION,
+            "depth": 2,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "patch_size": 14,
+            "window_size": 56,
+            "fullatt_block_indexes": [1],
+        },
+        _QWEN,
+        {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START},
+        lambda tensors, count: [START, *[IMAGE] * count, END],
+        grid=_qwen_grid,
+    ),
+}
+
+
+def make_tiny_vision(
+    name: str, folder: Path, vision: dict[str, Any] | None = None, **text: Any
+) -> Any:
+    """Write a checkpoint of the family, of which `text` replaces fields of the text model and
+    `vision` those of the tower. Gives transformers' whole model, in float32."""
+    family = VISION_FAMILIES[name]
+    config = AutoConfig.for_model(
+        family.model_type,
+        text_config={**TEXT, **family.text, **text},
+        vision_config={**family.vision, **(vision or {})},
+        **{"tie_word_embeddings": False, **family.whole},
+    )
+    torch.manual_seed(4)
+    whole = AutoModelForImageTextToText.from_config(config).float().eval()  # type: ignore[no-untyped-call]  # theirs
+    for parameter in whole.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter.data, std=0.2)
+    whole.save_pretrained(folder)
+    write_tokenizer(folder)
+    return whole
+
+
+def draw(index: int) -> Image.Image:
+    """A picture; each index has another one."""
+    width, height = SIZES[index % len(SIZES)]
+    noise = np.random.default_rng(index).integers(0, 256, (height, width, 3), np.uint8)
+    noise[: height // 2, :, index % 3] = 250
+    return Image.fromarray(noise)
+
+
+@torch.inference_mode()
+def prepare(name: str, whole: Any, indices: list[int]) -> list[Picture]:
+    """The pictures with these indices."""
+    family = VISION_FAMILIES[name]
+    found = []
+    for tensors in family.process([draw(index) for index in indices]):
+        count = count_embeddings(whole, tensors)
+        layout = family.layout(tensors, count)
+        found.append(Picture(tensors, layout, count, family.grid(tensors)))
+    return found
+
+
+def count_embeddings(whole: Any, tensors: dict[str, Tensor]) -> int:
+    """Rows that the model makes of one image."""
+    output = whole.get_image_features(**tensors)
+    features = output.last_hidden_state if whole.config.model_type == "llama4" else None
+    if features is None:
+        features = output.pooler_output
+    if isinstance(features, list | tuple):
+        return sum(len(one) for one in features)
+    return int(features.shape[:-1].numel())
+
+
+@torch.inference_mode()
+def generate(
+    name: str, whole: Any, tokens: list[int], pictures: list[Picture], count: int
+) -> list[int]:
+    """The greedy tokens of transformers."""
+    given: dict[str, Any] = {}
+    ids = torch.tensor([tokens])
+    if pictures:
+        given |= VISION_FAMILIES[name].joined([one.tensors for one in pictures])
+    kinds = (ids == IMAGE).long()
+    if whole.config.model_type == "gemma3":
+        given["token_type_ids"] = kinds
+    elif whole.config.model_type.startswith("qwen"):
+        given["mm_token_type_ids"] = kinds
+    output = whole.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        **given,
+        do_sample=False,
+        max_new_tokens=count,
+        min_new_tokens=count,
+        eos_token_id=None,
+    )
+    return output[0, len(tokens) :].tolist()  # type: ignore[no-any-return]
