@@ -4,6 +4,7 @@ import ipaddress
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from config.errors import ConfigError, UserError
 from config.log import FORMATS, TEXT, LogConfig
@@ -18,6 +19,8 @@ TOOL_CALL_PARSERS = (
     *("glm47", "kimi_k2", "minimax_m2", "seed_oss", "jamba", "hunyuan_a13b", "internlm"),
     *("phi4_mini_json", "xlam", "lfm2", "hunyuan", "step3", "functiongemma", "gemma4", "openai"),
 )
+MAX_IMAGES = 64
+"""Of one prompt, unless told otherwise."""
 TOOL_TEMPLATES = ("auto", "none")
 REASONING_PARSERS = (
     *("auto", "none", "deepseek_r1", "deepseek_v3", "qwen3", "glm45", "granite", "mistral"),
@@ -249,6 +252,40 @@ class ServerConfig:
     tokenizer_threads: int = setting(
         2, "Threads that tokenize and render templates", group="Text", minimum=1
     )
+    limit_mm_per_prompt: str = setting(
+        "",
+        'Maximum number of images of a prompt as JSON: {"image": 4}; 0: the server takes none',
+        group="Images",
+    )
+    allowed_media_domains: tuple[str, ...] = setting(
+        (),
+        "Host from which images in requests are fetched over HTTPS; a JSON list, or several times; "
+        "*: any public host; none: images come as data: URLs only",
+        group="Images",
+        takes_several=True,
+    )
+    allowed_local_media_path: str = setting(
+        "", "Folder below which file: URLs of images may be; none: they are refused", group="Images"
+    )
+    image_fetch_timeout_s: float = setting(
+        5.0,
+        "Seconds in which an image must be fetched",
+        group="Images",
+        name="image-fetch-timeout",
+        variables=("VLLM_IMAGE_FETCH_TIMEOUT",),
+        minimum=0.001,
+    )
+    mm_processor_kwargs: str = setting(
+        "",
+        'Arguments of the model\'s image processor as JSON: {"max_pixels": 1003520}',
+        group="Images",
+    )
+    mm_processor_cache_gb: float = setting(
+        4.0,
+        "Memory for preprocessed images in each API server, in GiB; 0: none are kept",
+        group="Images",
+        minimum=0,
+    )
     log_level: str = setting(
         "info",
         "Lowest level that is logged",
@@ -290,6 +327,11 @@ class ServerConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be above 0")
         _check_addresses(self.forwarded_allow_ips)
         _generation_overrides(self.override_generation_config)
+        _object("mm_processor_kwargs", self.mm_processor_kwargs)
+        if self.max_images < 0:
+            raise ConfigError(
+                f"limit_mm_per_prompt has {self.max_images} images, it must have at least 0"
+            )
         if self.allow_runtime_lora_updating and self.lora_dir is None:
             raise ConfigError(
                 "allow_runtime_lora_updating is on and lora_dir is not set: it must be a folder"
@@ -328,6 +370,23 @@ class ServerConfig:
         return bool(self.api_keys or self.api_key_file)
 
     @property
+    def max_images(self) -> int:
+        """Of one prompt. Raises ConfigError."""
+        limits = _object("limit_mm_per_prompt", self.limit_mm_per_prompt)
+        count = limits.get("image", MAX_IMAGES)
+        if isinstance(count, dict):
+            # vLLM's form with the sizes that its profiling assumes.
+            count = count.get("count", MAX_IMAGES)
+        if not isinstance(count, int) or isinstance(count, bool):
+            raise ConfigError(f"limit_mm_per_prompt has image {count!r}, it must be a number")
+        return count
+
+    @property
+    def image_options(self) -> dict[str, Any]:
+        """Arguments of the image processor."""
+        return _object("mm_processor_kwargs", self.mm_processor_kwargs)
+
+    @property
     def log(self) -> LogConfig:
         """Of all processes of the server."""
         return LogConfig(self.log_level, self.log_format)
@@ -337,6 +396,16 @@ class ServerConfig:
         generation_config."""
         recommended = of_model if self.generation_config == "auto" else {}
         return {**recommended, **_generation_overrides(self.override_generation_config)}
+
+
+def _object(name: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text or "{}")
+    except ValueError as error:
+        raise ConfigError(f"{name} is {text!r}, it must be JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} is {text!r}, it must be a JSON object")
+    return value
 
 
 def _generation_overrides(text: str) -> dict[str, float]:

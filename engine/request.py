@@ -50,10 +50,12 @@ class Request:
         "cache_salt",
         "decode_limit",
         "drafts",
+        "encoded_images",
         "end_ids",
         "first_token_at",
         "front_end",
         "guide",
+        "images",
         "is_continuation",
         "key",
         "last_step",
@@ -102,6 +104,9 @@ class Request:
         self.name = message.name or f"key {message.key}"
         self.pooling = message.pooling
         """Set for a request for vectors."""
+        self.images = message.images
+        self.encoded_images = {image.content: image for image in message.encoded_images}
+        """By their contents."""
         self.cache_salt = message.cache_salt
         self.adapter = message.adapter
         """Hash of its adapter's files; empty for none."""

@@ -405,6 +405,8 @@ class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
     """Of all workers of a group, by rank; the executor fills it in. Empty of one worker."""
     encoder_cache_tokens: int = 0
     """Rows of image embeddings that the worker keeps at most; 0: it takes no images."""
+    whole_images: bool = False
+    """VisionFacts.whole_images of the model."""
 
     def rank_facts(self, rank: int) -> RankFacts:
         """What this worker reports, as a part of a group."""

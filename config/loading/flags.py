@@ -33,7 +33,7 @@ PARTS: Mapping[str, tuple[type, str]] = {
 GROUPS = (
     *("Model", "Device", "Parallelism", "KV cache", "Scheduling", "Speculation", "Buckets"),
     *("Execution on HPU", "Warm-up", "Diagnostics", "Emulator", "LoRA", "HTTP", "TLS", "Text"),
-    "Logs",
+    *("Images", "Logs"),
 )
 
 

@@ -176,11 +176,11 @@ ABSENT = (
         "drafts are accepted without loss, and how many there are adapts to load and acceptance",
     ),
     (
-        "limit-mm-per-prompt mm-* media-io-kwargs allowed-local-media-path "
-        "allowed-media-domains interleave-mm-strings skip-mm-profiling video-pruning-rate "
-        "enable-mm-embeds disable-mm-preprocessor-cache disable-chunked-mm-input "
+        "mm-processor-cache-type mm-shm-cache-* mm-encoder-* mm-tensor-ipc media-io-kwargs "
+        "interleave-mm-strings skip-mm-profiling video-pruning-rate enable-mm-embeds "
+        "disable-mm-preprocessor-cache disable-chunked-mm-input "
         "enable-multimodal-encoder-data-parallel language-model-only",
-        "requests have text only",
+        "images have no such options",
     ),
     (
         "compilation-config cudagraph-* cuda-graph-sizes max-cudagraph-capture-size "

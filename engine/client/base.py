@@ -35,7 +35,7 @@ from engine.transport.messages import (
     StepOutput,
     ToEngine,
 )
-from hpu.protocol import TOKEN_BYTES
+from hpu.protocol import TOKEN_BYTES, EncodedImage, ImagePlacement
 
 CONTROL_TIMEOUT_S = 30.0
 SLOW_CONTROLS_S = {SLEEP: 600.0, WAKE_UP: 7200.0, LOAD_ADAPTER: 600.0}
@@ -135,6 +135,8 @@ class EngineClient(Protocol):
         pooling: PoolingParams | None = None,
         is_continuation: bool = False,
         adapter: str = "",
+        images: Sequence[ImagePlacement] = (),
+        encoded_images: Sequence[EncodedImage] = (),
     ) -> RequestOutputQueue: ...
 
     def abort(self, keys: list[int]) -> None: ...
@@ -245,11 +247,14 @@ class SingleEngineClient:
         pooling: PoolingParams | None = None,
         is_continuation: bool = False,
         adapter: str = "",
+        images: Sequence[ImagePlacement] = (),
+        encoded_images: Sequence[EncodedImage] = (),
     ) -> RequestOutputQueue:
         """Send one sequence (`sampling.n` is ignored); `name` is for the engine's log, `adapter` a
-        LoRAInfo.content. With
-        `pooling` the answer is vectors, and `sampling` is ignored. A continuation of a sequence
-        that was accepted before is exempt from the limits on waiting requests and scheduled next.
+        LoRAInfo.content; `images` have their tokens in the prompt, and `encoded_images` their
+        contents. With `pooling` the answer is vectors, and `sampling` is ignored. A continuation
+        of a sequence that was accepted before is exempt from the limits on waiting requests and
+        scheduled next.
         Raises Overloaded when too many wait or the engine is not ready, EngineDied when it is gone,
         UserError for what cannot be encoded. Does not wait."""
         self._check_ready()
@@ -268,6 +273,8 @@ class SingleEngineClient:
                 name=name,
                 pooling=pooling,
                 is_continuation=is_continuation,
+                images=list(images),
+                encoded_images=list(encoded_images),
             )
             if self._resumption is not None:
                 queue.message = message

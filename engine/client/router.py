@@ -33,7 +33,7 @@ from engine.transport.messages import (
     Ready,
     engine_of,
 )
-from hpu.protocol import TOKEN_BYTES
+from hpu.protocol import TOKEN_BYTES, EncodedImage, ImagePlacement
 
 BUSY_RATIO = 1.5
 BUSY_TOKENS = 2048
@@ -269,7 +269,9 @@ class RouterClient:
     def _hand_over(self, client: SingleEngineClient, queue: RequestOutputQueue) -> None:
         message = queue.message
         assert message is not None, f"request {queue.key} cannot be resumed"
-        engine, _, hashes = self._route(message.prompt, message.cache_salt, message.adapter)
+        engine, _, hashes = self._route(
+            message.prompt, message.cache_salt, message.adapter, message.images
+        )
         if engine.lost is None and engine.failure is None:
             engine.adopt(client, [queue])
             self._prefixes[engine.engine].add(hashes)
@@ -308,9 +310,11 @@ class RouterClient:
         pooling: PoolingParams | None = None,
         is_continuation: bool = False,
         adapter: str = "",
+        images: Sequence[ImagePlacement] = (),
+        encoded_images: Sequence[EncodedImage] = (),
     ) -> RequestOutputQueue:
         """Like SingleEngineClient.add, for the engine that fits best."""
-        engine, reason, hashes = self._route(prompt, cache_salt, adapter)
+        engine, reason, hashes = self._route(prompt, cache_salt, adapter, images)
         queue = engine.add(
             prompt,
             sampling,
@@ -320,6 +324,8 @@ class RouterClient:
             pooling=pooling,
             is_continuation=is_continuation,
             adapter=adapter,
+            images=images,
+            encoded_images=encoded_images,
         )
         self._prefixes[engine.engine].add(hashes)
         self._num_routed[engine.engine] += 1
@@ -356,7 +362,11 @@ class RouterClient:
             engine.fail(message, is_config=is_config)
 
     def _route(
-        self, prompt: bytes | memoryview, cache_salt: str, adapter: str
+        self,
+        prompt: bytes | memoryview,
+        cache_salt: str,
+        adapter: str,
+        images: Sequence[ImagePlacement],
     ) -> tuple[SingleEngineClient, str, list[bytes]]:
         """The engine for a prompt, the reason, and the hashes of the prompt's blocks."""
         ready = self.ready
@@ -370,7 +380,7 @@ class RouterClient:
         if self._prefix_caching:
             end = MAX_BLOCKS * ready.block_size * TOKEN_BYTES
             start = memoryview(prompt).cast("B")[:end]
-            hashes = block_hashes(start, ready.block_size, cache_salt, adapter)
+            hashes = block_hashes(start, ready.block_size, cache_salt, adapter, images)
         candidates = [
             Candidate(
                 self._prefixes[one.engine].num_cached(hashes) * ready.block_size,

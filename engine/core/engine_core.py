@@ -17,6 +17,7 @@ from engine.core.sleep_state import SleepState
 from engine.executors.base import AdapterExecutor, Executor
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import NO_ALLOWED_TOKEN, ModelLimits, Request
+from engine.scheduling.encoder_cache import EncoderCache
 from engine.scheduling.grammar_masks import deferred_masks
 from engine.scheduling.launch_packer import LaunchPacker
 from engine.scheduling.lora_slots import LoRASlots
@@ -136,6 +137,12 @@ class EngineCore:
         self._has_new_adapters = False
         for info in adapters:
             self._register_adapter(info)
+        self._encoder: EncoderCache | None = None
+        if ready.encoder_cache_tokens:
+            self._encoder = EncoderCache(
+                ready.encoder_cache_tokens, whole_images=ready.whole_images
+            )
+        self._max_batched_tokens = scheduler.max_num_batched_tokens
         self._pooling = ready.pooling
         self._scheduler: Scheduler | PoolingScheduler
         if ready.pooling is not None:
@@ -150,6 +157,7 @@ class EngineCore:
                 prefill_launch_tokens=ready.prefill_launch_tokens,
                 num_stages=config.parallel.pipeline_parallel_size,
                 lora=self._lora,
+                encoder=self._encoder,
             )
         self._outputs = OutputProcessor(self._kv)
         self._sleep_state = SleepState(executor, on_progress)
@@ -273,11 +281,18 @@ class EngineCore:
 
     def _admission_error(self, message: AddRequest) -> str | None:
         error = admission_error(message, self._limits, None if self._pooling else self._kv)
+        if error is None and message.images:
+            error = self._images_error(message)
         num_waiting = len(self._scheduler.waiting)
         is_new = message.resumption is None
         if error is None and is_new and num_waiting >= self._max_queue_len:
             error = f"{num_waiting} requests wait, at most {self._max_queue_len} may"
         return error
+
+    def _images_error(self, message: AddRequest) -> str | None:
+        if self._encoder is None or message.pooling is not None:
+            return f"the request has {len(message.images)} images, the model takes 0"
+        return self._encoder.refusal(message, self._max_batched_tokens)
 
     def abort(self, keys: Iterable[int]) -> None:
         """Abort requests; unknown keys are ignored. Nothing more is sent for them."""
@@ -565,9 +580,11 @@ class EngineCore:
     def _snapshot(self, *, with_samples: bool) -> EngineStats:
         waiting, pool = self._scheduler.waiting, self._kv.pool
         adapters = {} if self._lora is None else self._lora.gauges
+        images = {} if self._encoder is None else self._encoder.gauges
         oldest = waiting.oldest()
         return self._stats.snapshot(
             **adapters,
+            **images,
             running=self._scheduler.num_running,
             waiting=len(waiting),
             waiting_prompt_tokens=waiting.num_tokens,

@@ -146,7 +146,11 @@ class EngineLoop:
         hashes: list[bytes] = []
         if self._block_size is not None:
             hashes = block_hashes(
-                message.prompt, self._block_size, message.cache_salt, message.adapter
+                message.prompt,
+                self._block_size,
+                message.cache_salt,
+                message.adapter,
+                message.images,
             )
             if self._has_routers:
                 self._announce(front_end, hashes)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.prefix_hashes import chain, root_hash
+from engine.kv_cache.prefix_hashes import chain, images_in, root_hash
 from engine.request import NEVER, Request
 
 MAX_MOVES = 512
@@ -148,7 +148,9 @@ class KVCacheManager:
                     if request.block_hashes
                     else root_hash(request.cache_salt, request.adapter)
                 )
-                request.block_hashes.append(chain(parent, request.token_bytes(stop - size, stop)))
+                tokens = request.token_bytes(stop - size, stop)
+                images = images_in(request.images, stop - size, stop)
+                request.block_hashes.append(chain(parent, tokens, images))
             block_hash = request.block_hashes[index]
             self.pool.cache_block(request.blocks[index], block_hash)
             self._computing.pop(block_hash, None)

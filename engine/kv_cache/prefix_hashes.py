@@ -1,8 +1,9 @@
 """Chained hashes of block contents, for the prefix cache."""
 
+from collections.abc import Sequence
 from hashlib import sha256
 
-from hpu.protocol import TOKEN_BYTES
+from hpu.protocol import TOKEN_BYTES, ImagePlacement
 
 
 def root_hash(salt: str, adapter: str) -> bytes:
@@ -12,15 +13,31 @@ def root_hash(salt: str, adapter: str) -> bytes:
     return sha256(len(salt_bytes).to_bytes(8, "little") + salt_bytes + adapter.encode()).digest()
 
 
-def chain(parent: bytes, tokens: bytes | memoryview) -> bytes:
-    """SHA-256 of a full block: the hash of everything before it, then its tokens' raw bytes."""
+def chain(parent: bytes, tokens: bytes | memoryview, images: bytes = b"") -> bytes:
+    """SHA-256 of a full block: the hash of everything before it, then its tokens' raw bytes, then
+    the `images_in` it."""
     digest = sha256(parent)
     digest.update(tokens)
+    digest.update(images)
     return digest.digest()
 
 
+def images_in(images: Sequence[ImagePlacement], start: int, stop: int) -> bytes:
+    """What images make of tokens `start` to `stop`: contents and places of those that have any of
+    them. All images have equal tokens."""
+    return b"".join(
+        image.content + image.offset.to_bytes(8, "little")
+        for image in images
+        if image.offset < stop and start < image.offset + image.length
+    )
+
+
 def block_hashes(
-    prompt: bytes | memoryview, block_size: int, salt: str = "", adapter: str = ""
+    prompt: bytes | memoryview,
+    block_size: int,
+    salt: str = "",
+    adapter: str = "",
+    images: Sequence[ImagePlacement] = (),
 ) -> list[bytes]:
     """One hash for each full block of `prompt` (uint32, little-endian), the first block first."""
     raw = memoryview(prompt).cast("B")
@@ -28,6 +45,8 @@ def block_hashes(
     parent = root_hash(salt, adapter)
     hashes = []
     for start in range(0, len(raw) - step + 1, step):
-        parent = chain(parent, raw[start : start + step])
+        first = start // TOKEN_BYTES
+        mixed = images_in(images, first, first + block_size) if images else b""
+        parent = chain(parent, raw[start : start + step], mixed)
         hashes.append(parent)
     return hashes

@@ -9,6 +9,7 @@ from operator import attrgetter
 from config.engine import SchedulerConfig
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import FINISHED, PREEMPTED, RUNNING, WAITING, Request
+from engine.scheduling.encoder_cache import EncoderCache
 from engine.scheduling.grammar_masks import add_masks
 from engine.scheduling.launch_packer import Chunk, LaunchPacker
 from engine.scheduling.lora_slots import AdapterQueue, LoRASlots
@@ -82,12 +83,14 @@ class Scheduler:
         prefill_launch_tokens: int = 0,
         num_stages: int = 1,
         lora: LoRASlots | None = None,
+        encoder: EncoderCache | None = None,
     ) -> None:
         """`defrag_threshold`: blocks that may be free below the highest used one, where decodes
         read a slice of the cache. `prefill_launch_tokens`: a step starts no further prompt once it
         has so many prompt tokens; 0: only the budget limits it."""
         self.waiting = WaitingQueue() if lora is None else AdapterQueue(lora)
         self._lora = lora
+        self._encoder = encoder
         self._kv = kv
         self._packer = packer
         self._stats = stats
@@ -162,6 +165,8 @@ class Scheduler:
         assert not self._draining, f"{len(self._draining)} requests are draining"
         if self._lora is not None:
             self._lora.reset()
+        if self._encoder is not None:
+            self._encoder.reset()
         self._freed_indices.clear()
         self._moves.clear()
 
@@ -171,6 +176,8 @@ class Scheduler:
         while self._reservations and self._reservations[0] <= step:
             self._reservations.popleft()
         self._update_running()
+        if self._encoder is not None:
+            self._encoder.begin_step()
         if self._kv.contiguous and not self._moves:
             self._moves = self._kv.defragment(self.requests_with_blocks, self._defrag_threshold)
         num_since_decodes = self._num_since_decodes
@@ -248,7 +255,12 @@ class Scheduler:
             if budget == 0 or output.num_tokens >= self._launch_tokens:
                 break
             num_computed = request.num_computed_tokens
-            count = min(request.num_prefill_tokens - num_computed, budget)
+            count = self._fit(request, min(request.num_prefill_tokens - num_computed, budget))
+            if not count:
+                if self._encoder is not None and self._encoder.whole_images:
+                    # An image needs more tokens than the decodes leave: start no more of these.
+                    return 0
+                continue
             error = self._packer.refusal(PREFILL, count, self._kv.num_blocks_for(num_computed))
             if error is not None:
                 self._reject(request, error, output)
@@ -257,8 +269,16 @@ class Scheduler:
             if num_missing > 0:
                 if not self._ensure_free_blocks(request, 1, output):
                     continue
-                self._allocate(request, min(num_missing, self._kv.pool.num_free), output)
-                count = min(count, len(request.blocks) * self._kv.block_size - num_computed)
+                num_blocks = len(request.blocks) + min(num_missing, self._kv.pool.num_free)
+                room = num_blocks * self._kv.block_size - num_computed
+                if room < count and not self._fit(request, room):
+                    # Its next tokens are of an image that may not be cut.
+                    if not self._ensure_free_blocks(request, num_missing, output):
+                        continue
+                elif room < count:
+                    count = self._fit(request, room)
+                num_missing = self._kv.num_blocks_for(num_computed + count) - len(request.blocks)
+                self._allocate(request, max(num_missing, 0), output)
             self._add_chunk(request, count, output)
             budget -= count
         return budget
@@ -284,7 +304,9 @@ class Scheduler:
                 self._fail(request, kv.num_blocks_for(request.num_tokens), output)
                 continue
             num_cached = len(prefix) * kv.block_size
-            count = min(request.num_tokens - num_cached, budget)
+            count = self._fit(request, min(request.num_tokens - num_cached, budget), num_cached)
+            if not count:
+                break
             error = self._admission_refusal(request, count, num_cached)
             if error is not None:
                 self._reject(request, error, output)
@@ -295,6 +317,14 @@ class Scheduler:
             self._start(request, num_cached, output)
             self._add_chunk(request, count, output)
             budget -= count
+
+    def _fit(self, request: Request, count: int, start: int | None = None) -> int:
+        """How many of its next `count` tokens, behind the computed ones or from `start` on, can be
+        scheduled with their images."""
+        if self._encoder is None or not request.images:
+            return count
+        start = request.num_computed_tokens if start is None else start
+        return self._encoder.fit(request, start, count)
 
     def _has_free_index(self, request: Request) -> bool:
         """Whether a free index is available to it. While others run, the indices of finished beams
@@ -320,12 +350,15 @@ class Scheduler:
                 request.blocks.copy(),
                 request.request_sampling(),
                 NO_SLOT if self._lora is None else self._lora.start(request),
+                request.images,
             )
         )
         if request.num_preemptions == 0:
             output.started.append((request, num_cached))
 
     def _add_chunk(self, request: Request, count: int, output: SchedulerOutput) -> None:
+        if self._encoder is not None and request.images:
+            self._encoder.add_chunk(request, request.num_computed_tokens, count)
         context = self._kv.num_blocks_for(request.num_computed_tokens)
         request.num_computed_tokens += count
         request.last_step = output.step
@@ -367,6 +400,8 @@ class Scheduler:
     def _remove(self, request: Request) -> None:
         if self._lora is not None and request.adapter:
             self._lora.release(request)
+        if self._encoder is not None and request.images:
+            self._encoder.finish_request(request)
         if request.last_step > self._last_collected_step:
             self._draining.append(request)
         else:
@@ -433,6 +468,8 @@ class Scheduler:
             [source for source, _ in moves],
             [target for _, target in moves],
         )
+        if self._encoder is not None:
+            self._encoder.end_step(output.plan)
         if self._lora is not None:
             output.plan.lora_slots, output.plan.lora_adapters = self._lora.take_assigned()
         masked = [r for r in output.decodes if r.guide is not None]
@@ -447,6 +484,9 @@ class Scheduler:
         self._kv.check(requests)
         if self._lora is not None:
             self._lora.check()
+        if self._encoder is not None:
+            both = (*self._decoding, *self._prefilling)
+            self._encoder.check({request.key for request in both if request.state == RUNNING})
         used = [request.req_index for request in requests]
         assert sorted(used + self._free_indices) == list(range(self._max_num_seqs)), (
             f"indices {sorted(used)} are used and {sorted(self._free_indices)} free, "

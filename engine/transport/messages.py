@@ -11,8 +11,11 @@ import msgspec
 from config.lora.adapter import LoRAInfo
 from config.params.pooling import PoolingFacts, PoolingParams
 from config.params.sampling import SamplingParams
-from hpu.protocol import EncodedImage, ImagePlacement, RankFacts
+from hpu.protocol import EncodedImage as EncodedImage
+from hpu.protocol import ImagePlacement as ImagePlacement
+from hpu.protocol import InputTensor as InputTensor
 from hpu.protocol import Logprobs as Logprobs
+from hpu.protocol import RankFacts
 
 FRONT_END_SHIFT = 48
 """A key is (front end index << 48) | (engine << 40) | serial number."""
@@ -163,6 +166,14 @@ class EngineStats(msgspec.Struct, omit_defaults=True, gc=False):
     """Adapters dropped from host memory."""
     lora_bytes: int = 0
     """Of the adapters in host memory."""
+    encoder_cache_tokens: int = 0
+    """Rows of image embeddings that the workers keep."""
+    encoder_cache_queries: int = 0
+    """Images of scheduled chunks that were looked up among them."""
+    encoder_cache_hits: int = 0
+    encoded_images: int = 0
+    encoded_image_tokens: int = 0
+    """Rows of embeddings that the vision tower was asked for."""
     spec_decode: dict[str, int] = {}
     """'num_drafts' (of requests and steps), 'num_draft_tokens', 'num_accepted_tokens', and
     'accepted.0', ...: accepted drafts by position. Empty without speculation."""

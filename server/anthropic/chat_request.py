@@ -13,14 +13,17 @@ _MEDIA = ("image", "document", "container_upload", "video", "audio", "file")
 _SEPARATOR = "\n"
 """Separates consecutive messages of one role, which are joined."""
 _ROLES = ("user", "assistant", "system")
+Part = dict[str, Any]
+"""Of the content of a chat message."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def to_chat_body(body: CountBody, *, has_reasoning: bool) -> ChatBody:
+def to_chat_body(body: CountBody, *, has_reasoning: bool, takes_images: bool = False) -> ChatBody:
     """The chat request of `body`. Raises UserError. `has_reasoning`: the server has a reasoning
-    parser; without one there is no reasoning that a budget could limit."""
+    parser; without one there is no reasoning that a budget could limit. `takes_images`: the model
+    does."""
     body.check()
-    builder = _MessageBuilder()
+    builder = _MessageBuilder(takes_images)
     builder.add_system(body.system)
     for index, message in enumerate(body.messages):
         builder.add(message, f"messages[{index}]")
@@ -90,7 +93,8 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
 class _MessageBuilder:
     """Builds chat messages; consecutive messages of one role are joined."""
 
-    def __init__(self) -> None:
+    def __init__(self, takes_images: bool) -> None:
+        self._takes_images = takes_images
         self.messages: list[Message] = []
         self._tools: dict[str, str] = {}
         """Tool names by tool_use id."""
@@ -131,12 +135,12 @@ class _MessageBuilder:
             parts = message["content"]
             if message["role"] == "assistant" and not parts:
                 message["content"] = None if message.get("tool_calls") else ""
-            elif len(parts) == 1:
+            elif len(parts) == 1 and "text" in parts[0]:
                 message["content"] = parts[0]["text"]
         return last.get("role") == "assistant"
 
     def _add_user(self, blocks: "Iterator[tuple[Any, str]]") -> None:
-        parts: list[dict[str, str]] = []
+        parts: list[Part] = []
         has_results = False
         for block, where in blocks:
             if block["type"] == "tool_result":
@@ -146,7 +150,7 @@ class _MessageBuilder:
                 self.messages.append(self._result(block, where))
                 has_results = True
             else:
-                parts.append(_text(block, where))
+                parts.append(self._part(block, where))
         if parts or not has_results:
             self._append("user", parts or [{"type": "text", "text": ""}])
 
@@ -165,7 +169,13 @@ class _MessageBuilder:
         if reasoning:
             message["reasoning"] = "".join([message.get("reasoning", ""), *reasoning])
 
-    def _append(self, role: str, parts: list[dict[str, str]]) -> Message:
+    def _part(self, block: Any, where: str) -> Part:
+        """A text, or an image if the model takes them."""
+        if self._takes_images and block["type"] == "image":
+            return _image(block, where)
+        return _text(block, where)
+
+    def _append(self, role: str, parts: list[Part]) -> Message:
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != role:
             last = {"role": role, "content": []}
@@ -190,7 +200,7 @@ class _MessageBuilder:
         content = block.get("content")
         if not isinstance(content, (str, list, type(None))):
             raise _bad(f"{where}.content must be a string or a list of blocks")
-        parts = [_text(one, path) for one, path in _blocks(content or [], f"{where}.content")]
+        parts = [self._part(one, path) for one, path in _blocks(content or [], f"{where}.content")]
         if not isinstance(block.get("is_error"), (bool, type(None))):
             raise _bad(f"{where}.is_error must be true or false")
         if block.get("is_error"):
@@ -217,7 +227,21 @@ def _blocks(content: str | list[Any], where: str) -> Iterator[tuple[Any, str]]:
         yield block, path
 
 
-def _text(block: Any, where: str) -> dict[str, str]:
+def _image(block: Any, where: str) -> Part:
+    """An image block as the part of a chat message."""
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    if kind == "url":
+        url = _string(source, "url", f"{where}.source")
+    elif kind == "base64":
+        media_type = _string(source, "media_type", f"{where}.source")
+        url = f"data:{media_type};base64,{_string(source, 'data', f'{where}.source')}"
+    else:
+        raise _bad(f"{where}.source must be an object with type 'base64' or 'url'")
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _text(block: Any, where: str) -> Part:
     kind = block["type"]
     if kind in _MEDIA:
         raise _bad(f"{where} has type {kind!r}, this model takes text only")

@@ -11,6 +11,7 @@ from server.anthropic.chat_request import to_chat_body
 from server.anthropic.errors import ROUTES
 from server.anthropic.output import MessageEvents, full_message
 from server.anthropic.schema import CountBody, MessagesBody
+from server.http.access_log import record_of
 from server.http.body import MANY_BYTES, ReceivedBody, json_response, parse
 from server.http.openapi import MESSAGES_ANSWERS, MESSAGES_GENERATES, takes
 from server.openai.chat_request import count_prompt_tokens, start_chat
@@ -49,13 +50,17 @@ def messages_routes(state: AppState) -> APIRouter:
         state.generation_pipeline()
         sent = await state.bodies.read_object(request)
         chat = await _chat(state, await parse(CountBody, sent), sent)
-        return json_response({"input_tokens": await count_prompt_tokens(state, chat)})
+        owner = record_of(request.scope).owner
+        return json_response({"input_tokens": await count_prompt_tokens(state, chat, owner)})
 
     return router
 
 
 async def _chat(state: AppState, body: CountBody, sent: ReceivedBody) -> ChatBody:
     convert = partial(
-        to_chat_body, body, has_reasoning=state.parser_config.reasoning_parser is not None
+        to_chat_body,
+        body,
+        has_reasoning=state.parser_config.reasoning_parser is not None,
+        takes_images=state.images is not None,
     )
     return convert() if sent.num_bytes <= MANY_BYTES else await asyncio.to_thread(convert)

@@ -137,6 +137,7 @@ class BeamSearchGeneration:
         self._pipeline = pipeline
         self._prompts = prompts
         self._visible_special_ids = visible_special_ids
+        self._images = [prompt.image_fields(cache_salt) for prompt in prompts]
         self._prompt_bytes = [np.asarray(p.token_ids, dtype="<u4").tobytes() for p in prompts]
         self._add_request = partial(
             pipeline.client.add,
@@ -221,18 +222,20 @@ class BeamSearchGeneration:
         """Request the next token of each running beam of each search."""
         params = self._step_params.replace(prompt_logprobs=prompt_logprobs)
         running = [
-            (prompt, prompt_bytes, beam)
-            for prompt, prompt_bytes, search in zip(
-                self._prompts, self._prompt_bytes, self._searches, strict=True
+            (prompt, prompt_bytes, images, beam)
+            for prompt, prompt_bytes, images, search in zip(
+                self._prompts, self._prompt_bytes, self._images, self._searches, strict=True
             )
             for beam in search.running
         ]
         tokenizer = self._pipeline.tokenizer
-        step = Generation(self._pipeline.client, [prompt for prompt, _, _ in running], 1)
+        step = Generation(self._pipeline.client, [prompt for prompt, _, _, _ in running], 1)
         try:
-            for index, (prompt, prompt_bytes, beam) in enumerate(running):
+            for index, (prompt, prompt_bytes, images, beam) in enumerate(running):
                 tokens = prompt_bytes + np.asarray(beam.tokens, dtype="<u4").tobytes()
-                queue = self._add_request(tokens, params, is_continuation=bool(beam.tokens))
+                queue = self._add_request(
+                    tokens, params, is_continuation=bool(beam.tokens), **images
+                )
                 step.open(Sequence(index, prompt, params, tokenizer), queue)
         except BaseException:
             step.abort()

@@ -2,7 +2,9 @@
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
+
+from server.multimodal.parts import PromptImages
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,15 @@ class Prompt:
     token_ids: list[int]
     text: str | None = None
     """The text that it was encoded from, if any."""
+    images: PromptImages | None = None
+    """The images in it, if any."""
+
+    def image_fields(self, cache_salt: str) -> dict[str, Any]:
+        """Arguments of EngineClient.add: the images under contents of this salt."""
+        if self.images is None:
+            return {}
+        images = self.images.salted(cache_salt)
+        return {"images": images.placements, "encoded_images": images.encoded}
 
 
 @dataclass(slots=True)

@@ -57,6 +57,7 @@ class Pipeline:
         try:
             for prompt_index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
                 tokens = np.asarray(prompt.token_ids, dtype="<u4").tobytes()
+                images = prompt.image_fields(cache_salt)
                 for choice in range(params.n):
                     sampling = _choice_params(params, choice, limit)
                     queue = None
@@ -68,6 +69,7 @@ class Pipeline:
                             cache_salt=cache_salt,
                             name=name,
                             adapter=adapter,
+                            **images,
                         )
                     index = prompt_index * params.n + choice
                     sequence = Sequence(index, prompt, params, self.tokenizer, visible_special_ids)

@@ -137,6 +137,7 @@ class _EngineMetrics:
         yield from self._cache(stats)
         if stats.max_loras:
             yield from self._adapters(stats)
+        yield from self._images(stats)
         yield from self._launches(stats)
         yield from self._speculation(stats.spec_decode)
         yield from self._device(stats)
@@ -225,6 +226,32 @@ class _EngineMetrics:
             yield self._counters(f"gaudiserve:lora_{name}", text, (), {(): count})
         yield self._gauge(
             "gaudiserve:lora_bytes", "Of the adapters in host memory.", stats.lora_bytes
+        )
+
+    def _images(self, stats: EngineStats) -> Iterator[Metric]:
+        for name, text, count in (
+            (
+                "encoder_cache_queries",
+                "Images of scheduled prompts that were looked up among the kept embeddings.",
+                stats.encoder_cache_queries,
+            ),
+            (
+                "encoder_cache_hits",
+                "Those whose embeddings were there.",
+                stats.encoder_cache_hits,
+            ),
+            ("encoded_images", "Images that the vision tower encoded.", stats.encoded_images),
+            (
+                "encoded_image_tokens",
+                "Embeddings that the vision tower made.",
+                stats.encoded_image_tokens,
+            ),
+        ):
+            yield self._counters(f"gaudiserve:{name}", text, (), {(): count})
+        yield self._gauge(
+            "gaudiserve:encoder_cache_tokens",
+            "Embeddings of images that the workers keep.",
+            stats.encoder_cache_tokens,
         )
 
     def _launches(self, stats: EngineStats) -> Iterator[Metric]:

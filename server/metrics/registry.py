@@ -25,6 +25,9 @@ METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 PAUSE_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1200.0)
 HTTP_S = (0.005, 0.025, 0.1, 0.5, 1.0, 2.5, 10.0, 60.0, 600.0)
 
+IMAGE_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+IMAGE_QUERIES, IMAGE_HITS = "vllm:mm_cache_queries", "vllm:mm_cache_hits"
+
 OPENMETRICS = "application/openmetrics-text"
 PLAIN = "text/plain"
 
@@ -83,6 +86,19 @@ class Metrics:
         self._rejections = {
             reason: rejections.labels(self._model_name, ENGINE, reason) for reason in REJECTIONS
         }
+        self._images = {
+            name: self._registry.counter(name, text, LABELS).labels(self._model_name, ENGINE)
+            for name, text in (
+                (IMAGE_QUERIES, "Images that were looked up in the cache of preprocessed ones."),
+                (IMAGE_HITS, "Images that were found there, or that another request had begun."),
+            )
+        }
+        self._image_seconds = self._registry.histogram(
+            "gaudiserve:image_preprocessing_seconds",
+            "Decoding and preprocessing an image, waiting for a process included.",
+            LABELS,
+            IMAGE_S,
+        ).labels(self._model_name, ENGINE)
         routed = self._registry.counter(
             "gaudiserve:routed_requests",
             "Sequences that the router sent to an engine, by why it was chosen.",
@@ -143,6 +159,16 @@ class Metrics:
     def request_routed(self, engine: int, reason: str) -> None:
         """Count a sequence that the router sent to `engine`; `reason` is one of router.REASONS."""
         self._routed[engine, reason].inc()
+
+    def image_looked_up(self, is_hit: bool) -> None:
+        """Count an image of a request."""
+        self._images[IMAGE_QUERIES].inc()
+        if is_hit:
+            self._images[IMAGE_HITS].inc()
+
+    def image_processed(self, seconds: float) -> None:
+        """Count an image that was decoded and preprocessed."""
+        self._image_seconds.observe(seconds)
 
     def rejected(self, reason: str) -> None:
         """Count a 503 response: queue_full or not_ready."""

@@ -27,6 +27,9 @@ from server.generation.beam_search import BeamSearchGeneration
 from server.generation.outputs import Prompt
 from server.generation.pipeline import Pipeline
 from server.generation.validation import truncate_prompt
+from server.multimodal.inputs import ImageInputs, make_image_inputs
+from server.multimodal.parts import ImageSource, place_images, take_images, with_image_texts
+from server.multimodal.processor import ProcessedImage
 from server.offline.engines import make_client
 from server.offline.event_loop import STOP_TIMEOUT_S, BackgroundLoop, Result, run_in_order
 from server.offline.lora import LoRARequest, LoRARequests, adapters_of
@@ -42,7 +45,13 @@ from server.offline.outputs import (
     request_output,
 )
 from server.offline.pooling import OfflinePooling, Params, classification_outputs, embedding_outputs
-from server.offline.prompts import PromptInput, as_conversation_list, as_prompt_list, parse_prompt
+from server.offline.prompts import (
+    PromptInput,
+    as_conversation_list,
+    as_image_parts,
+    as_prompt_list,
+    parse_prompt,
+)
 from server.pooling.inputs import InputOptions, make_input_processor, not_a_pooling_model
 from server.pooling.scores import TextPairs
 from server.text.chat_template import ChatTemplate, read_template
@@ -86,11 +95,15 @@ class LLM:
                 special_tokens_as_text=server.special_tokens_as_text,
             )
             template = self._tokenizer.chat_template
+        facts = read_model_config(path)
+        self._images: ImageInputs | None = None
+        if facts.vision is not None and self._tokenizer is not None:
+            self._images = make_image_inputs(path, facts.vision, server, self._tokenizer)
         if server.chat_template is not None:
             template = read_template(server.chat_template)
         named = self._tokenizer.special_tokens if self._tokenizer else {}
         self._template = ChatTemplate(template, named, generic_tools=server.tool_template == "auto")
-        recommended = read_model_config(path).generation_defaults
+        recommended = facts.generation_defaults
         self._defaults = _sampling_params(server.sampling_defaults(recommended))
         self._client = make_client(dataclasses.replace(engine, model=path), server.log)
         self._pipeline = Pipeline(self._client, self._tokenizer, server)
@@ -106,7 +119,13 @@ class LLM:
             self._start_order = asyncio.Lock()
         self._background = BackgroundLoop("llm")
         self._finalizer = weakref.finalize(
-            self, _shut_down, self._background, self._client, self._template, self._tokenizer
+            self,
+            _shut_down,
+            self._background,
+            self._client,
+            self._template,
+            self._tokenizer,
+            self._images,
         )
         try:
             self._background.run(_start(self._client))
@@ -134,12 +153,17 @@ class LLM:
         inputs = [parse_prompt(prompt) for prompt in as_prompt_list(prompts)]
         params = self._params(sampling_params, len(inputs))
 
-        def maker(text: str | None, ids: list[int] | None, param: SamplingParams) -> MakePrompt:
-            return lambda: self._prompt(text, ids, True, param)
+        def maker(
+            text: str | None,
+            ids: list[int] | None,
+            images: list[ImageSource],
+            param: SamplingParams,
+        ) -> MakePrompt:
+            return lambda: self._prompt(text, ids, True, param, images)
 
         jobs = [
-            (maker(text, ids, param), param, salt)
-            for (text, ids, salt), param in zip(inputs, params, strict=True)
+            (maker(text, ids, images, param), param, salt)
+            for (text, ids, salt, images), param in zip(inputs, params, strict=True)
         ]
         return self._background.run(self._generate(jobs, use_tqdm, lora_request))
 
@@ -187,8 +211,10 @@ class LLM:
 
         def maker(conversation: list[Message], param: SamplingParams) -> MakePrompt:
             async def make() -> Prompt:
+                taken, sources = take_images(as_image_parts(conversation))
+                images = await self._loaded(sources, "messages")
                 text = await self._template.render(
-                    conversation,
+                    taken,
                     tools=tools,
                     documents=documents,
                     add_generation_prompt=add_generation_prompt,
@@ -197,7 +223,7 @@ class LLM:
                     template=chat_template,
                     mark=None if controls is None else controls.marked,
                 )
-                return await self._prompt(text, None, False, param)
+                return await self._prompt(text, None, False, param, images=images)
 
             return make
 
@@ -351,9 +377,30 @@ class LLM:
             )
         return list(params)
 
+    async def _loaded(self, sources: list[ImageSource], param: str) -> list[ProcessedImage]:
+        """The images of a prompt. Raises UserError for a model that takes none."""
+        if not sources:
+            return []
+        if self._images is None:
+            raise UserError(
+                f"the prompt has {len(sources)} images, this model takes text only", param=param
+            )
+        return await self._images.load(sources, param=param)
+
     async def _prompt(
-        self, text: str | None, ids: list[int] | None, special: bool, params: SamplingParams
+        self,
+        text: str | None,
+        ids: list[int] | None,
+        special: bool,
+        params: SamplingParams,
+        sources: list[ImageSource] | None = None,
+        *,
+        images: list[ProcessedImage] | None = None,
     ) -> Prompt:
+        """The prompt with the images of `sources`, or with `images`."""
+        images = images or await self._loaded(sources or [], "prompt")
+        if images:
+            return await self._prompt_with_images(text or "", special, params, images)
         if ids is None:
             assert text is not None
             tokenizer = self.get_tokenizer()
@@ -363,6 +410,22 @@ class LLM:
             keep = params.truncate_prompt_tokens
             ids = truncate_prompt(ids, keep, ready.max_model_len, params.max_tokens)
         return Prompt(ids, text)
+
+    async def _prompt_with_images(
+        self, text: str, special: bool, params: SamplingParams, images: list[ProcessedImage]
+    ) -> Prompt:
+        assert self._images is not None, "the model takes images"
+        if params.truncate_prompt_tokens is not None:
+            raise UserError(
+                f"truncate_prompt_tokens is {params.truncate_prompt_tokens}, and the prompt has "
+                f"{len(images)} images, which cannot be truncated",
+                param="truncate_prompt_tokens",
+            )
+        tokenizer = self.get_tokenizer()
+        text = with_image_texts(text, self._images.mark, images, "prompt")
+        ids = await tokenizer.encode(text, special)
+        placed = place_images(ids, self._images.image_token_id, images, "prompt")
+        return Prompt(ids, tokenizer.unmarked(text), placed)
 
     async def _generate(
         self,
@@ -402,7 +465,7 @@ class LLM:
 
     async def _beam_search(
         self,
-        inputs: list[tuple[str | None, list[int] | None, str]],
+        inputs: list[tuple[str | None, list[int] | None, str, list[ImageSource]]],
         sampling: SamplingParams,
         params: BeamSearchParams,
         use_tqdm: bool,
@@ -412,8 +475,8 @@ class LLM:
         adapters = await adapters_of(self._client, lora_request, len(inputs))
 
         async def run_search(index: int, bar: "tqdm[Any]") -> BeamSearchOutput:
-            text, ids, salt = inputs[index]
-            prompt = await self._prompt(text, ids, True, sampling)
+            text, ids, salt, images = inputs[index]
+            prompt = await self._prompt(text, ids, True, sampling, images)
             search = BeamSearchGeneration(
                 self._pipeline,
                 [prompt],
@@ -466,11 +529,13 @@ def _shut_down(
     client: EngineClient,
     template: ChatTemplate,
     tokenizer: Tokenizer | None,
+    images: ImageInputs | None,
 ) -> None:
     """Stop everything that an `LLM` started. Holds no reference to it: called by its finalizer."""
     if background.is_current_thread:
         # The garbage collector may run on any thread; this one cannot wait for itself.
-        threading.Thread(target=_shut_down, args=(background, client, template, tokenizer)).start()
+        arguments = (background, client, template, tokenizer, images)
+        threading.Thread(target=_shut_down, args=arguments).start()
         return
     try:
         background.run(_close(client))
@@ -479,6 +544,8 @@ def _shut_down(
         template.close()
         if tokenizer is not None:
             tokenizer.close()
+        if images is not None:
+            images.close()
 
 
 async def _close(client: EngineClient) -> None:

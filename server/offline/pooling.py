@@ -51,8 +51,17 @@ class OfflinePooling:
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """The result of each prompt. Raises UserError."""
         parsed = [parse_prompt(prompt) for prompt in as_prompt_list(prompts)]
-        inputs = await self._inputs(parsed, _task_params(params, task, len(parsed)), truncate)
-        salts = {salt for _, _, salt in parsed}
+        if num_images := sum(len(images) for *_, images in parsed):
+            raise UserError(
+                f"the prompts have {num_images} images, vectors are made of text only",
+                param="prompt",
+            )
+        inputs = await self._inputs(
+            [(text, ids) for text, ids, *_ in parsed],
+            _task_params(params, task, len(parsed)),
+            truncate,
+        )
+        salts = {salt for _, _, salt, _ in parsed}
         if len(salts) > 1:
             raise UserError(
                 f"the prompts have {len(salts)} cache salts, one call takes 1", param="cache_salt"
@@ -103,7 +112,7 @@ class OfflinePooling:
 
     async def _inputs(
         self,
-        prompts: list[tuple[str | None, list[int] | None, str]],
+        prompts: list[tuple[str | None, list[int] | None]],
         params: list[PoolingParams],
         truncate: int | None,
     ) -> list[PoolingInput]:
@@ -112,15 +121,15 @@ class OfflinePooling:
         for distinct in set(params):
             self._processor.check(distinct)
         options = InputOptions(params[0], param="prompts", truncate=truncate)
-        texts = [text for text, ids, _ in prompts if ids is None and text is not None]
-        lists = [ids for _, ids, _ in prompts if ids is not None]
+        texts = [text for text, ids in prompts if ids is None and text is not None]
+        lists = [ids for _, ids in prompts if ids is not None]
         if len(texts) == len(prompts):
             inputs = await self._processor.texts(texts, options)
         elif len(lists) == len(prompts):
             inputs = await self._processor.token_lists(lists, options)
         else:
             inputs = []
-            for index, (text, ids, _) in enumerate(prompts):
+            for index, (text, ids) in enumerate(prompts):
                 single = replace(options, param=f"prompts[{index}]", is_list=False)
                 if ids is not None:
                     inputs += await self._processor.token_lists([ids], single)

@@ -1,9 +1,13 @@
 """The forms in which callers of LLM give prompts and conversations."""
 
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from PIL import Image
+
 from config.errors import UserError
+from server.multimodal.parts import ImageSource
 from server.text.messages import Message
 
 PromptInput = str | Mapping[str, Any] | Sequence[int]
@@ -19,21 +23,84 @@ def as_prompt_list(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptI
     return list(prompts)  # type: ignore[arg-type] # not ids: handled above
 
 
-def parse_prompt(prompt: PromptInput) -> tuple[str | None, list[int] | None, str]:
-    """(text, ids, cache salt), with at least one of text and ids. Raises UserError."""
+def parse_prompt(
+    prompt: PromptInput,
+) -> tuple[str | None, list[int] | None, str, list[ImageSource]]:
+    """(text, ids, cache salt, images), with at least one of text and ids. Raises UserError."""
     if isinstance(prompt, str):
-        return prompt, None, ""
+        return prompt, None, "", []
     if not isinstance(prompt, Mapping):
-        return None, list(prompt), ""
-    unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+        return None, list(prompt), "", []
+    unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", "multi_modal_data"}
     text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if unknown or (text is None and ids is None):
         raise UserError(
             f"a prompt has the keys {sorted(prompt)}, it must have prompt or prompt_token_ids, "
-            "and may have cache_salt",
+            "and may have cache_salt and multi_modal_data",
             param="prompt",
         )
-    return text, None if ids is None else list(ids), prompt.get("cache_salt") or ""
+    images = _images(prompt.get("multi_modal_data") or {})
+    if images and text is None:
+        raise UserError(f"{len(images)} images need a prompt that is a text", param="prompt")
+    return text, None if ids is None else list(ids), prompt.get("cache_salt") or "", images
+
+
+def _images(data: Any) -> list[ImageSource]:
+    """Those of a prompt's multi_modal_data: one image or a list."""
+    if not isinstance(data, Mapping):
+        raise UserError(
+            f"multi_modal_data is a {type(data).__name__}, it must be a dict", param="prompt"
+        )
+    if set(data) - {"image"}:
+        raise UserError(
+            f"multi_modal_data has the keys {sorted(data)}, it may have image", param="prompt"
+        )
+    images = data.get("image")
+    if images is None:
+        return []
+    listed = images if isinstance(images, (list, tuple)) else [images]
+    return [given_image(image, f"image {index}") for index, image in enumerate(listed)]
+
+
+def given_image(image: Any, where: str) -> ImageSource:
+    """An image of PIL, the bytes of a file, or a URL. Raises UserError."""
+    if isinstance(image, Image.Image):
+        file = io.BytesIO()
+        if image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16"):
+            # PNG has no such mode.
+            image = image.convert("RGB")
+        # Quick to write, and without loss.
+        image.save(file, "PNG", compress_level=1)
+        image = file.getvalue()
+    if isinstance(image, bytes):
+        return ImageSource(where, data=image)
+    if isinstance(image, str):
+        return ImageSource(where, image)
+    raise UserError(
+        f"{where} is a {type(image).__name__}, it must be an image of PIL, bytes or a URL",
+        param="prompt",
+    )
+
+
+def as_image_parts(messages: Sequence[Message]) -> list[Message]:
+    """Messages with images of PIL as the data: URLs that parts of clients have."""
+    return [
+        {**message, "content": [_as_image_part(part) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
+def _as_image_part(part: Any) -> Any:
+    """vLLM's parts with an image of PIL have the type image_pil, those of transformers image."""
+    if not isinstance(part, Mapping):
+        return part
+    image = part.get("image_pil", part.get("image"))
+    if not isinstance(image, (Image.Image, bytes)):
+        return part
+    data = given_image(image, "an image").data or b""
+    return {"type": "image", "image": data, "uuid": part.get("uuid")}
 
 
 def as_conversation_list(

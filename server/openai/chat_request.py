@@ -1,12 +1,16 @@
 """From chat messages to a prompt and a running request, for all endpoints that take messages."""
 
 import asyncio
+from dataclasses import dataclass, replace
 from functools import partial
 
 from starlette.requests import Request
 
-from config.errors import PromptTooLong
+from config.errors import PromptTooLong, UserError
+from server.generation.outputs import Prompt
 from server.http.access_log import log_prompt, record_of
+from server.multimodal.parts import place_images, take_images, with_image_texts
+from server.multimodal.processor import ProcessedImage
 from server.openai.answer_format import answer_format
 from server.openai.schema.chat import ChatBody, ChatPromptBody
 from server.serving.job import Job, check_grammar, start_job
@@ -18,10 +22,41 @@ INLINE_PARTS = 2_000
 """Messages and parts that are checked on the event loop, in a millisecond."""
 
 
-async def render(state: AppState, body: ChatPromptBody) -> str:
-    """The prompt text of a chat. Raises UserError."""
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """The prompt text of a chat, with marks in the texts of the caller."""
+
+    text: str
+    images: list[ProcessedImage]
+    """Their texts are in the prompt."""
+
+    def with_images(self, state: AppState, prompt: Prompt) -> Prompt:
+        """The encoded prompt with its images. Raises UserError."""
+        if not self.images:
+            return prompt
+        assert state.images is not None, "a chat has images"
+        token_id = state.images.image_token_id
+        placed = place_images(prompt.token_ids, token_id, self.images, "messages")
+        return replace(prompt, images=placed)
+
+    def check_truncation(self, keep: int | None) -> None:
+        """Raise UserError for truncation, which might cut an image."""
+        if self.images and keep is not None:
+            raise UserError(
+                f"truncate_prompt_tokens is {keep}, and the prompt has {len(self.images)} images, "
+                "which cannot be truncated",
+                param="truncate_prompt_tokens",
+            )
+
+
+async def render(state: AppState, body: ChatPromptBody, owner: str = "") -> RenderedChat:
+    """The prompt text of a chat, and its images. `owner` is the API key's: nobody else can name the
+    images that it sent. Raises UserError and Overloaded."""
+    inputs = state.images
     check = partial(
-        body.check_conversation, trust_template=state.config.trust_request_chat_template
+        body.check_conversation,
+        trust_template=state.config.trust_request_chat_template,
+        takes_images=inputs is not None,
     )
     if body.has_more_than(INLINE_PARTS):
         await asyncio.to_thread(check)
@@ -29,8 +64,12 @@ async def render(state: AppState, body: ChatPromptBody) -> str:
         check()
     template = state.chat_template()
     controls = state.text_tokenizer("messages").controls
-    return await template.render(
-        body.messages,
+    messages, images = body.messages, []
+    if inputs is not None:
+        messages, sources = take_images(body.messages)
+        images = await inputs.load(sources, owner=owner)
+    text = await template.render(
+        messages,
         tools=body.visible_tools,
         documents=body.documents,
         add_generation_prompt=body.adds_generation_prompt,
@@ -39,6 +78,9 @@ async def render(state: AppState, body: ChatPromptBody) -> str:
         template=body.chat_template,
         mark=None if controls is None else controls.marked,
     )
+    if inputs is not None:
+        text = with_image_texts(text, inputs.mark, images)
+    return RenderedChat(text, images)
 
 
 async def start_chat(state: AppState, request: Request, body: ChatBody, *, id_prefix: str) -> Job:
@@ -53,16 +95,18 @@ async def start_chat(state: AppState, request: Request, body: ChatBody, *, id_pr
     )
     if body.tools and body.tool_choice in (None, "auto"):
         state.parser_config.check_auto_tool_choice()
-    marked = await _rendered(state, body)
+    rendered = await _rendered(state, body, record_of(request.scope).owner)
+    rendered.check_truncation(body.truncate_prompt_tokens)
     prompt = await encode_prompt(
         state,
-        marked,
+        rendered.text,
         special=bool(body.add_special_tokens),
         keep=body.truncate_prompt_tokens,
         limit=body.limit,
         param="messages",
     )
-    text = state.text_tokenizer("messages").unmarked(marked)
+    prompt = rendered.with_images(state, prompt)
+    text = state.text_tokenizer("messages").unmarked(rendered.text)
     if state.config.enable_log_requests:
         log_prompt(record_of(request.scope), text)
     answers = answer_format(state.parser_config, state.text_tokenizer("messages"), body, text)
@@ -81,14 +125,15 @@ async def start_chat(state: AppState, request: Request, body: ChatBody, *, id_pr
     )
 
 
-async def count_prompt_tokens(state: AppState, body: ChatBody) -> int:
+async def count_prompt_tokens(state: AppState, body: ChatBody, owner: str = "") -> int:
     """Number of prompt tokens of `body`, also if the model takes fewer. Raises UserError."""
     state.model(body.model)
     body.check()
-    text = await render(state, body)
+    rendered = await render(state, body, owner)
+    rendered.check_truncation(body.truncate_prompt_tokens)
     ids = await encode_for_counting(
         state,
-        text,
+        rendered.text,
         special=bool(body.add_special_tokens),
         keep=body.truncate_prompt_tokens,
         limit=body.limit,
@@ -97,9 +142,9 @@ async def count_prompt_tokens(state: AppState, body: ChatBody) -> int:
     return len(ids)
 
 
-async def _rendered(state: AppState, body: ChatBody) -> str:
+async def _rendered(state: AppState, body: ChatBody, owner: str) -> RenderedChat:
     try:
-        return await render(state, body)
+        return await render(state, body, owner)
     except TextTooLong:
         # Clients shorten a conversation if the error names the context, not characters.
         tokenizer, most = state.text_tokenizer("messages"), state.max_model_len

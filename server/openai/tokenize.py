@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from config.errors import UserError
+from server.http.access_log import record_of
 from server.http.body import json_response, parse
 from server.http.openapi import ANSWERS, takes
 from server.openai.chat_request import render
@@ -36,7 +37,8 @@ def tokenize_routes(state: AppState) -> APIRouter:
         if sent.fields.get("messages") is not None:
             body = await parse(TokenizeChatBody, sent)
             state.model(body.model)
-            text, special = await render(state, body), bool(body.add_special_tokens)
+            rendered = await render(state, body, record_of(request.scope).owner)
+            text, special = rendered.text, bool(body.add_special_tokens)
             param = "messages"
         else:
             body = await parse(TokenizeTextBody, sent)

@@ -204,7 +204,14 @@ async def _inputs(
     )
     with CancelOnDisconnect(request.receive):
         if isinstance(body, (EmbeddingChatBody, ClassifyChatBody)):
-            text = await render(state, body)
+            rendered = await render(state, body, record_of(request.scope).owner)
+            if rendered.images:
+                raise UserError(
+                    f"the messages have {len(rendered.images)} images, vectors are made of text "
+                    "only",
+                    param="messages",
+                )
+            text = rendered.text
             _log_prompts(state, request, [state.text_tokenizer("messages").unmarked(text)])
             special = bool(body.add_special_tokens)
             options = dataclasses.replace(options, param="messages", is_list=False, special=special)

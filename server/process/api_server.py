@@ -35,6 +35,7 @@ from server.http.protocol import HttpConfig, HttpProtocol
 from server.http.tls import Tls
 from server.metrics.registry import Metrics
 from server.metrics.select import make_tracer
+from server.multimodal.inputs import ImageInputs, make_image_inputs
 from server.process.addresses import base_urls, endpoints_text
 from server.process.model_download import DownloadProgress
 from server.process.open_files import max_connections
@@ -300,6 +301,8 @@ class ApiServer:
             if self.state.tracer is not None:
                 await asyncio.to_thread(self.state.tracer.close)
             self.state.bodies.close()
+            if self.state.images is not None:
+                self.state.images.close()
             if self.state.template is not None:
                 self.state.template.close()
             if self.state.tokenizer is not None:
@@ -328,9 +331,9 @@ class ApiServer:
         defaults = await asyncio.get_running_loop().run_in_executor(
             None, _sampling_defaults, folder
         )
-        tokenizer, template = await loading
+        tokenizer, template, images = await loading
         ready = await self._client.wait_ready()
-        self.state.open(tokenizer, template, defaults)
+        self.state.open(tokenizer, template, defaults, images)
         if not self.state.pools and template and template.default:
             _log_generic_tools(template, self.state.parser_config.tool_parser)
         # Objects of start-up live until exit: exclude them from garbage collection.
@@ -496,15 +499,18 @@ def uvicorn_config(
 
 def load_tokenizer(
     folder: str, config: ServerConfig
-) -> tuple[Tokenizer | None, ChatTemplate | None]:
-    """The tokenizer and chat template of a checkpoint; None with skip_tokenizer_init."""
+) -> tuple[Tokenizer | None, ChatTemplate | None, ImageInputs | None]:
+    """The tokenizer and chat template of a checkpoint, None with skip_tokenizer_init; and the
+    images of its requests."""
     if config.skip_tokenizer_init:
-        return None, None
+        return None, None, None
     tokenizer = Tokenizer.load(
         folder,
         config.tokenizer_threads,
         special_tokens_as_text=config.special_tokens_as_text,
     )
+    vision = read_model_config(folder).vision
+    images = None if vision is None else make_image_inputs(folder, vision, config, tokenizer)
     source: str | Mapping[str, str] | None = tokenizer.chat_template
     if config.chat_template is not None:
         source = read_template(config.chat_template)
@@ -521,7 +527,7 @@ def load_tokenizer(
     )
     # Its first call runs the template, which may be slow: here, not on the event loop.
     template.uses_generic_tools()
-    return tokenizer, template
+    return tokenizer, template, images
 
 
 def _log_generic_tools(template: ChatTemplate, tool_parser: str | None) -> None:

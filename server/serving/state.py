@@ -18,6 +18,7 @@ from server.http.auth import ApiKeys
 from server.http.body import BodyReader
 from server.http.peer_proxy import Peers
 from server.metrics.registry import Metrics
+from server.multimodal.inputs import ImageInputs
 from server.serving.progress import describe
 from server.serving.tracking import RequestTracker
 from server.text.chat_template import ChatTemplate
@@ -53,6 +54,8 @@ class AppState:
     pipeline: Pipeline | None = None
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = None
+    images: ImageInputs | None = None
+    """Set if the model takes images."""
     parser_config: ParserConfig = NO_PARSERS
     """The tool-call and reasoning parsers."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
@@ -86,11 +89,14 @@ class AppState:
         tokenizer: Tokenizer | None,
         template: ChatTemplate | None,
         sampling_defaults: Mapping[str, float],
+        images: ImageInputs | None = None,
     ) -> None:
         """Accept requests from now on; the engine is ready."""
         ready = self.client.ready
         assert ready is not None
-        self.tokenizer, self.template = tokenizer, template
+        self.tokenizer, self.template, self.images = tokenizer, template, images
+        if images is not None:
+            images.preprocessor.observer = self.metrics
         self.sampling_defaults = self.config.sampling_defaults(sampling_defaults)
         self.parser_config = ParserConfig.of(
             self.config,

@@ -10,7 +10,7 @@ import itertools
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from tokenizers import Tokenizer as Encoder
@@ -77,15 +77,21 @@ class ControlMarker:
 class ControlTokenEncoder:
     """Encodes marked texts for one tokenizer. Thread-safe."""
 
-    def __init__(self, encoder: Encoder) -> None:
+    def __init__(self, encoder: Encoder, only: Collection[str] | None = None) -> None:
+        """`only`: the tokens that texts must not become; None: all special ones."""
         added = encoder.get_added_tokens_decoder()
-        special = {token.content: i for i, token in added.items() if token.special}
+        special = {
+            token.content: i
+            for i, token in added.items()
+            if (token.special if only is None else token.content in only)
+        }
         self._token_of = {token_id: text for text, token_id in special.items()}
         # Their matching depends on more than their own text, or they cannot be split.
         elusive = {
             token.content
             for token in added.values()
-            if token.special and (token.normalized or token.single_word or len(token.content) < 2)
+            if token.content in special
+            and (token.normalized or token.single_word or len(token.content) < 2)
         }
         self._names = {text: secrets.token_hex(16) for text in special if text not in elusive}
         mark = "".join(chr(secrets.choice(_PRIVATE_USE)) for _ in range(_MARK_CHARACTERS))
@@ -94,7 +100,9 @@ class ControlTokenEncoder:
         self.marker = ControlMarker(special, elusive, mark)
         self.marked = self.marker.mark_texts
         # Other added tokens compete for the same text.
-        others = (t.content for t in added.values() if not t.special and not t.normalized)
+        others = (
+            t.content for t in added.values() if t.content not in special and not t.normalized
+        )
         self._competing = _any_of((*self._names, *others))
         self._renamed_encoder = _renamed(encoder, self._names)
         self._ids = {

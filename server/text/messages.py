@@ -8,6 +8,8 @@ from config.errors import UserError
 
 Message = dict[str, Any]
 
+IMAGE_PART = {"type": "image"}
+"""An image, as templates expect it; server/multimodal/parts.py has taken its source."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _MARKER = "CONTINUED-HERE-9f2c61d7 "
@@ -40,6 +42,8 @@ def _normalized(message: Message) -> Message:
 
 
 def _part(part: object) -> dict[str, str]:
+    if part == IMAGE_PART:
+        return IMAGE_PART.copy()
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
@@ -67,7 +71,7 @@ def _read_arguments(call: dict[str, Any]) -> None:
 
 def joined_text(parts: list[dict[str, str]]) -> str:
     """The text parts, joined."""
-    return "".join(part["text"] for part in parts)
+    return "".join(part.get("text", "") for part in parts)
 
 
 def mark_continuation(messages: list[Message], source: str) -> str:
@@ -80,6 +84,8 @@ def mark_continuation(messages: list[Message], source: str) -> str:
         messages[-1]["content"] = content + _MARKER
         return content
     for part in reversed(content):
+        if part == IMAGE_PART:
+            continue
         text: str = part["text"]
         part["text"] = text + _MARKER
         return text

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -88,12 +88,26 @@ class Tokenizer:
         """One for each combination of parsers."""
         self._visible_pieces = TokenBytesTable(self._encoder.id_to_token, rule, self.special_ids)
         self._length_bound = token_length_bound(self._encoder)
+        self._special_tokens_as_text = special_tokens_as_text
         self.controls = ControlTokenEncoder(self._encoder) if special_tokens_as_text else None
         """Keeps text in messages from becoming control tokens; None: it may."""
         self._short = ThreadPoolExecutor(threads, thread_name_prefix="encode")
         # Long texts have their own, fewer threads.
         self._long = ThreadPoolExecutor(max(1, threads // 2), thread_name_prefix="encode-long")
         self._pending = 0
+
+    def protect(self, texts: Collection[str]) -> None:
+        """Keep texts of messages from becoming these tokens, in any case: see `controls`. To be
+        called before the first text."""
+        if self._special_tokens_as_text:
+            added = self._encoder.get_added_tokens_decoder().values()
+            texts = {*texts, *(token.content for token in added if token.special)}
+        self.controls = ControlTokenEncoder(self._encoder, texts)
+
+    def token(self, token_id: int) -> str | None:
+        """A token as it is in the vocabulary; None for an id that is not."""
+        token: str | None = self._encoder.id_to_token(token_id)
+        return token
 
     @classmethod
     def load(

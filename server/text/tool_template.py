@@ -4,7 +4,7 @@ rendered as text of ordinary messages, in the form that the `hermes` parser read
 import json
 from typing import Any
 
-from server.text.messages import Message, joined_text
+from server.text.messages import IMAGE_PART, Message, joined_text
 
 INSTRUCTIONS = """\
 You can call the functions listed between <tools> and </tools>, one JSON object per line.
@@ -40,11 +40,13 @@ def with_tools_as_text(
     for message in messages:
         is_result = message.get("role") == "tool"
         if is_result:
-            message = {"role": "user", "content": _result_text(message)}
+            before, after = "<tool_response>\n", "\n</tool_response>"
+            message = {"role": "user", "content": _joined(before, message["content"], after)}
         elif message.get("tool_calls"):
             message = _with_calls_as_text(message)
         if follows_result and message.get("role") == "user":
-            rendered[-1] = _appended(rendered[-1], _text(message), "\n")
+            content = _joined(rendered[-1]["content"], "\n", message["content"])
+            rendered[-1] = {**rendered[-1], "content": content}
         else:
             rendered.append(message)
         follows_result = is_result
@@ -56,7 +58,7 @@ def with_tools_as_text(
         return [_appended(first, text, "\n\n"), *rest]
     if takes_system:
         return [{"role": "system", "content": text}, *rendered]
-    return [{**first, "content": f"{text}\n\n{_text(first)}"}, *rest]
+    return [{**first, "content": _joined(f"{text}\n\n", first["content"])}, *rest]
 
 
 def _tool_text(tool: dict[str, Any]) -> str:
@@ -76,18 +78,18 @@ def _with_calls_as_text(message: Message) -> Message:
     return _appended(fields, "\n".join(blocks), "\n")
 
 
-def _result_text(message: Message) -> str:
-    return f"<tool_response>\n{_text(message)}\n</tool_response>"
-
-
 def _appended(message: Message, text: str, separator: str) -> Message:
-    before = _text(message)
-    return {**message, "content": f"{before}{separator}{text}" if before else text}
+    before = message["content"]
+    return {**message, "content": _joined(before, separator, text) if before else text}
 
 
-def _text(message: Message) -> str:
-    content = message["content"]
-    return joined_text(content) if isinstance(content, list) else str(content)
+def _joined(*contents: Any) -> str | list[dict[str, str]]:
+    """Contents of messages one after the other: a text, or parts if there are images."""
+    parts: list[dict[str, str]] = []
+    for content in contents:
+        listed = content if isinstance(content, list) else [{"type": "text", "text": str(content)}]
+        parts += listed
+    return parts if IMAGE_PART in parts else joined_text(parts)
 
 
 def _as_json(value: Any) -> str:

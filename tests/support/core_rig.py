@@ -15,7 +15,7 @@ from engine.kv_cache.prefix_hashes import block_hashes
 from engine.structured_output.grammar import Grammar
 from engine.transport.messages import AddRequest, StepOutput
 from hpu.bucketing.bucket_table import BucketTable
-from hpu.protocol import PREFILL, BucketLimits, StepPlan
+from hpu.protocol import PREFILL, BucketLimits, EncodedImage, ImagePlacement, StepPlan
 
 MAX_STEPS = 5000
 
@@ -48,6 +48,8 @@ class CoreRig:
         early_every: int = 0,
         max_tokens_per_step: int = 1,
         prefill_launch_tokens: int = 0,
+        encoder_cache_tokens: int = 0,
+        whole_images: bool = False,
     ) -> None:
         """`widest_decode`: blocks of the widest decode that is prepared, of those in the table."""
         self.ready = worker_ready(
@@ -56,6 +58,8 @@ class CoreRig:
             max_model_len=max_model_len,
             contiguous=contiguous,
             vocab_size=vocab_size,
+            encoder_cache_tokens=encoder_cache_tokens,
+            whole_images=whole_images,
         )
         self.ready.num_later = num_later
         self.ready.max_tokens_per_step = max_tokens_per_step
@@ -112,18 +116,25 @@ class CoreRig:
         priority: int = 0,
         salt: str = "",
         grammar: Grammar | None = None,
+        images: Sequence[tuple[int, int, bytes]] = (),
         **sampling: object,
     ) -> None:
-        """Greedy unless told otherwise."""
+        """Greedy unless told otherwise. `images`: offset, tokens and content of each."""
         params = SamplingParams(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
         self.ledger.open(key)
         self.asked[key] = (list(prompt), params)
         if grammar is not None:
             self.grammars[key] = grammar
-        self.send(AddRequest(key, raw(list(prompt)), params, priority, salt), grammar)
+        message = AddRequest(key, raw(list(prompt)), params, priority, salt)
+        message.images = [ImagePlacement(name, start, count) for start, count, name in images]
+        sizes = {name: count for _, count, name in images}
+        message.encoded_images = [EncodedImage(name, n, []) for name, n in sizes.items()]
+        self.send(message, grammar)
 
     def send(self, message: AddRequest, grammar: Grammar | None = None) -> None:
-        hashes = block_hashes(message.prompt, self.ready.block_size, message.cache_salt)
+        hashes = block_hashes(
+            message.prompt, self.ready.block_size, message.cache_salt, images=message.images
+        )
         self.core.add_request(message, hashes, grammar)
 
     def abort(self, *keys: int) -> None:

@@ -16,6 +16,7 @@ from hpu.protocol import (
     SLEEP,
     BucketLimits,
     GrammarMasks,
+    ImagePlacement,
     Launch,
     Logprobs,
     NewRequest,
@@ -47,9 +48,17 @@ class LiveRequest:
     sampling: RequestSampling
     marks: list[int] = field(default_factory=list)
     """Fingerprint of the history up to each token."""
+    images: list[ImagePlacement] = field(default_factory=list)
+
+    def image_at(self, position: int) -> ImagePlacement | None:
+        inside = (i for i in self.images if i.offset <= position < i.offset + i.length)
+        return next(inside, None)
 
     def append(self, token: int) -> None:
+        image = self.image_at(len(self.tokens))
         self.tokens.append(token)
+        if image is not None:
+            token += 1000 + int.from_bytes(image.content[:6], "little")
         self.marks.append(fingerprint(self.marks[-1] if self.marks else 7, token))
 
 
@@ -86,6 +95,8 @@ class FakeExecutor:
         """The newest plan, if its late requests have no masks yet."""
         self.calls: list[tuple[str, int]] = []
         self.sleeps = False
+        self.embeddings: dict[bytes, int] = {}
+        """Contents of the images in the encoder cache, and how many embeddings each has."""
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(StepPlan).decode
 
@@ -140,6 +151,7 @@ class FakeExecutor:
         if name == SLEEP:
             self.requests.clear()
             self.slots.clear()
+            self.embeddings.clear()
             self.sleeps = True
         return ""
 
@@ -168,6 +180,7 @@ class FakeExecutor:
             self._enter(new)
         for req_index, block in zip(plan.grown_requests, plan.grown_blocks, strict=True):
             self._append_block(self.requests[req_index], block)
+        self._encode_images(plan)
         self._masks = _masks(plan.masked_requests, plan.masks)
         if plan.deferred_requests:
             late = self.masks[-1]
@@ -193,6 +206,30 @@ class FakeExecutor:
         assert not self._masks, f"requests {list(self._masks)} have a mask and did not sample"
         return result
 
+    def _encode_images(self, plan: StepPlan) -> None:
+        for content in plan.freed_images:
+            assert content in self.embeddings, "an image is freed that is not there"
+            del self.embeddings[content]
+        for image in plan.encoded_images:
+            assert image.content not in self.embeddings, "an image is encoded that is there"
+            self.embeddings[image.content] = image.num_embeddings
+        total = sum(self.embeddings.values())
+        assert total <= self.ready.encoder_cache_tokens, (
+            f"{total} embeddings, of {self.ready.encoder_cache_tokens}"
+        )
+
+    def _check_images(self, request: LiveRequest, count: int) -> None:
+        stop = request.computed + count
+        for image in request.images:
+            end = image.offset + image.length
+            if image.offset < stop and request.computed < end:
+                assert image.content in self.embeddings, (
+                    f"tokens {request.computed} to {stop - 1} have an image that is not encoded"
+                )
+                assert end <= stop or not self.ready.whole_images, (
+                    f"an image with tokens {image.offset} to {end - 1} is cut at {stop}"
+                )
+
     def _move(self, moves: dict[int, int]) -> None:
         for request in self.requests.values():
             taken = set(request.blocks) & set(moves.values())
@@ -217,6 +254,7 @@ class FakeExecutor:
             f"{new.num_computed_tokens} of {len(tokens)} computed"
         )
         request = LiveRequest([], new.num_prompt_tokens, new.num_computed_tokens, [], new.sampling)
+        request.images = new.images
         for token in tokens:
             request.append(token)
         for block in new.blocks:
@@ -280,6 +318,7 @@ class FakeExecutor:
             assert 0 < count <= left, f"{count} tokens of {left} known ones"
             assert samples == (count == left), f"{count} of {left} tokens, samples is {samples}"
             self._read(request)
+            self._check_images(request, count)
             first = request.computed
             self._write(request, count)
             if request.sampling.num_prompt_logprobs >= 0:
@@ -363,6 +402,8 @@ def worker_ready(
     vocab_size: int = 50,
     eos_token_ids: tuple[int, ...] = (2,),
     contiguous: bool = False,
+    encoder_cache_tokens: int = 0,
+    whole_images: bool = False,
 ) -> WorkerReady:
     """What a worker of a small model would report."""
     return WorkerReady(
@@ -384,4 +425,6 @@ def worker_ready(
             block_size, max_model_len, 256, 8192, 4, num_blocks, prefix_caching=not contiguous
         ),
         contiguous=contiguous,
+        encoder_cache_tokens=encoder_cache_tokens,
+        whole_images=whole_images,
     )

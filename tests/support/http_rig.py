@@ -17,6 +17,7 @@ from config.server import ServerConfig
 from engine.client.base import EngineClient
 from server.app.application import create_app
 from server.metrics.registry import Metrics
+from server.multimodal.inputs import ImageInputs
 from server.process.api_server import UvicornServer, uvicorn_config
 from server.serving.state import AppState
 from server.text.chat_template import ChatTemplate
@@ -125,7 +126,11 @@ class Rig:
 
 
 def make_state(
-    client: ScriptedClient, *, tokenizer: Tokenizer | None = TOKENIZER, **config: Any
+    client: ScriptedClient,
+    *,
+    tokenizer: Tokenizer | None = TOKENIZER,
+    images: ImageInputs | None = None,
+    **config: Any,
 ) -> AppState:
     config.setdefault("served_model_names", ("demo", "org/demo"))
     settings = ServerConfig(**config)
@@ -137,7 +142,7 @@ def make_state(
         generic_tools = settings.tool_template == "auto"
         source = settings.chat_template or TEMPLATE
         template = ChatTemplate(source, {}, generic_tools=generic_tools) if tokenizer else None
-        state.open(tokenizer, template, {})
+        state.open(tokenizer, template, {}, images)
     return state
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from config.params.sampling import SamplingParams
 from engine.client.base import NO_SAMPLING, Failure
 from engine.client.output_queue import Update
 from engine.transport.messages import EngineStats, Finish, Progress, Ready
-from hpu.protocol import Logprobs
+from hpu.protocol import EncodedImage, ImagePlacement, Logprobs
 
 
 def ready(
@@ -72,6 +73,8 @@ class ScriptedQueue:
     is_continuation: bool = False
     adapter: str = ""
     updates: asyncio.Queue[Update | str] = field(default_factory=asyncio.Queue)
+    images: list[ImagePlacement] = field(default_factory=list)
+    encoded_images: list[EncodedImage] = field(default_factory=list)
 
     async def get(self) -> Update:
         update = await self.updates.get()
@@ -145,6 +148,8 @@ class ScriptedClient:
         pooling: PoolingParams | None = None,
         is_continuation: bool = False,
         adapter: str = "",
+        images: Sequence[ImagePlacement] = (),
+        encoded_images: Sequence[EncodedImage] = (),
     ) -> ScriptedQueue:
         if len(self.queues) >= self._room:
             raise Overloaded(f"{self._room} sequences are here")
@@ -153,6 +158,7 @@ class ScriptedClient:
         queue = ScriptedQueue(
             *(key, tokens, sampling, priority, cache_salt, pooling, is_continuation, adapter)
         )
+        queue.images, queue.encoded_images = list(images), list(encoded_images)
         self.queues.append(queue)
         return queue
 

@@ -98,6 +98,17 @@ def _message(item: Item, where: str) -> Item:
 
 
 def _part(part: Any, where: str, is_ours: bool) -> Item:
+    if not is_ours and isinstance(part, dict) and part.get("type") == "input_image":
+        if part.get("file_id") is not None:
+            raise _bad(f"{where} has a file_id, this server keeps no files: send an image_url")
+        if not isinstance(part.get("image_url"), str):
+            raise _bad(f"{where} has type 'input_image' and no image_url that is a string")
+        # Whether the model takes it is checked with the messages.
+        return {
+            "type": "input_image",
+            "image_url": part["image_url"],
+            "detail": part.get("detail") or "auto",
+        }
     kind, text = part_text(part, where, param="input", example="input_text", media=_MEDIA)
     if kind == "refusal":
         return {"type": kind, "refusal": text}

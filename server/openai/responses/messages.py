@@ -21,7 +21,7 @@ def messages_of(items: Sequence[Item], instructions: str | None = None) -> list[
     if instructions is None:
         return messages
     texts = [instructions]
-    while messages and messages[0]["role"] in _LEADING:
+    while messages and messages[0]["role"] in _LEADING and not _has_image(messages[0]["content"]):
         texts.append(_joined(messages.pop(0)["content"]))
     return [{"role": "system", "content": "\n\n".join(texts)}, *messages]
 
@@ -88,7 +88,7 @@ class _MessageBuilder:
         message = {
             "role": "tool",
             "tool_call_id": item["call_id"],
-            "content": _joined(item["output"]),
+            "content": item["output"] if _has_image(item["output"]) else _joined(item["output"]),
         }
         if (name := self._names.get(item["call_id"])) is not None:
             message["name"] = name
@@ -101,7 +101,11 @@ class _MessageBuilder:
 
 def _content(parts: list[Item]) -> str | list[Item]:
     """One part as text; several as parts, which some templates render differently."""
-    return parts if len(parts) > 1 else _joined(parts)
+    return parts if len(parts) > 1 or _has_image(parts) else _joined(parts)
+
+
+def _has_image(content: str | list[Item]) -> bool:
+    return any(part["type"] == "input_image" for part in content if isinstance(part, dict))
 
 
 def _joined(content: str | list[Item]) -> str:

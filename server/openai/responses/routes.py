@@ -95,7 +95,7 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
         owner = record_of(request.scope).owner
         resolved = await resolve_request(store, body, sent.num_bytes, state.peers.new_id(), owner)
         with as_response_fields():
-            count = await count_prompt_tokens(state, resolved.chat)
+            count = await count_prompt_tokens(state, resolved.chat, owner)
         return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
@@ -195,7 +195,7 @@ async def _start(
         except PromptTooLong:
             if not is_cut:
                 raise
-        chat = await shortened(state, resolved.chat)
+        chat = await shortened(state, resolved.chat, record_of(request.scope).owner)
         return await start_chat(state, request, chat, id_prefix=ID_PREFIX)
 
 

@@ -7,7 +7,7 @@ from server.serving.state import AppState
 from server.text.template_renderer import TextTooLong
 
 
-async def shortened(state: AppState, chat: ChatBody) -> ChatBody:
+async def shortened(state: AppState, chat: ChatBody, owner: str) -> ChatBody:
     """`chat` without as many of its oldest messages as necessary; leading system messages stay. It
     then starts with a user message and always keeps the last one: a prompt that is still too long
     is refused. Renders and counts about log2(messages) times."""
@@ -21,16 +21,16 @@ async def shortened(state: AppState, chat: ChatBody) -> ChatBody:
     low, high = 0, len(starts) - 1
     while low < high:
         middle = (low + high) // 2
-        if await _fits(state, without(starts[middle])):
+        if await _fits(state, without(starts[middle]), owner):
             high = middle
         else:
             low = middle + 1
     return without(starts[low]) if starts else chat
 
 
-async def _fits(state: AppState, chat: ChatBody) -> bool:
+async def _fits(state: AppState, chat: ChatBody, owner: str) -> bool:
     try:
-        count = await count_prompt_tokens(state, chat)
+        count = await count_prompt_tokens(state, chat, owner)
     except (PromptTooLong, TextTooLong):
         return False
     return count + (chat.limit or 1) <= state.max_model_len

@@ -9,6 +9,7 @@ from config.errors import UserError
 from config.params.sampling import MAX_LOGPROBS
 from config.params.structured_output import GrammarSpec
 from server.http.body_bounds import MAX_PARTS, Documents, Messages, Strings, Tools, Variables
+from server.multimodal.parts import IMAGE_PARTS, image_source
 from server.openai.schema.generation import (
     UNSUPPORTED,
     Body,
@@ -62,9 +63,9 @@ class ChatPromptBody(Body):
         None
     )
 
-    def check_conversation(self, *, trust_template: bool) -> None:
+    def check_conversation(self, *, trust_template: bool, takes_images: bool = False) -> None:
         """Raises UserError."""
-        check_messages(self.messages)
+        check_messages(self.messages, takes_images=takes_images)
         check_tools(self.tools, self.tool_choice)
         if self.chat_template is not None and not trust_template:
             raise UserError(
@@ -222,18 +223,20 @@ def _text_of(message: Message) -> str:
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
-    return "".join(part[TEXT_PARTS[part["type"]]] for part in content)
+    texts = [part for part in content if part["type"] in TEXT_PARTS]
+    return "".join(part[TEXT_PARTS[part["type"]]] for part in texts)
 
 
-def check_messages(messages: list[Any]) -> None:
-    """Raise UserError for messages that no template could render. Text is never refused."""
+def check_messages(messages: list[Any], *, takes_images: bool = False) -> None:
+    """Raise UserError for messages that no template could render. Text is never refused; images are
+    unless `takes_images`."""
     if not messages:
         raise _bad("messages is empty, it must have at least 1 message")
     for index, message in enumerate(messages):
-        _check_message(message, f"messages[{index}]")
+        _check_message(message, f"messages[{index}]", takes_images)
 
 
-def _check_message(message: Any, where: str) -> None:
+def _check_message(message: Any, where: str, takes_images: bool) -> None:
     if not isinstance(message, dict):
         raise _bad(f"{where} is not an object")
     role = message.get("role")
@@ -255,7 +258,11 @@ def _check_message(message: Any, where: str) -> None:
         raise _bad(f"{where}.content must be a string or a list of parts")
     _check_many(content, f"{where}.content")
     for number, part in enumerate(content):
-        part_text(part, f"{where}.content[{number}]")
+        path = f"{where}.content[{number}]"
+        if takes_images and isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
+            image_source(part, path)
+        else:
+            part_text(part, path, takes_images=takes_images)
 
 
 def _check_many(entries: list[Any], where: str) -> None:
@@ -277,13 +284,15 @@ def part_text(
     param: str = "messages",
     example: str = "text",
     media: Collection[str] = MEDIA_PARTS,
+    takes_images: bool = False,
 ) -> tuple[str, str]:
     """Type and text of a content part. Raises UserError for one that is no text."""
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
         raise UserError(f"{where} must be an object with a type, such as {example!r}", param=param)
     if kind in media:
-        raise UserError(f"{where} has type {kind!r}, this model takes text only", param=param)
+        taken = "text and images" if takes_images else "text"
+        raise UserError(f"{where} has type {kind!r}, this model takes {taken} only", param=param)
     if kind not in TEXT_PARTS:
         raise UserError(f"{where} has the unknown type {kind[:_NAMES_SHOWN]!r}", param=param)
     text = part.get(TEXT_PARTS[kind])

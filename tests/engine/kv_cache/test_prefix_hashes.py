@@ -5,6 +5,7 @@ from hashlib import sha256
 from slow_model import raw
 
 from engine.kv_cache.prefix_hashes import block_hashes, chain, root_hash
+from hpu.protocol import ImagePlacement
 
 
 def test_only_full_blocks_get_a_hash() -> None:
@@ -43,3 +44,18 @@ def test_the_chain_is_sha256_of_parent_and_raw_bytes() -> None:
 
     assert name == sha256(root_hash("salt", "") + bytes(tokens)).digest()
     assert name == chain(root_hash("salt", ""), tokens)
+
+
+def test_images_keep_blocks_with_equal_tokens_apart() -> None:
+    prompt = raw([1, 9, 9, 9, 9, 2, 3, 4])
+
+    def hashes(content: bytes, offset: int = 1) -> list[bytes]:
+        return block_hashes(prompt, 2, images=[ImagePlacement(content, offset, 4)])
+
+    cat, dog = hashes(b"cat"), hashes(b"dog")
+    assert cat == hashes(b"cat")
+    assert not set(cat) & set(dog)
+    assert not set(cat) & set(hashes(b"cat", 2))
+    behind = [ImagePlacement(b"cat", 6, 2)]
+    assert block_hashes(prompt, 2, images=behind)[:3] == block_hashes(prompt, 2)[:3]
+    assert block_hashes(prompt, 2, images=behind)[3] != block_hashes(prompt, 2)[3]

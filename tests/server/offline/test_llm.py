@@ -183,9 +183,17 @@ def test_bad_words_that_ban_every_allowed_token_are_refused(llm: LLM) -> None:
     assert caught.value.param == "allowed_token_ids"
 
 
-@pytest.mark.parametrize("wrong", [{}, {"prompt": "a", "multi_modal_data": 1}, {"text": "a"}])
-def test_prompts_of_other_forms_are_refused(llm: LLM, wrong: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="prompt_token_ids"):
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({}, "prompt_token_ids"),
+        ({"text": "a"}, "prompt_token_ids"),
+        ({"prompt": "a", "multi_modal_data": 1}, "a int, it must be a dict"),
+        ({"prompt": "a", "multi_modal_data": {"sound": b""}}, "it may have image"),
+    ],
+)
+def test_prompts_of_other_forms_are_refused(llm: LLM, wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
         llm.generate([wrong], GREEDY)
 
 

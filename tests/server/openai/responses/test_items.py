@@ -98,7 +98,7 @@ def test_several_parts_stay_parts_and_results_become_one_text() -> None:
         ([5], "input[0] is not an object"),
         ([{"role": "tool", "content": "x"}], "'tool', the role must be one of"),
         ([{"role": "user"}], "input[0].content must be"),
-        ([{"role": "user", "content": [{"type": "input_image"}]}], "text only"),
+        ([{"role": "user", "content": [{"type": "input_image"}]}], "no image_url"),
         ([{"role": "user", "content": [{"type": "input_file"}]}], "text only"),
         ([{"role": "user", "content": [{"type": "what"}]}], "unknown type 'what'"),
         ([{"role": "user", "content": [{"type": "input_text"}]}], "no text"),

@@ -1,0 +1,205 @@
+"""EncoderCache: which images' embeddings the worker keeps, and which it encodes in a step."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from engine.request import Request
+from engine.transport.messages import AddRequest
+from hpu.protocol import TOKEN_BYTES, EncodedImage, ImagePlacement, StepPlan
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """The embeddings of one content."""
+
+    num_tokens: int
+    ref_count: int = 0
+    """Images of running requests whose last token is not scheduled yet."""
+
+
+class EncoderCache:
+    """Keeps at most `max_tokens` rows of embeddings in the worker.
+
+    An image is encoded with the first chunk that has tokens of it, and referenced until its last
+    token is scheduled; then it stays until another one needs the place, the least recently used
+    first. Between two steps a request references at most the one image that its chunk ended in, and
+    needs nothing else to finish that, so requests cannot wait for each other.
+    """
+
+    def __init__(self, max_tokens: int, *, whole_images: bool = False) -> None:
+        """`whole_images`: a chunk may not end inside an image."""
+        self.max_tokens = max_tokens
+        self.whole_images = whole_images
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        """The least recently used first."""
+        self._num_tokens = 0
+        self._num_referenced = 0
+        """Of `_num_tokens`, those that may not be evicted."""
+        self._held: dict[int, list[ImagePlacement]] = {}
+        """By the keys of requests."""
+        self._done: list[tuple[int, ImagePlacement]] = []
+        """Images whose last token is in the plan that is being made: an eviction in the same plan
+        would come before its launches."""
+        self._to_encode: list[EncodedImage] = []
+        self._to_free: list[bytes] = []
+        self._is_full = False
+        """Whether an image waits for place in this step: no later request may take it."""
+        self.num_queries = self.num_hits = 0
+        self.num_images = self.num_encoded_tokens = 0
+
+    def refusal(self, message: AddRequest, max_num_batched_tokens: int) -> str | None:
+        """Why a request's images can never be computed, with the numbers that disagree."""
+        sizes = {image.content: image.num_embeddings for image in message.encoded_images}
+        num_tokens = message.prompt.nbytes // TOKEN_BYTES
+        end = 0
+        for image in message.images:
+            if image.content not in sizes:
+                return f"the image at token {image.offset} has no tensors"
+            if not end <= image.offset < image.offset + image.length <= num_tokens:
+                return (
+                    f"an image has tokens {image.offset} to {image.offset + image.length - 1}, the "
+                    f"one before it ends at {end}, the prompt at {num_tokens}"
+                )
+            end = image.offset + image.length
+            if sizes[image.content] > self.max_tokens:
+                return (
+                    f"an image has {sizes[image.content]} embeddings, the encoder cache takes "
+                    f"{self.max_tokens}"
+                )
+            if self.whole_images and image.length > max_num_batched_tokens:
+                return (
+                    f"an image has {image.length} tokens, which must be computed in one step, and "
+                    f"max_num_batched_tokens is {max_num_batched_tokens}"
+                )
+        return None
+
+    def begin_step(self) -> None:
+        """A new plan is being made."""
+        self._is_full = False
+
+    def fit(self, request: Request, start: int, count: int) -> int:
+        """How many of the `count` tokens from `start` on may be scheduled now: all, or those before
+        the first image that has no place, or that the chunk would have to cut."""
+        stop = start + count
+        held = {image.content for image in self._held.get(request.key, ())}
+        num_needed = 0
+        for image in request.images:
+            end = image.offset + image.length
+            if end <= start:
+                continue
+            if image.offset >= stop:
+                break
+            if self.whole_images and end > stop:
+                return max(image.offset - start, 0)
+            if image.content in held:
+                continue
+            entry = self._entries.get(image.content)
+            if entry is None or not entry.ref_count:
+                num_tokens = request.encoded_images[image.content].num_embeddings
+                is_late = entry is None and self._is_full
+                if is_late or self._num_referenced + num_needed + num_tokens > self.max_tokens:
+                    self._is_full = True
+                    return max(image.offset - start, 0)
+                num_needed += num_tokens
+            held.add(image.content)
+        return count
+
+    def add_chunk(self, request: Request, start: int, count: int) -> None:
+        """Schedule `count` tokens from `start` on, which must fit: encode their images."""
+        stop = start + count
+        for image in request.images:
+            end = image.offset + image.length
+            if end <= start:
+                continue
+            if image.offset >= stop:
+                break
+            held = self._held.setdefault(request.key, [])
+            if image not in held:
+                self._take(image, request.encoded_images[image.content])
+                held.append(image)
+            if end <= stop:
+                self._done.append((request.key, image))
+
+    def _take(self, image: ImagePlacement, encoded: EncodedImage) -> None:
+        self.num_queries += 1
+        entry = self._entries.get(image.content)
+        if entry is not None:
+            self.num_hits += 1
+            self._entries.move_to_end(image.content)
+        else:
+            self._make_room(encoded.num_embeddings)
+            entry = self._entries[image.content] = _Entry(encoded.num_embeddings)
+            self._num_tokens += entry.num_tokens
+            self._to_encode.append(encoded)
+            self.num_images += 1
+            self.num_encoded_tokens += entry.num_tokens
+        if not entry.ref_count:
+            self._num_referenced += entry.num_tokens
+        entry.ref_count += 1
+
+    def _make_room(self, num_tokens: int) -> None:
+        unused = [content for content, entry in self._entries.items() if not entry.ref_count]
+        for content in unused:
+            if self._num_tokens + num_tokens <= self.max_tokens:
+                return
+            self._num_tokens -= self._entries.pop(content).num_tokens
+            self._to_free.append(content)
+
+    def end_step(self, plan: StepPlan) -> None:
+        """Give the plan what it encodes and frees."""
+        plan.encoded_images, self._to_encode = self._to_encode, []
+        plan.freed_images, self._to_free = self._to_free, []
+        done, self._done = self._done, []
+        for key, image in done:
+            held = self._held.get(key, [])
+            if image in held:
+                held.remove(image)
+                self._release(image)
+                if not held:
+                    del self._held[key]
+
+    def finish_request(self, request: Request) -> None:
+        """A request has ended, or was preempted and needs its images again. The plans in flight
+        still have them: they are freed with later plans."""
+        for image in self._held.pop(request.key, ()):
+            self._release(image)
+
+    def _release(self, image: ImagePlacement) -> None:
+        entry = self._entries[image.content]
+        entry.ref_count -= 1
+        if not entry.ref_count:
+            self._num_referenced -= entry.num_tokens
+
+    def reset(self) -> None:
+        """The worker has lost all embeddings; no request runs."""
+        assert not self._held, f"{len(self._held)} requests have images"
+        self._entries.clear()
+        self._to_encode, self._to_free = [], []
+        self._num_tokens = self._num_referenced = 0
+
+    @property
+    def gauges(self) -> dict[str, int]:
+        """Fields of EngineStats about images."""
+        return {
+            "encoder_cache_tokens": self._num_tokens,
+            "encoder_cache_queries": self.num_queries,
+            "encoder_cache_hits": self.num_hits,
+            "encoded_images": self.num_images,
+            "encoded_image_tokens": self.num_encoded_tokens,
+        }
+
+    def check(self, running: set[int]) -> None:
+        """Raise AssertionError unless counts and references agree. `running`: keys of the requests
+        that may have any."""
+        counts: dict[bytes, int] = {}
+        for key, images in self._held.items():
+            assert key in running, f"{key} has images and does not run"
+            for image in images:
+                counts[image.content] = counts.get(image.content, 0) + 1
+        for content, entry in self._entries.items():
+            assert entry.ref_count == counts.pop(content, 0), "references of an image disagree"
+        assert not counts, f"{len(counts)} images are referenced and not kept"
+        referenced = sum(e.num_tokens for e in self._entries.values() if e.ref_count)
+        total = sum(entry.num_tokens for entry in self._entries.values())
+        assert (total, referenced) == (self._num_tokens, self._num_referenced)
+        assert total <= self.max_tokens, f"{total} embeddings, of {self.max_tokens}"

@@ -1,0 +1,1 @@
+"""What each family writes into the prompt for an image: base.py is the seam, one file a form."""

@@ -1,0 +1,113 @@
+"""PromptForm: the text of an image in the prompt of one family.
+
+transformers' processor classes have the same texts, but need torch for their other parts, and a
+tokenizer of their own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from config.errors import ConfigError
+
+Arrays = Mapping[str, Any]
+"""What the image processor gave for one image: numpy arrays, and lists of sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorFiles:
+    """The JSON files of a checkpoint that say how its images are written."""
+
+    config: dict[str, Any]
+    processor: dict[str, Any]
+    """processor_config.json, or what of it is in preprocessor_config.json."""
+    tokenizer: dict[str, Any]
+    """tokenizer_config.json."""
+    image_token: str
+    """The text of VisionFacts.image_token_id."""
+
+    @property
+    def vision(self) -> dict[str, Any]:
+        """The config of the vision tower."""
+        vision: dict[str, Any] = self.config.get("vision_config") or {}
+        return vision
+
+    def value(self, name: str, *fallbacks: Any) -> Any:
+        """A field of the processor, else the first fallback that is set. Raises ConfigError."""
+        for value in (self.processor.get(name), *fallbacks):
+            if value is not None:
+                return value
+        raise ConfigError(f"the checkpoint's processor_config.json has no {name}")
+
+    def token(self, name: str, default: str) -> str:
+        """A token that tokenizer_config.json names."""
+        for source in (self.tokenizer, self.tokenizer.get("extra_special_tokens")):
+            found = source.get(name) if isinstance(source, dict) else None
+            if isinstance(found, dict):
+                found = found.get("content")
+            if isinstance(found, str):
+                return found
+        return default
+
+    @classmethod
+    def read(cls, folder: Path, image_token: str) -> "ProcessorFiles":
+        """Read a checkpoint's folder. Raises ConfigError."""
+        preprocessor = read_object(folder / "preprocessor_config.json")
+        processor = {**preprocessor, **read_object(folder / "processor_config.json")}
+        return cls(
+            read_object(folder / "config.json"),
+            processor,
+            read_object(folder / "tokenizer_config.json"),
+            image_token,
+        )
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if there is none. Raises ConfigError."""
+    if not file.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None
+
+
+class PromptForm(Protocol):
+    """The text of images."""
+
+    @property
+    def mark(self) -> str:
+        """What the chat template writes for an image."""
+        ...
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of the image processor that the processor class adds."""
+        ...
+
+    def text(self, arrays: Arrays) -> str:
+        """What takes the mark's place. Each image token in it takes a row of the embeddings."""
+        ...
+
+    def grid(self, arrays: Arrays) -> tuple[int, int, int]:
+        """Time, height and width in tokens; zeros unless positions have three axes."""
+        ...
+
+
+class NoGrid:
+    """Defaults of the families whose positions have one axis."""
+
+    options: dict[str, Any] = {}  # noqa: RUF012 - never written
+
+    def grid(self, arrays: Arrays) -> tuple[int, int, int]:
+        return (0, 0, 0)
+
+
+def image_size(arrays: Arrays) -> tuple[int, int]:
+    """Height and width of pixel_values."""
+    height, width = np.shape(arrays["pixel_values"])[-2:]
+    return int(height), int(width)

@@ -1,0 +1,23 @@
+"""Gemma 3: a fixed number of image tokens for an image, and for each crop of it."""
+
+from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
+
+
+class Gemma3Form(NoGrid):
+    """The template writes the start of the image only."""
+
+    def __init__(self, files: ProcessorFiles) -> None:
+        self.mark = files.token("boi_token", "<start_of_image>")
+        end = files.token("eoi_token", "<end_of_image>")
+        count = files.value("image_seq_length", files.config.get("mm_tokens_per_image"), 256)
+        self._whole = f"\n\n{self.mark}{files.image_token * count}{end}\n\n"
+
+    def text(self, arrays: Arrays) -> str:
+        num_crops = int(arrays["num_crops"][0])
+        if not num_crops:
+            return self._whole
+        crops = " ".join([self._whole] * num_crops)
+        return (
+            f"Here is the original image {self._whole} and here are some crops to help you see "
+            f"better {crops}"
+        )

@@ -1,0 +1,30 @@
+"""Idefics 3 and SmolVLM: tiles in rows and columns, then the whole image."""
+
+import numpy as np
+
+from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
+
+
+class Idefics3Form(NoGrid):
+    """A fixed number of image tokens for each tile, between marks that name its place."""
+
+    def __init__(self, files: ProcessorFiles) -> None:
+        self.mark = files.image_token
+        count = files.value("image_seq_len", 169)
+        self._tokens = self.mark * count
+        self._around = files.token("fake_image_token", "<fake_token_around_image>")
+        self._global = files.token("global_image_token", "<global-img>")
+
+    def text(self, arrays: Arrays) -> str:
+        rows, columns = (int(np.ravel(arrays[name])[0]) for name in ("rows", "cols"))
+        whole = f"{self._around}{self._global}{self._tokens}{self._around}"
+        if not rows and not columns:
+            return whole
+        lines = (
+            "".join(
+                f"{self._around}<row_{row + 1}_col_{column + 1}>{self._tokens}"
+                for column in range(columns)
+            )
+            for row in range(rows)
+        )
+        return "".join(f"{line}\n" for line in lines) + f"\n{whole}"

@@ -1,0 +1,19 @@
+"""InternVL: a fixed number of image tokens for each tile, between start and end."""
+
+import numpy as np
+
+from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
+
+
+class InternVLForm(NoGrid):
+    """The template writes one image token."""
+
+    def __init__(self, files: ProcessorFiles) -> None:
+        self.mark = files.image_token
+        self._start = files.token("start_image_token", "<img>")
+        self._end = files.token("end_image_token", "</img>")
+        self._count = files.value("image_seq_length", files.config.get("image_seq_length"), 256)
+
+    def text(self, arrays: Arrays) -> str:
+        num_tiles = int(np.ravel(arrays["num_patches"])[0])
+        return f"{self._start}{self.mark * (self._count * num_tiles)}{self._end}"

@@ -1,0 +1,26 @@
+"""Pixtral and Mistral 3: rows of image tokens, with a token at the end of each row."""
+
+from typing import Any
+
+from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
+
+
+class PixtralForm(NoGrid):
+    """Also LLaVA with Pixtral's vision tower."""
+
+    def __init__(self, files: ProcessorFiles) -> None:
+        self.mark = files.image_token
+        self._break: str = files.value("image_break_token", "[IMG_BREAK]")
+        self._end = files.value("image_end_token", "[IMG_END]")
+        patch = files.value("patch_size", files.vision.get("patch_size"))
+        if isinstance(patch, dict):
+            # Of an image processor, not of the processor.
+            patch = patch["height"]
+        merge = files.value("spatial_merge_size", files.config.get("spatial_merge_size"), 1)
+        self._patch = patch * merge
+        self.options: dict[str, Any] = {"patch_size": self._patch}
+
+    def text(self, arrays: Arrays) -> str:
+        height, width = (int(length) for length in arrays["image_sizes"][0])
+        row = self.mark * (width // self._patch)
+        return self._break.join([row] * (height // self._patch)) + str(self._end)

@@ -1,0 +1,55 @@
+"""Which PromptForm a checkpoint has."""
+
+from collections.abc import Callable
+
+from config.errors import ConfigError
+from server.multimodal.families.base import ProcessorFiles, PromptForm
+from server.multimodal.families.gemma3 import Gemma3Form
+from server.multimodal.families.idefics3 import Idefics3Form
+from server.multimodal.families.internvl import InternVLForm
+from server.multimodal.families.llava import LlavaForm, LlavaNextForm
+from server.multimodal.families.pixtral import PixtralForm
+from server.multimodal.families.qwen_vl import QwenVLForm
+
+_BY_PROCESSOR: dict[str, Callable[[ProcessorFiles], PromptForm]] = {
+    "LlavaProcessor": LlavaForm,
+    "LlavaNextProcessor": LlavaNextForm,
+    "PixtralProcessor": PixtralForm,
+    "Qwen2VLProcessor": QwenVLForm,
+    "Qwen2_5_VLProcessor": QwenVLForm,
+    "Qwen3VLProcessor": QwenVLForm,
+    "Gemma3Processor": Gemma3Form,
+    "Idefics3Processor": Idefics3Form,
+    "SmolVLMProcessor": Idefics3Form,
+    "InternVLProcessor": InternVLForm,
+}
+_BY_MODEL_TYPE: dict[str, Callable[[ProcessorFiles], PromptForm]] = {
+    "llava": LlavaForm,
+    "llava_next": LlavaNextForm,
+    "mistral3": PixtralForm,
+    "pixtral": PixtralForm,
+    "qwen2_vl": QwenVLForm,
+    "qwen2_5_vl": QwenVLForm,
+    "qwen3_vl": QwenVLForm,
+    "qwen3_vl_moe": QwenVLForm,
+    "gemma3": Gemma3Form,
+    "idefics3": Idefics3Form,
+    "smolvlm": Idefics3Form,
+    "internvl": InternVLForm,
+}
+
+
+def prompt_form(files: ProcessorFiles) -> PromptForm:
+    """The form of a checkpoint, by its processor, else by its model. Raises ConfigError."""
+    name = files.processor.get("processor_class")
+    if files.vision.get("model_type") == "pixtral":
+        # Its checkpoints may say LlavaProcessor.
+        name = "PixtralProcessor"
+    model_type = files.config.get("model_type")
+    found = _BY_PROCESSOR.get(str(name)) or _BY_MODEL_TYPE.get(str(model_type))
+    if found is None:
+        raise ConfigError(
+            f"the checkpoint has the processor {name!r} and the model type {model_type!r}, images "
+            f"are written for {', '.join(_BY_PROCESSOR)}"
+        )
+    return found(files)

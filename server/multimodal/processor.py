@@ -1,0 +1,188 @@
+"""Preprocesses images off the event loop, each content once: threads wait for the isolated
+processes, and the results are cached."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any, Protocol
+
+import msgspec
+
+from config.errors import ConfigError, EngineDied, Overloaded, UserError
+from engine.process.isolation import CallBroken, CallKilled, ForkServer, Limits
+from engine.transport.messages import InputTensor
+from server.multimodal.isolated import Answer, ImageFacts, Setup
+
+LIMITS = Limits(cpu_s=20.0, wall_s=30.0, memory_bytes=3 * 2**30, stack_bytes=8 * 2**20)
+MAX_PENDING = 256
+"""Images that wait for a thread or are being processed."""
+MAX_UUIDS = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedImage:
+    """An image, ready for the vision tower of the model."""
+
+    digest: bytes
+    """Of its bytes as they were sent."""
+    text: str
+    """Takes the place of the template's mark in the prompt."""
+    num_embeddings: int
+    """Image tokens in `text`."""
+    grid: tuple[int, int, int]
+    tensors: list[InputTensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its tensors."""
+        return sum(tensor.data.nbytes for tensor in self.tensors)
+
+
+class Observer(Protocol):
+    """Counts images."""
+
+    def image_looked_up(self, is_hit: bool) -> None:
+        """An image of a request was looked up in the cache."""
+        ...
+
+    def image_processed(self, seconds: float) -> None:
+        """One was not there. The time includes waiting for a thread."""
+        ...
+
+
+def image_processes(
+    folder: str,
+    image_token: str,
+    options: Mapping[str, Any] | None = None,
+    limits: Limits = LIMITS,
+) -> ForkServer:
+    """The processes that decode and preprocess images. `folder` is the checkpoint's, `options` are
+    arguments of its image processor."""
+    setup = Setup(folder, image_token, dict(options or {}))
+    return ForkServer("server.multimodal.isolated", msgspec.msgpack.encode(setup), limits)
+
+
+class ImagePreprocessor:
+    """Preprocesses the images of one model. For one event loop."""
+
+    def __init__(
+        self,
+        processes: ForkServer,
+        image_token: str,
+        *,
+        cache_bytes: int = 4 * 2**30,
+        threads: int = 2,
+    ) -> None:
+        """`processes` are those of `image_processes`."""
+        self._image_token = image_token
+        self._processes = processes
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="images")
+        self._cache: OrderedDict[bytes, ProcessedImage] = OrderedDict()
+        self._cache_bytes = cache_bytes
+        self._cached_bytes = 0
+        self._running: dict[bytes, asyncio.Future[ProcessedImage]] = {}
+        self._uuids: OrderedDict[tuple[str, str], bytes] = OrderedDict()
+        self._mark = ""
+        self.observer: Observer | None = None
+
+    @property
+    def mark(self) -> str:
+        """What the chat template writes for an image; known after `open`."""
+        return self._mark
+
+    def open(self) -> None:
+        """Start the processes and wait for them. Blocks for seconds. Raises ConfigError."""
+        try:
+            facts = msgspec.msgpack.decode(self._processes.call(b""), type=ImageFacts)
+        except (CallKilled, CallBroken, EngineDied) as error:
+            raise ConfigError(f"the model's image processor does not start: {error}") from error
+        if facts.error:
+            raise ConfigError(facts.error)
+        self._mark = facts.mark
+
+    def close(self) -> None:
+        """Stop the processes and threads; safe to call twice."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._processes.close()
+
+    def cached(self, digest: bytes) -> ProcessedImage | None:
+        """An image that was processed before, if it is still cached."""
+        found = self._cache.get(digest)
+        if found is not None:
+            self._cache.move_to_end(digest)
+        return found
+
+    async def process(self, data: bytes, where: str, param: str = "messages") -> ProcessedImage:
+        """The image with these bytes. Raises UserError, which names the place `where` in the
+        request, and Overloaded."""
+        digest = sha256(data).digest()
+        found, running = self.cached(digest), self._running.get(digest)
+        if self.observer is not None:
+            self.observer.image_looked_up(found is not None or running is not None)
+        if found is not None:
+            return found
+        if running is None:
+            if len(self._running) >= MAX_PENDING:
+                raise Overloaded(f"{len(self._running)} images wait to be processed")
+            running = asyncio.ensure_future(self._process(digest, data))
+            self._running[digest] = running
+            running.add_done_callback(lambda done: self._done(digest, done))
+        try:
+            # Another request may wait for it too.
+            return await asyncio.shield(running)
+        except _Refused as reason:
+            raise UserError(f"{where}: {reason}", param=param) from None
+
+    def _done(self, digest: bytes, done: "asyncio.Future[ProcessedImage]") -> None:
+        del self._running[digest]
+        if not done.cancelled() and done.exception() is None:
+            self._add(done.result())
+
+    async def _process(self, digest: bytes, data: bytes) -> ProcessedImage:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        try:
+            raw = await loop.run_in_executor(self._threads, self._processes.call, data)
+        except CallKilled as error:
+            raise _Refused(f"the image cannot be processed: {error}") from None
+        finally:
+            if self.observer is not None:
+                self.observer.image_processed(loop.time() - began_s)
+        answer = msgspec.msgpack.decode(raw, type=Answer)
+        if answer.error:
+            raise _Refused(answer.error)
+        count = answer.text.count(self._image_token)
+        return ProcessedImage(digest, answer.text, count, answer.grid, answer.tensors)
+
+    def _add(self, image: ProcessedImage) -> None:
+        if image.num_bytes > self._cache_bytes:
+            return
+        self._cache[image.digest] = image
+        self._cached_bytes += image.num_bytes
+        while self._cached_bytes > self._cache_bytes:
+            _, evicted = self._cache.popitem(last=False)
+            self._cached_bytes -= evicted.num_bytes
+
+    # Images that requests name
+
+    def remember(self, owner: str, uuid: str, digest: bytes) -> None:
+        """`owner` may send `uuid` in place of this image from now on."""
+        self._uuids[owner, uuid] = digest
+        self._uuids.move_to_end((owner, uuid))
+        if len(self._uuids) > MAX_UUIDS:
+            self._uuids.popitem(last=False)
+
+    def named(self, owner: str, uuid: str) -> ProcessedImage | None:
+        """The image that `owner` sent with `uuid`, if it is still cached."""
+        digest = self._uuids.get((owner, uuid))
+        found = None if digest is None else self.cached(digest)
+        if self.observer is not None:
+            self.observer.image_looked_up(found is not None)
+        return found
+
+
+class _Refused(Exception):
+    """The reason of a UserError, without the place in the request."""

@@ -1,0 +1,136 @@
+"""Images over HTTP and from Python, from the bytes to the tokens, against transformers."""
+
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from live import LiveServer, running
+from PIL import Image
+from tiny_vision import image_bytes, make_tiny_vision, picture
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+)
+
+from gaudiserve import LLM, SamplingParams
+
+FAMILIES = ["llava", "qwen2_vl", pytest.param("gemma3", marks=pytest.mark.slow)]
+NUM_TOKENS = 12
+FLAGS = ("--served-model-name=tiny", "--dtype=float32", "--max-model-len=512")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_vision(family, tmp_path_factory.mktemp("vision") / family))
+
+
+@pytest.fixture(scope="module")
+def live(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with running(folder, tmp_path_factory.mktemp("images") / "log", *FLAGS) as server:
+        yield server
+
+
+def part(image: Image.Image) -> dict[str, Any]:
+    data = base64.b64encode(image_bytes(image)).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+def turn(*parts: Any) -> dict[str, Any]:
+    content = [
+        {"type": "text", "text": one} if isinstance(one, str) else part(one) for one in parts
+    ]
+    return {"role": "user", "content": content}
+
+
+def processed(folder: str, text: str, images: list[Image.Image]) -> dict[str, Any]:
+    """By the processor of transformers, or without torchvision by the half of it for images."""
+    if "qwen2_vl" not in folder:
+        processor = AutoProcessor.from_pretrained(folder, backend="pil")
+        return dict(processor(text=text, images=images or None, return_tensors="pt"))
+    inputs: dict[str, Any] = {}
+    mark = "<|image_pad|>"
+    if images:
+        processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+        inputs = dict(processor(images, return_tensors="pt"))
+        first, *others = text.split(mark)
+        counts = (inputs["image_grid_thw"].prod(-1) // 4).tolist()
+        text = first + "".join(mark * n + one for n, one in zip(counts, others, strict=True))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    kinds = (ids == tokenizer.convert_tokens_to_ids(mark)).long()
+    return {**inputs, "input_ids": ids, "mm_token_type_ids": kinds}
+
+
+def expected(folder: str, parts: tuple[Any, ...]) -> tuple[list[int], int]:
+    """(greedy tokens of transformers, number of prompt tokens)."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    content = [
+        {"type": "text", "text": one} if isinstance(one, str) else {"type": "image"}
+        for one in parts
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
+    images = [one for one in parts if not isinstance(one, str)]
+    inputs = processed(folder, text, images)
+    with torch.inference_mode():
+        output = model.generate(**inputs, max_new_tokens=NUM_TOKENS, do_sample=False)
+    count = inputs["input_ids"].shape[1]
+    return output[0, count:].tolist(), count
+
+
+@pytest.mark.parametrize(
+    "sizes", [[(56, 56)], [(100, 40), (60, 90)], []], ids=["one", "two", "none"]
+)
+def test_a_chat_with_images_gives_the_tokens_of_transformers(
+    live: LiveServer, folder: str, sizes: list[tuple[int, int]]
+) -> None:
+    parts = ("Look:", *(picture(*size, seed=i) for i, size in enumerate(sizes)), "What is it?")
+    body = {"messages": [turn(*parts)], "temperature": 0, "max_tokens": NUM_TOKENS}
+    tokens, count = expected(folder, parts)
+
+    answer = live.ask("/v1/chat/completions", {**body, "return_token_ids": True}).json()
+
+    assert answer["usage"]["prompt_tokens"] == count
+    assert answer["choices"][0]["token_ids"] == tokens
+    counted = live.ask("/tokenize", {"messages": body["messages"]}).json()
+    assert counted["count"] == count
+
+
+def test_an_image_is_encoded_once(live: LiveServer) -> None:
+    image = picture(80, 80, seed=9)
+    body = {"messages": [turn(image, "and?")], "temperature": 0, "max_tokens": 4, "n": 3}
+
+    def encoded() -> float:
+        lines = live.ask("/metrics").text.splitlines()
+        name = "gaudiserve:encoded_images_total"
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+    before = encoded()
+    first = live.ask("/v1/chat/completions", body).json()
+    again = live.ask("/v1/chat/completions", body).json()
+
+    assert encoded() - before == 1
+    texts = {choice["message"]["content"] for choice in [*first["choices"], *again["choices"]]}
+    assert len(texts) == 1
+
+
+def test_python_gives_the_same(folder: str) -> None:
+    image = picture(70, 50)
+    tokens, _ = expected(folder, (image, "What?"))
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
+    with LLM(folder, dtype="float32", max_model_len=512) as llm:
+        content = [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": "What?"}]
+        (output,) = llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
+
+    assert list(output.outputs[0].token_ids) == tokens

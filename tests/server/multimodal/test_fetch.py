@@ -1,0 +1,231 @@
+"""Images are fetched from allowed public hosts only, within limits."""
+
+import base64
+from pathlib import Path
+
+import pytest
+from picture_server import HOST, PNG, fetcher, ok, serving, to
+
+from config.errors import UserError
+from server.multimodal.fetch import MediaFetcher, is_public_address
+
+
+async def refusal(one: MediaFetcher, url: str) -> str:
+    with pytest.raises(UserError) as caught:
+        await one.fetch(url, "messages[0].content[1]")
+    assert caught.value.message.startswith("messages[0].content[1]: ")
+    return caught.value.message.partition(": ")[2]
+
+
+def data_url(data: bytes = PNG, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+async def test_a_data_url_is_decoded() -> None:
+    assert await MediaFetcher().fetch(data_url(), "x") == PNG
+    assert await MediaFetcher().fetch(data_url(kind="image/webp;charset=x"), "x") == PNG
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("data:image/png;base64", "has no comma"),
+        ("data:text/html;base64,AAAA", "has type 'text/html', it must be one of image/png"),
+        ("data:image/svg+xml;base64,AAAA", "has type 'image/svg+xml'"),
+        ("data:,AAAA", "has type ''"),
+        ("data:image/png,AAAA", "is not base64"),
+        ("data:image/png;base64,A*AA", "is not valid base64"),
+        ("data:image/png;base64,AAAAA", "is not valid base64"),
+        ("data:image/png;base64,", "has 0 bytes"),
+        (data_url(bytes(1001)), r"has 1001 bytes, at most 1000"),
+        ("http://pictures.example/a.png", "begins with 'http', it must be a data: or https: URL"),
+        ("ftp://pictures.example/a", "begins with 'ftp'"),
+        ("gopher://pictures.example/a", "begins with 'gopher'"),
+        ("/etc/passwd", "it must be a data: or https: URL"),
+        ("file:///etc/passwd", "reads no files"),
+        ("https://other.example/a", "other.example is not one of the --allowed-media-domains"),
+        ("https://pictures.example.evil.example/a", "is not one of"),
+        ("https://pictures.example@evil.example/a", "no user name"),
+        ("https:///a", "must have a host"),
+        ("https://[::1/a", "cannot be read"),
+        ("https://pictures.example/" + "a" * 9000, "has 9025 characters, at most 8192"),
+    ],
+)
+async def test_a_url_is_refused_and_the_reason_told(url: str, why: str) -> None:
+    assert why in await refusal(fetcher(), url)
+
+
+async def test_nothing_is_fetched_unless_domains_are_allowed() -> None:
+    asked: list[str] = []
+
+    async def record(host: str, port: int) -> list[str]:
+        asked.append(host)
+        return ["8.8.8.8"]
+
+    reason = await refusal(MediaFetcher(resolve=record), "https://example.com/a.png")
+
+    assert "--allowed-media-domains" in reason
+    assert asked == []
+
+
+async def test_an_image_is_fetched_over_tls() -> None:
+    async with serving(lambda path: ok()) as (port, asked):
+        found = await fetcher().fetch(f"https://{HOST}:{port}/a.png?b=c", "x")
+
+    assert found == PNG
+    assert asked == ["/a.png?b=c"]
+
+
+async def test_any_public_host_can_be_allowed_on_the_standard_port() -> None:
+    async with serving(lambda path: ok()) as (port, asked):
+        reason = await refusal(fetcher("*"), f"https://{HOST}:{port}/a.png")
+
+    assert reason == f"the URL has port {port}, only 443 is fetched"
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0"),
+        *("100.100.100.200", "168.63.129.16", "224.0.0.1", "255.255.255.255", "192.0.2.1"),
+        *("::1", "::", "fe80::1%eth0", "fc00::1", "fd00:ec2::254", "ff02::1", "2001:db8::1"),
+        *("::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::a00:1", "64:ff9b::7f00:1"),
+        *("2002:7f00:1::", "2002:a00:1::1", "198.18.0.1", "nonsense", ""),
+    ],
+)
+async def test_an_address_that_is_not_public_is_not_connected_to(address: str) -> None:
+    async def there(host: str, port: int) -> list[str]:
+        return [address]
+
+    reason = await refusal(MediaFetcher(["*"], resolve=there), "https://example.com/a")
+
+    assert reason == "the URL's host has an address that is not public"
+
+
+@pytest.mark.parametrize(
+    "address", ["8.8.8.8", "93.184.216.34", "2606:4700:4700::1111", "64:ff9b::808:808"]
+)
+def test_public_addresses_are_known(address: str) -> None:
+    assert is_public_address(address)
+
+
+async def test_one_private_address_among_public_ones_is_refused() -> None:
+    async def both(host: str, port: int) -> list[str]:
+        return ["8.8.8.8", "10.0.0.1"]
+
+    reason = await refusal(MediaFetcher(["*"], resolve=both), "https://example.com/a")
+
+    assert reason == "the URL's host has an address that is not public"
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "2130706433", "0x7f.1", "127.1", "[::1]", "[::ffff:7f00:1]", "localhost"]
+)
+async def test_every_spelling_of_this_machine_is_refused(host: str) -> None:
+    # The system's resolver reads the spellings, as a connection would.
+    reason = await refusal(MediaFetcher(["*"]), f"https://{host}/a")
+
+    assert reason in (
+        "the URL's host has an address that is not public",
+        "the image could not be fetched",
+    )
+
+
+async def test_a_name_that_changes_between_look_ups_leads_nowhere_else() -> None:
+    """DNS rebinding: each connection goes to the address that was checked for it."""
+    answers = iter([["127.0.0.1"], ["10.0.0.1"]])
+
+    async def rebinding(host: str, port: int) -> list[str]:
+        return next(answers)
+
+    async with serving(lambda path: to("/again")) as (port, asked):
+        reason = await refusal(fetcher(resolve=rebinding), f"https://{HOST}:{port}/a")
+
+    assert reason in (
+        "the URL's host has an address that is not public",
+        "the URL redirects more than 3 times",
+    )
+    assert set(asked) <= {"/a", "/again"}
+
+
+async def test_each_redirect_is_checked_again() -> None:
+    async with serving(lambda path: to("https://evil.example/a")) as (port, _):
+        assert "evil.example is not one of" in await refusal(fetcher(), f"https://{HOST}:{port}/a")
+    async with serving(lambda path: to(f"http://{HOST}/a")) as (port, _):
+        assert "redirects to one that is not https" in await refusal(
+            fetcher(), f"https://{HOST}:{port}/a"
+        )
+    async with serving(lambda path: to("file:///etc/passwd")) as (port, _):
+        assert "not https" in await refusal(fetcher(), f"https://{HOST}:{port}/a")
+
+
+async def test_redirects_are_followed_up_to_a_limit() -> None:
+    def answer(path: str) -> bytes:
+        step = int(path[1:])
+        return to(f"/{step - 1}") if step else ok()
+
+    async with serving(answer) as (port, asked):
+        assert await fetcher().fetch(f"https://{HOST}:{port}/3", "x") == PNG
+        reason = await refusal(fetcher(), f"https://{HOST}:{port}/4")
+
+    assert reason == "the URL redirects more than 3 times"
+    assert asked == ["/3", "/2", "/1", "/0", "/4", "/3", "/2", "/1"]
+
+
+async def test_too_many_bytes_are_not_read() -> None:
+    async with serving(lambda path: ok(bytes(10**6))) as (port, _):
+        reason = await refusal(fetcher(), f"https://{HOST}:{port}/a")
+
+    assert "bytes, at most 1000 are taken" in reason
+
+
+async def test_a_slow_server_is_left() -> None:
+    async with serving(lambda path: ok(), delay_s=5) as (port, _):
+        reason = await refusal(fetcher(timeout_s=0.2), f"https://{HOST}:{port}/a")
+
+    assert reason == "the image was not fetched within 0.2 s"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 404 Not Found\r\nContent-Length: 6\r\n\r\nsecret",
+        b"HTTP/1.1 500 Oops\r\nContent-Length: 6\r\n\r\nsecret",
+        b"secret\r\n\r\n",
+        b"",
+        b"HTTP/1.1 302 Found\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\nsecret",
+    ],
+)
+async def test_nothing_of_the_answer_is_told(answer: bytes) -> None:
+    async with serving(lambda path: answer) as (port, _):
+        reason = await refusal(fetcher(), f"https://{HOST}:{port}/a")
+
+    assert reason == "the image could not be fetched"
+
+
+async def test_a_certificate_of_another_host_is_refused() -> None:
+    async with serving(lambda path: ok()) as (port, asked):
+        reason = await refusal(fetcher("wrong.example"), f"https://wrong.example:{port}/a")
+
+    assert reason == "the image could not be fetched"
+    assert asked == []
+
+
+async def test_a_file_is_read_below_the_allowed_folder_only(tmp_path: Path) -> None:
+    folder = tmp_path / "media"
+    folder.mkdir()
+    (folder / "a b.png").write_bytes(PNG)
+    (tmp_path / "secret.png").write_bytes(b"secret")
+    (folder / "link.png").symlink_to(tmp_path / "secret.png")
+    one = MediaFetcher(allowed_local_path=str(folder), max_bytes=1000)
+
+    assert await one.fetch(f"file://{folder}/a%20b.png", "x") == PNG
+    for path in ("/../secret.png", "/link.png", "/%2e%2e/secret.png"):
+        assert "is not below" in await refusal(one, f"file://{folder}{path}")
+    assert "is not below" in await refusal(one, f"file://elsewhere{folder}/a.png")
+    assert "cannot be read" in await refusal(one, f"file://{folder}/none.png")
+    assert "cannot be read" in await refusal(one, f"file://{folder}")
+    (folder / "large").write_bytes(bytes(2000))
+    assert "at most 1000" in await refusal(one, f"file://{folder}/large")

@@ -1,0 +1,216 @@
+"""Images are preprocessed as transformers does it, in processes without torch, each once."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from tiny_vision import FAMILIES, image_bytes, make_tiny_vision, picture
+from transformers import AutoImageProcessor, AutoProcessor
+
+from config.errors import ConfigError, UserError
+from engine.process.isolation import ForkServer, Limits
+from server.multimodal.image_processor import ImageProcessor
+from server.multimodal.isolated import Answer, Setup
+from server.multimodal.processor import ImagePreprocessor, ProcessedImage, image_processes
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_vision("qwen2_vl", tmp_path_factory.mktemp("qwen2_vl"), weights=False)
+
+
+@pytest.fixture(scope="module")
+def processes(folder: Path) -> Iterator[ForkServer]:
+    """They take seconds to start."""
+    processes = image_processes(str(folder), "<|image_pad|>")
+    yield processes
+    processes.close()
+
+
+@pytest.fixture(scope="module")
+def shared(processes: ForkServer) -> Iterator[ImagePreprocessor]:
+    processor = ImagePreprocessor(processes, "<|image_pad|>")
+    processor.open()
+    yield processor
+    processor.close()
+
+
+def processed(folder: Path, image: Image.Image, token: str, **options: int) -> Answer:
+    """As the processes do it, here."""
+    return ImageProcessor(Setup(str(folder), token, options)).process(image)
+
+
+def arrays_of(image: ProcessedImage | Answer) -> dict[str, np.ndarray]:
+    kinds = {"float32": "<f4", "int64": "<i8", "bool": "?"}
+    return {
+        t.name: np.frombuffer(t.data, dtype=kinds[t.dtype]).reshape(t.shape) for t in image.tensors
+    }
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "qwen2_vl"])
+def test_tensors_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    made = make_tiny_vision(family, tmp_path, weights=False)
+    image = picture(70, 50)
+
+    found = processed(made, image, FAMILIES[family].tokens[0])
+
+    processor = AutoImageProcessor.from_pretrained(made, backend="pil")
+    expected = processor(images=[image], return_tensors="np")
+    assert np.array_equal(arrays_of(found)["pixel_values"], expected["pixel_values"])
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "qwen2_vl"])
+def test_texts_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    made = make_tiny_vision(family, tmp_path, weights=False)
+    image = picture(70, 50)
+    token, mark = FAMILIES[family].tokens[0], FAMILIES[family].mark
+
+    found = processed(made, image, token)
+
+    processor = AutoProcessor.from_pretrained(made, backend="pil")
+    expected = processor(text=[f"a{mark}b"], images=[image])["input_ids"][0]
+    ours = processor.tokenizer(f"a{mark}b".replace(mark, found.text))["input_ids"]
+    assert ours == list(expected)
+    assert ours.count(processor.tokenizer.convert_tokens_to_ids(token)) == found.text.count(token)
+
+
+@pytest.mark.parametrize("size", [(56, 56), (200, 30), (33, 150)])
+async def test_any_resolution_has_its_grid(
+    size: tuple[int, int], shared: ImagePreprocessor, folder: Path
+) -> None:
+    image = picture(*size)
+
+    found = await shared.process(image_bytes(image), "x")
+
+    expected = AutoImageProcessor.from_pretrained(folder, backend="pil")(
+        images=[image], return_tensors="np"
+    )
+    arrays = arrays_of(found)
+    assert np.array_equal(arrays["pixel_values"], expected["pixel_values"])
+    assert np.array_equal(arrays["image_grid_thw"], expected["image_grid_thw"])
+    time, height, width = expected["image_grid_thw"][0]
+    assert found.grid == (time, height // 2, width // 2)
+    assert found.num_embeddings == time * height * width // 4
+    assert found.text == "<|image_pad|>" * found.num_embeddings
+
+
+async def test_equal_images_are_processed_once(shared: ImagePreprocessor) -> None:
+    data = image_bytes(picture(60, 60, seed=5))
+    lookups: list[bool] = []
+    times: list[float] = []
+
+    class Observer:
+        def image_looked_up(self, is_hit: bool) -> None:
+            lookups.append(is_hit)
+
+        def image_processed(self, seconds: float) -> None:
+            times.append(seconds)
+
+    shared.observer = Observer()
+    first, second = await asyncio.gather(shared.process(data, "x"), shared.process(data, "y"))
+    third = await shared.process(data, "z")
+    shared.observer = None
+
+    assert first is second
+    assert third is first
+    assert lookups == [False, True, True]
+    assert len(times) == 1
+
+
+async def test_the_cache_keeps_the_latest_up_to_its_size(processes: ForkServer) -> None:
+    images = [image_bytes(picture(56, 56, seed=seed)) for seed in range(3)]
+    num_bytes = 16 * 3 * 2 * 14 * 14 * 4 + 24
+    processor = ImagePreprocessor(processes, "<|image_pad|>", cache_bytes=2 * num_bytes)
+
+    found = [await processor.process(data, "x") for data in images]
+
+    assert [image.num_bytes for image in found] == [num_bytes] * 3
+    assert [processor.cached(image.digest) is image for image in found] == [False, True, True]
+
+
+async def test_an_image_can_be_named_by_its_sender_only(shared: ImagePreprocessor) -> None:
+    found = await shared.process(image_bytes(picture(60, 60)), "x")
+
+    shared.remember("one", "cat", found.digest)
+
+    assert shared.named("one", "cat") is found
+    assert shared.named("two", "cat") is None
+    assert shared.named("one", "dog") is None
+
+
+async def test_a_bad_image_ends_its_request_alone(shared: ImagePreprocessor) -> None:
+    good = image_bytes(picture(80, 40, seed=8))
+
+    results = await asyncio.gather(
+        shared.process(b"no image", "messages[3].content[0]"),
+        shared.process(image_bytes(picture(2, 900)), "messages[0].content[1]"),
+        shared.process(good, "x"),
+        return_exceptions=True,
+    )
+
+    assert isinstance(results[0], UserError)
+    assert results[0].message == (
+        "messages[3].content[0]: the image is none of PNG, JPEG, WEBP, GIF, BMP"
+    )
+    assert isinstance(results[1], UserError)
+    assert "does not take an image of 2 x 900 pixels" in results[1].message
+    assert isinstance(results[2], ProcessedImage)
+
+
+@pytest.mark.slow
+async def test_an_image_that_takes_too_much_ends_its_request(folder: Path) -> None:
+    limits = Limits(cpu_s=20, wall_s=20, memory_bytes=2**25, stack_bytes=2**23)
+    few = image_processes(str(folder), "<|image_pad|>", limits=limits)
+    processor = ImagePreprocessor(few, "<|image_pad|>")
+    try:
+        with pytest.raises(UserError, match="it took more than 32 MiB"):
+            await processor.process(image_bytes(picture(3000, 3000)), "x")
+        assert (await processor.process(image_bytes(picture(40, 40)), "x")).num_embeddings
+    finally:
+        processor.close()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_without_a_processor_is_told_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "unknown"}')
+    processor = ImagePreprocessor(image_processes(str(tmp_path), "<image>"), "<image>")
+    try:
+        with pytest.raises(ConfigError, match="model type 'unknown', images are written for"):
+            processor.open()
+    finally:
+        processor.close()
+
+
+def test_a_checkpoint_without_a_processor_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "unknown"}')
+
+    with pytest.raises(ConfigError, match="model type 'unknown', images are written for"):
+        ImageProcessor(Setup(str(tmp_path), "<image>", {}))
+
+
+def test_arguments_of_the_processor_are_taken(folder: Path) -> None:
+    def count(**options: int) -> int:
+        answer = processed(folder, picture(280, 280), "<|image_pad|>", **options)
+        return answer.text.count("<|image_pad|>")
+
+    assert count() == 64
+    assert count(max_pixels=28 * 28 * 16) == 16
+
+
+def test_neither_side_imports_torch(folder: Path) -> None:
+    script = (
+        "import sys, msgspec\n"
+        "import server.multimodal.processor, server.multimodal.parts, server.multimodal.fetch\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
+        "from server.multimodal.isolated import Setup, prepare\n"
+        f"setup = Setup({str(folder)!r}, '<|image_pad|>', {{}})\n"
+        "call = prepare(msgspec.msgpack.encode(setup))\n"
+        f"assert b'error' not in call({image_bytes(picture(40, 40))!r})[:9]\n"
+        "assert sys.modules['torch'] is None\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -1,0 +1,387 @@
+"""Images in the requests of all chat APIs, up to what the engine is sent."""
+
+import asyncio
+import base64
+import zlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from http_rig import Rig, TalkingClient, in_memory
+from picture_server import HOST, fetcher, ok, serving, to
+from tiny_vision import image_bytes, make_tiny_vision, picture
+
+from config.model.multimodal.vision import VisionFacts
+from config.server import ServerConfig
+from server.multimodal.inputs import ImageInputs, make_image_inputs
+from server.text.tokenizer import Tokenizer
+
+LIMIT = 4
+PAD, START, END = 320, 322, 323
+"""<|image_pad|>, <|vision_start|>, <|vision_end|>"""
+VISION = VisionFacts("Qwen2VLForConditionalGeneration", "qwen2_vl", PAD, 321, uses_mrope=True)
+
+
+def data_url(width: int = 56, height: int = 56, seed: int = 0) -> str:
+    data = base64.b64encode(image_bytes(picture(width, height, seed))).decode()
+    return f"data:image/png;base64,{data}"
+
+
+def part(url: str | None = None, **more: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": data_url() if url is None else url}, **more}
+
+
+def text(value: str) -> dict[str, str]:
+    return {"type": "text", "text": value}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Tokenizer, ImageInputs]]:
+    folder = make_tiny_vision("qwen2_vl", tmp_path_factory.mktemp("model"), weights=False)
+    config = ServerConfig(limit_mm_per_prompt=f'{{"image": {LIMIT}}}')
+    tokenizer = Tokenizer.load(str(folder), 2, Path(folder))
+    images = make_image_inputs(str(folder), VISION, config, tokenizer)
+    yield tokenizer, images
+    images.close()
+
+
+@pytest.fixture
+async def rig(model: tuple[Tokenizer, ImageInputs]) -> AsyncIterator[Rig]:
+    tokenizer, images = model
+    template = tokenizer.chat_template
+    client = TalkingClient(vocab_size=328, max_model_len=512)
+    client.reply_ids = [40, 41]
+    async with in_memory(
+        client, tokenizer=tokenizer, images=images, chat_template=template
+    ) as made:
+        yield made
+
+
+async def chat(rig: Rig, *content: Any, **fields: Any) -> httpx.Response:
+    messages = [{"role": "user", "content": list(content)}]
+    return await rig.post("/v1/chat/completions", {"messages": messages, **fields})
+
+
+async def test_an_image_takes_the_place_of_its_mark_in_the_prompt(rig: Rig) -> None:
+    answer = await chat(rig, text("a"), part(data_url(84, 56)), text("b"))
+
+    (queue,) = rig.client.queues
+    first = queue.prompt.index(START)
+    assert queue.prompt[first : first + 8] == [START, *[PAD] * 6, END]
+    assert queue.prompt.count(PAD) == 6
+    assert answer.json()["usage"]["prompt_tokens"] == len(queue.prompt)
+    (placed,) = queue.images
+    assert (placed.offset, placed.length, placed.grid) == (first + 1, 6, (1, 2, 3))
+    (encoded,) = queue.encoded_images
+    assert (encoded.content, encoded.num_embeddings) == (placed.content, 6)
+    assert {t.name: t.shape for t in encoded.tensors} == {
+        "pixel_values": (24, 3 * 2 * 14 * 14),
+        "image_grid_thw": (1, 3),
+    }
+    assert np.frombuffer(encoded.tensors[1].data, "<i8").tolist() == [1, 4, 6]
+
+
+async def test_several_images_keep_their_order_and_equal_ones_travel_once(rig: Rig) -> None:
+    sizes = [(56, 56), (84, 56), (56, 56)]
+    await chat(rig, *(part(data_url(*size)) for size in sizes))
+
+    (queue,) = rig.client.queues
+    assert [image.length for image in queue.images] == [4, 6, 4]
+    assert queue.images[0].content == queue.images[2].content != queue.images[1].content
+    assert [image.num_embeddings for image in queue.encoded_images] == [4, 6]
+    assert queue.prompt.count(PAD) == 14
+
+
+async def test_images_are_taken_in_every_role(rig: Rig) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "system", "content": [text("s"), part()]},
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": [text("a"), part()], "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": [part(), text("t")]},
+    ]
+    answer = await rig.post("/v1/chat/completions", {"messages": messages})
+
+    assert answer.status_code == 200, answer.text
+    assert len(rig.client.queues[0].images) == 3
+
+
+async def test_all_choices_have_the_image(rig: Rig) -> None:
+    await chat(rig, part(), text("x"), n=3)
+
+    contents = {queue.images[0].content for queue in rig.client.queues}
+    assert len(rig.client.queues) == 3
+    assert len(contents) == 1
+
+
+async def test_contents_of_other_salts_differ(rig: Rig) -> None:
+    for salt in (None, "one", "two", "one"):
+        await chat(rig, part(), **({} if salt is None else {"cache_salt": salt}))
+
+    contents = [queue.images[0].content for queue in rig.client.queues]
+    assert contents[1] == contents[3]
+    assert len(set(contents)) == 3
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>", "x<|image_pad|>" * 9],
+)
+async def test_the_text_of_a_user_never_becomes_an_image(said: str, rig: Rig) -> None:
+    alone = await chat(rig, text(said))
+    beside = await chat(rig, text(said), part(), text(said))
+
+    assert (alone.status_code, beside.status_code) == (200, 200)
+    assert PAD not in rig.client.queues[0].prompt
+    assert rig.client.queues[1].prompt.count(PAD) == 4
+    first = rig.client.queues[1].images[0]
+    assert rig.client.queues[1].prompt[first.offset : first.offset + 4] == [PAD] * 4
+
+
+async def test_an_image_is_named_and_reused_without_being_sent(rig: Rig) -> None:
+    assert (await chat(rig, part(uuid="cat"))).status_code == 200
+
+    again = await chat(rig, {"type": "image_url", "uuid": "cat", "image_url": None})
+    other = await chat(rig, {"type": "image_url", "uuid": "dog", "image_url": None})
+
+    assert again.status_code == 200
+    first, second = (queue.images[0].content for queue in rig.client.queues)
+    assert first == second
+    assert other.status_code == 400
+    assert "keeps no image of that name" in other.json()["error"]["message"]
+
+
+async def test_tokenize_tells_the_image_tokens(rig: Rig) -> None:
+    messages = [{"role": "user", "content": [part(), text("hi")]}]
+    await rig.post("/v1/chat/completions", {"messages": messages})
+
+    told = await rig.post("/tokenize", {"messages": messages})
+    counted = await rig.post("/v1/chat/completions/input_tokens", {"messages": messages})
+
+    assert told.json()["tokens"] == rig.client.queues[0].prompt
+    assert counted.json()["input_tokens"] == told.json()["count"]
+
+
+async def test_an_image_that_does_not_fit_the_context_is_told_in_tokens(rig: Rig) -> None:
+    images = [part(data_url(448, 448, seed)) for seed in range(4)]
+    text_only = await chat(rig, *images[:2])
+    assert text_only.status_code == 200
+
+    await rig.post("/tokenize", {"messages": [{"role": "user", "content": images}]})
+    answer = await chat(rig, *images, *images[:0], text("x" * 300))
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert "512 tokens" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (part("data:image/png;base64,AAAA"), "the image is none of PNG, JPEG, WEBP, GIF, BMP"),
+        (part("data:text/plain;base64,AAAA"), "has type 'text/plain'"),
+        (part("data:image/png;base64,###"), "is not valid base64"),
+        (part("http://example.com/a.png"), "it must be a data: or https: URL"),
+        (part("https://example.com/a.png"), "--allowed-media-domains"),
+        (part("file:///etc/passwd"), "reads no files"),
+        (part(""), "no image_url with a url"),
+        ({"type": "image_url"}, "no image_url with a url"),
+        ({"type": "image_url", "image_url": 5}, "no image_url with a url"),
+        (part(detail="x"), "detail 'x', it must be one of auto, low, high"),
+        (part(uuid=5), "a uuid that is no string"),
+        ({"type": "video_url", "video_url": {"url": "x"}}, "takes text and images only"),
+        ({"type": "input_audio"}, "takes text and images only"),
+    ],
+)
+async def test_a_wrong_image_is_refused_and_the_reason_told(
+    bad: dict[str, Any], why: str, rig: Rig
+) -> None:
+    answer = await chat(rig, text("a"), bad)
+
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert why in error["message"]
+    assert error["message"].startswith("messages[0].content[1]")
+    assert error["param"] == "messages"
+    assert not rig.client.queues
+
+
+async def test_too_many_images_are_refused_with_both_numbers(rig: Rig) -> None:
+    answer = await chat(rig, *[part()] * (LIMIT + 1))
+
+    assert answer.status_code == 400
+    assert "the prompt has 5 images, at most 4 are taken" in answer.json()["error"]["message"]
+
+
+async def test_a_prompt_with_images_is_not_truncated(rig: Rig) -> None:
+    answer = await chat(rig, part(), truncate_prompt_tokens=5)
+
+    assert answer.status_code == 400
+    assert "truncate_prompt_tokens is 5" in answer.json()["error"]["message"]
+
+
+async def test_images_that_a_template_does_not_show_are_refused(rig: Rig) -> None:
+    rig.state.template = type(rig.state.chat_template())(
+        "{% for m in messages %}{% if m.role == 'user' %}{% for p in m.content %}"
+        "{{ p.text }}{% endfor %}{% endif %}{% endfor %}",
+        {},
+    )
+    answer = await chat(rig, text("a"), part())
+
+    assert answer.status_code == 400
+    assert "shows 0 of 1 images" in answer.json()["error"]["message"]
+
+
+async def test_a_bad_image_disturbs_no_other_client(rig: Rig) -> None:
+    answers = await asyncio.gather(
+        *(chat(rig, text("x"), part(data_url(60 + i, 60))) for i in range(4)),
+        *(chat(rig, part("data:image/png;base64,AAAA")) for _ in range(4)),
+        rig.chat("text only"),
+    )
+
+    assert [answer.status_code for answer in answers] == [200] * 4 + [400] * 4 + [200]
+
+
+async def test_models_without_vision_refuse_images_as_before() -> None:
+    async with in_memory() as rig:
+        answer = await chat(rig, part())
+        typed = await chat(rig, {"type": "image"})
+        response = await rig.post(
+            "/v1/responses",
+            {
+                "input": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "input_image", "image_url": data_url()}],
+                    }
+                ]
+            },
+        )
+
+    for one in (answer, typed, response):
+        assert one.status_code == 400
+        assert "this model takes text only" in one.json()["error"]["message"]
+
+
+async def test_responses_take_input_image(rig: Rig) -> None:
+    content = [
+        {"type": "input_text", "text": "a"},
+        {"type": "input_image", "image_url": data_url(), "detail": "low"},
+    ]
+    one = await rig.post("/v1/responses", {"input": [{"role": "user", "content": content}]})
+    assert one.status_code == 200, one.text
+    two = await rig.post(
+        "/v1/responses", {"input": "and?", "previous_response_id": one.json()["id"]}
+    )
+
+    assert two.status_code == 200, two.text
+    assert [len(queue.images) for queue in rig.client.queues] == [1, 1]
+    assert one.json()["usage"]["input_tokens"] == len(rig.client.queues[0].prompt)
+
+
+async def test_responses_take_images_in_outputs_of_functions(rig: Rig) -> None:
+    items = [
+        {"role": "user", "content": "look"},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {
+            "type": "function_call_output",
+            "call_id": "c",
+            "output": [{"type": "input_image", "image_url": data_url()}],
+        },
+    ]
+    answer = await rig.post("/v1/responses", {"input": items})
+
+    assert answer.status_code == 200, answer.text
+    assert len(rig.client.queues[0].images) == 1
+
+
+async def test_messages_take_image_blocks(rig: Rig) -> None:
+    data = base64.b64encode(image_bytes(picture(56, 56))).decode()
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    block = {"type": "image", "source": source}
+    body: dict[str, Any] = {
+        "max_tokens": 5,
+        "messages": [{"role": "user", "content": [block, text("what?")]}],
+    }
+    answer = await rig.post("/v1/messages", body)
+    counted = await rig.post("/v1/messages/count_tokens", body)
+    block["source"] = {"type": "url", "url": "https://example.com/a.png"}
+    fetched = await rig.post("/v1/messages", body)
+    block["source"] = {"type": "file"}
+    unknown = await rig.post("/v1/messages", body)
+
+    assert answer.status_code == 200, answer.text
+    assert len(rig.client.queues[0].images) == 1
+    assert answer.json()["usage"]["input_tokens"] == counted.json()["input_tokens"]
+    assert "--allowed-media-domains" in fetched.json()["error"]["message"]
+    assert "type 'base64' or 'url'" in unknown.json()["error"]["message"]
+
+
+async def test_beams_keep_the_image(rig: Rig) -> None:
+    await chat(rig, part(), use_beam_search=True, n=2, max_tokens=2)
+
+    assert len(rig.client.queues) > 1
+    assert all(len(queue.images) == 1 for queue in rig.client.queues)
+
+
+def with_fetcher(rig: Rig, timeout_s: float = 5.0) -> None:
+    assert rig.state.images is not None
+    images = fetcher(timeout_s=timeout_s, max_bytes=10**6)
+    rig.state.images = ImageInputs(VISION, rig.state.images.preprocessor, images, LIMIT)
+
+
+async def test_a_fetched_image_equals_the_one_that_is_sent(rig: Rig) -> None:
+    with_fetcher(rig)
+    data = image_bytes(picture(56, 56))
+    async with serving(lambda path: ok(data)) as (port, asked):
+        answer = await chat(rig, part(f"https://{HOST}:{port}/a.png"))
+    await chat(rig, part(data_url(56, 56)))
+
+    assert answer.status_code == 200, answer.text
+    assert asked == ["/a.png"]
+    first, second = (queue.images[0].content for queue in rig.client.queues)
+    assert first == second
+
+
+async def test_attacks_by_url_are_refused_and_cost_nobody_else(rig: Rig) -> None:
+    with_fetcher(rig, timeout_s=1.0)
+    png = image_bytes(picture(200, 200))
+    header = b"IHDR" + 2 * (70_000).to_bytes(4, "big") + png[24:29]
+    bomb = png[:12] + header + zlib.crc32(header).to_bytes(4, "big") + png[33:]
+    answers = {
+        "/bomb": ok(bomb),
+        "/cut": ok(png[: len(png) // 2]),
+        "/page": ok(b"<html>secret</html>"),
+        "/large": ok(bytes(10**6 + 1)),
+        "/inside": to("https://169.254.169.254/latest/meta-data"),
+        "/plain": to("http://169.254.169.254/"),
+        "/loop": to("/loop"),
+        "/missing": b"HTTP/1.1 404 secret\r\nContent-Length: 6\r\n\r\nsecret",
+    }
+    why = {
+        "/bomb": "the image has 70000 x 70000 = 4900000000 pixels, at most 67108864",
+        "/cut": "the image cannot be decoded",
+        "/page": "the image is none of",
+        "/large": "bytes, at most 1000000 are taken",
+        "/inside": "is not one of the --allowed-media-domains",
+        "/plain": "not https:",
+        "/loop": "redirects more than 3 times",
+        "/missing": "the image could not be fetched",
+    }
+    async with serving(lambda path: answers[path]) as (port, _):
+        urls = [f"https://{HOST}:{port}{path}" for path in answers]
+        refused, good = await asyncio.gather(
+            asyncio.gather(*(chat(rig, part(url)) for url in urls)),
+            asyncio.gather(*(rig.chat(f"text {i}") for i in range(8))),
+        )
+
+    for path, one in zip(answers, refused, strict=True):
+        assert one.status_code == 400, path
+        message = one.json()["error"]["message"]
+        assert why[path] in message, (path, message)
+        assert "secret" not in message
+    assert [one.status_code for one in good] == [200] * 8
+    assert len(rig.client.queues) == 8

@@ -1,0 +1,206 @@
+"""Tiny random checkpoints of models that take images, as folders on disk, and pictures for them."""
+
+import io
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from tiny_models import COMMON, IM_START, VOCAB_SIZE, rope_fields, write_tokenizer
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+PATCH = 14
+MAX_PIXELS = 28 * 28 * 64
+
+_PLAIN = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "image_size": 56,
+    "patch_size": PATCH,
+}
+_TURNS = (
+    "{%- for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{%- if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{%- for part in message['content'] %}"
+    "{%- if part['type'] == 'image' %}IMAGE"
+    "{%- else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
+    "{%- endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class _Family:
+    tokens: tuple[str, ...]
+    """Special tokens behind those of the text, the image token first."""
+    mark: str
+    """What the template writes for an image."""
+    fields: dict[str, Any]
+    """Of the config; names of special tokens stand for their ids."""
+    preprocessor: dict[str, Any]
+    processor: dict[str, Any]
+    text: dict[str, Any] = field(default_factory=dict)
+    named_tokens: dict[str, str] = field(default_factory=dict)
+    """Of tokenizer_config.json."""
+
+
+FAMILIES = {
+    "llava": _Family(
+        tokens=("<image>",),
+        mark="<image>",
+        fields={
+            "vision_config": {"model_type": "clip_vision_model", **_PLAIN},
+            "image_token_index": "<image>",
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "default",
+        },
+        preprocessor={
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": 56},
+            "crop_size": {"height": 56, "width": 56},
+        },
+        processor={
+            "processor_class": "LlavaProcessor",
+            "image_token": "<image>",
+            "patch_size": PATCH,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        },
+        text={"model_type": "llama"},
+    ),
+    "qwen2_vl": _Family(
+        tokens=("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
+        mark="<|vision_start|><|image_pad|><|vision_end|>",
+        fields={
+            "vision_config": {
+                "depth": 2,
+                "embed_dim": 32,
+                "hidden_size": 64,
+                "num_heads": 2,
+                "mlp_ratio": 2,
+                "patch_size": PATCH,
+                "spatial_merge_size": 2,
+                "temporal_patch_size": 2,
+            },
+            "image_token_id": "<|image_pad|>",
+            "video_token_id": "<|video_pad|>",
+            "vision_start_token_id": "<|vision_start|>",
+            "vision_end_token_id": "<|vision_end|>",
+        },
+        preprocessor={
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "min_pixels": 28 * 28 * 4,
+            "max_pixels": MAX_PIXELS,
+            "patch_size": PATCH,
+            "merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+        processor={"processor_class": "Qwen2VLProcessor"},
+        text={
+            "model_type": "qwen2_vl_text",
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "mrope_section": [2, 3, 3],
+            },
+        },
+    ),
+    "gemma3": _Family(
+        tokens=("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
+        mark="<start_of_image>",
+        fields={
+            "vision_config": {"model_type": "siglip_vision_model", **_PLAIN},
+            "mm_tokens_per_image": 4,
+            "image_token_index": "<image_soft_token>",
+            "boi_token_index": "<start_of_image>",
+            "eoi_token_index": "<end_of_image>",
+        },
+        preprocessor={
+            "image_processor_type": "Gemma3ImageProcessor",
+            "size": {"height": 56, "width": 56},
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+        },
+        processor={"processor_class": "Gemma3Processor", "image_seq_length": 4},
+        text={"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 16},
+        named_tokens={
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+            "image_token": "<image_soft_token>",
+        },
+    ),
+}
+
+
+def make_tiny_vision(
+    family: str, folder: Path | str, *, seed: int = 0, weights: bool = True, **overrides: Any
+) -> Path:
+    """Write a float32 checkpoint of `family`, with its processor, tokenizer and chat template, into
+    `folder`; gives the folder. The same arguments give the same weights. `overrides` are fields of
+    the language model's config. Without `weights` only the other files."""
+    made = FAMILIES[family]
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    ids = _write_tokenizer(folder, made)
+    text = rope_fields({**COMMON, **made.text, **overrides, "vocab_size": VOCAB_SIZE + 8})
+    fields = {name: ids.get(value, value) if isinstance(value, str) else value
+              for name, value in made.fields.items()}  # fmt: skip
+    config = AutoConfig.for_model(family, text_config=text, **fields)
+    if weights:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model: Any = AutoModelForImageTextToText.from_config(config).float()  # type: ignore[no-untyped-call]  # theirs
+            for name, parameter in model.named_parameters():
+                if "norm" in name or name.endswith("bias"):
+                    parameter.data += 0.2 * torch.randn_like(parameter)
+        model.save_pretrained(folder)
+    else:
+        config.architectures = [_architecture(config)]
+        config.save_pretrained(folder)
+    for name, content in (
+        ("preprocessor_config.json", made.preprocessor),
+        ("processor_config.json", made.processor),
+    ):
+        (folder / name).write_text(json.dumps(content, indent=2))
+    return folder
+
+
+def _architecture(config: Any) -> str:
+    with torch.device("meta"):
+        model: Any = AutoModelForImageTextToText.from_config(config)  # type: ignore[no-untyped-call]  # theirs
+    return type(model).__name__
+
+
+def _write_tokenizer(folder: Path, family: _Family) -> dict[str, int]:
+    write_tokenizer(folder)
+    file = folder / "tokenizer.json"
+    encoder = Tokenizer.from_file(str(file))
+    encoder.add_special_tokens(list(family.tokens))
+    encoder.save(str(file))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = _TURNS.replace("IMAGE", "{{ '" + family.mark + "' }}")
+    settings |= family.named_tokens
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+    assert encoder.token_to_id("<|im_start|>") == IM_START
+    return {token: encoder.token_to_id(token) or 0 for token in family.tokens}
+
+
+def picture(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Image.Image:
+    """A picture with shapes and noise; the same arguments give the same one."""
+    random = np.random.default_rng(seed)
+    y, x = np.mgrid[0:height, 0:width]
+    channels = [(x * (3 + seed) + y * (1 + i)) % 256 for i in range(4)]
+    pixels = np.stack(channels, axis=-1) + random.integers(0, 40, (height, width, 4))
+    return Image.fromarray((pixels % 256).astype(np.uint8), "RGBA").convert(mode)
+
+
+def image_bytes(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    """The picture as a file of `kind`, as Pillow names it."""
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
