@@ -11,7 +11,7 @@ from engine.transport.messages import FromEngine, Hello, Ready, ToEngine
 SOCKETS_PER_ENGINE = 2
 """One that it receives on and one that it sends on."""
 
-DISCONNECT_GRACE_S = 0.3
+DISCONNECT_GRACE_S = 1.0
 """How long a better reason (the exit code) may take to arrive once the engine has disconnected."""
 
 

@@ -13,7 +13,7 @@ from fake_executor import FakeExecutor, worker_ready
 from config.engine import EngineConfig
 from config.errors import ConfigError, RequestFailed, UserError
 from config.owned_directory import LOCK
-from engine.core.engine_process import EngineOrders
+from engine.core.engine_process import EngineOrders, ready_mark
 from engine.core.engine_process import run as run_engine
 from engine.executors import worker_main as child
 from engine.executors.base import Executor
@@ -173,5 +173,8 @@ def worker_main() -> None:
 
 
 def sockets_in(directory: str) -> list[str]:
-    """What lies in a socket directory beside its lock; empty when it is gone."""
-    return sorted({*os.listdir(directory)} - {LOCK}) if os.path.isdir(directory) else []
+    """What lies in a socket directory beside its lock and the mark of an engine that was ready;
+    empty when it is gone."""
+    if not os.path.isdir(directory):
+        return []
+    return sorted({*os.listdir(directory)} - {LOCK, os.path.basename(ready_mark(directory, 0))})

@@ -43,8 +43,10 @@ async def test_start_up_tells_its_progress_and_takes_no_requests() -> None:
 
 @pytest.mark.parametrize("executor", ["uni", "mp"])
 async def test_what_is_wrong_at_start_reaches_the_client_in_the_workers_own_words(
-    executor: str, capfd: pytest.CaptureFixture[str]
+    executor: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # An earlier test may have left a log handler, whose stream is closed by now.
+    monkeypatch.setattr("logging.raiseExceptions", False)
     async with engine_rig("refuse=1", executor=executor, ready=False) as rig:
         with pytest.raises(ConfigError) as caught:
             await asyncio.wait_for(rig.client.wait_ready(), 10)

@@ -82,11 +82,18 @@ def prefill(batch: int, query: int, blocks: int) -> AttentionInputs:
     )
 
 
+REQUIRED = [
+    name
+    for name in DecodeAttentionInputs._fields
+    if name not in DecodeAttentionInputs._field_defaults
+]
+
+
 def decode(batch: int, blocks: int) -> AttentionInputs:
     return DecodeAttentionInputs(
         integers(batch, 1),
         integers(batch),
-        *(integers(blocks) for _ in DecodeAttentionInputs._fields[2:]),
+        *(integers(blocks) for name in REQUIRED[2:]),
     )
 
 

@@ -114,7 +114,7 @@ def test_sampling_that_has_no_graph_runs_beside_sampling_that_has(folder: Path) 
     ("error", "said_once"),
     [
         ("Graph compile failed. synStatus=synFail 26", "runs without a graph"),
-        ("Workspace Allocation of size ::1 failed!", "No memory is left for graphs of the sampler"),
+        ("Workspace Allocation of size ::1 failed!", "No memory is left for graphs of sampling"),
     ],
 )
 def test_a_sampler_that_cannot_be_captured_runs_by_recipes(
