@@ -1,7 +1,10 @@
 """Images over HTTP and from Python, from the bytes to the tokens, against transformers."""
 
 import base64
+import re
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,3 +137,26 @@ def test_python_gives_the_same(folder: str) -> None:
         (output,) = llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
 
     assert list(output.outputs[0].token_ids) == tokens
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "images.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def test_the_examples_of_the_page_run(
+    live: LiveServer, folder: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if family != "llava":
+        pytest.skip("one family is enough")
+    monkeypatch.chdir(tmp_path)
+    picture(64, 48).save("cat.png")
+    replaced = {"http://localhost:8000": live.url, "/models/vision": folder}
+    outputs: list[str] = []
+    small = partial(LLM, dtype="float32", max_model_len=512)
+    for block in BLOCKS:
+        for name, value in replaced.items():
+            block = block.replace(name, value)
+        names: dict[str, Any] = {"small": small, "print": outputs.append}
+        exec(compile(block.replace("LLM(model=", "small(model="), "images.md", "exec"), names)
+
+    assert len(BLOCKS) == 2 and len(outputs) == 1 and outputs[0]

@@ -1,0 +1,102 @@
+"""Pictures through the SDKs: OpenAI's chats and responses, Anthropic's messages."""
+
+import base64
+from collections.abc import Iterator
+
+import anthropic
+import openai
+import pytest
+from live import LiveServer, running
+from tiny_vision import image_bytes, make_tiny_vision, picture
+
+pytestmark = pytest.mark.clients
+
+DATA = base64.b64encode(image_bytes(picture(64, 48))).decode()
+URL = f"data:image/png;base64,{DATA}"
+TEXT = "What is this?"
+
+
+@pytest.fixture(scope="module")
+def vision(
+    pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveServer]:
+    folder = make_tiny_vision("llava", tmp_path_factory.mktemp("vision") / "llava")
+    flags = ("--dtype=float32", "--served-model-name=tiny", "--max-model-len=512")
+    log = tmp_path_factory.mktemp("images") / "log"
+    python = pytestconfig.getoption("--server-python")
+    with running(str(folder), log, *flags, python=python) as live:
+        yield live
+
+
+def test_chats_responses_and_messages_see_the_same_picture(vision: LiveServer) -> None:
+    with openai.OpenAI(base_url=f"{vision.url}/v1", api_key="none", max_retries=0) as sdk:
+        chat = sdk.chat.completions.create(
+            model="tiny",
+            messages=[
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image_url", "image_url": {"url": URL, "detail": "low"}},
+                        {"type": "text", "text": TEXT},
+                    ],
+                }
+            ],
+            temperature=0,
+            max_tokens=16,
+        )
+        response = sdk.responses.create(
+            model="tiny",
+            input=[
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "input_image", "image_url": URL, "detail": "auto"},
+                        {"type": "input_text", "text": TEXT},
+                    ],
+                }
+            ],
+            temperature=0,
+            max_output_tokens=16,
+        )
+    with anthropic.Anthropic(base_url=vision.url, api_key="none", max_retries=0) as other:
+        message = other.messages.create(
+            model="tiny",
+            messages=[
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "image",
+                            "source": {"type": "base64", "media_type": "image/png", "data": DATA},
+                        },
+                        {"type": "text", "text": TEXT},
+                    ],
+                }
+            ],
+            max_tokens=16,
+            # Newer releases have no such parameter.
+            extra_body={"temperature": 0},
+        )
+
+    text = chat.choices[0].message.content
+    assert text and response.output_text == text
+    assert [block.text for block in message.content if block.type == "text"] == [text]
+    assert chat.usage is not None and response.usage is not None
+    assert chat.usage.prompt_tokens == response.usage.input_tokens == message.usage.input_tokens
+
+
+def test_what_is_no_picture_is_a_400_that_says_so(vision: LiveServer) -> None:
+    broken = "data:image/png;base64," + base64.b64encode(b"no picture").decode()
+    with (
+        openai.OpenAI(base_url=f"{vision.url}/v1", api_key="none", max_retries=0) as sdk,
+        pytest.raises(openai.BadRequestError, match="image"),
+    ):
+        sdk.chat.completions.create(
+            model="tiny",
+            messages=[
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": broken}}],
+                }
+            ],
+        )
