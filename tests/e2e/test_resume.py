@@ -135,12 +135,12 @@ def test_a_server_without_restarts_left_ends(tiny_model: str, tmp_path: Path) ->
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("engines", [1, 2])
 async def test_kills_at_random_moments_lose_and_repeat_no_token(
-    demo_model: str, tmp_path: Path, engines: int
+    tmp_path: Path, engines: int
 ) -> None:
     rng = random.Random(0)
     flags = (*FLAGS, "--max-model-len=1024", f"--data-parallel-size={engines}")
     num_kills = 0
-    with running(demo_model, tmp_path / "log", *flags) as live:
+    with running("demo", tmp_path / "log", *flags) as live:
         while num_kills < NUM_KILLS:
             asks = [ask for i in range(4) for ask in requests_of_every_kind(num_kills + i, 60)]
             asks = asks[:32]
