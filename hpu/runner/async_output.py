@@ -97,6 +97,8 @@ class AsyncLaunchOutput:
     """(at least len(req_indices), 1 + width) on the host, with speculation on a device: the number
     of drafts, the accepted tokens, then NO_TOKEN. Read in `to_result`."""
     draft_counts: list[int] = field(default_factory=list)
+    occupants: list[int] = field(default_factory=list)
+    """With speculation on a device: how many requests had had the index of each one before."""
     """Of each request, from `accepted`."""
     fill_span_s: tuple[float, float] = (0.0, 0.0)
     """Start and end of filling the inputs on the host (perf_counter)."""

@@ -107,6 +107,9 @@ class ModelRunner(StepRunner):
             self.decode_width = device_speculation.width
         self._num_pending = np.zeros(batch_state.max_num_reqs + 1, np.int64)
         """With it: decodes of each request in flight."""
+        self._occupants = np.zeros(batch_state.max_num_reqs + 1, np.int64)
+        """Requests that each index has had. A rank that is behind the first one learns what an
+        earlier request accepted when the next one has its index."""
         self._agreement = agreement
         self._link = link
         self._samples = link.stage.is_last
@@ -266,12 +269,17 @@ class ModelRunner(StepRunner):
     def _count_accepted(self, launch: AsyncLaunchOutput) -> None:
         """The host learns how far a decode went."""
         assert self._device_speculation is not None
-        for req_index, count, num_drafts in zip(
-            launch.req_indices, launch.token_counts, launch.draft_counts, strict=True
+        for req_index, count, num_drafts, occupant in zip(
+            launch.req_indices,
+            launch.token_counts,
+            launch.draft_counts,
+            launch.occupants,
+            strict=True,
         ):
-            self._batch_state.advance_decode(req_index, count)
-            self._sampler.advance(req_index, count)
-            self._num_pending[req_index] -= 1
+            if occupant == self._occupants[req_index]:
+                self._batch_state.advance_decode(req_index, count)
+                self._sampler.advance(req_index, count)
+                self._num_pending[req_index] -= 1
             if num_drafts > 0:
                 self._device_speculation.counts.add(num_drafts, count - 1)
 
@@ -292,6 +300,8 @@ class ModelRunner(StepRunner):
             self._batch_state.move_blocks(plan.moved_from, plan.moved_to)
         for new in plan.new_requests:
             tokens = self._batch_state.add_request(new)
+            self._occupants[new.req_index] += 1
+            self._num_pending[new.req_index] = 0
             if self._images is not None:
                 self._images.inputs.add_request(new, tokens)
             if self._samples:
@@ -331,6 +341,7 @@ class ModelRunner(StepRunner):
         arrays = inputs.host_arrays()
         targets: list[PromptTargets] = []
         num_generated = None
+        occupants: list[int] = []
         if not launch.req_indices:
             self._batch_state.fill_dummy(arrays)
             sampling = []
@@ -347,6 +358,7 @@ class ModelRunner(StepRunner):
             self._batch_state.fill_drafts(launch, may_draft, num_pending, lookback, arrays)
             num_generated = self._sampler.num_generated(sampling) + num_pending
             self._num_pending[sampling] += 1
+            occupants = self._occupants[sampling].tolist()
         else:
             sampling = launch.req_indices
             self._batch_state.fill_decode(launch, arrays)
@@ -361,6 +373,7 @@ class ModelRunner(StepRunner):
         forward.launch.launch, forward.launch.fill_span_s = launch, (start, filled)
         forward.prompt_targets = targets
         forward.num_generated = num_generated
+        forward.launch.occupants = occupants
         return forward
 
     def _fill_images(self, launch: Launch, arrays: PrefillArrays | DecodeArrays) -> None:
