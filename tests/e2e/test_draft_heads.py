@@ -16,7 +16,8 @@ from draft_heads import (
     make_medusa,
     make_mlp_speculator,
 )
-from drafting import MIXED, ROOMY, choices, run
+from drafting import MIXED, PROMPTS, ROOMY, choices, run
+from greedy import assert_greedy_within, load_reference
 from tiny_models import make_tiny
 
 from config.errors import ConfigError, EngineDied
@@ -125,13 +126,13 @@ def test_drafts_are_those_of_dense_code_and_change_no_token(
 def test_the_compiled_decoder_gives_hidden_states(
     llama: Path, heads: dict[str, tuple[Path, dict[str, Any], Draft]]
 ) -> None:
-    # Without preemptions: a token computed again in a prompt is rounded differently.
     roomy: dict[str, Any] = {**ROOMY, "dtype": "bfloat16", "max_num_batched_tokens": 512}
-    expected, _ = run(llama, **roomy)
 
     outputs, stats = run(llama, **roomy, **drafts("eagle", **heads["eagle"][1]))
 
-    assert choices(outputs) == choices(expected)
+    answers = [list(tokens) for tokens, *_ in choices(outputs)]
+    assert [len(answer) for answer in answers] == [64] * len(PROMPTS)
+    assert_greedy_within(0.15, PROMPTS, answers, load_reference(llama))
     assert stats.spec_decode["num_draft_tokens"] > 100
 
 

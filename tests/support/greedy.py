@@ -51,6 +51,19 @@ def assert_same_as_transformers(
         assert (logits - expected_logits).abs().max() < tolerance
 
 
+def assert_greedy_within(
+    margin: float, prompts: list[list[int]], answers: list[list[int]], reference: Any
+) -> None:
+    """For answers in 16 bits, whose rounding decides between logits that are nearly equal: by
+    `reference`, no token behind any prefix of an answer is likelier than the answer's by `margin`
+    or more."""
+    expected = greedy_by_transformers(reference, prompts, answers)
+    for answer, (_, all_logits) in zip(answers, expected, strict=True):
+        logits = all_logits[-len(answer) :]
+        chosen = logits.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
+        assert (logits.amax(1) - chosen).max() < margin
+
+
 def tokens_of(found: Greedy) -> list[list[int]]:
     return [tokens for tokens, _ in found]
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import random_checkpoint
 import torch
+from greedy import assert_greedy_within, load_reference
 from paged_harness import load_decoder
 from strict_card import assert_nothing_compiles_after_warmup
 from tiny_models import make_tiny
@@ -315,22 +316,20 @@ def test_a_replay_reads_the_tensors_that_it_is_given() -> None:
         ),
     ],
 )
-def test_float16_gives_the_tokens_of_the_cpu(
+def test_float16_gives_the_likeliest_tokens(
     window: int | None, card: str, mode: str, tmp_path: Path
 ) -> None:
     folder = make_tiny("mistral", tmp_path, sliding_window=window)
-    with working(folder, dtype="float16") as on_cpu:
-        expected = greedy(on_cpu)
-
     settings = {
         "execution": ExecutionConfig(mode=mode),
         "emulator": EmulatorSettings(card=card, is_strict=True),
     }
+
     with working(folder, device="hpu-emulator", dtype="float16", **settings) as rig:
         found = greedy(rig)
 
     assert rig.ready.dtype == "float16"
-    assert found == expected
+    assert_greedy_within(0.01, list(PROMPTS), found, load_reference(folder))
 
 
 def test_a_float16_checkpoint_runs_in_bfloat16_unless_float16_is_asked_for() -> None:
