@@ -135,7 +135,8 @@ def main() -> None:
     arguments = parser.parse_args()
     config, out = CONFIGS[arguments.shape], arguments.out
     out.mkdir(parents=True, exist_ok=True)
-    for source in arguments.tokenizer.glob("tokenizer*"):
+    # Newer releases of transformers write the chat template into a file of its own.
+    for source in (*arguments.tokenizer.glob("tokenizer*"), *arguments.tokenizer.glob("chat_*")):
         shutil.copy(source, out)
     ends = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
     (out / "generation_config.json").write_text(json.dumps(ends))

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -75,6 +76,9 @@ def _wait(process: "subprocess.Popen[bytes]", port: int, model: str | None) -> N
             urllib.request.urlopen(request, timeout=300).read()
             return
         except (OSError, KeyError, IndexError, ValueError) as error:
+            if isinstance(error, urllib.error.HTTPError) and error.code == 400:
+                answer = error.read().decode(errors="replace")
+                raise NotStarted(f"the server refuses a chat: {answer}") from None
             last_error = error
             time.sleep(0.1)
     raise NotStarted(f"the server did not answer within {READY_S:g} s, at last: {last_error!r}")
