@@ -22,8 +22,14 @@ void multiply(int64_t turns) {
   const TileConfig config;
   asm volatile("" ::"r"(&config) : "memory");
   _tile_loadconfig(&config);
-  _tile_zero(0), _tile_zero(1), _tile_zero(2), _tile_zero(3);
-  _tile_zero(4), _tile_zero(5), _tile_zero(6), _tile_zero(7);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_zero(4);
+  _tile_zero(5);
+  _tile_zero(6);
+  _tile_zero(7);
   for (int64_t i = 0; i < turns; ++i) {
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
