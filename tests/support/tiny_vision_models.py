@@ -349,7 +349,16 @@ def make_tiny_vision(
             torch.nn.init.normal_(parameter.data, std=0.2)
     whole.save_pretrained(folder)
     write_tokenizer(folder)
+    if name == "llama4":
+        # The forward pass of transformers 5.24 reads `image_outputs` of its language model's
+        # output, which no language model sets, and fails with and without images.
+        whole.language_model.register_forward_hook(_set_no_image_outputs)
     return whole
+
+
+def _set_no_image_outputs(module: Any, given: Any, output: Any) -> None:
+    if not hasattr(output, "image_outputs"):
+        output.image_outputs = None
 
 
 def draw(index: int) -> Image.Image:
