@@ -16,8 +16,11 @@ class LoRAContext:
         dtype: torch.dtype,
         device: torch.device,
         index_dtype: torch.dtype = torch.int64,
+        *,
+        groups_rows: bool,
     ) -> None:
-        """`max_rank`: rows that each slot has in the stacked matrices."""
+        """`max_rank`: rows that each slot has in the stacked matrices. `groups_rows`: whether the
+        rows of each adapter are computed alone, which takes slots that the host can read."""
         self.max_loras = max_loras
         self.max_rank = max_rank
         self.dtype = dtype
@@ -31,13 +34,13 @@ class LoRAContext:
         self.slots: Tensor | None = None
         """(B) or (B, Q), as given to `begin`."""
         self._numbers = torch.arange(max_loras, device=device)
-        self._groups_rows = device.type == "cpu"
+        self.groups_rows = groups_rows
         self._last: tuple[int, ...] | None = None
 
     def begin(self, slots: Tensor) -> None:
         """The next layers compute rows (B, ...) of these slots (B), or (B, Q), NO_SLOT for none."""
         self.slots = slots
-        if self._groups_rows:
+        if self.groups_rows:
             numbers = tuple(slots.tolist())
             if numbers != self._last:
                 # Those of most decodes are the same.

@@ -41,7 +41,7 @@ class ExpertSlots:
     def add_of(self, expert: int, slots: Tensor, x: Tensor, out: Tensor) -> Tensor:
         """`out` (T, out) plus the products of `x` (T, in) with the adapters of one expert in
         `slots` (T)."""
-        if x.device.type == "cpu":
+        if self._context.groups_rows:
             for slot in set(slots.tolist()) - {NO_SLOT}:
                 rows = (slots == slot).nonzero().view(-1)
                 out.index_add_(0, rows, self._product(slot, expert, x[rows]))
@@ -97,15 +97,15 @@ class LoRAMoEMethod:
 
     def apply(self, layer: ExpertsLayer, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         slots = self._context.token_slots(len(hidden))
-        is_cpu = hidden.device.type == "cpu"
-        if is_cpu and bool((slots == NO_SLOT).all()):
+        groups_rows = self._context.groups_rows
+        if groups_rows and bool((slots == NO_SLOT).all()):
             return self._base.apply(layer, hidden, ids, weights)
         out = torch.zeros_like(hidden, dtype=torch.float32)
         weights = weights.float()
         for index in range(layer.num_experts):
             chosen = ids == index
             scale = (weights * chosen).sum(-1, keepdim=True)
-            if not is_cpu:
+            if not groups_rows:
                 out = torch.addcmul(out, self._expert(layer, index, hidden, slots), scale)
                 continue
             rows = chosen.any(-1).nonzero().view(-1)

@@ -89,7 +89,12 @@ class LoRAManager:
         shards = group if config.fully_sharded_loras and not is_grouped else SINGLE
         rank = -(-config.max_lora_rank // shards.size) * shards.size
         self.context = LoRAContext(
-            config.max_loras, rank, dtype, backend.device, backend.index_dtype
+            config.max_loras,
+            rank,
+            dtype,
+            backend.device,
+            backend.index_dtype,
+            groups_rows=is_grouped,
         )
         self._shards = shards
         self._is_grouped = is_grouped
