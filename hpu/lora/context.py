@@ -32,7 +32,8 @@ class LoRAContext:
         self.groups: list[tuple[int, Tensor | None]] = []
         """(slot, rows (n) int64 or None for all rows), for devices that compute what is used."""
         self.slots: Tensor | None = None
-        """(B) or (B, Q), as given to `begin`."""
+        """(B) or (B, Q), as given to `begin`; None outside a forward pass of the target, where a
+        head that drafts reads the target's embedding and head without adapters."""
         self._numbers = torch.arange(max_loras, device=device)
         self.groups_rows = groups_rows
         self._last: tuple[int, ...] | None = None
@@ -48,6 +49,10 @@ class LoRAContext:
             return
         by_row = slots.view(slots.shape[0], -1, 1)
         self.mask = (by_row == self._numbers.to(slots.dtype)).to(self.dtype).unsqueeze(-1)
+
+    def end(self) -> None:
+        """What follows has no adapters."""
+        self.slots = None
 
     def token_slots(self, num_tokens: int) -> Tensor:
         """(num_tokens): the slot of each token, where rows (B, Q) are flattened."""

@@ -68,8 +68,11 @@ class HeadSlots:
         return torch.cat((hidden, self._slots.low_rank(hidden)), dim=-1)
 
     def product(self, base: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Logits of extended hidden states (M, hidden + slots * rank)."""
+        """Logits of extended hidden states (M, hidden + slots * rank), or without adapters of
+        others (M, hidden)."""
         size = self._slots.in_features
+        if x.shape[-1] == size:
+            return base(x)
         # Contiguous: kernels read rows by their addresses.
         out = base(x[..., :size].contiguous())
         return self._slots.add_low_rank(x[..., size:], out)
@@ -113,6 +116,8 @@ class EmbeddingSlots:
         """For VocabParallelEmbedding: adds the adapters' part to what it looked up."""
         (ids,) = args
         slots = self._slots
+        if self._context.slots is None:
+            return hidden
         if self._multiplier != 1:
             delta = slots.add_looked_up(ids, torch.zeros_like(hidden))
             return hidden + delta * self._multiplier

@@ -139,7 +139,10 @@ class LoRAManager:
             assert inputs.lora_slots is not None, "a launch without slots"
             context.begin(inputs.lora_slots)
             hidden = forward(tokens, inputs)
-            return hidden if head is None else head.extend(hidden)
+            if head is not None:
+                hidden = head.extend(hidden)
+            context.end()
+            return hidden
 
         return run
 

@@ -17,7 +17,6 @@ from hpu.distributed.process_groups import SINGLE
 from hpu.gaudi_devices import GIB
 from hpu.model_loader.size_estimate import activation_bytes
 from hpu.models.base import CausalLM
-from hpu.models.draft.heads import DraftHead
 from hpu.models.pooling import PoolingModel
 from hpu.multimodal.images import Images
 from hpu.protocol import Bucket
@@ -152,13 +151,6 @@ def check_speculation(loaded: LoadedModel) -> None:
         raise ConfigError(
             f"--speculative-config names the method {method.method}, and {what} has layers with a "
             "state, from which rejected drafts cannot be removed"
-        )
-    is_head = loaded.drafter is not None and isinstance(loaded.drafter.model, DraftHead)
-    if is_head and loaded.lora is not None and not loaded.backend.shares_host_memory:
-        raise ConfigError(
-            f"--enable-lora and --speculative-config with the method {method.method} are both on, "
-            f"and on {loaded.backend.name} its head would run through adapters of the target's "
-            "embedding: turn one of them off, or draft with another method"
         )
     if not (loaded.backend.shares_host_memory or drafts_on_device(method)):
         raise ConfigError(

@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from adapters import write_adapter
 from draft_heads import (
     Draft,
     add_mtp_layer,
@@ -18,10 +19,9 @@ from draft_heads import (
 )
 from tiny_models import make_tiny
 
-from config.errors import ConfigError
 from config.params.sampling import SamplingParams
 from engine.transport.messages import EngineStats
-from gaudiserve import LLM
+from gaudiserve import LLM, LoRARequest
 from hpu.protocol import Bucket
 from hpu.spec_decode.device import DeviceSpeculation, DraftInputs, Rows
 
@@ -204,10 +204,38 @@ def test_two_cards_draft_the_same(method: str, tmp_path: Path) -> None:
     check_nothing_was_compiled(stats)
 
 
-def test_a_head_and_adapters_on_a_card_end_the_start(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+@pytest.mark.parametrize("method", ["eagle", pytest.param("mtp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param({"device": "cpu"}, id="cpu"),
+        pytest.param(CARD, id="card", marks=pytest.mark.slow),
+    ],
+)
+def test_a_head_drafts_without_the_adapters_that_the_target_has(
+    flags: dict[str, Any], method: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    target, keys, _ = make_head("eagle", tmp_path, tmp_path_factory.mktemp("head"))
+    target, keys, _ = make_head(method, tmp_path, tmp_path_factory.mktemp("head"))
+    parts = ("q_proj", "o_proj", "down_proj", "embed_tokens", "lm_head")
+    if method == "mtp":
+        parts = ("o_proj", "embed_tokens")
+    folders = [
+        write_adapter(tmp_path_factory.mktemp(name), target, targets=parts, seed=ord(name))
+        for name in "ab"
+    ]
+    modules = [f"{name}={folder}" for name, folder in zip("ab", folders, strict=True)]
+    asked = [LoRARequest("a", 1), None, LoRARequest("b", 2), LoRARequest("a", 1), None, None]
+    adapters: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "lora_modules": modules}
 
-    with pytest.raises(ConfigError, match="--enable-lora and --speculative-config with the method"):
-        run(target, **CARD, enable_lora=True, **speculation("eagle", **keys))
+    def answers(**more: Any) -> tuple[list[Any], EngineStats]:
+        with LLM(str(target), **{**SHAPE, **adapters, **more}) as llm:
+            outputs = llm.generate(*requests(draws=True), use_tqdm=False, lora_request=asked)
+            return [output.outputs[0].token_ids for output in outputs], llm._client.stats
+
+    expected, _ = answers(device="cpu")
+
+    found, stats = answers(**flags, **speculation(method, **keys, adaptive=False))
+
+    assert found == expected
+    assert stats.spec_decode["num_draft_tokens"] > 50
+    assert (stats.recompilations, stats.cpu_fallbacks) == (0, 0)

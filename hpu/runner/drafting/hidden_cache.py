@@ -30,9 +30,13 @@ class HiddenCache:
         return self._rows.nbytes
 
     def write(self, inputs: AttentionInputs, hidden: Tensor) -> None:
-        """Keep `hidden` (B, Q, width) of the tokens of a launch."""
+        """Keep `hidden` (B, Q, width) of the tokens of a launch; further columns are no hidden
+        states (hpu/lora/layers.py)."""
         assert not isinstance(inputs, TextAttentionInputs), "a pooling model has no cache"
-        rows = hidden.reshape(-1, hidden.shape[-1]).to(self._rows.dtype)
+        width = self._rows.shape[1]
+        if hidden.shape[-1] > width:
+            hidden = hidden[..., :width]
+        rows = hidden.reshape(-1, width).to(self._rows.dtype)
         self._rows.index_copy_(0, inputs.slot_mapping, rows)
 
     def read(self, inputs: AttentionInputs) -> Tensor:
