@@ -12,11 +12,13 @@ from config.checkpoint.safetensors_files import StoredTensor, read_header
 from config.errors import ConfigError
 from config.lora.base_modules import BaseModule, BaseModules
 from config.lora.peft_config import CONFIG_FILE, PeftConfig
-from config.params.lora import AUTO, EMBEDDING, EXTRA_TARGETS, LoRAConfig
+from config.params.lora import EMBEDDING, EXTRA_TARGETS
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
 NEW_TOKENS_FILE = "new_embeddings.safetensors"
+FILES = (CONFIG_FILE, WEIGHTS_FILE, NEW_TOKENS_FILE)
+"""All that is read of an adapter's folder, or looked for."""
 
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(.+)\.(lora_A\.weight|lora_B\.weight|lora_embedding_A|lora_embedding_B)")
@@ -182,16 +184,6 @@ def check_limits(adapter: Adapter, max_rank: int, extra_targets: tuple[str, ...]
             raise ConfigError(
                 f"{adapter.file} has weights for the {kind}, --lora-extra-targets is {reserved}"
             )
-
-
-def extra_targets(config: LoRAConfig, base: BaseModules) -> tuple[str, ...]:
-    """The EXTRA_TARGETS that adapters may have weights for. Raises ConfigError."""
-    asked = config.lora_extra_targets
-    if AUTO not in asked:
-        return tuple(kind for kind in EXTRA_TARGETS if kind in asked)
-    adapters = [read_adapter(Path(one.path), base) for one in config.adapters]
-    found = {kind for adapter in adapters for kind in adapter.extra_targets}
-    return tuple(kind for kind in EXTRA_TARGETS if kind in found or kind in asked)
 
 
 def content_hash(folder: Path) -> str:

@@ -10,11 +10,11 @@ from config.errors import ConfigError
 from config.lora.adapter import (
     LoRAInfo,
     check_limits,
-    extra_targets,
     lora_info,
     read_adapter,
 )
 from config.lora.base_modules import BaseModules
+from config.lora.configured import configured_adapters, extra_targets
 from config.model.read_config import read_model_config
 from config.params.lora import NamedAdapter
 
@@ -35,13 +35,18 @@ class AdapterReader:
         check_limits(found, self._config.lora.max_lora_rank, self._extra_targets)
         return lora_info(found, name, parent)
 
+    def read_configured(self) -> list[LoRAInfo]:
+        """Those of --lora-modules. Raises ConfigError."""
+        adapters = configured_adapters(self._config.lora, self._config.download_dir)
+        return [self.read(one) for one in adapters]
+
     @cached_property
     def _base(self) -> BaseModules:
         return BaseModules(read_model_config(self._config.model))
 
     @cached_property
     def _extra_targets(self) -> tuple[str, ...]:
-        return extra_targets(self._config.lora, self._base)
+        return extra_targets(self._config.lora, self._base, self._config.download_dir)
 
     def submit(self, work: Callable[[], None]) -> None:
         """Run `work` on the thread for it."""

@@ -255,7 +255,7 @@ class EngineLoop:
             self._adapters.close()
 
     def _run(self, executor: Executor, freeze_garbage: bool, group: StepGroup | None) -> None:
-        adapters = [self._adapters.read(one) for one in self._config.lora.adapters]
+        adapters = self._adapters.read_configured()
         worker = executor.start(self._report)
         if isinstance(executor, Lockstep):
             self._lockstep = LockstepInbox(executor, self._inbox)

@@ -16,10 +16,10 @@ from config.lora.adapter import (
     Adapter,
     check_limits,
     content_hash,
-    extra_targets,
     read_adapter,
 )
 from config.lora.base_modules import BaseModules
+from config.lora.configured import extra_targets
 from config.model.model_config import ModelConfig
 from config.params.lora import EMBEDDING, EXPERTS, HEAD, LoRAConfig
 from hpu.backends.base import Backend, Event
@@ -76,15 +76,17 @@ class LoRAManager:
         *,
         group: ProcessGroup = SINGLE,
         expert_group: ProcessGroup = SINGLE,
+        download_dir: str | None = None,
     ) -> None:
-        """Wraps the layers of `model`, which is prepared for its device. Raises ConfigError."""
+        """Wraps the layers of `model`, which is prepared for its device. `download_dir`: of models
+        of the hub. Raises ConfigError."""
         self._config = config
         self._base = BaseModules(facts)
         self._backend = backend
         self._dtype = dtype
         self._group = group
         self._at = shard_rank(group, expert_group)
-        self.extra_targets = extra_targets(config, self._base)
+        self.extra_targets = extra_targets(config, self._base, download_dir)
         is_grouped = backend.shares_host_memory
         shards = group if config.fully_sharded_loras and not is_grouped else SINGLE
         rank = -(-config.max_lora_rank // shards.size) * shards.size
@@ -297,10 +299,12 @@ class LoRAManager:
         )
 
 
-def keep_adapted_experts(config: LoRAConfig, facts: ModelConfig, model: nn.Module) -> None:
+def keep_adapted_experts(
+    config: LoRAConfig, facts: ModelConfig, model: nn.Module, download_dir: str | None
+) -> None:
     """Before `model` is prepared for its device: where experts take adapters, no fused operator may
     replace their products. Raises ConfigError."""
-    if EXPERTS not in extra_targets(config, BaseModules(facts)):
+    if EXPERTS not in extra_targets(config, BaseModules(facts), download_dir):
         return
     for module in model.modules():
         if isinstance(module, MoE) and module.scales_input:

@@ -273,7 +273,7 @@ def load(
         if tower is not None:
             logger.info("Images: the vision tower has %.2f GiB of weights", tower_bytes / GIB)
         if config.lora.enable_lora:
-            keep_adapted_experts(config.lora, facts, decoder)
+            keep_adapted_experts(config.lora, facts, decoder, config.download_dir)
         prepared = backend.prepare(decoder, patcher)
         if patcher is not None:
             weight_bytes = _num_bytes(decoder)
@@ -296,7 +296,7 @@ def load(
         )
         weight_bytes = sum(map(_num_bytes, model.modules))
         if config.lora.enable_lora:
-            keep_adapted_experts(config.lora, facts, model.body)
+            keep_adapted_experts(config.lora, facts, model.body, config.download_dir)
         prepared = backend.prepare(model.body)
         assert prepared is model.body, "no back end replaces a pooling model"
         block_size = config.cache.block_size or min(block_size, MAX_POOLING_STEP)
@@ -311,6 +311,7 @@ def load(
             dtype,
             group=groups.tensor,
             expert_group=expert_group,
+            download_dir=config.download_dir,
         )
         lora.warm_up()
     load_s = time.perf_counter() - start

@@ -195,3 +195,41 @@ def test_without_a_network_what_was_downloaded_before_is_used(
     assert f"could not be downloaded from {nowhere}" in unreachable[1]
     assert "HTTPS_PROXY" in unreachable[1]
     assert "HF_HUB_OFFLINE forbids to download it" in offline[1]
+
+
+ADAPTERS = """
+import json, sys
+from config.errors import ConfigError
+from config.lora.configured import configured_adapters
+from config.params.lora import LoRAConfig
+
+for module in sys.argv[2:]:
+    try:
+        (one,) = configured_adapters(
+            LoRAConfig(enable_lora=True, lora_modules=(module,)), sys.argv[1]
+        )
+        print(json.dumps(one.path))
+    except ConfigError as error:
+        print(json.dumps(str(error)))
+"""
+
+
+def test_an_adapter_of_the_hub_is_downloaded_and_a_folder_is_not(
+    run: Run, hub: FakeHub, tmp_path: Path
+) -> None:
+    files = {"adapter_config.json": "{}", "adapter_model.safetensors": "weights"}
+    hub.add("org/sql", {**files, "optimizer.pt": "state"})
+    own = tmp_path / "own"
+    own.mkdir()
+
+    done = run(
+        *("-c", ADAPTERS, str(tmp_path / "cache")),
+        *("sql=org/sql", f"own={own}", "gone=org/gone", "typo=./adapters/sql"),
+    )
+
+    folder, found, error, typo = map(json.loads, done.stdout.splitlines())
+    assert sorted(path.name for path in Path(folder).iterdir()) == sorted(files)
+    assert Path(folder).is_relative_to(tmp_path / "cache")
+    assert hub.names("org/sql") == sorted(files)
+    assert (found, typo) == (str(own), "adapters/sql")
+    assert error.startswith("an adapter of --lora-modules: 'org/gone' is no local folder")

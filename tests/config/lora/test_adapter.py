@@ -15,11 +15,11 @@ from config.errors import ConfigError
 from config.lora.adapter import (
     check_limits,
     content_hash,
-    extra_targets,
     lora_info,
     read_adapter,
 )
 from config.lora.base_modules import BaseModules
+from config.lora.configured import extra_targets
 from config.lora.peft_config import PeftConfig
 from config.model.read_config import read_model_config
 from config.params.lora import LoRAConfig
