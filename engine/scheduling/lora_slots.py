@@ -197,6 +197,8 @@ class LoRASlots:
         if message.error is not None:
             self.num_failures += 1
             entry.state = ABSENT
+            # Other ranks may have read it.
+            self._drops.append(DropAdapter(message.content))
             return False
         self.num_loads += 1
         entry.state = LOADED

@@ -152,6 +152,8 @@ def test_a_failed_load_is_tried_again_by_the_next_request() -> None:
     (load,) = slots.take_loads()
 
     is_loaded = slots.on_loaded(AdapterLoaded(load.content, "no such file"))
+    # Of ranks that have read it.
+    assert [drop.content for drop in slots.take_drops()] == ["hash-a"]
     slots.finish_request(one)
     slots.add_request(request(2, "a"))
 

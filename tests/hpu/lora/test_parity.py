@@ -113,6 +113,32 @@ def test_families_with_other_layers(family: str, tmp_path: Path) -> None:
     check(tmp_path, base, {"one": one})
 
 
+STATES = {
+    "granitemoehybrid": ("mamba.in_proj", "mamba.out_proj", *ATTENTION),
+    "qwen3_next": ("in_proj_qkvz", "in_proj_ba", "linear_attn.out_proj", *ATTENTION),
+}
+
+
+@pytest.mark.parametrize("family", STATES)
+def test_layers_with_a_state_have_adapters(family: str, tmp_path: Path) -> None:
+    base = make_tiny(family, tmp_path / "base")
+    one = write_adapter(tmp_path / "one", base, targets=STATES[family], seed=1)
+    two = write_adapter(tmp_path / "two", base, targets=STATES[family][1:2], seed=2)
+
+    check(tmp_path, base, {"one": one, "two": two})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", STATES)
+def test_layers_with_a_state_have_adapters_on_the_emulated_card(
+    family: str, tmp_path: Path
+) -> None:
+    base = make_tiny(family, tmp_path / "base")
+    one = write_adapter(tmp_path / "one", base, targets=STATES[family], seed=1)
+
+    check(tmp_path, base, {"one": one}, CARD, emulator_strict=True)
+
+
 def test_experts_have_adapters(tmp_path: Path) -> None:
     base = make_tiny("qwen3_moe", tmp_path / "base")
     one = write_adapter(tmp_path / "one", base, seed=1)

@@ -1,5 +1,6 @@
 """Adapters under load, in pooling models, over pipeline stages, and after a sleep."""
 
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from tiny_encoders import make_pooling
 from tiny_models import make_tiny
 
 from config.lora.adapter import WEIGHTS_FILE
+from config.params.beam_search import BeamSearchParams
 from gaudiserve import LLM, LoRARequest, SamplingParams
 
 SMALL: dict[str, Any] = {"dtype": "float32", "max_model_len": 64}
@@ -125,6 +127,45 @@ def test_pipeline_stages_have_adapters(tmp_path: Path) -> None:
         )
 
     assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
+
+
+def test_grammars_beams_and_n_are_those_of_the_merged_weights(tmp_path: Path) -> None:
+    base = make_tiny("llama", tmp_path / "base")
+    one = write_adapter(tmp_path / "one", base)
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"enum": ["x", "y"]}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    as_json = SamplingParams(
+        temperature=0.8, seed=3, max_tokens=40, structured_outputs={"json": json.dumps(schema)}
+    )
+    several = SamplingParams(temperature=0.9, seed=4, n=3, max_tokens=12, ignore_eos=True)
+    beams = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True)
+    prompts = ["Hello", "abc"]
+
+    def answers(llm: LLM, adapter: LoRARequest | None) -> tuple[list[str], list[Any], list[Any]]:
+        outputs = llm.generate(prompts, as_json, use_tqdm=False, lora_request=adapter)
+        choices = llm.generate(prompts, several, use_tqdm=False, lora_request=adapter)
+        found = llm.beam_search(prompts, beams, lora_request=adapter)
+        return (
+            [output.outputs[0].text for output in outputs],
+            [list(one.token_ids) for output in choices for one in output.outputs],
+            [list(sequence.tokens) for output in found for sequence in output.sequences],
+        )
+
+    with LLM(str(merge(tmp_path / "merged", base, one)), **CPU) as llm:
+        expected = answers(llm, None)
+    with LLM(str(base), enable_lora=True, lora_modules=[f"one={one}"], **CPU) as llm:
+        plain = answers(llm, None)
+        found = answers(llm, LoRARequest("one", 1))
+
+    assert found == expected
+    assert all(before != after for before, after in zip(plain[1:], found[1:], strict=True))
+    for text in found[0]:
+        parsed = json.loads(text)
+        assert set(parsed) == {"a", "b"} and parsed["a"] <= 99 and parsed["b"] in ("x", "y")
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
