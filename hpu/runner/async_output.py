@@ -96,10 +96,14 @@ class AsyncLaunchOutput:
     accepted: Tensor | None = None
     """(at least len(req_indices), 1 + width) on the host, with speculation on a device: the number
     of drafts, the accepted tokens, then NO_TOKEN. Read in `to_result`."""
+    num_promised: int = 0
+    """Further columns of `accepted`: drafts of the next decode, or NO_TOKEN."""
+    promising: list[int] = field(default_factory=list)
+    """The requests (indices into `req_indices`) that these are read of."""
     draft_counts: list[int] = field(default_factory=list)
+    """Of each request, from `accepted`."""
     occupants: list[int] = field(default_factory=list)
     """With speculation on a device: how many requests had had the index of each one before."""
-    """Of each request, from `accepted`."""
     fill_span_s: tuple[float, float] = (0.0, 0.0)
     """Start and end of filling the inputs on the host (perf_counter)."""
     pinned: tuple[Tensor, ...] = ()
@@ -186,18 +190,22 @@ class AsyncStepOutput:
         counts: list[int] = []
         has_counts = False
         for launch in self.launches:
-            first = len(result.tokens)
-            result.drafts.extend((len(counts) + i, drafts) for i, drafts in launch.promised)
+            first, first_request = len(result.tokens), len(counts)
             tokens, logprobs = launch.tokens, launch.logprobs
             if launch.packed is not None:
                 tokens, logprobs = unpack(launch.packed)
             num_tokens = len(launch.req_indices)
             if launch.accepted is not None:
                 rows = launch.accepted[:num_tokens].tolist()
-                several = [[token for token in row[1:] if token != NO_TOKEN] for row in rows]
+                end = launch.accepted.shape[1] - launch.num_promised
+                several = [[token for token in row[1:end] if token != NO_TOKEN] for row in rows]
+                launch.promised = [
+                    (i, rows[i][end:]) for i in launch.promising if rows[i][end] != NO_TOKEN
+                ]
                 launch.draft_counts = [row[0] for row in rows]
                 launch.token_counts = [len(one) for one in several]
                 tokens = torch.tensor([token for one in several for token in one])
+            result.drafts.extend((first_request + i, drafts) for i, drafts in launch.promised)
             if launch.token_counts:
                 has_counts = has_counts or max(launch.token_counts) > 1
                 num_tokens = sum(launch.token_counts)

@@ -247,7 +247,6 @@ class BatchState:
     def fill_drafts(
         self,
         launch: Launch,
-        may_draft: list[bool],
         num_pending: Integers,
         lookback: int,
         out: DraftArrays,
@@ -267,7 +266,7 @@ class BatchState:
         self.fill_no_drafts(out)
         out.req_indices[:n] = indices
         out.limits[:n] = np.minimum(counts * self.block_size, self._tokens.shape[1])
-        out.may_draft[:n] = may_draft
+        out.may_draft[:n] = 1
         out.lows[:n] = lows
         first = out.first_blocks[:n] = np.maximum(lows - lookback, 0) // self.block_size
         window = first[:, None] + np.arange(out.windows.shape[1])

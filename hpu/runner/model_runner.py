@@ -327,7 +327,7 @@ class ModelRunner(StepRunner):
         self._sampler.set_bitmasks(req_indices, words[ends - counts])
         if self._speculation is not None:
             for req_index, end, count in zip(req_indices, ends, counts, strict=True):
-                self._speculation.set_bitmasks(req_index, words[end - count : end])
+                set_all(req_index, words[end - count : end])
 
     def _begin(self, launch: Launch, output: AsyncStepOutput) -> ForwardOutput:
         """Fill the bucket's inputs and run the forward pass."""
@@ -351,14 +351,19 @@ class ModelRunner(StepRunner):
             sampling = self._batch_state.fill_prefill(launch, arrays)
         elif isinstance(arrays, DraftArrays):
             sampling = launch.req_indices
-            may_draft = [self._sampler.may_draft(req_index) for req_index in sampling]
+        set_all = None
+            set_all = self._speculation.set_bitmasks
+        elif self._device_speculation is not None:
+            set_all = self._sampler.set_draft_bitmasks
+        if set_all is not None:
             num_pending = self._num_pending[sampling]
             assert self._device_speculation is not None
             lookback = self._device_speculation.lookback
-            self._batch_state.fill_drafts(launch, may_draft, num_pending, lookback, arrays)
-            num_generated = self._sampler.num_generated(sampling) + num_pending
-            self._num_pending[sampling] += 1
-            occupants = self._occupants[sampling].tolist()
+            self._batch_state.fill_drafts(launch, num_pending, lookback, arrays)
+            if self._samples:
+                num_generated = self._sampler.num_generated(sampling) + num_pending
+                self._num_pending[sampling] += 1
+                occupants = self._occupants[sampling].tolist()
         else:
             sampling = launch.req_indices
             self._batch_state.fill_decode(launch, arrays)
@@ -567,14 +572,14 @@ class ModelRunner(StepRunner):
         assert self._device_speculation is not None and forward.logits is not None
         done, inputs = forward.launch, forward.inputs
         assert isinstance(inputs, DraftBuffers)
-        req_indices, append = inputs.draft_inputs.req_indices, None
+        req_indices, append, limits = inputs.draft_inputs.req_indices, None, None
         if all(map(self._sampler.takes_argmax, done.req_indices)):
             sampled = SamplerOutput(self._sampler.greedy(forward.logits), None)
         else:
             num_generated = forward.num_generated
             if num_generated is None:
                 num_generated = np.zeros(len(done.req_indices), np.int64)
-            sampled, append = self._sampler.sample_drafts(
+            sampled, append, limits = self._sampler.sample_drafts(
                 forward.logits, done.req_indices, rows.drafts, rows.ahead, num_generated
             )
         done.pinned = (*sampled.pinned, *self._device_speculation.take_host_tensors())
@@ -615,7 +620,16 @@ class ModelRunner(StepRunner):
 
     def _send(
         self, sampled: SamplerOutput, done: AsyncLaunchOutput, results: Tensor | None
+        if limits is not None:
+            rows = self._device_speculation.limit(rows, limits)
     ) -> None:
+        num_promised = self._device_speculation.num_promised
+        if limits is not None and num_promised:
+            accepted = self._device_speculation.promise(accepted, req_indices)
+            done.num_promised = num_promised
+            done.promising = [
+                i for i, one in enumerate(done.req_indices) if self._sampler.has_grammar(one)
+            ]
         """Start the copy of a launch's tokens and log-probabilities to the host, as one tensor, or
         write them to the first rows of `results`. Host memory needs no packing."""
         tokens, logprobs = sampled.tokens, sampled.logprobs

@@ -13,10 +13,12 @@ class GrammarBitmasks:
     def __init__(self, max_num_reqs: int, vocab_size: int) -> None:
         self.num_words = -(-vocab_size // TOKENS_PER_WORD)
         self._words = np.full((max_num_reqs, self.num_words), -1, dtype="<i4")
+        self._drafted: dict[int, npt.NDArray[np.int32]] = {}
 
     def reset(self, req_index: int) -> None:
         """Set all bits of a request."""
         self._words[req_index] = -1
+        self._drafted.pop(req_index, None)
 
     def set(self, req_indices: list[int], words: npt.NDArray[np.int32]) -> None:
         """Store `words` (len(req_indices), num_words)."""
@@ -26,3 +28,26 @@ class GrammarBitmasks:
         """Fill `out` (B, num_words); all bits are set beyond the requests."""
         out[: len(req_indices)] = self._words[req_indices]
         out[len(req_indices) :] = -1
+
+    def set_drafted(self, req_index: int, words: npt.NDArray[np.int32]) -> None:
+        """Store the bitmask of a request, and those behind its first drafts: (count, num_words)."""
+        self._drafted[req_index] = words
+
+    def write_drafted(
+        self,
+        req_indices: npt.NDArray[np.int64],
+        out: npt.NDArray[np.int32],
+        limits: npt.NDArray[np.int32],
+    ) -> None:
+        """Fill `out` (rows of a request * B, num_words), whose row j * B + i is behind j drafts of
+        request i, and `limits` (B,): behind so many drafts there is a bitmask."""
+        batch = len(limits)
+        width = len(out) // batch
+        out[:] = -1
+        limits[:] = width - 1
+        for i, req_index in enumerate(req_indices.tolist()):
+            words = self._drafted.get(req_index)
+            if words is not None:
+                rows = words[:width]
+                out[i : i + len(rows) * batch : batch] = rows
+                limits[i] = len(rows) - 1

@@ -32,16 +32,11 @@ class DraftRows:
         ) -> tuple[Tensor, TableRows]:
             return _expanded(params, rows, randoms, num_banned, ahead, width, num_randoms, neutral)
 
-        def tiled(words: Tensor) -> Tensor:
-            return words.repeat(width)
-
         compiled = backend.compiled
         self.expanded: Callable[..., tuple[Tensor, TableRows]] = compiled(expanded)
         """Uploaded columns of B requests, and (B,) how many tokens the request is `ahead` of what
         the host knew, to params (len(Params) * R,) and table rows of (R,) each. Those of counts and
         last tokens are rows of what `counts_before` and `last_before` return."""
-        self.tiled: Callable[[Tensor], Tensor] = compiled(tiled)
-        """(B * W,) words of bitmasks to (R * W,). A request with a grammar has no drafts."""
         self.counts_before: Callable[..., Tensor] = compiled(_counts_before)
         """The table of counts, (B,) rows of it and drafts (B, width - 1) to (R, V) counts."""
         self.last_before: Callable[..., Tensor] = compiled(_last_before)

@@ -67,6 +67,18 @@ class SamplerOutput(NamedTuple):
     """Host tensors to keep until the device is done with the launch: uploads read them."""
 
 
+class DraftedOutput(NamedTuple):
+    """What `Sampler.sample_drafts` says of a launch's rows."""
+
+    sampled: SamplerOutput
+    """Of all rows."""
+    append: Callable[[Tensor], None]
+    """To be called with the accepted tokens (B, 1 + K)."""
+    limits: Tensor | None
+    """(B,): drafts of each request that may be accepted, for bitmasks come behind no others; None
+    without a grammar."""
+
+
 class Sampler:
     """Sampling state of `max_num_reqs` requests, and the function that uses it. Not thread-safe.
 
@@ -108,6 +120,8 @@ class Sampler:
         self._draft_rows: DraftRows | None = None
         self._draft_columns: dict[int, tuple[_Columns, _Columns]] = {}
         """By batch width: random numbers, and how many tokens come before min_tokens."""
+        self._draft_limits: dict[int, _Columns] = {}
+        """By batch width: drafts behind which there is a bitmask."""
 
     @property
     def warmup_settings(self) -> tuple[RequestSampling, ...]:
@@ -155,10 +169,14 @@ class Sampler:
             self._backend, 1 + max_drafts, num_randoms, neutral=self._max_num_reqs
         )
 
-    def may_draft(self, req_index: int) -> bool:
-        """Whether `sample_drafts` can verify drafts of a request: not of one with a grammar, whose
-        bitmasks would depend on each of them."""
-        return not self._columns.has_grammar(req_index)
+    def set_draft_bitmasks(self, req_index: int, words: npt.NDArray[np.int32]) -> None:
+        """As `set_bitmasks`, with those behind its first drafts, for `sample_drafts`: (1 + drafts,
+        W)."""
+        self._bitmasks.set_drafted(req_index, words)
+
+    def has_grammar(self, req_index: int) -> bool:
+        """Whether bitmasks come for a request."""
+        return self._columns.has_grammar(req_index)
 
     def num_generated(self, req_indices: list[int]) -> npt.NDArray[np.int64]:
         """(len(req_indices),): the tokens of each request that were counted."""
@@ -175,16 +193,18 @@ class Sampler:
         drafts: Tensor,
         ahead: Tensor,
         num_generated: npt.NDArray[np.int64],
-    ) -> tuple["SamplerOutput", Callable[[Tensor], None]]:
-        """Tokens of all rows of `logits` (R, V), in the order of hpu/sampling/draft_rows.py, each
-        as if the `drafts` (B, K) before it were accepted; call what is returned beside them with
-        the accepted tokens (B, 1 + K). `ahead` (B,): generated tokens of each request beyond
-        `num_generated` (len(req_indices),). Counts no token: `advance` does."""
+    ) -> "DraftedOutput":
+        """Sample all rows of `logits` (R, V), in the order of hpu/sampling/draft_rows.py, each as
+        if the `drafts` (B, K) before it were accepted. `ahead` (B,): generated tokens of each
+        request beyond `num_generated` (len(req_indices),). Counts no token: `advance` does."""
         static, draft_rows = self._static, self._draft_rows
         assert static is not None and draft_rows is not None, "no drafts are expected"
         indices, width = np.array(req_indices, dtype=np.int64), len(ahead)
         stages = self._stages(req_indices, indices)
-        launch = self._begin(indices, stages, width)
+        launch = self._begin(indices, stages._replace(grammar=False), width)
+        bitmasks = limits = None
+        if stages.grammar:
+            bitmasks, limits = self._upload_draft_bitmasks(indices, width, launch.pinned)
         randoms, num_banned = self._upload_drafted(indices, num_generated, width, launch.pinned)
         self._backend.mark_step()
         params, rows = draft_rows.expanded(
@@ -195,9 +215,6 @@ class Sampler:
             ahead,
         )
         own, tables = launch.inputs.table_rows, dict(self._tables.items())
-        bitmasks = None
-        if stages.grammar:
-            bitmasks = draft_rows.tiled(self._grammar_words(width).device)
         if stages.tables:
             tables["counts"] = draft_rows.counts_before(tables["counts"], own.counts, drafts)
         if stages.words:
@@ -217,7 +234,24 @@ class Sampler:
                 last_tokens.index_copy_(0, own.last_tokens, new)
                 self._backend.mark_step()
 
-        return SamplerOutput(tokens, logprobs, tuple(launch.pinned)), append
+        sampled = SamplerOutput(tokens, logprobs, tuple(launch.pinned))
+        return DraftedOutput(sampled, append, limits)
+
+    def _upload_draft_bitmasks(
+        self, indices: npt.NDArray[np.int64], width: int, pinned: list[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Bitmasks of all rows of a launch of `width` requests, and behind how many drafts of each
+        there is one, on the device."""
+        assert self._draft_rows is not None
+        words = self._grammar_words(width * self._draft_rows.width)
+        limits = self._draft_limits.get(width)
+        if limits is None:
+            limits = _Columns(self._backend, 1, width, self._backend.index_dtype)
+            self._draft_limits[width] = limits
+        self._bitmasks.write_drafted(indices, words.host(), limits.host()[0])
+        words.upload(pinned)
+        limits.upload(pinned)
+        return words.device, limits.device
 
     def _upload_drafted(
         self,

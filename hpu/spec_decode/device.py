@@ -31,7 +31,7 @@ class DraftInputs(NamedTuple):
     limits: Tensor
     """(B,): tokens that blocks and context have room for."""
     may_draft: Tensor
-    """(B,): 1, or 0 for a request that takes one token a step; -1 for padding."""
+    """(B,): 1; -1 for padding."""
     lows: Tensor
     """(B,): the least position that its last known token may have."""
     first_blocks: Tensor
@@ -133,6 +133,8 @@ class DeviceSpeculation:
         self.lookback = 0 if drafter is None else lookback(drafter.shift, drafter.num_rows)
         """How far before the last known token positions are computed."""
         self._drafter = drafter
+        self.num_promised = 0 if drafter is not None else method.max_drafts
+        """Columns of `promise`. A drafter makes its drafts when their launch begins."""
         self.counts = counts
         self._backend = backend
         self._max_len = max_model_len
@@ -157,6 +159,8 @@ class DeviceSpeculation:
             self._begin = compiled(_Begin(method.max_drafts, max_model_len, drafter, places))
         self._accept = backend.compiled(_Accept(self.width, max_model_len, self._scratch))
         self._append = backend.compiled(_Append(max_model_len, self._scratch))
+        self._limit = backend.compiled(_limit)
+        self._promise = backend.compiled(_Promise(method, max_model_len))
         # Keep the zeros out of the recipe that each new request runs.
         backend.mark_step()
         self._write_request(self._scratch, np.zeros(1, np.uint32))
@@ -221,6 +225,17 @@ class DeviceSpeculation:
         )
         self._write(index, values, lengths, req_indices)
         return accepted, tokens
+
+    def limit(self, rows: Rows, limits: Tensor) -> Rows:
+        """`rows` of which at most `limits` (B,) drafts count."""
+        return rows._replace(num_drafts=self._limit(rows.num_drafts, limits))
+
+    def promise(self, accepted: Tensor, req_indices: Tensor) -> Tensor:
+        """What `accept` returned first, and behind it the drafts (B, `num_promised`) that `prepare`
+        will make next of the same tokens; NO_TOKEN where it makes none."""
+        promised: Tensor = self._promise(self._history, self._num_tokens, accepted, req_indices)
+        self._backend.mark_step()
+        return promised
 
     def _write(self, index: Tensor, values: Tensor, lengths: Tensor, req_indices: Tensor) -> None:
         self._history.index_copy_(0, index, values)
@@ -460,6 +475,29 @@ class _Accept:
         index = torch.where(is_stored, index, spare)
         lengths = torch.where(requests < self._scratch, last + 2 + num_accepted, 1)
         return accepted, kept, index.reshape(-1), tokens.clamp(min=0).reshape(-1), lengths
+
+
+def _limit(num_drafts: Tensor, limits: Tensor) -> Tensor:
+    return torch.minimum(num_drafts, limits)
+
+
+class _Promise:
+    """As DeviceSpeculation.promise."""
+
+    __name__ = "promise"
+
+    def __init__(self, method: SpeculationMethod, max_len: int) -> None:
+        self._method = method
+        self._max_len = max_len
+
+    def __call__(
+        self, history: Tensor, num_tokens: Tensor, accepted: Tensor, requests: Tensor
+    ) -> Tensor:
+        last = num_tokens.index_select(0, requests) - 1
+        known = history.view(-1, self._max_len).index_select(0, requests)
+        drafts, is_found = lookup(known, last, self._method)
+        drafts = torch.where(is_found.unsqueeze(1), drafts, NO_TOKEN)
+        return torch.cat((accepted, drafts), dim=1)
 
 
 class _Append:

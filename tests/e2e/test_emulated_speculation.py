@@ -2,6 +2,7 @@
 without speculation, and nothing is compiled or falls back after the warm-up."""
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from tiny_models import VOCAB_SIZE, make_tiny
 
 from config.params.sampling import SamplingParams
+from config.params.structured_output import GrammarSpec
 from engine.transport.messages import EngineStats
 from gaudiserve import LLM
 
@@ -119,3 +121,35 @@ def test_drafts_of_requests_that_are_not_greedy_are_accepted(name: str, tmp_path
     assert found == expected
     assert stats.spec_decode["num_accepted_tokens"] > 20
     assert stats.recompilations == 0
+
+
+@pytest.mark.parametrize(
+    "mode", ["hpu-graphs", pytest.param("torch-compile", marks=pytest.mark.slow)]
+)
+def test_drafts_behind_which_a_grammar_holds_are_accepted(mode: str, tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path, num_hidden_layers=1)
+    pairs = GrammarSpec("regex", "((a[b-d]|[0-9]{2}),){5,20}")
+    params = [
+        SamplingParams(temperature=0, max_tokens=64, structured_outputs=pairs),
+        SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=0.3, seed=2, max_tokens=64, structured_outputs=pairs),
+        SamplingParams(
+            temperature=0, frequency_penalty=0.1, max_tokens=64, structured_outputs=pairs
+        ),
+    ] * 3
+    prompts = [[number, 9 + number, number] for number in range(len(params))]
+    flags = {**SHAPE, "skip_tokenizer_init": False}
+    with LLM(str(folder), device="cpu", **flags) as llm:
+        expected = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
+
+    few = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_prefill_batch": 1}
+    with LLM(str(folder), **{**flags, **CARD, **few, "execution_mode": mode}) as llm:
+        outputs = llm.generate(prompts, params)
+        stats = llm._client.stats
+
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert all(re.match("(a[b-d]|[0-9]{2}),", output.outputs[0].text) for output in outputs[::2])
+    assert stats.spec_decode["num_accepted_tokens"] > 20
+    while_serving = [name for name in stats.compilations if not name.endswith(".warmup")]
+    assert stats.compilations and while_serving == []
+    assert (stats.recompilations, stats.cpu_fallbacks) == (0, 0)

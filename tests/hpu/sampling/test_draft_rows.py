@@ -46,7 +46,7 @@ def test_rows_behind_drafts_are_those_of_one_token_after_the_other(ahead: int) -
     known = sampler.num_generated(requests)
     for first in (ahead, ahead + 1 + DRAFTS):
         tokens = torch.stack(expected[first : first + 1 + DRAFTS])
-        sampled, append = sampler.sample_drafts(
+        sampled, append, _ = sampler.sample_drafts(
             logits[first : first + 1 + DRAFTS].reshape(-1, VOCAB),
             requests,
             tokens[:DRAFTS].t().contiguous(),
@@ -70,7 +70,7 @@ def test_tokens_behind_the_accepted_ones_leave_no_trace() -> None:
     rows = torch.cat((logits[0], *[torch.randn(BATCH, VOCAB)] * DRAFTS))
     none = torch.full((BATCH, DRAFTS), NO_TOKEN, dtype=first.dtype)
 
-    sampled, append = sampler.sample_drafts(
+    sampled, append, _ = sampler.sample_drafts(
         rows, requests, wrong, zeros, sampler.num_generated(requests)
     )
     append(torch.cat((sampled.tokens[:BATCH].unsqueeze(1), none), dim=1))
@@ -81,3 +81,29 @@ def test_tokens_behind_the_accepted_ones_leave_no_trace() -> None:
     assert torch.equal(sampled.tokens[:count], first[:count])
     assert torch.equal(sampler.sample(logits[1], requests).tokens[:count], second[:count])
     assert torch.equal(sampler.sample(logits[2], requests).tokens[:count], third[:count])
+
+
+def test_each_row_has_the_bitmask_behind_its_drafts() -> None:
+    sampler = Sampler(BATCH, VOCAB, CpuBackend(torch.get_num_threads()), static_shapes=True)
+    sampler.expect_drafts(DRAFTS, max_inflight_steps=2)
+    sampler.add_request(0, RequestSampling(temperature=0.0, masked=True), PROMPT, 3)
+    sampler.add_request(1, RequestSampling(temperature=0.0), PROMPT, 3)
+    allowed = [11, 22, 33]
+    words = np.zeros((3, -(-VOCAB // 32)), np.int32)
+    for row, token in zip(words, allowed, strict=True):
+        row[token // 32] = 1 << token % 32
+    logits = torch.randn((1 + DRAFTS) * BATCH, VOCAB)
+
+    sampler.set_draft_bitmasks(0, words)
+    sampled, _, limits = sampler.sample_drafts(
+        logits,
+        [0, 1],
+        torch.zeros((BATCH, DRAFTS), dtype=torch.int64),
+        torch.zeros(BATCH, dtype=torch.int64),
+        sampler.num_generated([0, 1]),
+    )
+
+    rows = sampled.tokens.view(1 + DRAFTS, BATCH)
+    assert rows[:3, 0].tolist() == allowed
+    assert torch.equal(rows[:, 1], logits.view(1 + DRAFTS, BATCH, VOCAB)[:, 1].argmax(-1))
+    assert limits is not None and limits[:2].tolist() == [2, DRAFTS]
