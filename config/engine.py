@@ -355,10 +355,12 @@ class EngineConfig:
 
     def _check_speculation(self) -> None:
         stages, engines = self.parallel.pipeline_parallel_size, self.num_coupled_engines
-        if stages > 1:
+        method = self.speculation.choose()
+        if stages > 1 and method is not None and method.has_drafter:
             raise ConfigError(
-                f"speculative_config is set and pipeline_parallel_size is {stages}: drafts are "
-                "verified by models with 1 stage"
+                f"speculative_config names the method {method.method} and pipeline_parallel_size "
+                f"is {stages}: a drafter needs the embedding and the hidden states of a model with "
+                "1 stage; draft with ngram, or on cpu with suffix"
             )
         if engines > 1:
             raise ConfigError(

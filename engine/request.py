@@ -133,7 +133,7 @@ class Request:
         self.guide: Guide | None = None
         """Follows its grammar; None without one."""
         self.drafts: list[int] = []
-        """With a grammar: what its next decode may verify."""
+        """With a grammar, or pipeline stages: what its next decode may verify."""
         if grammar is not None:
             self.guide = Guide(
                 grammar,

@@ -186,6 +186,19 @@ class Launch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     samples: list[bool] = []
 
 
+class KnownTokens(msgspec.Struct, array_like=True, gc=False):
+    """Of each request of a plan's decodes, in their order: what the stages before the last one of a
+    pipeline have not seen."""
+
+    num_tokens: list[int]
+    """All of its tokens, of which the last one is not computed."""
+    last_tokens: memoryview
+    """(requests, tokens of a step at most) uint32, little-endian: the last ones; 0 in front of the
+    first one."""
+    drafts: list[list[int]]
+    """What the decode verifies, where the host knows all tokens (StepResult.drafts)."""
+
+
 class StepPlan(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=1):
     """One step. Each plan gets exactly one StepResult, in order."""
 
@@ -222,6 +235,8 @@ class StepPlan(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, ta
     encoded_images: list[EncodedImage] = []
     """Images to encode before the launches. Their embeddings stay until they are freed: a launch
     has only tokens of images that were encoded before and not freed."""
+    known: KnownTokens | None = None
+    """With speculation between pipeline stages."""
 
 
 class GrammarMasks(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=9):
@@ -278,8 +293,9 @@ class StepResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     """Tokens of each sampling request, in the order of `tokens`; empty when each has exactly one.
     At the end, so that an empty column takes no byte on the wire."""
     drafts: list[tuple[int, list[int]]] = []
-    """(index of a sampling request, tokens) of requests with a grammar: what their next decode may
-    verify, so that the engine sends bitmasks for it."""
+    """(index of a sampling request, tokens): what its next decode may verify. Of requests with a
+    grammar, so that the engine sends bitmasks for it; with pipeline stages of all, which get it
+    with the plan of that decode."""
 
 
 class WorkerFailed(msgspec.Struct, array_like=True, gc=False, tag=3):

@@ -156,6 +156,7 @@ class EngineCore:
                 defrag_threshold=config.execution.defrag_threshold,
                 prefill_launch_tokens=ready.prefill_launch_tokens,
                 num_stages=config.parallel.pipeline_parallel_size,
+                max_tokens_per_step=ready.max_tokens_per_step,
                 lora=self._lora,
                 encoder=self._encoder,
             )

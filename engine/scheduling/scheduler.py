@@ -11,6 +11,7 @@ from engine.kv_cache.manager import KVCacheManager
 from engine.request import FINISHED, PREEMPTED, RUNNING, WAITING, Request
 from engine.scheduling.encoder_cache import EncoderCache
 from engine.scheduling.grammar_masks import add_masks
+from engine.scheduling.known_tokens import known_tokens
 from engine.scheduling.launch_packer import Chunk, LaunchPacker
 from engine.scheduling.lora_slots import AdapterQueue, LoRASlots
 from engine.scheduling.waiting_queue import WaitingQueue
@@ -82,12 +83,14 @@ class Scheduler:
         defrag_threshold: int = 32,
         prefill_launch_tokens: int = 0,
         num_stages: int = 1,
+        max_tokens_per_step: int = 1,
         lora: LoRASlots | None = None,
         encoder: EncoderCache | None = None,
     ) -> None:
         """`defrag_threshold`: blocks that may be free below the highest used one, where decodes
         read a slice of the cache. `prefill_launch_tokens`: a step starts no further prompt once it
-        has so many prompt tokens; 0: only the budget limits it."""
+        has so many prompt tokens; 0: only the budget limits it. `max_tokens_per_step`: of a
+        decode, with speculation more than 1."""
         self.waiting = WaitingQueue() if lora is None else AdapterQueue(lora)
         self._lora = lora
         self._encoder = encoder
@@ -100,6 +103,8 @@ class Scheduler:
         """Prompt tokens scheduled since the last decodes, if every step since then was full; 0: the
         next step decodes."""
         self._num_stages = num_stages
+        self._num_last_tokens = max_tokens_per_step if num_stages > 1 else 1
+        """Of each request that decodes; more than 1 are sent to the pipeline stages."""
         self._is_waiting_for_tokens = False
         """Whether a decode was left out of this step because its token is not back yet."""
         self._max_num_seqs = config.max_num_seqs
@@ -340,6 +345,7 @@ class Scheduler:
         request.req_index = self._free_indices.pop()
         request.state = RUNNING
         request.num_prefill_tokens = request.num_tokens
+        request.drafts = []
         insort(self._prefilling, request, key=_priority_key)
         output.new_requests.append(
             NewRequest(
@@ -477,6 +483,8 @@ class Scheduler:
         masked += [c.request for c in chunks if c.request.guide is not None]
         if masked:
             output.deferred = add_masks(output.plan, masked)
+        if self._num_last_tokens > 1 and output.decodes:
+            output.plan.known = known_tokens(output.decodes, self._num_last_tokens)
 
     def check(self) -> None:
         """Raise AssertionError unless indices, blocks and states agree."""

@@ -275,6 +275,11 @@ class BatchState:
         out.block_list[:num_blocks] = self._block_tables[indices[groups], columns]
         out.block_groups[:num_blocks] = groups
         out.block_starts[:num_blocks] = columns * self.block_size
+        if out.num_tokens is not None and out.last_tokens is not None:
+            num_tokens = out.num_tokens[:n] = self._num_tokens[indices]
+            width = out.last_tokens.shape[1]
+            columns = np.maximum(num_tokens[:, None] - width + np.arange(width), 0)
+            out.last_tokens[:n] = self._tokens[indices[:, None], columns]
 
     def fill_no_drafts(self, out: DraftArrays) -> None:
         """Write padding alone."""
@@ -285,6 +290,9 @@ class BatchState:
         out.pad_slots[:] = np.resize(self._pad_slots, len(out.pad_slots))
         if out.lora_slots is not None:
             out.lora_slots[:] = NO_SLOT
+        if out.num_tokens is not None and out.last_tokens is not None:
+            out.num_tokens[:] = 1
+            out.last_tokens[:] = 0
 
     def advance_decode(self, req_index: int, count: int) -> None:
         """A decode of `fill_drafts` has accepted `count` tokens, the one behind them included."""
@@ -323,6 +331,14 @@ class BatchState:
         self._tokens[req_index, start : start + len(tokens)] = np.maximum(tokens[:room], 0)
         self._num_computed_tokens[req_index] += len(tokens)
         self._num_tokens[req_index] += len(tokens)
+
+    def set_known(self, req_index: int, num_tokens: int, last_tokens: Tokens) -> None:
+        """All tokens of a request are known, and all but the last one are computed. `last_tokens`:
+        the newest ones, in more columns than there are tokens with anything in front."""
+        last_tokens = last_tokens[-num_tokens:]
+        self._tokens[req_index, num_tokens - len(last_tokens) : num_tokens] = last_tokens
+        self._num_tokens[req_index] = num_tokens
+        self._num_computed_tokens[req_index] = num_tokens - 1
 
     def _fill_blocks(
         self, launch: Launch, indices: Integers, positions: Integers, out: DecodeArrays

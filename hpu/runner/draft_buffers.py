@@ -7,7 +7,7 @@ from torch import Tensor
 from hpu.backends.base import Backend
 from hpu.layers.metadata import DecodeAttentionInputs
 from hpu.protocol import Bucket
-from hpu.runner.input_buffers import Array, InputBuffers, LaunchTensors
+from hpu.runner.input_buffers import Array, HiddenBuffers, InputBuffers, LaunchTensors
 from hpu.spec_decode.device import DraftInputs, Rows
 
 
@@ -24,6 +24,10 @@ class DraftArrays(NamedTuple):
     block_groups: Array
     block_starts: Array
     pad_slots: Array
+    num_tokens: Array | None = None
+    """(B,): known tokens of each request, on a pipeline stage that is not the last; so the next."""
+    last_tokens: Array | None = None
+    """(B, width): the newest ones, as in KnownTokens."""
     lora_slots: Array | None = None
     """(B,): the slot of each request's adapter, where adapters are served."""
 
@@ -41,22 +45,50 @@ class DraftBuffers(InputBuffers):
         width: int,
         window: int,
         has_adapters: bool = False,
+        hidden_buffers: HiddenBuffers | None = None,
+        learns: bool = False,
     ) -> None:
         """`window`: blocks of a request that its next tokens may lie in. `has_adapters`: rows name
-        the slots of adapters."""
+        the slots of adapters. `hidden_buffers`: as InputBuffers. `learns`: whether tokens are
+        uploaded that another pipeline stage has sampled."""
         _, batch, _, blocks = bucket
         self._width = width
         self._names_slots = has_adapters
         shapes: list[tuple[int, ...]] = [(batch,)] * 5
         shapes += [(batch, window), (blocks,), (blocks,), (blocks,), (batch * width,)]
+        names = [*DraftInputs._fields]
+        self._learns = learns
+        if learns:
+            shapes += [(batch,), (batch, width)]
+            names += ["num_tokens", "last_tokens"]
         if has_adapters:
             shapes.append((batch,))
-        super().__init__(bucket, backend, is_static=is_static, shapes=shapes, make=DraftArrays)
+            names.append("lora_slots")
+
+        def make(*arrays: Array) -> DraftArrays:
+            return DraftArrays(**dict(zip(names, arrays, strict=True)))
+
+        super().__init__(
+            bucket,
+            backend,
+            is_static=is_static,
+            shapes=shapes,
+            make=make,
+            hidden_buffers=hidden_buffers,
+        )
 
     @property
     def draft_inputs(self) -> DraftInputs:
         """Device tensors of the last upload."""
         return DraftInputs(*self._current.tensors.rest[: len(DraftInputs._fields)])
+
+    @property
+    def known(self) -> tuple[Tensor, ...] | None:
+        """`num_tokens` and `last_tokens` of the last upload, where they are uploaded."""
+        if not self._learns:
+            return None
+        first = len(DraftInputs._fields)
+        return self._current.tensors.rest[first : first + 2]
 
     @property
     def graph_inputs(self) -> tuple[Tensor, ...]:
@@ -66,8 +98,10 @@ class DraftBuffers(InputBuffers):
         return self._own
 
     def set_rows(self, rows: Rows) -> None:
-        """Copy the launch's rows to where the model reads them."""
-        for own, new in zip(self._own[:7], rows, strict=False):
+        """Copy the launch's rows to where the model reads them; hidden states are received in place
+        of tokens."""
+        first = 0 if self._hidden_buffers is None else 1
+        for own, new in zip(self._own[first:7], rows[first:], strict=False):
             own.copy_(new)
         if self._names_slots:
             self._own[-1].copy_(self._current.tensors.rest[-1].repeat(self._width))
@@ -85,7 +119,10 @@ class DraftBuffers(InputBuffers):
         shapes = [(rows, 1), (rows, 1), (rows,), *[(entries,)] * 4]
         if self._names_slots:
             shapes.append((rows,))
-        return tuple(self._backend.zeros(shape, self._backend.index_dtype) for shape in shapes)
+        own = [self._backend.zeros(shape, self._backend.index_dtype) for shape in shapes[1:]]
+        if self._hidden_buffers is not None:
+            return (self._hidden_buffers.get(rows, 1, is_static=self.is_static), *own)
+        return (self._backend.zeros(shapes[0], self._backend.index_dtype), *own)
 
     def _name(self, views: list[Tensor], *own: Tensor) -> LaunchTensors:
         return self._launch(own, tuple(views))

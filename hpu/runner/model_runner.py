@@ -25,6 +25,7 @@ from hpu.protocol import (
     PREFILL,
     Bucket,
     GrammarMasks,
+    KnownTokens,
     Launch,
     RequestSampling,
     StepPlan,
@@ -92,7 +93,7 @@ class ModelRunner(StepRunner):
     ) -> None:
         """`compared_ranks`: ranks that must sample the same tokens, which is checked. `link`: to
         the other pipeline stages, of which the last one samples. `agreement`: of the ranks of this
-        stage. `speculation`: verifies drafts in each decode;
+        stage. `speculation`: verifies drafts in each decode, on the last stage;
         `device_speculation`: the same where the host does not know the tokens yet;
         `device_drafter` computes each prefill as well.
         `hidden_cache`: gets the hidden states of each launch. `images`: of a model that takes
@@ -107,10 +108,11 @@ class ModelRunner(StepRunner):
             self.decode_width = device_speculation.width
         self._num_pending = np.zeros(batch_state.max_num_reqs + 1, np.int64)
         """With it: decodes of each request in flight."""
+        self._planned: dict[int, list[int]] | None = None
+        """Drafts of the plan's decodes, if they come with it."""
         self._occupants = np.zeros(batch_state.max_num_reqs + 1, np.int64)
         """Requests that each index has had. A rank that is behind the first one learns what an
         earlier request accepted when the next one has its index."""
-        self._agreement = agreement
         self._link = link
         self._samples = link.stage.is_last
         self._compared_ranks = compared_ranks
@@ -239,19 +241,24 @@ class ModelRunner(StepRunner):
         self._backend.synchronize()
         return forward.hidden if self._link.stage.size == 1 else None
 
-    def measure_decodes(self, max_rows: int) -> LaunchCosts:
-        """Decodes of up to `max_rows` greedy rows over a short context; after the warm-up."""
+    def measure_decodes(self, max_rows: int, agreement: Agreement) -> LaunchCosts:
+        """Decodes of up to `max_rows` greedy rows over a short context, through all pipeline
+        stages; after the warm-up. `agreement`: of all ranks."""
         blocks = -(-MEASURED_CONTEXT // self._batch_state.block_size)
 
         def launch(rows: int) -> None:
             inputs = self._input_buffers.get((DECODE, rows, 1, rows * blocks))
             self._batch_state.fill_dummy(inputs.host_arrays())
             inputs.upload()
+            self._begin_step(1)
             forward = self._forward(inputs, [self.dummy_req_index] * rows)
             if forward.logits is not None:
                 self._sampler.greedy(forward.logits)
+            if self._link.stage.size > 1:
+                # A launch ends on the last stage.
+                agreement.all_true(True)
 
-        return measure(launch, max_rows, self._agreement)
+        return measure(launch, max_rows, agreement)
 
     def _on_result(self, output: AsyncStepOutput, result: StepResult) -> None:
         for launch in output.launches:
@@ -314,9 +321,28 @@ class ModelRunner(StepRunner):
                 self._device_speculation.add_request(new.req_index, tokens)
         if self._images is not None:
             self._images.encode(plan)
+        if plan.known is not None:
+            self._take_known(plan.launches, plan.known)
         self._set_bitmasks(plan.masked_requests, plan.masks, plan.mask_counts)
         for req_index, block in zip(plan.grown_requests, plan.grown_blocks, strict=True):
             self._batch_state.append_blocks(req_index, [block])
+
+    def _take_known(self, launches: list[Launch], known: KnownTokens) -> None:
+        """What the last pipeline stage has sampled, and what the decodes verify."""
+        decodes = [i for launch in launches if launch.phase == DECODE for i in launch.req_indices]
+        if not self._samples:
+            tokens = np.frombuffer(known.last_tokens, "<u4").reshape(len(decodes), -1)
+            for req_index, count, last in zip(decodes, known.num_tokens, tokens, strict=True):
+                self._batch_state.set_known(req_index, count, last)
+        if self._device_speculation is None:
+            self._planned = dict(zip(decodes, known.drafts, strict=True))
+
+    def _drafts_of(self, launch: Launch) -> Drafts | None:
+        """What a decode verifies, where the host knows all tokens."""
+        if self._planned is not None:
+            tokens = [self._planned[req_index] for req_index in launch.req_indices]
+            return Drafts(launch.req_indices, tokens)
+        return None if self._speculation is None else self._speculation.draft(launch)
 
     def _set_bitmasks(self, req_indices: list[int], masks: memoryview, counts: list[int]) -> None:
         if not req_indices or not self._samples:
@@ -325,18 +351,22 @@ class ModelRunner(StepRunner):
         words = np.frombuffer(masks, dtype="<i4").reshape(sum(counts), -1)
         ends = np.cumsum(counts)
         self._sampler.set_bitmasks(req_indices, words[ends - counts])
+        set_all = None
         if self._speculation is not None:
+            set_all = self._speculation.set_bitmasks
+        elif self._device_speculation is not None:
+            set_all = self._sampler.set_draft_bitmasks
+        if set_all is not None:
             for req_index, end, count in zip(req_indices, ends, counts, strict=True):
                 set_all(req_index, words[end - count : end])
 
     def _begin(self, launch: Launch, output: AsyncStepOutput) -> ForwardOutput:
         """Fill the bucket's inputs and run the forward pass."""
         start = time.perf_counter()
-        if self._speculation is not None and launch.phase == DECODE:
-            drafts = self._speculation.draft(launch)
-            # Without any it is a launch like others.
-            if any(drafts.tokens):
-                return self._begin_drafts(launch, output, drafts, start)
+        drafts = self._drafts_of(launch) if launch.phase == DECODE else None
+        # Without any it is a launch like others.
+        if drafts is not None and any(drafts.tokens):
+            return self._begin_drafts(launch, output, drafts, start)
         inputs = self._input_buffers.get((launch.phase, *launch.bucket))
         arrays = inputs.host_arrays()
         targets: list[PromptTargets] = []
@@ -351,11 +381,6 @@ class ModelRunner(StepRunner):
             sampling = self._batch_state.fill_prefill(launch, arrays)
         elif isinstance(arrays, DraftArrays):
             sampling = launch.req_indices
-        set_all = None
-            set_all = self._speculation.set_bitmasks
-        elif self._device_speculation is not None:
-            set_all = self._sampler.set_draft_bitmasks
-        if set_all is not None:
             num_pending = self._num_pending[sampling]
             assert self._device_speculation is not None
             lookback = self._device_speculation.lookback
@@ -487,14 +512,25 @@ class ModelRunner(StepRunner):
     def _forward_drafts(
         self, inputs: DraftBuffers, sampling: list[int], req_indices: Sequence[int]
     ) -> ForwardOutput:
-        """As `_forward`: logits of all rows, which the device computes first."""
+        """As `_forward`: logits of all rows, which the device computes first. Each pipeline stage
+        computes the same rows."""
         assert self._device_speculation is not None
+        stage = self._link.stage
         start = self._backend.event()
         self._backend.mark_step()
+        if inputs.known is not None:
+            self._device_speculation.learn(inputs.draft_inputs.req_indices, *inputs.known)
         rows = self._device_speculation.prepare(inputs.draft_inputs, inputs.bucket)
         inputs.set_rows(rows)
         self._backend.mark_step()
+        if not stage.is_first:
+            self._link.receive_hidden(inputs.tokens)
         hidden = self._graphs.run(inputs, req_indices)
+        if not stage.is_last:
+            self._link.send_hidden(hidden)
+            launch = AsyncLaunchOutput([], [], start)
+            launch.pinned = tuple(self._device_speculation.take_host_tensors())
+            return ForwardOutput(inputs, hidden, None, None, None, launch)
         hidden = hidden.reshape(-1, hidden.shape[-1])
         self._backend.mark_step()
         logits = self._logits(hidden)
@@ -561,7 +597,8 @@ class ModelRunner(StepRunner):
             found = self._compared_ranks.all_gather(sampled.tokens.unsqueeze(0), dim=0)
             done.all_tokens = self._backend.to_host(found)
         self._send(sampled, done, results)
-        if self._speculation is not None:
+        # Not in a warm-up, whose request has no text.
+        if self._speculation is not None and done.launch is not None:
             assert done.tokens is not None, "the host's memory is the device's"
             for req_index, token in zip(done.req_indices, done.tokens.tolist(), strict=False):
                 self._batch_state.set_last_token(req_index, token)
@@ -583,7 +620,16 @@ class ModelRunner(StepRunner):
                 forward.logits, done.req_indices, rows.drafts, rows.ahead, num_generated
             )
         done.pinned = (*sampled.pinned, *self._device_speculation.take_host_tensors())
+        if limits is not None:
+            rows = self._device_speculation.limit(rows, limits)
         accepted, tokens = self._device_speculation.accept(rows, sampled.tokens, req_indices)
+        num_promised = self._device_speculation.num_promised
+        if limits is not None and num_promised:
+            accepted = self._device_speculation.promise(accepted, req_indices)
+            done.num_promised = num_promised
+            done.promising = [
+                i for i, one in enumerate(done.req_indices) if self._sampler.has_grammar(one)
+            ]
         if append is not None:
             append(tokens)
         if self._compared_ranks.size > 1:
@@ -620,16 +666,7 @@ class ModelRunner(StepRunner):
 
     def _send(
         self, sampled: SamplerOutput, done: AsyncLaunchOutput, results: Tensor | None
-        if limits is not None:
-            rows = self._device_speculation.limit(rows, limits)
     ) -> None:
-        num_promised = self._device_speculation.num_promised
-        if limits is not None and num_promised:
-            accepted = self._device_speculation.promise(accepted, req_indices)
-            done.num_promised = num_promised
-            done.promising = [
-                i for i, one in enumerate(done.req_indices) if self._sampler.has_grammar(one)
-            ]
         """Start the copy of a launch's tokens and log-probabilities to the host, as one tensor, or
         write them to the first rows of `results`. Host memory needs no packing."""
         tokens, logprobs = sampled.tokens, sampled.logprobs

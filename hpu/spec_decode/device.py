@@ -159,6 +159,7 @@ class DeviceSpeculation:
             self._begin = compiled(_Begin(method.max_drafts, max_model_len, drafter, places))
         self._accept = backend.compiled(_Accept(self.width, max_model_len, self._scratch))
         self._append = backend.compiled(_Append(max_model_len, self._scratch))
+        self._learn = backend.compiled(_Learn(max_model_len, self._scratch))
         self._limit = backend.compiled(_limit)
         self._promise = backend.compiled(_Promise(method, max_model_len))
         # Keep the zeros out of the recipe that each new request runs.
@@ -209,6 +210,11 @@ class DeviceSpeculation:
         drafts = self._drafter.draft(bucket, first, follow)
         rows = self._verified(newest, drafts, num_drafts, last, *inputs)
         return rows
+
+    def learn(self, req_indices: Tensor, num_tokens: Tensor, last_tokens: Tensor) -> None:
+        """Set the known tokens of requests (B,) to `num_tokens` (B,), the newest of which are
+        `last_tokens` (B, N)."""
+        self._write(*self._learn(req_indices, num_tokens, last_tokens), req_indices)
 
     def append(self, req_indices: Tensor, tokens: Tensor) -> None:
         """Append a sampled token to each request: `tokens` (B,), -1 counts as 0."""
@@ -498,6 +504,28 @@ class _Promise:
         drafts, is_found = lookup(known, last, self._method)
         drafts = torch.where(is_found.unsqueeze(1), drafts, NO_TOKEN)
         return torch.cat((accepted, drafts), dim=1)
+
+
+class _Learn:
+    """The newest tokens of requests to what is written to the known tokens."""
+
+    __name__ = "learn"
+
+    def __init__(self, max_len: int, scratch: int) -> None:
+        self._max_len = max_len
+        self._scratch = scratch
+
+    def __call__(
+        self, requests: Tensor, num_tokens: Tensor, tokens: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        width = tokens.shape[1]
+        offsets = torch.arange(width, dtype=requests.dtype, device=requests.device).unsqueeze(0)
+        column = num_tokens.unsqueeze(1) - width + offsets
+        is_stored = (column >= 0) & (requests < self._scratch).unsqueeze(1)
+        spare = self._scratch * self._max_len + self._max_len - 1
+        index = torch.where(is_stored, requests.unsqueeze(1) * self._max_len + column, spare)
+        lengths = torch.where(requests < self._scratch, num_tokens, 1)
+        return index.reshape(-1), tokens.reshape(-1), lengths
 
 
 class _Append:

@@ -60,7 +60,11 @@ class Speculation:
         sampler: Sampler,
         lengths: DraftLengths,
         counts: AcceptanceCounts,
+        *,
+        promises_all: bool = False,
     ) -> None:
+        """`promises_all`: whether the drafts of all requests come with the plan (`promise`)."""
+        self._promises_all = promises_all
         self._proposer = proposer
         self._histories = histories
         self._sampler = sampler
@@ -100,20 +104,25 @@ class Speculation:
         self._bitmasks[req_index] = bitmasks
 
     def promise(self, req_indices: Sequence[int]) -> list[tuple[int, list[int]]]:
-        """Drafts of those requests of a launch that have a grammar, once their histories have its
-        tokens: (index in `req_indices`, drafts). Their next decode verifies no others, so that the
-        engine can compute bitmasks meanwhile."""
-        if self._masked.isdisjoint(req_indices):
+        """Drafts of those requests of a launch that have a grammar, or of all, once their histories
+        have its tokens: (index in `req_indices`, drafts). Their next decode verifies no others, so
+        that the engine can compute bitmasks meanwhile, and tell other pipeline stages."""
+        if self._promises_all:
+            self.lengths.begin_launch(len(req_indices))
+            asked = list(req_indices)
+        elif self._masked.isdisjoint(req_indices):
             return []
-        masked = [req_index for req_index in req_indices if req_index in self._masked]
-        found = self._propose(masked, len(req_indices))
+        else:
+            asked = [req_index for req_index in req_indices if req_index in self._masked]
+        found = self._propose(asked, len(req_indices))
         proposals = [found.get(req_index, NOTHING) for req_index in req_indices]
         counts = self.lengths.choose(req_indices, proposals)
         promised = []
         for i, (req_index, count) in enumerate(zip(req_indices, counts, strict=True)):
             if count:
                 proposal = proposals[i]._replace(tokens=proposals[i].tokens[:count])
-                self._promised[req_index] = proposal
+                if not self._promises_all:
+                    self._promised[req_index] = proposal
                 promised.append((i, proposal.tokens))
         return promised
 

@@ -229,7 +229,7 @@ def make_runner(
         has_adapters=loaded.lora is not None,
         image_fields=_image_fields(loaded),
     )
-    buffers = InputBufferPool(backend, with_draft_buffers(loaded, make, sampler))
+    buffers = InputBufferPool(backend, with_draft_buffers(loaded, make, sampler, hidden_buffers))
     batch_state = BatchState(
         num_requests,
         loaded.max_model_len,
@@ -240,7 +240,6 @@ def make_runner(
     speculations = make_speculations(
         loaded, draft_caches, batch_state, sampler, graphs, counters.add
     )
-    hidden_cache = None if draft_caches is None else draft_caches.hidden
     runner = ModelRunner(
         model,
         backend,
@@ -257,7 +256,7 @@ def make_runner(
         speculation=speculations.on_host,
         device_speculation=speculations.on_device,
         device_drafter=speculations.drafter,
-        hidden_cache=hidden_cache if backend.shares_host_memory else None,
+        hidden_cache=speculations.hidden_cache,
         images=images,
     )
     runner.lora = loaded.lora

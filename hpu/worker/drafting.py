@@ -21,7 +21,7 @@ from hpu.runner.drafting.device_drafter import DEVICE_DRAFTERS, DeviceDrafter
 from hpu.runner.drafting.draft_runner import DRAFT_RUNNERS, DraftRunner
 from hpu.runner.drafting.hidden_cache import HiddenCache
 from hpu.runner.graph_cache import Forward, GraphCache
-from hpu.runner.input_buffers import InputBuffers
+from hpu.runner.input_buffers import HiddenBuffers, InputBuffers
 from hpu.runner.kv_cache import KVCache
 from hpu.sampling.sampler import Sampler
 from hpu.spec_decode.acceptance_counts import AcceptanceCounts
@@ -51,6 +51,9 @@ class Speculations(NamedTuple):
     on_host: Speculation | None = None
     on_device: DeviceSpeculation | None = None
     drafter: DeviceDrafter | None = None
+    hidden_cache: HiddenCache | None = None
+    """Gets the target's hidden states from the runner; None: nothing reads them, or its graphs keep
+    them (`keeping_hidden`)."""
 
 
 def make_draft_caches(loaded: LoadedModel, num_blocks: int) -> DraftCaches | None:
@@ -98,10 +101,13 @@ def keeping_hidden(loaded: LoadedModel, caches: DraftCaches | None, forward: For
 
 
 def with_draft_buffers(
-    loaded: LoadedModel, make: Callable[..., InputBuffers], sampler: Sampler
+    loaded: LoadedModel,
+    make: Callable[..., InputBuffers],
+    sampler: Sampler,
+    hidden_buffers: HiddenBuffers | None,
 ) -> Callable[..., InputBuffers]:
     """As `make`, which makes the input buffers of a bucket; decodes on a device that drafts have
-    rows of their own."""
+    rows of their own. `hidden_buffers`: of a pipeline stage that receives hidden states."""
     method = loaded.config.speculation.choose()
     if method is None or loaded.backend.shares_host_memory:
         return make
@@ -118,7 +124,12 @@ def with_draft_buffers(
     reach = width * (max_inflight + 1)
     window = -(-reach // loaded.block_size) + 1
     make_decode = partial(
-        DraftBuffers, width=width, window=window, has_adapters=loaded.lora is not None
+        DraftBuffers,
+        width=width,
+        window=window,
+        has_adapters=loaded.lora is not None,
+        hidden_buffers=hidden_buffers,
+        learns=not loaded.link.stage.is_last,
     )
     drafter = loaded.drafter
     if drafter is not None and isinstance(drafter.model, DraftHead):
@@ -144,11 +155,18 @@ def make_speculations(
     if method is None:
         return Speculations()
     counts = AcceptanceCounts(count)
+    stage = loaded.link.stage
     if loaded.backend.shares_host_memory:
+        if not stage.is_last:
+            # The plans say what it verifies.
+            return Speculations()
         runner = _draft_runner(loaded.drafter, caches, batch_state, sampler)
         proposer = select_proposer(method, runner)
         lengths = DraftLengths(method.max_drafts, costs=None)
-        return Speculations(Speculation(proposer, batch_state, sampler, lengths, counts))
+        on_host = Speculation(
+            proposer, batch_state, sampler, lengths, counts, promises_all=stage.size > 1
+        )
+        return Speculations(on_host, hidden_cache=None if caches is None else caches.hidden)
     drafter = _device_drafter(loaded, method, caches, sampler, graphs)
     on_device = DeviceSpeculation(
         method,

@@ -400,11 +400,12 @@ class Worker:
             while warmup.num_later:
                 prepared += warmup.prepare_next()
         method = config.speculation.choose()
-        if components.speculation is not None and method is not None and method.adaptive:
+        if method is not None and method.adaptive and backend.shares_host_memory:
             assert isinstance(runner, ModelRunner), "the runner of a generating model"
             max_rows = config.scheduler.max_num_seqs * (1 + method.max_drafts)
-            costs = runner.measure_decodes(max_rows)
-            components.speculation.measure(costs, config.scheduler.max_num_seqs)
+            costs = runner.measure_decodes(max_rows, loaded.agreement)
+            if components.speculation is not None:
+                components.speculation.measure(costs, config.scheduler.max_num_seqs)
         warmup_s = time.perf_counter() - start
         if self._diagnostics is not None:
             self._diagnostics.reset()

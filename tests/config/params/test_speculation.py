@@ -148,10 +148,10 @@ def test_two_flags_that_disagree_are_refused() -> None:
         SpeculationConfig(speculative_config=text, speculative_draft_tensor_parallel_size=1)
 
 
-def test_pipeline_stages_are_refused() -> None:
-    with pytest.raises(ConfigError, match="pipeline_parallel_size is 2"):
-        EngineConfig(
-            "m",
-            parallel=ParallelConfig(pipeline_parallel_size=2),
-            speculation=config(method="ngram", num_speculative_tokens=2),
-        )
+def test_drafters_between_pipeline_stages_are_refused() -> None:
+    stages = ParallelConfig(pipeline_parallel_size=2)
+    draft = config(method="draft_model", model="small", num_speculative_tokens=2)
+
+    with pytest.raises(ConfigError, match=r"draft_model and pipeline_parallel_size is 2.*ngram"):
+        EngineConfig("m", parallel=stages, speculation=draft)
+    EngineConfig("m", parallel=stages, speculation=config(method="ngram", num_speculative_tokens=2))

@@ -295,3 +295,17 @@ def test_requests_that_share_a_block_cannot_be_decoded_over_a_slice() -> None:
 
     with pytest.raises(RuntimeError, match="hold 4 blocks, 3 different ones"):
         _decode(state, Launch(DECODE, (2, 1, 8), [0, 1]))
+
+
+def test_known_tokens_of_another_stage_replace_what_was_counted() -> None:
+    state = BatchState(max_num_reqs=2, max_model_len=16, block_size=4, pad_block=8)
+    tokens = memoryview(np.array([5, 6, 7], "<u4").tobytes())
+    state.add_request(NewRequest(0, tokens, 3, 0, [2, 3], RequestSampling()))
+
+    state.set_known(0, 6, np.array([7, 8, 9, 10], np.uint32))
+    grown = state.tokens(0).tolist()
+    state.set_known(0, 2, np.array([0, 0, 1, 2], np.uint32))
+
+    assert grown == [5, 6, 7, 8, 9, 10]
+    assert state.tokens(0).tolist() == [1, 2]
+    assert state.num_computed_tokens(0) == 1

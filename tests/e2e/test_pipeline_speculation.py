@@ -1,0 +1,107 @@
+"""Speculation between pipeline stages: the last one accepts drafts, and the answers are those of
+one worker without."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drafting import MIXED, choices, run
+from tiny_models import make_tiny
+
+from config.params.sampling import SamplingParams
+from config.params.structured_output import GrammarSpec
+
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_min": 1,
+    "adaptive": False,
+}
+SUFFIX = {"method": "suffix", "suffix_decoding_max_spec_factor": 4.0, "adaptive": False}
+LOOP = SamplingParams(temperature=0, logit_bias={7: 100.0}, max_tokens=64, ignore_eos=True)
+"""One token again and again, so that its drafts are accepted."""
+SAMPLINGS = [*MIXED[:-1], LOOP]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("tiny"), num_hidden_layers=3)
+
+
+@pytest.mark.parametrize(
+    ("stages", "speculation"),
+    [
+        (2, NGRAM),
+        (2, SUFFIX),
+        pytest.param(2, {**NGRAM, "adaptive": True}, marks=pytest.mark.slow),
+        pytest.param(3, NGRAM, marks=pytest.mark.slow),
+    ],
+)
+def test_stages_with_drafts_give_the_tokens_of_one_worker_without(
+    stages: int, speculation: dict[str, Any], folder: Path
+) -> None:
+    plain, _ = run(folder, SAMPLINGS)
+
+    found, stats = run(
+        folder, SAMPLINGS, speculative_config=speculation, pipeline_parallel_size=stages
+    )
+
+    assert choices(found) == choices(plain)
+    assert stats.preemptions > 0
+    assert stats.spec_decode["num_accepted_tokens"] > 20
+
+
+PAIRS = SamplingParams(
+    temperature=0,
+    max_tokens=64,
+    structured_outputs=GrammarSpec("regex", "((a[b-d]|[0-9]{2}),){5,20}"),
+)
+
+
+def test_stages_verify_drafts_under_a_grammar(folder: Path) -> None:
+    flags: dict[str, Any] = {"skip_tokenizer_init": False}
+    plain, _ = run(folder, PAIRS, **flags)
+
+    found, stats = run(folder, PAIRS, **flags, speculative_config=NGRAM, pipeline_parallel_size=2)
+
+    assert choices(found) == choices(plain)
+    assert all(re.match("(a[b-d]|[0-9]{2}),", one.outputs[0].text) for one in found)
+    assert stats.spec_decode["num_accepted_tokens"] > 20
+
+
+CARD: dict[str, Any] = {
+    "device": "hpu-emulator",
+    "emulator_strict": True,
+    "execution_mode": "hpu-graphs",
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 32,
+    "max_prefill_batch": 1,
+    "bucketing_strategy": "exponential",
+    "num_gpu_blocks_override": 40,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, 3])
+def test_stages_on_emulated_cards_draft_the_same_and_compile_nothing(
+    stages: int, folder: Path
+) -> None:
+    samplings = [PAIRS, *SAMPLINGS[1:]]
+    flags: dict[str, Any] = {"skip_tokenizer_init": False}
+    plain, _ = run(folder, samplings, **flags)
+
+    found, stats = run(
+        folder,
+        samplings,
+        **CARD,
+        **flags,
+        speculative_config={key: NGRAM[key] for key in NGRAM if key != "adaptive"},
+        pipeline_parallel_size=stages,
+    )
+
+    assert choices(found) == choices(plain)
+    assert stats.spec_decode["num_accepted_tokens"] > 20
+    while_serving = [name for name in stats.compilations if not name.endswith(".warmup")]
+    assert stats.compilations and while_serving == []
+    assert (stats.recompilations, stats.cpu_fallbacks) == (0, 0)
