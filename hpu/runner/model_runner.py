@@ -6,9 +6,10 @@ of every step, and nothing in it may wait for the device or depend on the value 
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -63,6 +64,7 @@ PROMPT_LOGITS = 1 << 24
 """Most logits in memory for prompt log-probabilities: 64 MiB in float32."""
 
 
+Words = npt.NDArray[np.int32]
 MEASURED_CONTEXT = 256
 """Tokens of each row of `ModelRunner.measure_decodes`."""
 
@@ -351,7 +353,7 @@ class ModelRunner(StepRunner):
         words = np.frombuffer(masks, dtype="<i4").reshape(sum(counts), -1)
         ends = np.cumsum(counts)
         self._sampler.set_bitmasks(req_indices, words[ends - counts])
-        set_all = None
+        set_all: Callable[[int, Words], None] | None = None
         if self._speculation is not None:
             set_all = self._speculation.set_bitmasks
         elif self._device_speculation is not None:
