@@ -6,11 +6,13 @@ import pytest
 
 from hpu.spec_decode.base import DraftingCosts, Proposal
 from hpu.spec_decode.draft_lengths import MAX_PAUSE, DraftLengths
-from hpu.spec_decode.launch_costs import LaunchCosts, measure
+from hpu.spec_decode.launch_costs import ROWS, LaunchCosts, measure
 
 FREE = LaunchCosts([1, 64], [1.0, 1.0001])
 DEAR = LaunchCosts([1, 64], [1.0, 64.0])
 FIFTH = LaunchCosts([1, 64], [1.0, 1.0 + 63 * 0.2])
+STEP = LaunchCosts([1, 32, 33, 64], [1.0, 1.5, 1.8, 2.5])
+"""Tiles of 32 rows."""
 
 
 def simulate(
@@ -39,7 +41,7 @@ def simulate(
 
 
 @pytest.mark.parametrize("num_requests", [1, 32])
-@pytest.mark.parametrize("costs", [FREE, FIFTH, DEAR])
+@pytest.mark.parametrize("costs", [FREE, FIFTH, DEAR, STEP])
 def test_wrong_drafts_cost_next_to_nothing(costs: LaunchCosts, num_requests: int) -> None:
     assert simulate(costs, 0.0, num_requests=num_requests) > 0.97
 
@@ -101,6 +103,11 @@ def test_launches_are_measured_up_to_the_most_rows() -> None:
     calls.clear()
     measure(calls.append, 7, budget_s=0.0)
     assert calls == [1, 2]
+
+
+def test_the_first_row_behind_a_full_tile_is_measured() -> None:
+    assert all({size, size + 1} <= set(ROWS) for size in (16, 32, 64, 128))
+    assert list(ROWS) == sorted(ROWS)
 
 
 def planned(drafter_s: float, pending: int, num_requests: int = 1) -> list[int]:
