@@ -1,8 +1,8 @@
 """Messages between an engine and its workers: columns of plain values, no tensors.
 
 A worker keeps the state of each live request at its `req_index`, so a plan carries only changes.
-They apply in this order: freed requests, moved blocks, new requests, bitmasks, grown blocks,
-launches one after the other.
+They apply in this order: freed requests, moved blocks, new requests, known tokens, bitmasks, grown
+blocks, launches one after the other.
 """
 
 import math
