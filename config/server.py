@@ -126,6 +126,13 @@ class ServerConfig:
         "server ends",
         minimum=0,
     )
+    engine_restart_wait_s: float = setting(
+        30.0,
+        "Longest wait in seconds before an engine is started again: 0.5 before the second restart "
+        "in a row, then twice as long each",
+        name="engine-restart-wait",
+        minimum=0,
+    )
     engine_timeout_s: float = setting(
         600.0,
         "Seconds without any news from an engine that has requests until it is killed, and started "

@@ -293,6 +293,8 @@ class SingleEngineClient:
         with a Finish of reason abort."""
         self._unsent_aborts += self._router.abort(keys)
         self._send_aborts()
+        if not self._resumer.is_done:
+            self._resumer.proceed()
 
     async def control(self, name: str, **arguments: Any) -> Any:
         """Call the engine and wait for its answer. Raises UserError when the engine refuses,

@@ -18,7 +18,12 @@ from config.loading.env import (
     runtime_environment,
 )
 from config.log import DEFAULT, LogConfig
-from engine.core.engine_process import EngineOrders, front_end_endpoint, ready_mark
+from engine.core.engine_process import (
+    CONFIG_ERROR_EXIT,
+    EngineOrders,
+    front_end_endpoint,
+    ready_mark,
+)
 from engine.process.child_process import ChildProcess, exit_with_parent, python_command, read_orders
 from engine.transport.channels import SocketDirectory, new_token
 from hpu.host import usable_cores
@@ -42,7 +47,8 @@ CPU_DEVICES = ("cpu", "hpu-emulator")
 STABLE_S = 60.0
 """An engine that lived so long after it was ready may be restarted as often as a new one."""
 FIRST_WAIT_S, MAX_WAIT_S = 0.5, 30.0
-"""Before the second restart in a row, doubled with each one, and before any."""
+"""Before the second restart in a row, doubled with each one, and, if nothing else is set, before
+any."""
 
 COUPLED_STOP_S = 2.0
 """How long an engine may take to stop after another one that it steps together with has ended."""
@@ -111,11 +117,12 @@ class EngineProcesses:
         command: Sequence[str] | None = None,
         remote_token: str = "",
         max_restarts: int = 0,
+        max_wait_s: float = MAX_WAIT_S,
         on_restart: Callable[[int, str], None] = lambda engine, reason: None,
     ) -> None:
         """Start them as `launch` does; `on_exit` gets the engine's number too. An engine that was
-        ready and ends is started again, if that did not happen `max_restarts` times in a row, and
-        `on_restart` gets the same."""
+        ready and ends is started again, if that did not happen `max_restarts` times in a row, at
+        most `max_wait_s` later, and `on_restart` gets the same."""
         config = share_cores(config)
         self._start = partial(
             launch,
@@ -130,6 +137,7 @@ class EngineProcesses:
         self._directory = directory
         self._on_restart = on_restart
         self._max_restarts = 0 if config.num_coupled_engines > 1 else max_restarts
+        self._max_wait_s = max_wait_s
         self._num_restarts: dict[int, int] = {}
         """Of each engine, in a row."""
         self._has_closed = threading.Event()
@@ -186,14 +194,16 @@ class EngineProcesses:
             if life_s > STABLE_S:
                 self._num_restarts[engine] = 0
         except OSError:
-            # It was not ready. A start that failed would fail again, unless it was interrupted.
+            # It was not ready. The first start would fail again, as would any with this setting.
             is_restart = self._num_restarts.get(engine, 0) > 0
-            if not is_restart or (self.processes[engine].poll() or 0) >= 0:
+            if not is_restart or self.processes[engine].poll() == CONFIG_ERROR_EXIT:
                 return None
         number = self._num_restarts[engine] = self._num_restarts.get(engine, 0) + 1
         if number > self._max_restarts:
             return None
-        return 0.0 if number == 1 else min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** (number - 2))
+        # The exponent is bounded: floats end at 2**1024.
+        wait_s = FIRST_WAIT_S * 2.0 ** min(number - 2, 30)
+        return 0.0 if number == 1 else min(self._max_wait_s, wait_s)
 
     def _restart(self, engine: int, reason: str, wait_s: float) -> None:
         logger.error(

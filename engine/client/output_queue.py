@@ -12,9 +12,10 @@ from config.errors import EngineDied, Overloaded
 from engine.transport.messages import AddRequest, Finish, Resumption, StepOutput
 from hpu.protocol import TOKEN_BYTES, Logprobs
 
-MAX_DEATHS = 2
-"""So often an engine may die while it computes the next token of this request and of no other whose
-next token it has not computed before: then the request is the cause."""
+MAX_DEATHS = 3
+"""So often in a row an engine may die while it computes the next token of this request and of no
+other whose next token it has not computed before: then the request is the cause. Two deaths
+may have another cause."""
 
 
 class Update(msgspec.Struct, gc=False):

@@ -9,8 +9,9 @@ from engine.transport.messages import AddRequest
 
 class Resumer:
     """Requests on their way to one engine. One that an engine died over without giving it a token
-    may be the cause: such requests are sent one at a time, each when the one before has gained a
-    token or has ended, so that the next death tells which it is."""
+    may be the cause: such requests are sent one at a time, behind all others that had started, each
+    when the ones before have gained a token or have ended, so that the next death tells which it
+    is."""
 
     def __init__(self, router: OutputRouter, send: Callable[[AddRequest], bool]) -> None:
         """`send` returns False while the engine takes no more messages."""
@@ -18,11 +19,12 @@ class Resumer:
         self._send = send
         self._unsent: deque[RequestOutputQueue] = deque()
         self._suspects: deque[RequestOutputQueue] = deque()
-        self._suspect: RequestOutputQueue | None = None
-        """The one that was sent last, and has gained nothing yet."""
+        self._first_tokens: deque[RequestOutputQueue] = deque()
+        """Sent, but suspects wait until these have gained something."""
 
     def adopt(self, queues: Iterable[RequestOutputQueue], before: OutputRouter) -> None:
         """Send the open requests of a dead engine's router, `before`."""
+        self._first_tokens = deque(one for one in self._first_tokens if self._has_nothing(one))
         for queue in queues:
             before.move(queue, self._router)
             (self._suspects if queue.is_suspect else self._unsent).append(queue)
@@ -32,7 +34,7 @@ class Resumer:
         """The engine has died: what was not sent stays in its router, to be adopted again."""
         self._unsent.clear()
         self._suspects.clear()
-        self._suspect = None
+        self._first_tokens.clear()
 
     @property
     def is_done(self) -> bool:
@@ -40,19 +42,26 @@ class Resumer:
         return not (self._unsent or self._suspects)
 
     def proceed(self) -> None:
-        """Send what can be sent now. To be called after each message of the engine."""
+        """Send what can be sent now. To be called after each message of the engine, and each
+        abort."""
         while self._unsent:
-            if not self._resume(self._unsent[0]):
+            queue = self._unsent[0]
+            if not self._resume(queue):
                 return
             self._unsent.popleft()
+            if queue.has_started:
+                self._first_tokens.append(queue)
         while self._suspects:
-            last = self._suspect
-            if last is not None and self._router.is_open(last) and not last.has_gained:
-                return
-            self._suspect = None
+            while self._first_tokens:
+                if self._has_nothing(self._first_tokens[0]):
+                    return
+                self._first_tokens.popleft()
             if not self._resume(self._suspects[0]):
                 return
-            self._suspect = self._suspects.popleft()
+            self._first_tokens.append(self._suspects.popleft())
+
+    def _has_nothing(self, queue: RequestOutputQueue) -> bool:
+        return self._router.is_open(queue) and not queue.has_gained
 
     def _resume(self, queue: RequestOutputQueue) -> bool:
         """Whether it was sent, or need not be."""

@@ -262,8 +262,12 @@ class RouterClient:
             self._hand_over(client, queue)
 
     def engine_restored(self, client: SingleEngineClient, pause: Pause) -> None:
-        """It takes requests again."""
+        """It takes requests again, also those of engines that are still being restarted."""
         assert self._observer is not None
+        for other in self._engines:
+            if other.lost is not None:
+                for queue in other.queues:
+                    self._hand_over(other, queue)
         self._observer.engine_restored(client, pause)
 
     def _hand_over(self, client: SingleEngineClient, queue: RequestOutputQueue) -> None:

@@ -81,7 +81,8 @@ class ZmqClient(SingleEngineClient):
 
     def _on_disconnect(self) -> None:
         failure = Failure("the engine has disconnected")
-        if self._resumption is None:
+        # An engine that was never ready is not started again either.
+        if self._resumption is None or self.ready is None:
             asyncio.get_running_loop().call_later(DISCONNECT_GRACE_S, self._lose, failure)
             return
         # A successor that connects has to say Hello and Ready again.

@@ -451,7 +451,8 @@ class EngineCore:
             output = self._scheduler.schedule(self._step)
             if output.started or output.failed:
                 self._report_scheduled(output)
-                if self._on_start is not None and not self._inflight:
+                # With a step in flight too: an executor may compute while it submits.
+                if self._on_start is not None:
                     self._on_start(self._take_messages())
             if self._coupled is not None and (output.plan is not None or self._is_called):
                 output.plan = self._share(output, self._coupled)

@@ -182,6 +182,7 @@ def _serve_in_process(
                     log=server_config.log,
                     remote_token=remote_token(engine_config.data_parallel),
                     max_restarts=max_restarts(engine_config, server_config),
+                    max_wait_s=server_config.engine_restart_wait_s,
                     on_restart=lambda engine, reason: _call_on_loop(
                         loop, partial(api_server.name_cause, engine), reason
                     ),
@@ -293,6 +294,7 @@ class Supervisor:
             log=self._config.log,
             remote_token=remote_token(self._engine_config.data_parallel),
             max_restarts=max_restarts(self._engine_config, self._config),
+            max_wait_s=self._config.engine_restart_wait_s,
         )
 
     def _engine_ended(self, engine: int, reason: str) -> None:

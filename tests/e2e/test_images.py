@@ -1,8 +1,12 @@
 """Images over HTTP and from Python, from the bytes to the tokens, against transformers."""
 
 import base64
+import os
 import re
+import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -126,6 +130,26 @@ def test_an_image_is_encoded_once(live: LiveServer) -> None:
     assert encoded() - before == 1
     texts = {choice["message"]["content"] for choice in [*first["choices"], *again["choices"]]}
     assert len(texts) == 1
+
+
+def test_a_request_with_an_image_goes_on_behind_a_killed_engine(live: LiveServer) -> None:
+    body = {
+        "messages": [turn(picture(80, 60, seed=3), "and?")],
+        **{"temperature": 0, "max_tokens": 350, "ignore_eos": True, "return_token_ids": True},
+    }
+
+    def tokens() -> list[int]:
+        choice = live.http.post("/v1/chat/completions", json=body).json()["choices"][0]
+        return list(choice["token_ids"])
+
+    expected = tokens()
+    with ThreadPoolExecutor(1) as thread:
+        answering = thread.submit(tokens)
+        time.sleep(0.3)
+        os.kill(live.find("engine.core.engine_process"), signal.SIGKILL)
+
+        assert answering.result() == expected
+    assert "goes on with 1 requests" in live.text()
 
 
 def test_python_gives_the_same(folder: str) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import random
 import signal
 import time
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from live import LiveServer, running, workers_of
 from twins import content_of, differences, requests_of_every_kind
 
 FLAGS = ("--served-model-name=tiny", "--dtype=float32", "--max-engine-restarts=1000")
-NUM_KILLS = int(os.environ.get("NUM_KILLS", "100"))
 IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
 
@@ -139,28 +137,3 @@ def test_a_server_without_restarts_left_ends(tiny_model: str, tmp_path: Path) ->
 
         assert live.wait_exit(20) == 1
         assert live.leftovers() == []
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("engines", [1, 2])
-async def test_kills_at_random_moments_lose_and_repeat_no_token(
-    tmp_path: Path, engines: int
-) -> None:
-    rng = random.Random(0)
-    flags = (*FLAGS, "--max-model-len=1024", f"--data-parallel-size={engines}")
-    num_kills = 0
-    with running("demo", tmp_path / "log", *flags) as live:
-        while num_kills < NUM_KILLS:
-            asks = [ask for i in range(4) for ask in requests_of_every_kind(num_kills + i, 60)]
-            asks = asks[:32]
-            expected = [content_of(raw) for raw in await answers_of(live, asks)]
-            moments = [rng.uniform(0, 4) for _ in range(10)]
-            before = restarts(live)
-            found = await killed_while(live, asks, moments)
-            for raw, content in zip(found, expected, strict=True):
-                assert differences(content_of(raw), content) == []
-            await until(lambda: live.ask("/ready").status_code == 200)
-            num_kills += int(restarts(live) - before)
-        await until(lambda: values(live, *IDLE) == 0)
-        assert values(live, "gaudiserve:poison_requests_total") == 0

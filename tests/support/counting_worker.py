@@ -2,6 +2,7 @@
 around it. `EngineConfig.model` tells its manners: `counting:step_s=0.01,refuse=1`."""
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -42,7 +43,8 @@ ROOT = Path(__file__).parents[2]
 
 class CountingWorker:
     """Takes `start_s` to start and `step_s` for a step; with `refuse` it raises ConfigError at
-    start, with `crash_at` it breaks at that step, with `several` a decode gives up to so many
+    start, with `crash_at` it breaks at that step, with `poison` it is killed by a request with that
+    token, with `several` a decode gives up to so many
     tokens, with `later` it prepares so many buckets when idle, `later_s` each."""
 
     def __init__(self, config: EngineConfig, ranks: Ranks = SINGLE_RANK) -> None:
@@ -66,6 +68,11 @@ class CountingWorker:
     def submit(self, plan: StepPlan) -> None:
         if plan.step >= self._manner("crash_at", float("inf")):
             raise ValueError(f"step {plan.step} is one too many")
+        poison = self._manner("poison", -1)
+        if any(poison in request.tokens.cast("B").cast("I") for request in plan.new_requests):
+            # No computation ends so soon that the engine's last message is not sent.
+            time.sleep(0.02)
+            os.kill(os.getpid(), signal.SIGKILL)
         self._executor.submit(plan)
 
     def mask(self, masks: GrammarMasks) -> None:

@@ -54,7 +54,12 @@ def cpu_seconds(pid: int) -> float:
 
 
 def command_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    """Empty for a process that has ended."""
+    try:
+        line = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return ""
+    return line.replace(b"\0", b" ").decode(errors="replace")
 
 
 def workers_of(pid: int) -> list[int]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from config.params.sampling import SamplingParams
-from engine.client.output_queue import OutputRouter, QueueLimits, RequestOutputQueue
+from engine.client.output_queue import MAX_DEATHS, OutputRouter, QueueLimits, RequestOutputQueue
 from engine.client.resumer import Resumer
 from engine.transport.messages import AddRequest, StepOutput
 
@@ -115,6 +115,9 @@ def test_those_that_got_nothing_are_sent_one_at_a_time(front: Front) -> None:
 
     assert front.restart() == 0
 
+    assert [message.key for message in front.sent] == [running.key]
+    front.gives(running, 8)
+    front.resumer.proceed()
     assert [message.key for message in front.sent] == [running.key, first.key]
     front.gives(running, 8)
     front.resumer.proceed()
@@ -127,12 +130,26 @@ def test_those_that_got_nothing_are_sent_one_at_a_time(front: Front) -> None:
     assert front.sent[-1].key == third.key
 
 
-async def test_one_that_ends_two_engines_alone_is_not_sent_to_a_third(front: Front) -> None:
-    good, poison = front.open(1), front.open(2)
-    front.says([good, poison])
-    front.gives(good, 7)
+def test_what_only_waited_is_not_waited_for(front: Front) -> None:
+    running, suspect, waiting = (front.open(n) for n in range(3))
+    front.says([running, suspect])
+    front.gives(running, 7)
+    front.restart()
+    assert [message.key for message in front.sent] == [running.key, waiting.key]
 
-    assert front.restart() == 0
+    front.gives(running, 8)
+    front.resumer.proceed()
+
+    assert front.sent[-1].key == suspect.key and front.resumer.is_done
+
+
+async def test_one_that_ends_three_engines_alone_is_not_sent_to_a_fourth(front: Front) -> None:
+    good, poison = front.open(1), front.open(2)
+    for _ in range(MAX_DEATHS - 1):
+        front.says([good, poison])
+        front.gives(good, 7)
+        front.resumer.proceed()
+        assert front.restart() == 0
     front.says([good, poison])
     front.gives(good, 7)
 
@@ -141,7 +158,7 @@ async def test_one_that_ends_two_engines_alone_is_not_sent_to_a_third(front: Fro
     assert [message.key for message in front.sent] == [good.key]
     finish = (await poison.get()).finish
     assert finish is not None and finish.reason == "error"
-    assert finish.error is not None and "died 2 times" in finish.error
+    assert finish.error is not None and "died 3 times" in finish.error
 
 
 def test_a_token_clears_a_request(front: Front) -> None:

@@ -10,7 +10,7 @@ from scripted_client import ready as ready_message
 
 from benchmarks.router import RoundRobin, Traffic, simulate
 from config.errors import ConfigError, EngineDied, Overloaded, UserError
-from engine.client.base import SingleEngineClient
+from engine.client.base import Failure, Pause, SingleEngineClient
 from engine.client.output_queue import QueueLimits
 from engine.client.router import (
     BUSY,
@@ -297,6 +297,56 @@ async def test_a_dead_engine_ends_its_requests_and_gets_no_more() -> None:
 
 
 # What engines say together
+
+
+class Restorations:
+    """Notes how many requests an engine has when it is back."""
+
+    def __init__(self) -> None:
+        self.restored: list[tuple[int, int]] = []
+
+    def engine_lost(self, client: SingleEngineClient, num_poison: int) -> None:
+        """Not noted."""
+
+    def engine_restored(self, client: SingleEngineClient, pause: Pause) -> None:
+        self.restored.append((client.engine, len(client.queues)))
+
+
+async def test_when_all_engines_have_died_the_first_that_is_back_takes_all_requests() -> None:
+    router, engines = await started()
+    noted = Restorations()
+    router.resume(noted)
+    queues = [router.add(chat(number, 64)) for number in range(4)]
+    first, second = engines
+
+    first._lose(Failure("killed"))
+    assert len(second.added) == len(queues)
+    second._lose(Failure("killed too"))
+    assert len(first.added) == 2 and not first.queues
+    await first.start()
+
+    assert noted.restored == [(0, 4)] and len(first.added) == 2 + 4
+    assert {engine_of(queue.key) for queue in queues} == {0} and not second.queues
+    await second.start()
+    assert noted.restored == [(0, 4), (1, 0)] and len(second.added) == len(queues)
+    first.says(StepOutput(1, keys=[queues[3].key], tokens=[7]))
+    assert (await queues[3].get()).tokens == [7]
+
+
+async def test_when_a_request_is_aborted_the_next_one_that_got_nothing_is_sent() -> None:
+    limits = QueueLimits(max_requests=100, max_prompt_tokens=1_000_000)
+    engine = FakeEngine(0, limits)
+    engine.resume(Restorations())
+    await engine.start()
+    first, second = (engine.add(chat(number, 8)) for number in range(2))
+    engine.says(StepOutput(0, started=[first.key, second.key], started_cached=[0, 0]))
+    engine._lose(Failure("killed"))
+    await engine.start()
+    assert [message.key for message in engine.added[2:]] == [first.key]
+
+    engine.abort([first.key])
+
+    assert [message.key for message in engine.added[3:]] == [second.key]
 
 
 async def test_stats_are_summed_over_living_engines() -> None:

@@ -1,0 +1,155 @@
+"""Engines that are killed in each phase of a server, and what a resumed request has beside its
+tokens: its adapter, and recipes that were compiled before."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from adapters import write_adapter
+from live import LiveServer, alive, children_of, running
+from tiny_models import make_tiny
+from twins import content_of, differences
+
+FLAGS = ("--served-model-name=tiny", "--dtype=float32")
+CARD = (
+    *("--device=hpu-emulator", "--max-model-len=512", "--max-num-seqs=2", "--block-size=16"),
+    *("--num-gpu-blocks-override=64", "--max-num-batched-tokens=64", "--max-prefill-batch=1"),
+    "--bucketing-strategy=exponential",
+)
+STREAM = {"model": "tiny", "ignore_eos": True, "stream": True, "seed": 3}
+KEY = {"Authorization": "Bearer secret"}
+"""Where the server asks for one."""
+PROMPTS = ("one", "two", "three")
+
+
+def until(check: Callable[[], bool], timeout_s: float) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not check():
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+
+
+def value(live: LiveServer, name: str) -> float:
+    lines = live.ask("/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+def kill_engine(live: LiveServer) -> None:
+    os.kill(live.find("engine.core.engine_process"), signal.SIGKILL)
+
+
+def content(live: LiveServer, body: dict[str, Any]) -> Any:
+    url = f"{live.url}/v1/completions"
+    answer = httpx.post(url, json=body, headers=KEY, timeout=60, verify=False)
+    assert answer.status_code == 200, answer.text
+    return content_of(answer.content)
+
+
+def contents(
+    live: LiveServer,
+    bodies: list[dict[str, Any]],
+    disturb: Callable[[LiveServer], None] | None = None,
+) -> list[Any]:
+    """The answers, while `disturb` happens once all run."""
+    with ThreadPoolExecutor(len(bodies)) as threads:
+        answers = threads.map(lambda body: content(live, body), bodies)
+        if disturb is not None:
+            before = value(live, "vllm:generation_tokens_total")
+            until(lambda: value(live, "vllm:generation_tokens_total") > before, 20)
+            until(lambda: value(live, "vllm:num_requests_waiting") == 0, 20)
+            disturb(live)
+        return list(answers)
+
+
+def assert_same(found: list[Any], expected: list[Any]) -> None:
+    for mine, yours in zip(found, expected, strict=True):
+        assert differences(mine, yours) == []
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_killed_in_its_first_warm_up_ends_the_server(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    live = LiveServer(tiny_model, tmp_path / "log", *FLAGS, *CARD)
+    try:
+        until(lambda: "warm" in live.text().lower() and bool(children_of(live.pid)), 60)
+        family = children_of(live.pid)
+
+        kill_engine(live)
+
+        assert live.wait_exit(10) == 1
+        until(lambda: not any(alive(pid) for pid in family), 5)
+        errors = [line for line in live.text().splitlines() if " ERROR " in line]
+        assert len(errors) == 1 and "was killed by SIGKILL" in errors[0], errors
+        assert live.leftovers() == []
+    finally:
+        live.close()
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_streams_of_a_server_that_drains_go_on_behind_a_killed_engine(
+    tiny_model: str, tmp_path: Path, count: int
+) -> None:
+    bodies = [{**STREAM, "prompt": prompt, "max_tokens": 600} for prompt in PROMPTS]
+    with running(tiny_model, tmp_path / "log", *FLAGS, f"--api-server-count={count}") as live:
+        expected = contents(live, bodies)
+
+        def end_and_kill(live: LiveServer) -> None:
+            live.signal(signal.SIGTERM)
+            until(lambda: live.ask("/ready").status_code == 503, 5)
+            kill_engine(live)
+
+        found = contents(live, bodies, end_and_kill)
+
+        assert_same(found, expected)
+        assert live.wait_exit(20) == 0
+        assert "is back after" in live.text() and live.leftovers() == []
+
+
+def test_requests_go_on_with_their_adapters(tmp_path: Path) -> None:
+    base = make_tiny("llama", tmp_path / "base", max_position_embeddings=2048)
+    first, second = (write_adapter(tmp_path / f"a{n}", base, seed=n) for n in (1, 2))
+    flags = (*FLAGS, "--enable-lora", "--max-loras=2", "--allow-runtime-lora-updating")
+    flags += ("--api-key=secret", f"--lora-dir={tmp_path}", "--lora-modules", f"first={first}")
+    (tmp_path / "log").mkdir()
+    with running(str(base), tmp_path / "log" / "log", *flags) as live:
+        named = {"lora_name": "second", "lora_path": str(second)}
+        loaded = httpx.post(f"{live.url}/v1/load_lora_adapter", json=named, headers=KEY)
+        assert loaded.status_code == 200, loaded.text
+        models = ("tiny", "first", "second")
+        bodies = [{**STREAM, "model": one, "prompt": "x", "max_tokens": 400} for one in models]
+        expected = contents(live, bodies)
+
+        found = contents(live, bodies, kill_engine)
+
+        assert_same(found, expected)
+        assert len({str(one) for one in expected}) == len(models)
+        assert value(live, "gaudiserve:resumed_requests_total") == len(models)
+        # The one that was loaded at run time is served as before.
+        assert differences(content(live, bodies[2]), expected[2]) == []
+
+
+@pytest.mark.slow
+def test_a_restart_on_the_emulated_card_compiles_nothing(tiny_model: str, tmp_path: Path) -> None:
+    env = {"PT_HPU_RECIPE_CACHE_CONFIG": f"{tmp_path}/recipes,false,1024"}
+    body = {**STREAM, "prompt": "x", "max_tokens": 60, "temperature": 0}
+    with running(tiny_model, tmp_path / "log", *FLAGS, *CARD, env=env) as live:
+        expected = contents(live, [body])
+        misses = 'hpu_recipe_cache_lookups_total{engine="0",model_name="tiny",result="miss"}'
+        assert value(live, misses) > 0
+        before = value(live, "gaudiserve:engine_restarts_total")
+
+        found = contents(live, [body], kill_engine)
+
+        assert_same(found, expected)
+        assert value(live, "gaudiserve:engine_restarts_total") == before + 1
+        content(live, body)
+        # The counters are those of the engine that runs.
+        assert value(live, misses) == 0, live.ask("/metrics").text
+        assert value(live, "hpu_recipe_cache_lookups_total") > 0

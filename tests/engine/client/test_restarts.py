@@ -1,0 +1,185 @@
+"""EngineProcesses starts real engines again, and ZmqClient's requests go on in them."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+
+import pytest
+from counting_worker import counting_command
+from engine_rig import TOKEN, asking, counting_config, eventually, prompt_of, read_all
+from live import workers_of
+
+from config.log import LogConfig
+from engine.client.base import Pause, SingleEngineClient
+from engine.client.launcher import EngineProcesses
+from engine.client.output_queue import QueueLimits, RequestOutputQueue
+from engine.client.zmq import ZmqClient
+from engine.core.engine_process import front_end_endpoint
+from engine.transport.channels import SocketDirectory
+
+POISON = 999
+
+
+class Observer:
+    """Counts deaths and returns."""
+
+    def __init__(self) -> None:
+        self.num_lost = self.num_restored = self.num_poison = 0
+
+    def engine_lost(self, client: SingleEngineClient, num_poison: int) -> None:
+        self.num_lost += 1
+        self.num_poison += num_poison
+
+    def engine_restored(self, client: SingleEngineClient, pause: Pause) -> None:
+        self.num_restored += 1
+
+
+class RestartRig:
+    """One front end, and an engine that is started again when it dies."""
+
+    def __init__(self, client: ZmqClient, processes: EngineProcesses, ends: list[str]) -> None:
+        self.client = client
+        self.processes = processes
+        self.ends = ends
+        """Of engines that were not started again."""
+        self.observer = Observer()
+        client.resume(self.observer)
+
+    @property
+    def pid(self) -> int:
+        return self.processes.processes[0].pid
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def is_back(self, count: int) -> bool:
+        return self.observer.num_restored == count
+
+    async def streaming(self, count: int, max_tokens: int) -> list[RequestOutputQueue]:
+        """Requests in the middle of their tokens."""
+        queues = [self.client.add(prompt_of(n), asking(max_tokens)) for n in range(count)]
+        await eventually(lambda: all(queue.has_gained for queue in queues), 10)
+        return queues
+
+
+@contextlib.asynccontextmanager
+async def restart_rig(
+    manners: str = "", *, executor: str = "uni", ready: bool = True, max_wait_s: float = 0.0
+) -> AsyncIterator[RestartRig]:
+    """Up, and down again."""
+    directory = SocketDirectory()
+    client = ZmqClient(
+        front_end_endpoint(directory.path, 0),
+        0,
+        QueueLimits(max_requests=100, max_prompt_tokens=100_000),
+        token=TOKEN,
+    )
+    loop, ends = asyncio.get_running_loop(), list[str]()
+
+    def on_loop(call: Callable[[str], None], engine: int, reason: str) -> None:
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(call, reason)
+
+    def ended(reason: str) -> None:
+        ends.append(reason)
+        client.fail(reason)
+
+    processes = EngineProcesses(
+        counting_config(manners, executor=executor),
+        directory.path,
+        1,
+        token=TOKEN,
+        on_exit=partial(on_loop, ended),
+        log=LogConfig("critical"),
+        command=counting_command("engine"),
+        max_restarts=100,
+        max_wait_s=max_wait_s,
+        on_restart=partial(on_loop, client.name_cause),
+    )
+    rig = RestartRig(client, processes, ends)
+    await client.start()
+    try:
+        if ready:
+            await asyncio.wait_for(client.wait_ready(), 20)
+        yield rig
+    finally:
+        await loop.run_in_executor(None, processes.close, 5.0)
+        await client.close()
+        directory.close()
+
+
+@pytest.mark.parametrize("victim", [pytest.param("engine", marks=pytest.mark.slow), "worker"])
+async def test_streams_go_on_behind_each_of_many_deaths(victim: str) -> None:
+    async with restart_rig("step_s=0.01", executor="mp") as rig:
+        queues = await rig.streaming(8, 150)
+
+        for deaths in range(1, 3):
+            os.kill(rig.pid if victim == "engine" else workers_of(rig.pid)[-1], signal.SIGKILL)
+            assert await eventually(lambda: rig.is_back(deaths), 20)  # noqa: B023
+            await asyncio.sleep(0.2)
+
+        for tokens, finish in await asyncio.gather(*map(read_all, queues)):
+            assert (tokens, finish.reason) == (list(range(150)), "length")
+        assert (rig.observer.num_lost, rig.observer.num_poison, rig.ends) == (2, 0, [])
+
+
+@pytest.mark.parametrize("victim", ["engine", "worker"])
+async def test_an_engine_that_is_killed_while_it_starts_again_is_started_once_more(
+    victim: str,
+) -> None:
+    async with restart_rig("step_s=0.01,start_s=0.5", executor="mp") as rig:
+        (queue,) = await rig.streaming(1, 100)
+        rig.kill()
+        first = rig.pid
+        assert await eventually(lambda: rig.pid != first and bool(workers_of(rig.pid)), 10)
+
+        second = rig.pid
+        os.kill(second if victim == "engine" else workers_of(second)[-1], signal.SIGKILL)
+        assert await eventually(lambda: rig.pid != second, 10)
+
+        tokens, finish = await read_all(queue)
+
+        assert (tokens, finish.reason) == (list(range(100)), "length")
+        # To the front end it was one pause.
+        assert (rig.observer.num_lost, rig.observer.num_restored, rig.ends) == (1, 1, [])
+
+
+async def test_an_engine_that_is_killed_in_its_first_warm_up_ends_the_server() -> None:
+    async with restart_rig("start_s=30", ready=False) as rig:
+        assert await eventually(lambda: rig.client.progress is not None, 10)
+
+        rig.kill()
+
+        assert await eventually(lambda: bool(rig.ends), 5)
+        assert len(rig.ends) == 1 and "was killed by SIGKILL" in rig.ends[0]
+        assert rig.observer.num_lost == 0 and rig.client.failure == rig.ends[0]
+
+
+async def test_a_request_that_kills_each_engine_ends_and_the_others_go_on() -> None:
+    async with restart_rig(f"step_s=0.01,poison={POISON}") as rig:
+        queues = await rig.streaming(4, 300)
+
+        poison = rig.client.add(prompt_of(POISON), asking(10))
+        _, finish = await asyncio.wait_for(read_all(poison), 30)
+
+        assert finish.reason == "error" and finish.error is not None
+        assert "the engine died 3 times while it computed this request" in finish.error
+        for tokens, ending in await asyncio.gather(*map(read_all, queues)):
+            assert (tokens, ending.reason) == (list(range(300)), "length")
+        assert (rig.observer.num_poison, rig.ends) == (1, [])
+        assert rig.observer.num_lost == 3
+
+
+async def test_the_waits_between_restarts_have_a_limit() -> None:
+    async with restart_rig(max_wait_s=0.0) as rig:
+        begun_s = time.monotonic()
+        for deaths in range(1, 5):
+            rig.kill()
+            assert await eventually(lambda: rig.is_back(deaths), 20)  # noqa: B023
+
+        # By default the second to the fourth wait 0.5, 1 and 2 s.
+        assert time.monotonic() - begun_s < 7.5
