@@ -21,6 +21,9 @@ TOOL_CALL_PARSERS = (
 )
 MAX_IMAGES = 64
 """Of one prompt, unless told otherwise."""
+MAX_VIDEOS = 8
+MAX_FRAMES = 768
+"""Of one video."""
 TOOL_TEMPLATES = ("auto", "none")
 REASONING_PARSERS = (
     *("auto", "none", "deepseek_r1", "deepseek_v3", "qwen3", "glm45", "granite", "mistral"),
@@ -261,18 +264,21 @@ class ServerConfig:
     )
     limit_mm_per_prompt: str = setting(
         "",
-        'Maximum number of images of a prompt as JSON: {"image": 4}; 0: the server takes none',
+        'Maximum number of images and videos of a prompt as JSON: {"image": 4, "video": 1}; 0: the '
+        "server takes none",
         group="Images",
     )
     allowed_media_domains: tuple[str, ...] = setting(
         (),
-        "Host from which images in requests are fetched over HTTPS; a JSON list, or several times; "
-        "*: any public host; none: images come as data: URLs only",
+        "Host from which images and videos in requests are fetched over HTTPS; a JSON list, or "
+        "several times; *: any public host; none: they come as data: URLs only",
         group="Images",
         takes_several=True,
     )
     allowed_local_media_path: str = setting(
-        "", "Folder below which file: URLs of images may be; none: they are refused", group="Images"
+        "",
+        "Folder below which file: URLs of images and videos may be; none: they are refused",
+        group="Images",
     )
     image_fetch_timeout_s: float = setting(
         5.0,
@@ -281,6 +287,20 @@ class ServerConfig:
         name="image-fetch-timeout",
         variables=("VLLM_IMAGE_FETCH_TIMEOUT",),
         minimum=0.001,
+    )
+    video_fetch_timeout_s: float = setting(
+        30.0,
+        "Seconds in which a video must be fetched",
+        group="Images",
+        name="video-fetch-timeout",
+        variables=("VLLM_VIDEO_FETCH_TIMEOUT",),
+        minimum=0.001,
+    )
+    media_io_kwargs: str = setting(
+        "",
+        'Frames that are read of a video as JSON: {"video": {"num_frames": 32, "fps": 2}}; fps: at '
+        f"most so many of a second; num_frames -1: all, up to {MAX_FRAMES}",
+        group="Images",
     )
     mm_processor_kwargs: str = setting(
         "",
@@ -335,10 +355,10 @@ class ServerConfig:
         _check_addresses(self.forwarded_allow_ips)
         _generation_overrides(self.override_generation_config)
         _object("mm_processor_kwargs", self.mm_processor_kwargs)
-        if self.max_images < 0:
-            raise ConfigError(
-                f"limit_mm_per_prompt has {self.max_images} images, it must have at least 0"
-            )
+        for kind, count in (("images", self.max_images), ("videos", self.max_videos)):
+            if count < 0:
+                raise ConfigError(f"limit_mm_per_prompt has {count} {kind}, it must be at least 0")
+        _check_frames(*self.video_frames)
         if self.allow_runtime_lora_updating and self.lora_dir is None:
             raise ConfigError(
                 "allow_runtime_lora_updating is on and lora_dir is not set: it must be a folder"
@@ -379,14 +399,39 @@ class ServerConfig:
     @property
     def max_images(self) -> int:
         """Of one prompt. Raises ConfigError."""
+        return self._limit("image", MAX_IMAGES)
+
+    @property
+    def max_videos(self) -> int:
+        """Of one prompt. Raises ConfigError."""
+        return self._limit("video", MAX_VIDEOS)
+
+    def _limit(self, kind: str, default: int) -> int:
         limits = _object("limit_mm_per_prompt", self.limit_mm_per_prompt)
-        count = limits.get("image", MAX_IMAGES)
+        count = limits.get(kind, default)
         if isinstance(count, dict):
             # vLLM's form with the sizes that its profiling assumes.
-            count = count.get("count", MAX_IMAGES)
+            count = count.get("count", default)
         if not isinstance(count, int) or isinstance(count, bool):
-            raise ConfigError(f"limit_mm_per_prompt has image {count!r}, it must be a number")
+            raise ConfigError(f"limit_mm_per_prompt has {kind} {count!r}, it must be a number")
         return count
+
+    @property
+    def video_frames(self) -> tuple[int, float]:
+        """Maximum number of frames of a video, and of a second of it; -1: no maximum. Raises
+        ConfigError."""
+        kinds = _object("media_io_kwargs", self.media_io_kwargs)
+        video = kinds.get("video", {})
+        if set(kinds) - {"video"} or not isinstance(video, dict) or set(video) - set(_FRAMES):
+            raise ConfigError(
+                f"media_io_kwargs is {self.media_io_kwargs!r}, it may have video, an object with "
+                f"{' and '.join(_FRAMES)}"
+            )
+        values = {**_FRAMES, **video}
+        for name, value in values.items():
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                raise ConfigError(f"media_io_kwargs has {name} {value!r}, it must be a number")
+        return int(values["num_frames"]), float(values["fps"])
 
     @property
     def image_options(self) -> dict[str, Any]:
@@ -403,6 +448,19 @@ class ServerConfig:
         generation_config."""
         recommended = of_model if self.generation_config == "auto" else {}
         return {**recommended, **_generation_overrides(self.override_generation_config)}
+
+
+_FRAMES = {"num_frames": 32, "fps": -1}
+"""As vLLM has them."""
+
+
+def _check_frames(num_frames: int, fps: float) -> None:
+    if num_frames != -1 and not 1 <= num_frames <= MAX_FRAMES:
+        raise ConfigError(
+            f"media_io_kwargs has num_frames {num_frames}, it must be 1 to {MAX_FRAMES}, or -1"
+        )
+    if fps != -1 and not fps > 0:
+        raise ConfigError(f"media_io_kwargs has fps {fps:g}, it must be above 0, or -1")
 
 
 def _object(name: str, text: str) -> dict[str, Any]:

@@ -118,6 +118,8 @@ class ImagePlacement(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     embeddings, one after the other; the others are text, as the ends of rows are."""
     grid: tuple[int, int, int] = (0, 0, 0)
     """Time, height and width in tokens; for positions with three axes only."""
+    time_step: float = 1.0
+    """Positions from one time of the grid to the next, of which the sums are rounded down."""
 
 
 class EncodedImage(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

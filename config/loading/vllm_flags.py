@@ -127,6 +127,11 @@ SWITCHES = (
         "prompts are always merged by the cost of their padded launch, which stays within "
         "max-num-batched-tokens",
     ),
+    (
+        "skip-mm-profiling",
+        (),
+        "nothing is profiled with images: the embeddings that are kept have a fixed size",
+    ),
     ("disable-log-stats", ("true",), "there is no periodic line to switch on; see /metrics"),
     ("use-v2-block-manager", (), "there is one block manager"),
     ("disable-hybrid-kv-cache-manager", (), "all layers share one kind of block"),
@@ -176,8 +181,8 @@ ABSENT = (
         "drafts are accepted without loss, and how many there are adapts to load and acceptance",
     ),
     (
-        "mm-processor-cache-type mm-shm-cache-* mm-encoder-* mm-tensor-ipc media-io-kwargs "
-        "interleave-mm-strings skip-mm-profiling video-pruning-rate enable-mm-embeds "
+        "mm-processor-cache-type mm-shm-cache-* mm-encoder-* mm-tensor-ipc "
+        "interleave-mm-strings video-pruning-rate enable-mm-embeds "
         "disable-mm-preprocessor-cache disable-chunked-mm-input "
         "enable-multimodal-encoder-data-parallel language-model-only",
         "images have no such options",

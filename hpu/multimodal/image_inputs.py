@@ -160,9 +160,11 @@ def _read(images: list[ImagePlacement], tokens: Tokens, facts: VisionFacts) -> _
                 f"an image is at tokens {image.offset} to {end}, behind {last} and of {len(tokens)}"
             )
         last = end
-        found.append(
-            image.offset + np.flatnonzero(tokens[image.offset : end] == facts.image_token_id)
-        )
+        own = tokens[image.offset : end]
+        is_image = own == facts.image_token_id
+        if facts.video_token_id is not None:
+            is_image |= own == facts.video_token_id
+        found.append(image.offset + np.flatnonzero(is_image))
     counts = tuple(map(len, found))
     if not all(counts):
         raise RuntimeError(f"images take the places of {counts} tokens, each takes at least one")
@@ -187,7 +189,9 @@ def _read(images: list[ImagePlacement], tokens: Tokens, facts: VisionFacts) -> _
 def _axes(images: list[ImagePlacement], tokens: list[Integers], length: int) -> Integers:
     """(3, length): time, height and width of the first tokens, up to the last image. Tokens of text
     count up by one on all axes, and those of an image have their places in its grid; behind it the
-    largest of these counts on, of height and width (Wang et al., Qwen2-VL, 2024)."""
+    largest of these counts on (Wang et al., Qwen2-VL, 2024). Transformers 5 counts on from height
+    and width alone; its earlier releases, with which the models were trained, did not. The two
+    differ for a video whose time axis is the longest."""
     axes = np.zeros((3, length), np.int64)
     done = following = 0
     for image, at in zip(images, tokens, strict=True):
@@ -199,8 +203,12 @@ def _axes(images: list[ImagePlacement], tokens: list[Integers], length: int) -> 
         first, last = int(at[0]), int(at[-1]) + 1
         axes[:, done:first] = following + np.arange(first - done)
         following += first - done
-        axes[:, first:last] = following + np.indices(image.grid).reshape(3, -1)
-        following += max(height, width)
+        places = np.indices(image.grid).reshape(3, -1)
+        if time > 1:
+            # In the precision of transformers.
+            places[0] = places[0].astype(np.float32) * np.float32(image.time_step)
+        axes[:, first:last] = following + places
+        following += int(places.max()) + 1
         done = last
     axes[:, done:] = following + np.arange(length - done)
     return axes

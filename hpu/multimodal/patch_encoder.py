@@ -2,14 +2,14 @@
 a launch, padded to a fixed number of patches."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hpu.backends.base import Backend
-from hpu.multimodal.base import Patches
+from hpu.multimodal.base import Integers, Patches
 from hpu.multimodal.device_launches import DeviceLaunches
 from hpu.multimodal.encoder_cache import EncoderCache
 from hpu.multimodal.tile_encoder import Prepared, check_count
@@ -23,8 +23,9 @@ PAD_SEGMENT = -1
 
 
 class PatchEncoder:
-    """Runs each image in the smallest of `sizes` that holds it. A larger image than all of them
-    runs in a multiple of the largest, which compiles when it comes first."""
+    """Runs each image in the smallest of `sizes` that holds it, and each time of a video as an
+    image: they do not see each other. A larger image than all of them runs in a multiple of the
+    largest, which compiles when it comes first."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class PatchEncoder:
 
     def encode(self, images: list[Prepared]) -> None:
         """As TileEncoder.encode."""
-        for tensors, rows in images:
+        for tensors, rows in (one for image in images for one in _times(*image)):
             given, order = self._patches.prepare(tensors)
             check_count(len(order), rows)
             count = len(order) * self._patches.merged
@@ -84,6 +85,20 @@ class PatchEncoder:
             target[: len(order)] = rows[order]
             self._launches.launch(size, padded, target)
         self._launches.end()
+
+
+def _times(tensors: Mapping[str, Tensor], rows: Integers) -> list[Prepared]:
+    """An image, or each time of a video."""
+    grid = tensors["image_grid_thw"].view(1, 3)
+    time = int(grid[0, 0])
+    if time == 1 or len(rows) % time or len(tensors["pixel_values"]) % time:
+        return [(tensors, rows)]
+    one = torch.cat((torch.ones_like(grid[:, :1]), grid[:, 1:]), dim=1)
+    pixels = tensors["pixel_values"].chunk(time)
+    return [
+        ({"pixel_values": part, "image_grid_thw": one}, own)
+        for part, own in zip(pixels, np.split(rows, time), strict=True)
+    ]
 
 
 def _padded(tensor: Tensor, size: int, value: int) -> Tensor:

@@ -26,16 +26,9 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             image = Image.open(io.BytesIO(data), formats=FORMATS)
-            width, height = image.size
-            if width * height > max_pixels or max(width, height) > MAX_SIDE:
-                raise BadImage(
-                    f"the image has {width} x {height} = {width * height} pixels, at most "
-                    f"{max_pixels} are taken"
-                )
-            if not width or not height:
-                raise BadImage(f"the image has {width} x {height} pixels")
+            check_size(*image.size, max_pixels)
             image.load()
-            return _rgb(ImageOps.exif_transpose(image))
+            return to_rgb(ImageOps.exif_transpose(image))
     except BadImage:
         raise
     except UnidentifiedImageError:
@@ -46,7 +39,19 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
         raise BadImage(f"the image cannot be decoded: {type(error).__name__}") from None
 
 
-def _rgb(image: Image.Image) -> Image.Image:
+def check_size(width: int, height: int, max_pixels: int = MAX_PIXELS) -> None:
+    """Raise BadImage for an image, or a frame, that is too large to be decoded, or empty."""
+    if width * height > max_pixels or max(width, height) > MAX_SIDE:
+        raise BadImage(
+            f"the image has {width} x {height} = {width * height} pixels, at most {max_pixels} are "
+            "taken"
+        )
+    if not width or not height:
+        raise BadImage(f"the image has {width} x {height} pixels")
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """The image as RGB, on white where it is transparent."""
     if image.mode.startswith("I;16") or image.mode in ("I", "F"):
         # Pillow would cut the values off at 255.
         values = np.asarray(image, dtype=np.float64) / 257.0

@@ -1,4 +1,5 @@
-"""Reads the bytes of an image from the URL in a request: data:, https: and, where allowed, file:.
+"""Reads the bytes of an image or a video from the URL in a request: data:, https: and, where
+allowed, file:.
 
 A request must not reach what only this machine can: names are resolved here, once for each
 connection, and the connection goes to an address that was checked.
@@ -14,19 +15,30 @@ import ssl
 import stat
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urljoin, urlsplit
 
 import httpcore
+import msgspec
 
 from config.errors import UserError
+from server.multimodal.isolated import IMAGE, VIDEO, Video
 
 MAX_IMAGE_BYTES = 20 * 2**20
 """Of one file."""
+MAX_VIDEO_BYTES = 64 * 2**20
+MAX_FRAMES = 768
+"""Of a data: URL of frames."""
 MAX_REDIRECTS = 3
 MAX_URL_CHARACTERS = 8192
 ANY_DOMAIN = "*"
-MEDIA_TYPES = ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif", "image/bmp")
+IMAGE_TYPES = ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif", "image/bmp")
+FRAMES_TYPE = "video/jpeg"
+"""The data are the base64 texts of pictures, with commas between them, as vLLM takes them."""
+VIDEO_TYPES = (
+    *("video/mp4", "video/webm", "video/quicktime", "video/x-matroska", "video/x-msvideo"),
+    *("video/avi", FRAMES_TYPE, "image/gif", "image/webp", "image/png", "image/apng"),
+)
 _SHOWN = 60
 _PORT = 443
 _AZURE_WIRE_SERVER = ipaddress.ip_address("168.63.129.16")
@@ -42,6 +54,15 @@ class _Refused(Exception):
     """The reason of a UserError, without the place in the request."""
 
 
+class _Kind(NamedTuple):
+    """What is read."""
+
+    noun: str
+    types: tuple[str, ...]
+    max_bytes: int
+    timeout_s: float
+
+
 async def resolve(host: str, port: int) -> list[str]:
     """The addresses of `host`, as the system's resolver gives them. Raises OSError."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -49,7 +70,7 @@ async def resolve(host: str, port: int) -> list[str]:
 
 
 class MediaFetcher:
-    """Reads images by URL."""
+    """Reads images and videos by URL."""
 
     def __init__(
         self,
@@ -58,6 +79,8 @@ class MediaFetcher:
         *,
         timeout_s: float = 5.0,
         max_bytes: int = MAX_IMAGE_BYTES,
+        video_timeout_s: float = 30.0,
+        max_video_bytes: int = MAX_VIDEO_BYTES,
         resolve: Resolve = resolve,
         is_public: "Callable[[str], bool] | None" = None,
         tls: ssl.SSLContext | None = None,
@@ -67,40 +90,53 @@ class MediaFetcher:
         `tls` stand for the network in tests."""
         self._domains = frozenset(_host_name(domain) for domain in allowed_domains)
         self._local = Path(allowed_local_path).resolve() if allowed_local_path else None
-        self._timeout_s = timeout_s
-        self._max_bytes = max_bytes
+        self._kinds = {
+            IMAGE: _Kind("image", IMAGE_TYPES, max_bytes, timeout_s),
+            VIDEO: _Kind("video", VIDEO_TYPES, max_video_bytes, video_timeout_s),
+        }
         self._backend = _CheckedBackend(resolve, is_public or is_public_address)
         self._tls = tls or ssl.create_default_context()
 
-    async def fetch(self, url: str, where: str, param: str = "messages") -> bytes:
-        """The bytes behind `url`. Raises UserError, which names the place `where` in the request
-        and nothing of what another server answered."""
+    async def fetch(
+        self, url: str, where: str, param: str = "messages", kind: bytes = IMAGE
+    ) -> bytes:
+        """The bytes behind `url`; an encoded Video if it is one. Raises UserError, which names the
+        place `where` in the request and nothing of what another server answered."""
         try:
-            return await self._fetch(url)
+            if kind == VIDEO:
+                return await self._fetch_video(url)
+            return await self._fetch(url, self._kinds[kind])
         except _Refused as reason:
             raise UserError(f"{where}: {reason}", param=param) from None
 
-    async def _fetch(self, url: str) -> bytes:
+    async def _fetch_video(self, url: str) -> bytes:
+        kind = self._kinds[VIDEO]
+        if url[: len(FRAMES_TYPE) + 5].lower() == f"data:{FRAMES_TYPE}":
+            frames = _frames(url, kind)
+            return msgspec.msgpack.encode(Video(frames=frames))
+        return msgspec.msgpack.encode(Video(await self._fetch(url, kind)))
+
+    async def _fetch(self, url: str, kind: _Kind) -> bytes:
         scheme = url[:10].partition(":")[0].lower()
         if scheme == "data":
-            return _data_bytes(url, self._max_bytes)
+            return _data_bytes(url, kind)
         if len(url) > MAX_URL_CHARACTERS:
             raise _Refused(
                 f"the URL has {len(url)} characters, at most {MAX_URL_CHARACTERS} are read"
             )
         if scheme == "file":
-            return await asyncio.to_thread(self._local_bytes, url)
+            return await asyncio.to_thread(self._local_bytes, url, kind)
         if scheme != "https":
             raise _Refused(
                 f"the URL begins with {url[:_SHOWN].partition(':')[0]!r}, it must be a data: or "
                 "https: URL"
             )
         try:
-            return await asyncio.wait_for(self._remote_bytes(url), self._timeout_s)
+            return await asyncio.wait_for(self._remote_bytes(url, kind), kind.timeout_s)
         except asyncio.TimeoutError:
-            raise _Refused(f"the image was not fetched within {self._timeout_s:g} s") from None
+            raise _Refused(f"the {kind.noun} was not fetched within {kind.timeout_s:g} s") from None
 
-    async def _remote_bytes(self, url: str) -> bytes:
+    async def _remote_bytes(self, url: str, kind: _Kind) -> bytes:
         async with httpcore.AsyncConnectionPool(
             ssl_context=self._tls,
             network_backend=self._backend,
@@ -108,14 +144,14 @@ class MediaFetcher:
             retries=0,
         ) as pool:
             for _ in range(MAX_REDIRECTS + 1):
-                self._check(url)
-                target, data = await self._get(pool, url)
+                self._check(url, kind)
+                target, data = await self._get(pool, url, kind)
                 if target is None:
                     return data
                 url = urljoin(url, target)
         raise _Refused(f"the URL redirects more than {MAX_REDIRECTS} times")
 
-    def _check(self, url: str) -> None:
+    def _check(self, url: str, kind: _Kind) -> None:
         """Raise _Refused unless the URL, of the request or of a redirect, may be fetched."""
         try:
             parts = urlsplit(url)
@@ -131,7 +167,7 @@ class MediaFetcher:
             raise _Refused(f"the URL has port {port}, only {_PORT} is fetched")
         if not self._domains:
             raise _Refused(
-                "this server fetches no images: send a data: URL, or start it with "
+                f"this server fetches no {kind.noun}s: send a data: URL, or start it with "
                 "--allowed-media-domains"
             )
         if ANY_DOMAIN not in self._domains and not self._names(host):
@@ -140,10 +176,13 @@ class MediaFetcher:
     def _names(self, host: str) -> bool:
         return _host_name(host) in self._domains
 
-    async def _get(self, pool: httpcore.AsyncConnectionPool, url: str) -> tuple[str | None, bytes]:
+    async def _get(
+        self, pool: httpcore.AsyncConnectionPool, url: str, kind: _Kind
+    ) -> tuple[str | None, bytes]:
         """The target of a redirect, or the bytes."""
+        failed = f"the {kind.noun} could not be fetched"
         headers: dict[bytes | str, bytes | str] = {
-            "Accept": "image/*",
+            "Accept": f"{kind.noun}/*",
             "Accept-Encoding": "identity",
             "User-Agent": "gaudiserve",
         }
@@ -153,15 +192,15 @@ class MediaFetcher:
                 if status in (301, 302, 303, 307, 308):
                     location = {k.lower(): v for k, v in response.headers}.get(b"location")
                     if location is None:
-                        raise _Refused("the image could not be fetched")
+                        raise _Refused(failed)
                     return location.decode("latin-1"), b""
                 if status != 200:
-                    raise _Refused("the image could not be fetched")
+                    raise _Refused(failed)
                 data = bytearray()
                 async for piece in response.aiter_stream():
                     data += piece
-                    if len(data) > self._max_bytes:
-                        raise _Refused(_too_large(len(data), self._max_bytes, at_least=True))
+                    if len(data) > kind.max_bytes:
+                        raise _Refused(_too_large(len(data), kind, at_least=True))
                 return None, bytes(data)
         except (
             httpcore.NetworkError,
@@ -172,9 +211,9 @@ class MediaFetcher:
             ValueError,  # a URL, or a Location, that is no URL
         ):
             # What went wrong would tell about the network behind this server.
-            raise _Refused("the image could not be fetched") from None
+            raise _Refused(failed) from None
 
-    def _local_bytes(self, url: str) -> bytes:
+    def _local_bytes(self, url: str, kind: _Kind) -> bytes:
         if self._local is None:
             raise _Refused(
                 "this server reads no files: send a data: URL, or start it with "
@@ -193,11 +232,11 @@ class MediaFetcher:
             with open(number, "rb") as file:
                 if not stat.S_ISREG(os.fstat(number).st_mode):
                     raise _Refused("the file cannot be read")
-                data = file.read(self._max_bytes + 1)
+                data = file.read(kind.max_bytes + 1)
         except (OSError, ValueError):
             raise _Refused("the file cannot be read") from None
-        if len(data) > self._max_bytes:
-            raise _Refused(_too_large(len(data), self._max_bytes, at_least=True))
+        if len(data) > kind.max_bytes:
+            raise _Refused(_too_large(len(data), kind, at_least=True))
         return data
 
 
@@ -264,34 +303,53 @@ def _host_name(text: str) -> str:
     return text.strip().rstrip(".").lower()
 
 
-def _data_bytes(url: str, max_bytes: int) -> bytes:
+def _data_bytes(url: str, kind: _Kind) -> bytes:
+    return _decode_base64(_data_text(url, kind), kind)
+
+
+def _frames(url: str, kind: _Kind) -> list[bytes]:
+    texts = _data_text(url, kind)
+    if (count := texts.count(",") + 1) > MAX_FRAMES:
+        raise _Refused(f"the video has {count} frames, at most {MAX_FRAMES} are taken")
+    _check_size(texts, kind)
+    return [_decode_base64(text, kind) for text in texts.split(",")]
+
+
+def _data_text(url: str, kind: _Kind) -> str:
+    """What follows the head."""
     head, comma, data = url.partition(",")
+    form = f"it must be data:{kind.types[0]};base64,..."
     if not comma:
-        raise _Refused("the data: URL has no comma, it must be data:image/png;base64,...")
-    kind, _, options = head[len("data:") :].partition(";")
-    if kind.strip().lower() not in MEDIA_TYPES:
+        raise _Refused(f"the data: URL has no comma, {form}")
+    media_type, _, options = head[len("data:") :].partition(";")
+    if media_type.strip().lower() not in kind.types:
         raise _Refused(
-            f"the data: URL has type {kind[:_SHOWN]!r}, it must be one of {', '.join(MEDIA_TYPES)}"
+            f"the data: URL has type {media_type[:_SHOWN]!r}, it must be one of "
+            f"{', '.join(kind.types)}"
         )
     if options.rpartition(";")[2].strip().lower() != "base64":
-        raise _Refused("the data: URL is not base64, it must be data:image/png;base64,...")
-    return _decode_base64(data, max_bytes)
+        raise _Refused(f"the data: URL is not base64, {form}")
+    return data
 
 
-def _decode_base64(text: str, max_bytes: int) -> bytes:
-    """The bytes of a base64 text."""
+def _check_size(text: str, kind: _Kind) -> None:
     num_bytes = len(text) * 3 // 4 - text[-2:].count("=")
-    if num_bytes > max_bytes:
-        raise _Refused(_too_large(num_bytes, max_bytes))
+    if num_bytes > kind.max_bytes:
+        raise _Refused(_too_large(num_bytes, kind))
+
+
+def _decode_base64(text: str, kind: _Kind) -> bytes:
+    """The bytes of a base64 text."""
+    _check_size(text, kind)
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raise _Refused("the data: URL is not valid base64") from None
     if not data:
-        raise _Refused("the image has 0 bytes")
+        raise _Refused(f"the {kind.noun} has 0 bytes")
     return data
 
 
-def _too_large(num_bytes: int, max_bytes: int, *, at_least: bool = False) -> str:
+def _too_large(num_bytes: int, kind: _Kind, *, at_least: bool = False) -> str:
     more = "at least " if at_least else ""
-    return f"the image has {more}{num_bytes} bytes, at most {max_bytes} are taken"
+    return f"the {kind.noun} has {more}{num_bytes} bytes, at most {kind.max_bytes} are taken"

@@ -1,6 +1,7 @@
-"""Decodes images and preprocesses them with the image processor of transformers that a checkpoint
-names. For an isolated process only: it imports transformers."""
+"""Decodes images and videos and preprocesses them with the image processor of transformers that a
+checkpoint names. For an isolated process only: it imports transformers."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from engine.transport.messages import InputTensor
 from server.multimodal.decode import BadImage, decode
 from server.multimodal.families.base import ProcessorFiles
 from server.multimodal.families.registry import prompt_form
-from server.multimodal.isolated import Answer, ImageFacts, Setup
+from server.multimodal.isolated import IMAGE, Answer, ImageFacts, Setup, Video
+from server.multimodal.video import read_frames
 
 INPUTS = ("pixel_values", "image_sizes", "image_grid_thw", "pixel_attention_mask")
 """Arguments of the towers; what else a processor gives, only the prompt's text needs."""
@@ -27,7 +29,10 @@ class ImageProcessor:
     def __init__(self, setup: Setup) -> None:
         """Raises ConfigError."""
         folder = Path(setup.folder)
-        self._form = prompt_form(ProcessorFiles.read(folder, setup.image_token))
+        self._sampling = setup.num_frames, setup.fps
+        files = ProcessorFiles.read(folder, setup.image_token, setup.video_token)
+        self._form = prompt_form(files)
+        self._size = video_size(files, setup.options)
         try:
             make: Any = AutoImageProcessor.from_pretrained
             self._processor = make(folder, backend="pil", local_files_only=True, **setup.options)
@@ -37,11 +42,18 @@ class ImageProcessor:
             ) from error
 
     def call(self, data: bytes) -> bytes:
-        """An Answer for the bytes of an image; ImageFacts for none."""
+        """An Answer for an image or a video; ImageFacts for no bytes."""
         if not data:
-            return msgspec.msgpack.encode(ImageFacts(self._form.mark))
+            form = self._form.video
+            facts = ImageFacts(self._form.mark, "" if form is None else form.mark)
+            return msgspec.msgpack.encode(facts)
+        kind, content = data[:1], memoryview(data)[1:]
         try:
-            answer = self.process(decode(data))
+            if kind == IMAGE:
+                answer = self.process(decode(bytes(content)))
+            else:
+                video = msgspec.msgpack.decode(content, type=Video)
+                answer = self.process_video(*read_frames(video, *self._sampling))
         except BadImage as error:
             answer = Answer(error=str(error))
         return msgspec.msgpack.encode(answer)
@@ -59,6 +71,35 @@ class ImageProcessor:
             ) from None
         tensors = [_tensor(name, arrays[name]) for name in INPUTS if name in arrays]
         return Answer(size=image.size, text=text, grid=grid, tensors=tensors)
+
+    def process_video(self, frames: list[Image.Image], fps: float) -> Answer:
+        """Preprocess the RGB frames of a video, of which a second has `fps`. Raises BadImage."""
+        form = self._form.video
+        if form is None:
+            raise BadImage("the model takes no videos")
+        options = {**self._form.options, **self._size}
+        try:
+            arrays = self._processor(images=frames, return_tensors="np", **options)
+            arrays = form.joined(arrays)
+        except (ValueError, TypeError, ZeroDivisionError, IndexError) as error:
+            reason = str(error)[:_SHOWN] or type(error).__name__
+            width, height = frames[0].size
+            raise BadImage(
+                f"the model does not take a video of {width} x {height} pixels: {reason}"
+            ) from None
+        tensors = [_tensor(name, arrays[name]) for name in INPUTS if name in arrays]
+        text, grid = form.text(arrays), self._form.grid(arrays)
+        return Answer("", frames[0].size, text, grid, tensors, form.time_step(fps))
+
+
+def video_size(files: ProcessorFiles, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The argument `size` of the image processor for frames of videos."""
+    given = {**files.video_processor, **options}
+    size = dict(given.get("size") or {})
+    for name, other in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+        if isinstance(given.get(name), int):
+            size[other] = given[name]
+    return {"size": size} if size else {}
 
 
 def _tensor(name: str, values: Any) -> InputTensor:

@@ -1,13 +1,14 @@
-"""ImageInputs: from the images of a request to what its prompt needs."""
+"""ImageInputs: from the images and videos of a request to what its prompt needs."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from config.errors import ConfigError, UserError
 from config.model.multimodal.vision import VisionFacts
 from config.server import ServerConfig
 from server.multimodal.fetch import MediaFetcher
-from server.multimodal.parts import ImageSource, check_count
+from server.multimodal.isolated import IMAGE, VIDEO
+from server.multimodal.parts import MediaSource, check_count
 from server.multimodal.processor import ImagePreprocessor, ProcessedImage, image_processes
 from server.text.tokenizer import Tokenizer
 
@@ -16,32 +17,36 @@ MAX_FETCHES = 16
 
 
 class ImageInputs:
-    """Reads and preprocesses the images of requests. For one event loop."""
+    """Reads and preprocesses the images and videos of requests. For one event loop."""
 
     def __init__(
         self,
         vision: VisionFacts,
         preprocessor: ImagePreprocessor,
         fetcher: MediaFetcher,
-        max_images: int,
+        limits: Mapping[bytes, int],
     ) -> None:
-        self.image_token_id = vision.image_token_id
+        """`limits`: of images and of videos of a prompt."""
+        self.token_ids = {vision.image_token_id}
+        """Those that take the rows of embeddings."""
+        if vision.video_token_id is not None and VIDEO in preprocessor.marks:
+            self.token_ids.add(vision.video_token_id)
         self.preprocessor = preprocessor
         self._fetcher = fetcher
-        self._max_images = max_images
+        self._limits = limits
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
 
     @property
-    def mark(self) -> str:
-        """What the chat template writes for an image."""
-        return self.preprocessor.mark
+    def marks(self) -> Mapping[bytes, str]:
+        """What the chat template writes for each kind that the model takes."""
+        return self.preprocessor.marks
 
     async def load(
-        self, sources: Sequence[ImageSource], *, owner: str = "", param: str = "messages"
+        self, sources: Sequence[MediaSource], *, owner: str = "", param: str = "messages"
     ) -> list[ProcessedImage]:
-        """The images, in their order. `owner` sent those that are given by a uuid alone. Raises
-        UserError and Overloaded."""
-        check_count(sources, self._max_images, param)
+        """The images and videos, in their order. `owner` sent those that are given by a uuid alone.
+        Raises UserError and Overloaded."""
+        check_count(sources, self._limits, param)
         loading = [asyncio.ensure_future(self._load(one, owner, param)) for one in sources]
         try:
             return list(await asyncio.gather(*loading))
@@ -49,9 +54,12 @@ class ImageInputs:
             for one in loading:
                 one.cancel()
 
-    async def _load(self, source: ImageSource, owner: str, param: str) -> ProcessedImage:
+    async def _load(self, source: MediaSource, owner: str, param: str) -> ProcessedImage:
+        kind = source.kind
+        if kind not in self.marks:
+            raise UserError(f"{source.where} is a video, this model takes images only", param=param)
         if source.data is None and not source.url:
-            found = self.preprocessor.named(owner, source.uuid)
+            found = self.preprocessor.named(owner, source.uuid, kind)
             if found is None:
                 raise UserError(
                     f"{source.where} has only a uuid, and this server keeps no image of that name: "
@@ -62,10 +70,10 @@ class ImageInputs:
         data = source.data
         if data is None:
             async with self._fetches:
-                data = await self._fetcher.fetch(source.url, source.where, param)
-        image = await self.preprocessor.process(data, source.where, param)
+                data = await self._fetcher.fetch(source.url, source.where, param, kind)
+        image = await self.preprocessor.process(data, source.where, param, kind)
         if source.uuid:
-            self.preprocessor.remember(owner, source.uuid, image.digest)
+            self.preprocessor.remember(owner, source.uuid, image.digest, kind)
         return image
 
     def close(self) -> None:
@@ -84,23 +92,32 @@ def make_image_inputs(
             f"the image token of {folder} is {vision.image_token_id}, its tokenizer has "
             f"{tokenizer.vocab_size} tokens"
         )
+    video_token = ""
+    if vision.video_token_id is not None:
+        video_token = tokenizer.token(vision.video_token_id) or ""
     preprocessor = ImagePreprocessor(
-        image_processes(folder, image_token, config.image_options),
+        image_processes(
+            folder,
+            image_token,
+            config.image_options,
+            video_token=video_token,
+            video_frames=config.video_frames,
+        ),
         image_token,
         cache_bytes=int(config.mm_processor_cache_gb * 2**30),
+        video_token=video_token,
     )
     try:
         preprocessor.open()
     except ConfigError:
         preprocessor.close()
         raise
-    protected = {image_token, preprocessor.mark}
-    if vision.video_token_id is not None:
-        protected.add(tokenizer.token(vision.video_token_id) or image_token)
-    tokenizer.protect(protected)
+    tokenizer.protect({image_token, video_token or image_token, *preprocessor.marks.values()})
     fetcher = MediaFetcher(
         config.allowed_media_domains,
         config.allowed_local_media_path,
         timeout_s=config.image_fetch_timeout_s,
+        video_timeout_s=config.video_fetch_timeout_s,
     )
-    return ImageInputs(vision, preprocessor, fetcher, config.max_images)
+    limits = {IMAGE: config.max_images, VIDEO: config.max_videos}
+    return ImageInputs(vision, preprocessor, fetcher, limits)

@@ -1,18 +1,27 @@
-"""Finds the images in the messages of a chat, and puts them into its prompt."""
+"""Finds the images and videos in the messages of a chat, and puts them into its prompt."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
+from msgspec import structs
+
 from config.errors import UserError
 from engine.transport.messages import EncodedImage, ImagePlacement
+from server.multimodal.isolated import IMAGE, VIDEO
 from server.multimodal.processor import ProcessedImage
-from server.text.messages import IMAGE_PART
+from server.text.messages import IMAGE_PART, VIDEO_PART
 
-IMAGE_PARTS = ("image_url", "input_image", "image")
-"""Types of content parts."""
+KINDS: Mapping[str, bytes] = {
+    **dict.fromkeys(("image_url", "input_image", "image"), IMAGE),
+    **dict.fromkeys(("video_url", "video"), VIDEO),
+}
+"""By the type of a content part."""
+_FIELDS = {IMAGE: ("image_url", "image", "url"), VIDEO: ("video_url", "video", "url")}
+"""Where its URL is. The last two names are those of transformers."""
+NOUNS = {IMAGE: "images", VIDEO: "videos"}
 MAX_UUID_CHARACTERS = 200
 _DETAILS = ("auto", "low", "high", "original")
 _SHOWN = 40
@@ -20,27 +29,28 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class ImageSource:
-    """Where a request has an image, and where its bytes are."""
+class MediaSource:
+    """Where a request has an image or a video, and where its bytes are."""
 
     where: str
     """messages[0].content[1]"""
     url: str = ""
     data: bytes | None = None
-    """The bytes themselves, offline."""
+    """The bytes themselves, offline; of a video an encoded Video."""
     uuid: str = ""
     """The client's name for it; without url or data: an image that it sent before."""
+    kind: bytes = IMAGE
 
 
-def image_source(part: Mapping[str, Any], where: str, param: str = "messages") -> ImageSource:
-    """The image of a content part. Raises UserError."""
+def media_source(part: Mapping[str, Any], where: str, param: str = "messages") -> MediaSource:
+    """The image or video of a content part. Raises UserError."""
 
     def bad(message: str) -> UserError:
         return UserError(f"{where} {message}", param=param)
 
-    kind = part.get("type")
-    # The last two names are those of transformers.
-    given = part.get("image_url") or part.get("image") or part.get("url")
+    kind = KINDS[part["type"]]
+    fields = _FIELDS[kind]
+    given = next((part[name] for name in fields if part.get(name)), None)
     uuid = part.get("uuid")
     detail = part.get("detail")
     if isinstance(given, dict):
@@ -48,66 +58,93 @@ def image_source(part: Mapping[str, Any], where: str, param: str = "messages") -
         detail = given.get("detail", detail)
         given = given.get("url")
     if isinstance(given, bytes):
-        return ImageSource(where, data=given, uuid=uuid or "")
+        return MediaSource(where, data=given, uuid=uuid or "", kind=kind)
     if detail is not None and detail not in _DETAILS:
         raise bad(f"has detail {str(detail)[:_SHOWN]!r}, it must be one of {', '.join(_DETAILS)}")
     if uuid is not None and (not isinstance(uuid, str) or len(uuid) > MAX_UUID_CHARACTERS):
         raise bad(f"has a uuid that is no string of up to {MAX_UUID_CHARACTERS} characters")
     if not given and uuid:
-        return ImageSource(where, uuid=uuid)
+        return MediaSource(where, uuid=uuid, kind=kind)
     if not isinstance(given, str) or not given:
-        raise bad(f"has type {kind!r} and no image_url with a url, and no uuid")
-    return ImageSource(where, given, uuid=uuid or "")
+        raise bad(f"has type {part['type']!r} and no {fields[0]} with a url, and no uuid")
+    return MediaSource(where, given, uuid=uuid or "", kind=kind)
 
 
-def take_images(messages: Sequence[Any]) -> tuple[list[Message], list[ImageSource]]:
-    """Messages with each image as {"type": "image"}, as templates expect it, and the images in
-    their order. Raises UserError."""
+def take_media(messages: Sequence[Any]) -> tuple[list[Message], list[MediaSource]]:
+    """Messages with each image as {"type": "image"} and each video as {"type": "video"}, as
+    templates expect it, and their sources in order. Raises UserError."""
     taken, sources = [], []
     for index, message in enumerate(messages):
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, list):
             parts = []
             for number, part in enumerate(content):
-                if isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
-                    where = f"messages[{index}].content[{number}]"
-                    sources.append(image_source(part, where))
-                    part = IMAGE_PART
+                if isinstance(part, dict) and part.get("type") in KINDS:
+                    source = media_source(part, f"messages[{index}].content[{number}]")
+                    sources.append(source)
+                    part = IMAGE_PART if source.kind == IMAGE else VIDEO_PART
                 parts.append(part)
             message = {**message, "content": parts}
         taken.append(message)
     return taken, sources
 
 
-def check_count(sources: Sequence[object], limit: int, param: str = "messages") -> None:
-    """Raise UserError for more images than a prompt may have."""
-    if len(sources) > limit:
-        raise UserError(
-            f"the prompt has {len(sources)} images, at most {limit} are taken "
-            "(--limit-mm-per-prompt)",
-            param=param,
-        )
+def check_count(
+    sources: Sequence[MediaSource], limits: Mapping[bytes, int], param: str = "messages"
+) -> None:
+    """Raise UserError for more images or videos than a prompt may have."""
+    for kind, limit in limits.items():
+        count = sum(source.kind == kind for source in sources)
+        if count > limit:
+            raise UserError(
+                f"the prompt has {count} {NOUNS[kind]}, at most {limit} are taken "
+                "(--limit-mm-per-prompt)",
+                param=param,
+            )
 
 
 def with_image_texts(
-    prompt: str, mark: str, images: Sequence[ProcessedImage], param: str = "messages"
+    prompt: str,
+    marks: Mapping[bytes, str],
+    images: Sequence[ProcessedImage],
+    param: str = "messages",
 ) -> str:
-    """`prompt` with the text of each image in place of its mark. Raises UserError unless there is a
-    mark for each. In texts of the caller marks are split, see server/text/control_tokens.py."""
-    found = [match.span() for match in re.finditer(re.escape(mark), prompt)]
-    if len(found) != len(images):
-        raise UserError(
-            f"the prompt shows {len(found)} of {len(images)} images: the chat template takes them "
-            "in other messages, or not at all"
-            if param == "messages"
-            else f"the prompt has {mark} {len(found)} times, and there are {len(images)} images",
-            param=param,
-        )
+    """`prompt` with the text of each image or video in place of its mark. Raises UserError unless
+    there is a mark for each, in order. In texts of the caller marks are split, see
+    server/text/control_tokens.py."""
+    kinds = {mark: kind for kind, mark in marks.items()}
+    found = list(re.finditer("|".join(map(re.escape, kinds)), prompt))
+    for kind, mark in marks.items():
+        shown = sum(match.group() == mark for match in found)
+        given = sum(image.kind == kind for image in images)
+        if shown != given:
+            raise UserError(
+                f"the prompt shows {shown} of {given} {NOUNS[kind]}: the chat template takes them "
+                "in other messages, or not at all"
+                if param == "messages"
+                else f"the prompt has {mark} {shown} times, and there are {given} {NOUNS[kind]}",
+                param=param,
+            )
+    if [kinds[match.group()] for match in found] != [image.kind for image in images]:
+        raise UserError("the chat template changes the order of images and videos", param=param)
     pieces, end = [], 0
-    for (start, stop), image in zip(found, images, strict=True):
-        pieces += [prompt[end:start], image.text]
-        end = stop
+    for match, image in zip(found, images, strict=True):
+        pieces += [prompt[end : match.start()], image.text]
+        end = match.end()
     return "".join([*pieces, prompt[end:]])
+
+
+def in_order_of_marks(
+    prompt: str, marks: Mapping[bytes, str], images: Sequence[ProcessedImage]
+) -> list[ProcessedImage]:
+    """`images`, which are given by kind, in the order in which a prompt has their marks. Those that
+    have none are last."""
+    left = {kind: [image for image in images if image.kind == kind] for kind in marks}
+    kinds = {mark: kind for kind, mark in marks.items()}
+    matches = re.finditer("|".join(map(re.escape, kinds)), prompt)
+    queues = (left[kinds[match.group()]] for match in matches)
+    found = [queue.pop(0) for queue in queues if queue]
+    return found + [image for rest in left.values() for image in rest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,16 +164,20 @@ class PromptImages:
             for image in self.encoded
         }
         return PromptImages(
-            [ImagePlacement(names[p.content], p.offset, p.length, p.grid) for p in self.placements],
+            [structs.replace(p, content=names[p.content]) for p in self.placements],
             [EncodedImage(names[i.content], i.num_embeddings, i.tensors) for i in self.encoded],
         )
 
 
 def place_images(
-    token_ids: Sequence[int], image_token_id: int, images: Sequence[ProcessedImage], param: str
+    token_ids: Sequence[int],
+    image_token_ids: Collection[int],
+    images: Sequence[ProcessedImage],
+    param: str,
 ) -> PromptImages:
-    """Where a tokenized prompt has its images. Raises UserError if their tokens do not agree."""
-    positions = [index for index, token in enumerate(token_ids) if token == image_token_id]
+    """Where a tokenized prompt has its images and videos. Raises UserError if their tokens do not
+    agree."""
+    positions = [index for index, token in enumerate(token_ids) if token in image_token_ids]
     expected = sum(image.num_embeddings for image in images)
     if len(positions) != expected:
         raise UserError(
@@ -149,7 +190,7 @@ def place_images(
         stop = start + image.num_embeddings
         offset = positions[start]
         length = positions[stop - 1] + 1 - offset
-        placements.append(ImagePlacement(image.digest, offset, length, image.grid))
+        placements.append(ImagePlacement(image.digest, offset, length, image.grid, image.time_step))
         start = stop
     encoded = {
         image.digest: EncodedImage(image.digest, image.num_embeddings, image.tensors)

@@ -1,5 +1,5 @@
-"""Preprocesses images off the event loop, each content once: threads wait for the isolated
-processes, and the results are cached."""
+"""Preprocesses images and videos off the event loop, each content once: threads wait for the
+isolated processes, and the results are cached."""
 
 import asyncio
 from collections import OrderedDict
@@ -14,7 +14,7 @@ import msgspec
 from config.errors import ConfigError, EngineDied, Overloaded, UserError
 from engine.process.isolation import CallBroken, CallKilled, ForkServer, Limits
 from engine.transport.messages import InputTensor
-from server.multimodal.isolated import Answer, ImageFacts, Setup
+from server.multimodal.isolated import IMAGE, VIDEO, Answer, ImageFacts, Setup
 
 LIMITS = Limits(cpu_s=20.0, wall_s=30.0, memory_bytes=3 * 2**30, stack_bytes=8 * 2**20)
 MAX_PENDING = 256
@@ -24,16 +24,19 @@ MAX_UUIDS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class ProcessedImage:
-    """An image, ready for the vision tower of the model."""
+    """An image or a video, ready for the vision tower of the model."""
 
+    kind: bytes
+    """IMAGE or VIDEO."""
     digest: bytes
-    """Of its bytes as they were sent."""
+    """Of its kind and its bytes as they were sent."""
     text: str
     """Takes the place of the template's mark in the prompt."""
     num_embeddings: int
     """Image tokens in `text`."""
     grid: tuple[int, int, int]
     tensors: list[InputTensor]
+    time_step: float = 1.0
 
     @property
     def num_bytes(self) -> int:
@@ -58,10 +61,13 @@ def image_processes(
     image_token: str,
     options: Mapping[str, Any] | None = None,
     limits: Limits = LIMITS,
+    *,
+    video_token: str = "",
+    video_frames: tuple[int, float] = (32, -1),
 ) -> ForkServer:
-    """The processes that decode and preprocess images. `folder` is the checkpoint's, `options` are
-    arguments of its image processor."""
-    setup = Setup(folder, image_token, dict(options or {}))
+    """The processes that decode and preprocess images and videos. `folder` is the checkpoint's,
+    `options` are arguments of its image processor, `video_frames` those of `Setup`."""
+    setup = Setup(folder, image_token, dict(options or {}), video_token, *video_frames)
     return ForkServer("server.multimodal.isolated", msgspec.msgpack.encode(setup), limits)
 
 
@@ -75,23 +81,24 @@ class ImagePreprocessor:
         *,
         cache_bytes: int = 4 * 2**30,
         threads: int = 2,
+        video_token: str = "",
     ) -> None:
         """`processes` are those of `image_processes`."""
-        self._image_token = image_token
+        self._tokens = {IMAGE: image_token, VIDEO: video_token}
         self._processes = processes
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="images")
         self._cache: OrderedDict[bytes, ProcessedImage] = OrderedDict()
         self._cache_bytes = cache_bytes
         self._cached_bytes = 0
         self._running: dict[bytes, asyncio.Future[ProcessedImage]] = {}
-        self._uuids: OrderedDict[tuple[str, str], bytes] = OrderedDict()
-        self._mark = ""
+        self._uuids: OrderedDict[tuple[str, bytes, str], bytes] = OrderedDict()
+        self._marks: dict[bytes, str] = {}
         self.observer: Observer | None = None
 
     @property
-    def mark(self) -> str:
-        """What the chat template writes for an image; known after `open`."""
-        return self._mark
+    def marks(self) -> Mapping[bytes, str]:
+        """What the chat template writes for each kind that the model takes; known after `open`."""
+        return self._marks
 
     def open(self) -> None:
         """Start the processes and wait for them. Blocks for seconds. Raises ConfigError."""
@@ -101,7 +108,9 @@ class ImagePreprocessor:
             raise ConfigError(f"the model's image processor does not start: {error}") from error
         if facts.error:
             raise ConfigError(facts.error)
-        self._mark = facts.mark
+        self._marks = {IMAGE: facts.mark}
+        if facts.video_mark:
+            self._marks[VIDEO] = facts.video_mark
 
     def close(self) -> None:
         """Stop the processes and threads; safe to call twice."""
@@ -115,9 +124,12 @@ class ImagePreprocessor:
             self._cache.move_to_end(digest)
         return found
 
-    async def process(self, data: bytes, where: str, param: str = "messages") -> ProcessedImage:
-        """The image with these bytes. Raises UserError, which names the place `where` in the
-        request, and Overloaded."""
+    async def process(
+        self, data: bytes, where: str, param: str = "messages", kind: bytes = IMAGE
+    ) -> ProcessedImage:
+        """The image with these bytes, or the encoded Video. Raises UserError, which names the place
+        `where` in the request, and Overloaded."""
+        data = kind + data
         digest = sha256(data).digest()
         found, running = self.cached(digest), self._running.get(digest)
         if self.observer is not None:
@@ -147,15 +159,24 @@ class ImagePreprocessor:
         try:
             raw = await loop.run_in_executor(self._threads, self._processes.call, data)
         except CallKilled as error:
-            raise _Refused(f"the image cannot be processed: {error}") from None
+            noun = "video" if data[:1] == VIDEO else "image"
+            raise _Refused(f"the {noun} cannot be processed: {error}") from None
         finally:
             if self.observer is not None:
                 self.observer.image_processed(loop.time() - began_s)
         answer = msgspec.msgpack.decode(raw, type=Answer)
         if answer.error:
             raise _Refused(answer.error)
-        count = answer.text.count(self._image_token)
-        return ProcessedImage(digest, answer.text, count, answer.grid, answer.tensors)
+        kind = data[:1]
+        return ProcessedImage(
+            kind,
+            digest,
+            answer.text,
+            answer.text.count(self._tokens[kind]),
+            answer.grid,
+            answer.tensors,
+            answer.time_step,
+        )
 
     def _add(self, image: ProcessedImage) -> None:
         if image.num_bytes > self._cache_bytes:
@@ -168,16 +189,16 @@ class ImagePreprocessor:
 
     # Images that requests name
 
-    def remember(self, owner: str, uuid: str, digest: bytes) -> None:
+    def remember(self, owner: str, uuid: str, digest: bytes, kind: bytes = IMAGE) -> None:
         """`owner` may send `uuid` in place of this image from now on."""
-        self._uuids[owner, uuid] = digest
-        self._uuids.move_to_end((owner, uuid))
+        self._uuids[owner, kind, uuid] = digest
+        self._uuids.move_to_end((owner, kind, uuid))
         if len(self._uuids) > MAX_UUIDS:
             self._uuids.popitem(last=False)
 
-    def named(self, owner: str, uuid: str) -> ProcessedImage | None:
+    def named(self, owner: str, uuid: str, kind: bytes = IMAGE) -> ProcessedImage | None:
         """The image that `owner` sent with `uuid`, if it is still cached."""
-        digest = self._uuids.get((owner, uuid))
+        digest = self._uuids.get((owner, kind, uuid))
         found = None if digest is None else self.cached(digest)
         if self.observer is not None:
             self.observer.image_looked_up(found is not None)

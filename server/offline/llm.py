@@ -28,7 +28,13 @@ from server.generation.outputs import Prompt
 from server.generation.pipeline import Pipeline
 from server.generation.validation import truncate_prompt
 from server.multimodal.inputs import ImageInputs, make_image_inputs
-from server.multimodal.parts import ImageSource, place_images, take_images, with_image_texts
+from server.multimodal.parts import (
+    MediaSource,
+    in_order_of_marks,
+    place_images,
+    take_media,
+    with_image_texts,
+)
 from server.multimodal.processor import ProcessedImage
 from server.offline.engines import make_client
 from server.offline.event_loop import STOP_TIMEOUT_S, BackgroundLoop, Result, run_in_order
@@ -48,7 +54,7 @@ from server.offline.pooling import OfflinePooling, Params, classification_output
 from server.offline.prompts import (
     PromptInput,
     as_conversation_list,
-    as_image_parts,
+    as_media_parts,
     as_prompt_list,
     parse_prompt,
 )
@@ -156,7 +162,7 @@ class LLM:
         def maker(
             text: str | None,
             ids: list[int] | None,
-            images: list[ImageSource],
+            images: list[MediaSource],
             param: SamplingParams,
         ) -> MakePrompt:
             return lambda: self._prompt(text, ids, True, param, images)
@@ -211,7 +217,7 @@ class LLM:
 
         def maker(conversation: list[Message], param: SamplingParams) -> MakePrompt:
             async def make() -> Prompt:
-                taken, sources = take_images(as_image_parts(conversation))
+                taken, sources = take_media(as_media_parts(conversation))
                 images = await self._loaded(sources, "messages")
                 text = await self._template.render(
                     taken,
@@ -377,7 +383,7 @@ class LLM:
             )
         return list(params)
 
-    async def _loaded(self, sources: list[ImageSource], param: str) -> list[ProcessedImage]:
+    async def _loaded(self, sources: list[MediaSource], param: str) -> list[ProcessedImage]:
         """The images of a prompt. Raises UserError for a model that takes none."""
         if not sources:
             return []
@@ -393,7 +399,7 @@ class LLM:
         ids: list[int] | None,
         special: bool,
         params: SamplingParams,
-        sources: list[ImageSource] | None = None,
+        sources: list[MediaSource] | None = None,
         *,
         images: list[ProcessedImage] | None = None,
     ) -> Prompt:
@@ -422,9 +428,11 @@ class LLM:
                 param="truncate_prompt_tokens",
             )
         tokenizer = self.get_tokenizer()
-        text = with_image_texts(text, self._images.mark, images, "prompt")
+        marks = self._images.marks
+        images = in_order_of_marks(text, marks, images)
+        text = with_image_texts(text, marks, images, "prompt")
         ids = await tokenizer.encode(text, special)
-        placed = place_images(ids, self._images.image_token_id, images, "prompt")
+        placed = place_images(ids, self._images.token_ids, images, "prompt")
         return Prompt(ids, tokenizer.unmarked(text), placed)
 
     async def _generate(
@@ -465,7 +473,7 @@ class LLM:
 
     async def _beam_search(
         self,
-        inputs: list[tuple[str | None, list[int] | None, str, list[ImageSource]]],
+        inputs: list[tuple[str | None, list[int] | None, str, list[MediaSource]]],
         sampling: SamplingParams,
         params: BeamSearchParams,
         use_tqdm: bool,

@@ -7,7 +7,8 @@ from typing import Any
 from PIL import Image
 
 from config.errors import UserError
-from server.multimodal.parts import ImageSource
+from server.multimodal.parts import MediaSource
+from server.offline.videos import given_video, is_video
 from server.text.messages import Message
 
 PromptInput = str | Mapping[str, Any] | Sequence[int]
@@ -25,7 +26,7 @@ def as_prompt_list(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptI
 
 def parse_prompt(
     prompt: PromptInput,
-) -> tuple[str | None, list[int] | None, str, list[ImageSource]]:
+) -> tuple[str | None, list[int] | None, str, list[MediaSource]]:
     """(text, ids, cache salt, images), with at least one of text and ids. Raises UserError."""
     if isinstance(prompt, str):
         return prompt, None, "", []
@@ -45,24 +46,31 @@ def parse_prompt(
     return text, None if ids is None else list(ids), prompt.get("cache_salt") or "", images
 
 
-def _images(data: Any) -> list[ImageSource]:
-    """Those of a prompt's multi_modal_data: one image or a list."""
+def _images(data: Any) -> list[MediaSource]:
+    """Those of a prompt's multi_modal_data: one image or a list of them, and likewise videos."""
     if not isinstance(data, Mapping):
         raise UserError(
             f"multi_modal_data is a {type(data).__name__}, it must be a dict", param="prompt"
         )
-    if set(data) - {"image"}:
+    if set(data) - {"image", "video"}:
         raise UserError(
-            f"multi_modal_data has the keys {sorted(data)}, it may have image", param="prompt"
+            f"multi_modal_data has the keys {sorted(data)}, it may have image and video",
+            param="prompt",
         )
-    images = data.get("image")
-    if images is None:
-        return []
-    listed = images if isinstance(images, (list, tuple)) else [images]
-    return [given_image(image, f"image {index}") for index, image in enumerate(listed)]
+    images, videos = data.get("image"), data.get("video")
+    if not isinstance(images, (list, tuple)):
+        images = [] if images is None else [images]
+    if videos is None:
+        videos = []
+    elif is_video(videos):
+        videos = [videos]
+    return [
+        *(given_image(image, f"image {index}") for index, image in enumerate(images)),
+        *(given_video(video, f"video {index}") for index, video in enumerate(videos)),
+    ]
 
 
-def given_image(image: Any, where: str) -> ImageSource:
+def given_image(image: Any, where: str) -> MediaSource:
     """An image of PIL, the bytes of a file, or a URL. Raises UserError."""
     if isinstance(image, Image.Image):
         file = io.BytesIO()
@@ -73,29 +81,32 @@ def given_image(image: Any, where: str) -> ImageSource:
         image.save(file, "PNG", compress_level=1)
         image = file.getvalue()
     if isinstance(image, bytes):
-        return ImageSource(where, data=image)
+        return MediaSource(where, data=image)
     if isinstance(image, str):
-        return ImageSource(where, image)
+        return MediaSource(where, image)
     raise UserError(
         f"{where} is a {type(image).__name__}, it must be an image of PIL, bytes or a URL",
         param="prompt",
     )
 
 
-def as_image_parts(messages: Sequence[Message]) -> list[Message]:
-    """Messages with images of PIL as the data: URLs that parts of clients have."""
+def as_media_parts(messages: Sequence[Message]) -> list[Message]:
+    """Messages with images of PIL and frames of videos as the bytes that parts may have."""
     return [
-        {**message, "content": [_as_image_part(part) for part in message["content"]]}
+        {**message, "content": [_as_media_part(part) for part in message["content"]]}
         if isinstance(message.get("content"), list)
         else message
         for message in messages
     ]
 
 
-def _as_image_part(part: Any) -> Any:
+def _as_media_part(part: Any) -> Any:
     """vLLM's parts with an image of PIL have the type image_pil, those of transformers image."""
     if not isinstance(part, Mapping):
         return part
+    video = part.get("video")
+    if part.get("type") == "video" and video is not None and not isinstance(video, str):
+        return {**part, "video": given_video(video, "a video").data or b""}
     image = part.get("image_pil", part.get("image"))
     if not isinstance(image, (Image.Image, bytes)):
         return part

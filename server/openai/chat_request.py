@@ -9,7 +9,7 @@ from starlette.requests import Request
 from config.errors import PromptTooLong, UserError
 from server.generation.outputs import Prompt
 from server.http.access_log import log_prompt, record_of
-from server.multimodal.parts import place_images, take_images, with_image_texts
+from server.multimodal.parts import place_images, take_media, with_image_texts
 from server.multimodal.processor import ProcessedImage
 from server.openai.answer_format import answer_format
 from server.openai.schema.chat import ChatBody, ChatPromptBody
@@ -35,8 +35,8 @@ class RenderedChat:
         if not self.images:
             return prompt
         assert state.images is not None, "a chat has images"
-        token_id = state.images.image_token_id
-        placed = place_images(prompt.token_ids, token_id, self.images, "messages")
+        token_ids = state.images.token_ids
+        placed = place_images(prompt.token_ids, token_ids, self.images, "messages")
         return replace(prompt, images=placed)
 
     def check_truncation(self, keep: int | None) -> None:
@@ -56,7 +56,7 @@ async def render(state: AppState, body: ChatPromptBody, owner: str = "") -> Rend
     check = partial(
         body.check_conversation,
         trust_template=state.config.trust_request_chat_template,
-        takes_images=inputs is not None,
+        kinds=() if inputs is None else tuple(inputs.marks),
     )
     if body.has_more_than(INLINE_PARTS):
         await asyncio.to_thread(check)
@@ -66,7 +66,7 @@ async def render(state: AppState, body: ChatPromptBody, owner: str = "") -> Rend
     controls = state.text_tokenizer("messages").controls
     messages, images = body.messages, []
     if inputs is not None:
-        messages, sources = take_images(body.messages)
+        messages, sources = take_media(body.messages)
         images = await inputs.load(sources, owner=owner)
     text = await template.render(
         messages,
@@ -79,7 +79,7 @@ async def render(state: AppState, body: ChatPromptBody, owner: str = "") -> Rend
         mark=None if controls is None else controls.marked,
     )
     if inputs is not None:
-        text = with_image_texts(text, inputs.mark, images)
+        text = with_image_texts(text, inputs.marks, images)
     return RenderedChat(text, images)
 
 

@@ -10,6 +10,8 @@ Message = dict[str, Any]
 
 IMAGE_PART = {"type": "image"}
 """An image, as templates expect it; server/multimodal/parts.py has taken its source."""
+VIDEO_PART = {"type": "video"}
+MEDIA_PARTS = (IMAGE_PART, VIDEO_PART)
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _MARKER = "CONTINUED-HERE-9f2c61d7 "
@@ -42,8 +44,8 @@ def _normalized(message: Message) -> Message:
 
 
 def _part(part: object) -> dict[str, str]:
-    if part == IMAGE_PART:
-        return IMAGE_PART.copy()
+    if part in MEDIA_PARTS:
+        return dict(part)
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
@@ -84,7 +86,7 @@ def mark_continuation(messages: list[Message], source: str) -> str:
         messages[-1]["content"] = content + _MARKER
         return content
     for part in reversed(content):
-        if part == IMAGE_PART:
+        if part in MEDIA_PARTS:
             continue
         text: str = part["text"]
         part["text"] = text + _MARKER

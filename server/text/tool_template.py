@@ -4,7 +4,7 @@ rendered as text of ordinary messages, in the form that the `hermes` parser read
 import json
 from typing import Any
 
-from server.text.messages import IMAGE_PART, Message, joined_text
+from server.text.messages import MEDIA_PARTS, Message, joined_text
 
 INSTRUCTIONS = """\
 You can call the functions listed between <tools> and </tools>, one JSON object per line.
@@ -84,12 +84,13 @@ def _appended(message: Message, text: str, separator: str) -> Message:
 
 
 def _joined(*contents: Any) -> str | list[dict[str, str]]:
-    """Contents of messages one after the other: a text, or parts if there are images."""
+    """Contents of messages one after the other: a text, or parts if there are images or
+    videos."""
     parts: list[dict[str, str]] = []
     for content in contents:
         listed = content if isinstance(content, list) else [{"type": "text", "text": str(content)}]
         parts += listed
-    return parts if IMAGE_PART in parts else joined_text(parts)
+    return parts if any(one in MEDIA_PARTS for one in parts) else joined_text(parts)
 
 
 def _as_json(value: Any) -> str:

@@ -15,7 +15,8 @@ import pytest
 import torch
 from live import LiveServer, running
 from PIL import Image
-from tiny_vision import image_bytes, make_tiny_vision, picture
+from tiny_vision import FAMILIES as TINY
+from tiny_vision import clip, gif_bytes, image_bytes, make_tiny_vision, picture
 from transformers import (
     AutoImageProcessor,
     AutoModelForImageTextToText,
@@ -164,15 +165,17 @@ def test_python_gives_the_same(folder: str) -> None:
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "images.md").read_text(encoding="utf-8")
+MARK = TINY["qwen2_vl"].mark
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
 def test_the_examples_of_the_page_run(
     live: LiveServer, folder: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if family != "llava":
-        pytest.skip("one family is enough")
+    if family != "qwen2_vl":
+        pytest.skip("one family is enough, which takes videos")
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "cat.gif").write_bytes(gif_bytes(clip(64, 48, 3)))
     picture(64, 48).save("cat.png")
     replaced = {"http://localhost:8000": live.url, "/models/vision": folder}
     outputs: list[str] = []
@@ -181,6 +184,13 @@ def test_the_examples_of_the_page_run(
         for name, value in replaced.items():
             block = block.replace(name, value)
         names: dict[str, Any] = {"small": small, "print": outputs.append}
-        exec(compile(block.replace("LLM(model=", "small(model="), "images.md", "exec"), names)
+        exec(
+            compile(
+                block.replace("LLM(model=", "small(model=").replace("<image>", MARK),
+                "images.md",
+                "exec",
+            ),
+            names,
+        )
 
-    assert len(BLOCKS) == 2 and len(outputs) == 1 and outputs[0]
+    assert len(BLOCKS) == 3 and len(outputs) == 2 and all(outputs)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from tiny_models import COMMON, IM_START, VOCAB_SIZE, rope_fields, write_tokenizer
@@ -29,6 +30,7 @@ _TURNS = (
     "{%- if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{%- for part in message['content'] %}"
     "{%- if part['type'] == 'image' %}IMAGE"
+    "{%- elif part['type'] == 'video' %}VIDEO"
     "{%- else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
     "{%- endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -47,6 +49,7 @@ class _Family:
     text: dict[str, Any] = field(default_factory=dict)
     named_tokens: dict[str, str] = field(default_factory=dict)
     """Of tokenizer_config.json."""
+    video_mark: str = ""
 
 
 FAMILIES = {
@@ -109,6 +112,7 @@ FAMILIES = {
                 "mrope_section": [2, 3, 3],
             },
         },
+        video_mark="<|vision_start|><|video_pad|><|vision_end|>",
     ),
     "gemma3": _Family(
         tokens=("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
@@ -183,7 +187,8 @@ def _write_tokenizer(folder: Path, family: _Family) -> dict[str, int]:
     encoder.add_special_tokens(list(family.tokens))
     encoder.save(str(file))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings["chat_template"] = _TURNS.replace("IMAGE", "{{ '" + family.mark + "' }}")
+    template = _TURNS.replace("IMAGE", "{{ '" + family.mark + "' }}")
+    settings["chat_template"] = template.replace("VIDEO", "{{ '" + family.video_mark + "' }}")
     settings |= family.named_tokens
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
     assert encoder.token_to_id("<|im_start|>") == IM_START
@@ -197,6 +202,29 @@ def picture(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Image.
     channels = [(x * (3 + seed) + y * (1 + i)) % 256 for i in range(4)]
     pixels = np.stack(channels, axis=-1) + random.integers(0, 40, (height, width, 4))
     return Image.fromarray((pixels % 256).astype(np.uint8), "RGBA").convert(mode)
+
+
+def clip(width: int, height: int, count: int) -> list[Image.Image]:
+    """The frames of a video."""
+    return [picture(width, height, seed=seed) for seed in range(count)]
+
+
+def gif_bytes(frames: list[Image.Image], frame_ms: int = 500) -> bytes:
+    """The frames as an animation without loss, as far as 256 colours go."""
+    return image_bytes(frames[0], "GIF", save_all=True, append_images=frames[1:], duration=frame_ms)
+
+
+def mp4_bytes(frames: list[Image.Image], fps: int = 10, kind: str = "mp4") -> bytes:
+    """The frames as a file of H.264, or of VP8 in WebM."""
+    av: Any = pytest.importorskip("av")
+    file = io.BytesIO()
+    with av.open(file, "w", format=kind) as out:
+        stream = out.add_stream("libx264" if kind == "mp4" else "libvpx", rate=fps)
+        stream.width, stream.height, stream.pix_fmt = *frames[0].size, "yuv420p"
+        for frame in frames:
+            out.mux(stream.encode(av.VideoFrame.from_image(frame)))
+        out.mux(stream.encode())
+    return file.getvalue()
 
 
 def image_bytes(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:

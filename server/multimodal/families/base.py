@@ -5,7 +5,7 @@ tokenizer of their own.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +29,10 @@ class ProcessorFiles:
     """tokenizer_config.json."""
     image_token: str
     """The text of VisionFacts.image_token_id."""
+    video_token: str = ""
+    """Likewise, of video_token_id; empty: there is none."""
+    video_processor: dict[str, Any] = field(default_factory=dict)
+    """The fields of the processor of videos, where it has a file of its own."""
 
     @property
     def vision(self) -> dict[str, Any]:
@@ -54,7 +58,7 @@ class ProcessorFiles:
         return default
 
     @classmethod
-    def read(cls, folder: Path, image_token: str) -> "ProcessorFiles":
+    def read(cls, folder: Path, image_token: str, video_token: str = "") -> "ProcessorFiles":
         """Read a checkpoint's folder. Raises ConfigError."""
         preprocessor = read_object(folder / "preprocessor_config.json")
         processor = {**preprocessor, **read_object(folder / "processor_config.json")}
@@ -63,6 +67,10 @@ class ProcessorFiles:
             processor,
             read_object(folder / "tokenizer_config.json"),
             image_token,
+            video_token,
+            read_object(folder / "video_preprocessor_config.json")
+            or processor.get("video_processor")
+            or {},
         )
 
 
@@ -76,8 +84,34 @@ def read_object(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file} cannot be read: {error}") from None
 
 
+class VideoForm(Protocol):
+    """The text of videos, whose frames the image processor has preprocessed one by one."""
+
+    @property
+    def mark(self) -> str:
+        """As PromptForm.mark."""
+        ...
+
+    def joined(self, arrays: Arrays) -> Arrays:
+        """The frames as one image, which may have several times in its grid."""
+        ...
+
+    def text(self, arrays: Arrays) -> str:
+        """As PromptForm.text, of the joined arrays."""
+        ...
+
+    def time_step(self, fps: float) -> float:
+        """As ImagePlacement has it, for frames of which a second has `fps`."""
+        ...
+
+
 class PromptForm(Protocol):
     """The text of images."""
+
+    @property
+    def video(self) -> VideoForm | None:
+        """Set if the model takes videos."""
+        ...
 
     @property
     def mark(self) -> str:
@@ -102,6 +136,7 @@ class NoGrid:
     """Defaults of the families whose positions have one axis."""
 
     options: dict[str, Any] = {}  # noqa: RUF012 - never written
+    video: VideoForm | None = None
 
     def grid(self, arrays: Arrays) -> tuple[int, int, int]:
         return (0, 0, 0)

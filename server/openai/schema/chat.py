@@ -9,7 +9,7 @@ from config.errors import UserError
 from config.params.sampling import MAX_LOGPROBS
 from config.params.structured_output import GrammarSpec
 from server.http.body_bounds import MAX_PARTS, Documents, Messages, Strings, Tools, Variables
-from server.multimodal.parts import IMAGE_PARTS, image_source
+from server.multimodal.parts import KINDS, NOUNS, media_source
 from server.openai.schema.generation import (
     UNSUPPORTED,
     Body,
@@ -33,7 +33,7 @@ Message = dict[str, Any]
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Text part types, and the key of the text."""
-MEDIA_PARTS = ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file")
+MEDIA_PARTS = (*KINDS, "input_audio", "audio_url", "file")
 _NAMES_SHOWN = 40
 
 _MESSAGE = record(
@@ -63,9 +63,9 @@ class ChatPromptBody(Body):
         None
     )
 
-    def check_conversation(self, *, trust_template: bool, takes_images: bool = False) -> None:
-        """Raises UserError."""
-        check_messages(self.messages, takes_images=takes_images)
+    def check_conversation(self, *, trust_template: bool, kinds: Collection[bytes] = ()) -> None:
+        """`kinds`: what the model takes besides text. Raises UserError."""
+        check_messages(self.messages, kinds)
         check_tools(self.tools, self.tool_choice)
         if self.chat_template is not None and not trust_template:
             raise UserError(
@@ -227,16 +227,16 @@ def _text_of(message: Message) -> str:
     return "".join(part[TEXT_PARTS[part["type"]]] for part in texts)
 
 
-def check_messages(messages: list[Any], *, takes_images: bool = False) -> None:
-    """Raise UserError for messages that no template could render. Text is never refused; images are
-    unless `takes_images`."""
+def check_messages(messages: list[Any], kinds: Collection[bytes] = ()) -> None:
+    """Raise UserError for messages that no template could render. Text is never refused; images and
+    videos are unless they are among `kinds`."""
     if not messages:
         raise _bad("messages is empty, it must have at least 1 message")
     for index, message in enumerate(messages):
-        _check_message(message, f"messages[{index}]", takes_images)
+        _check_message(message, f"messages[{index}]", kinds)
 
 
-def _check_message(message: Any, where: str, takes_images: bool) -> None:
+def _check_message(message: Any, where: str, kinds: Collection[bytes]) -> None:
     if not isinstance(message, dict):
         raise _bad(f"{where} is not an object")
     role = message.get("role")
@@ -259,10 +259,10 @@ def _check_message(message: Any, where: str, takes_images: bool) -> None:
     _check_many(content, f"{where}.content")
     for number, part in enumerate(content):
         path = f"{where}.content[{number}]"
-        if takes_images and isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
-            image_source(part, path)
+        if kinds and isinstance(part, dict) and KINDS.get(str(part.get("type"))) in kinds:
+            media_source(part, path)
         else:
-            part_text(part, path, takes_images=takes_images)
+            part_text(part, path, kinds=kinds)
 
 
 def _check_many(entries: list[Any], where: str) -> None:
@@ -284,14 +284,14 @@ def part_text(
     param: str = "messages",
     example: str = "text",
     media: Collection[str] = MEDIA_PARTS,
-    takes_images: bool = False,
+    kinds: Collection[bytes] = (),
 ) -> tuple[str, str]:
     """Type and text of a content part. Raises UserError for one that is no text."""
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
         raise UserError(f"{where} must be an object with a type, such as {example!r}", param=param)
     if kind in media:
-        taken = "text and images" if takes_images else "text"
+        taken = " and ".join(["text", *(NOUNS[one] for one in kinds)])
         raise UserError(f"{where} has type {kind!r}, this model takes {taken} only", param=param)
     if kind not in TEXT_PARTS:
         raise UserError(f"{where} has the unknown type {kind[:_NAMES_SHOWN]!r}", param=param)

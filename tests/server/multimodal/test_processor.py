@@ -15,7 +15,7 @@ from transformers import AutoImageProcessor, AutoProcessor
 from config.errors import ConfigError, UserError
 from engine.process.isolation import ForkServer, Limits
 from server.multimodal.image_processor import ImageProcessor
-from server.multimodal.isolated import Answer, Setup
+from server.multimodal.isolated import IMAGE, Answer, Setup
 from server.multimodal.processor import ImagePreprocessor, ProcessedImage, image_processes
 
 
@@ -210,7 +210,7 @@ def test_neither_side_imports_torch(folder: Path) -> None:
         "from server.multimodal.isolated import Setup, prepare\n"
         f"setup = Setup({str(folder)!r}, '<|image_pad|>', {{}})\n"
         "call = prepare(msgspec.msgpack.encode(setup))\n"
-        f"assert b'error' not in call({image_bytes(picture(40, 40))!r})[:9]\n"
+        f"assert b'error' not in call({IMAGE + image_bytes(picture(40, 40))!r})[:9]\n"
         "assert sys.modules['torch'] is None\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

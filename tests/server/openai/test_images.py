@@ -17,6 +17,7 @@ from tiny_vision import image_bytes, make_tiny_vision, picture
 from config.model.multimodal.vision import VisionFacts
 from config.server import ServerConfig
 from server.multimodal.inputs import ImageInputs, make_image_inputs
+from server.multimodal.isolated import IMAGE
 from server.text.tokenizer import Tokenizer
 
 LIMIT = 4
@@ -192,8 +193,7 @@ async def test_an_image_that_does_not_fit_the_context_is_told_in_tokens(rig: Rig
         ({"type": "image_url", "image_url": 5}, "no image_url with a url"),
         (part(detail="x"), "detail 'x', it must be one of auto, low, high"),
         (part(uuid=5), "a uuid that is no string"),
-        ({"type": "video_url", "video_url": {"url": "x"}}, "takes text and images only"),
-        ({"type": "input_audio"}, "takes text and images only"),
+        ({"type": "input_audio"}, "takes text and images and videos only"),
     ],
 )
 async def test_a_wrong_image_is_refused_and_the_reason_told(
@@ -330,7 +330,7 @@ async def test_beams_keep_the_image(rig: Rig) -> None:
 def with_fetcher(rig: Rig, timeout_s: float = 5.0) -> None:
     assert rig.state.images is not None
     images = fetcher(timeout_s=timeout_s, max_bytes=10**6)
-    rig.state.images = ImageInputs(VISION, rig.state.images.preprocessor, images, LIMIT)
+    rig.state.images = ImageInputs(VISION, rig.state.images.preprocessor, images, {IMAGE: LIMIT})
 
 
 async def test_a_fetched_image_equals_the_one_that_is_sent(rig: Rig) -> None:

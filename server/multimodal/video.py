@@ -1,0 +1,171 @@
+"""Decodes a video to some of its frames. To be called in an isolated process, as decode.py."""
+
+import importlib
+import io
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageSequence, UnidentifiedImageError
+
+from server.multimodal.decode import MAX_PIXELS, BadImage, check_size, decode, to_rgb
+from server.multimodal.isolated import Video
+
+ANIMATIONS = ("GIF", "WEBP", "PNG")
+"""Formats that Pillow reads frame by frame."""
+MAX_FRAMES = 768
+MAX_VIDEO_PIXELS = 256 * 2**20
+"""Of all frames that are read: 768 MiB as RGB."""
+GIVEN_FPS = 2.0
+"""Of frames that come without times, as Qwen's own tools take them."""
+CODECS = frozenset(("av1", "h264", "hevc", "mjpeg", "mpeg4", "vp8", "vp9"))
+FORMATS = f"MP4, WebM, Matroska, AVI, {', '.join(ANIMATIONS)}"
+_DEFAULT_FRAME_S = 0.1
+"""Of a frame that names no duration, as browsers show it."""
+
+
+class MissingDecoder(BadImage):
+    """The video needs a library that is not installed."""
+
+
+def read_frames(video: Video, num_frames: int, fps: float) -> tuple[list[Image.Image], float]:
+    """Frames of equal size as RGB, and how many of them a second has. Of a file at most
+    `num_frames` and `fps` of a second, evenly; -1: all. Frames that come one by one are all taken.
+    Raises BadImage."""
+    if video.frames:
+        _check_count(len(video.frames))
+        frames = [decode(data) for data in video.frames]
+        _check_pixels(len(frames), *frames[0].size)
+        return _equal(frames), video.fps or GIVEN_FPS
+    most = MAX_FRAMES if num_frames == -1 else num_frames
+    name = container(video.data)
+    try:
+        if name is None:
+            return _animation(video.data, most, fps)
+        return _container_frames(video.data, name, most, fps)
+    except (BadImage, MemoryError):
+        raise
+    except Exception as error:  # decoders raise whatever broken files make them
+        raise BadImage(f"the video cannot be decoded: {type(error).__name__}") from None
+
+
+def container(data: bytes) -> str | None:
+    """FFmpeg's name of the format, by the first bytes. FFmpeg is never left to choose: some of its
+    formats are lists of files that it would open."""
+    if data[4:8] == b"ftyp":
+        return "mp4"
+    if data[:4] == b"\x1aE\xdf\xa3":
+        return "matroska"
+    if data[:4] == b"RIFF" and data[8:11] == b"AVI":
+        return "avi"
+    return None
+
+
+def sampled(total: int, seconds: float, most: int, fps: float) -> list[int]:
+    """Which of `total` frames are taken, as vLLM chooses them: `most` of them, evenly."""
+    count = min(most, total)
+    if fps > 0:
+        count = min(count, math.floor(seconds * fps))
+    count = max(count, 1)
+    return np.linspace(0, total - 1, count, dtype=int).tolist()  # type: ignore[no-any-return]
+
+
+def _animation(data: bytes, most: int, fps: float) -> tuple[list[Image.Image], float]:
+    Image.MAX_IMAGE_PIXELS = None
+    try:
+        image = Image.open(io.BytesIO(data), formats=ANIMATIONS)
+    except UnidentifiedImageError:
+        raise BadImage(f"the video is none of {FORMATS}") from None
+    check_size(*image.size)
+    durations = []
+    for frame in ImageSequence.Iterator(image):
+        # Some formats tell the duration with the pixels.
+        frame.load()
+        durations.append((frame.info.get("duration") or 1000 * _DEFAULT_FRAME_S) / 1000)
+    seconds = sum(durations)
+    chosen = sampled(len(durations), seconds, most, fps)
+    _check_pixels(len(chosen), *image.size)
+    frames = _chosen((to_rgb(frame) for frame in ImageSequence.Iterator(image)), chosen)
+    return _equal(frames), len(frames) / seconds
+
+
+def _container_frames(
+    data: bytes, name: str, most: int, fps: float
+) -> tuple[list[Image.Image], float]:
+    av = _av()
+    with av.open(io.BytesIO(data), format=name) as file:
+        if not file.streams.video:
+            raise BadImage("the video has no pictures")
+        stream = file.streams.video[0]
+        codec = stream.codec_context.codec.canonical_name
+        if codec not in CODECS:
+            raise BadImage(
+                f"the video has the codec {codec!r}, it must be one of {', '.join(sorted(CODECS))}"
+            )
+        size = stream.codec_context.width, stream.codec_context.height
+        check_size(*size)
+        total = sum(1 for packet in file.demux(stream) if packet.size)
+        seconds = _seconds(stream, file, total, av.time_base)
+        chosen = sampled(total, seconds, most, fps)
+        _check_pixels(len(chosen), *size)
+        file.seek(0)
+        frames = _chosen((_upright(frame) for frame in file.decode(stream)), chosen)
+    return _equal(frames), len(frames) / seconds
+
+
+def _av() -> Any:
+    try:
+        return importlib.import_module("av")
+    except ImportError:
+        raise MissingDecoder(
+            "this server decodes no MP4, WebM, Matroska and AVI: install it with the extra video "
+            "(pip install 'gaudiserve[video]'), or send frames as data:video/jpeg;base64,...,..."
+        ) from None
+
+
+def _seconds(stream: Any, file: Any, total: int, time_base: int) -> float:
+    if stream.duration:
+        seconds = float(stream.duration * stream.time_base)
+    elif file.duration:
+        seconds = file.duration / time_base
+    else:
+        seconds = total / float(stream.average_rate or 25)
+    return seconds if seconds > 0 else total * _DEFAULT_FRAME_S
+
+
+def _upright(frame: Any) -> Image.Image:
+    image: Image.Image = frame.to_image()
+    # Both count against the clock.
+    return image.rotate(frame.rotation, expand=True) if frame.rotation else image
+
+
+def _chosen(frames: Iterator[Image.Image], chosen: list[int]) -> list[Image.Image]:
+    """Those with the numbers `chosen`, in order; the last one again for frames that are missing."""
+    found: list[Image.Image] = []
+    for number, frame in enumerate(frames):
+        found += [frame] * chosen.count(number)
+        if len(found) == len(chosen):
+            break
+    if not found:
+        raise BadImage("the video has 0 frames")
+    return found + [found[-1]] * (len(chosen) - len(found))
+
+
+def _equal(frames: list[Image.Image]) -> list[Image.Image]:
+    size = frames[0].size
+    return [one if one.size == size else one.resize(size) for one in frames]
+
+
+def _check_count(count: int) -> None:
+    if count > MAX_FRAMES:
+        raise BadImage(f"the video has {count} frames, at most {MAX_FRAMES} are taken")
+
+
+def _check_pixels(count: int, width: int, height: int) -> None:
+    _check_count(count)
+    if count * width * height > MAX_VIDEO_PIXELS:
+        raise BadImage(
+            f"{count} frames of {width} x {height} have {count * width * height} pixels, at most "
+            f"{MAX_VIDEO_PIXELS} are taken; largest frame: {MAX_PIXELS}"
+        )

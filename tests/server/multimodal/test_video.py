@@ -1,0 +1,229 @@
+"""Videos are read frame by frame within limits, and become patches as transformers makes them."""
+
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from PIL import Image
+from tiny_vision import clip, gif_bytes, image_bytes, make_tiny_vision, mp4_bytes, picture
+
+from server.multimodal import video as module
+from server.multimodal.decode import BadImage
+from server.multimodal.families.base import ProcessorFiles
+from server.multimodal.image_processor import ImageProcessor, video_size
+from server.multimodal.isolated import VIDEO, Answer, ImageFacts, Setup, Video
+from server.multimodal.video import container, read_frames, sampled
+
+SETUP = ("<|image_pad|>", {}, "<|video_pad|>")
+FRAMES = clip(56, 84, 6)
+
+
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory: pytest.TempPathFactory) -> ImageProcessor:
+    folder = make_tiny_vision("qwen2_vl", tmp_path_factory.mktemp("model"), weights=False)
+    return ImageProcessor(Setup(str(folder), *SETUP))
+
+
+def distance(one: Image.Image, other: Image.Image) -> float:
+    return float(np.abs(np.asarray(one, float) - np.asarray(other, float)).mean())
+
+
+@pytest.mark.parametrize(
+    ("total", "seconds", "most", "fps", "expected"),
+    [
+        (10, 5.0, 32, -1, list(range(10))),
+        (10, 5.0, 4, -1, [0, 3, 6, 9]),
+        (100, 10.0, 32, 0.5, [0, 24, 49, 74, 99]),
+        (100, 0.1, 32, 0.5, [0]),
+        (1, 1.0, 32, -1, [0]),
+    ],
+)
+def test_frames_are_chosen_evenly(
+    total: int, seconds: float, most: int, fps: float, expected: list[int]
+) -> None:
+    assert sampled(total, seconds, most, fps) == expected
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
+def test_an_animation_gives_its_frames_and_their_rate(kind: str) -> None:
+    options = {"lossless": True} if kind == "WEBP" else {}
+    data = image_bytes(
+        FRAMES[0], kind, save_all=True, append_images=FRAMES[1:], duration=250, **options
+    )
+
+    frames, fps = read_frames(Video(data), 32, -1)
+    few, few_fps = read_frames(Video(data), 2, -1)
+
+    assert len(frames) == 6 and fps == pytest.approx(4.0)
+    most = 0 if kind != "GIF" else 20
+    assert all(distance(*pair) <= most for pair in zip(frames, FRAMES, strict=True))
+    assert few_fps == pytest.approx(4 / 3)
+    assert [distance(*pair) <= most for pair in zip(few, FRAMES[::5], strict=True)] == [True] * 2
+
+
+@pytest.mark.parametrize("kind", ["mp4", "webm"])
+def test_a_container_gives_its_frames_and_their_rate(kind: str) -> None:
+    shades = [Image.new("RGB", (64, 48), (30 * i, 10 * i, 200 - 20 * i)) for i in range(8)]
+    data = mp4_bytes(shades, 10, kind)
+
+    frames, fps = read_frames(Video(data), 4, -1)
+
+    assert fps == pytest.approx(5.0, rel=0.1)
+    assert [distance(*pair) < 6 for pair in zip(frames, (shades[i] for i in (0, 2, 4, 7)),
+                                                strict=True)] == [True] * 4  # fmt: skip
+
+
+def test_a_turned_video_is_shown_upright() -> None:
+    pytest.importorskip("av")
+    halves = Image.new("RGB", (64, 32), (200, 0, 0))
+    halves.paste((0, 0, 200), (32, 0, 64, 32))
+    data = bytearray(mp4_bytes([halves] * 2))
+    # The matrix of the track header: a quarter turn with the clock, as phones write it.
+    at = data.index(b"tkhd") + 4 + 40
+    data[at : at + 36] = np.array([0, 1, 0, -1, 0, 0, 0, 0, 0], ">i4").tobytes()
+    for index, value in ((1, 65536), (3, -65536), (8, 2**30)):
+        data[at + 4 * index : at + 4 * index + 4] = value.to_bytes(4, "big", signed=True)
+
+    frames, _ = read_frames(Video(bytes(data)), 32, -1)
+
+    assert frames[0].size == (32, 64)
+    # What was left is above.
+    assert frames[0].getpixel((16, 8))[0] > 150  # type: ignore[index]
+    assert frames[0].getpixel((16, 56))[2] > 150  # type: ignore[index]
+
+
+def test_frames_that_come_one_by_one_are_all_taken() -> None:
+    given = [image_bytes(frame) for frame in [*FRAMES, picture(20, 20)]]
+
+    frames, fps = read_frames(Video(frames=given), 2, -1)
+    _, told = read_frames(Video(frames=given, fps=5.0), 2, -1)
+
+    assert (len(frames), fps, told) == (7, 2.0, 5.0)
+    assert {frame.size for frame in frames} == {(56, 84)}
+    assert distance(frames[3], FRAMES[3]) == 0
+
+
+def test_a_container_without_its_library_is_refused_with_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)
+
+    with pytest.raises(BadImage, match=r"pip install 'gaudiserve\[video\]'"):
+        read_frames(Video(b"\0\0\0\x18ftypmp42" + bytes(100)), 32, -1)
+    assert len(read_frames(Video(gif_bytes(FRAMES)), 32, -1)[0]) == 6
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", "the video is none of MP4, WebM"),
+        (b"ffconcat version 1.0\nfile /etc/passwd\n", "the video is none of MP4, WebM"),
+        (b"", "the video is none of MP4, WebM"),
+        (b"\0\0\0\x18ftypmp42" + bytes(1000), "the video cannot be decoded"),
+        (b"\x1aE\xdf\xa3" + bytes(1000), "the video cannot be decoded"),
+        (b"RIFF\0\0\0\0AVI " + bytes(1000), "the video cannot be decoded"),
+        (gif_bytes(FRAMES)[:900], "the video"),
+    ],
+)
+def test_what_is_no_video_is_refused(data: bytes, why: str) -> None:
+    pytest.importorskip("av")
+    with pytest.raises(BadImage, match=why):
+        read_frames(Video(data), 32, -1)
+
+
+def test_ffmpeg_is_told_the_format() -> None:
+    assert container(mp4_bytes(FRAMES)) == "mp4"
+    assert container(mp4_bytes(FRAMES, kind="webm")) == "matroska"
+    assert container(gif_bytes(FRAMES)) is None
+
+
+def test_limits_are_told_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_FRAMES", 5)
+    with pytest.raises(BadImage, match="the video has 6 frames, at most 5 are taken"):
+        read_frames(Video(frames=[image_bytes(one) for one in FRAMES]), 32, -1)
+    assert len(read_frames(Video(gif_bytes(FRAMES)), -1, -1)[0]) == 5
+    monkeypatch.setattr(module, "MAX_VIDEO_PIXELS", 20_000)
+    with pytest.raises(BadImage, match="5 frames of 56 x 84 have 23520 pixels, at most 20000"):
+        read_frames(Video(gif_bytes(FRAMES)), 5, -1)
+
+
+@pytest.mark.parametrize("count", [1, 4, 5])
+def test_patches_are_those_of_transformers_for_videos(
+    count: int, processor: ImageProcessor
+) -> None:
+    """Its class needs torchvision; the layout is that of Qwen2VLVideoProcessor.patchify, in which
+    the last frame is repeated up to the depth of a patch."""
+    found = processor.process_video(FRAMES[:count], 2.0)
+
+    frames = [*FRAMES[:count], *[FRAMES[count - 1]] * (count % 2)]
+    mean = np.array([0.48145466, 0.4578275, 0.40821073])
+    deviation = np.array([0.26862954, 0.26130258, 0.27577711])
+    pixels = (np.stack([np.asarray(one) for one in frames]) / 255 - mean) / deviation
+    times, height, width = len(frames) // 2, 6, 4
+    layout = pixels.transpose(0, 3, 1, 2).reshape(
+        times, 2, 3, height // 2, 2, 14, width // 2, 2, 14
+    )
+    expected = layout.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(times * height * width, -1)
+    tensors = {one.name: one for one in found.tensors}
+    values = np.frombuffer(tensors["pixel_values"].data, "<f4").reshape(expected.shape)
+    assert np.allclose(values, expected, atol=1e-5)
+    grid = np.frombuffer(tensors["image_grid_thw"].data, "<i8").tolist()
+    assert grid == [times, height, width] and found.grid == (times, 3, 2)
+    assert found.text == "<|video_pad|>" * (times * 6)
+    assert found.time_step == 1.0
+
+
+def test_qwen2_5_vl_counts_seconds(tmp_path: Path) -> None:
+    folder = make_tiny_vision("qwen2_vl", tmp_path, weights=False)
+    config = msgspec.json.decode((folder / "config.json").read_bytes())
+    config["model_type"] = "qwen2_5_vl"
+    config["vision_config"]["tokens_per_second"] = 2
+    (folder / "config.json").write_bytes(msgspec.json.encode(config))
+    processor = ImageProcessor(Setup(str(folder), *SETUP))
+
+    steps = [processor.process_video(FRAMES, fps).time_step for fps in (2.0, 8.0, 0.3)]
+
+    assert steps == pytest.approx([2.0, 0.5, 40 / 3])
+
+
+def test_the_call_of_a_process_takes_a_video(processor: ImageProcessor) -> None:
+    facts = msgspec.msgpack.decode(processor.call(b""), type=ImageFacts)
+    good = processor.call(VIDEO + msgspec.msgpack.encode(Video(gif_bytes(FRAMES))))
+    bad = processor.call(VIDEO + msgspec.msgpack.encode(Video(b"x")))
+
+    assert facts.video_mark == "<|video_pad|>"
+    assert msgspec.msgpack.decode(good, type=Answer).grid == (3, 3, 2)
+    assert "none of MP4" in msgspec.msgpack.decode(bad, type=Answer).error
+
+
+def test_frames_have_the_sizes_of_the_processor_of_videos(tmp_path: Path) -> None:
+    folder = make_tiny_vision("qwen2_vl", tmp_path, weights=False)
+    own = {"size": {"shortest_edge": 784, "longest_edge": 28 * 28 * 4}}
+    (folder / "video_preprocessor_config.json").write_bytes(msgspec.json.encode(own))
+
+    found = ImageProcessor(Setup(str(folder), *SETUP)).process_video(clip(280, 280, 2), 2.0)
+    files = ProcessorFiles.read(folder, "")
+
+    assert found.grid == (1, 2, 2)
+    assert video_size(files, {"max_pixels": 1568}) == {
+        "size": {"shortest_edge": 784, "longest_edge": 1568}
+    }
+    assert video_size(ProcessorFiles({}, {}, {}, ""), {}) == {}
+
+
+def test_a_model_without_videos_has_no_mark(tmp_path: Path) -> None:
+    folder = make_tiny_vision("llava", tmp_path, weights=False)
+    processor = ImageProcessor(Setup(str(folder), "<image>", {}, ""))
+
+    facts = msgspec.msgpack.decode(processor.call(b""), type=ImageFacts)
+
+    assert facts.video_mark == ""
+    with pytest.raises(BadImage, match="takes no videos"):
+        processor.process_video(FRAMES, 2.0)
+
+
+def test_broken_frames_are_told() -> None:
+    with pytest.raises(BadImage, match="the image is none of PNG"):
+        read_frames(Video(frames=[image_bytes(FRAMES[0]), b"x"]), 32, -1)
