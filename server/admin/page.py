@@ -79,6 +79,7 @@ def page_state(state: AppState) -> dict[str, Any]:
         "dtype": ready.dtype if ready else "",
         "max_model_len": state.max_model_len,
         "pools": state.pools,
+        "takes_images": state.images is not None and state.config.max_images > 0,
         "load": {
             "running": stats.running,
             "waiting": stats.waiting,

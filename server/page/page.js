@@ -2,9 +2,9 @@
 // messages. Messages stay in this page; an API key stays in this tab's session storage.
 "use strict";
 
-const POLL_INTERVAL_MS = 2000, MAX_RECENT_ROWS = 12, KEY_STORAGE_NAME = "gaudiserve-key";
+const POLL_INTERVAL_MS = 2000, MAX_RECENT_ROWS = 12, MAX_PICTURE_BYTES = 20 * 2 ** 20, KEY_STORAGE_NAME = "gaudiserve-key";
 const byId = (id) => document.getElementById(id);
-const messages = [];
+const messages = [], pictures = [];
 let tableMode = "launches", shapes = [], abortController = null, model = null;
 
 function headers() {
@@ -54,6 +54,7 @@ function render(state) {
   ].filter(Boolean).join(" · ");
   byId("emulated").hidden = state.device !== "hpu-emulator";
   byId("chat").hidden = state.pools;
+  byId("attach").hidden = !state.takes_images;
   const load = state.load;
   byId("running").textContent = formatCount(load.running);
   byId("open").textContent = `${formatCount(load.open)} over HTTP`;
@@ -152,13 +153,73 @@ function renderRecentRequests(recent) {
   }));
 }
 
-async function sendMessage(text) {
+// Text alone stays a string: templates of models without images may take no list of parts.
+function contentOf(text, urls) {
+  if (!urls.length) return text;
+  const parts = urls.map((url) => ({ type: "image_url", image_url: { url } }));
+  return text ? [...parts, { type: "text", text }] : parts;
+}
+
+function createPicture(url) {
+  const image = createElement("img");
+  image.src = url;
+  image.alt = "Picture of the message";
+  return image;
+}
+
+async function addPictures(files) {
+  if (byId("attach").hidden) return showNote("This model takes no pictures.");
+  let note = "";
+  for (const file of files) {
+    if (!file.type.startsWith("image/")) note = `${file.name} is no picture.`;
+    else if (file.size > MAX_PICTURE_BYTES) note = `${file.name} has ${formatCount(file.size)} bytes, at most ${formatCount(MAX_PICTURE_BYTES)} are taken.`;
+    else pictures.push(await readUrl(file));
+  }
+  renderPictures();
+  if (note) showNote(note);
+}
+
+function readUrl(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(reader.error);
+    reader.readAsDataURL(file);
+  });
+}
+
+function showNote(text) {
+  byId("pictures").append(createElement("span", text, "quiet"));
+  setTimeout(renderPictures, 5000);
+}
+
+function renderPictures() {
+  byId("pictures").replaceChildren(...pictures.map((url, index) => {
+    const button = createElement("button");
+    button.type = "button";
+    button.title = "Remove this picture";
+    button.append(createPicture(url));
+    button.addEventListener("click", () => {
+      pictures.splice(index, 1);
+      renderPictures();
+    });
+    return button;
+  }));
+}
+
+async function sendMessage(text, urls) {
   if (!messages.length) byId("messages").replaceChildren();
-  messages.push({ role: "user", content: text });
+  messages.push({ role: "user", content: contentOf(text, urls) });
   const answerElement = createElement("div", "", "open");
   const reasoningElement = createElement("span", "", "reasoning"), textElement = createElement("span");
   answerElement.append(reasoningElement, textElement);
-  byId("messages").append(createElement("div", text, "user"), answerElement);
+  const userElement = createElement("div", text, "user");
+  if (urls.length) {
+    const shown = createElement("span", "", "pictures");
+    shown.append(...urls.map(createPicture));
+    userElement.prepend(shown);
+  }
+  byId("messages").append(userElement, answerElement);
   abortController = new AbortController();
   byId("send").textContent = "Stop";
   try {
@@ -205,9 +266,24 @@ byId("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = byId("question").value.trim();
   if (abortController) return abortController.abort();
-  if (!text || !model) return;
+  if (!(text || pictures.length) || !model) return;
   byId("question").value = "";
-  sendMessage(text);
+  const urls = pictures.splice(0);
+  renderPictures();
+  sendMessage(text, urls);
+});
+byId("attach").addEventListener("click", () => byId("files").click());
+byId("files").addEventListener("change", () => {
+  addPictures([...byId("files").files]);
+  byId("files").value = "";
+});
+byId("chat").addEventListener("dragover", (event) => event.preventDefault());
+byId("chat").addEventListener("drop", (event) => {
+  event.preventDefault();
+  addPictures([...event.dataTransfer.files]);
+});
+byId("question").addEventListener("paste", (event) => {
+  if (event.clipboardData.files.length) addPictures([...event.clipboardData.files]);
 });
 byId("question").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {

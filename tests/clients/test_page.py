@@ -4,11 +4,13 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
-from live import LiveServer
+from live import LiveServer, running
 from playwright.sync_api import Page, expect, sync_playwright
+from tiny_vision import image_bytes, make_tiny_vision, picture
 
 pytestmark = pytest.mark.clients
 
@@ -31,6 +33,66 @@ def page() -> Iterator[Page]:
         opened.set_default_timeout(PATIENCE_MS)
         yield opened
         browser.close()
+
+
+def test_a_model_of_text_offers_no_pictures(server: LiveServer, page: Page) -> None:
+    page.goto(f"{server.url}/")
+    expect(page.locator("#status")).to_have_text("ready", timeout=PATIENCE_MS)
+
+    drop(page, "cat.png", image_bytes(picture(64, 48)))
+
+    assert page.locator("#attach").is_hidden()
+    expect(page.locator("#pictures")).to_have_text("This model takes no pictures.")
+    assert page.locator("#pictures img").count() == 0
+
+
+def drop(page: Page, name: str, data: bytes) -> None:
+    """Drop a file on the chat, as a hand does."""
+    page.evaluate(
+        """([name, bytes]) => {
+            const transfer = new DataTransfer();
+            transfer.items.add(new File([new Uint8Array(bytes)], name, { type: "image/png" }));
+            const event = new DragEvent("drop", { dataTransfer: transfer, bubbles: true });
+            document.getElementById("chat").dispatchEvent(event);
+        }""",
+        [name, list(data)],
+    )
+
+
+def test_pictures_are_chosen_dropped_removed_and_sent(
+    pytestconfig: pytest.Config, page: Page, tmp_path: Path
+) -> None:
+    folder = make_tiny_vision("llava", tmp_path / "llava")
+    (tmp_path / "cat.png").write_bytes(image_bytes(picture(64, 48)))
+    said: list[str] = []
+    page.on("console", lambda message: said.append(message.text))
+    sent: list[Any] = []
+    page.on("request", lambda one: sent.append(one.post_data_json) if one.post_data else None)
+    flags = ("--dtype=float32", "--max-model-len=512")
+    python = pytestconfig.getoption("--server-python")
+    with running(str(folder), tmp_path / "log", *flags, python=python) as live:
+        page.goto(f"{live.url}/")
+        expect(page.locator("#attach")).to_be_visible(timeout=PATIENCE_MS)
+        page.set_input_files("#files", [tmp_path / "cat.png", tmp_path / "cat.png"])
+        expect(page.locator("#pictures img")).to_have_count(2)
+        drop(page, "dog.png", image_bytes(picture(48, 64)))
+        expect(page.locator("#pictures img")).to_have_count(3)
+        page.locator("#pictures button").first.click()
+        expect(page.locator("#pictures img")).to_have_count(2)
+        page.fill("#question", "What is it?")
+        page.press("#question", "Enter")
+
+        expect(page.locator("#send")).to_have_text("Send", timeout=PATIENCE_MS)
+        expect(page.locator(".messages .user img")).to_have_count(2)
+        expect(page.locator("#pictures img")).to_have_count(0)
+        expect(page.locator("#recent")).to_contain_text("/v1/chat/completions", timeout=PATIENCE_MS)
+        assert page.locator(".messages .error").count() == 0
+    (body,) = sent
+    parts = body["messages"][0]["content"]
+    assert [part["type"] for part in parts] == ["image_url", "image_url", "text"]
+    assert all(part["image_url"]["url"].startswith("data:image/png;base64,") for part in parts[:2])
+    assert parts[0] != parts[1]
+    assert said == []
 
 
 def test_a_chat_works_and_the_figures_update(

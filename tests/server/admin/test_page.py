@@ -41,6 +41,15 @@ async def test_the_figures_need_the_key_and_hold_no_text() -> None:
         assert recent["output_tokens"] == asked.json()["usage"]["completion_tokens"]
 
 
+async def test_the_page_offers_pictures_only_if_the_model_takes_them() -> None:
+    async with in_memory() as rig:
+        state = (await rig.http.get("/page/state")).json()
+        page = (await rig.http.get("/")).text
+
+        assert state["takes_images"] is False
+        assert 'aria-label="Add pictures" hidden>' in page
+
+
 async def test_recent_requests_are_bounded() -> None:
     async with in_memory(TalkingClient("a")) as rig:
         for _ in range(105):
