@@ -1,7 +1,7 @@
 """Decodes images and videos and preprocesses them with the image processor of transformers that a
 checkpoint names. For an isolated process only: it imports transformers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from server.multimodal.decode import BadImage, decode
 from server.multimodal.families.base import ProcessorFiles
 from server.multimodal.families.registry import prompt_form
 from server.multimodal.isolated import IMAGE, Answer, ImageFacts, Setup, Video
+from server.multimodal.llama4_images import Llama4ImageProcessor
 from server.multimodal.video import read_frames
 
 INPUTS = ("pixel_values", "image_sizes", "image_grid_thw", "pixel_attention_mask")
@@ -33,13 +34,10 @@ class ImageProcessor:
         files = ProcessorFiles.read(folder, setup.image_token, setup.video_token)
         self._form = prompt_form(files)
         self._size = video_size(files, setup.options)
-        try:
-            make: Any = AutoImageProcessor.from_pretrained
-            self._processor = make(folder, backend="pil", local_files_only=True, **setup.options)
-        except Exception as error:  # transformers raises whatever a wrong file makes it
-            raise ConfigError(
-                f"the image processor of {folder} cannot be made: {str(error)[:_SHOWN]}"
-            ) from error
+        self._options = {
+            name: setup.options.get(name, value) for name, value in self._form.options.items()
+        }
+        self._processor: Callable[..., Any] = _image_processor(folder, files, setup.options)
 
     def call(self, data: bytes) -> bytes:
         """An Answer for an image or a video; ImageFacts for no bytes."""
@@ -61,7 +59,7 @@ class ImageProcessor:
     def process(self, image: Image.Image) -> Answer:
         """Preprocess an RGB image. Raises BadImage for one that the processor does not take."""
         try:
-            arrays = self._processor(images=[image], return_tensors="np", **self._form.options)
+            arrays = self._processor(images=[image], return_tensors="np", **self._options)
             text, grid = self._form.text(arrays), self._form.grid(arrays)
         except (ValueError, TypeError, ZeroDivisionError, IndexError) as error:
             reason = str(error)[:_SHOWN] or type(error).__name__
@@ -77,7 +75,7 @@ class ImageProcessor:
         form = self._form.video
         if form is None:
             raise BadImage("the model takes no videos")
-        options = {**self._form.options, **self._size}
+        options = {**self._options, **self._size}
         try:
             arrays = self._processor(images=frames, return_tensors="np", **options)
             arrays = form.joined(arrays)
@@ -90,6 +88,24 @@ class ImageProcessor:
         tensors = [_tensor(name, arrays[name]) for name in INPUTS if name in arrays]
         text, grid = form.text(arrays), self._form.grid(arrays)
         return Answer("", frames[0].size, text, grid, tensors, form.time_step(fps))
+
+
+def _image_processor(
+    folder: Path, files: ProcessorFiles, options: dict[str, Any]
+) -> Callable[..., Any]:
+    """Raises ConfigError."""
+    try:
+        if files.config.get("model_type") == "llama4":
+            return Llama4ImageProcessor({**files.processor, **options})
+        make: Any = AutoImageProcessor.from_pretrained
+        made: Callable[..., Any] = make(folder, backend="pil", local_files_only=True, **options)
+    except ConfigError:
+        raise
+    except Exception as error:  # transformers raises whatever a wrong file makes it
+        raise ConfigError(
+            f"the image processor of {folder} cannot be made: {str(error)[:_SHOWN]}"
+        ) from error
+    return made
 
 
 def video_size(files: ProcessorFiles, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -120,7 +120,8 @@ class PromptForm(Protocol):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of the image processor that the processor class adds."""
+        """Arguments of the image processor that the processor class adds, in place of those in the
+        checkpoint's files. --mm-processor-kwargs goes before them."""
         ...
 
     def text(self, arrays: Arrays) -> str:

@@ -1,10 +1,21 @@
 """Gemma 3: a fixed number of image tokens for an image, and for each crop of it."""
 
+from typing import Any
+
 from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
 
 
 class Gemma3Form(NoGrid):
     """The template writes the start of the image only."""
+
+    # Published checkpoints have null for these.
+    options: dict[str, Any] = {  # noqa: RUF012 - never written
+        "do_convert_rgb": True,
+        "do_pan_and_scan": False,
+        "pan_and_scan_min_crop_size": 256,
+        "pan_and_scan_max_num_crops": 4,
+        "pan_and_scan_min_ratio_to_activate": 1.2,
+    }
 
     def __init__(self, files: ProcessorFiles) -> None:
         self.mark = files.token("boi_token", "<start_of_image>")

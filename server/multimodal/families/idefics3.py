@@ -1,5 +1,7 @@
 """Idefics 3 and SmolVLM: tiles in rows and columns, then the whole image."""
 
+from typing import Any
+
 import numpy as np
 
 from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
@@ -7,6 +9,8 @@ from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
 
 class Idefics3Form(NoGrid):
     """A fixed number of image tokens for each tile, between marks that name its place."""
+
+    options: dict[str, Any] = {"return_row_col_info": True}  # noqa: RUF012 - never written
 
     def __init__(self, files: ProcessorFiles) -> None:
         self.mark = files.image_token

@@ -1,5 +1,7 @@
 """InternVL: a fixed number of image tokens for each tile, between start and end."""
 
+from typing import Any
+
 import numpy as np
 
 from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
@@ -7,6 +9,9 @@ from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
 
 class InternVLForm(NoGrid):
     """The template writes one image token."""
+
+    # Published checkpoints have false in preprocessor_config.json, and their processor class true.
+    options: dict[str, Any] = {"crop_to_patches": True}  # noqa: RUF012 - never written
 
     def __init__(self, files: ProcessorFiles) -> None:
         self.mark = files.image_token

@@ -7,6 +7,7 @@ from server.multimodal.families.base import ProcessorFiles, PromptForm
 from server.multimodal.families.gemma3 import Gemma3Form
 from server.multimodal.families.idefics3 import Idefics3Form
 from server.multimodal.families.internvl import InternVLForm
+from server.multimodal.families.llama4 import Llama4Form
 from server.multimodal.families.llava import LlavaForm, LlavaNextForm
 from server.multimodal.families.pixtral import PixtralForm
 from server.multimodal.families.qwen_vl import QwenVLForm
@@ -22,6 +23,7 @@ _BY_PROCESSOR: dict[str, Callable[[ProcessorFiles], PromptForm]] = {
     "Idefics3Processor": Idefics3Form,
     "SmolVLMProcessor": Idefics3Form,
     "InternVLProcessor": InternVLForm,
+    "Llama4Processor": Llama4Form,
 }
 _BY_MODEL_TYPE: dict[str, Callable[[ProcessorFiles], PromptForm]] = {
     "llava": LlavaForm,
@@ -36,6 +38,7 @@ _BY_MODEL_TYPE: dict[str, Callable[[ProcessorFiles], PromptForm]] = {
     "idefics3": Idefics3Form,
     "smolvlm": Idefics3Form,
     "internvl": InternVLForm,
+    "llama4": Llama4Form,
 }
 
 

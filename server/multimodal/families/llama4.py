@@ -1,0 +1,29 @@
+"""Llama 4: tiles in rows and columns with separators between them, then the whole image."""
+
+from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles, image_size
+
+
+class Llama4Form(NoGrid):
+    """The template writes <|image|>, and the image token is <|patch|>."""
+
+    def __init__(self, files: ProcessorFiles) -> None:
+        self.mark = files.value("fake_image_token", "<|image|>")
+        self._image = files.value("image_token", "<|image|>")
+        self._token = files.image_token
+        self._start = files.value("start_of_image_token", "<|image_start|>")
+        self._end = files.value("end_of_image_token", "<|image_end|>")
+        self._column = files.value("tile_x_separator_token", "<|tile_x_separator|>")
+        self._row = files.value("tile_y_separator_token", "<|tile_y_separator|>")
+        self._patch = files.value("patch_size", files.vision.get("patch_size"), 14)
+        ratio = files.value("pixel_shuffle_ratio", files.vision.get("pixel_shuffle_ratio"), 0.5)
+        self._shuffled = round(1 / ratio**2)
+
+    def text(self, arrays: Arrays) -> str:
+        height, width = image_size(arrays)
+        count = (height // self._patch) * (width // self._patch) // self._shuffled
+        tile = self._token * count
+        rows, columns = (int(length) for length in arrays["aspect_ratios"][0])
+        tiles = ""
+        if rows * columns > 1:
+            tiles = (self._column.join([tile] * columns) + self._row) * rows
+        return f"{self._start}{tiles}{self._image}{tile}{self._end}"

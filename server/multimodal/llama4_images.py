@@ -1,0 +1,89 @@
+"""Preprocesses images as Llama4ImageProcessor of transformers does, which needs torchvision: tiles
+of one size on the canvas that fits best, and behind them the whole image as one tile."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from config.errors import ConfigError
+
+Size = tuple[int, int]
+"""Height and width."""
+
+
+class Llama4ImageProcessor:
+    """Called like the image processors of transformers, for images of Pillow."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        """`fields` of preprocessor_config.json. Raises ConfigError."""
+        size = fields.get("size") or {"height": 336, "width": 336}
+        if not isinstance(size, dict) or size.get("height") != size.get("width"):
+            raise ConfigError(f"the size of tiles is {size!r}, height and width must be equal")
+        self._side = int(size["height"])
+        self._to_max = bool(fields.get("resize_to_max_canvas", False))
+        self._mean = np.array(fields.get("image_mean") or [0.5] * 3, np.float32)
+        self._deviation = np.array(fields.get("image_std") or [0.5] * 3, np.float32)
+        self._resample = Image.Resampling(fields.get("resample", Image.Resampling.BILINEAR))
+        self._canvases = canvases(int(fields.get("max_patches", 16)), self._side)
+
+    def __call__(self, images: Sequence[Image.Image], **options: Any) -> dict[str, Any]:
+        """pixel_values (tiles, 3, side, side) of one image, and its rows and columns of tiles."""
+        (image,) = images
+        canvas = best_fit((image.height, image.width), self._canvases, to_max=self._to_max)
+        target = canvas
+        if not self._to_max:
+            # A small image is not blown up beyond a tile.
+            target = (
+                min(max(image.height, self._side), canvas[0]),
+                min(max(image.width, self._side), canvas[1]),
+            )
+        height, width = fitted((image.height, image.width), target)
+        whole = Image.new("RGB", (canvas[1], canvas[0]))
+        whole.paste(image.resize((width, height), self._resample))
+        rows, columns = canvas[0] // self._side, canvas[1] // self._side
+        pixels = self._normalized(whole).reshape(3, rows, self._side, columns, self._side)
+        tiles = pixels.transpose(1, 3, 0, 2, 4).reshape(-1, 3, self._side, self._side)
+        if len(tiles) > 1:
+            small = image.resize((self._side, self._side), self._resample)
+            tiles = np.concatenate([tiles, self._normalized(small)[None]])
+        return {"pixel_values": tiles, "aspect_ratios": [(rows, columns)]}
+
+    def _normalized(self, image: Image.Image) -> np.ndarray[Any, np.dtype[np.float32]]:
+        pixels = np.asarray(image, np.float32) / 255
+        pixels = (pixels - self._mean) / self._deviation
+        return pixels.transpose(2, 0, 1)
+
+
+def canvases(max_tiles: int, side: int) -> list[Size]:
+    """All sizes of up to `max_tiles` tiles, those of one aspect ratio together."""
+    by_ratio: dict[float, list[Size]] = {}
+    for count in range(max_tiles, 0, -1):
+        for rows in (one for one in range(1, count + 1) if count % one == 0):
+            columns = count // rows
+            by_ratio.setdefault(rows / columns, []).append((rows * side, columns * side))
+    return [size for sizes in by_ratio.values() for size in sizes]
+
+
+def best_fit(size: Size, choices: Sequence[Size], *, to_max: bool) -> Size:
+    """The canvas on which an image is scaled up least, or else down least; `to_max`: up most. The
+    smallest of several."""
+    sides = np.array(choices, np.float32)
+    scales = np.min(sides / np.array(size, np.float32), axis=1)
+    larger = scales[scales >= 1]
+    scale = larger.min() if len(larger) and not to_max else scales.max()
+    return min(
+        (choice for choice, one in zip(choices, scales, strict=True) if one == scale),
+        key=lambda choice: choice[0] * choice[1],
+    )
+
+
+def fitted(size: Size, target: Size) -> Size:
+    """The largest size within `target` of the same aspect ratio."""
+    (height, width), (most_height, most_width) = size, target
+    by_height, by_width = most_height / height, most_width / width
+    if by_width < by_height:
+        return max(min(math.floor(height * by_width), most_height), 1), most_width
+    return most_height, max(min(math.floor(width * by_height), most_width), 1)
