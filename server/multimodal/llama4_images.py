@@ -51,10 +51,10 @@ class Llama4ImageProcessor:
             tiles = np.concatenate([tiles, self._normalized(small)[None]])
         return {"pixel_values": tiles, "aspect_ratios": [(rows, columns)]}
 
-    def _normalized(self, image: Image.Image) -> np.ndarray[Any, np.dtype[np.float32]]:
+    def _normalized(self, image: Image.Image) -> np.ndarray[Any, np.dtype[Any]]:
         pixels = np.asarray(image, np.float32) / 255
-        pixels = (pixels - self._mean) / self._deviation
-        return pixels.transpose(2, 0, 1)
+        normalized: np.ndarray[Any, np.dtype[Any]] = (pixels - self._mean) / self._deviation
+        return normalized.transpose(2, 0, 1)
 
 
 def canvases(max_tiles: int, side: int) -> list[Size]:
