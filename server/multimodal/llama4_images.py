@@ -54,7 +54,7 @@ class Llama4ImageProcessor:
     def _normalized(self, image: Image.Image) -> np.ndarray[Any, np.dtype[Any]]:
         pixels = np.asarray(image, np.float32) / 255
         normalized: np.ndarray[Any, np.dtype[Any]] = (pixels - self._mean) / self._deviation
-        return normalized.transpose(2, 0, 1)
+        return np.transpose(normalized, (2, 0, 1))
 
 
 def canvases(max_tiles: int, side: int) -> list[Size]:
