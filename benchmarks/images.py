@@ -24,11 +24,12 @@ import httpx
 import numpy as np
 import torch
 import transformers
-from checkpoints import word_ids
-from machine import machine
 from PIL import Image
-from started import started
 from tokenizers import Tokenizer
+
+from benchmarks.checkpoints import word_ids
+from benchmarks.machine import machine
+from benchmarks.started import started
 
 SIDE = 448
 NUM_TOKENS = 64
@@ -66,9 +67,11 @@ def make(source: Path, out: Path) -> None:
     (out / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
     (out / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
     image, video, start, end = map(tokenizer.token_to_id, SPECIAL)
-    config = transformers.Qwen2_5_VLConfig(
+    vocab_size = -(-tokenizer.get_vocab_size() // 64) * 64
+    make_config: Any = transformers.Qwen2_5_VLConfig
+    config = make_config(
         text_config={
-            "vocab_size": -(-tokenizer.get_vocab_size() // 64) * 64,
+            "vocab_size": vocab_size,
             "hidden_size": 896,
             "intermediate_size": 4864,
             "num_hidden_layers": 24,
@@ -102,7 +105,7 @@ def make(source: Path, out: Path) -> None:
     )
     torch.manual_seed(0)
     model = transformers.Qwen2_5_VLForConditionalGeneration(config).bfloat16()
-    words = torch.zeros(config.text_config.vocab_size, 1, dtype=torch.bfloat16)
+    words = torch.zeros(vocab_size, 1, dtype=torch.bfloat16)
     words[word_ids(out / "tokenizer.json")] = 1
     model.lm_head.weight.data *= words
     model.save_pretrained(out)
@@ -188,16 +191,18 @@ async def encoded(http: httpx.AsyncClient) -> float:
 
 def generate(folder: Path) -> list[str]:
     """Lines of the table for transformers: one picture, and eight in one batch."""
-    model: Any = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
-        folder, dtype=torch.bfloat16
-    ).eval()
+    kind: Any = transformers.Qwen2_5_VLForConditionalGeneration
+    model = kind.from_pretrained(folder, dtype=torch.bfloat16).eval()
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
-    processor: Any = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
+    make_processor: Any = transformers.AutoImageProcessor
+    processor = make_processor.from_pretrained(folder, backend="pil")
     lines, seed = [], 1
     for streams in (1, 8):
         firsts, rates = [], []
         for _ in range(ROUNDS):
-            images = [Image.open(io.BytesIO(picture(seed + one))) for one in range(streams)]
+            images: list[Image.Image] = [
+                Image.open(io.BytesIO(picture(seed + one))) for one in range(streams)
+            ]
             seed += streams
             begun_s = time.monotonic()
             inputs = _inputs(tokenizer, processor, images)
