@@ -8,6 +8,7 @@ one slice. The blocks are those of the block tables, or of layers with a window 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +73,10 @@ class AttentionKind:
 
 
 PLAIN = AttentionKind()
+
+Writes = Literal["first", "last", "never"]
+"""When a prompt's keys and values are written to the caches: before attention, or into a ring
+behind it; or not, where they are another layer's. One attribute, which a compiled layer checks."""
 
 
 class SelfAttention(nn.Module):
@@ -221,14 +226,13 @@ class PagedAttention(nn.Module):
             self.kv_cache_spec = KVCacheSpec(
                 shape.num_kv_heads, shape.head_dim, dtype, kind.visibility.limit
             )
-        self._writes_cache = not kind.shares_kv
+        self._writes: Writes = "never" if kind.shares_kv else "first"
         self.impl: AttentionImpl = PlainAttention()
         """Replaced where the device has kernels of its own, by a module on Gaudi."""
         self._scale = shape.scale
         self._soft_cap = kind.soft_cap
         self._index = kind.index
         self._sees_all = kind.visibility == FULL
-        self._has_ring = False
         self._dtype = dtype
         self.format: KVCacheFormat | None = None
         """Of the caches; None: the data type of the layer."""
@@ -267,7 +271,8 @@ class PagedAttention(nn.Module):
             )
         self._cache_ops = self._encoded or (self.impl.k_cache, self.impl.v_cache)
         self._block_size = block_size
-        self._has_ring = num_rings > 0 and not self._sees_all
+        if self._writes != "never":
+            self._writes = "last" if num_rings > 0 and not self._sees_all else "first"
 
     @property
     def kv_scales(self) -> tuple[Tensor | None, Tensor | None]:
@@ -297,7 +302,7 @@ class PagedAttention(nn.Module):
         return self._prefill(query, key, value, metadata, options)
 
     def _write(self, key: Tensor, value: Tensor, slot_mapping: Tensor | None) -> None:
-        if self._writes_cache and slot_mapping is not None:
+        if slot_mapping is not None:
             write_keys, write_values = self._cache_ops
             write_keys(key.flatten(0, 1), self._keys, slot_mapping)
             write_values(value.flatten(0, 1), self._values, slot_mapping)
@@ -311,7 +316,8 @@ class PagedAttention(nn.Module):
         options: ScoreOptions,
     ) -> Tensor:
         size = self._block_size
-        self._write(key, value, blocks.slot_mapping)
+        if self._writes != "never":
+            self._write(key, value, blocks.slot_mapping)
         key_ops, value_ops = self._cache_ops
         keys = read_blocks(key_ops, self._keys, size, blocks)
         values = read_blocks(value_ops, self._values, size, blocks)
@@ -336,7 +342,7 @@ class PagedAttention(nn.Module):
                 read_context(value_ops, self._values, size, blocks, batch),
             )
 
-        if not self._has_ring:
+        if self._writes == "first":
             self._write(key, value, slot_mapping)
         seen = (key, value)
         if self._encoded is not None:
@@ -344,7 +350,7 @@ class PagedAttention(nn.Module):
         operands = prompt_operands(
             query, *seen, metadata, read, index=self._index, sees_all=self._sees_all
         )
-        if self._has_ring:
+        if self._writes == "last":
             # Only now: the new tokens replace those of the context.
             self._write(key, value, slot_mapping)
         return self.impl.prompt_attention(operands, self._scale, options).transpose(1, 2)

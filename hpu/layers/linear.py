@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
-from hpu.quantization.base import LinearMethod
+from hpu.quantization.base import LinearLayer, LinearMethod
 from hpu.quantization.quantized_weight import QuantizedWeight
 from hpu.quantization.unquantized import UNQUANTIZED
 
@@ -75,13 +75,29 @@ class LinearBase(nn.Module):
         """Multiply by `kernel`, which holds weight and bias, from now on; the layer drops its
         weight."""
         self._kernel = kernel
+        self.method = _KernelMethod(kernel)
         self.weight = self.quantized_weight = None
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) to (..., out)."""
-        if self._kernel is not None:
-            return self._kernel(x)
-        return self.method.apply(self, x, self.applied_bias)
+        return self.method.apply(self, x, self.bias)
+
+
+class _KernelMethod:
+    """In the place of the method of a layer whose kernel holds weight and bias. A method, so that a
+    compiled layer has one attribute to check, kernel or not."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+
+    def create_weights(self, layer: LinearLayer, in_features: int, out_features: int) -> None:
+        raise NotImplementedError("a kernel is made of weights")
+
+    def process_weights(self, layer: LinearLayer) -> None:
+        return
+
+    def apply(self, layer: LinearLayer, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._kernel(x)
 
 
 class ReplicatedLinear(LinearBase):
@@ -134,5 +150,6 @@ class RowParallelLinear(LinearBase):
         return self.bias if self.group.rank == 0 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
+        # Not by `super`: a compiled layer checks each method and property that it looks up.
+        out = self.method.apply(self, x, self.bias if self.group.rank == 0 else None)
         return out if self.group.size == 1 else self.group.all_reduce(out)

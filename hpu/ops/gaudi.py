@@ -87,7 +87,9 @@ class GaudiKernels:
             slices=self._slices,
         )
 
-    def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    # Static: a compiled layer checks a bound method's type as well as its code.
+    @staticmethod
+    def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         out: Tensor = FusedRMSNorm.apply(hidden, weight, eps)
         return out
 
