@@ -10,6 +10,7 @@ from config.model.kv_cache_dtype import FP8, FP8_INC, INT8, KV_CACHE_DTYPES, SPE
 from config.model.quantization.inc import INC, VARIABLE
 from config.parallel import ParallelConfig
 from config.params.lora import LoRAConfig
+from config.params.offload import OffloadConfig
 from config.params.speculation import SpeculationConfig
 from config.setting import check_settings, metadata, setting
 
@@ -278,6 +279,7 @@ class EngineConfig:
     )
     enforce_eager: bool = setting(False, "Do not capture graphs", group="Device")
     cache: CacheConfig = field(default_factory=CacheConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     buckets: BucketConfig = field(default_factory=BucketConfig)
@@ -307,6 +309,8 @@ class EngineConfig:
             self._check_coupled()
         if self.lora.enable_lora:
             self._check_lora()
+        if self.offload.is_on:
+            self._check_offload()
         if self.speculation.choose() is not None:
             self._check_speculation()
         if self.quantization in AT_LOAD and self.dtype not in ("auto", "bfloat16"):
@@ -352,6 +356,26 @@ class EngineConfig:
         for why, is_refused in refusals.items():
             if is_refused:
                 raise ConfigError(f"enable_lora is on and {why}: turn one of them off")
+
+    def _check_offload(self) -> None:
+        name = "kv_offloading_size" if self.offload.kv_offloading_size else "swap_space"
+        what = f"{name} is {getattr(self.offload, name):g}"
+        if not self.cache.enable_prefix_caching:
+            raise ConfigError(
+                f"{what} and enable_prefix_caching is off: blocks outside the device are found by "
+                f"their hashes; set {name} to 0, or turn prefix caching on"
+            )
+        if self.executor == EXTERNAL_LAUNCHER:
+            raise ConfigError(
+                f"{what} and distributed_executor_backend is {EXTERNAL_LAUNCHER}, whose engines "
+                "decide alone what a rank has: use mp"
+            )
+        if self.num_coupled_engines > 1:
+            raise ConfigError(
+                f"{what} and {self.num_coupled_engines} engines step together "
+                "(enable_expert_parallel with data_parallel_size): these compute evicted blocks "
+                "again"
+            )
 
     def _check_speculation(self) -> None:
         stages, engines = self.parallel.pipeline_parallel_size, self.num_coupled_engines

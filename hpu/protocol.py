@@ -1,8 +1,8 @@
 """Messages between an engine and its workers: columns of plain values, no tensors.
 
 A worker keeps the state of each live request at its `req_index`, so a plan carries only changes.
-They apply in this order: freed requests, moved blocks, new requests, known tokens, bitmasks, grown
-blocks, launches one after the other.
+They apply in this order: freed requests, stored blocks, loaded blocks, moved blocks, new requests,
+known tokens, bitmasks, grown blocks, launches one after the other.
 """
 
 import math
@@ -239,6 +239,16 @@ class StepPlan(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, ta
     has only tokens of images that were encoded before and not freed."""
     known: KnownTokens | None = None
     """With speculation between pipeline stages."""
+    stored_blocks: list[int] = []
+    stored_slots: list[int] = []
+    """Block stored_blocks[i] is copied to slot stored_slots[i] of the host's memory, before
+    anything of this plan writes to it."""
+    stored_hashes: list[bytes] = []
+    """Of `stored_blocks`, where there are files: by these names they are written."""
+    loaded_slots: list[int] = []
+    loaded_blocks: list[int] = []
+    """Slot loaded_slots[i] is copied to block loaded_blocks[i], after what is stored and before the
+    launches."""
 
 
 class GrammarMasks(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=9):
@@ -370,6 +380,24 @@ class BucketLimits:
         return full if self.prefix_caching else min(full, self.num_blocks)
 
 
+class OffloadFacts(msgspec.Struct, array_like=True, gc=False):
+    """What the workers have for KV blocks outside the device."""
+
+    num_slots: int
+    """Blocks in host memory."""
+    load_s: float
+    """Measured time of a copy of one block to the device."""
+    max_files: int
+    """Blocks in files; 0: there are none."""
+    file_hashes: bytes
+    """32 bytes each: blocks whose files all workers have, the one that was not used for longest
+    first."""
+
+
+HASH_BYTES = 32
+"""Of a block's hash, SHA-256."""
+
+
 class RankFacts(msgspec.Struct, array_like=True, gc=False):
     """What one worker of a group has after its start; memory in bytes."""
 
@@ -425,6 +453,8 @@ class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
     """Rows of image embeddings that the worker keeps at most; 0: it takes no images."""
     whole_images: bool = False
     """VisionFacts.whole_images of the model."""
+    offload: OffloadFacts | None = None
+    """None: no KV blocks are kept outside the device."""
 
     def rank_facts(self, rank: int) -> RankFacts:
         """What this worker reports, as a part of a group."""
@@ -504,7 +534,40 @@ class AdapterLoaded(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
     error: str | None = None
 
 
-ToWorker = StepPlan | GrammarMasks | WorkerCall | LoadAdapter | DropAdapter
+class FetchBlocks(msgspec.Struct, array_like=True, gc=False, tag=13):
+    """Read blocks from files to host memory, beside the plans. Gets one BlocksFetched. No plan
+    names these slots until then."""
+
+    hashes: list[bytes]
+    slots: list[int]
+
+
+class DropFiles(msgspec.Struct, array_like=True, gc=False, tag=14):
+    """Delete the files of these blocks. Gets no answer."""
+
+    hashes: list[bytes]
+
+
+class BlocksFetched(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=15):
+    """The blocks of a FetchBlocks are in host memory, but for those that failed."""
+
+    seconds: float
+    missing: list[int] = []
+    """Indices into `hashes`: there is no such file, or it cannot be read."""
+    corrupt: list[int] = []
+    """Those whose file has a wrong checksum, or is that of another block."""
+
+
+ToWorker = (
+    StepPlan | GrammarMasks | WorkerCall | LoadAdapter | DropAdapter | FetchBlocks | DropFiles
+)
 FromWorker = (
-    StepResult | WorkerFailed | WarmupProgress | WorkerReady | Warmed | WorkerAnswer | AdapterLoaded
+    StepResult
+    | WorkerFailed
+    | WarmupProgress
+    | WorkerReady
+    | Warmed
+    | WorkerAnswer
+    | AdapterLoaded
+    | BlocksFetched
 )

@@ -11,6 +11,7 @@ from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
 from config.parallel import ParallelConfig
 from config.params.lora import LoRAConfig
+from config.params.offload import OffloadConfig
 from config.params.speculation import SpeculationConfig
 from config.server import ServerConfig
 from config.setting import Setting, settings_of
@@ -19,6 +20,7 @@ PARTS: Mapping[str, tuple[type, str]] = {
     "engine": (EngineConfig, "Model"),
     "data_parallel": (DataParallelConfig, "Parallelism"),
     "cache": (CacheConfig, "KV cache"),
+    "offload": (OffloadConfig, "Offloading"),
     "parallel": (ParallelConfig, "Parallelism"),
     "scheduler": (SchedulerConfig, "Scheduling"),
     "speculation": (SpeculationConfig, "Speculation"),
@@ -31,7 +33,16 @@ PARTS: Mapping[str, tuple[type, str]] = {
 }
 """Part of the configuration -> its dataclass, and the help group of its settings."""
 GROUPS = (
-    *("Model", "Device", "Parallelism", "KV cache", "Scheduling", "Speculation", "Buckets"),
+    *(
+        "Model",
+        "Device",
+        "Parallelism",
+        "KV cache",
+        "Offloading",
+        "Scheduling",
+        "Speculation",
+        "Buckets",
+    ),
     *("Execution on HPU", "Warm-up", "Diagnostics", "Emulator", "LoRA", "HTTP", "TLS", "Text"),
     *("Images", "Logs"),
 )

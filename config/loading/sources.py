@@ -25,6 +25,7 @@ from config.loading.values import Given, convert, joined, nearest, truth, wrong
 from config.loading.vllm_flags import ACCEPTED, absence
 from config.parallel import ParallelConfig
 from config.params.lora import LoRAConfig
+from config.params.offload import OffloadConfig
 from config.params.speculation import SpeculationConfig
 from config.server import ServerConfig
 
@@ -261,6 +262,7 @@ def _build(values: Mapping[str, tuple[object, str]]) -> tuple[EngineConfig, Serv
             warmup=WarmupConfig(**parts["warmup"]),
             emulator=EmulatorSettings(**parts["emulator"]),
             lora=LoRAConfig(**parts["lora"]),
+            offload=OffloadConfig(**parts["offload"]),
             speculation=SpeculationConfig(**parts["speculation"]),
         )
         server = ServerConfig(**parts["server"])

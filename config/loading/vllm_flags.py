@@ -60,14 +60,10 @@ VALUES = (
         "compressor (--quantization inc) quantizes are read on the host",
     ),
     (
-        "swap-space",
-        (NUMBER,),
-        "preempted requests are computed again, nothing is swapped to the host",
-    ),
-    (
         "preemption-mode",
-        ("recompute",),
-        "preempted requests are computed again, nothing is swapped to the host",
+        ("recompute", "swap"),
+        "--swap-space says whether blocks of preempted requests are kept, and they come back by "
+        "copy where that is faster",
     ),
     ("cpu-offload-gb", ("0",), "weights stay on the device in this version"),
     ("prefix-caching-hash-algo", (), "blocks are found by their SHA-256"),
@@ -200,8 +196,8 @@ ABSENT = (
     ),
     ("kv-cache-dtype-skip-layers", "all layers cache in --kv-cache-dtype"),
     (
-        "kv-transfer-config kv-events-config kv-offloading-* kv-sharing-fast-prefill",
-        "the KV cache stays in its engine",
+        "kv-transfer-config kv-events-config kv-sharing-fast-prefill",
+        "the KV cache stays in its engine; --kv-offloading-size is its part outside the device",
     ),
     ("mamba-*", "models with a recurrent state are not supported"),
     ("hf-token", "set the variable HF_TOKEN"),

@@ -14,8 +14,9 @@ from engine.core.admission import admission_error, num_prompt_tokens
 from engine.core.coupled_steps import CoupledSteps
 from engine.core.output_processor import OutputProcessor
 from engine.core.sleep_state import SleepState
-from engine.executors.base import AdapterExecutor, Executor
+from engine.executors.base import AdapterExecutor, Executor, OffloadExecutor
 from engine.kv_cache.manager import KVCacheManager
+from engine.kv_cache.offload import KVOffload
 from engine.request import NO_ALLOWED_TOKEN, ModelLimits, Request
 from engine.scheduling.encoder_cache import EncoderCache
 from engine.scheduling.grammar_masks import deferred_masks
@@ -39,8 +40,10 @@ from engine.transport.messages import (
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.protocol import (
     DECODE,
+    PREFILL,
     PROFILE_CALLS,
     AdapterLoaded,
+    DropFiles,
     StepPlan,
     StepResult,
     WarmupProgress,
@@ -55,6 +58,9 @@ CALL_POLL_S = 50e-6
 """How often an idle engine, whose devices compute padding for others, looks for the next call."""
 MAX_CALL_WAIT_S = 0.1
 """How long it does, before it waits for the devices alone."""
+
+FETCH_POLL_S = 0.002
+"""How long an engine waits for blocks from files before it looks for new requests."""
 
 ADAPTER_POLL_S = 0.002
 """How long an engine waits for an adapter before it looks for new requests."""
@@ -112,6 +118,14 @@ class EngineCore:
         self._table = table
         self.num_later = ready.num_later
         """Buckets that are still to be warmed up, while the engine is idle."""
+        self._offload: KVOffload | None = None
+        if ready.offload is not None:
+            self._offload = KVOffload(
+                ready.offload,
+                ready.block_size,
+                only_preempted=config.offload.kv_offloading_size == 0,
+            )
+        self._files = executor if isinstance(executor, OffloadExecutor) else None
         self._kv = KVCacheManager(
             _num_usable_blocks(config, ready, table),
             ready.block_size,
@@ -119,6 +133,7 @@ class EngineCore:
             and ready.bucket_limits.prefix_caching,
             contiguous=ready.contiguous,
             num_lookahead_tokens=(ready.max_tokens_per_step - 1) * config.max_inflight_steps,
+            offload=self._offload,
         )
         self._packer = LaunchPacker(
             table,
@@ -381,7 +396,27 @@ class EngineCore:
 
     def _reset_prefix_cache(self) -> bool:
         self._kv.reset_prefix_cache(self._scheduler.requests_with_blocks)
+        if self._offload is not None:
+            self._send_file_orders(self._offload)
         return True
+
+    def _update_offload(self, offload: KVOffload) -> None:
+        """Take what the workers have read from files, and tell them what to read and to delete.
+        Never between a schedule and its plan, which may still name a slot that is read to."""
+        if offload.num_fetching:
+            assert self._files is not None, "checked when the read was sent"
+            for answer in self._files.take_fetched():
+                offload.on_fetched(answer)
+        self._send_file_orders(offload)
+
+    def _send_file_orders(self, offload: KVOffload) -> None:
+        executor = self._files
+        if dropped := offload.take_dropped_files():
+            assert executor is not None, "the executor has no files"
+            executor.drop_files(DropFiles(dropped))
+        for fetch in offload.take_fetches():
+            assert executor is not None, "the executor has no files"
+            executor.fetch_blocks(fetch)
 
     def _sleep(self, level: int = 1, mode: str = "abort") -> str:
         """Release the device's memory, as hpu.worker.Worker.sleep does. Mode abort: at once;
@@ -410,9 +445,13 @@ class EngineCore:
         self._requests.clear()
         while self._inflight:
             self._process(self._executor.collect())
+        while self._offload is not None and self._offload.num_fetching:
+            self._update_offload(self._offload)
+            if self._offload.num_fetching and self._files is not None:
+                self._files.wait_fetched(FETCH_POLL_S)
         self._sleep_state.sleep()
         self._scheduler.reset()
-        self._kv.reset_prefix_cache(())
+        self._kv.reset_prefix_cache((), drops_files=False)
         self._stats.update_counters({"graphs": 0, "graph_bytes": 0})
         self.num_later = 0
         self._has_output = True
@@ -428,6 +467,8 @@ class EngineCore:
             self._packer.invalidate()
             self._stats.update_counters(ready.counters)
             self.num_later = ready.num_later
+            if self._offload is not None and ready.offload is not None:
+                self._offload.restart(ready.offload)
         return self._sleep_state.state
 
     def step(self) -> list[tuple[int, StepOutput]]:
@@ -447,6 +488,8 @@ class EngineCore:
             self._collect_for_masks()
         if self._lora is not None:
             self._update_adapters(self._lora)
+        if self._offload is not None:
+            self._update_offload(self._offload)
         if len(self._inflight) < self._max_inflight:
             output = self._scheduler.schedule(self._step)
             if output.started or output.failed:
@@ -460,6 +503,8 @@ class EngineCore:
                 self._executor.submit(output.plan)
                 self._inflight.append(output)
                 self._step += 1
+                if self._offload is not None:
+                    self._send_file_orders(self._offload)
                 if len(self._inflight) < self._max_inflight:
                     return []
             elif self._coupled is not None and self._inflight and self._wait_for_call():
@@ -469,6 +514,10 @@ class EngineCore:
         elif self._adapters is not None and self._lora is not None and self._lora.num_loading:
             # Every request waits for its adapter.
             self._adapters.wait_loaded(ADAPTER_POLL_S)
+        elif self._files is not None and self._offload is not None and self._offload.num_fetching:
+            # Every request waits for files.
+            self._send_file_orders(self._offload)
+            self._files.wait_fetched(FETCH_POLL_S)
         return self._take_news()
 
     def _take_news(self) -> list[tuple[int, StepOutput]]:
@@ -529,6 +578,10 @@ class EngineCore:
         self._submit_deferred_masks()
         self._scheduler.update_from_output(output.step)
         phases = [launch.phase for launch in output.plan.launches]
+        if self._offload is not None:
+            for launch, seconds in zip(output.plan.launches, result.seconds, strict=False):
+                if launch.phase == PREFILL:
+                    self._offload.rates.add_prefill(sum(launch.query_lens), seconds)
         # Padding for other engines is no step of this one.
         if output.num_tokens or self._coupled is None:
             self._stats.count_step(output.num_tokens, phases, result.seconds)
@@ -583,6 +636,7 @@ class EngineCore:
         waiting, pool = self._scheduler.waiting, self._kv.pool
         adapters = {} if self._lora is None else self._lora.gauges
         images = {} if self._encoder is None else self._encoder.gauges
+        offload = {} if self._offload is None else self._offload.gauges
         oldest = waiting.oldest()
         return self._stats.snapshot(
             **adapters,
@@ -593,6 +647,7 @@ class EngineCore:
             oldest_waiting_s=0.0 if oldest is None else self._clock() - oldest.arrived_at,
             blocks_used=pool.size - pool.num_free,
             blocks_total=pool.size,
+            kv_offload=offload,
             sleep=self._sleep_state.state,
             with_samples=with_samples,
         )

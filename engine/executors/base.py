@@ -5,7 +5,10 @@ from typing import Protocol, runtime_checkable
 
 from hpu.protocol import (
     AdapterLoaded,
+    BlocksFetched,
     DropAdapter,
+    DropFiles,
+    FetchBlocks,
     GrammarMasks,
     LoadAdapter,
     StepPlan,
@@ -88,6 +91,28 @@ class AdapterExecutor(Protocol):
 
     def wait_loaded(self, timeout_s: float) -> None:
         """Wait until `take_loaded` may have something, at most so long. Raises EngineDied."""
+        ...
+
+
+@runtime_checkable
+class OffloadExecutor(Protocol):
+    """An executor whose workers keep KV blocks in files."""
+
+    def fetch_blocks(self, message: FetchBlocks) -> None:
+        """Let every worker read blocks to host memory; does not wait."""
+        ...
+
+    def drop_files(self, message: DropFiles) -> None:
+        """Let every worker delete files; does not wait."""
+        ...
+
+    def take_fetched(self) -> list[BlocksFetched]:
+        """What all workers have read since the last call, in the order of `fetch_blocks`; does not
+        wait."""
+        ...
+
+    def wait_fetched(self, timeout_s: float) -> None:
+        """Wait until `take_fetched` may have something, at most so long. Raises EngineDied."""
         ...
 
 

@@ -6,7 +6,10 @@ from config.engine import EngineConfig
 from hpu.protocol import (
     SINGLE_RANK,
     AdapterLoaded,
+    BlocksFetched,
     DropAdapter,
+    DropFiles,
+    FetchBlocks,
     GrammarMasks,
     LoadAdapter,
     Ranks,
@@ -69,6 +72,18 @@ class InprocExecutor:
 
     def wait_loaded(self, timeout_s: float) -> None:
         self._worker.wait_loaded(timeout_s)
+
+    def fetch_blocks(self, message: FetchBlocks) -> None:
+        self._worker.fetch_blocks(message)
+
+    def drop_files(self, message: DropFiles) -> None:
+        self._worker.drop_files(message)
+
+    def take_fetched(self) -> list[BlocksFetched]:
+        return self._worker.take_fetched()
+
+    def wait_fetched(self, timeout_s: float) -> None:
+        self._worker.wait_fetched(timeout_s)
 
     def take_warmed(self) -> list[Warmed]:
         warmed, self._warmed = self._warmed, []

@@ -17,7 +17,10 @@ from hpu.protocol import (
     WAKE_UP,
     WARM_UP_NEXT,
     AdapterLoaded,
+    BlocksFetched,
     DropAdapter,
+    DropFiles,
+    FetchBlocks,
     FromWorker,
     GrammarMasks,
     LoadAdapter,
@@ -51,6 +54,8 @@ class WorkerProcess:
         self.warmed: deque[Warmed] = deque()
         self.loaded: deque[AdapterLoaded] = deque()
         """In the order of the calls, as on all workers."""
+        self.fetched: deque[BlocksFetched] = deque()
+        """Likewise."""
 
 
 class MultiprocExecutor:
@@ -177,6 +182,22 @@ class MultiprocExecutor:
             if worker.child.poll() is not None:
                 self._wait()
 
+    def fetch_blocks(self, message: FetchBlocks) -> None:
+        self._send(message, "reads")
+
+    def drop_files(self, message: DropFiles) -> None:
+        self._send(message, "files to delete")
+
+    def take_fetched(self) -> list[BlocksFetched]:
+        self.has_result()
+        fetched = []
+        while all(worker.fetched for worker in self._workers):
+            fetched.append(_merged([worker.fetched.popleft() for worker in self._workers]))
+        return fetched
+
+    def wait_fetched(self, timeout_s: float) -> None:
+        self.wait_loaded(timeout_s)
+
     def take_warmed(self) -> list[Warmed]:
         self.has_result()
         # A bucket is prepared once every worker has captured it; all have the same order.
@@ -295,6 +316,8 @@ class MultiprocExecutor:
             worker.warmed.append(message)
         elif isinstance(message, AdapterLoaded):
             worker.loaded.append(message)
+        elif isinstance(message, BlocksFetched):
+            worker.fetched.append(message)
         elif not isinstance(message, WarmupProgress):
             worker.messages.append(message)
         elif worker is self._output:
@@ -318,6 +341,14 @@ class MultiprocExecutor:
             if (worker.child.poll() or 0) < 0:
                 return EngineDied(worker.child.exit_description)
         return _failure(min(failures, key=lambda one: one.time))
+
+
+def _merged(answers: list[BlocksFetched]) -> BlocksFetched:
+    """A block is there if every worker has its part."""
+    corrupt = {index for answer in answers for index in answer.corrupt}
+    missing = {index for answer in answers for index in answer.missing} - corrupt
+    seconds = max(answer.seconds for answer in answers)
+    return BlocksFetched(seconds, sorted(missing), sorted(corrupt))
 
 
 def _failure(message: WorkerFailed) -> ConfigError | EngineDied:

@@ -31,6 +31,8 @@ from hpu.protocol import (
     WAKE_UP,
     WARM_UP_NEXT,
     DropAdapter,
+    DropFiles,
+    FetchBlocks,
     FromWorker,
     GrammarMasks,
     LoadAdapter,
@@ -146,6 +148,7 @@ def _work(orders: WorkerOrders, make_worker: "Callable[[EngineConfig, Ranks], Wo
                 sends_results=orders.sends_results,
                 is_alone=orders.ranks.global_size == 1,
                 serves_adapters=orders.config.lora.enable_lora,
+                has_files=orders.config.offload.kv_offloading_dir is not None,
             )
         except CheckpointError as error:
             code = 1
@@ -179,6 +182,7 @@ def _serve(
     sends_results: bool = True,
     is_alone: bool = True,
     serves_adapters: bool = False,
+    has_files: bool = False,
 ) -> None:
     """`depth`: plans that the engine keeps in flight. `is_alone`: whether the worker may warm up
     when it is idle, because no other one must do the same."""
@@ -193,6 +197,9 @@ def _serve(
         if serves_adapters:
             for loaded in worker.take_loaded():
                 channel.send(loaded)
+        if has_files:
+            for fetched in worker.take_fetched():
+                channel.send(fetched)
         # Launch a plan that has arrived before waiting for the running one's result.
         message = channel.receive()
         if isinstance(message, WorkerCall) and message.name == WARM_UP_NEXT:
@@ -208,6 +215,10 @@ def _serve(
             worker.load_adapter(message)
         elif isinstance(message, DropAdapter):
             worker.drop_adapter(message)
+        elif isinstance(message, FetchBlocks):
+            worker.fetch_blocks(message)
+        elif isinstance(message, DropFiles):
+            worker.drop_files(message)
         elif message is not None:
             if in_flight == depth:
                 # Another rank has sent the result. The runner counts on it: with speculation a plan

@@ -20,6 +20,9 @@ class BlockPool:
 
     def __init__(self, size: int, *, lowest_first: bool = False) -> None:
         self.size = size
+        self.on_evict: Callable[[int, bytes], None] | None = None
+        """Called with a cached block and its hash when it is allocated: its contents are there
+        until the next plan."""
         self._ref_count = [0] * size
         self._hash_of: list[bytes | None] = [None] * size
         self._cached_blocks: dict[bytes, int] = {}
@@ -58,6 +61,8 @@ class BlockPool:
             )
             del self._cached_blocks[block_hash]
             self._hash_of[block] = None
+            if self.on_evict is not None:
+                self.on_evict(block, block_hash)
         self._ref_count[block] = 1
         return block
 

@@ -3,11 +3,15 @@
 from collections.abc import Iterable
 
 from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.offload import KVOffload
 from engine.kv_cache.prefix_hashes import chain, images_in, root_hash
-from engine.request import NEVER, Request
+from engine.request import NEVER, PREEMPTED, Request
 
 MAX_MOVES = 512
 """Of blocks in one step."""
+
+ON_HOST = -1
+"""In a prefix: a block in host memory, which is copied to the device when the request starts."""
 
 
 class KVCacheManager:
@@ -25,16 +29,21 @@ class KVCacheManager:
         prefix_caching: bool,
         contiguous: bool = False,
         num_lookahead_tokens: int = 0,
+        offload: KVOffload | None = None,
     ) -> None:
         """`contiguous`: decodes read the cache as one slice from block 0 on, so the lowest blocks
         are allocated first, and none is shared. `num_lookahead_tokens`: tokens that the plans in
-        flight may write beyond the one of each decode."""
+        flight may write beyond the one of each decode. `offload`: keeps evicted blocks."""
         assert not (contiguous and prefix_caching), "a slice of the cache holds no shared blocks"
         self.num_lookahead_tokens = num_lookahead_tokens
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.contiguous = contiguous
         self.pool = BlockPool(num_blocks, lowest_first=contiguous)
+        self.offload = offload
+        if offload is not None:
+            assert prefix_caching, "blocks outside the device are found by their hashes"
+            self.pool.on_evict = offload.evicted
         self._computing: dict[bytes, Request] = {}
         """Hashes of prompt blocks that are being computed, and by which request."""
 
@@ -43,7 +52,7 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, request: Request) -> list[int]:
-        """The blocks of its longest cached prefix, used or free.
+        """The blocks of its longest cached prefix, used or free, or ON_HOST.
 
         Leaves at least one token to compute, and every prompt position whose log-probability is
         still to be sent.
@@ -52,9 +61,18 @@ class KVCacheManager:
         for block_hash in request.block_hashes[: self._max_prefix_blocks(request)]:
             block = self.pool.get_cached_block(block_hash)
             if block is None:
-                break
+                if self.offload is None or not self.offload.holds(block_hash):
+                    break
+                block = ON_HOST
             prefix.append(block)
         return prefix
+
+    def should_wait_for_files(self, request: Request, prefix: list[int]) -> bool:
+        """Whether blocks behind `prefix` are being read from files, or begin to be."""
+        if self.offload is None:
+            return False
+        behind = request.block_hashes[len(prefix) : self._max_prefix_blocks(request)]
+        return self.offload.must_wait(request.key, behind)
 
     def _max_prefix_blocks(self, request: Request) -> int:
         if not self.prefix_caching:
@@ -79,14 +97,19 @@ class KVCacheManager:
 
     def num_free_blocks_needed(self, request: Request, prefix: list[int]) -> int:
         """Free blocks that all tokens of a request with this cached `prefix` need."""
-        num_free_prefix = sum(1 for block in prefix if self.pool.is_free(block))
+        num_free_prefix = sum(1 for block in prefix if block == ON_HOST or self.pool.is_free(block))
         return self.num_blocks_for(request.num_tokens) - len(prefix) + num_free_prefix
 
     def attach_prefix(self, request: Request, prefix: list[int]) -> None:
         """Start an empty block table with `prefix`; its tokens count as computed."""
         assert not request.blocks, f"{request.key} starts with {len(request.blocks)} blocks"
         for block in prefix:
-            self.pool.touch(block)
+            if block != ON_HOST:
+                self.pool.touch(block)
+        if self.offload is not None:
+            self.offload.started(request.key)
+            if ON_HOST in prefix:
+                prefix = self._load(request, prefix, self.offload)
         request.blocks = prefix
         request.num_computed_tokens = request.num_cached_tokens = len(prefix) * self.block_size
         if self.prefix_caching:
@@ -94,6 +117,23 @@ class KVCacheManager:
             request.pending_hashes = request.block_hashes[len(prefix) :]
             for block_hash in request.pending_hashes:
                 self._computing.setdefault(block_hash, request)
+
+    def _load(self, request: Request, prefix: list[int], offload: KVOffload) -> list[int]:
+        """`prefix` with allocated blocks for those in host memory. Other requests may share them at
+        once: what the next plan loads is there before its launches."""
+        hashes = [
+            block_hash
+            for block, block_hash in zip(prefix, request.block_hashes, strict=False)
+            if block == ON_HOST
+        ]
+        # Pinned first: the blocks that are evicted for them go to the host, too.
+        slots = offload.pin(hashes)
+        loaded = self.pool.allocate(len(hashes))
+        offload.load(slots, loaded)
+        for block, block_hash in zip(loaded, hashes, strict=True):
+            self.pool.cache_block(block, block_hash)
+        rest = iter(loaded)
+        return [next(rest) if block == ON_HOST else block for block in prefix]
 
     def allocate(self, request: Request, count: int) -> list[int]:
         """Allocate `count` more blocks, which must be free."""
@@ -161,6 +201,9 @@ class KVCacheManager:
         request.next_cache_at = NEVER
         for block in request.blocks:
             self.pool.evict(block)
+        if self.offload is not None:
+            for block_hash in request.block_hashes[: len(request.blocks)]:
+                self.offload.drop(block_hash)
 
     def free(self, request: Request) -> None:
         """Free all its blocks, the tail first: a prefix is evicted after what follows it."""
@@ -168,15 +211,24 @@ class KVCacheManager:
             if self._computing.get(block_hash) is request:
                 del self._computing[block_hash]
         request.pending_hashes = []
+        if self.offload is not None and request.state == PREEMPTED:
+            self.offload.preempted(request.key, request.block_hashes[: len(request.blocks)])
         self.pool.free(reversed(request.blocks))
         request.blocks = []
         request.num_computed_tokens = request.num_cached_tokens = 0
         request.decode_limit = request.max_block_end = 0
         request.next_cache_at = NEVER
 
-    def reset_prefix_cache(self, requests: Iterable[Request]) -> None:
-        """Drop every hash. `requests`, which have blocks now, cache none of them later: their KV
-        was computed before the reset."""
+    def forget(self, request: Request) -> None:
+        """A waiting request ends."""
+        if self.offload is not None:
+            self.offload.started(request.key)
+
+    def reset_prefix_cache(self, requests: Iterable[Request], *, drops_files: bool = True) -> None:
+        """Drop every hash, with `drops_files` those of blocks in files, too. `requests`, which have
+        blocks now, cache none of them later: their KV was computed before the reset."""
+        if self.offload is not None:
+            self.offload.reset(drops_files=drops_files)
         self.pool.reset_cache()
         self._computing.clear()
         for request in requests:
@@ -185,6 +237,8 @@ class KVCacheManager:
     def check(self, requests: Iterable[Request]) -> None:
         """Raise AssertionError unless the pool and the block tables of `requests` agree."""
         requests = list(requests)
+        if self.offload is not None:
+            self.offload.check()
         self.pool.check(request.blocks for request in requests)
         strays = {request.key for request in self._computing.values() if request not in requests}
         assert not strays, f"{strays} compute blocks and have none"

@@ -142,6 +142,9 @@ class Scheduler:
         if self._lora is not None and request.adapter:
             self._lora.add_request(request)
         self.waiting.add(request)
+        if self._kv.offload is not None:
+            # Its files are read while it waits.
+            self._kv.should_wait_for_files(request, self._kv.find_prefix(request))
 
     def finish_requests(self, requests: Iterable[Request]) -> None:
         """Remove requests that finished, failed or were aborted, in whatever state."""
@@ -149,6 +152,7 @@ class Scheduler:
             state, request.state = request.state, FINISHED
             if state == WAITING:
                 self.waiting.remove(request)
+                self._kv.forget(request)
             elif state == RUNNING:
                 self._has_finished = True
                 self._remove(request)
@@ -300,6 +304,8 @@ class Scheduler:
                 break
             prefix = kv.find_prefix(request)
             if kv.should_wait_for_prefix(request, prefix):
+                break
+            if kv.should_wait_for_files(request, prefix):
                 break
             num_needed = kv.num_free_blocks_needed(request, prefix)
             if self._decoding or self._prefilling or self._draining:
@@ -474,6 +480,8 @@ class Scheduler:
             [source for source, _ in moves],
             [target for _, target in moves],
         )
+        if self._kv.offload is not None:
+            self._kv.offload.fill_plan(output.plan)
         if self._encoder is not None:
             self._encoder.end_step(output.plan)
         if self._lora is not None:

@@ -177,6 +177,8 @@ class EngineStats(msgspec.Struct, omit_defaults=True, gc=False):
     spec_decode: dict[str, int] = {}
     """'num_drafts' (of requests and steps), 'num_draft_tokens', 'num_accepted_tokens', and
     'accepted.0', ...: accepted drafts by position. Empty without speculation."""
+    kv_offload: dict[str, int] = {}
+    """KVOffload.gauges: blocks that left the device; empty where none do."""
     step_tokens: list[int] = []
     """Tokens computed in each step since the last stats were sent (for a histogram)."""
     step_seconds: list[tuple[int, float]] = []

@@ -66,6 +66,12 @@ class Agreement:
         if differing:
             raise ConfigError(f"all ranks must have the same versions, and {'; '.join(differing)}")
 
+    def all_of(self, flags: list[bool]) -> list[bool]:
+        """Which of the flags are true on all ranks."""
+        if self._host.size == 1 or not flags:
+            return flags
+        return [bool(one) for one in self._host.minimum(torch.tensor(flags, dtype=torch.uint8))]
+
     def all_true(self, value: bool) -> bool:
         """Whether `value` is true on all ranks."""
         return bool(self.least(int(value)))

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from config.engine import EngineConfig
 from config.model.window_cache import CacheSizes, ring_blocks
-from hpu.backends.base import Backend, Event
+from hpu.backends.base import Backend
 from hpu.models.base import CausalLM
 from hpu.quantization.kv_cache import zero_non_finite
+from hpu.runner.block_lists import BlockLists
 
 logger = logging.getLogger(__name__)
 
@@ -58,33 +59,6 @@ def _layer_bytes(
     return [sum(map(math.prod, shapes)) * dtype.itemsize for shapes in layers]
 
 
-class _BlockLists:
-    """Device lists of block numbers, `count` of `size` each; two sets on the host alternate."""
-
-    def __init__(self, size: int, count: int, backend: Backend) -> None:
-        self._size = size
-        self._backend = backend
-        self._host_sets = [backend.host_tensor(count * size, backend.index_dtype) for _ in range(2)]
-        self._read_events: list[Event | None] = [None, None]
-        self._next_set = 0
-        self._flat = backend.zeros((count * size,), backend.index_dtype)
-
-    def upload(self, *lists: list[int], pad_block: int) -> tuple[Tensor, ...]:
-        """Each list (size,) on the device, padded with `pad_block`; their users must be launched
-        before the next call."""
-        index, self._next_set = self._next_set, self._next_set ^ 1
-        read_event = self._read_events[index]
-        if read_event is not None:
-            read_event.wait()
-        host = self._host_sets[index].numpy().reshape(-1, self._size)
-        host[:] = pad_block
-        for row, blocks in zip(host, lists, strict=True):
-            row[: len(blocks)] = blocks
-        self._backend.upload(self._flat, self._host_sets[index])
-        self._read_events[index] = self._backend.event()
-        return torch.split(self._flat, self._size)
-
-
 class KVCache:
     """`num_blocks` blocks, and the pad block after them (number `num_blocks`). With `num_rings`,
     layers with a window have a ring for each request index instead, the last one for padding."""
@@ -126,8 +100,13 @@ class KVCache:
         self._model = model
         self._offsets = torch.arange(block_size, dtype=backend.index_dtype).to(backend.device)
         """(block_size,)"""
-        self._moves: dict[int, _BlockLists] = {}
-        self._scrubbed = _BlockLists(SCRUB_SIZE, 1, backend)
+        self._moves: dict[int, BlockLists] = {}
+        self._scrubbed = BlockLists(SCRUB_SIZE, 1, backend)
+
+    @property
+    def paged(self) -> list[Tensor]:
+        """The caches of blocks, (blocks * block_size, ...) each."""
+        return self._paged
 
     def close(self) -> None:
         """Free the memory; the model must not run until another cache is bound."""
@@ -146,7 +125,7 @@ class KVCache:
         most = max(self.num_blocks // 2, 1)
         sizes = [size for size in MOVE_SIZES if size // 2 < most] or [MOVE_SIZES[0]]
         for size in sizes:
-            self._moves[size] = _BlockLists(size, 2, self._backend)
+            self._moves[size] = BlockLists(size, 2, self._backend)
             try:
                 self._move_part([], [], size)
                 self._backend.synchronize()

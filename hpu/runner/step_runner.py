@@ -1,11 +1,24 @@
 """StepRunner: base of the runners. Plans in, results out."""
 
 import time
+from typing import Protocol
 
 from hpu.backends.base import Backend
 from hpu.lora.manager import LoRAManager
 from hpu.protocol import Bucket, RequestSampling, StepPlan, StepResult
 from hpu.runner.async_output import AsyncStepOutput
+
+
+class Offload(Protocol):
+    """Copies KV blocks to the host and back."""
+
+    def apply(self, plan: StepPlan) -> None:
+        """Launch the copies of a plan, before its launches."""
+        ...
+
+    def land(self, step: int) -> None:
+        """The device is done with all steps up to this one."""
+        ...
 
 
 class StepRunner:
@@ -16,6 +29,8 @@ class StepRunner:
         self._backend = backend
         self.lora: LoRAManager | None = None
         """Set where adapters are served."""
+        self.offload: Offload | None = None
+        """Set where KV blocks are kept outside the device."""
         self.decode_width = 1
         """Rows that a decode samples for each request."""
 
@@ -35,6 +50,8 @@ class StepRunner:
         start = time.perf_counter()
         result = output.to_result()
         self._on_result(output, result)
+        if self.offload is not None:
+            self.offload.land(output.step)
         result.host_s = output.host_s + time.perf_counter() - start
         return result
 

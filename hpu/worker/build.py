@@ -19,7 +19,8 @@ from hpu.model_loader.size_estimate import activation_bytes
 from hpu.models.base import CausalLM
 from hpu.models.pooling import PoolingModel
 from hpu.multimodal.images import Images
-from hpu.protocol import Bucket
+from hpu.offload.block_copies import staging_bytes
+from hpu.protocol import SINGLE_RANK, Bucket, Ranks
 from hpu.quantization.kv_cache import KVCacheFormat, zero_non_finite
 from hpu.runner.batch_state import BatchState
 from hpu.runner.counters import Counters
@@ -41,6 +42,7 @@ from hpu.sampling.logprobs import LogprobsMode
 from hpu.sampling.sampler import Sampler
 from hpu.spec_decode.speculation import Speculation
 from hpu.warmup.order import split_graphs
+from hpu.worker.block_offload import BlockOffload, check_offload
 from hpu.worker.drafting import (
     drafts_on_device,
     keeping_hidden,
@@ -79,6 +81,8 @@ class Components:
     """None for a model that takes none."""
     draft_caches: tuple[KVCache | HiddenCache, ...] = ()
     """Of the model or the head that drafts, if one does."""
+    offload: BlockOffload | None = None
+    """None: no KV blocks are kept outside the device."""
 
     @property
     def cache_bytes(self) -> int:
@@ -88,6 +92,8 @@ class Components:
 
     def close(self) -> None:
         """Free caches and states."""
+        if self.offload is not None:
+            self.offload.close()
         for one in (self.cache, self.states, *self.draft_caches):
             if one is not None:
                 one.close()
@@ -104,11 +110,13 @@ def build(
     *,
     num_blocks: int | None = None,
     num_rings: int | None = None,
+    ranks: Ranks = SINGLE_RANK,
 ) -> Components:
     """Everything up to the warm-up. `num_blocks` of the KV cache; None: as configured, as in the
     last start with these settings, or as many as fit. `num_rings` as in LoadedModel; None: what
     holds more. Raises ConfigError when it does not fit."""
     check_speculation(loaded)
+    check_offload(loaded)
     loaded = replace(loaded, num_rings=_choose_rings(loaded) if num_rings is None else num_rings)
     sampler = make_sampler(loaded)
     record = split_record(loaded)
@@ -134,7 +142,19 @@ def build(
     components.graphs.budget_bytes = loaded.agreement.least(budget)
     if record is not None and loaded.agreement.is_first:
         record.write(PreviousSplit(split.num_blocks, split.graph_bytes, profile_blocks))
-    return components
+    if not loaded.config.offload.is_on:
+        return components
+    return _with_offload(loaded, components, ranks)
+
+
+def _with_offload(loaded: LoadedModel, components: Components, ranks: Ranks) -> Components:
+    assert components.cache is not None, "a model with KV blocks"
+    caches = [
+        tensor for one in (components.cache, *components.draft_caches) for tensor in one.paged
+    ]
+    offload = BlockOffload(loaded, caches, ranks)
+    components.runner.offload = offload
+    return replace(components, offload=offload)
 
 
 def check_speculation(loaded: LoadedModel) -> None:
@@ -380,7 +400,10 @@ def _fixed_bytes(loaded: LoadedModel) -> int:
         width = loaded.facts.hidden_size * loaded.tower.dtype.itemsize
         embeddings = (num_cache_rows(loaded) + 1) * width
     rings = _sizes(loaded).rings if loaded.num_rings else 0
-    return _state_bytes(loaded) + rings + embeddings
+    staging = 0
+    if loaded.config.offload.is_on and not loaded.backend.shares_host_memory:
+        staging = staging_bytes(_sizes(loaded).block)
+    return _state_bytes(loaded) + rings + embeddings + staging
 
 
 def _choose_rings(loaded: LoadedModel) -> int:

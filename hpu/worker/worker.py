@@ -25,14 +25,17 @@ from hpu.distributed.process_groups import SINGLE_RANK, ProcessGroups, Ranks, ma
 from hpu.doctor.machine import distribution_version
 from hpu.gaudi_devices import GIB
 from hpu.lora.manager import LoRAManager
-from hpu.model_loader.offloaded_weights import OffloadedWeights, offload
+from hpu.model_loader.offloaded_weights import OffloadedWeights, offload_weights
 from hpu.profiling.diagnostics import CountsWork, Diagnostics
 from hpu.profiling.profiler import Profiler, Trace
 from hpu.protocol import (
     SLEEP,
     WAKE_WEIGHTS,
     AdapterLoaded,
+    BlocksFetched,
     DropAdapter,
+    DropFiles,
+    FetchBlocks,
     GrammarMasks,
     LoadAdapter,
     StepPlan,
@@ -47,6 +50,7 @@ from hpu.runner.model_runner import ModelRunner
 from hpu.runner.step_runner import StepRunner
 from hpu.warmup import report
 from hpu.warmup.warmup import Warmup
+from hpu.worker.block_offload import BlockOffload
 from hpu.worker.build import Components, build, num_cache_rows
 from hpu.worker.drafter import load_drafter, with_drafter
 from hpu.worker.kv_scales import calculate_kv_scales
@@ -91,7 +95,7 @@ class Worker:
         self._counters = Counters()
         self._in_flight: deque[AsyncStepOutput] = deque()
         self.on_loaded: Callable[[], None] = lambda: None
-        """Called on another thread when `take_loaded` has something new."""
+        """Called on another thread when `take_loaded` or `take_fetched` has something new."""
 
     def start(self, on_progress: Progress) -> WorkerReady:
         """Load, build and warm up. Raises ConfigError when the checkpoint, the device and the
@@ -175,6 +179,31 @@ class Worker:
         """Wait until an adapter is read, at most so long."""
         self._lora.wait_loaded(timeout_s)
 
+    def fetch_blocks(self, message: FetchBlocks) -> None:
+        """Start to read KV blocks from files to host memory; `take_fetched` has the answer."""
+        self._offload.fetch(message)
+
+    def drop_files(self, message: DropFiles) -> None:
+        """Delete the files of KV blocks."""
+        self._offload.drop_files(message.hashes)
+
+    def take_fetched(self) -> list[BlocksFetched]:
+        """The reads that were done since the last call; does not wait."""
+        if self._components is None or self._components.offload is None:
+            return []
+        return self._components.offload.take_fetched()
+
+    def wait_fetched(self, timeout_s: float) -> None:
+        """Wait until blocks are read, at most so long."""
+        self._offload.wait_fetched(timeout_s)
+
+    @property
+    def _offload(self) -> BlockOffload:
+        assert self._components is not None and self._components.offload is not None, (
+            "no KV blocks are kept outside the device"
+        )
+        return self._components.offload
+
     @property
     def _lora(self) -> LoRAManager:
         assert self._loaded is not None and self._loaded.lora is not None, "adapters are not served"
@@ -211,7 +240,7 @@ class Worker:
                 or self._loaded.patcher
             )
             if level == 1 and self._loaded is not None and keeps:
-                self._offloaded = offload(self._loaded.modules)
+                self._offloaded = offload_weights(self._loaded.modules)
         if level > 1 or not self._backend.shares_host_memory:
             if self._loaded is not None and self._loaded.lora is not None:
                 self._loaded.lora.close()
@@ -267,6 +296,8 @@ class Worker:
         """Drop everything and close the device; safe to call twice."""
         self._in_flight.clear()
         self._close_profiler()
+        if self._components is not None and self._components.offload is not None:
+            self._components.offload.close()
         if self._loaded is not None:
             self._loaded.finish()
             if self._loaded.lora is not None:
@@ -356,7 +387,13 @@ class Worker:
         """Build all components beside the weights, and warm them up."""
         config, counters, backend = self._config, self._counters, self._backend
         assert backend is not None, "build before start"
-        components = build(loaded, counters, num_blocks=self._num_blocks, num_rings=self._num_rings)
+        components = build(
+            loaded,
+            counters,
+            num_blocks=self._num_blocks,
+            num_rings=self._num_rings,
+            ranks=self._ranks,
+        )
         self._components = components
         table = loaded.bucket_table(components.num_blocks)
         report.log_buckets(table, loaded.bucket_config.strategy)
@@ -375,6 +412,10 @@ class Worker:
             components.images.warm_up(graphs.add_bytes)
         if cache is not None and loaded.contiguous:
             cache.warm_moves()
+        offload = None
+        if components.offload is not None:
+            components.offload.on_fetched = lambda: self.on_loaded()
+            offload = components.offload.start(pad_block=components.num_blocks)
         if profiled := profiled_buckets(config.execution, table.limits):
             profiler = self._make_profiler(backend)
             path = profile_launches(profiled, runner, graphs, components.input_buffers, profiler)
@@ -437,6 +478,7 @@ class Worker:
             encoder_cache_tokens=num_cache_rows(loaded),
             whole_images=loaded.facts.vision is not None and loaded.facts.vision.whole_images,
             prefill_launch_tokens=0 if loaded.pads else backend.prefill_launch_tokens,
+            offload=offload,
         )
 
 

@@ -9,13 +9,21 @@ from slow_model import Ledger, expected_output, hashed_token, raw
 from config.buckets import BucketConfig
 from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.execution import ExecutionConfig, WarmupConfig
+from config.params.offload import OffloadConfig
 from config.params.sampling import SamplingParams
 from engine.core.engine_core import EngineCore
 from engine.kv_cache.prefix_hashes import block_hashes
 from engine.structured_output.grammar import Grammar
 from engine.transport.messages import AddRequest, StepOutput
 from hpu.bucketing.bucket_table import BucketTable
-from hpu.protocol import PREFILL, BucketLimits, EncodedImage, ImagePlacement, StepPlan
+from hpu.protocol import (
+    PREFILL,
+    BucketLimits,
+    EncodedImage,
+    ImagePlacement,
+    OffloadFacts,
+    StepPlan,
+)
 
 MAX_STEPS = 5000
 
@@ -50,6 +58,10 @@ class CoreRig:
         prefill_launch_tokens: int = 0,
         encoder_cache_tokens: int = 0,
         whole_images: bool = False,
+        host_slots: int = 0,
+        max_files: int = 0,
+        swaps_only: bool = False,
+        load_s: float = 0.0,
     ) -> None:
         """`widest_decode`: blocks of the widest decode that is prepared, of those in the table."""
         self.ready = worker_ready(
@@ -64,6 +76,10 @@ class CoreRig:
         self.ready.num_later = num_later
         self.ready.max_tokens_per_step = max_tokens_per_step
         self.ready.prefill_launch_tokens = prefill_launch_tokens
+        offload = OffloadConfig()
+        if host_slots:
+            self.ready.offload = OffloadFacts(host_slots, load_s, max_files, b"")
+            offload = OffloadConfig(swap_space=1.0, kv_offloading_size=0.0 if swaps_only else 1.0)
         schedule = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
@@ -76,6 +92,7 @@ class CoreRig:
             model="none",
             scheduler=schedule,
             cache=CacheConfig(enable_prefix_caching=prefix_caching),
+            offload=offload,
             execution=ExecutionConfig(defrag_threshold=defrag_threshold),
             warmup=WarmupConfig(on_unwarmed_shape=on_unwarmed),
         )

@@ -14,7 +14,10 @@ from hpu.bucketing.bucket_table import BucketTable
 from hpu.protocol import (
     PREFILL,
     SLEEP,
+    BlocksFetched,
     BucketLimits,
+    DropFiles,
+    FetchBlocks,
     GrammarMasks,
     ImagePlacement,
     Launch,
@@ -95,6 +98,16 @@ class FakeExecutor:
         """The newest plan, if its late requests have no masks yet."""
         self.calls: list[tuple[str, int]] = []
         self.sleeps = False
+        self.host: dict[int, list[int]] = {}
+        """What each slot of host memory holds, with `ready.offload`."""
+        self.files: dict[bytes, list[int]] = {}
+        self.bad_files: set[bytes] = set()
+        """Files that are found corrupt."""
+        self.fetched: deque[BlocksFetched] = deque()
+        self.fetch_delay = 0
+        """How often `take_fetched` has nothing before an answer is there."""
+        self._fetches: deque[FetchBlocks] = deque()
+        self._late_by = 0
         self.embeddings: dict[bytes, int] = {}
         """Contents of the images in the encoder cache, and how many embeddings each has."""
         self._encode = msgspec.msgpack.Encoder().encode
@@ -151,6 +164,7 @@ class FakeExecutor:
         if name == SLEEP:
             self.requests.clear()
             self.slots.clear()
+            self.host.clear()
             self.embeddings.clear()
             self.sleeps = True
         return ""
@@ -175,6 +189,7 @@ class FakeExecutor:
         for req_index in plan.freed_requests:
             assert req_index in self.requests, f"request {req_index} is freed, and nobody is in it"
             del self.requests[req_index]
+        self._copy_blocks(plan)
         self._move(dict(zip(plan.moved_from, plan.moved_to, strict=True)))
         for new in plan.new_requests:
             self._enter(new)
@@ -205,6 +220,51 @@ class FakeExecutor:
                 self._decode_rows(launch, result)
         assert not self._masks, f"requests {list(self._masks)} have a mask and did not sample"
         return result
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        size = self.ready.block_size
+        reserved = {slot for fetch in self._fetches for slot in fetch.slots}
+        names = plan.stored_hashes or [b""] * len(plan.stored_blocks)
+        for block, slot, name in zip(plan.stored_blocks, plan.stored_slots, names, strict=True):
+            assert slot not in reserved, f"slot {slot} is stored to while a file is read to it"
+            self.host[slot] = [self.slots[block, offset] for offset in range(size)]
+            if name:
+                self.files[name] = self.host[slot]
+        for slot, block in zip(plan.loaded_slots, plan.loaded_blocks, strict=True):
+            assert slot not in reserved, f"slot {slot} is loaded while a file is read to it"
+            holders = sum(block in other.blocks for other in self.requests.values())
+            assert not holders, f"block {block} is loaded to, and {holders} requests hold it"
+            for offset, mark in enumerate(self.host[slot]):
+                self.slots[block, offset] = mark
+
+    def fetch_blocks(self, message: FetchBlocks) -> None:
+        # What is in flight was submitted before, and runs before.
+        assert self.ready.offload is not None and message.hashes
+        self._fetches.append(message)
+        self._late_by = self.fetch_delay
+
+    def drop_files(self, message: DropFiles) -> None:
+        for name in message.hashes:
+            self.files.pop(name, None)
+
+    def take_fetched(self) -> list[BlocksFetched]:
+        if not self._fetches or self._in_flight or self._late_by:
+            self._late_by = max(self._late_by - 1, 0)
+            return []
+        message = self._fetches.popleft()
+        answer = BlocksFetched(0.001)
+        for index, (name, slot) in enumerate(zip(message.hashes, message.slots, strict=True)):
+            if name not in self.files:
+                answer.missing.append(index)
+            elif name in self.bad_files:
+                answer.corrupt.append(index)
+                self.host[slot] = [-1] * self.ready.block_size
+            else:
+                self.host[slot] = self.files[name]
+        return [answer]
+
+    def wait_fetched(self, timeout_s: float) -> None:
+        return
 
     def _encode_images(self, plan: StepPlan) -> None:
         for content in plan.freed_images:

@@ -26,6 +26,11 @@ class HiddenCache:
         self._rows = backend.zeros(((num_blocks + 1) * block_size, width), dtype)
 
     @property
+    def paged(self) -> list[Tensor]:
+        """As of a KVCache."""
+        return [self._rows]
+
+    @property
     def bytes(self) -> int:
         return self._rows.nbytes
 

@@ -1,0 +1,64 @@
+"""OffloadConfig: where KV blocks go that leave the device, and how much room they have there."""
+
+from dataclasses import dataclass
+
+from config.errors import ConfigError
+from config.setting import check_settings, setting
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadConfig:
+    """Memory and files for KV blocks beyond the device's own memory."""
+
+    swap_space: float = setting(
+        0.0,
+        "Host memory, in GiB for each device, that keeps the KV blocks of preempted requests; 0: "
+        "they are computed again",
+        minimum=0,
+    )
+    kv_offloading_size: float = setting(
+        0.0,
+        "Host memory, in GiB for all devices of an engine together, that keeps KV blocks evicted "
+        "from the prefix cache, and those of preempted requests; 0: they are computed again",
+        minimum=0,
+    )
+    kv_offloading_backend: str = setting(
+        "native", "Code that offloads KV blocks", choices=("native",)
+    )
+    kv_offloading_dir: str | None = setting(
+        None,
+        "Folder that keeps the KV blocks of --kv-offloading-size in files as well, which a restart "
+        "finds again; none: they are in host memory only",
+    )
+    kv_offloading_dir_size: float = setting(
+        32.0,
+        "Size of the files of an engine in --kv-offloading-dir, in GiB; the blocks that were not "
+        "used for longest are deleted",
+        minimum=0.001,
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if self.kv_offloading_dir and not self.kv_offloading_size:
+            raise ConfigError(
+                f"kv_offloading_dir is {self.kv_offloading_dir} and kv_offloading_size is 0: "
+                "blocks pass through host memory on their way to files and back; set "
+                "--kv-offloading-size"
+            )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any blocks are kept outside the device."""
+        return self.swap_space > 0 or self.kv_offloading_size > 0
+
+    def host_bytes(self, num_devices: int) -> int:
+        """Of host memory for the blocks of one of `num_devices`."""
+        return int((self.swap_space + self.kv_offloading_size / num_devices) * GIB)
+
+    def file_bytes(self, num_devices: int) -> int:
+        """Of files for the blocks of one of `num_devices`."""
+        if self.kv_offloading_dir is None:
+            return 0
+        return int(self.kv_offloading_dir_size / num_devices * GIB)

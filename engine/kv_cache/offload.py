@@ -1,0 +1,204 @@
+"""KVOffload: KV blocks that leave the device and come back by copy."""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from itertools import islice
+
+from engine.kv_cache.copy_rates import CopyRates
+from engine.kv_cache.offload_index import OffloadIndex
+from hpu.protocol import HASH_BYTES, BlocksFetched, FetchBlocks, OffloadFacts, StepPlan
+
+FETCH_SHARE = 2
+"""At most one in so many slots is reserved for blocks that are being read from files."""
+
+
+class KVOffload:
+    """Decides what is copied to the host and back. The copies are columns of the next plan; files
+    are read beside the plans, to slots that no plan names meanwhile.
+
+    `only_preempted`: blocks of preempted requests alone leave the device.
+    """
+
+    def __init__(self, facts: OffloadFacts, block_size: int, *, only_preempted: bool) -> None:
+        self._only_preempted = only_preempted
+        self._block_size = block_size
+        self._counts: Counter[str] = Counter()
+        self._start(facts)
+
+    def _start(self, facts: OffloadFacts) -> None:
+        raw = facts.file_hashes
+        hashes = [raw[i : i + HASH_BYTES] for i in range(0, len(raw), HASH_BYTES)]
+        self._index = OffloadIndex(facts.num_slots, facts.max_files, hashes)
+        self.rates = CopyRates(self._block_size, facts.load_s)
+        self._stores: list[tuple[int, int, bytes]] = []
+        """(block, slot, hash) of the next plan."""
+        self._loads: list[tuple[int, int]] = []
+        """(slot, block) of the next plan."""
+        self._preempted: Counter[bytes] = Counter()
+        """Hashes of the blocks of requests that were preempted and wait."""
+        self._preempted_requests: dict[int, list[bytes]] = {}
+        self._fetching: dict[bytes, int] = {}
+        """Blocks that are being read, and their slots."""
+        self._fetches: list[FetchBlocks] = []
+        """To be sent."""
+        self._sent: deque[tuple[FetchBlocks, bool]] = deque()
+        """(fetch, whether its blocks may still be used), answered in this order."""
+        self._has_fetched: set[int] = set()
+        """Waiting requests for which files were read: once, since what was read may be gone again
+        before the request starts."""
+
+    def restart(self, facts: OffloadFacts) -> None:
+        """The workers have started again, with other host memory and with files that they found."""
+        assert not self.num_fetching, f"{self.num_fetching} blocks are being read from files"
+        self._start(facts)
+
+    @property
+    def num_fetching(self) -> int:
+        """Reads of files that were sent and not answered."""
+        return len(self._sent) + len(self._fetches)
+
+    def evicted(self, block: int, block_hash: bytes) -> None:
+        """`block` is about to be allocated to another request: copy it to the host, if it is not
+        there."""
+        if self._only_preempted and block_hash not in self._preempted:
+            return
+        slot = self._index.store(block_hash)
+        if slot is not None:
+            self._stores.append((block, slot, block_hash))
+
+    def holds(self, block_hash: bytes) -> bool:
+        """Whether the block is in host memory, and is worth a copy."""
+        return self._index.slot(block_hash) is not None and self.rates.loads
+
+    def pin(self, block_hashes: Sequence[bytes]) -> list[int]:
+        """The slots of blocks that the next plan loads."""
+        return [self._index.use(block_hash) for block_hash in block_hashes]
+
+    def load(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        """The next plan copies pinned `slots` to `blocks`."""
+        self._loads.extend(zip(slots, blocks, strict=True))
+
+    def must_wait(self, key: int, block_hashes: Sequence[bytes]) -> bool:
+        """Whether request `key` waits for files with the blocks behind those that it found. Starts
+        to read them, once for each request."""
+        if block_hashes and block_hashes[0] in self._fetching:
+            return True
+        if key in self._has_fetched or not self._index.num_files or not self.rates.fetches:
+            return False
+        room = self._index.num_slots // FETCH_SHARE - len(self._fetching)
+        slots, hashes = [], []
+        for block_hash in islice(block_hashes, max(room, 0)):
+            if block_hash in self._fetching or not self._index.has_file(block_hash):
+                break
+            if self._index.slot(block_hash) is not None:
+                break
+            slot = self._index.reserve()
+            if slot is None:
+                break
+            slots.append(slot)
+            hashes.append(block_hash)
+        if not hashes:
+            return False
+        self._has_fetched.add(key)
+        self._fetching.update(zip(hashes, slots, strict=True))
+        self._fetches.append(FetchBlocks(hashes, slots))
+        return True
+
+    def take_fetches(self) -> list[FetchBlocks]:
+        """Reads to send."""
+        fetches, self._fetches = self._fetches, []
+        self._sent.extend((fetch, True) for fetch in fetches)
+        return fetches
+
+    def take_dropped_files(self) -> list[bytes]:
+        """Blocks whose files must be deleted."""
+        return self._index.take_dropped_files()
+
+    def on_fetched(self, answer: BlocksFetched) -> None:
+        """The oldest read is done. Blocks that could not be read are computed again."""
+        fetch, is_valid = self._sent.popleft()
+        failed = {*answer.missing, *answer.corrupt}
+        num_read = len(fetch.hashes) - len(failed)
+        for index, (block_hash, slot) in enumerate(zip(fetch.hashes, fetch.slots, strict=True)):
+            if is_valid:
+                del self._fetching[block_hash]
+            if index in failed:
+                self._index.drop_file(block_hash)
+            if index in failed or not is_valid or self._index.slot(block_hash) is not None:
+                self._index.release(slot)
+            else:
+                self._index.fill(slot, block_hash)
+        self._counts["fetched"] += num_read
+        self._counts["corrupt"] += len(answer.corrupt)
+        self._counts["missing"] += len(answer.missing)
+        if num_read:
+            self.rates.add_fetch(num_read, answer.seconds)
+
+    def preempted(self, key: int, block_hashes: Sequence[bytes]) -> None:
+        """A request with these full blocks waits until it can go on."""
+        if self._only_preempted:
+            self._preempted_requests[key] = list(block_hashes)
+            self._preempted.update(block_hashes)
+
+    def started(self, key: int) -> None:
+        """A waiting request has started, or will not."""
+        self._has_fetched.discard(key)
+        for block_hash in self._preempted_requests.pop(key, ()):
+            self._preempted[block_hash] -= 1
+            if not self._preempted[block_hash]:
+                del self._preempted[block_hash]
+
+    def drop(self, block_hash: bytes) -> None:
+        """Forget a block whose contents must not be used."""
+        self._index.drop(block_hash)
+
+    def fill_plan(self, plan: StepPlan) -> None:
+        """Add the copies to a plan."""
+        stores, loads = self._stores, self._loads
+        if stores:
+            plan.stored_blocks = [block for block, _, _ in stores]
+            plan.stored_slots = [slot for _, slot, _ in stores]
+            if self._index.max_files:
+                plan.stored_hashes = [block_hash for _, _, block_hash in stores]
+            self._counts["stored"] += len(stores)
+            self._stores = []
+        if loads:
+            plan.loaded_slots = [slot for slot, _ in loads]
+            plan.loaded_blocks = [block for _, block in loads]
+            self._counts["loaded"] += len(loads)
+            self._loads = []
+            self._index.unpin_all()
+
+    def reset(self, *, drops_files: bool) -> None:
+        """Forget all blocks in host memory, and with `drops_files` those in files."""
+        assert not self._stores and not self._loads, "copies wait for a plan"
+        self._index.reset_host()
+        self._sent = deque((fetch, False) for fetch, _ in self._sent)
+        for fetch in self._fetches:
+            for slot in fetch.slots:
+                self._index.release(slot)
+        self._fetches.clear()
+        self._fetching.clear()
+        if drops_files:
+            self._index.reset_files()
+
+    @property
+    def gauges(self) -> dict[str, int]:
+        """Counts since the start, and blocks in host memory and in files now; for EngineStats."""
+        index = self._index
+        return {
+            **{name: self._counts[name] for name in COUNTS},
+            "host_blocks": index.num_stored,
+            "max_host_blocks": index.num_slots,
+            "file_blocks": index.num_files,
+            "max_file_blocks": index.max_files,
+        }
+
+    def check(self) -> None:
+        """Raise AssertionError unless every slot is accounted for."""
+        waiting = (*self._fetches, *(fetch for fetch, _ in self._sent))
+        self._index.check(sum(len(fetch.slots) for fetch in waiting))
+
+
+COUNTS = ("stored", "loaded", "fetched", "corrupt", "missing")
+"""Blocks copied to the host and from it, read from files, and not read from files."""

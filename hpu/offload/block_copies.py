@@ -1,0 +1,295 @@
+"""Copies of KV blocks between a device's caches and slots of host memory. A slot holds the bytes of
+a block in all caches, one after the other, in the caches' own format."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from hpu.backends.base import Backend, Event
+from hpu.runner.block_lists import BlockLists
+
+COPY_SIZES = (1, 4, 16)
+"""Blocks copied at once, padded up: another number would be another shape."""
+
+MAX_COPY_BYTES = 256 << 20
+"""Of the blocks copied at once, if it is more than one."""
+
+MAX_GATHERS = 2
+"""Copies to the host for which a device holds gathered blocks at once; another one waits."""
+
+
+class Layout(NamedTuple):
+    """Where each cache's part of a block lies in a slot."""
+
+    offsets: tuple[int, ...]
+    widths: tuple[int, ...]
+    """Bytes."""
+
+    @property
+    def slot_bytes(self) -> int:
+        return sum(self.widths)
+
+
+def layout_of(caches: Sequence[Tensor], block_size: int) -> Layout:
+    """Of caches (blocks * block_size, ...)."""
+    widths = tuple(cache[0].numel() * cache.itemsize * block_size for cache in caches)
+    return Layout(tuple(sum(widths[:i]) for i in range(len(widths))), widths)
+
+
+def copy_sizes(block_bytes: int) -> tuple[int, ...]:
+    """The sizes that a device copies blocks of `block_bytes` in."""
+    fitting = tuple(size for size in COPY_SIZES if size * block_bytes <= MAX_COPY_BYTES)
+    return fitting or COPY_SIZES[:1]
+
+
+def staging_bytes(block_bytes: int) -> int:
+    """Device memory that the copies take: what is loaded, and what is gathered to be stored."""
+    sizes = copy_sizes(block_bytes)
+    return (sum(sizes) + MAX_GATHERS * sizes[-1]) * block_bytes
+
+
+class BlockCopies(Protocol):
+    """Copies to and from `pool` (slots, slot_bytes) uint8, in the order of the device's work."""
+
+    def store(self, step: int, blocks: list[int], slots: list[int], hashes: list[bytes]) -> None:
+        """Copy blocks to slots, and write them to files by their `hashes`, if there are files. On a
+        device of its own the slots are valid some time after `land` of this step."""
+        ...
+
+    def load(self, slots: list[int], blocks: list[int]) -> None:
+        """Copy slots to blocks, before any work that is launched later. Waits for what is on its
+        way to these slots."""
+        ...
+
+    def land(self, step: int) -> None:
+        """The device is done with all steps up to this one."""
+        ...
+
+    def settle(self, slots: Iterable[int]) -> None:
+        """Wait for what is on its way to these slots."""
+        ...
+
+    def warm_up(self) -> None:
+        """Compile all copies, and wait for the device. Overwrites slot 0 and the pad block."""
+        ...
+
+    def close(self) -> None:
+        """Finish what is on its way."""
+        ...
+
+
+class Files(Protocol):
+    """Where blocks are written from their slots."""
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Before other contents come to these slots."""
+        ...
+
+    def write(self, hashes: Iterable[bytes], slots: Iterable[int]) -> None:
+        """Write the blocks in these slots, some time."""
+        ...
+
+
+class DirectCopies:
+    """BlockCopies of a device whose memory is the host's: they are done when a call returns."""
+
+    def __init__(
+        self,
+        caches: Sequence[Tensor],
+        block_size: int,
+        pool: Tensor,
+        files: Files | None,
+    ) -> None:
+        self._layout = layout_of(caches, block_size)
+        self._caches = [
+            cache.view(torch.uint8).view(-1, width)
+            for cache, width in zip(caches, self._layout.widths, strict=True)
+        ]
+        self._pad_block = len(self._caches[0]) - 1
+        parts = zip(self._layout.offsets, self._layout.widths, strict=True)
+        self._parts = [pool[:, offset : offset + width] for offset, width in parts]
+        self._files = files
+
+    def store(self, step: int, blocks: list[int], slots: list[int], hashes: list[bytes]) -> None:
+        if self._files is not None:
+            self._files.release(slots)
+        for block, slot in zip(blocks, slots, strict=True):
+            for cache, part in zip(self._caches, self._parts, strict=True):
+                part[slot].copy_(cache[block])
+        if self._files is not None:
+            self._files.write(hashes, slots)
+
+    def load(self, slots: list[int], blocks: list[int]) -> None:
+        for slot, block in zip(slots, blocks, strict=True):
+            for cache, part in zip(self._caches, self._parts, strict=True):
+                cache[block].copy_(part[slot])
+
+    def land(self, step: int) -> None:
+        return
+
+    def settle(self, slots: Iterable[int]) -> None:
+        return
+
+    def warm_up(self) -> None:
+        self.load([0], [self._pad_block])
+
+    def close(self) -> None:
+        return
+
+
+class _Stored(NamedTuple):
+    """Blocks on their way to the host."""
+
+    step: int
+    slots: list[int]
+    hashes: list[bytes]
+    contents: list[Tensor]
+    """Of each cache, on the host; valid once the device is done."""
+
+
+class StagedCopies:
+    """BlockCopies of a device with its own memory, with static shapes.
+
+    Out: blocks are gathered on the device before the launches of the step, and copied to the host
+    while these run; a thread brings them to their slots. In: slots are gathered on the host, and
+    the device gets them while earlier launches run.
+    """
+
+    def __init__(
+        self,
+        caches: Sequence[Tensor],
+        block_size: int,
+        pool: Tensor,
+        files: Files | None,
+        backend: Backend,
+    ) -> None:
+        self._caches = list(caches)
+        self._layout = layout_of(caches, block_size)
+        parts = zip(self._layout.offsets, self._layout.widths, strict=True)
+        self._parts = [pool[:, offset : offset + width] for offset, width in parts]
+        self._pad_block = len(caches[0]) // block_size - 1
+        self._block_size = block_size
+        self._files = files
+        self._backend = backend
+        self._offsets = torch.arange(block_size, dtype=backend.index_dtype).to(backend.device)
+        sizes = copy_sizes(self._layout.slot_bytes)
+        self._store_lists = {size: BlockLists(size, 1, backend) for size in sizes}
+        self._load_lists = {size: BlockLists(size, 1, backend) for size in sizes}
+        self._staging = {size: self._make_staging(size) for size in sizes}
+        self._in_flight: deque[_Stored] = deque()
+        self._landing: dict[int, Future[None]] = {}
+        """By slot: what brings its contents there."""
+        self._thread = ThreadPoolExecutor(1, "kv-offload")
+
+    def _make_staging(self, size: int) -> list[tuple[Tensor, list[Tensor], list[Event | None]]]:
+        """For each cache: device memory, two sets of host memory and when each was read last."""
+        staging: list[tuple[Tensor, list[Tensor], list[Event | None]]] = []
+        for cache in self._caches:
+            shape = (size * self._block_size, *cache.shape[1:])
+            count = size * self._block_size * cache[0].numel()
+            hosts = [self._backend.host_tensor(count, cache.dtype).view(shape) for _ in range(2)]
+            staging.append((self._backend.zeros(shape, cache.dtype), hosts, [None, None]))
+        return staging
+
+    def store(self, step: int, blocks: list[int], slots: list[int], hashes: list[bytes]) -> None:
+        for part in _parts(len(blocks), self._store_lists):
+            if len(self._in_flight) >= MAX_GATHERS:
+                # The device would hold the gathered blocks of too many copies.
+                self._backend.event().wait()
+                self._land_all(lambda one: True)
+            size = _fitting(len(blocks[part]), self._store_lists)
+            contents = self._gather(blocks[part], size)
+            self._in_flight.append(_Stored(step, slots[part], hashes[part], contents))
+
+    def _gather(self, blocks: list[int], size: int) -> list[Tensor]:
+        (index,) = self._store_lists[size].upload(blocks, pad_block=self._pad_block)
+        index = self._slots(index)
+        # One recipe for each cache: equal ones share it, and need the memory of one.
+        return [self._backend.to_host(cache.index_select(0, index)) for cache in self._caches]
+
+    def load(self, slots: list[int], blocks: list[int]) -> None:
+        self.settle(slots)
+        for part in _parts(len(blocks), self._load_lists):
+            self._scatter(slots[part], blocks[part])
+
+    def _scatter(self, slots: list[int], blocks: list[int]) -> None:
+        size = _fitting(len(blocks), self._load_lists)
+        (index,) = self._load_lists[size].upload(blocks, pad_block=self._pad_block)
+        index = self._slots(index)
+        used = []
+        for cache, rows, (device, hosts, read_events) in zip(
+            self._caches, self._parts, self._staging[size], strict=True
+        ):
+            # The set that was read last comes second.
+            hosts.reverse()
+            read_events.reverse()
+            read_event = read_events[0]
+            if read_event is not None:
+                read_event.wait()
+            flat = hosts[0].view(torch.uint8).view(size, -1)
+            for row, slot in zip(flat, slots, strict=False):
+                row.copy_(rows[slot])
+            self._backend.upload(device, hosts[0])
+            cache.index_copy_(0, index, device)
+            self._backend.mark_step()
+            used.append(read_events)
+        event = self._backend.event()
+        for events in used:
+            events[0] = event
+
+    def land(self, step: int) -> None:
+        self._land_all(lambda one: one.step <= step)
+
+    def _land_all(self, is_done: Callable[[_Stored], bool]) -> None:
+        while self._in_flight and is_done(self._in_flight[0]):
+            stored = self._in_flight.popleft()
+            future = self._thread.submit(self._bring, stored)
+            self._landing = {s: f for s, f in self._landing.items() if not f.done()}
+            self._landing.update(dict.fromkeys(stored.slots, future))
+
+    @torch.inference_mode()
+    def _bring(self, stored: _Stored) -> None:
+        if self._files is not None:
+            self._files.release(stored.slots)
+        for contents, rows in zip(stored.contents, self._parts, strict=True):
+            flat = contents.view(torch.uint8).view(-1, rows.shape[1])
+            for row, slot in zip(flat, stored.slots, strict=False):
+                rows[slot].copy_(row)
+        if self._files is not None:
+            self._files.write(stored.hashes, stored.slots)
+
+    def settle(self, slots: Iterable[int]) -> None:
+        slots = set(slots)
+        if any(not slots.isdisjoint(one.slots) for one in self._in_flight):
+            self._backend.event().wait()
+            self._land_all(lambda one: True)
+        for slot in slots & self._landing.keys():
+            self._landing[slot].result()
+
+    def warm_up(self) -> None:
+        for size in self._store_lists:
+            self._gather([], size)
+            self._scatter([0] * size, [self._pad_block] * size)
+        self._backend.synchronize()
+
+    def close(self) -> None:
+        # What the device has not delivered is lost.
+        self._in_flight.clear()
+        self._thread.shutdown()
+
+    def _slots(self, blocks: Tensor) -> Tensor:
+        """(n * block_size,): the slots of the caches in `blocks` (n,)."""
+        return (blocks.unsqueeze(1) * self._block_size + self._offsets).view(-1)
+
+
+def _parts(count: int, sizes: Iterable[int]) -> list[slice]:
+    most = max(sizes)
+    return [slice(start, start + most) for start in range(0, count, most)]
+
+
+def _fitting(count: int, sizes: Iterable[int]) -> int:
+    return min(size for size in sizes if size >= count)

@@ -1,0 +1,317 @@
+"""BlockFiles: KV blocks in files, one each, written and read on threads of their own."""
+
+import contextlib
+import fcntl
+import hashlib
+import io
+import logging
+import os
+import re
+import shutil
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from threading import Condition, Thread
+from typing import Any
+
+import numpy.typing as npt
+
+from config.errors import ConfigError
+from hpu.protocol import BlocksFetched, FetchBlocks
+
+logger = logging.getLogger(__name__)
+
+MAGIC = b"gaudiserve KV 1\0"
+DIGEST_BYTES = 32
+SUFFIX, TEMPORARY = ".kv", ".tmp"
+LOCK = ".lock"
+LOCK_TIMEOUT_S = 10.0
+"""How long a start waits for the end of a process that had the files before."""
+CLOSE_S = 5.0
+"""How long the end of a process waits for files that are still to be written."""
+FOLDER = re.compile(r"kv-[0-9a-f]{32}")
+
+Row = npt.NDArray[Any]
+
+
+class BlockFiles:
+    """Files of blocks in a folder that this process has alone. `pool` (slots, slot_bytes) is host
+    memory, from which blocks are written and into which they are read.
+
+    A file has a header with the hash of the block and a checksum; it appears at once, whole, or
+    not at all. What cannot be written is not there later, which is no error.
+    """
+
+    def __init__(self, folder: Path, pool: Row, on_fetched: Callable[[], None]) -> None:
+        """Raises ConfigError when the folder cannot be used."""
+        self._folder = folder
+        self._pool = pool
+        self._on_fetched = on_fetched
+        self._lock = _acquire(folder)
+        self._known = _files_of(folder)
+        self._changed = Condition()
+        self._writes: OrderedDict[int, bytes] = OrderedDict()
+        """By slot: blocks to be written."""
+        self._writing = -1
+        """The slot that is being written."""
+        self._deletes: deque[bytes] = deque()
+        self._reads: deque[FetchBlocks] = deque()
+        self._fetched: deque[BlocksFetched] = deque()
+        self._is_closed = False
+        self._has_failed = False
+        self._threads = [
+            Thread(target=target, name=name, daemon=True)
+            for target, name in ((self._write_all, "kv-write"), (self._read_all, "kv-read"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def hashes(self) -> list[bytes]:
+        """Blocks that have a file, the one that was not used for longest first."""
+        return list(self._known)
+
+    def write(self, hashes: Iterable[bytes], slots: Iterable[int]) -> None:
+        """Write the blocks in these slots, some time."""
+        with self._changed:
+            for block_hash, slot in zip(hashes, slots, strict=True):
+                # A slot may come twice, if its block was evicted for the next one.
+                self._writes.pop(slot, None)
+                if block_hash not in self._known:
+                    self._writes[slot] = block_hash
+            self._changed.notify_all()
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Before other contents come to these slots: what was not written yet is not written."""
+        with self._changed:
+            for slot in slots:
+                self._writes.pop(slot, None)
+                while self._writing == slot:
+                    self._changed.wait()
+
+    def fetch(self, message: FetchBlocks) -> None:
+        """Read blocks to slots; `take_fetched` has the answers, in the order of the calls."""
+        self.release(message.slots)
+        with self._changed:
+            self._reads.append(message)
+            self._changed.notify_all()
+
+    def take_fetched(self) -> list[BlocksFetched]:
+        """Reads that were done since the last call."""
+        with self._changed:
+            fetched = list(self._fetched)
+            self._fetched.clear()
+        return fetched
+
+    def wait_fetched(self, timeout_s: float) -> None:
+        """Wait until `take_fetched` has something, at most so long."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._fetched, timeout_s)
+
+    def drop(self, hashes: Iterable[bytes]) -> None:
+        """Delete files, some time."""
+        dropped = set(hashes)
+        with self._changed:
+            for block_hash in dropped:
+                # It may be stored again before the file is gone.
+                self._known.pop(block_hash, None)
+            for slot in [s for s, one in self._writes.items() if one in dropped]:
+                del self._writes[slot]
+            self._deletes.extend(dropped)
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until all is written and deleted, at most so long."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not (self._writes or self._deletes or self._writing >= 0), timeout_s
+            )
+
+    def close(self) -> None:
+        """Write what is left, within CLOSE_S, and stop."""
+        self.flush(CLOSE_S)
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        os.close(self._lock)
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or self._writes or self._deletes)
+                if self._is_closed:
+                    return
+                deleted = list(self._deletes)
+                self._deletes.clear()
+                slot, block_hash = -1, b""
+                if self._writes:
+                    slot, block_hash = self._writes.popitem(last=False)
+                self._writing = slot
+            for one in deleted:
+                self._known.pop(one, None)
+                with contextlib.suppress(OSError):
+                    self._path(one).unlink()
+            if slot >= 0:
+                self._write(block_hash, slot)
+            with self._changed:
+                self._writing = -1
+                self._changed.notify_all()
+
+    def _write(self, block_hash: bytes, slot: int) -> None:
+        path = self._path(block_hash)
+        temporary = self._folder / f"{block_hash.hex()}{TEMPORARY}"
+        row = self._pool[slot]
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            with open(temporary, "wb", buffering=0, opener=_private) as file:
+                file.write(MAGIC + block_hash + _digest(block_hash, row))
+                _write_fully(file.fileno(), row)
+            temporary.replace(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            if not self._has_failed:
+                logger.warning("KV blocks are not written to %s: %s", self._folder, error)
+            self._has_failed = True
+            return
+        self._known[block_hash] = None
+
+    def _read_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or self._reads)
+                if self._is_closed:
+                    return
+                message = self._reads.popleft()
+            start = time.perf_counter()
+            answer = BlocksFetched(0.0)
+            for index, (block_hash, slot) in enumerate(
+                zip(message.hashes, message.slots, strict=True)
+            ):
+                try:
+                    is_whole = self._read(block_hash, slot)
+                except OSError:
+                    answer.missing.append(index)
+                    continue
+                if not is_whole:
+                    answer.corrupt.append(index)
+                    logger.warning(
+                        "%s has a wrong checksum: the block is computed again",
+                        self._path(block_hash),
+                    )
+            answer.seconds = time.perf_counter() - start
+            with self._changed:
+                self._fetched.append(answer)
+                self._changed.notify_all()
+            self._on_fetched()
+
+    def _read(self, block_hash: bytes, slot: int) -> bool:
+        """Whether the file is that of the block, and whole. Raises OSError if there is none."""
+        path, row = self._path(block_hash), self._pool[slot]
+        with open(path, "rb", buffering=0) as file:
+            head = file.read(len(MAGIC) + len(block_hash) + DIGEST_BYTES)
+            num_read = _read_fully(file, row)
+            is_longer = bool(file.read(1))
+        os.utime(path)
+        expected = MAGIC + block_hash + _digest(block_hash, row)
+        return num_read == len(row) and not is_longer and head == expected
+
+    def _path(self, block_hash: bytes) -> Path:
+        name = block_hash.hex()
+        return self._folder / name[:2] / f"{name}{SUFFIX}"
+
+
+def remove_others(parent: Path, own: str) -> None:
+    """Remove the folders of other models in `parent` that no process uses, so that the folder does
+    not grow with each model that is served."""
+    with contextlib.suppress(OSError), os.scandir(parent) as entries:
+        for entry in entries:
+            is_ours = FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+            if is_ours and entry.name != own and _is_unused(Path(entry.path)):
+                logger.info("KV blocks of another model are removed: %s", entry.path)
+                shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _is_unused(folder: Path) -> bool:
+    for path in folder.glob(f"*/{LOCK}"):
+        try:
+            lock = os.open(path, os.O_RDWR)
+        except OSError:
+            return False
+        try:
+            if not _has_locked(lock):
+                return False
+        finally:
+            os.close(lock)
+    return True
+
+
+def _acquire(folder: Path) -> int:
+    """The descriptor of the folder's lock, which ends with the process."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise ConfigError(f"--kv-offloading-dir: {folder} cannot be written: {error}") from error
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    while not _has_locked(lock):
+        if time.monotonic() > deadline:
+            os.close(lock)
+            raise ConfigError(
+                f"--kv-offloading-dir: {folder} is used by another server of this model: give each "
+                "server a folder of its own"
+            )
+        time.sleep(0.05)
+    return lock
+
+
+def _has_locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _files_of(folder: Path) -> OrderedDict[bytes, None]:
+    """Blocks with a file, the one that was not used for longest first. Removes what an earlier
+    process has not finished."""
+    found = []
+    for path in folder.glob(f"*{TEMPORARY}"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+    for path in folder.glob(f"[0-9a-f][0-9a-f]/*{SUFFIX}"):
+        with contextlib.suppress(OSError, ValueError):
+            block_hash = bytes.fromhex(path.stem)
+            if len(block_hash) == DIGEST_BYTES:
+                found.append((path.stat().st_mtime_ns, block_hash))
+    return OrderedDict.fromkeys(block_hash for _, block_hash in sorted(found))
+
+
+def _digest(block_hash: bytes, row: Row) -> bytes:
+    digest = hashlib.blake2b(block_hash, digest_size=DIGEST_BYTES)
+    digest.update(row.data)
+    return digest.digest()
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _write_fully(descriptor: int, row: Row) -> None:
+    rest = row.data
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def _read_fully(file: io.FileIO, row: Row) -> int:
+    rest = row.data
+    while rest:
+        count = file.readinto(rest)
+        if not count:
+            break
+        rest = rest[count:]
+    return len(row) - len(rest)

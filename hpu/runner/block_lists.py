@@ -1,0 +1,33 @@
+"""BlockLists: device lists of block numbers, in sizes that are compiled."""
+
+import torch
+from torch import Tensor
+
+from hpu.backends.base import Backend, Event
+
+
+class BlockLists:
+    """Device lists of block numbers, `count` of `size` each; two sets on the host alternate."""
+
+    def __init__(self, size: int, count: int, backend: Backend) -> None:
+        self._size = size
+        self._backend = backend
+        self._host_sets = [backend.host_tensor(count * size, backend.index_dtype) for _ in range(2)]
+        self._read_events: list[Event | None] = [None, None]
+        self._next_set = 0
+        self._flat = backend.zeros((count * size,), backend.index_dtype)
+
+    def upload(self, *lists: list[int], pad_block: int) -> tuple[Tensor, ...]:
+        """Each list (size,) on the device, padded with `pad_block`; their users must be launched
+        before the next call."""
+        index, self._next_set = self._next_set, self._next_set ^ 1
+        read_event = self._read_events[index]
+        if read_event is not None:
+            read_event.wait()
+        host = self._host_sets[index].numpy().reshape(-1, self._size)
+        host[:] = pad_block
+        for row, blocks in zip(host, lists, strict=True):
+            row[: len(blocks)] = blocks
+        self._backend.upload(self._flat, self._host_sets[index])
+        self._read_events[index] = self._backend.event()
+        return torch.split(self._flat, self._size)

@@ -1,0 +1,234 @@
+"""BlockOffload: a worker's KV blocks outside its device, as plans and messages say."""
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from config.checkpoint.safetensors_files import weight_files
+from config.engine import DUMMY
+from config.errors import ConfigError
+from config.version import VERSION
+from hpu.gaudi_devices import GIB
+from hpu.host import usable_memory
+from hpu.layers.attention import PagedAttention
+from hpu.offload.block_copies import (
+    BlockCopies,
+    DirectCopies,
+    StagedCopies,
+    layout_of,
+)
+from hpu.offload.block_files import BlockFiles, remove_others
+from hpu.protocol import (
+    HASH_BYTES,
+    BlocksFetched,
+    FetchBlocks,
+    OffloadFacts,
+    Ranks,
+    StepPlan,
+)
+from hpu.worker.load import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+MEASURED_COPIES = 3
+MIN_SLOTS = 2
+
+
+class BlockOffload:
+    """Copies what plans say, and reads and writes files beside that."""
+
+    def __init__(self, loaded: LoadedModel, caches: list[Tensor], ranks: Ranks) -> None:
+        """`caches`: all that blocks have a part of. Raises ConfigError when the memory or the
+        folder cannot be used. All ranks of the model make theirs together."""
+        config, backend, agreement = loaded.config.offload, loaded.backend, loaded.agreement
+        num_devices = ranks.world_size
+        layout = layout_of(caches, loaded.block_size)
+        slot_bytes = layout.slot_bytes
+        self._num_slots = agreement.least(config.host_bytes(num_devices) // slot_bytes)
+        needed, free = self._num_slots * slot_bytes, usable_memory()[0]
+        if self._num_slots < MIN_SLOTS:
+            raise ConfigError(
+                f"--kv-offloading-size and --swap-space give {config.host_bytes(num_devices)} "
+                f"bytes for each device, which hold {self._num_slots} KV blocks of {slot_bytes} "
+                f"bytes: give {MIN_SLOTS * slot_bytes} or more"
+            )
+        if needed > free:
+            raise ConfigError(
+                f"--kv-offloading-size and --swap-space take {needed / GIB:.2f} GiB of host memory "
+                f"for each device, {free / GIB:.2f} GiB are free"
+            )
+        if backend.shares_host_memory:
+            pool = backend.zeros((self._num_slots, slot_bytes), torch.uint8)
+        else:
+            pool = backend.host_tensor(self._num_slots * slot_bytes, torch.uint8)
+            pool = pool.view(self._num_slots, slot_bytes)
+        self._agreement = agreement
+        self._max_files = 0
+        self._files: BlockFiles | None = None
+        self.on_fetched: Callable[[], None] = lambda: None
+        """Called on another thread when `take_fetched` has something new."""
+        if config.kv_offloading_dir is not None:
+            self._max_files = max(config.file_bytes(num_devices) // slot_bytes, 1)
+            folder = _folder(loaded, layout.widths, ranks, Path(config.kv_offloading_dir))
+            self._files = BlockFiles(folder, pool.numpy(), lambda: self.on_fetched())
+        self._copies: BlockCopies
+        if backend.shares_host_memory:
+            self._copies = DirectCopies(caches, loaded.block_size, pool, self._files)
+        else:
+            self._copies = StagedCopies(caches, loaded.block_size, pool, self._files, backend)
+        self._synchronize = backend.synchronize
+        self._load_s = 0.0
+        logger.info(
+            "KV offload: %d blocks in %.2f GiB of host memory%s",
+            self._num_slots,
+            needed / GIB,
+            "" if self._files is None else f", {self._max_files} in {config.kv_offloading_dir}",
+        )
+
+    def start(self, pad_block: int) -> OffloadFacts:
+        """Compile and measure the copies, and agree with the other ranks on what there is."""
+        self._copies.warm_up()
+        times = []
+        for _ in range(MEASURED_COPIES):
+            start = time.perf_counter()
+            self._copies.load([0], [pad_block])
+            self._synchronize()
+            times.append(time.perf_counter() - start)
+        nanoseconds = self._agreement.largest(int(min(times) * 1e9))
+        max_files = self._agreement.least(self._max_files)
+        hashes = self._agreed_hashes()
+        if hashes:
+            logger.info("KV offload: %d blocks found in files", len(hashes))
+        return OffloadFacts(self._num_slots, nanoseconds / 1e9, max_files, b"".join(hashes))
+
+    def _agreed_hashes(self) -> list[bytes]:
+        """The blocks that all ranks have in files. Others are deleted."""
+        if self._files is None:
+            return []
+        own = self._files.hashes
+        raw = self._agreement.of_first(b"".join(own))
+        listed = [raw[i : i + HASH_BYTES] for i in range(0, len(raw), HASH_BYTES)]
+        known = set(own)
+        are_here = self._agreement.all_of([one in known for one in listed])
+        found = [one for one, is_here in zip(listed, are_here, strict=True) if is_here]
+        self._files.drop(known.difference(found))
+        return found
+
+    def apply(self, plan: StepPlan) -> None:
+        """Launch the copies of a plan, before its launches."""
+        if plan.stored_blocks:
+            self._copies.store(plan.step, plan.stored_blocks, plan.stored_slots, plan.stored_hashes)
+        if plan.loaded_blocks:
+            self._copies.load(plan.loaded_slots, plan.loaded_blocks)
+
+    def land(self, step: int) -> None:
+        """The device is done with all steps up to this one."""
+        self._copies.land(step)
+
+    def fetch(self, message: FetchBlocks) -> None:
+        """Read blocks from files to host memory; `take_fetched` has the answer."""
+        assert self._files is not None, "blocks are read, and there are no files"
+        self._copies.settle(message.slots)
+        self._files.fetch(message)
+
+    def take_fetched(self) -> list[BlocksFetched]:
+        return [] if self._files is None else self._files.take_fetched()
+
+    def wait_fetched(self, timeout_s: float) -> None:
+        if self._files is not None:
+            self._files.wait_fetched(timeout_s)
+
+    def drop_files(self, hashes: list[bytes]) -> None:
+        assert self._files is not None, "files are deleted, and there are none"
+        self._files.drop(hashes)
+
+    def close(self) -> None:
+        """Finish what is on its way, and free the memory. Files stay."""
+        self._copies.close()
+        if self._files is not None:
+            self._files.close()
+
+
+def check_offload(loaded: LoadedModel) -> None:
+    """Raise ConfigError for a model whose blocks cannot leave the device."""
+    if not loaded.config.offload.is_on:
+        return
+    name = "--kv-offloading-size" if loaded.config.offload.kv_offloading_size else "--swap-space"
+    what = loaded.config.model
+    if loaded.pooler is not None:
+        raise ConfigError(
+            f"{name} is set, and {what} is served for pooling, which has 0 KV blocks: leave it out"
+        )
+    if loaded.has_states:
+        raise ConfigError(
+            f"{name} is set, and {what} has layers with a state, which KV blocks do not hold: "
+            "leave it out"
+        )
+
+
+def _folder(loaded: LoadedModel, widths: tuple[int, ...], ranks: Ranks, parent: Path) -> Path:
+    """Of the files of this rank. Its name says all that the contents of a block depend on, beside
+    what its hash covers."""
+    text = json.dumps(_identity(loaded, widths, ranks), sort_keys=True, default=str)
+    name = f"kv-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+    remove_others(parent, name)
+    return parent / name / f"engine-{ranks.engine}-rank-{ranks.rank}"
+
+
+def _identity(loaded: LoadedModel, widths: tuple[int, ...], ranks: Ranks) -> dict[str, object]:
+    config, facts = loaded.config, asdict(loaded.facts)
+    # The object would be written with its address.
+    facts["fields"] = loaded.facts.fields.raw
+    del facts["path"], facts["generation_defaults"]
+    return {
+        "version": VERSION,
+        "model": facts,
+        "weights": _weights(config.model, config.load_format),
+        "seed": config.seed if config.load_format == DUMMY else 0,
+        "drafter": None if loaded.drafter is None else _weights(loaded.drafter.config.model, ""),
+        "quantization": [config.quantization, _stamp(config.quant_config)],
+        "model_impl": config.model_impl,
+        "device": [loaded.backend.name, loaded.backend.card, config.cpu_kernels],
+        "dtype": [loaded.dtype, loaded.kv_cache_dtype],
+        "format": None if loaded.kv_cache_format is None else loaded.kv_cache_format.name,
+        "scales": _scales(loaded),
+        "layout": [loaded.block_size, widths],
+        "rope": [loaded.max_model_len],
+        "ranks": [config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size],
+    }
+
+
+def _weights(model: str, load_format: str) -> list[object]:
+    """Names, sizes and times of the files: other weights in the same folder have others."""
+    path = Path(model)
+    if load_format == DUMMY:
+        return [load_format]
+    files = [path] if path.is_file() else weight_files(path)
+    return [_stamp(str(file)) for file in files]
+
+
+def _stamp(path: str | None) -> object:
+    if path is None:
+        return None
+    found = Path(path).stat()
+    return [Path(path).name, found.st_size, found.st_mtime_ns]
+
+
+def _scales(loaded: LoadedModel) -> str:
+    """Digest of the scales of the layers, which may be calculated."""
+    digest = hashlib.sha256()
+    for module in loaded.modules:
+        for one in module.modules():
+            if isinstance(one, PagedAttention):
+                for scale in one.kv_scales:
+                    if scale is not None:
+                        digest.update(np.asarray(scale.detach().float().cpu()).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,167 @@
+"""Random schedules over a small cache with host memory and files beside it, against the slow model
+that runs each request alone."""
+
+from typing import Any
+
+import pytest
+from core_rig import CoreRig
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_schedules import PROFILE, TALKS, Move, play, rigs, schedules
+
+places = st.fixed_dictionaries(
+    {
+        "host_slots": st.sampled_from([2, 3, 7, 30, 200]),
+        "max_files": st.sampled_from([0, 0, 5, 100]),
+        "swaps_only": st.sampled_from([False, False, True]),
+    }
+)
+
+
+@settings(PROFILE, max_examples=150)
+@given(rigs, places, st.sampled_from([0, 0, 3]), schedules)
+def test_every_request_gets_what_it_gets_alone(
+    shape: dict[str, Any], place: dict[str, Any], fetch_delay: int, schedule_moves: list[Move]
+) -> None:
+    shape = {**shape, "prefix_caching": True, "num_blocks": min(shape["num_blocks"], 20)}
+    rig = CoreRig(**shape, **place)
+    rig.executor.fetch_delay = fetch_delay
+
+    play(rig, schedule_moves)
+
+
+def talks(rig: CoreRig, rounds: int = 3) -> None:
+    """Three conversations that take turns; the cache has room for one."""
+    for turn in range(rounds):
+        for talk in range(3):
+            key = turn * 3 + talk
+            rig.add(key, TALKS[talk][: 40 + turn], max_tokens=3, ignore_eos=True)
+            rig.run()
+            rig.check_output(key)
+
+
+def computed(rig: CoreRig) -> int:
+    return sum(sum(one.query_lens) for plan in rig.plans for one in plan.launches)
+
+
+def test_conversations_that_do_not_fit_into_the_cache_come_back_by_copy() -> None:
+    plain, rig = CoreRig(num_blocks=16), CoreRig(num_blocks=16, host_slots=60)
+
+    talks(plain)
+    talks(rig)
+
+    counts = rig.core.stats().kv_offload
+    assert computed(plain) == 3 * (40 + 41 + 42)
+    assert computed(rig) <= 3 * (40 + 2 * 5)
+    assert counts["stored"] >= 20 and counts["loaded"] >= 50
+    assert plain.core.stats().kv_offload == {}
+
+
+def test_blocks_come_back_from_files_when_host_memory_is_too_small() -> None:
+    rig = CoreRig(num_blocks=16, host_slots=20, max_files=100)
+
+    talks(rig)
+
+    counts = rig.core.stats().kv_offload
+    assert counts["fetched"] > 10 and counts["corrupt"] == counts["missing"] == 0
+    assert computed(rig) < 3 * (40 + 41 + 42) - 4 * counts["fetched"] + 20
+
+
+def test_a_block_with_a_bad_file_is_computed_again_and_its_file_forgotten() -> None:
+    rig = CoreRig(num_blocks=16, host_slots=20, max_files=100)
+    talks(rig, rounds=1)
+    rig.executor.bad_files.update(list(rig.executor.files)[::2])
+    bad = set(rig.executor.bad_files)
+
+    for key in range(10, 13):
+        rig.add(key, TALKS[key - 10][:45], max_tokens=3, ignore_eos=True)
+        rig.run()
+        rig.check_output(key)
+
+    assert bad and rig.core.stats().kv_offload["corrupt"] > 0
+    assert bad - set(rig.executor.files)
+
+
+def test_what_is_slower_to_copy_than_to_compute_is_computed() -> None:
+    rig = CoreRig(num_blocks=16, host_slots=60, load_s=1.0)
+
+    talks(rig)
+
+    counts = rig.core.stats().kv_offload
+    assert counts["stored"] > 0 and counts["loaded"] == 0
+    assert computed(rig) == 3 * (40 + 41 + 42)
+
+
+def test_another_salt_finds_nothing() -> None:
+    rig = CoreRig(num_blocks=16, host_slots=60, max_files=60)
+    for key, salt in enumerate(("a", "b", "c", "a")):
+        rig.add(key, TALKS[0][:40], salt=salt, max_tokens=2, ignore_eos=True)
+        rig.run()
+
+    found = [rig.ledger.requests[key].num_cached for key in range(4)]
+    assert found == [0, 0, 0, 36]
+
+
+def test_a_reset_forgets_host_memory_and_files() -> None:
+    rig = CoreRig(num_blocks=16, host_slots=60, max_files=60)
+    talks(rig, rounds=1)
+    assert rig.executor.files
+
+    rig.core.control("reset_prefix_cache", {})
+
+    assert rig.executor.files == {} and rig.core.stats().kv_offload["host_blocks"] == 0
+    rig.add(9, TALKS[0][:40], max_tokens=2, ignore_eos=True)
+    rig.run()
+    assert rig.ledger.requests[9].num_cached == 0
+
+
+@pytest.mark.parametrize("swaps_only", [False, True])
+def test_a_preempted_request_goes_on_behind_its_copied_blocks(swaps_only: bool) -> None:
+    rig = CoreRig(num_blocks=17, max_num_seqs=4, host_slots=40, swaps_only=swaps_only)
+    ask: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
+    for key in range(4):
+        rig.add(key, TALKS[key % 3][key : key + 16], **ask)
+
+    rig.run()
+
+    counts = rig.core.stats().kv_offload
+    for key in range(4):
+        rig.check_output(key)
+    assert rig.core.stats().preemptions > 0 and counts["loaded"] > 0
+
+
+def test_with_swap_space_alone_blocks_of_finished_requests_are_not_stored() -> None:
+    rig = CoreRig(num_blocks=16, host_slots=60, swaps_only=True)
+
+    talks(rig)
+
+    assert rig.core.stats().kv_offload["stored"] == 0
+
+
+def test_a_request_that_is_aborted_while_its_files_are_read_leaves_nothing() -> None:
+    rig = CoreRig(num_blocks=16, host_slots=20, max_files=100)
+    talks(rig, rounds=1)
+    rig.executor.fetch_delay = 5
+    rig.add(9, TALKS[0][:40], max_tokens=2)
+    rig.run(steps=1)
+
+    rig.abort(9)
+    rig.add(10, TALKS[0][:40], max_tokens=2, ignore_eos=True)
+    rig.run()
+
+    rig.check_output(10)
+
+
+def test_sleep_keeps_files_and_a_wake_up_finds_them() -> None:
+    rig = CoreRig(num_blocks=16, host_slots=60, max_files=60)
+    talks(rig, rounds=1)
+    assert rig.ready.offload is not None
+    rig.core.control("sleep", {})
+    rig.ready.offload.file_hashes = b"".join(rig.executor.files)
+
+    rig.core.control("wake_up", {})
+    rig.executor.plans.clear()
+    counts = rig.core.stats().kv_offload
+
+    assert counts["host_blocks"] == 0 and counts["file_blocks"] == len(rig.executor.files) > 0
+    rig.core.check()

@@ -1,0 +1,260 @@
+"""A real engine and a real worker over a small cache: blocks that left the device come back as they
+were, on the CPU and on a strict emulated card."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from slow_model import Ledger, raw
+from tiny_models import VOCAB_SIZE, make_tiny
+from watched_executor import WATCHED, WatchedExecutor
+
+from config.buckets import BucketConfig
+from config.engine import CacheConfig, EngineConfig, SchedulerConfig
+from config.errors import ConfigError
+from config.execution import EmulatorSettings
+from config.params.offload import OffloadConfig
+from config.params.sampling import SamplingParams
+from config.params.speculation import SpeculationConfig
+from engine.core.engine_core import EngineCore
+from engine.core.loop import make_table
+from engine.kv_cache.prefix_hashes import block_hashes
+from engine.transport.messages import AddRequest
+
+BLOCK_SIZE = 16
+LENGTH = 7 * BLOCK_SIZE + 3
+TALKS = [
+    [3 + (7 * i + i * i * talk + talk) % (VOCAB_SIZE - 3) for i in range(300)] for talk in range(4)
+]
+ROUNDS = 3
+IN_MEMORY = OffloadConfig(kv_offloading_size=0.01)
+MAX_STEPS = 2000
+
+
+@contextmanager
+def engine(folder: Path, offload: OffloadConfig, **settings: Any) -> Iterator[EngineCore]:
+    """The cache holds little more than one of TALKS."""
+    config = EngineConfig(
+        str(folder),
+        dtype="float32",
+        num_threads=1,
+        cache=CacheConfig(
+            block_size=BLOCK_SIZE,
+            num_blocks=16,
+            kv_cache_dtype=settings.pop("kv_cache_dtype", "auto"),
+        ),
+        scheduler=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64, max_prefill_batch=1),
+        max_model_len=256,
+        offload=offload,
+        **settings,
+    )
+    executor = WatchedExecutor(config)
+    try:
+        ready = executor.start(lambda progress: None)
+        yield EngineCore(config, executor, ready, make_table(config, ready), time.monotonic)
+    finally:
+        executor.close()
+
+
+def ask(core: EngineCore, key: int, tokens: list[int], salt: str = "") -> tuple[list[int], int]:
+    """(tokens, prompt tokens that were found) of a greedy request that runs alone."""
+    ledger, prompt = Ledger(), raw(tokens)
+    ledger.open(key)
+    sampling = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    core.add_request(
+        AddRequest(key, prompt, sampling, cache_salt=salt),
+        block_hashes(prompt, BLOCK_SIZE, salt),
+    )
+    for _ in range(MAX_STEPS):
+        ledger.take(core.step())
+        core.check()
+        if not core.has_work:
+            break
+    return ledger.requests[key].tokens, ledger.requests[key].num_cached
+
+
+def converse(core: EngineCore, rounds: int = ROUNDS) -> list[tuple[list[int], int]]:
+    """TALKS take turns, each longer by some tokens."""
+    return [
+        ask(core, turn * len(TALKS) + talk, TALKS[talk][: LENGTH + 9 * turn])
+        for turn in range(rounds)
+        for talk in range(len(TALKS))
+    ]
+
+
+def tokens_of(answers: list[tuple[list[int], int]]) -> list[list[int]]:
+    return [tokens for tokens, _ in answers]
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {}),
+        ("llama", {"kv_cache_dtype": "int8"}),
+        ("llama", {"kv_cache_dtype": "fp8"}),
+        ("llama", {"kv_cache_dtype": "bfloat16"}),
+        (
+            "llama",
+            {
+                "speculation": SpeculationConfig(
+                    speculative_config='{"method": "ngram", "num_speculative_tokens": 3}'
+                )
+            },
+        ),
+        ("deepseek_v3", {}),
+        ("gemma2", {}),
+    ],
+)
+def test_blocks_come_back_in_the_format_of_the_cache(
+    family: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = make_tiny(family, tmp_path)
+    with engine(folder, OffloadConfig(), **settings) as core:
+        expected = converse(core)
+        assert core.stats().kv_offload == {}
+
+    with engine(folder, IN_MEMORY, **settings) as core:
+        found = converse(core)
+        counts = core.stats().kv_offload
+
+    assert tokens_of(found) == tokens_of(expected)
+    assert [cached for _, cached in expected] == [0] * len(expected)
+    assert all(cached >= 6 * BLOCK_SIZE for _, cached in found[len(TALKS) :])
+    assert counts["stored"] >= 20 and counts["loaded"] >= 50
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_inc"])
+def test_copies_on_a_warm_card_compile_nothing(kv_cache_dtype: str, tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path)
+    card_settings: dict[str, Any] = {
+        "device": "hpu-emulator",
+        "kv_cache_dtype": kv_cache_dtype,
+        "buckets": BucketConfig(strategy="exponential"),
+        "emulator": EmulatorSettings(is_strict=True, memory_bytes=4 << 30),
+    }
+    with engine(folder, OffloadConfig(), **card_settings) as core:
+        expected = converse(core)
+
+    with engine(folder, IN_MEMORY, **card_settings) as core:
+        card = torch.hpu.emulated  # type: ignore[attr-defined]  # the emulator's
+        before = {name: card.counters.counts[name] for name in WATCHED}
+        found = converse(core)
+        after = {name: card.counters.counts[name] for name in WATCHED}
+        counts = core.stats().kv_offload
+
+    assert tokens_of(found) == tokens_of(expected)
+    assert after == before
+    assert counts["stored"] >= 20 and counts["loaded"] >= 50
+    assert all(cached >= 6 * BLOCK_SIZE for _, cached in found[len(TALKS) :])
+
+
+def files(parent: Path) -> list[Path]:
+    return sorted(parent.glob("kv-*/*/*/*.kv"))
+
+
+def in_files(parent: Path, **sizes: float) -> OffloadConfig:
+    return OffloadConfig(kv_offloading_size=0.01, kv_offloading_dir=str(parent), **sizes)
+
+
+def test_a_restart_finds_the_blocks_in_files(tmp_path: Path) -> None:
+    folder, parent = make_tiny("llama", tmp_path / "model"), tmp_path / "kv"
+    with engine(folder, in_files(parent)) as core:
+        first = converse(core, rounds=1)
+    assert files(parent) and not list(parent.rglob("*.tmp"))
+    assert all(path.stat().st_mode & 0o077 == 0 for path in files(parent))
+
+    with engine(folder, in_files(parent)) as core:
+        again = converse(core, rounds=1)
+        counts = core.stats().kv_offload
+        other_salt = ask(core, 99, TALKS[0][:LENGTH], salt="other")
+
+    assert tokens_of(again) == tokens_of(first)
+    assert again[0][1] >= 6 * BLOCK_SIZE and other_salt[1] == 0
+    assert counts["fetched"] >= 6 and counts["corrupt"] == counts["missing"] == 0
+
+
+def test_a_flipped_byte_in_a_file_is_found_and_the_block_computed_again(tmp_path: Path) -> None:
+    folder, parent = make_tiny("llama", tmp_path / "model"), tmp_path / "kv"
+    with engine(folder, in_files(parent)) as core:
+        first = converse(core, rounds=1)
+    chain = block_hashes(raw(TALKS[0][:LENGTH]), BLOCK_SIZE)
+    by_name = {path.stem: path for path in files(parent)}
+    flipped, cut = (
+        by_name[chain[3].hex()],
+        by_name[block_hashes(raw(TALKS[1][:LENGTH]), BLOCK_SIZE)[2].hex()],
+    )
+    content = bytearray(flipped.read_bytes())
+    content[len(content) // 2] ^= 1
+    flipped.write_bytes(content)
+    cut.write_bytes(cut.read_bytes()[:-1])
+
+    with engine(folder, in_files(parent)) as core:
+        again = converse(core, rounds=1)
+        counts = core.stats().kv_offload
+
+    assert tokens_of(again) == tokens_of(first)
+    assert [cached for _, cached in again[:2]] == [3 * BLOCK_SIZE, 2 * BLOCK_SIZE]
+    assert counts["corrupt"] == 2
+    # It was evicted again, and written anew.
+    assert flipped.read_bytes() != bytes(content)
+
+
+def test_another_model_in_the_same_folder_finds_nothing(tmp_path: Path) -> None:
+    parent = tmp_path / "kv"
+    with engine(make_tiny("llama", tmp_path / "a"), in_files(parent)) as core:
+        converse(core, rounds=1)
+    old = {path.parents[2].name for path in files(parent)}
+
+    with engine(make_tiny("llama", tmp_path / "b", seed=1), in_files(parent)) as core:
+        answers = converse(core, rounds=1)
+        assert core.stats().kv_offload["fetched"] == 0
+
+    assert [cached for _, cached in answers] == [0] * len(TALKS)
+    new = {path.parents[2].name for path in files(parent)}
+    assert len(old) == len(new) == 1 and old != new
+
+
+def test_files_stay_within_their_size(tmp_path: Path) -> None:
+    folder, parent = make_tiny("llama", tmp_path / "model"), tmp_path / "kv"
+    with engine(folder, in_files(parent, kv_offloading_dir_size=0.001)) as core:
+        converse(core)
+        limit = core.stats().kv_offload["max_file_blocks"]
+        size = max(path.stat().st_size for path in files(parent))
+    with engine(folder, in_files(parent, kv_offloading_dir_size=5 * size / 2**30)) as core:
+        converse(core)
+
+    assert limit > 20
+    assert 0 < len(files(parent)) <= 5
+
+
+def test_a_folder_serves_one_server_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpu.offload.block_files.LOCK_TIMEOUT_S", 0.1)
+    folder = make_tiny("llama", tmp_path / "model")
+    with engine(folder, in_files(tmp_path / "kv")):
+        with (
+            pytest.raises(ConfigError, match="is used by another server of this model"),
+            engine(folder, in_files(tmp_path / "kv")),
+        ):
+            raise AssertionError("two servers have the same files")
+
+
+@pytest.mark.parametrize(
+    ("family", "offload", "match"),
+    [
+        ("mamba2", IN_MEMORY, "has layers with a state"),
+        ("llama", OffloadConfig(swap_space=1e-6), "hold 0 KV blocks of"),
+        ("llama", OffloadConfig(swap_space=1e6), "GiB of host memory for each device"),
+    ],
+)
+def test_what_cannot_be_offloaded_is_refused_at_the_start(
+    family: str, offload: OffloadConfig, match: str, tmp_path: Path
+) -> None:
+    folder = make_tiny(family, tmp_path)
+    with pytest.raises(ConfigError, match=match), engine(folder, offload):
+        raise AssertionError("it has started")
