@@ -392,6 +392,8 @@ class OffloadFacts(msgspec.Struct, array_like=True, gc=False):
     file_hashes: bytes
     """32 bytes each: blocks whose files all workers have, the one that was not used for longest
     first."""
+    block_bytes: int = 0
+    """Of one block on all workers."""
 
 
 HASH_BYTES = 32

@@ -36,7 +36,7 @@ class OffloadConfig:
         32.0,
         "Size of the files of an engine in --kv-offloading-dir, in GiB; the blocks that were not "
         "used for longest are deleted",
-        minimum=0.001,
+        minimum=1e-6,
     )
 
     def __post_init__(self) -> None:

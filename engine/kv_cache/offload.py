@@ -30,6 +30,7 @@ class KVOffload:
         hashes = [raw[i : i + HASH_BYTES] for i in range(0, len(raw), HASH_BYTES)]
         self._index = OffloadIndex(facts.num_slots, facts.max_files, hashes)
         self.rates = CopyRates(self._block_size, facts.load_s)
+        self._block_bytes = facts.block_bytes
         self._stores: list[tuple[int, int, bytes]] = []
         """(block, slot, hash) of the next plan."""
         self._loads: list[tuple[int, int]] = []
@@ -131,8 +132,7 @@ class KVOffload:
         self._counts["fetched"] += num_read
         self._counts["corrupt"] += len(answer.corrupt)
         self._counts["missing"] += len(answer.missing)
-        if num_read:
-            self.rates.add_fetch(num_read, answer.seconds)
+        self.rates.add_fetch(len(fetch.hashes), answer.seconds)
 
     def preempted(self, key: int, block_hashes: Sequence[bytes]) -> None:
         """A request with these full blocks waits until it can go on."""
@@ -192,6 +192,7 @@ class KVOffload:
             "max_host_blocks": index.num_slots,
             "file_blocks": index.num_files,
             "max_file_blocks": index.max_files,
+            "block_bytes": self._block_bytes,
         }
 
     def check(self) -> None:

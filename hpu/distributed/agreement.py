@@ -66,6 +66,12 @@ class Agreement:
         if differing:
             raise ConfigError(f"all ranks must have the same versions, and {'; '.join(differing)}")
 
+    def total(self, number: int) -> int:
+        """The sum of the ranks' numbers."""
+        if self._host.size == 1:
+            return number
+        return int(self._host.all_reduce(torch.tensor([number], dtype=torch.int64)).item())
+
     def all_of(self, flags: list[bool]) -> list[bool]:
         """Which of the flags are true on all ranks."""
         if self._host.size == 1 or not flags:

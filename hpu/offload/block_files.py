@@ -18,12 +18,13 @@ from typing import Any
 import numpy.typing as npt
 
 from config.errors import ConfigError
-from hpu.protocol import BlocksFetched, FetchBlocks
+from hpu.protocol import HASH_BYTES, BlocksFetched, FetchBlocks
 
 logger = logging.getLogger(__name__)
 
 MAGIC = b"gaudiserve KV 1\0"
 DIGEST_BYTES = 32
+HEADER_BYTES = len(MAGIC) + HASH_BYTES + DIGEST_BYTES
 SUFFIX, TEMPORARY = ".kv", ".tmp"
 LOCK = ".lock"
 LOCK_TIMEOUT_S = 10.0
@@ -212,7 +213,7 @@ class BlockFiles:
         """Whether the file is that of the block, and whole. Raises OSError if there is none."""
         path, row = self._path(block_hash), self._pool[slot]
         with open(path, "rb", buffering=0) as file:
-            head = file.read(len(MAGIC) + len(block_hash) + DIGEST_BYTES)
+            head = file.read(HEADER_BYTES)
             num_read = _read_fully(file, row)
             is_longer = bool(file.read(1))
         os.utime(path)
@@ -286,7 +287,7 @@ def _files_of(folder: Path) -> OrderedDict[bytes, None]:
     for path in folder.glob(f"[0-9a-f][0-9a-f]/*{SUFFIX}"):
         with contextlib.suppress(OSError, ValueError):
             block_hash = bytes.fromhex(path.stem)
-            if len(block_hash) == DIGEST_BYTES:
+            if len(block_hash) == HASH_BYTES:
                 found.append((path.stat().st_mtime_ns, block_hash))
     return OrderedDict.fromkeys(block_hash for _, block_hash in sorted(found))
 

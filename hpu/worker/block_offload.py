@@ -25,7 +25,7 @@ from hpu.offload.block_copies import (
     StagedCopies,
     layout_of,
 )
-from hpu.offload.block_files import BlockFiles, remove_others
+from hpu.offload.block_files import HEADER_BYTES, BlockFiles, remove_others
 from hpu.protocol import (
     HASH_BYTES,
     BlocksFetched,
@@ -51,7 +51,7 @@ class BlockOffload:
         config, backend, agreement = loaded.config.offload, loaded.backend, loaded.agreement
         num_devices = ranks.world_size
         layout = layout_of(caches, loaded.block_size)
-        slot_bytes = layout.slot_bytes
+        slot_bytes = self._slot_bytes = layout.slot_bytes
         self._num_slots = agreement.least(config.host_bytes(num_devices) // slot_bytes)
         needed, free = self._num_slots * slot_bytes, usable_memory()[0]
         if self._num_slots < MIN_SLOTS:
@@ -76,7 +76,8 @@ class BlockOffload:
         self.on_fetched: Callable[[], None] = lambda: None
         """Called on another thread when `take_fetched` has something new."""
         if config.kv_offloading_dir is not None:
-            self._max_files = max(config.file_bytes(num_devices) // slot_bytes, 1)
+            file_bytes = slot_bytes + HEADER_BYTES
+            self._max_files = max(config.file_bytes(num_devices) // file_bytes, 1)
             folder = _folder(loaded, layout.widths, ranks, Path(config.kv_offloading_dir))
             self._files = BlockFiles(folder, pool.numpy(), lambda: self.on_fetched())
         self._copies: BlockCopies
@@ -85,7 +86,6 @@ class BlockOffload:
         else:
             self._copies = StagedCopies(caches, loaded.block_size, pool, self._files, backend)
         self._synchronize = backend.synchronize
-        self._load_s = 0.0
         logger.info(
             "KV offload: %d blocks in %.2f GiB of host memory%s",
             self._num_slots,
@@ -107,7 +107,13 @@ class BlockOffload:
         hashes = self._agreed_hashes()
         if hashes:
             logger.info("KV offload: %d blocks found in files", len(hashes))
-        return OffloadFacts(self._num_slots, nanoseconds / 1e9, max_files, b"".join(hashes))
+        return OffloadFacts(
+            self._num_slots,
+            nanoseconds / 1e9,
+            max_files,
+            b"".join(hashes),
+            self._agreement.total(self._slot_bytes),
+        )
 
     def _agreed_hashes(self) -> list[bytes]:
         """The blocks that all ranks have in files. Others are deleted."""

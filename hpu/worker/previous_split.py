@@ -51,6 +51,8 @@ UNRELATED = frozenset(
         "policy",
         "max_inflight_steps",
         "max_queue_len",
+        "kv_offloading_dir",
+        "kv_offloading_dir_size",
     )
 )
 """Settings that decide no shape of a card, or stand in the fingerprint by what they led to."""

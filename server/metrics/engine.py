@@ -137,6 +137,8 @@ class _EngineMetrics:
         yield from self._cache(stats)
         if stats.max_loras:
             yield from self._adapters(stats)
+        if stats.kv_offload:
+            yield from self._offload(stats.kv_offload)
         yield from self._images(stats)
         yield from self._launches(stats)
         yield from self._speculation(stats.spec_decode)
@@ -203,6 +205,40 @@ class _EngineMetrics:
                 "The paged KV cache.",
                 {"block_size": str(ready.block_size), "num_gpu_blocks": str(ready.num_blocks)},
             )
+
+    def _offload(self, counts: Mapping[str, int]) -> Iterator[Metric]:
+        block_bytes = counts["block_bytes"]
+        for name, text in (
+            ("stored", "KV blocks copied to host memory."),
+            ("loaded", "KV blocks copied from host memory to the device."),
+            ("fetched", "KV blocks read from files."),
+            ("corrupt", "KV blocks whose file had a wrong checksum; they were computed again."),
+            ("missing", "KV blocks whose file was not there; they were computed again."),
+        ):
+            yield self._counters(
+                f"gaudiserve:kv_offload_{name}_blocks", text, (), {(): counts[name]}
+            )
+        yield self._counters(
+            "gaudiserve:kv_offload_bytes",
+            "Bytes of KV blocks copied to host memory and from it.",
+            ("direction",),
+            {
+                ("out",): counts["stored"] * block_bytes,
+                ("in",): counts["loaded"] * block_bytes,
+            },
+        )
+        yield self._gauges(
+            "gaudiserve:kv_offload_blocks",
+            "KV blocks in host memory and in files.",
+            ("place",),
+            {("host",): counts["host_blocks"], ("files",): counts["file_blocks"]},
+        )
+        yield self._gauges(
+            "gaudiserve:kv_offload_max_blocks",
+            "KV blocks for which there is room in host memory and in files.",
+            ("place",),
+            {("host",): counts["max_host_blocks"], ("files",): counts["max_file_blocks"]},
+        )
 
     def _adapters(self, stats: EngineStats) -> Iterator[Metric]:
         # As in vLLM: the value is the time, and the names are in the labels.

@@ -43,6 +43,7 @@ VLLM = """
     guided-decoding-disable-fallback h11-max-header-count h11-max-incomplete-event-size headless
     hf-config-path hf-overrides hf-token host ignore-patterns interleave-mm-strings
     io-processor-plugin kv-cache-dtype kv-cache-memory-bytes kv-events-config
+    kv-offloading-backend kv-offloading-size
     kv-sharing-fast-prefill kv-transfer-config limit-mm-per-prompt load-format log-config-file
     logits-processor-pattern logits-processors logprobs-mode long-lora-scaling-factors
     long-prefill-token-threshold lora-dtype lora-extra-vocab-size lora-modules mamba-block-size
@@ -134,8 +135,7 @@ def test_one_message_names_every_flag_that_cannot_be_used(
         "--nnodes 1 -pp 1 -dp 1",
         "--tokenizer-mode auto",
         "--tokenizer m",
-        "--swap-space 4",
-        "--swap-space 0.5",
+        "--preemption-mode swap",
         "--cpu-offload-gb 0.0",
         "--trust-remote-code",
         "--use-v2-block-manager",
@@ -170,10 +170,10 @@ def test_a_flag_that_asks_for_nothing_special_is_accepted_and_logged_with_its_re
 def test_the_log_has_one_line_for_all_of_them(
     served: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cli.main([*SERVE, "--swap-space=4", "--trust-remote-code", "--num-scheduler-steps=8"])
+    cli.main([*SERVE, "--preemption-mode=swap", "--trust-remote-code", "--num-scheduler-steps=8"])
 
     (record,) = [one for one in caplog.records if one.name == cli.__name__]
-    assert "--swap-space 4 (preempted requests are computed again" in record.message
+    assert "--preemption-mode swap (--swap-space says whether blocks of preempted" in record.message
     assert "--trust-remote-code (code in a checkpoint is never run" in record.message
     assert "--num-scheduler-steps 8 (two steps are in flight instead" in record.message
 
@@ -192,9 +192,9 @@ def test_the_log_has_one_line_for_all_of_them(
         ("--tokenizer other", "is 'other', it must be the model's name: the tokenizer is the"),
         ("--tokenizer-mode mistral", "is 'mistral', it must be auto or hf"),
         ("--distributed-executor-backend flux", "is 'flux', it must be one of auto, uni, mp"),
-        ("--swap-space much", "swap-space is 'much', it must be a number: preempted requests"),
+        ("--swap-space -1", "swap-space is -1.0, it must be at least 0"),
         ("--cpu-offload-gb 4", "is '4', it must be 0: weights stay on the device"),
-        ("--preemption-mode swap", "is 'swap', it must be recompute"),
+        ("--preemption-mode drop", "is 'drop', it must be recompute or swap"),
         ("--guided-decoding-backend outlines", "is 'outlines', it must be auto or guidance"),
         ("--no-enable-chunked-prefill", "must be true: long prompts are always computed in chunks"),
         ("--enable-chunked-prefill=False", "enable-chunked-prefill is False, it must be true"),
@@ -337,11 +337,11 @@ def test_short_forms_stand_for_flags_that_exist_or_have_a_reason() -> None:
 
 
 def test_keywords_of_vllm_are_accepted_and_refused_alike() -> None:
-    loaded = from_keywords(model="m", nnodes=1, swap_space=4, trust_remote_code=True)
+    loaded = from_keywords(model="m", nnodes=1, preemption_mode="swap", trust_remote_code=True)
 
     assert set(loaded.without_effect) == {
         "--nnodes 1",
-        "--swap-space 4",
+        "--preemption-mode swap",
         "--trust-remote-code",
     }
     with pytest.raises(

@@ -1,0 +1,32 @@
+"""Sizes of what lies beyond the device, and what they cannot be combined with."""
+
+import pytest
+
+from config.engine import EXTERNAL_LAUNCHER, CacheConfig, EngineConfig
+from config.errors import ConfigError
+from config.params.offload import GIB, OffloadConfig
+
+SWAPS = OffloadConfig(swap_space=4)
+
+
+def test_swap_space_is_of_each_device_and_the_offloading_size_of_all() -> None:
+    config = OffloadConfig(
+        swap_space=1, kv_offloading_size=6, kv_offloading_dir="kv", kv_offloading_dir_size=8
+    )
+
+    assert config.host_bytes(1) == 7 * GIB and config.host_bytes(2) == 4 * GIB
+    assert config.file_bytes(2) == 4 * GIB
+    assert OffloadConfig(kv_offloading_size=1).file_bytes(1) == 0
+    assert config.is_on and not OffloadConfig().is_on
+
+
+def test_files_need_host_memory() -> None:
+    with pytest.raises(ConfigError, match="is kv and kv_offloading_size is 0"):
+        OffloadConfig(swap_space=1, kv_offloading_dir="kv")
+
+
+def test_blocks_without_hashes_and_engines_that_decide_alone_are_refused() -> None:
+    with pytest.raises(ConfigError, match="swap_space is 4 and enable_prefix_caching is off"):
+        EngineConfig("m", cache=CacheConfig(enable_prefix_caching=False), offload=SWAPS)
+    with pytest.raises(ConfigError, match="distributed_executor_backend is external_launcher"):
+        EngineConfig("m", executor=EXTERNAL_LAUNCHER, offload=SWAPS)

@@ -1,0 +1,94 @@
+"""Offloaded KV blocks with processes of their own: two ranks, and an engine that is killed."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live import running
+from tiny_models import make_tiny
+
+from gaudiserve import LLM, SamplingParams
+
+TALKS = [[3 + (7 * i + i * i * talk) % 250 for i in range(100)] for talk in range(4)]
+CPU: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "max_model_len": 128,
+    "block_size": 16,
+    "num_gpu_blocks_override": 12,
+    "max_num_seqs": 1,
+}
+GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny("qwen3", tmp_path_factory.mktemp("tiny"), num_hidden_layers=2))
+
+
+def converse(llm: LLM) -> list[tuple[list[int], int]]:
+    outputs = [
+        llm.generate([{"prompt_token_ids": talk}], [GREEDY], use_tqdm=False)[0]
+        for _ in range(2)
+        for talk in TALKS
+    ]
+    return [(list(one.outputs[0].token_ids), one.num_cached_tokens or 0) for one in outputs]
+
+
+def test_each_rank_keeps_its_part_and_all_find_it_again(folder: str, tmp_path: Path) -> None:
+    ranks: dict[str, Any] = {
+        **CPU,
+        "tensor_parallel_size": 2,
+        "compare_ranks": True,
+        "kv_offloading_size": 0.02,
+        "kv_offloading_dir": str(tmp_path),
+    }
+    with LLM(folder, **CPU) as llm:
+        expected = converse(llm)
+
+    with LLM(folder, **ranks) as llm:
+        found = converse(llm)
+    parts = [{path.name for path in tmp_path.glob(f"kv-*/*-rank-{rank}/*/*.kv")} for rank in (0, 1)]
+    # One rank has lost a block: none of them may use it.
+    next(tmp_path.glob("kv-*/*-rank-1/*/*.kv")).unlink()
+    with LLM(folder, **ranks) as llm:
+        again = converse(llm)
+
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    assert [tokens for tokens, _ in again] == [tokens for tokens, _ in expected]
+    assert all(cached >= 64 for _, cached in found[len(TALKS) :])
+    assert parts[0] == parts[1] and len(parts[0]) > 10
+    assert sum(cached > 0 for _, cached in again[: len(TALKS)]) >= 1
+
+
+def test_an_engine_that_starts_again_finds_the_blocks_in_files(folder: str, tmp_path: Path) -> None:
+    flags = [
+        "--served-model-name=tiny",
+        *(f"--{name.replace('_', '-')}={value}" for name, value in CPU.items()),
+        "--kv-offloading-size=0.02",
+        f"--kv-offloading-dir={tmp_path / 'kv'}",
+    ]
+    body = {"model": "tiny", "temperature": 0, "ignore_eos": True, "max_tokens": 8}
+    with running(folder, tmp_path / "log", *flags) as live:
+
+        def ask(talk: list[int]) -> dict[str, Any]:
+            answer = live.http.post("/v1/completions", json={**body, "prompt": talk})
+            assert answer.status_code == 200, answer.text
+            return dict(answer.json())
+
+        def fetched() -> float:
+            name = "gaudiserve:kv_offload_fetched_blocks_total"
+            lines = live.ask("/metrics").text.splitlines()
+            return sum(float(x.rsplit(" ", 1)[1]) for x in lines if x.startswith(name))
+
+        first = [ask(talk)["choices"][0]["text"] for talk in TALKS + TALKS]
+        assert fetched() == 0
+        assert 'gaudiserve:kv_offload_bytes_total{direction="in"' in live.ask("/metrics").text
+        os.kill(live.find("engine.core.engine_process"), signal.SIGKILL)
+        again = [ask(talk)["choices"][0]["text"] for talk in TALKS]
+        count = fetched()
+
+    assert again == first[: len(TALKS)]
+    assert count > 0

@@ -1,0 +1,163 @@
+"""Files of blocks, without a model."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event, Thread
+
+import numpy as np
+import pytest
+
+from hpu.offload import block_files
+from hpu.offload.block_files import HEADER_BYTES, BlockFiles, Row, remove_others
+from hpu.protocol import BlocksFetched, FetchBlocks
+
+SLOTS, SIZE = 6, 100
+NAMES = [bytes([i]) * 32 for i in range(20)]
+
+
+@pytest.fixture
+def pool() -> Row:
+    return np.arange(SLOTS * SIZE, dtype=np.uint8).reshape(SLOTS, SIZE).copy()
+
+
+@pytest.fixture
+def files(tmp_path: Path, pool: Row) -> Iterator[BlockFiles]:
+    files = BlockFiles(tmp_path / "kv", pool, lambda: None)
+    yield files
+    files.close()
+
+
+def read(files: BlockFiles, names: list[bytes], slots: list[int]) -> BlocksFetched:
+    files.fetch(FetchBlocks(names, slots))
+    files.wait_fetched(10)
+    (answer,) = files.take_fetched()
+    return answer
+
+
+def test_a_block_is_read_as_it_was_written(files: BlockFiles, pool: Row) -> None:
+    before = pool.copy()
+    files.write(NAMES[:2], [3, 4])
+    files.flush(10)
+    pool[:] = 0
+
+    answer = read(files, NAMES[:2], [0, 1])
+
+    assert answer.missing == answer.corrupt == []
+    assert (pool[0] == before[3]).all() and (pool[1] == before[4]).all()
+
+
+@pytest.mark.parametrize("change", ["flip", "head", "cut", "longer", "other", "gone"])
+def test_a_file_that_is_not_the_block_is_found(
+    files: BlockFiles, tmp_path: Path, change: str
+) -> None:
+    files.write(NAMES[:2], [3, 4])
+    files.flush(10)
+    first, second = (tmp_path / "kv" / name.hex()[:2] / f"{name.hex()}.kv" for name in NAMES[:2])
+    content = bytearray(first.read_bytes())
+    assert len(content) == HEADER_BYTES + SIZE
+    if change == "flip":
+        content[-7] ^= 4
+    elif change == "head":
+        content[0] ^= 1
+    elif change == "cut":
+        del content[-1]
+    elif change == "longer":
+        content.append(0)
+    elif change == "other":
+        content = bytearray(second.read_bytes())
+    first.write_bytes(content)
+    if change == "gone":
+        first.unlink()
+
+    answer = read(files, NAMES[:2], [0, 1])
+
+    assert (answer.missing, answer.corrupt) == (([0], []) if change == "gone" else ([], [0]))
+
+
+def test_other_contents_wait_for_the_end_of_a_write_and_replace_what_has_not_begun(
+    files: BlockFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest, has_begun, may_end = block_files._digest, Event(), Event()
+
+    def slow_digest(block_hash: bytes, row: Row) -> bytes:
+        has_begun.set()
+        assert may_end.wait(10)
+        return digest(block_hash, row)
+
+    monkeypatch.setattr(block_files, "_digest", slow_digest)
+    files.write(NAMES[:2], [0, 1])
+    assert has_begun.wait(10)
+    files.release([1])
+    releasing = Thread(target=files.release, args=([0],))
+    releasing.start()
+    releasing.join(0.1)
+    is_waiting = releasing.is_alive()
+    may_end.set()
+    releasing.join(10)
+    files.flush(10)
+
+    assert is_waiting and not releasing.is_alive()
+    answer = read(files, NAMES[:2], [2, 3])
+    assert (answer.missing, answer.corrupt) == ([1], [])
+
+
+def test_a_dropped_file_is_deleted_and_may_be_written_again(
+    files: BlockFiles, tmp_path: Path
+) -> None:
+    files.write(NAMES[:1], [0])
+    files.flush(10)
+    files.drop(NAMES[:1])
+    files.write(NAMES[:1], [0])
+    files.flush(10)
+
+    assert read(files, NAMES[:1], [1]).missing == []
+    files.drop(NAMES[:1])
+    files.flush(10)
+    assert read(files, NAMES[:1], [1]).missing == [0]
+
+
+def test_another_start_finds_the_files_the_one_used_last_at_the_end(
+    tmp_path: Path, pool: Row
+) -> None:
+    files = BlockFiles(tmp_path / "kv", pool, lambda: None)
+    files.write(NAMES[:3], [0, 1, 2])
+    files.close()
+    for number, name in enumerate(NAMES[:3]):
+        path = tmp_path / "kv" / name.hex()[:2] / f"{name.hex()}.kv"
+        os.utime(path, (number, number if name != NAMES[0] else 9))
+    (tmp_path / "kv" / f"{NAMES[5].hex()}.tmp").write_bytes(b"half")
+
+    files = BlockFiles(tmp_path / "kv", pool, lambda: None)
+
+    assert files.hashes == [NAMES[1], NAMES[2], NAMES[0]]
+    assert not list((tmp_path / "kv").glob("*.tmp"))
+    files.close()
+
+
+def test_a_full_disk_is_logged_once_and_the_block_is_missing(
+    files: BlockFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in NAMES[:2]:
+        (tmp_path / "kv" / name.hex()[:2]).write_bytes(b"no folder")
+
+    files.write(NAMES[:2], [0, 1])
+    files.flush(10)
+
+    assert caplog.text.count("KV blocks are not written to") == 1
+    assert read(files, NAMES[:2], [0, 1]).missing == [0, 1]
+
+
+def test_folders_of_other_models_are_removed_unless_they_are_in_use(
+    tmp_path: Path, pool: Row
+) -> None:
+    own, used, unused = (f"kv-{digit * 32}" for digit in "abc")
+    (tmp_path / own).mkdir()
+    (tmp_path / "notes").mkdir()
+    in_use = BlockFiles(tmp_path / used / "engine-0-rank-0", pool, lambda: None)
+    BlockFiles(tmp_path / unused / "engine-0-rank-0", pool, lambda: None).close()
+
+    remove_others(tmp_path, own)
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([own, used, "notes"])
+    in_use.close()
