@@ -411,6 +411,8 @@ class EngineCore:
 
     def _send_file_orders(self, offload: KVOffload) -> None:
         executor = self._files
+        if self._sleep_state.is_sleeping:
+            return
         if dropped := offload.take_dropped_files():
             assert executor is not None, "the executor has no files"
             executor.drop_files(DropFiles(dropped))

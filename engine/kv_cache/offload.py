@@ -51,7 +51,11 @@ class KVOffload:
     def restart(self, facts: OffloadFacts) -> None:
         """The workers have started again, with other host memory and with files that they found."""
         assert not self.num_fetching, f"{self.num_fetching} blocks are being read from files"
+        dropped = self._index.take_dropped_files()
         self._start(facts)
+        # Those that were forgotten while the workers slept.
+        for block_hash in dropped:
+            self._index.drop_file(block_hash)
 
     @property
     def num_fetching(self) -> int:

@@ -10,7 +10,7 @@ import re
 import shutil
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from threading import Condition, Thread
 from typing import Any
@@ -44,12 +44,13 @@ class BlockFiles:
     not at all. What cannot be written is not there later, which is no error.
     """
 
-    def __init__(self, folder: Path, pool: Row, on_fetched: Callable[[], None]) -> None:
-        """Raises ConfigError when the folder cannot be used."""
+    def __init__(self, folder: Path, lock: int, pool: Row, on_fetched: Callable[[], None]) -> None:
+        """`lock`: that of the folder, from `acquire`. `on_fetched` is called on another thread when
+        `take_fetched` has something."""
         self._folder = folder
         self._pool = pool
         self._on_fetched = on_fetched
-        self._lock = _acquire(folder)
+        self._lock = lock
         self._known = _files_of(folder)
         self._changed = Condition()
         self._writes: OrderedDict[int, bytes] = OrderedDict()
@@ -250,23 +251,30 @@ def _is_unused(folder: Path) -> bool:
     return True
 
 
-def _acquire(folder: Path) -> int:
-    """The descriptor of the folder's lock, which ends with the process."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        raise ConfigError(f"--kv-offloading-dir: {folder} cannot be written: {error}") from error
+def acquire(folders: Sequence[Path]) -> tuple[int, int]:
+    """(index, descriptor of its lock) of the first of these folders that no process has. The lock
+    ends with the process. Raises ConfigError when all are in use, or one cannot be used."""
     deadline = time.monotonic() + LOCK_TIMEOUT_S
-    while not _has_locked(lock):
-        if time.monotonic() > deadline:
+    while True:
+        for index, folder in enumerate(folders):
+            lock = _open_lock(folder)
+            if _has_locked(lock):
+                return index, lock
             os.close(lock)
+        if time.monotonic() > deadline:
             raise ConfigError(
-                f"--kv-offloading-dir: {folder} is used by another server of this model: give each "
-                "server a folder of its own"
+                f"--kv-offloading-dir: {folders[-1]} is used by another server of this model: give "
+                "each server a folder of its own"
             )
         time.sleep(0.05)
-    return lock
+
+
+def _open_lock(folder: Path) -> int:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise ConfigError(f"--kv-offloading-dir: {folder} cannot be written: {error}") from error
 
 
 def _has_locked(descriptor: int) -> bool:

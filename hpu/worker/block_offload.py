@@ -25,7 +25,7 @@ from hpu.offload.block_copies import (
     StagedCopies,
     layout_of,
 )
-from hpu.offload.block_files import HEADER_BYTES, BlockFiles, remove_others
+from hpu.offload.block_files import HEADER_BYTES, BlockFiles, acquire, remove_others
 from hpu.protocol import (
     HASH_BYTES,
     BlocksFetched,
@@ -78,8 +78,9 @@ class BlockOffload:
         if config.kv_offloading_dir is not None:
             file_bytes = slot_bytes + HEADER_BYTES
             self._max_files = max(config.file_bytes(num_devices) // file_bytes, 1)
-            folder = _folder(loaded, layout.widths, ranks, Path(config.kv_offloading_dir))
-            self._files = BlockFiles(folder, pool.numpy(), lambda: self.on_fetched())
+            parent = Path(config.kv_offloading_dir)
+            folder, lock = _acquire_folder(loaded, layout.widths, ranks, parent)
+            self._files = BlockFiles(folder, lock, pool.numpy(), lambda: self.on_fetched())
         self._copies: BlockCopies
         if backend.shares_host_memory:
             self._copies = DirectCopies(caches, loaded.block_size, pool, self._files)
@@ -180,16 +181,27 @@ def check_offload(loaded: LoadedModel) -> None:
         )
 
 
-def _folder(loaded: LoadedModel, widths: tuple[int, ...], ranks: Ranks, parent: Path) -> Path:
-    """Of the files of this rank. Its name says all that the contents of a block depend on, beside
-    what its hash covers."""
-    text = json.dumps(_identity(loaded, widths, ranks), sort_keys=True, default=str)
+def _acquire_folder(
+    loaded: LoadedModel, widths: tuple[int, ...], ranks: Ranks, parent: Path
+) -> tuple[Path, int]:
+    """The folder of this rank's files, and its lock. Its name says all that the contents of a block
+    depend on, beside what its hash covers, and a number: engines of one server do not share files,
+    and each takes the first that is free."""
+    text = json.dumps(_identity(loaded, widths), sort_keys=True, default=str)
     name = f"kv-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
     remove_others(parent, name)
-    return parent / name / f"engine-{ranks.engine}-rank-{ranks.rank}"
+    count = loaded.config.data_parallel.data_parallel_size
+    folders = [parent / name / f"{number}-rank-{ranks.rank}" for number in range(count)]
+    agreement, number, lock = loaded.agreement, 0, -1
+    if agreement.is_first:
+        number, lock = acquire(folders)
+    number = int.from_bytes(agreement.of_first(number.to_bytes(2, "little")), "little")
+    if not agreement.is_first:
+        _, lock = acquire(folders[number : number + 1])
+    return folders[number], lock
 
 
-def _identity(loaded: LoadedModel, widths: tuple[int, ...], ranks: Ranks) -> dict[str, object]:
+def _identity(loaded: LoadedModel, widths: tuple[int, ...]) -> dict[str, object]:
     config, facts = loaded.config, asdict(loaded.facts)
     # The object would be written with its address.
     facts["fields"] = loaded.facts.fields.raw

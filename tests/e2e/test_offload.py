@@ -1,6 +1,8 @@
 """Offloaded KV blocks with processes of their own: two ranks, and an engine that is killed."""
 
 import os
+import re
+import shlex
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from tiny_models import make_tiny
 
 from gaudiserve import LLM, SamplingParams
 
+PAGE = Path(__file__).parents[2] / "docs" / "offload.md"
 TALKS = [[3 + (7 * i + i * i * talk) % 250 for i in range(100)] for talk in range(4)]
 CPU: dict[str, Any] = {
     "device": "cpu",
@@ -63,12 +66,16 @@ def test_each_rank_keeps_its_part_and_all_find_it_again(folder: str, tmp_path: P
     assert sum(cached > 0 for _, cached in again[: len(TALKS)]) >= 1
 
 
-def test_an_engine_that_starts_again_finds_the_blocks_in_files(folder: str, tmp_path: Path) -> None:
+def test_the_server_of_the_page_finds_the_blocks_in_files_when_its_engine_was_killed_the_blocks_in_files(
+    folder: str, tmp_path: Path
+) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    (command,) = re.findall(r"^gaudiserve serve .*", page, re.MULTILINE)
+    words = shlex.split(command)[3:]
     flags = [
         "--served-model-name=tiny",
         *(f"--{name.replace('_', '-')}={value}" for name, value in CPU.items()),
-        "--kv-offloading-size=0.02",
-        f"--kv-offloading-dir={tmp_path / 'kv'}",
+        *(word.replace("/var/lib/kv", str(tmp_path / "kv")) for word in words),
     ]
     body = {"model": "tiny", "temperature": 0, "ignore_eos": True, "max_tokens": 8}
     with running(folder, tmp_path / "log", *flags) as live:

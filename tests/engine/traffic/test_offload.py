@@ -165,3 +165,18 @@ def test_sleep_keeps_files_and_a_wake_up_finds_them() -> None:
 
     assert counts["host_blocks"] == 0 and counts["file_blocks"] == len(rig.executor.files) > 0
     rig.core.check()
+
+
+def test_what_is_reset_during_sleep_is_forgotten_in_files_too() -> None:
+    rig = CoreRig(num_blocks=16, host_slots=60, max_files=60)
+    talks(rig, rounds=1)
+    assert rig.ready.offload is not None
+    rig.core.control("sleep", {})
+    rig.core.control("reset_prefix_cache", {})
+    rig.ready.offload.file_hashes = b"".join(rig.executor.files)
+    has_files = bool(rig.executor.files)
+
+    rig.core.control("wake_up", {})
+    rig.step()
+
+    assert has_files and not rig.executor.files

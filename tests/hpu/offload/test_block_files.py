@@ -9,11 +9,16 @@ import numpy as np
 import pytest
 
 from hpu.offload import block_files
-from hpu.offload.block_files import HEADER_BYTES, BlockFiles, Row, remove_others
+from hpu.offload.block_files import HEADER_BYTES, BlockFiles, Row, acquire, remove_others
 from hpu.protocol import BlocksFetched, FetchBlocks
 
 SLOTS, SIZE = 6, 100
 NAMES = [bytes([i]) * 32 for i in range(20)]
+
+
+def opened(folder: Path, pool: Row) -> BlockFiles:
+    _, lock = acquire([folder])
+    return BlockFiles(folder, lock, pool, lambda: None)
 
 
 @pytest.fixture
@@ -23,7 +28,7 @@ def pool() -> Row:
 
 @pytest.fixture
 def files(tmp_path: Path, pool: Row) -> Iterator[BlockFiles]:
-    files = BlockFiles(tmp_path / "kv", pool, lambda: None)
+    files = opened(tmp_path / "kv", pool)
     yield files
     files.close()
 
@@ -120,7 +125,7 @@ def test_a_dropped_file_is_deleted_and_may_be_written_again(
 def test_another_start_finds_the_files_the_one_used_last_at_the_end(
     tmp_path: Path, pool: Row
 ) -> None:
-    files = BlockFiles(tmp_path / "kv", pool, lambda: None)
+    files = opened(tmp_path / "kv", pool)
     files.write(NAMES[:3], [0, 1, 2])
     files.close()
     for number, name in enumerate(NAMES[:3]):
@@ -128,7 +133,7 @@ def test_another_start_finds_the_files_the_one_used_last_at_the_end(
         os.utime(path, (number, number if name != NAMES[0] else 9))
     (tmp_path / "kv" / f"{NAMES[5].hex()}.tmp").write_bytes(b"half")
 
-    files = BlockFiles(tmp_path / "kv", pool, lambda: None)
+    files = opened(tmp_path / "kv", pool)
 
     assert files.hashes == [NAMES[1], NAMES[2], NAMES[0]]
     assert not list((tmp_path / "kv").glob("*.tmp"))
@@ -154,10 +159,21 @@ def test_folders_of_other_models_are_removed_unless_they_are_in_use(
     own, used, unused = (f"kv-{digit * 32}" for digit in "abc")
     (tmp_path / own).mkdir()
     (tmp_path / "notes").mkdir()
-    in_use = BlockFiles(tmp_path / used / "engine-0-rank-0", pool, lambda: None)
-    BlockFiles(tmp_path / unused / "engine-0-rank-0", pool, lambda: None).close()
+    in_use = opened(tmp_path / used / "0-rank-0", pool)
+    opened(tmp_path / unused / "0-rank-0", pool).close()
 
     remove_others(tmp_path, own)
 
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([own, used, "notes"])
     in_use.close()
+
+
+def test_each_engine_takes_a_folder_that_is_free(tmp_path: Path, pool: Row) -> None:
+    folders = [tmp_path / "0", tmp_path / "1"]
+    first, second = acquire(folders), acquire(folders)
+    os.close(first[1])
+    again = acquire(folders)
+
+    assert (first[0], second[0], again[0]) == (0, 1, 0)
+    os.close(second[1])
+    os.close(again[1])
