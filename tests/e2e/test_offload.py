@@ -66,7 +66,7 @@ def test_each_rank_keeps_its_part_and_all_find_it_again(folder: str, tmp_path: P
     assert sum(cached > 0 for _, cached in again[: len(TALKS)]) >= 1
 
 
-def test_the_server_of_the_page_finds_the_blocks_in_files_when_its_engine_was_killed_the_blocks_in_files(
+def test_the_server_of_the_page_finds_blocks_in_files_after_its_engine_is_killed(
     folder: str, tmp_path: Path
 ) -> None:
     page = PAGE.read_text(encoding="utf-8")

@@ -1,6 +1,7 @@
 """A real engine and a real worker over a small cache: blocks that left the device come back as they
 were, on the CPU and on a strict emulated card."""
 
+import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,7 +50,7 @@ def engine(folder: Path, offload: OffloadConfig, **settings: Any) -> Iterator[En
             num_blocks=16,
             kv_cache_dtype=settings.pop("kv_cache_dtype", "auto"),
         ),
-        scheduler=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64, max_prefill_batch=1),
+        scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=64, max_prefill_batch=1),
         max_model_len=256,
         offload=offload,
         **settings,
@@ -120,6 +121,51 @@ def test_blocks_come_back_in_the_format_of_the_cache(
     assert [cached for _, cached in expected] == [0] * len(expected)
     assert all(cached >= 6 * BLOCK_SIZE for _, cached in found[len(TALKS) :])
     assert counts["stored"] >= 20 and counts["loaded"] >= 50
+
+
+def mixed(core: EngineCore, count: int) -> dict[int, list[int]]:
+    """Random requests with shared prefixes that come and go together, by key."""
+    rng, ledger = random.Random(6), Ledger()
+    waiting = list(range(count))
+    for _ in range(MAX_STEPS):
+        if waiting and rng.random() < 0.4:
+            key = waiting.pop()
+            tokens = [*rng.choice(TALKS)[: rng.randint(1, 130)], rng.randrange(3, VOCAB_SIZE)]
+            prompt, salt = raw(tokens), rng.choice(["", "", "salt"])
+            sampling = SamplingParams(
+                temperature=0.0, max_tokens=rng.choice([1, 6, 60]), ignore_eos=True
+            )
+            ledger.open(key)
+            core.add_request(
+                AddRequest(key, prompt, sampling, cache_salt=salt),
+                block_hashes(prompt, BLOCK_SIZE, salt),
+            )
+        ledger.take(core.step())
+        core.check()
+        if not waiting and not core.has_work:
+            return {key: request.tokens for key, request in ledger.requests.items()}
+    raise AssertionError(f"{MAX_STEPS} steps were not enough")
+
+
+@pytest.mark.parametrize("place", ["memory", "files"])
+def test_random_requests_get_the_tokens_that_they_get_without(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CopyRates, "fetches", True)
+    folder = make_tiny("llama", tmp_path / "model")
+    # In files nearly all blocks: host memory has room for a few.
+    few = {"kv_offloading_size": 0.0004, "kv_offloading_dir": str(tmp_path / "kv")}
+    offload = IN_MEMORY if place == "memory" else OffloadConfig(**few)  # type: ignore[arg-type]
+    with engine(folder, OffloadConfig()) as core:
+        expected = mixed(core, 50)
+        assert core.stats().preemptions > 0
+
+    with engine(folder, offload) as core:
+        found = mixed(core, 50)
+        counts = core.stats().kv_offload
+
+    assert found == expected
+    assert counts["loaded"] > 20 and (place == "memory" or counts["fetched"] > 5)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_inc"])
@@ -249,7 +295,7 @@ def test_a_folder_serves_one_server_at_a_time(
 @pytest.mark.parametrize(
     ("family", "offload", "match"),
     [
-        ("mamba2", IN_MEMORY, "has layers with a state"),
+        ("granitemoehybrid", IN_MEMORY, "has layers with a state"),
         ("llama", OffloadConfig(swap_space=1e-6), "hold 0 KV blocks of"),
         ("llama", OffloadConfig(swap_space=1e6), "GiB of host memory for each device"),
     ],
