@@ -101,6 +101,8 @@ class FakeExecutor:
         self.host: dict[int, list[int]] = {}
         """What each slot of host memory holds, with `ready.offload`."""
         self.files: dict[bytes, list[int]] = {}
+        self.dropped: set[bytes] = set()
+        """Files that were to be deleted."""
         self.bad_files: set[bytes] = set()
         """Files that are found corrupt."""
         self.fetched: deque[BlocksFetched] = deque()
@@ -244,6 +246,7 @@ class FakeExecutor:
         self._late_by = self.fetch_delay
 
     def drop_files(self, message: DropFiles) -> None:
+        self.dropped.update(message.hashes)
         for name in message.hashes:
             self.files.pop(name, None)
 

@@ -302,7 +302,8 @@ def test_the_command_line_of_the_page_is_accepted() -> None:
 
     assert (program, name) == ("gaudiserve", "serve")
     assert loaded.server.served_model_names == ("llama", "llama-3")
-    assert len(loaded.without_effect) == 2
+    assert list(loaded.without_effect) == ["--trust-remote-code"]
+    assert loaded.engine.offload.swap_space == 4
 
 
 @pytest.mark.parametrize(
