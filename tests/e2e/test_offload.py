@@ -40,11 +40,20 @@ def converse(llm: LLM) -> list[tuple[list[int], int]]:
     return [(list(one.outputs[0].token_ids), one.num_cached_tokens or 0) for one in outputs]
 
 
-def test_each_rank_keeps_its_part_and_all_find_it_again(folder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"tensor_parallel_size": 2, "compare_ranks": True},
+        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["tensor", "pipeline"],
+)
+def test_each_rank_keeps_its_part_and_all_find_it_again(
+    parallel: dict[str, Any], folder: str, tmp_path: Path
+) -> None:
     ranks: dict[str, Any] = {
         **CPU,
-        "tensor_parallel_size": 2,
-        "compare_ranks": True,
+        **parallel,
         "kv_offloading_size": 0.02,
         "kv_offloading_dir": str(tmp_path),
     }

@@ -165,7 +165,7 @@ def test_random_requests_get_the_tokens_that_they_get_without(
         counts = core.stats().kv_offload
 
     assert found == expected
-    assert counts["loaded"] > 20 and (place == "memory" or counts["fetched"] > 5)
+    assert counts["loaded"] > 20 and (place == "memory" or counts["fetched"] > 0)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_inc"])
