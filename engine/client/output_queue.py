@@ -61,7 +61,7 @@ class RequestOutputQueue:
         self.is_suspect = False
         """Whether its engine died while it computed its next token."""
         self.num_deaths = 0
-        """How often in a row it was the only such request."""
+        """How often in a row it was the only such request of an engine that died."""
         self._output = array("I")
         """Its tokens, and the prompt positions with log-probabilities; counted if there is a
         message."""
@@ -249,6 +249,9 @@ class OutputRouter:
             elif queue.num_waiting_tokens < 0:
                 queue.is_suspect = True
                 suspects.append(queue)
+            else:
+                # The engine died without it.
+                queue.num_deaths = 0
         if len(suspects) != 1:
             return 0
         (queue,) = suspects

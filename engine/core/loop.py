@@ -205,9 +205,12 @@ class EngineLoop:
         """Call `on_done` with the grammar or the error, unless the loop ends first."""
 
         def done(future: "Future[Grammar]") -> None:
-            if not future.cancelled():
-                error = future.exception()
-                assert error is None or isinstance(error, Exception)
+            if future.cancelled():
+                return
+            error = future.exception()
+            assert error is None or isinstance(error, Exception)
+            # The engine ends: that its requests may go on in another one, they are not rejected.
+            if not isinstance(error, EngineDied):
                 on_done(future.result() if error is None else error)
 
         try:

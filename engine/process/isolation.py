@@ -52,6 +52,9 @@ class Limits(msgspec.Struct, frozen=True):
     stack_bytes: int
 
 
+CLOSED = "the process that isolates third-party code was closed"
+
+
 class CallKilled(Exception):
     """The process of a call ended without a result: it crashed or met a limit."""
 
@@ -90,7 +93,7 @@ class ForkServer:
 
     def call(self, payload: bytes) -> bytes:
         """Run the call in a fork and return its result. Blocks. Raises CallKilled, CallBroken, and
-        EngineDied when no fork server can be started."""
+        EngineDied when no fork server can be started, or it was closed."""
         for _ in range(MAX_STARTS):
             ours, theirs = socket.socketpair()
             with ours:
@@ -101,7 +104,7 @@ class ForkServer:
                 with contextlib.suppress(ConnectionError, TimeoutError):
                     # The fork reports that it runs: before, `prepare` may still be running.
                     if _receive_frame(ours) == (_READY, b""):
-                        return self._result_of(ours, payload)
+                        return self._result_unless_closed(ours, payload)
         raise EngineDied("the process that isolates third-party code cannot be started")
 
     def close(self) -> None:
@@ -131,7 +134,7 @@ class ForkServer:
 
     def _connect(self) -> socket.socket:
         if self._is_closed:
-            raise EngineDied("the process that isolates third-party code was closed")
+            raise EngineDied(CLOSED)
         if self._process is not None and self._process.poll() is not None:
             self._forget()
         if self._control is None:
@@ -157,6 +160,15 @@ class ForkServer:
         if self._control is not None:
             self._control.close()
         self._process = self._control = None
+
+    def _result_unless_closed(self, channel: socket.socket, payload: bytes) -> bytes:
+        try:
+            return self._result_of(channel, payload)
+        except CallKilled:
+            # `close` has ended it, which says nothing about the payload.
+            if self._is_closed:
+                raise EngineDied(CLOSED) from None
+            raise
 
     def _result_of(self, channel: socket.socket, payload: bytes) -> bytes:
         channel.settimeout(self._limits.wall_s + GRACE_S)

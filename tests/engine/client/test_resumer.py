@@ -161,6 +161,21 @@ async def test_one_that_ends_three_engines_alone_is_not_sent_to_a_fourth(front: 
     assert finish.error is not None and "died 3 times" in finish.error
 
 
+def test_a_death_without_a_request_clears_it(front: Front) -> None:
+    running, suspect = front.open(1), front.open(2)
+    front.says([running, suspect])
+    front.gives(running, 7)
+    for _ in range(2 * MAX_DEATHS):
+        assert front.restart() == 0
+        assert len(front.sent) == 1, "it waits for the other's token"
+        front.says([running])
+        assert front.restart() == 0
+        front.says([running])
+        front.gives(running, 7)
+        front.resumer.proceed()
+        front.says([suspect])
+
+
 def test_a_token_clears_a_request(front: Front) -> None:
     queue = front.open(1)
     for token in range(5):

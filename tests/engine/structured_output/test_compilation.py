@@ -110,6 +110,31 @@ def test_a_request_that_is_aborted_while_its_grammar_is_compiled_never_comes_in(
     assert len(replies) == len(told)
 
 
+def test_an_engine_that_ends_does_not_reject_requests_whose_grammar_is_compiled(
+    tmp_path: Path,
+) -> None:
+    write_tokenizer(tmp_path)
+    told: list[FromEngine] = []
+    loop = EngineLoop(
+        EngineConfig("none"), lambda _, message: told.append(message), num_front_ends=1
+    )
+    gate = threading.Event()
+    for _ in range(compilation.NUM_THREADS):
+        loop._compiler._threads.submit(gate.wait, TIMEOUT_S)
+    loop._compiler.start(str(tmp_path), VOCAB_SIZE, frozenset([EOS]))
+    sampling = SamplingParams(structured_outputs={"regex": "a"})
+
+    loop.receive(0, AddRequest(1, memoryview(b"\1\0\0\0"), sampling))
+    assert loop._compiler._fork_server is not None
+    loop._compiler._fork_server.close()
+    gate.set()
+    loop._compiler._threads.shutdown(wait=True)
+
+    # Another engine may go on with it.
+    assert told == [] and loop._inbox.qsize() == 0
+    loop._compiler.close()
+
+
 def test_a_grammar_that_finds_no_room_is_told_apart_from_one_that_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
