@@ -61,7 +61,8 @@ class RequestOutputQueue:
         self.is_suspect = False
         """Whether its engine died while it computed its next token."""
         self.num_deaths = 0
-        """How often in a row it was the only such request of an engine that died."""
+        """How often it was the only such request, since it last gained a token and since an engine
+        died without any."""
         self._output = array("I")
         """Its tokens, and the prompt positions with log-probabilities; counted if there is a
         message."""
@@ -249,8 +250,9 @@ class OutputRouter:
             elif queue.num_waiting_tokens < 0:
                 queue.is_suspect = True
                 suspects.append(queue)
-            else:
-                # The engine died without it.
+        if not suspects:
+            # Deaths have another cause than a request.
+            for queue in self._queues.values():
                 queue.num_deaths = 0
         if len(suspects) != 1:
             return 0

@@ -11,7 +11,8 @@ class Resumer:
     """Requests on their way to one engine. One that an engine died over without giving it a token
     may be the cause: such requests are sent one at a time, behind all others that had started, each
     when the ones before have gained a token or have ended, so that the next death tells which it
-    is."""
+    is. The one that was alone at a death is tried behind the others: if deaths have another cause,
+    it is another one that is alone at the next."""
 
     def __init__(self, router: OutputRouter, send: Callable[[AddRequest], bool]) -> None:
         """`send` returns False while the engine takes no more messages."""
@@ -28,6 +29,7 @@ class Resumer:
         for queue in queues:
             before.move(queue, self._router)
             (self._suspects if queue.is_suspect else self._unsent).append(queue)
+        self._suspects = deque(sorted(self._suspects, key=lambda queue: queue.num_deaths))
         self.proceed()
 
     def withdraw(self) -> None:

@@ -23,7 +23,7 @@ NUM_KILLS = int(os.environ.get("NUM_KILLS", "100"))
 SEED = int(os.environ.get("SEED", "0"))
 NUM_STREAMS = 32
 NUM_TOKENS = 32
-MAX_PAUSE_S = 4.0
+MAX_PAUSE_S = 6.0
 """The longest time that the streams have from an engine's return to the next kill."""
 EARLY = 0.25
 """The share of kills that come before the engine is back or, once it is, before it gave a token."""

@@ -161,19 +161,38 @@ async def test_one_that_ends_three_engines_alone_is_not_sent_to_a_fourth(front: 
     assert finish.error is not None and "died 3 times" in finish.error
 
 
-def test_a_death_without_a_request_clears_it(front: Front) -> None:
+def test_a_death_without_any_clears_all(front: Front) -> None:
     running, suspect = front.open(1), front.open(2)
-    front.says([running, suspect])
-    front.gives(running, 7)
     for _ in range(2 * MAX_DEATHS):
+        front.says([running, suspect])
+        front.gives(running, 7)
         assert front.restart() == 0
-        assert len(front.sent) == 1, "it waits for the other's token"
-        front.says([running])
-        assert front.restart() == 0
+        assert [message.key for message in front.sent] == [running.key]
         front.says([running])
         front.gives(running, 7)
+        assert front.restart() == 0
+        front.gives(running, 7)
         front.resumer.proceed()
-        front.says([suspect])
+        assert front.sent[-1].key == suspect.key
+
+
+def test_one_that_was_alone_at_a_death_is_tried_behind_the_others(front: Front) -> None:
+    first, second = front.open(1), front.open(2)
+    front.says([first, second])
+    front.restart()
+    tried = []
+    for _ in range(2 * (MAX_DEATHS - 1)):
+        (message,) = front.sent
+        sent = first if message.key == first.key else second
+        tried.append(sent)
+        front.says([sent])
+        assert front.restart() == 0
+
+    assert tried == [first, second] * (MAX_DEATHS - 1)
+    (message,) = front.sent
+    assert message.key == first.key
+    front.says([first])
+    assert front.restart() == 1 and front.sent[0].key == second.key
 
 
 def test_a_token_clears_a_request(front: Front) -> None:
