@@ -218,7 +218,7 @@ def test_a_head_drafts_without_the_adapters_that_the_target_has(
     target, keys, _ = make_head(method, tmp_path, tmp_path_factory.mktemp("head"))
     parts = ("q_proj", "o_proj", "down_proj", "embed_tokens", "lm_head")
     if method == "mtp":
-        parts = ("o_proj", "embed_tokens")
+        parts = ("layers.0.self_attn.o_proj", "layers.1.self_attn.o_proj", "model.embed_tokens")
     folders = [
         write_adapter(tmp_path_factory.mktemp(name), target, targets=parts, seed=ord(name))
         for name in "ab"
