@@ -201,6 +201,8 @@ class LoRAManager:
     def warm_up(self) -> None:
         """Run the copies of a slot once, so that none compiles later."""
         if not self._is_grouped:
+            # What made the slots is no part of the first copy's recipe.
+            self._backend.mark_step()
             self._copy_to(0, NOTHING)
             self._backend.synchronize()
 
