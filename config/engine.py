@@ -114,6 +114,18 @@ class SchedulerConfig:
         name="scheduling-policy",
         choices=("fcfs", "priority"),
     )
+    fair_share: bool = setting(
+        False,
+        "Share the engine among the API keys by the tokens that each was served: the next request "
+        "is one of the key that had the fewest, within a priority",
+    )
+    max_ttft_s: float = setting(
+        0.0,
+        "Answer a request with 503 if its time to first token, as estimated from the prompts ahead "
+        "of it, is longer than this many seconds; 0: no limit",
+        name="max-ttft",
+        minimum=0,
+    )
     max_inflight_steps: int = setting(
         2,
         "Steps in flight; 1 turns off asynchronous scheduling",

@@ -68,12 +68,28 @@ class Overloaded(GaudiserveError):
     """The server is full; the client may retry after `retry_after_s` seconds."""
 
     def __init__(
-        self, message: str, *, retry_after_s: int | None = 1, type: str = "server_overloaded"
+        self,
+        message: str,
+        *,
+        retry_after_s: int | None = 1,
+        type: str = "server_overloaded",
+        is_slow: bool = False,
     ) -> None:
+        """`is_slow`: --max-ttft is the reason."""
         super().__init__(message)
+        self.is_slow = is_slow
         self.message = message
         self.retry_after_s = retry_after_s
         self.type = type
+
+
+class DeadlineExceeded(GaudiserveError):
+    """The request's timeout has passed; 504. The message says what it had reached."""
+
+    def __init__(self, message: str, *, has_started: bool = False) -> None:
+        super().__init__(message)
+        self.has_started = has_started
+        """Whether an engine had begun to compute it."""
 
 
 class EngineDied(GaudiserveError):

@@ -48,10 +48,12 @@ class Request:
         "block_hashes",
         "blocks",
         "cache_salt",
+        "charged_until",
         "decode_limit",
         "drafts",
         "encoded_images",
         "end_ids",
+        "expected_output",
         "first_token_at",
         "front_end",
         "guide",
@@ -82,6 +84,7 @@ class Request:
         "started_at",
         "state",
         "stop_ids",
+        "tenant",
     )
 
     def __init__(
@@ -117,6 +120,11 @@ class Request:
         self.priority_key = priority_key
         """(priority, arrival): the smallest runs first, the greatest is preempted first."""
         self.state = WAITING
+        self.tenant = message.tenant
+        self.charged_until = -1
+        """Of its tokens, those for which its tenant was charged when it started; -1: it has not
+        started. Set with fair shares only, as is `expected_output`."""
+        self.expected_output = 0
 
         room = limits.max_model_len - self.num_prompt_tokens
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)

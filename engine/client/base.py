@@ -4,6 +4,7 @@ share."""
 import asyncio
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -14,11 +15,14 @@ from config.params.pooling import PoolingParams
 from config.params.sampling import SamplingParams
 from engine.client.output_queue import OutputRouter, QueueLimits, RequestOutputQueue
 from engine.client.resumer import Resumer
+from engine.client.terms import NO_TERMS, RequestTerms
+from engine.client.ttft import Share, merged, tokens_ahead
 from engine.transport.channels import HIGH_WATER
 from engine.transport.messages import (
     ENGINE_SHIFT,
     FRONT_END_SHIFT,
     LOAD_ADAPTER,
+    RESTART_SHIFT,
     SLEEP,
     WAKE_UP,
     Abort,
@@ -42,6 +46,7 @@ SLOW_CONTROLS_S = {SLEEP: 600.0, WAKE_UP: 7200.0, LOAD_ADAPTER: 600.0}
 """Timeouts of the controls that move or read weights, or warm up."""
 
 RESTART_RETRY_S = 5
+MAX_RETRY_AFTER_S = 3600
 
 NO_SAMPLING = SamplingParams()
 """Of a request that samples nothing."""
@@ -137,7 +142,10 @@ class EngineClient(Protocol):
         adapter: str = "",
         images: Sequence[ImagePlacement] = (),
         encoded_images: Sequence[EncodedImage] = (),
+        terms: RequestTerms = NO_TERMS,
     ) -> RequestOutputQueue: ...
+
+    def check_ttft(self, num_tokens: int, *, priority: int, terms: RequestTerms) -> None: ...
 
     def abort(self, keys: list[int]) -> None: ...
 
@@ -152,8 +160,19 @@ class SingleEngineClient:
     """The client of one engine. A subclass implements `start`, `close` and `_send`, and passes the
     engine's messages to `_receive`."""
 
-    def __init__(self, index: int, limits: QueueLimits, *, engine: int = 0) -> None:
-        """`index` is the front end's number, `engine` the engine's."""
+    def __init__(
+        self,
+        index: int,
+        limits: QueueLimits,
+        *,
+        engine: int = 0,
+        restart: int = 0,
+        max_ttft_s: float = 0.0,
+        fair_share: bool = False,
+    ) -> None:
+        """`index` is the front end's number, `engine` the engine's. `restart`: how often this front
+        end took the place of one that died, whose keys are not used again. `max_ttft_s`: for
+        `check_ttft`; 0: no limit. `fair_share`: whether the engine is shared among tenants."""
         self.engine = engine
         self.ready: Ready | None = None
         """What the engine reported when it had started; None until it takes requests."""
@@ -177,7 +196,9 @@ class SingleEngineClient:
         self._settled = asyncio.Event()
         """Set when the engine is ready or has failed."""
         first_key = (index << FRONT_END_SHIFT) | (engine << ENGINE_SHIFT)
-        self._router = OutputRouter(first_key, limits)
+        first_key |= restart % 2 ** (ENGINE_SHIFT - RESTART_SHIFT) << RESTART_SHIFT
+        self._max_ttft_s, self._fair_share = max_ttft_s, fair_share
+        self._router = OutputRouter(first_key, limits, by_share=max_ttft_s > 0)
         self._heard_at_s = 0.0
         self.pid = 0
         """Of the engine's process, on its host; 0 if it has not said."""
@@ -249,6 +270,7 @@ class SingleEngineClient:
         adapter: str = "",
         images: Sequence[ImagePlacement] = (),
         encoded_images: Sequence[EncodedImage] = (),
+        terms: RequestTerms = NO_TERMS,
     ) -> RequestOutputQueue:
         """Send one sequence (`sampling.n` is ignored); `name` is for the engine's log, `adapter` a
         LoRAInfo.content; `images` have their tokens in the prompt, and `encoded_images` their
@@ -256,12 +278,19 @@ class SingleEngineClient:
         of a sequence that was accepted before is exempt from the limits on waiting requests and
         scheduled next.
         Raises Overloaded when too many wait or the engine is not ready, EngineDied when it is gone,
-        UserError for what cannot be encoded. Does not wait."""
+        DeadlineExceeded if that of `terms` has passed, UserError for what cannot be encoded. Does
+        not wait."""
         self._check_ready()
+        timeout_s = terms.timeout_s()
         tokens = memoryview(prompt).cast("B")
         if self._router.is_empty:
             self._heard_at_s = time.monotonic()
-        queue = self._router.open(tokens.nbytes // TOKEN_BYTES, is_continuation=is_continuation)
+        queue = self._router.open(
+            tokens.nbytes // TOKEN_BYTES,
+            is_continuation=is_continuation,
+            share=(priority, terms.tenant),
+        )
+        queue.deadline_s = terms.deadline_s
         try:
             message = AddRequest(
                 queue.key,
@@ -275,6 +304,8 @@ class SingleEngineClient:
                 is_continuation=is_continuation,
                 images=list(images),
                 encoded_images=list(encoded_images),
+                timeout_s=timeout_s,
+                tenant=terms.tenant,
             )
             if self._resumption is not None:
                 queue.message = message
@@ -287,6 +318,24 @@ class SingleEngineClient:
             self._router.discard(queue.key)
             raise Overloaded(f"The engine has left {HIGH_WATER} messages unread.")
         return queue
+
+    def check_ttft(self, num_tokens: int, *, priority: int, terms: RequestTerms) -> None:
+        """Raise Overloaded if a prompt of `num_tokens` is not expected to have its first token
+        within max_ttft_s. To be called before `add`, if there is such a limit."""
+        check_ttft(self.ttft_s(num_tokens, (priority, terms.tenant)), self._max_ttft_s)
+
+    def ttft_s(self, num_tokens: int, share: Share) -> float:
+        """The expected time to first token of a prompt of `num_tokens`. 0 if nothing is ahead of
+        it, or the engine has measured nothing yet."""
+        stats = self.stats
+        if self._router.shares is None or not stats.prefill_tokens_per_s:
+            return 0.0
+        reported = {(priority, tenant): count for priority, tenant, count in stats.waiting_shares}
+        waiting = merged(reported, self._router.shares)
+        ahead = tokens_ahead(waiting, share, num_tokens, fair_share=self._fair_share)
+        if not ahead:
+            return 0.0
+        return (ahead + stats.prefilling_tokens + num_tokens) / stats.prefill_tokens_per_s
 
     def abort(self, keys: list[int]) -> None:
         """Abort these requests; safe for unknown or finished keys, at any moment. Their queues end
@@ -482,3 +531,14 @@ class SingleEngineClient:
             answer.set_exception(RequestFailed(reply.error))
         else:
             answer.set_result(reply.value)
+
+
+def check_ttft(expected_s: float, max_ttft_s: float) -> None:
+    """Raise Overloaded if a time to first token is longer than allowed."""
+    if expected_s > max_ttft_s > 0:
+        raise Overloaded(
+            f"The first token is expected in {expected_s:.1f} s, which is more than "
+            f"{max_ttft_s:g} s (--max-ttft).",
+            retry_after_s=min(math.ceil(expected_s), MAX_RETRY_AFTER_S),
+            is_slow=True,
+        )

@@ -3,12 +3,14 @@ engine."""
 
 import asyncio
 import itertools
+import time
 from array import array
 from collections.abc import Iterable
 
 import msgspec
 
 from config.errors import EngineDied, Overloaded
+from engine.client.ttft import Share
 from engine.transport.messages import AddRequest, Finish, Resumption, StepOutput
 from hpu.protocol import TOKEN_BYTES, Logprobs
 
@@ -16,6 +18,9 @@ MAX_DEATHS = 3
 """So often in a row an engine may die while it computes the next token of this request and of no
 other whose next token it has not computed before: then the request is the cause. Two deaths
 may have another cause."""
+
+
+MIN_TIMEOUT_S = 1e-3
 
 
 class Update(msgspec.Struct, gc=False):
@@ -42,16 +47,21 @@ class RequestOutputQueue:
         "_output",
         "_reader",
         "_update",
+        "deadline_s",
         "has_started",
         "is_suspect",
         "key",
         "message",
         "num_deaths",
         "num_waiting_tokens",
+        "share",
     )
 
-    def __init__(self, key: int, num_waiting_tokens: int) -> None:
+    def __init__(self, key: int, num_waiting_tokens: int, share: Share = (0, 0)) -> None:
         self.key = key
+        self.share = share
+        self.deadline_s: float | None = None
+        """As RequestTerms.deadline_s."""
         self.num_waiting_tokens = num_waiting_tokens
         """Prompt tokens that wait to be scheduled; -1 once the request was scheduled."""
         self.has_started = False
@@ -119,7 +129,13 @@ class RequestOutputQueue:
         assert self.message is not None, f"request {self.key} cannot be resumed"
         self._num_resumed = len(self._output), self._num_prompt_logprobs
         resumption = Resumption(memoryview(self._output.tobytes()), self._num_prompt_logprobs)
-        return msgspec.structs.replace(self.message, key=self.key, resumption=resumption)
+        timeout_s = self.message.timeout_s
+        if self.deadline_s is not None:
+            # One that has passed is the engine's to report.
+            timeout_s = max(self.deadline_s - time.perf_counter(), MIN_TIMEOUT_S)
+        return msgspec.structs.replace(
+            self.message, key=self.key, resumption=resumption, timeout_s=timeout_s
+        )
 
     def _wake_reader(self) -> None:
         if self._reader is not None:
@@ -129,34 +145,67 @@ class RequestOutputQueue:
 
 
 class QueueLimits:
-    """The waiting requests of one front end, over all of its engines, and their limits."""
+    """The waiting requests of one front end, over all of its engines, and their limits.
 
-    def __init__(self, *, max_requests: int, max_prompt_tokens: int) -> None:
+    With `fair_share` a tenant may exceed what is left of a limit up to its share of the whole, the
+    limit divided by the tenants that wait: one that fills the queue keeps no other out. So at most
+    limit * (1 + 1/2 + 1/3 + ...) requests wait, over the tenants.
+    """
+
+    def __init__(
+        self, *, max_requests: int, max_prompt_tokens: int, fair_share: bool = False
+    ) -> None:
         self._max_requests = max_requests
         self._max_prompt_tokens = max_prompt_tokens
         self._num_requests = 0
         self._num_tokens = 0
+        self._tenants: dict[int, list[int]] | None = {} if fair_share else None
+        """Waiting requests and tokens of each tenant that has any."""
 
-    def enter(self, num_tokens: int, *, is_continuation: bool = False) -> None:
+    def enter(self, num_tokens: int, *, is_continuation: bool = False, tenant: int = 0) -> None:
         """Count a request with so many prompt tokens. Raises Overloaded when too many requests or
         tokens wait, unless it continues a request that was accepted before."""
-        if self._num_requests >= self._max_requests and not is_continuation:
-            raise Overloaded(
-                f"{self._num_requests} requests are waiting, and at most {self._max_requests} may."
-            )
         num_waiting = self._num_tokens + num_tokens
-        if num_waiting > self._max_prompt_tokens and not is_continuation:
-            raise Overloaded(
-                f"{self._num_tokens} prompt tokens are waiting and this request has "
-                f"{num_tokens}, and at most {self._max_prompt_tokens} may wait."
-            )
+        is_full = self._num_requests >= self._max_requests or num_waiting > self._max_prompt_tokens
+        if is_full and not is_continuation:
+            self._check_share(num_tokens, tenant)
         self._num_requests += 1
         self._num_tokens = num_waiting
+        if self._tenants is not None:
+            counts = self._tenants.setdefault(tenant, [0, 0])
+            counts[0] += 1
+            counts[1] += num_tokens
 
-    def leave(self, num_tokens: int) -> None:
+    def leave(self, num_tokens: int, *, tenant: int = 0) -> None:
         """Undo `enter`."""
         self._num_requests -= 1
         self._num_tokens -= num_tokens
+        if self._tenants is not None:
+            counts = self._tenants[tenant]
+            counts[0] -= 1
+            counts[1] -= num_tokens
+            if not counts[0]:
+                del self._tenants[tenant]
+
+    def _check_share(self, num_tokens: int, tenant: int) -> None:
+        """Raise Overloaded for a request beyond a limit, and beyond its tenant's share of it."""
+        num_requests, num_waiting, num_tenants, whose = self._num_requests, self._num_tokens, 1, ""
+        if self._tenants is not None:
+            num_requests, num_waiting = self._tenants.get(tenant, (0, 0))
+            num_tenants = len(self._tenants) + (tenant not in self._tenants)
+            whose = " of this API key"
+        max_requests = max(1, self._max_requests // num_tenants)
+        if num_requests >= max_requests and self._num_requests >= self._max_requests:
+            raise Overloaded(
+                f"{num_requests} requests{whose} are waiting, and at most {max_requests} may."
+            )
+        max_tokens = self._max_prompt_tokens // num_tenants
+        is_full = self._num_tokens + num_tokens > self._max_prompt_tokens
+        if num_waiting + num_tokens > max_tokens and is_full:
+            raise Overloaded(
+                f"{num_waiting} prompt tokens{whose} are waiting and this request has "
+                f"{num_tokens}, and at most {max_tokens} may wait."
+            )
 
 
 class OutputRouter:
@@ -165,19 +214,24 @@ class OutputRouter:
     A request waits from `open` until it is scheduled, gains a token or finishes.
     """
 
-    def __init__(self, first_key: int, limits: QueueLimits) -> None:
+    def __init__(self, first_key: int, limits: QueueLimits, *, by_share: bool = False) -> None:
+        """`by_share`: count `shares`."""
         self.num_waiting_tokens = 0
         """Prompt tokens of the requests that wait."""
+        self.shares: dict[Share, int] | None = {} if by_share else None
+        """The same by (priority, tenant)."""
         self._queues: dict[int, RequestOutputQueue] = {}
         self._keys = itertools.count(first_key)
         self._limits = limits
 
-    def open(self, num_prompt_tokens: int, *, is_continuation: bool = False) -> RequestOutputQueue:
+    def open(
+        self, num_prompt_tokens: int, *, is_continuation: bool = False, share: Share = (0, 0)
+    ) -> RequestOutputQueue:
         """The queue of a new request. Raises Overloaded like QueueLimits.enter."""
-        self._limits.enter(num_prompt_tokens, is_continuation=is_continuation)
-        queue = RequestOutputQueue(next(self._keys), num_prompt_tokens)
+        self._limits.enter(num_prompt_tokens, is_continuation=is_continuation, tenant=share[1])
+        queue = RequestOutputQueue(next(self._keys), num_prompt_tokens, share)
         self._queues[queue.key] = queue
-        self.num_waiting_tokens += num_prompt_tokens
+        self._count_waiting(share, num_prompt_tokens)
         return queue
 
     def deliver(self, output: StepOutput) -> None:
@@ -274,10 +328,12 @@ class OutputRouter:
         if queue.num_waiting_tokens < 0:
             assert queue.message is not None, f"request {queue.key} cannot be resumed"
             queue.num_waiting_tokens = queue.message.prompt.nbytes // TOKEN_BYTES
-            self._limits.enter(queue.num_waiting_tokens, is_continuation=True)
+            self._limits.enter(
+                queue.num_waiting_tokens, is_continuation=True, tenant=queue.share[1]
+            )
         else:
-            self.num_waiting_tokens -= queue.num_waiting_tokens
-        other.num_waiting_tokens += queue.num_waiting_tokens
+            self._count_waiting(queue.share, -queue.num_waiting_tokens)
+        other._count_waiting(queue.share, queue.num_waiting_tokens)
         queue.key = next(other._keys)
         other._queues[queue.key] = queue
 
@@ -296,6 +352,15 @@ class OutputRouter:
 
     def _leave_waiting(self, queue: RequestOutputQueue) -> None:
         if queue.num_waiting_tokens >= 0:
-            self._limits.leave(queue.num_waiting_tokens)
-            self.num_waiting_tokens -= queue.num_waiting_tokens
+            self._limits.leave(queue.num_waiting_tokens, tenant=queue.share[1])
+            self._count_waiting(queue.share, -queue.num_waiting_tokens)
             queue.num_waiting_tokens = -1
+
+    def _count_waiting(self, share: Share, num_tokens: int) -> None:
+        self.num_waiting_tokens += num_tokens
+        if self.shares is not None:
+            count = self.shares.get(share, 0) + num_tokens
+            if count:
+                self.shares[share] = count
+            else:
+                del self.shares[share]

@@ -18,9 +18,12 @@ from engine.client.base import (
     Pause,
     ResumptionObserver,
     SingleEngineClient,
+    check_ttft,
 )
 from engine.client.common_end import CommonEnd
 from engine.client.output_queue import RequestOutputQueue
+from engine.client.terms import NO_TERMS, RequestTerms
+from engine.client.ttft import Share
 from engine.kv_cache.prefix_hashes import block_hashes
 from engine.transport.messages import (
     AWAKE,
@@ -148,12 +151,14 @@ class RouterClient:
         *,
         prefix_caching: bool = True,
         are_coupled: bool = False,
+        max_ttft_s: float = 0.0,
         on_route: Callable[[int, str], None] = lambda engine, reason: None,
     ) -> None:
         """`engines` are in the order of their numbers. `on_route` is called with the engine of each
         request and with one of REASONS."""
         self._engines = tuple(engines)
         self._prefix_caching = prefix_caching
+        self._max_ttft_s = max_ttft_s
         self.on_route = on_route
         self._prefixes = [CachedPrefixes() for _ in engines]
         self._num_routed = [0] * len(engines)
@@ -274,7 +279,7 @@ class RouterClient:
         message = queue.message
         assert message is not None, f"request {queue.key} cannot be resumed"
         engine, _, hashes = self._route(
-            message.prompt, message.cache_salt, message.adapter, message.images
+            message.prompt, message.cache_salt, message.adapter, message.images, queue.share
         )
         if engine.lost is None and engine.failure is None:
             engine.adopt(client, [queue])
@@ -316,9 +321,11 @@ class RouterClient:
         adapter: str = "",
         images: Sequence[ImagePlacement] = (),
         encoded_images: Sequence[EncodedImage] = (),
+        terms: RequestTerms = NO_TERMS,
     ) -> RequestOutputQueue:
         """Like SingleEngineClient.add, for the engine that fits best."""
-        engine, reason, hashes = self._route(prompt, cache_salt, adapter, images)
+        share = (priority, terms.tenant)
+        engine, reason, hashes = self._route(prompt, cache_salt, adapter, images, share)
         queue = engine.add(
             prompt,
             sampling,
@@ -330,6 +337,7 @@ class RouterClient:
             adapter=adapter,
             images=images,
             encoded_images=encoded_images,
+            terms=terms,
         )
         self._prefixes[engine.engine].add(hashes)
         self._num_routed[engine.engine] += 1
@@ -365,17 +373,36 @@ class RouterClient:
         for engine in self._engines:
             engine.fail(message, is_config=is_config)
 
+    def check_ttft(self, num_tokens: int, *, priority: int, terms: RequestTerms) -> None:
+        """Like SingleEngineClient.check_ttft, of the engine that is the first to be expected."""
+        share, engines = (priority, terms.tenant), self._routable
+        check_ttft(
+            min((one.ttft_s(num_tokens, share) for one in engines), default=0.0), self._max_ttft_s
+        )
+
+    @property
+    def _routable(self) -> list[SingleEngineClient]:
+        """The engines that new requests may go to."""
+        running = [one for one in self.living if one.lost is None] or self.living
+        return [one for one in running if one.stats.sleep == AWAKE] or running
+
     def _route(
         self,
         prompt: bytes | memoryview,
         cache_salt: str,
         adapter: str,
         images: Sequence[ImagePlacement],
+        share: Share,
     ) -> tuple[SingleEngineClient, str, list[bytes]]:
-        """The engine for a prompt, the reason, and the hashes of the prompt's blocks."""
+        """The engine for a prompt, the reason, and the hashes of the prompt's blocks. One that is
+        expected to be too slow for --max-ttft is not chosen if another is not."""
         ready = self.ready
-        running = [one for one in self.living if one.lost is None] or self.living
-        engines = [one for one in running if one.stats.sleep == AWAKE] or running
+        engines = self._routable
+        num_tokens = memoryview(prompt).nbytes // TOKEN_BYTES
+        if self._max_ttft_s:
+            engines = [
+                one for one in engines if one.ttft_s(num_tokens, share) <= self._max_ttft_s
+            ] or engines
         if ready is None or not engines:
             # Its `add` raises.
             starting = (one for one in self._engines if one.ready is None)
@@ -394,7 +421,7 @@ class RouterClient:
             )
             for one in engines
         ]
-        index, reason = choose(candidates, memoryview(prompt).nbytes // TOKEN_BYTES)
+        index, reason = choose(candidates, num_tokens)
         return engines[index], reason, hashes
 
 

@@ -26,10 +26,20 @@ class ZmqClient(SingleEngineClient):
         *,
         token: str,
         engine: int = 0,
+        restart: int = 0,
+        max_ttft_s: float = 0.0,
+        fair_share: bool = False,
     ) -> None:
         """`index` is this front end's number; it listens at `endpoint` for engine `engine`, which
-        presents `token`."""
-        super().__init__(index, limits, engine=engine)
+        presents `token`. The others are those of SingleEngineClient."""
+        super().__init__(
+            index,
+            limits,
+            engine=engine,
+            restart=restart,
+            max_ttft_s=max_ttft_s,
+            fair_share=fair_share,
+        )
         self._endpoint = endpoint
         self._context = ZmqContext(token)
         self._rejected = rejection_warning(endpoint)

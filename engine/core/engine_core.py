@@ -5,6 +5,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 from config.engine import EngineConfig
@@ -13,12 +14,15 @@ from config.lora.adapter import LoRAInfo
 from engine.core.admission import admission_error, num_prompt_tokens
 from engine.core.coupled_steps import CoupledSteps
 from engine.core.output_processor import OutputProcessor
+from engine.core.prefill_rate import PrefillRate
 from engine.core.sleep_state import SleepState
 from engine.executors.base import AdapterExecutor, Executor, OffloadExecutor
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.offload import KVOffload
 from engine.request import NO_ALLOWED_TOKEN, ModelLimits, Request
+from engine.scheduling.deadlines import Deadlines
 from engine.scheduling.encoder_cache import EncoderCache
+from engine.scheduling.fair_queue import FairQueue
 from engine.scheduling.grammar_masks import deferred_masks
 from engine.scheduling.launch_packer import LaunchPacker
 from engine.scheduling.lora_slots import LoRASlots
@@ -61,6 +65,8 @@ MAX_CALL_WAIT_S = 0.1
 
 FETCH_POLL_S = 0.002
 """How long an engine waits for blocks from files before it looks for new requests."""
+MAX_SHARES = 256
+"""Shares of waiting requests that are reported to front ends."""
 
 ADAPTER_POLL_S = 0.002
 """How long an engine waits for an adapter before it looks for new requests."""
@@ -178,6 +184,8 @@ class EngineCore:
         self._outputs = OutputProcessor(self._kv)
         self._sleep_state = SleepState(executor, on_progress)
         self._requests: dict[int, Request] = {}
+        self._deadlines = Deadlines()
+        self._prefill_rate = PrefillRate() if scheduler.max_ttft_s > 0 else None
         self._guided: set[int] = set()
         """Of coupled engines: keys of requests with a grammar that may be unfinished."""
         self._front_ends: set[int] = set()
@@ -290,6 +298,9 @@ class EngineCore:
             self._outputs.finish(request, "length", now)
             return
         self._requests[key] = request
+        if message.timeout_s:
+            deadline_s = now + message.timeout_s
+            self._deadlines.add(key, deadline_s, self._requests, len(self._requests))
         if self._coupled is not None and request.guide is not None:
             self._guided.add(key)
         self._scheduler.add_request(request)
@@ -318,6 +329,20 @@ class EngineCore:
                 self._scheduler.finish_requests([request])
                 self._outputs.retract(request)
                 self._has_output = True
+
+    def _end_overdue(self) -> None:
+        """End the requests whose deadlines have passed."""
+        now = self._clock()
+        for key in self._deadlines.take_passed(now):
+            request = self._requests.pop(key, None)
+            if request is None:
+                continue
+            self._scheduler.finish_requests([request])
+            reached = "it waited to be scheduled"
+            if request.started_at >= 0:
+                reached = f"{request.num_output_tokens} output tokens were generated"
+            self._outputs.finish(request, "error", now, error=reached, is_timeout=True)
+            self._has_output = True
 
     def control(self, name: str, arguments: dict[str, Any]) -> Any:
         """Execute a Control and return its value. Raises UserError for an unknown name or argument,
@@ -481,6 +506,8 @@ class EngineCore:
         """
         if self.num_later:
             self._take_warmed()
+        if self._deadlines:
+            self._end_overdue()
         if self._sleep_state.is_pending and not self._requests:
             self._enter_sleep()
         if self._inflight and self._executor.has_result():
@@ -502,6 +529,8 @@ class EngineCore:
             if self._coupled is not None and (output.plan is not None or self._is_called):
                 output.plan = self._share(output, self._coupled)
             if output.plan is not None:
+                if self._prefill_rate is not None and not self._inflight:
+                    self._prefill_rate.begin(self._clock())
                 self._executor.submit(output.plan)
                 self._inflight.append(output)
                 self._step += 1
@@ -573,7 +602,8 @@ class EngineCore:
     def _process(self, result: StepResult) -> None:
         output = self._inflight.popleft()
         assert output.plan is not None, f"step {output.step} was never submitted"
-        finished = self._outputs.process(output, result, self._clock())
+        now = self._clock()
+        finished = self._outputs.process(output, result, now)
         self._scheduler.finish_requests(finished)
         for request in finished:
             del self._requests[request.key]
@@ -588,6 +618,11 @@ class EngineCore:
         if output.num_tokens or self._coupled is None:
             self._stats.count_step(output.num_tokens, phases, result.seconds)
             self._has_output = True
+        if self._prefill_rate is not None:
+            num_tokens = sum(chunk.num_tokens for chunk in output.chunks)
+            num_tokens += sum(num_cached for _, num_cached in output.started)
+            has_waiting = len(self._scheduler.waiting) > 0
+            self._prefill_rate.observe(num_tokens, now, has_waiting=has_waiting)
         if result.counters:
             compiled = self._stats.num_compiled
             self._stats.update_counters(result.counters)
@@ -639,10 +674,20 @@ class EngineCore:
         adapters = {} if self._lora is None else self._lora.gauges
         images = {} if self._encoder is None else self._encoder.gauges
         offload = {} if self._offload is None else self._offload.gauges
+        shares: dict[str, Any] = {}
+        if self._prefill_rate is not None and waiting.shares is not None:
+            shares["prefill_tokens_per_s"] = self._prefill_rate.tokens_per_s
+            shares["prefilling_tokens"] = self._scheduler.num_prefilling_tokens
+            first = islice(waiting.shares.items(), MAX_SHARES)
+            shares["waiting_shares"] = [(*share, count) for share, count in first]
+        if isinstance(waiting, FairQueue):
+            shares["waiting_tenants"] = waiting.num_waiting_tenants
+            shares["tenant_tokens"] = waiting.served.copy()
         oldest = waiting.oldest()
         return self._stats.snapshot(
             **adapters,
             **images,
+            **shares,
             running=self._scheduler.num_running,
             waiting=len(waiting),
             waiting_prompt_tokens=waiting.num_tokens,

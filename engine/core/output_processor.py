@@ -48,6 +48,7 @@ class OutputProcessor:
         error: str | None = None,
         param: str | None = None,
         is_retryable: bool = False,
+        is_timeout: bool = False,
     ) -> None:
         """Send the request's Finish, after which nothing follows."""
         started = request.started_at if request.started_at >= 0 else now
@@ -64,6 +65,7 @@ class OutputProcessor:
                 num_preemptions=request.num_preemptions,
                 param=param,
                 is_retryable=is_retryable,
+                is_timeout=is_timeout,
             )
         )
 

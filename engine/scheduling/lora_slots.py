@@ -318,8 +318,8 @@ class AdapterQueue(WaitingQueue):
     """A WaitingQueue whose next request is the first one that may start: those that wait for their
     adapter are passed."""
 
-    def __init__(self, slots: LoRASlots) -> None:
-        super().__init__()
+    def __init__(self, slots: LoRASlots, *, by_share: bool = False) -> None:
+        super().__init__(by_share=by_share)
         self._slots = slots
         self._passed: list[Request] = []
         self._version = -1

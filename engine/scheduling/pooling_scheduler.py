@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from config.engine import SchedulerConfig
 from config.params.pooling import EMBED, TOKEN_EMBED, PoolingFacts, PoolingParams
 from engine.request import FINISHED, RUNNING, WAITING, Request
+from engine.scheduling.fair_queue import FairQueue, make_waiting_queue
 from engine.scheduling.launch_packer import Chunk, LaunchPacker
-from engine.scheduling.lora_slots import AdapterQueue, LoRASlots
+from engine.scheduling.lora_slots import LoRASlots
 from engine.scheduling.scheduler import SchedulerOutput
-from engine.scheduling.waiting_queue import WaitingQueue
 from hpu.protocol import PREFILL, StepPlan, Text
 
 
@@ -26,7 +26,8 @@ class PoolingScheduler:
         packer: LaunchPacker,
         lora: LoRASlots | None = None,
     ) -> None:
-        self.waiting = WaitingQueue() if lora is None else AdapterQueue(lora)
+        self.waiting = make_waiting_queue(config, lora)
+        self._fair = self.waiting if isinstance(self.waiting, FairQueue) else None
         self._lora = lora
         self._facts = facts
         self._packer = packer
@@ -38,6 +39,11 @@ class PoolingScheduler:
     def num_running(self) -> int:
         """Unfinished requests in plans that are not collected yet."""
         return len(self._running)
+
+    @property
+    def num_prefilling_tokens(self) -> int:
+        """None: a text is read in one launch."""
+        return 0
 
     @property
     def requests_with_blocks(self) -> list[Request]:
@@ -64,6 +70,8 @@ class PoolingScheduler:
                 if state == RUNNING:
                     self._lora.release(request)
                 self._lora.finish_request(request)
+            if self._fair is not None and state != FINISHED:
+                self._fair.finish(request)
 
     def update_from_output(self, step: int) -> None:
         """All plans up to `step` have run: there is nothing to free."""
@@ -87,6 +95,8 @@ class PoolingScheduler:
                 self.finish_requests([request])
                 continue
             self.waiting.remove(request)
+            if self._fair is not None:
+                self._fair.start(request, 0)
             request.state = RUNNING
             request.req_index = len(output.chunks)
             self._running.add(request.key)

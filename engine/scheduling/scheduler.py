@@ -10,11 +10,11 @@ from config.engine import SchedulerConfig
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import FINISHED, PREEMPTED, RUNNING, WAITING, Request
 from engine.scheduling.encoder_cache import EncoderCache
+from engine.scheduling.fair_queue import FairQueue, make_waiting_queue
 from engine.scheduling.grammar_masks import add_masks
 from engine.scheduling.known_tokens import known_tokens
 from engine.scheduling.launch_packer import Chunk, LaunchPacker
-from engine.scheduling.lora_slots import AdapterQueue, LoRASlots
-from engine.scheduling.waiting_queue import WaitingQueue
+from engine.scheduling.lora_slots import LoRASlots
 from engine.stats import StepStats
 from hpu.protocol import DECODE, NO_SLOT, PREFILL, NewRequest, StepPlan
 
@@ -91,7 +91,8 @@ class Scheduler:
         read a slice of the cache. `prefill_launch_tokens`: a step starts no further prompt once it
         has so many prompt tokens; 0: only the budget limits it. `max_tokens_per_step`: of a
         decode, with speculation more than 1."""
-        self.waiting = WaitingQueue() if lora is None else AdapterQueue(lora)
+        self.waiting = make_waiting_queue(config, lora)
+        self._fair = self.waiting if isinstance(self.waiting, FairQueue) else None
         self._lora = lora
         self._encoder = encoder
         self._kv = kv
@@ -130,6 +131,15 @@ class Scheduler:
         return self._max_num_seqs - len(self._free_indices) - len(self._draining)
 
     @property
+    def num_prefilling_tokens(self) -> int:
+        """Of running requests, tokens that are computed before each one's next output token."""
+        return sum(
+            request.num_prefill_tokens - request.num_computed_tokens
+            for request in self._prefilling
+            if request.state == RUNNING
+        )
+
+    @property
     def requests_with_blocks(self) -> list[Request]:
         running = [r for r in (*self._decoding, *self._prefilling) if r.state == RUNNING]
         return running + self._draining
@@ -158,6 +168,8 @@ class Scheduler:
                 self._remove(request)
             if self._lora is not None and request.adapter and state != FINISHED:
                 self._lora.finish_request(request)
+            if self._fair is not None and state != FINISHED:
+                self._fair.finish(request)
 
     def update_from_output(self, step: int) -> None:
         """All plans up to `step` have run: free what drained until then."""
@@ -323,6 +335,8 @@ class Scheduler:
                 self._reject(request, error, output)
                 continue
             self.waiting.remove(request)
+            if self._fair is not None:
+                self._fair.start(request, num_cached)
             kv.attach_prefix(request, prefix)
             kv.allocate(request, kv.num_blocks_for(num_cached + count) - len(request.blocks))
             self._start(request, num_cached, output)

@@ -14,19 +14,37 @@ class WaitingQueue:
     entries are stale. So every change costs O(log n).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_share: bool = False) -> None:
+        """`by_share`: count `shares`."""
         self._heap: list[tuple[tuple[int, int], int]] = []
         self._requests: dict[int, Request] = {}
         self.num_tokens = 0
         """Of all requests in it."""
+        self.shares: dict[tuple[int, int], int] | None = {} if by_share else None
+        """Tokens by (priority, tenant)."""
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def add(self, request: Request) -> None:
         heapq.heappush(self._heap, (request.priority_key, request.key))
+        self._count_in(request)
+
+    def _count_in(self, request: Request) -> None:
         self._requests[request.key] = request
         self.num_tokens += request.num_tokens
+        if self.shares is not None:
+            share = (request.priority_key[0], request.tenant)
+            self.shares[share] = self.shares.get(share, 0) + request.num_tokens
+
+    def _count_out(self, request: Request) -> None:
+        del self._requests[request.key]
+        self.num_tokens -= request.num_tokens
+        if self.shares is not None:
+            share = (request.priority_key[0], request.tenant)
+            self.shares[share] -= request.num_tokens
+            if not self.shares[share]:
+                del self.shares[share]
 
     def peek(self) -> Request | None:
         """The next request, or None; it stays in the queue."""
@@ -44,8 +62,7 @@ class WaitingQueue:
         return next(iter(self._requests.values()), None)
 
     def remove(self, request: Request) -> None:
-        del self._requests[request.key]
-        self.num_tokens -= request.num_tokens
+        self._count_out(request)
         if len(self._heap) > 2 * len(self._requests) + MIN_COMPACTION:
             self._heap = [(r.priority_key, r.key) for r in self._requests.values()]
             heapq.heapify(self._heap)

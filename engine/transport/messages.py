@@ -18,10 +18,13 @@ from hpu.protocol import Logprobs as Logprobs
 from hpu.protocol import RankFacts
 
 FRONT_END_SHIFT = 48
-"""A key is (front end index << 48) | (engine << 40) | serial number."""
+"""A key is (front end index << 48) | (engine << 40) | (restart << 32) | serial number."""
 
 ENGINE_SHIFT = 40
 """The engine has 8 bits of a key: config/data_parallel.py holds it below 256."""
+RESTART_SHIFT = 32
+"""So has the number of the front end's restarts, modulo 256: no request has a key that a front end
+which died had given to another."""
 
 
 def engine_of(key: int) -> int:
@@ -82,6 +85,10 @@ class AddRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     """What the vision tower needs of `images`, each content once."""
     resumption: Resumption | None = None
     """It was accepted by an engine that died: it is exempt from the limit on waiting requests."""
+    timeout_s: float = 0.0
+    """It ends with an error so long after it has arrived; 0: no limit."""
+    tenant: int = 0
+    """Stands for the API key among which the engine is shared; 0: none."""
 
 
 class Abort(msgspec.Struct, array_like=True, gc=False, tag=2):
@@ -121,6 +128,8 @@ class Finish(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     internal error."""
     is_retryable: bool = False
     """The engine sleeps: the same request may succeed later."""
+    is_timeout: bool = False
+    """AddRequest.timeout_s has passed; `error` says what it had reached."""
 
 
 class EngineStats(msgspec.Struct, omit_defaults=True, gc=False):
@@ -136,6 +145,16 @@ class EngineStats(msgspec.Struct, omit_defaults=True, gc=False):
     sleep: str = AWAKE
     """AWAKE, FALLING_ASLEEP (new requests are rejected, open ones may finish) or one of ASLEEP."""
     preemptions: int = 0
+    prefill_tokens_per_s: float = 0.0
+    """See PrefillRate; 0 if it is not measured."""
+    prefilling_tokens: int = 0
+    """Of running requests, prompt tokens that are still to be computed; with the rate."""
+    waiting_shares: list[tuple[int, int, int]] = []
+    """(priority, tenant, tokens) of waiting requests; with the rate."""
+    waiting_tenants: int = 0
+    """With fair shares: API keys that have waiting requests."""
+    tenant_tokens: dict[str, int] = {}
+    """With fair shares: tokens that each was served, of a request's output when it ended."""
     steps: int = 0
     lookups: dict[str, int] = {}
     """'prefill.hit', 'decode.miss', ...: counts."""

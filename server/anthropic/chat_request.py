@@ -57,6 +57,7 @@ def to_chat_body(body: CountBody, *, has_reasoning: bool, takes_images: bool = F
             "temperature": body.temperature,
             "top_p": body.top_p,
             "top_k": body.top_k,
+            "timeout": body.timeout,
         }
         if has_reasoning and body.thinking is not None and body.thinking.type == "enabled":
             fields["thinking_token_budget"] = body.thinking.budget_tokens

@@ -15,6 +15,7 @@ _KINDS = {
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 _WORDS = (
     (".function.parameters", ".input_schema"),

@@ -123,6 +123,7 @@ class MessagesBody(CountBody):
     top_k: Integer | None = None
     metadata: Variables | None = None
     service_tier: str | None = None
+    timeout: float | None = None
 
     def check(self) -> None:
         super().check()

@@ -80,6 +80,8 @@ SHARED: Mapping[str, str] = {
     # The request itself.
     "model": "A served name; default: the first one.",
     "priority": "Lower is served first; other than 0 only with `--scheduling-policy priority`.",
+    "timeout": "Seconds from the request's arrival until it is ended with a 504; also the header "
+    "`X-Request-Timeout`.",
     "request_id": f"Part of the answer's id: 1 to {MAX_REQUEST_ID_CHARACTERS} visible characters.",
     "cache_salt": f"Prompts with the same salt share cached blocks: 1 to {MAX_SALT_CHARACTERS} "
     "characters, none of them @, / or \\.",

@@ -122,7 +122,8 @@ class AuthMiddleware:
                 return
             if isinstance(error, Overloaded):
                 is_full = error.type == "server_overloaded"
-                self._state.metrics.rejected("queue_full" if is_full else "not_ready")
+                reason = "max_ttft" if error.is_slow else "queue_full" if is_full else "not_ready"
+                self._state.metrics.rejected(reason)
             await refusal(fault_of(error), scope["path"])(scope, receive, send)
 
 

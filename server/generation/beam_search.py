@@ -15,6 +15,7 @@ from config.errors import UserError
 from config.params.beam_search import check_length_penalty
 from config.params.sampling import MAX_LOGPROBS, SamplingParams
 from engine.client.output_queue import Update
+from engine.client.terms import NO_TERMS, RequestTerms
 from engine.transport.messages import Finish
 from server.generation.outputs import Delta, PositionLogprobs, Prompt, Timing
 from server.generation.pipeline import Generation, Pipeline
@@ -119,6 +120,7 @@ class BeamSearchGeneration:
         name: str = "",
         visible_special_ids: frozenset[int] = frozenset(),
         adapter: str = "",
+        terms: RequestTerms = NO_TERMS,
     ) -> None:
         """Check the request and send the first step. Arguments and exceptions are those of
         `Pipeline.start`; `params.n` is the beam width. Of `params` only the end tokens, the length
@@ -145,6 +147,7 @@ class BeamSearchGeneration:
             cache_salt=cache_salt,
             name=name,
             adapter=adapter,
+            terms=terms,
         )
         self._step_params = SamplingParams(
             temperature=0,

@@ -6,11 +6,12 @@ import time
 
 import numpy as np
 
-from config.errors import EngineDied, Overloaded, RequestFailed, UserError
+from config.errors import DeadlineExceeded, EngineDied, Overloaded, RequestFailed, UserError
 from config.params.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
 from config.server import ServerConfig
 from engine.client.base import EngineClient
 from engine.client.output_queue import RequestOutputQueue, Update
+from engine.client.terms import NO_TERMS, RequestTerms
 from engine.transport.messages import Finish, Ready, engine_of
 from server.generation.outputs import Delta, Output, PositionLogprobs, Prompt, Timing
 from server.generation.sequence import Sequence
@@ -44,13 +45,14 @@ class Pipeline:
         name: str = "",
         visible_special_ids: frozenset[int] = frozenset(),
         adapter: str = "",
+        terms: RequestTerms = NO_TERMS,
     ) -> "Generation":
         """Check the request and send its `len(prompts) * params.n` sequences, without waiting.
 
         `param` is the field that errors about the prompt name, `name` the request's id in logs,
         `adapter` a LoRAInfo.content;
         `visible_special_ids` are special tokens that always appear in the text. Raises UserError,
-        Overloaded or EngineDied; then nothing remains in the engine.
+        Overloaded, DeadlineExceeded or EngineDied; then nothing remains in the engine.
         """
         params, limits = self.check_request(prompts, params, param)
         generation = Generation(self.client, prompts, params.n)
@@ -69,6 +71,7 @@ class Pipeline:
                             cache_salt=cache_salt,
                             name=name,
                             adapter=adapter,
+                            terms=terms,
                             **images,
                         )
                     index = prompt_index * params.n + choice
@@ -323,11 +326,13 @@ async def _get(queue: RequestOutputQueue) -> Update:
 
 def check_finish(finish: Finish) -> None:
     """Raise an exception for a sequence that failed: UserError if a setting of the request caused
-    it, Overloaded if the engine went to sleep, else RequestFailed."""
+    it, Overloaded if the engine went to sleep, DeadlineExceeded, else RequestFailed."""
     if finish.reason not in ("stop", "length"):
         reason = finish.error or f"the engine ended the request: {finish.reason}"
         if finish.is_retryable:
             raise asleep()
+        if finish.is_timeout:
+            raise DeadlineExceeded(reason, has_started=finish.prefill_s > 0)
         if finish.param is not None:
             raise UserError(reason, param=finish.param or None)
         raise RequestFailed(reason)

@@ -10,7 +10,14 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from config.errors import EngineDied, NotFound, Overloaded, RequestFailed, UserError
+from config.errors import (
+    DeadlineExceeded,
+    EngineDied,
+    NotFound,
+    Overloaded,
+    RequestFailed,
+    UserError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +110,10 @@ def fault_of(error: Exception) -> Fault:
             code="overloaded" if error.type == "server_overloaded" else None,
             headers={} if wait is None else {"Retry-After": str(wait)},
         )
+    if isinstance(error, DeadlineExceeded):
+        # SDKs retry a 504: the time that their user gave is over.
+        headers = {"x-should-retry": "false"}
+        return Fault(504, str(error), "server_error", code="timeout", headers=headers)
     if isinstance(error, EngineFailed):
         return Fault(500, f"The engine failed: {error}.", "server_error")
     if isinstance(error, EngineDied):

@@ -185,6 +185,28 @@ class _EngineMetrics:
         yield self._counters(
             "vllm:num_preemptions", "Preempted sequences.", (), {(): stats.preemptions}
         )
+        if stats.prefill_tokens_per_s:
+            rate = stats.prefill_tokens_per_s
+            text = "Mean rate at which prompt tokens leave the waiting queue; with --max-ttft."
+            yield self._gauge("gaudiserve:prefill_tokens_per_second", text, rate)
+            ahead = stats.waiting_prompt_tokens + stats.prefilling_tokens
+            yield self._gauge(
+                "gaudiserve:expected_ttft_seconds",
+                "Time to first token behind all that waits; with --max-ttft.",
+                ahead / rate,
+            )
+        if stats.tenant_tokens:
+            yield self._gauge(
+                "gaudiserve:waiting_tenants",
+                "API keys that have waiting requests; with --fair-share.",
+                stats.waiting_tenants,
+            )
+            yield self._counters(
+                "gaudiserve:tenant_tokens",
+                "Tokens that an API key was served; with --fair-share.",
+                ("tenant",),
+                {(tenant,): count for tenant, count in stats.tenant_tokens.items()},
+            )
         state = stats.sleep if stats.sleep in ASLEEP else AWAKE
         yield self._gauges(
             "vllm:engine_sleep_state",

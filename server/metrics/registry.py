@@ -19,7 +19,7 @@ from server.metrics.requests import LABELS, RequestMetrics
 
 ENGINE = "0"
 """The label of what is counted before an engine is chosen."""
-REJECTIONS = ("queue_full", "not_ready")
+REJECTIONS = ("queue_full", "not_ready", "max_ttft")
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 
 PAUSE_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1200.0)
@@ -171,7 +171,7 @@ class Metrics:
         self._image_seconds.observe(seconds)
 
     def rejected(self, reason: str) -> None:
-        """Count a 503 response: queue_full or not_ready."""
+        """Count a 503 response: one of REJECTIONS."""
         self._rejections[reason].inc()
 
     def peer_rejected(self) -> None:

@@ -6,6 +6,7 @@ from server.metrics.counters import Counter, Histogram, Registry
 
 LABELS = ("model_name", "engine")
 FINISH_REASONS = ("stop", "length", "abort", "error")
+TIMEOUT_STATES = ("waiting", "running")
 PREFIX_CACHES = ("vllm:prefix_cache", "vllm:gpu_prefix_cache")
 """The name, and vLLM's former name, which routers and dashboards still read."""
 
@@ -61,6 +62,17 @@ class RequestMetrics:
         self._finished = {
             reason: finished.labels(*self._labels, reason) for reason in FINISH_REASONS
         }
+
+        timeouts = self._registry.counter(
+            "gaudiserve:request_timeouts",
+            "Requests that were ended by their timeout, by what they did then.",
+            (*LABELS, "state"),
+        )
+        self._timeouts = {state: timeouts.labels(*self._labels, state) for state in TIMEOUT_STATES}
+
+    def timed_out(self, *, has_started: bool) -> None:
+        """Count a request that its timeout has ended."""
+        self._timeouts[TIMEOUT_STATES[has_started]].inc()
 
     def _add_times(self) -> None:
         def times(name: str, text: str, bounds: Sequence[float]) -> Histogram:

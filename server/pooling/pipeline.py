@@ -10,6 +10,7 @@ from config.errors import Overloaded, RequestFailed
 from config.params.pooling import PoolingParams
 from engine.client.base import EngineClient
 from engine.client.output_queue import RequestOutputQueue, Update
+from engine.client.terms import NO_TERMS, RequestTerms
 from engine.transport.messages import engine_of
 from server.generation.outputs import Delta, Timing
 from server.generation.pipeline import check_finish
@@ -50,6 +51,7 @@ class PoolingStream:
         name: str = "",
         max_concurrent: int = MAX_CONCURRENT_INPUTS,
         adapter: str = "",
+        terms: RequestTerms = NO_TERMS,
     ) -> None:
         """Send the first inputs. Raises Overloaded or EngineDied; then none is left in the
         engine."""
@@ -57,7 +59,7 @@ class PoolingStream:
         self._unsent = deque(enumerate(inputs))
         self._inputs = inputs
         self._priority, self._cache_salt, self._name = priority, cache_salt, name
-        self._adapter = adapter
+        self._adapter, self._terms = adapter, terms
         self._max_concurrent = max_concurrent
         self._queues: deque[tuple[int, RequestOutputQueue]] = deque()
         """Index and output queue of each input in the engine, oldest first."""
@@ -145,6 +147,7 @@ class PoolingStream:
                     name=self._name,
                     pooling=item.params,
                     adapter=self._adapter,
+                    terms=self._terms,
                 )
             except Overloaded:
                 if not self._queues:

@@ -255,6 +255,7 @@ async def _run(
         partial(PoolingStream, state.client, inputs),
         model=model,
         num_prompt_tokens=sum(len(item.token_ids) for item in inputs),
+        num_first_tokens=len(inputs[0].token_ids),
         num_sequences=len(inputs),
     )
     job = PoolingJob(state=state, id=request_id_of(body, id_prefix), model=model, tracker=tracker)

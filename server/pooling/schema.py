@@ -64,6 +64,7 @@ class PoolingBody(Body):
     )
     normalize: bool | None = Field(None, description="An older name of use_activation.")
     priority: Integer | None = None
+    timeout: float | None = None
     request_id: str | None = None
     cache_salt: str | None = None
 

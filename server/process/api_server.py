@@ -122,11 +122,12 @@ class ApiServer:
     """Serves until it is stopped, or until the last engine dies."""
 
     def __init__(self, args: ApiServerArgs) -> None:
-        config = args.server
+        config, scheduler = args.server, args.engine.scheduler
         self._args = args
         limits = QueueLimits(
             max_requests=config.max_queued_requests,
             max_prompt_tokens=config.max_queued_prompt_tokens,
+            fair_share=scheduler.fair_share,
         )
         engines = [
             ZmqClient(
@@ -137,6 +138,8 @@ class ApiServer:
                 if engine < args.engine.data_parallel.num_local
                 else args.remote_token,
                 engine=engine,
+                max_ttft_s=scheduler.max_ttft_s,
+                fair_share=scheduler.fair_share,
             )
             for engine, endpoint in enumerate(args.endpoints)
         ]
@@ -147,6 +150,7 @@ class ApiServer:
                 engines,
                 prefix_caching=args.engine.cache.enable_prefix_caching,
                 are_coupled=args.engine.num_coupled_engines > 1,
+                max_ttft_s=scheduler.max_ttft_s,
             )
         self._lost: set[int] = set()
         """Engines that have died and were logged."""
@@ -169,7 +173,9 @@ class ApiServer:
             names,
             root=names[0],
             engine_config=args.engine,
-            has_priorities=args.engine.scheduler.policy == "priority",
+            has_priorities=scheduler.policy == "priority",
+            has_fair_share=scheduler.fair_share,
+            max_ttft_s=scheduler.max_ttft_s,
             created=args.created,
             peers=Peers(args.index, args.peer_sockets, args.token),
             tracer=make_tracer(config.otlp_traces_endpoint, VERSION),

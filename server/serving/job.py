@@ -13,9 +13,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from config.errors import EngineDied, Overloaded, UserError
+from config.errors import DeadlineExceeded, EngineDied, Overloaded, UserError
 from config.params.sampling import SamplingParams
 from config.params.structured_output import GrammarSpec
+from engine.client.terms import RequestTerms
 from engine.transport.messages import COMPILE_GRAMMAR
 from server.generation.answer_parser import ChoiceParsers
 from server.generation.beam_search import BeamSearchGeneration
@@ -33,6 +34,7 @@ from server.serving.choices import (
     token_formatter,
 )
 from server.serving.state import AppState
+from server.serving.timeouts import timeout_of
 from server.serving.tracking import RequestTracker
 
 T = TypeVar("T")
@@ -53,6 +55,9 @@ class EngineOptions(Protocol):
 
     @property
     def request_id(self) -> str | None: ...
+
+    @property
+    def timeout(self) -> float | None: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -183,6 +188,14 @@ def cache_salt_of(state: AppState, record: RequestRecord, salt: str | None) -> s
     return f"{record.owner}@{salt}"
 
 
+def tenant_of(state: AppState, record: RequestRecord) -> int:
+    """What stands for the request's API key in the engine, with --fair-share: 60 bits of the key's
+    digest; 0 without a key."""
+    if not state.has_fair_share or not record.owner:
+        return 0
+    return int(record.owner[:15], 16)
+
+
 async def check_grammar(state: AppState, field: str, spec: GrammarSpec) -> None:
     """Have the engine compile the grammar of `field`, so that errors in it are reported before a
     response begins. Raises UserError and Overloaded."""
@@ -210,20 +223,33 @@ def start_tracked(
     *,
     model: str,
     num_prompt_tokens: int,
+    num_first_tokens: int,
     num_sequences: int,
     params: SamplingParams | None = None,
 ) -> RequestTracker[StreamT]:
-    """Send a request to the engine with `start`, and track it. Raises what `start` raises."""
+    """Send a request to the engine with `start`, and track it. Raises what `start` raises, and
+    Overloaded if its first prompt, of `num_first_tokens`, would wait longer than --max-ttft."""
     _check_priority(state, options.priority)
     record = record_of(request.scope)
+    timeout = timeout_of(request, record, options.timeout)
     record.model = model
     record.num_prompt_tokens = num_prompt_tokens
-    stream = start(
-        priority=options.priority or 0,
-        cache_salt=cache_salt_of(state, record, options.cache_salt),
-        name=record.id,
-        adapter=state.adapter_of(model),
-    )
+    terms = RequestTerms(None if timeout is None else timeout.deadline_s, tenant_of(state, record))
+    priority = options.priority or 0
+    if state.max_ttft_s:
+        state.client.check_ttft(num_first_tokens, priority=priority, terms=terms)
+    try:
+        stream = start(
+            priority=priority,
+            cache_salt=cache_salt_of(state, record, options.cache_salt),
+            name=record.id,
+            adapter=state.adapter_of(model),
+            terms=terms,
+        )
+    except DeadlineExceeded as error:
+        assert timeout is not None, "only a request with a timeout has a deadline"
+        state.metrics.requests[0].timed_out(has_started=False)
+        raise timeout.error(str(error), record.seconds) from None
     metrics = state.metrics.requests[stream.engine]
     trace = None
     if (tracer := state.tracer) is not None:
@@ -239,7 +265,7 @@ def start_tracked(
                 num_cached_tokens=ended.stream.num_cached_tokens,
             )
 
-    tracker = RequestTracker(stream, params, num_sequences, record, metrics, trace)
+    tracker = RequestTracker(stream, params, num_sequences, record, metrics, trace, timeout)
     state.active_requests.add(tracker)
     return tracker
 
@@ -279,6 +305,7 @@ def start_job(
         partial(start, prompts, params, param=param, visible_special_ids=visible_special_ids),
         model=model,
         num_prompt_tokens=num_tokens,
+        num_first_tokens=len(prompts[0].token_ids),
         num_sequences=num_sequences,
         params=params,
     )

@@ -50,6 +50,10 @@ class AppState:
     """The engine's configuration, if this process has it."""
     has_priorities: bool = False
     """Whether the engine uses the priority policy."""
+    has_fair_share: bool = False
+    """Whether the engine is shared among API keys."""
+    max_ttft_s: float = 0.0
+    """The longest time to first token that a new request may have to expect; 0: any."""
     created: int = field(default_factory=lambda: int(time.time()))
     pipeline: Pipeline | None = None
     tokenizer: Tokenizer | None = None

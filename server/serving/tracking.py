@@ -1,14 +1,19 @@
 """Counts a running request into the metrics and its access-log record, and ends it."""
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Generic
 
-from config.errors import Overloaded
+from config.errors import DeadlineExceeded, Overloaded
 from config.params.sampling import SamplingParams
 from server.generation.outputs import Delta, StreamT
 from server.http.access_log import RequestRecord
 from server.metrics.requests import RequestMetrics
+from server.serving.timeouts import RequestTimeout
+
+GRACE_S = 0.5
+"""Time for the engine to end a request whose timeout has passed."""
 
 
 class RequestTracker(Generic[StreamT]):
@@ -26,6 +31,7 @@ class RequestTracker(Generic[StreamT]):
         record: RequestRecord,
         metrics: RequestMetrics,
         trace: "Callable[[RequestTracker[StreamT]], None] | None" = None,
+        timeout: RequestTimeout | None = None,
     ) -> None:
         """`params` is None for a pooling request; `trace` is called once the request has ended."""
         self.stream = stream
@@ -37,6 +43,13 @@ class RequestTracker(Generic[StreamT]):
         self._record = record
         self._metrics = metrics
         self._cancel_reason: str | None = None
+        self._timeout = timeout
+        self._timer: asyncio.TimerHandle | None = None
+        if timeout is not None:
+            # The engine ends it, unless there is none at that time, or it is busy with a long step.
+            left_s = timeout.deadline_s - time.perf_counter()
+            self._timer = asyncio.get_running_loop().call_later(left_s + GRACE_S, self._expire)
+        self._is_expired = False
         self._is_closed = False
         self._has_failed = False
         self._num_counted_tokens = 0
@@ -52,20 +65,39 @@ class RequestTracker(Generic[StreamT]):
         return self
 
     async def __anext__(self) -> list[Delta]:
-        """Deltas of the stream. Raises what the stream raises, and Overloaded after `cancel`."""
+        """Deltas of the stream. Raises what the stream raises, Overloaded after `cancel`, and
+        DeadlineExceeded when its timeout has passed."""
         try:
             deltas = await self.stream.__anext__()
         except StopAsyncIteration:
+            if self._is_expired:
+                raise self._overdue("the engine had not ended it") from None
             if self._cancel_reason is not None:
                 raise Overloaded(
                     self._cancel_reason, retry_after_s=None, type="server_error"
                 ) from None
             raise
+        except DeadlineExceeded as error:
+            raise self._overdue(str(error), has_started=error.has_started) from None
         except Exception:
             self._has_failed = True
             raise
         self._count_deltas(deltas)
         return deltas
+
+    def _expire(self) -> None:
+        if not self._is_closed and self._num_open:
+            self._is_expired = True
+            self.stream.abort()
+
+    def _overdue(self, reached: str, *, has_started: bool | None = None) -> DeadlineExceeded:
+        """The error for the client; counts it."""
+        assert self._timeout is not None, "only a request with a timeout has a deadline"
+        self._has_failed = True
+        if has_started is None:
+            has_started = self._first_token_s is not None
+        self._metrics.timed_out(has_started=has_started)
+        return self._timeout.error(reached, self._record.seconds)
 
     def cancel(self, reason: str) -> None:
         """Abort the request; its reader gets Overloaded with `reason`."""
@@ -78,6 +110,8 @@ class RequestTracker(Generic[StreamT]):
         if self._is_closed:
             return
         self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
         self.stream.abort()
         if self._num_open:
             reason = "error" if self._has_failed else "abort"

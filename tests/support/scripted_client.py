@@ -15,6 +15,7 @@ from config.params.pooling import PoolingFacts, PoolingParams
 from config.params.sampling import SamplingParams
 from engine.client.base import NO_SAMPLING, Failure
 from engine.client.output_queue import Update
+from engine.client.terms import NO_TERMS, RequestTerms
 from engine.transport.messages import EngineStats, Finish, Progress, Ready
 from hpu.protocol import EncodedImage, ImagePlacement, Logprobs
 
@@ -75,6 +76,7 @@ class ScriptedQueue:
     updates: asyncio.Queue[Update | str] = field(default_factory=asyncio.Queue)
     images: list[ImagePlacement] = field(default_factory=list)
     encoded_images: list[EncodedImage] = field(default_factory=list)
+    terms: RequestTerms = NO_TERMS
 
     async def get(self) -> Update:
         update = await self.updates.get()
@@ -150,6 +152,7 @@ class ScriptedClient:
         adapter: str = "",
         images: Sequence[ImagePlacement] = (),
         encoded_images: Sequence[EncodedImage] = (),
+        terms: RequestTerms = NO_TERMS,
     ) -> ScriptedQueue:
         if len(self.queues) >= self._room:
             raise Overloaded(f"{self._room} sequences are here")
@@ -158,6 +161,7 @@ class ScriptedClient:
         queue = ScriptedQueue(
             *(key, tokens, sampling, priority, cache_salt, pooling, is_continuation, adapter)
         )
+        queue.terms = terms
         queue.images, queue.encoded_images = list(images), list(encoded_images)
         self.queues.append(queue)
         return queue

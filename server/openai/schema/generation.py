@@ -136,6 +136,7 @@ class GenerationBody(Body):
     add_special_tokens: bool | None = None
     echo: bool | None = None
     priority: Integer | None = None
+    timeout: float | None = None
     request_id: str | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None

@@ -1,0 +1,215 @@
+"""FairQueue: waiting requests in the order of what their tenants have been served.
+
+Start-time fair queueing (Goyal et al., 1996) over tokens: each tenant has a virtual time, the
+tokens that it was served, and the tenant with the smallest one is next. A tenant that comes back
+starts at the virtual time of the one served last, so that nobody saves up a share.
+"""
+
+import heapq
+import math
+from collections.abc import Callable
+
+from config.engine import SchedulerConfig
+from engine.request import Request
+from engine.scheduling.lora_slots import AdapterQueue, LoRASlots
+from engine.scheduling.waiting_queue import MIN_COMPACTION, WaitingQueue
+
+FIRST_OUTPUT = 128.0
+"""Expected output tokens of a tenant's first request."""
+OUTPUT_WEIGHT = 0.1
+"""Of each request in the mean output of its tenant."""
+MAX_IDLE_TENANTS = 1024
+"""Tenants without waiting requests that are remembered, at least."""
+MAX_LABELS = 100
+"""Tenants whose tokens are counted separately; all others are counted as one."""
+OTHERS, NO_KEY = "other", "none"
+
+_CONTINUATIONS = -1
+"""Continuations of accepted requests are next, whoever sent them."""
+
+Key = tuple[int, float]
+"""(priority, virtual time) of a tenant that waits."""
+
+
+class _Tenant:
+    """The waiting requests of one API key, and what it was served."""
+
+    __slots__ = ("counts", "key", "mean_output", "priorities", "queue", "virtual_time")
+
+    def __init__(self, queue: WaitingQueue, virtual_time: float) -> None:
+        self.queue = queue
+        self.virtual_time = virtual_time
+        self.mean_output = FIRST_OUTPUT
+        self.counts: dict[int, int] = {}
+        """Waiting requests by priority."""
+        self.priorities: list[int] = []
+        """Heap of the priorities in `counts`, and of some that have left it."""
+        self.key: Key | None = None
+        """Its entry in the heap of tenants; None: nothing waits."""
+
+    def add(self, request: Request) -> None:
+        self.queue.add(request)
+        priority = request.priority_key[0]
+        count = self.counts.get(priority, 0)
+        self.counts[priority] = count + 1
+        if not count:
+            heapq.heappush(self.priorities, priority)
+
+    def remove(self, request: Request) -> None:
+        self.queue.remove(request)
+        priority = request.priority_key[0]
+        count = self.counts.pop(priority) - 1
+        if count:
+            self.counts[priority] = count
+
+    def current_key(self) -> Key | None:
+        while self.priorities and self.priorities[0] not in self.counts:
+            heapq.heappop(self.priorities)
+        return (self.priorities[0], self.virtual_time) if self.priorities else None
+
+
+class FairQueue(WaitingQueue):
+    """A WaitingQueue ordered by (priority, virtual time of the tenant), and within a tenant by
+    `priority_key`. Every change costs O(log n).
+
+    A request is charged for its prompt, without what is cached, and for the output that its tenant
+    usually has when it starts; the difference to its real output when it ends.
+    """
+
+    def __init__(
+        self, make_queue: Callable[[], WaitingQueue] = WaitingQueue, *, by_share: bool = False
+    ) -> None:
+        """`make_queue` makes the queue of one tenant."""
+        super().__init__(by_share=by_share)
+        self._make_queue = make_queue
+        self._tenants: dict[int, _Tenant] = {}
+        self._order: list[tuple[Key, int]] = []
+        """Heap of the tenants that wait, with stale entries."""
+        self._virtual_time = 0.0
+        """That of the tenant that was served last, before it was charged."""
+        self._num_started = 0
+        self.served: dict[str, int] = {}
+        """Tokens by tenant, as the first digits of its number."""
+        self.num_waiting_tenants = 0
+
+    def add(self, request: Request) -> None:
+        number = _CONTINUATIONS if request.is_continuation else request.tenant
+        tenant = self._tenants.get(number)
+        if tenant is None:
+            tenant = self._new_tenant(number)
+        elif tenant.key is None:
+            tenant.virtual_time = max(tenant.virtual_time, self._floor(number))
+        self._count_in(request)
+        tenant.add(request)
+        self._update(number, tenant)
+
+    def peek(self) -> Request | None:
+        request, passed = None, []
+        while self._order and request is None:
+            key, number = self._order[0]
+            tenant = self._tenants.get(number)
+            if tenant is None or tenant.key != key:
+                heapq.heappop(self._order)
+                continue
+            request = tenant.queue.peek()
+            if request is None:
+                # All of its requests wait for adapters.
+                passed.append(heapq.heappop(self._order))
+        for entry in passed:
+            heapq.heappush(self._order, entry)
+        return request
+
+    def remove(self, request: Request) -> None:
+        self._count_out(request)
+        number = _CONTINUATIONS if request.is_continuation else request.tenant
+        tenant = self._tenants[number]
+        tenant.remove(request)
+        self._update(number, tenant)
+
+    def start(self, request: Request, num_cached: int) -> None:
+        """Charge a request that was removed since it starts, with `num_cached` of its tokens
+        cached. From now on requests that started before are preempted after it."""
+        self._num_started += 1
+        if request.charged_until >= 0:
+            return
+        request.priority_key = (request.priority_key[0], self._num_started - 2**62)
+        tenant = self._tenants.get(request.tenant)
+        if tenant is None:
+            # Only continuations of its requests came.
+            tenant = self._new_tenant(request.tenant)
+        self._virtual_time = max(self._virtual_time, tenant.virtual_time)
+        room = 0 if request.pooling is not None else request.max_num_tokens - request.num_tokens
+        request.expected_output = int(min(room, tenant.mean_output))
+        request.charged_until = request.num_tokens
+        num_tokens = max(1, request.num_tokens - num_cached)
+        self._count_served(request.tenant, num_tokens)
+        tenant.virtual_time += num_tokens + request.expected_output
+        self._update(request.tenant, tenant)
+
+    def finish(self, request: Request) -> None:
+        """Charge a request that started and has ended for its real output."""
+        tenant = self._tenants.get(request.tenant)
+        if tenant is None or request.charged_until < 0:
+            return
+        num_output = request.num_tokens - request.charged_until
+        self._count_served(request.tenant, num_output)
+        if not request.is_continuation:
+            tenant.mean_output += OUTPUT_WEIGHT * (num_output - tenant.mean_output)
+        tenant.virtual_time += num_output - request.expected_output
+        self._update(request.tenant, tenant)
+
+    def _count_served(self, number: int, num_tokens: int) -> None:
+        label = tenant_label(number)
+        if label not in self.served and len(self.served) >= MAX_LABELS:
+            label = OTHERS
+        self.served[label] = self.served.get(label, 0) + num_tokens
+
+    def _update(self, number: int, tenant: _Tenant) -> None:
+        """Give the tenant the entry that it should have."""
+        key = tenant.current_key()
+        if key == tenant.key:
+            return
+        self.num_waiting_tenants += (key is not None) - (tenant.key is not None)
+        tenant.key = key
+        if key is not None:
+            heapq.heappush(self._order, (key, number))
+            if len(self._order) > 2 * len(self._tenants) + MIN_COMPACTION:
+                tenants = self._tenants.items()
+                self._order = [(one.key, n) for n, one in tenants if one.key is not None]
+                heapq.heapify(self._order)
+
+    def _new_tenant(self, number: int) -> _Tenant:
+        if len(self._tenants) >= MAX_IDLE_TENANTS:
+            self._forget_idle()
+        tenant = self._tenants[number] = _Tenant(self._make_queue(), self._floor(number))
+        return tenant
+
+    def _floor(self, number: int) -> float:
+        return -math.inf if number == _CONTINUATIONS else self._virtual_time
+
+    def _forget_idle(self) -> None:
+        """Forget tenants that would come back as new ones."""
+        self._tenants = {
+            number: one
+            for number, one in self._tenants.items()
+            if one.key is not None or one.virtual_time > self._virtual_time
+        }
+
+
+def make_waiting_queue(config: SchedulerConfig, lora: LoRASlots | None) -> WaitingQueue:
+    """The queue of requests that wait for a scheduler."""
+    by_share = config.max_ttft_s > 0
+
+    def one_queue(*, by_share: bool = False) -> WaitingQueue:
+        if lora is None:
+            return WaitingQueue(by_share=by_share)
+        return AdapterQueue(lora, by_share=by_share)
+
+    if config.fair_share:
+        return FairQueue(one_queue, by_share=by_share)
+    return one_queue(by_share=by_share)
+
+
+def tenant_label(tenant: int) -> str:
+    """The tenant in metrics: the first digits of its number, which is 60 bits of a digest."""
+    return f"{tenant:015x}"[:8] if tenant else NO_KEY

@@ -1,0 +1,37 @@
+"""engine/scheduling/deadlines.py: the next deadline, without a look at the others."""
+
+import time
+
+from engine.scheduling.deadlines import MIN_COMPACTION, Deadlines
+
+
+def test_deadlines_that_have_passed_come_in_their_order() -> None:
+    deadlines = Deadlines()
+    for key, deadline_s in [(1, 3.0), (2, 1.0), (3, 2.0), (4, 9.0)]:
+        deadlines.add(key, deadline_s, {1, 2, 3, 4}, 4)
+
+    assert deadlines.take_passed(0.5) == []
+    assert deadlines.take_passed(3.0) == [2, 3, 1]
+    assert len(deadlines) == 1
+
+
+def test_requests_that_have_ended_leave_nothing_behind() -> None:
+    deadlines = Deadlines()
+    for key in range(10_000):
+        deadlines.add(key, 1e9 - key, {key}, 1)
+
+    assert len(deadlines) <= MIN_COMPACTION + 2
+    assert deadlines.take_passed(1e9)[0] == 9999
+
+
+def test_ten_thousand_waiting_requests_do_not_slow_a_look() -> None:
+    deadlines = Deadlines()
+    keys = set(range(10_000))
+    for key in keys:
+        deadlines.add(key, 1e9 + key, keys, len(keys))
+
+    start_s = time.perf_counter()
+    for _ in range(1000):
+        assert deadlines.take_passed(0.0) == []
+
+    assert time.perf_counter() - start_s < 0.1  # a scan of all takes 0.3 s and more

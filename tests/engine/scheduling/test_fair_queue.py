@@ -1,0 +1,246 @@
+"""engine/scheduling/fair_queue.py: tenants in turn, by the tokens that they were served."""
+
+import random
+import time
+
+from slow_model import raw
+
+from config.params.sampling import SamplingParams
+from engine.request import ModelLimits, Request
+from engine.scheduling.fair_queue import FairQueue, tenant_label
+from engine.scheduling.waiting_queue import WaitingQueue
+from engine.transport.messages import AddRequest
+
+LIMITS = ModelLimits(10_000, 100, frozenset())
+A, B, C = 11 << 28, 22 << 28, 33 << 28
+
+
+class Arrivals:
+    """Makes requests in the order of their arrival."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def make(
+        self,
+        tenant: int,
+        *,
+        priority: int = 0,
+        num_tokens: int = 10,
+        max_tokens: int = 10,
+        is_continuation: bool = False,
+    ) -> Request:
+        self.count += 1
+        message = AddRequest(
+            self.count,
+            raw([1] * num_tokens),
+            SamplingParams(max_tokens=max_tokens),
+            is_continuation=is_continuation,
+            tenant=tenant,
+        )
+        return Request(
+            message,
+            [],
+            seed=0,
+            priority_key=(priority, -1 if is_continuation else self.count),
+            limits=LIMITS,
+            arrived_at=0.0,
+        )
+
+
+def serve(queue: FairQueue, num_output: int = 10) -> Request | None:
+    """Start the next request and let it end."""
+    request = queue.peek()
+    if request is not None:
+        queue.remove(request)
+        queue.start(request, 0)
+        request.num_tokens += num_output
+        queue.finish(request)
+    return request
+
+
+def test_a_newcomer_is_served_before_ten_thousand_requests_of_another() -> None:
+    queue, arrivals = FairQueue(), Arrivals()
+    for _ in range(10_000):
+        queue.add(arrivals.make(A))
+    for _ in range(5):
+        serve(queue)
+    newcomers = [arrivals.make(B) for _ in range(3)]
+    for request in newcomers:
+        queue.add(request)
+
+    order = [request.tenant for _ in range(8) if (request := serve(queue)) is not None]
+
+    assert order.index(B) <= 1
+    assert order.count(B) == 3
+
+
+def test_shares_are_of_tokens_and_not_of_requests() -> None:
+    queue, arrivals = FairQueue(), Arrivals()
+    for _ in range(200):
+        queue.add(arrivals.make(A, num_tokens=90))
+        queue.add(arrivals.make(B, num_tokens=10))
+    tokens = {A: 0, B: 0}
+
+    for _ in range(120):
+        request = serve(queue)
+        assert request is not None
+        tokens[request.tenant] += request.num_tokens
+
+    assert abs(tokens[A] - tokens[B]) <= 2 * 100
+    assert queue.served == {tenant_label(tenant): count for tenant, count in tokens.items()}
+
+
+def test_output_counts_though_it_is_not_known_before() -> None:
+    queue, arrivals = FairQueue(), Arrivals()
+    for _ in range(400):
+        queue.add(arrivals.make(A, max_tokens=5000))
+        queue.add(arrivals.make(B, max_tokens=5000))
+    tokens = {A: 0, B: 0}
+
+    for _ in range(200):
+        request = queue.peek()
+        assert request is not None
+        served = serve(queue, num_output=500 if request.tenant == A else 5)
+        assert served is not None
+        tokens[served.tenant] += served.num_tokens
+
+    assert abs(tokens[A] - tokens[B]) <= 1100
+
+
+def test_priority_comes_before_the_share() -> None:
+    queue, arrivals = FairQueue(), Arrivals()
+    for priority in (5, 0, -5):
+        for _ in range(2):
+            queue.add(arrivals.make(A, priority=priority))
+    queue.add(arrivals.make(B))
+
+    order = [
+        (request.priority_key[0], request.tenant) for _ in range(7) if (request := serve(queue))
+    ]
+
+    assert [priority for priority, _ in order] == [-5, -5, 0, 0, 0, 5, 5]
+    assert order[2] == (0, B)
+
+
+def test_an_idle_tenant_saves_nothing_up() -> None:
+    queue, arrivals = FairQueue(), Arrivals()
+    queue.add(arrivals.make(B))
+    serve(queue)
+    for _ in range(100):
+        queue.add(arrivals.make(A))
+    for _ in range(50):
+        serve(queue)
+    for _ in range(50):
+        queue.add(arrivals.make(B))
+
+    order = [request.tenant for _ in range(20) if (request := serve(queue)) is not None]
+
+    assert 9 <= order.count(A) <= 11
+
+
+def test_the_order_of_one_tenant_is_that_of_arrival() -> None:
+    queue, arrivals = FairQueue(), Arrivals()
+    requests = [arrivals.make(A) for _ in range(50)]
+    for request in requests:
+        queue.add(request)
+
+    assert [serve(queue) for _ in range(51)] == [*requests, None]
+
+
+def test_continuations_are_next_and_are_charged_to_their_tenant() -> None:
+    queue, arrivals = FairQueue(), Arrivals()
+    queue.add(arrivals.make(B))
+    beam = arrivals.make(A, is_continuation=True)
+    queue.add(beam)
+    queue.add(arrivals.make(A))
+
+    first = serve(queue)
+    second = serve(queue)
+
+    assert first is beam
+    assert second is not None and second.tenant == B
+    assert queue.served[tenant_label(A)] == 20
+
+
+def test_a_preempted_request_is_the_first_of_its_tenant_and_not_charged_again() -> None:
+    queue, arrivals = FairQueue(), Arrivals()
+    requests = [arrivals.make(A) for _ in range(3)]
+    for request in requests:
+        queue.add(request)
+    started = queue.peek()
+    assert started is requests[0]
+    queue.remove(started)
+    queue.start(started, 0)
+    served = queue.served.copy()
+
+    queue.add(started)
+
+    assert queue.peek() is started
+    queue.remove(started)
+    queue.start(started, 0)
+    assert queue.served == served
+
+
+def test_who_starts_later_is_preempted_first_whenever_it_arrived() -> None:
+    queue, arrivals = FairQueue(), Arrivals()
+    first, second, other = arrivals.make(A), arrivals.make(A), arrivals.make(B)
+    for request in (first, second, other):
+        queue.add(request)
+
+    started = []
+    for _ in range(3):
+        request = queue.peek()
+        assert request is not None
+        queue.remove(request)
+        queue.start(request, 0)
+        started.append(request)
+
+    assert started == [first, other, second]
+    assert [r.priority_key for r in started] == sorted(r.priority_key for r in started)
+
+
+def test_random_traffic_leaves_nothing_behind() -> None:
+    rng = random.Random(3)
+    queue, arrivals = FairQueue(by_share=True), Arrivals()
+    waiting: list[Request] = []
+    for _ in range(5000):
+        action = rng.random()
+        if action < 0.5:
+            request = arrivals.make(rng.randrange(20), priority=rng.choice((-1, 0, 0, 3)))
+            waiting.append(request)
+            queue.add(request)
+        elif action < 0.75 and waiting:
+            queue.remove(waiting.pop(rng.randrange(len(waiting))))
+        elif (request := queue.peek()) is not None:
+            lowest = min(one.priority_key[0] for one in waiting)
+            assert request.priority_key[0] == lowest
+            waiting.remove(request)
+            served = serve(queue)
+            assert served is request
+        assert len(queue) == len(waiting)
+        assert queue.num_tokens == sum(one.num_tokens for one in waiting)
+        assert queue.shares is not None
+        assert sum(queue.shares.values()) == queue.num_tokens
+
+    for request in waiting:
+        queue.remove(request)
+    assert (queue.peek(), queue.num_waiting_tenants, queue.shares) == (None, 0, {})
+
+
+def test_ten_thousand_waiting_requests_do_not_slow_a_change() -> None:
+    arrivals = Arrivals()
+
+    def seconds_of(queue: WaitingQueue) -> float:
+        start_s = time.perf_counter()
+        for _ in range(1000):
+            request = arrivals.make(C)
+            queue.add(request)
+            queue.remove(request)
+        return time.perf_counter() - start_s
+
+    full = FairQueue()
+    for number in range(10_000):
+        full.add(arrivals.make(number % 100))
+
+    assert seconds_of(full) < 10 * seconds_of(FairQueue()) + 0.05
