@@ -136,6 +136,12 @@ class ServerConfig:
         name="engine-restart-wait",
         minimum=0,
     )
+    max_api_server_restarts: int = setting(
+        5,
+        "Restarts of one of several API servers, each within a minute after the one before was "
+        "ready, until the server ends; with --resume",
+        minimum=0,
+    )
     engine_timeout_s: float = setting(
         600.0,
         "Seconds without any news from an engine that has requests until it is killed, and started "

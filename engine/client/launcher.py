@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,12 +24,14 @@ from engine.core.engine_process import (
     ready_mark,
 )
 from engine.process.child_process import ChildProcess, exit_with_parent, python_command, read_orders
+from engine.process.restarts import MAX_WAIT_S, RestartLimit
 from engine.transport.channels import SocketDirectory, new_token
 from hpu.host import usable_cores
 
 __all__ = [
     "ChildProcess",
     "EngineProcesses",
+    "RestartLimit",
     "SocketDirectory",
     "exit_with_parent",
     "front_end_endpoints",
@@ -43,12 +44,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 CPU_DEVICES = ("cpu", "hpu-emulator")
-
-STABLE_S = 60.0
-"""An engine that lived so long after it was ready may be restarted as often as a new one."""
-FIRST_WAIT_S, MAX_WAIT_S = 0.5, 30.0
-"""Before the second restart in a row, doubled with each one, and, if nothing else is set, before
-any."""
 
 COUPLED_STOP_S = 2.0
 """How long an engine may take to stop after another one that it steps together with has ended."""
@@ -134,22 +129,23 @@ class EngineProcesses:
             command=command,
             remote_token=remote_token,
         )
-        self._directory = directory
         self._on_restart = on_restart
-        self._max_restarts = 0 if config.num_coupled_engines > 1 else max_restarts
-        self._max_wait_s = max_wait_s
-        self._num_restarts: dict[int, int] = {}
-        """Of each engine, in a row."""
+        max_restarts = 0 if config.num_coupled_engines > 1 else max_restarts
+        parallel = config.data_parallel
+        engines = range(parallel.first_engine, parallel.first_engine + parallel.num_local)
+        self._limits = {
+            engine: RestartLimit(Path(ready_mark(directory, engine)), max_restarts, max_wait_s)
+            for engine in engines
+        }
         self._has_closed = threading.Event()
         self.are_coupled = config.num_coupled_engines > 1
         """Whether all end when one does."""
         self._on_exit = on_exit
         self._closing = threading.Lock()
-        first = config.data_parallel.first_engine
         self.processes: dict[int, ChildProcess] = {}
         """By the engine's number."""
         try:
-            for engine in range(first, first + config.data_parallel.num_local):
+            for engine in engines:
                 self._launch(engine)
         except BaseException:
             self.close(0)
@@ -172,7 +168,8 @@ class EngineProcesses:
         self.processes[engine] = self._start(on_exit=partial(self._ended, engine), engine=engine)
 
     def _ended(self, engine: int, reason: str) -> None:
-        wait_s = self._restart_wait_s(engine)
+        is_misconfigured = self.processes[engine].poll() == CONFIG_ERROR_EXIT
+        wait_s = self._limits[engine].wait_s(is_misconfigured=is_misconfigured)
         if wait_s is not None:
             self._on_restart(engine, reason)
             # Not on this thread, which is the watcher of the one that has ended.
@@ -185,34 +182,8 @@ class EngineProcesses:
             # the watcher of the one that has ended.
             threading.Thread(target=self.close, args=(COUPLED_STOP_S,), daemon=True).start()
 
-    def _restart_wait_s(self, engine: int) -> float | None:
-        """How long to wait before the engine is started again; None if it is not."""
-        mark = Path(ready_mark(self._directory, engine))
-        try:
-            life_s = time.time() - mark.stat().st_mtime
-            mark.unlink()
-            if life_s > STABLE_S:
-                self._num_restarts[engine] = 0
-        except OSError:
-            # It was not ready. The first start would fail again, as would any with this setting.
-            is_restart = self._num_restarts.get(engine, 0) > 0
-            if not is_restart or self.processes[engine].poll() == CONFIG_ERROR_EXIT:
-                return None
-        number = self._num_restarts[engine] = self._num_restarts.get(engine, 0) + 1
-        if number > self._max_restarts:
-            return None
-        # The exponent is bounded: floats end at 2**1024.
-        wait_s = FIRST_WAIT_S * 2.0 ** min(number - 2, 30)
-        return 0.0 if number == 1 else min(self._max_wait_s, wait_s)
-
     def _restart(self, engine: int, reason: str, wait_s: float) -> None:
-        logger.error(
-            "%s: it is started again%s, restart %d of at most %d in a row",
-            reason,
-            f" in {wait_s:g} s" if wait_s else "",
-            self._num_restarts[engine],
-            self._max_restarts,
-        )
+        logger.error("%s: %s", reason, self._limits[engine].describe(wait_s))
         self._has_closed.wait(wait_s)
         with self._closing:
             if not self._has_closed.is_set():

@@ -140,9 +140,9 @@ def choose(candidates: Sequence[Candidate], num_tokens: int = 0) -> tuple[int, s
 class RouterClient:
     """One EngineClient for several engines. Belongs to one asyncio loop.
 
-    All engines must start. One that dies later is taken out: its requests end with EngineDied, new
-    ones go to the others; the router has failed when none is left. Coupled engines, which step
-    together, end together.
+    All engines must start, but for those that have failed before. One that dies later is taken out:
+    its requests end with EngineDied, new ones go to the others; the router has failed when none is
+    left. Coupled engines, which step together, end together.
     """
 
     def __init__(
@@ -170,6 +170,8 @@ class RouterClient:
         for engine, prefixes in zip(engines, self._prefixes, strict=True):
             engine.on_prompt(prefixes.add)
         self._common_end = CommonEnd(engines) if are_coupled else None
+        self._present = tuple(engine for engine in engines if engine.failure is None) or engines
+        """Without those that had died, while others ran, before this client existed."""
 
     @property
     def engines(self) -> Sequence[SingleEngineClient]:
@@ -192,13 +194,14 @@ class RouterClient:
     def ready(self) -> Ready | None:
         """That of the first engine, with the shortest context of all; None until all are ready."""
         if self._ready is None:
-            messages = [engine.ready for engine in self._engines if engine.ready is not None]
-            if len(messages) < len(self._engines):
+            messages = [engine.ready for engine in self._present if engine.ready is not None]
+            if len(messages) < len(self._present):
                 return None
             max_model_len = min(message.max_model_len for message in messages)
             self._ready = msgspec.structs.replace(messages[0], max_model_len=max_model_len)
-            for message, prefixes in zip(messages, self._prefixes, strict=True):
-                prefixes.capacity = min(message.num_blocks, MAX_CACHED_BLOCKS)
+            for engine, message in zip(self._present, messages, strict=True):
+                capacity = min(message.num_blocks, MAX_CACHED_BLOCKS)
+                self._prefixes[engine.engine].capacity = capacity
         return self._ready
 
     @property
@@ -206,7 +209,7 @@ class RouterClient:
         """That of the first engine that is still starting; after the start, of all together."""
         known = [engine.progress for engine in self._engines if engine.progress is not None]
         if self.ready is None:
-            starting = [engine.progress for engine in self._engines if engine.ready is None]
+            starting = [engine.progress for engine in self._present if engine.ready is None]
             return next((one for one in starting if one is not None), None)
         later = [one for one in known if one.stage == LATER]
         if not later:
@@ -215,8 +218,8 @@ class RouterClient:
 
     @property
     def failure(self) -> str | None:
-        failures = [engine.failure for engine in self._engines if engine.failure is not None]
-        if not failures or (self.ready is not None and len(failures) < len(self._engines)):
+        failures = [engine.failure for engine in self._present if engine.failure is not None]
+        if not failures or (self.ready is not None and len(failures) < len(self._present)):
             return None
         return failures[0]
 
@@ -298,7 +301,7 @@ class RouterClient:
     async def wait_ready(self) -> Ready:
         """Wait until all engines are ready. Raises EngineDied or ConfigError when the first of them
         fails."""
-        waiting = [asyncio.ensure_future(engine.wait_ready()) for engine in self._engines]
+        waiting = [asyncio.ensure_future(engine.wait_ready()) for engine in self._present]
         try:
             await asyncio.gather(*waiting)
         finally:
@@ -405,7 +408,7 @@ class RouterClient:
             ] or engines
         if ready is None or not engines:
             # Its `add` raises.
-            starting = (one for one in self._engines if one.ready is None)
+            starting = (one for one in self._present if one.ready is None)
             return next(starting, self._engines[0]), LOAD, []
         hashes: list[bytes] = []
         if self._prefix_caching:

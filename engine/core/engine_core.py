@@ -241,6 +241,14 @@ class EngineCore:
         self._front_ends.add(front_end)
         self._has_output = True
 
+    def remove_front_end(self, front_end: int) -> int:
+        """Abort the requests of a front end that has gone; returns their number."""
+        keys = [key for key in self._requests if key >> FRONT_END_SHIFT == front_end]
+        self.abort(keys)
+        self._outputs.discard(front_end)
+        self._front_ends.discard(front_end)
+        return len(keys)
+
     def add_request(
         self, message: AddRequest, hashes: list[bytes], grammar: Grammar | None = None
     ) -> None:
@@ -387,6 +395,11 @@ class EngineCore:
         if self._lora is None:
             raise UserError("this server serves no adapters: start it with --enable-lora")
         return self._lora
+
+    @property
+    def adapters(self) -> list[LoRAInfo]:
+        """All adapters that are served."""
+        return [] if self._lora is None else self._lora.infos
 
     def take_adapters(self) -> list[LoRAInfo] | None:
         """All adapters that are served, if that has changed since the last call."""

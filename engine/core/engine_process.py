@@ -28,6 +28,7 @@ from engine.process.child_process import (
 )
 from engine.transport.channels import (
     HIGH_WATER,
+    TCP,
     ConnectionWatch,
     PairSocket,
     Waiter,
@@ -167,7 +168,7 @@ def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
         orders.config, output.put, num_front_ends=orders.num_front_ends, engine=orders.engine
     )
     os.makedirs(orders.own_directory, mode=0o700, exist_ok=True)
-    receiver = MessageReceiver(orders, context, loop)
+    receiver = MessageReceiver(orders, context, loop, output)
     output.on_error = loop.stop
     receiver.start()
     executor: Executor | None = None
@@ -223,16 +224,17 @@ def _start_hub(orders: EngineOrders) -> StepHub | None:
 class MessageSender:
     """Encodes and sends at once, on the calling thread, one message at a time: a thread for it
     would wait until the next step computes, and take a core from it. A send never waits; a front
-    end that does not read ends the engine."""
+    end that does not read ends the engine. What is sent to one that has gone is dropped."""
 
     def __init__(self, orders: EngineOrders, context: ZmqContext) -> None:
-        self._sockets: list[PairSocket[FromEngine, ToEngine]] = [
-            context.connect_dealer(orders.endpoint(index), f"{orders.engine}.out", ToEngine)
-            for index in range(orders.num_front_ends)
+        self._orders, self._context = orders, context
+        self._sockets: list[PairSocket[FromEngine, ToEngine] | None] = [
+            self._connected(index) for index in range(orders.num_front_ends)
         ]
         self._ready_mark = Path(ready_mark(orders.directory, orders.engine))
         # Reentrant: the main thread, interrupted by STOP with the lock, sends Failed.
         self._lock = threading.RLock()
+        self._is_closed = False
         self.on_error: Callable[[BaseException], None] = lambda error: None
         """Called when a message could not be sent, on the sending thread."""
 
@@ -244,23 +246,49 @@ class MessageSender:
             with self._lock:
                 to = range(len(self._sockets)) if front_end is None else (front_end,)
                 for index in to:
-                    if not self._sockets[index].send(message):
+                    socket = self._sockets[index]
+                    if socket is not None and not socket.send(message):
                         raise EngineDied(f"front end {index} left {HIGH_WATER} messages unread")
         except Exception as error:
             self.on_error(error)
 
+    def disconnect(self, front_end: int) -> None:
+        """A front end has gone. What it has not read must not reach its successor."""
+        with self._lock:
+            socket, self._sockets[front_end] = self._sockets[front_end], None
+            if socket is not None:
+                socket.close()
+
+    def connect(self, front_end: int) -> None:
+        """Another front end has taken the place of one that had gone."""
+        with self._lock:
+            if not self._is_closed and self._sockets[front_end] is None:
+                self._sockets[front_end] = self._connected(front_end)
+
     def close(self, linger_s: float) -> None:
         """Disconnect; unsent messages have `linger_s` to be sent."""
         with self._lock:
+            self._is_closed = True
             for socket in self._sockets:
-                socket.close(linger_s)
+                if socket is not None:
+                    socket.close(linger_s)
+
+    def _connected(self, front_end: int) -> PairSocket[FromEngine, ToEngine]:
+        name = f"{self._orders.engine}.out"
+        return self._context.connect_dealer(self._orders.endpoint(front_end), name, ToEngine)
 
 
 class MessageReceiver:
-    """The thread that receives, decodes and hashes. It sends Hello on its sockets."""
+    """The thread that receives, decodes and hashes. It sends Hello on its sockets, and notices that
+    a front end goes: one of this host is replaced, one of another host ends the engine."""
 
-    def __init__(self, orders: EngineOrders, context: ZmqContext, loop: EngineLoop) -> None:
+    def __init__(
+        self, orders: EngineOrders, context: ZmqContext, loop: EngineLoop, sender: MessageSender
+    ) -> None:
         self._orders = orders
+        self._sender = sender
+        self._gone: set[int] = set()
+        """Front ends that have gone and were not replaced yet."""
         self._context = context
         self._loop = loop
         self._end_read, self._end_write = os.pipe()
@@ -282,7 +310,7 @@ class MessageReceiver:
             for index in range(self._orders.num_front_ends)
         ]
         for socket in sockets:
-            socket.send(Hello(self._orders.engine, os.getpid()))
+            self._greet(socket)
         try:
             self._listen(sockets, watches)
         except Exception as error:
@@ -298,8 +326,35 @@ class MessageReceiver:
     ) -> None:
         waiter = Waiter([*sockets, *watches], [self._end_read])
         while self._end_read not in waiter.wait():
-            for watch in watches:
-                watch.check()
-            for index, socket in enumerate(sockets):
-                while (message := socket.receive()) is not None:
-                    self._loop.receive(index, message)
+            for index, (socket, watch) in enumerate(zip(sockets, watches, strict=True)):
+                self._receive(index, socket)
+                if self._orders.endpoint(index).startswith(TCP):
+                    watch.check()
+                    continue
+                for is_connected in watch.changes():
+                    if is_connected and index in self._gone:
+                        self._join(index, socket)
+                    elif not is_connected:
+                        # Its last messages come before its end.
+                        self._receive(index, socket)
+                        self._leave(index)
+
+    def _receive(self, index: int, socket: PairSocket[FromEngine, ToEngine]) -> None:
+        while (message := socket.receive()) is not None:
+            self._loop.receive(index, message)
+
+    def _leave(self, index: int) -> None:
+        self._gone.add(index)
+        self._sender.disconnect(index)
+        self._loop.front_end_changed(index, is_connected=False)
+
+    def _join(self, index: int, socket: PairSocket[FromEngine, ToEngine]) -> None:
+        """A front end sends nothing before it has got Hello: nothing of the successor is taken for
+        its predecessor's."""
+        self._gone.discard(index)
+        self._sender.connect(index)
+        self._greet(socket)
+        self._loop.front_end_changed(index, is_connected=True)
+
+    def _greet(self, socket: PairSocket[FromEngine, ToEngine]) -> None:
+        socket.send(Hello(self._orders.engine, os.getpid()))

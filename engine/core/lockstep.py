@@ -6,6 +6,7 @@ same moment. Rank 0 decides which of them are taken before a step, and in which 
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 import msgspec
@@ -15,7 +16,16 @@ from engine.executors.base import Lockstep
 from engine.structured_output.grammar import Grammar
 from engine.transport.messages import Abort, AddRequest, ToEngine
 
-Entry = tuple[int, ToEngine, list[bytes], Grammar | None] | BaseException
+
+@dataclass(frozen=True, slots=True)
+class FrontEndChange:
+    """A front end has gone, or another one has taken its place."""
+
+    front_end: int
+    is_connected: bool
+
+
+Entry = tuple[int, ToEngine, list[bytes], Grammar | None] | FrontEndChange | BaseException
 
 LATE_S = 120.0
 """How much later than at rank 0 a request may arrive, once the first one has."""
@@ -56,6 +66,7 @@ class LockstepInbox:
         entry = self._inbox.get(timeout=timeout_s)
         if isinstance(entry, BaseException):
             raise entry
+        assert isinstance(entry, tuple), "the only front end is the engine's own process"
         message = entry[1]
         if isinstance(message, AddRequest):
             self._arrived[message.key] = entry
@@ -76,7 +87,7 @@ class LockstepInbox:
                 "rank 0 has: all ranks must make the same calls"
             ) from None
         entry = self._arrived.pop(key)
-        assert not isinstance(entry, BaseException) and isinstance(entry[1], AddRequest)
+        assert isinstance(entry, tuple) and isinstance(entry[1], AddRequest)
         if self._checksum(entry[1]) != checksum:
             raise EngineDied(
                 f"request {key} of rank {self._executor.rank} has another prompt or other "

@@ -26,7 +26,7 @@ from config.params.structured_output import GrammarSpec
 from engine.core.adapter_reader import AdapterReader
 from engine.core.coupled_steps import CoupledSteps, StepGroup
 from engine.core.engine_core import EngineCore
-from engine.core.lockstep import Entry, LockstepInbox
+from engine.core.lockstep import Entry, FrontEndChange, LockstepInbox
 from engine.executors.base import IDLE_S, Executor, Lockstep
 from engine.kv_cache.prefix_hashes import block_hashes
 from engine.structured_output.compilation import GrammarCompiler
@@ -109,6 +109,8 @@ class EngineLoop:
         self._lock = threading.Lock()
         self._compiling: set[int] = set()
         """Keys of requests that enter the inbox when their grammar is compiled."""
+        self._ready: Ready | None = None
+        """Once it was sent."""
         self._block_size: int | None = None
         """Set once prompts must be hashed."""
         self._stop_reason: BaseException | None = None
@@ -161,6 +163,13 @@ class EngineLoop:
         with self._lock:
             self._compiling.add(message.key)
         self._when_compiled(spec, lambda result: self._admit(front_end, message, hashes, result))
+
+    def front_end_changed(self, front_end: int, *, is_connected: bool) -> None:
+        """A front end has gone: its requests are aborted. Or another one has taken its place."""
+        with self._lock:
+            gone = [key for key in self._compiling if key >> FRONT_END_SHIFT == front_end]
+            self._compiling.difference_update(gone)
+        self._inbox.put(FrontEndChange(front_end, is_connected))
 
     def _announce(self, front_end: int, hashes: list[bytes]) -> None:
         """Tell the routers of the other front ends what this engine will have cached."""
@@ -293,7 +302,9 @@ class EngineLoop:
             gc.collect()
             gc.freeze()
         self._emit_adapters(core)
-        self._emit(None, make_ready(self._engine, worker, self._config))
+        ready = make_ready(self._engine, worker, self._config)
+        self._emit(None, ready)
+        self._ready = ready
         num_later = 0
         while True:
             if num_later != core.num_later:
@@ -351,6 +362,9 @@ class EngineLoop:
         self._is_busy = False
         if isinstance(item, BaseException):
             raise item
+        if isinstance(item, FrontEndChange):
+            self._change_front_end(core, item)
+            return
         front_end, message, hashes, grammar = item
         if isinstance(message, AddRequest):
             core.add_request(message, hashes, grammar)
@@ -363,6 +377,17 @@ class EngineLoop:
                 self._emit(other, tokens)
             self._emit_adapters(core)
             self._emit(front_end, reply)
+
+    def _change_front_end(self, core: EngineCore, change: FrontEndChange) -> None:
+        front_end = change.front_end
+        if change.is_connected:
+            if self._ready is not None:
+                self._emit(front_end, Adapters(core.adapters))
+                self._emit(front_end, self._ready)
+            core.add_front_end(front_end)
+            return
+        count = core.remove_front_end(front_end)
+        logger.warning("API server %d has gone: %d requests of it are aborted", front_end, count)
 
     def _emit_adapters(self, core: EngineCore) -> None:
         """Tell all front ends which adapters are served, if that has changed."""

@@ -276,6 +276,10 @@ class OutputProcessor:
             index = message.started.index(request.key)
             del message.started[index], message.started_cached[index]
 
+    def discard(self, front_end: int) -> None:
+        """Remove what was not sent yet to a front end."""
+        self._messages.pop(front_end, None)
+
     def take_messages(
         self, stats: EngineStats, front_ends: list[int]
     ) -> list[tuple[int, StepOutput]]:

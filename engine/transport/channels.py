@@ -176,21 +176,28 @@ class ConnectionWatch:
         watched = socket._socket
         self._socket = _monitor(watched, watched.context, events | zmq.EVENT_DISCONNECTED)
         self._peer = peer
-        self._was_connected = False
+        self._is_connected = False
 
     def check(self) -> None:
         """Raise EngineDied if the peer has gone, ConfigError if it refused the token."""
+        if False in self.changes():
+            raise EngineDied(f"{self._peer} has disconnected")
+
+    def changes(self) -> list[bool]:
+        """What has happened since the last call: True for a connection that was made, False for one
+        that has ended. Raises ConfigError if the peer refused the token."""
+        changes: list[bool] = []
         while True:
             try:
                 event, _ = _EVENT.unpack(self._socket.recv_multipart(zmq.NOBLOCK)[0])
             except zmq.Again:
-                return
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._was_connected = True
-            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                return changes
+            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 raise ConfigError(f"{self._peer} refused the token: all hosts need the same one")
-            elif self._was_connected:
-                raise EngineDied(f"{self._peer} has disconnected")
+            is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if is_connected != self._is_connected:
+                self._is_connected = is_connected
+                changes.append(is_connected)
 
     def close(self) -> None:
         self._socket.close(linger=0)
@@ -353,7 +360,9 @@ class ZmqContext:
     def connect_pair(
         self, endpoint: str, received: Any, watches: "list[ConnectionWatch] | None" = None
     ) -> PairSocket[Any, Any]:
-        """Open the end of a step channel that does not listen. `watches`: as of connect_dealer."""
+        """Open the end of a step channel that does not listen. If the other end is on another host,
+        whose end no parent process tells of, a watch of the connection is added to `watches`."""
+        watches = watches if endpoint.startswith(TCP) else None
         return self._connected(zmq.PAIR, endpoint, received, watches)
 
     def bind_publisher(self, endpoint: str, num_peers: int) -> Publisher[Any]:
@@ -389,9 +398,8 @@ class ZmqContext:
         received: Any,
         watches: "list[ConnectionWatch] | None" = None,
     ) -> PairSocket[Any, Any]:
-        """Connect to a router, which identifies this socket as `name`. If the router is on another
-        host, whose end no parent process tells of, a watch of the connection is added to
-        `watches`."""
+        """Connect to a router, which identifies this socket as `name`. A watch of the connection is
+        added to `watches`."""
         return self._connected(zmq.DEALER, endpoint, received, watches, name)
 
     def bind_router(
@@ -435,7 +443,7 @@ class ZmqContext:
         socket.setsockopt(zmq.PLAIN_PASSWORD, self._token)
         _add_heartbeats(socket, endpoint)
         pair: PairSocket[Any, Any] = PairSocket(socket, received)
-        if watches is not None and endpoint.startswith(TCP):
+        if watches is not None:
             watches.append(ConnectionWatch(pair, endpoint))
         socket.connect(endpoint)
         return pair

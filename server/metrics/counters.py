@@ -140,12 +140,13 @@ class Registry:
 
 
 class SharedSnapshots:
-    """A folder with the latest snapshot of each API server, in one file per server."""
+    """A folder with the latest snapshot of each API server, in one file per server. The last one of
+    a server that died stays: counters of all servers together never go back."""
 
-    def __init__(self, folder: str, index: int) -> None:
-        """`index` is that of this API server."""
+    def __init__(self, folder: str, index: int, restart: int = 0) -> None:
+        """`index` is that of this API server, `restart` counts those that had it before."""
         self._folder = Path(folder)
-        self._path = self._folder / f"{index}.msgpack"
+        self._path = self._folder / f"{index}-{restart}.msgpack"
         self._published = b""
 
     def publish(self, snapshot: Snapshot) -> None:

@@ -50,11 +50,14 @@ class Metrics:
         *,
         shared_folder: str | None = None,
         index: int = 0,
+        restart: int = 0,
     ) -> None:
-        """`index` is that of this API server."""
+        """`index` is that of this API server, `restart` counts those that had it before."""
         self._model_name = model_name
         self._is_first = index == 0
-        self._shared = None if shared_folder is None else SharedSnapshots(shared_folder, index)
+        self._shared = None
+        if shared_folder is not None:
+            self._shared = SharedSnapshots(shared_folder, index, restart)
         self._registry = Registry()
         self._engines = EngineCollector(client, model_name)
         engines = range(len(client.engines))
@@ -62,6 +65,12 @@ class Metrics:
         """By the engine that has the request."""
         self._add_counters(engines)
         self._add_restarts(engines)
+        # Summed over all: each that took the place of another counts itself.
+        self._registry.counter(
+            "gaudiserve:api_server_restarts",
+            "API servers that took the place of one that died.",
+            LABELS,
+        ).labels(model_name, ENGINE).inc(1 if restart else 0)
         http_labels = ("handler", "method", "status")
         self._http_requests = self._registry.counter(
             "http_requests", "HTTP requests by route template.", http_labels

@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 FAILED = 1
 WRONG_SETTING = 2
+ENGINE_GONE = 4
+"""Exit code of one of several API servers that ends because the engine has."""
 INTERRUPTED = 130
 
 TICK_S = 0.1
@@ -92,6 +94,10 @@ class ApiServerArgs(msgspec.Struct, frozen=True):
     """File with the supervisor's DownloadProgress, if there are several API servers."""
     end_paths: tuple[str, ...] = ()
     """The file of each engine that exists, and says why, once the supervisor has given it up."""
+    ready_path: str | None = None
+    """File that it makes once it is ready."""
+    restart: int = 0
+    """How often the supervisor has started another one in its place before."""
 
 
 def resumes(engine: EngineConfig, server: ServerConfig) -> bool:
@@ -138,11 +144,15 @@ class ApiServer:
                 if engine < args.engine.data_parallel.num_local
                 else args.remote_token,
                 engine=engine,
+                restart=args.restart,
                 max_ttft_s=scheduler.max_ttft_s,
                 fair_share=scheduler.fair_share,
             )
             for engine, endpoint in enumerate(args.endpoints)
         ]
+        for path, client in zip(args.end_paths, engines, strict=False):
+            with contextlib.suppress(OSError):
+                client.fail(Path(path).read_text())
         self._client: EngineClient = engines[0]
         router = None
         if len(engines) > 1:
@@ -158,7 +168,11 @@ class ApiServer:
             self._client.resume(self)
         names = config.served_model_names or (args.engine.model,)
         metrics = Metrics(
-            self._client, names[0], shared_folder=args.metrics_folder, index=args.index
+            self._client,
+            names[0],
+            shared_folder=args.metrics_folder,
+            index=args.index,
+            restart=args.restart,
         )
         for engine in engines:
             engine.on_stats(partial(metrics.observe_stats, engine.engine))
@@ -235,6 +249,11 @@ class ApiServer:
             pause.cause.message,
         )
 
+    @property
+    def has_no_engine(self) -> bool:
+        """Whether the last engine has died."""
+        return self._client.failure is not None
+
     def on_download(self, progress: DownloadProgress | Exception) -> None:
         """Progress, end or failure of the model download. Call on the event loop's thread."""
         if self._checkpoint.done():
@@ -285,9 +304,9 @@ class ApiServer:
             publishing = loop.create_task(self._publish_metrics())
         tls = self._tls.context if self._tls else None
         server = UvicornServer(uvicorn_config(self._app, self.state.config, tls))
-        serving = loop.create_task(server.serve(sockets=[listener]))
         watching = loop.create_task(self._poll_files())
         opening = loop.create_task(self._open(on_folder))
+        serving = loop.create_task(self._serve(server, listener, opening))
         try:
             return await self._watch(serving, opening)
         finally:
@@ -313,6 +332,14 @@ class ApiServer:
                 self.state.template.close()
             if self.state.tokenizer is not None:
                 self.state.tokenizer.close()
+
+    async def _serve(
+        self, server: UvicornServer, listener: socket.socket, opening: "asyncio.Task[None]"
+    ) -> None:
+        if self._args.restart:
+            # Until it is ready the kernel gives all connections to the other API servers.
+            await asyncio.wait([opening])
+        await server.serve(sockets=[listener])
 
     def _watch_files(self) -> list[WatchedFiles]:
         config, keys = self.state.config, self.state.api_keys
@@ -347,6 +374,7 @@ class ApiServer:
         gc.freeze()
         # Reference counts free a request's objects; cycles are rare.
         gc.set_threshold(GC_OBJECTS)
+        self._mark_ready()
         logger.info(
             "ready after %.1f s: %s on %s (%s), context %d tokens; %s",
             time.monotonic() - self._started_s,
@@ -361,6 +389,10 @@ class ApiServer:
                 "there is no Gaudi: it is emulated on the CPU, for tests; times and memory of this "
                 "server say nothing about a card"
             )
+
+    def _mark_ready(self) -> None:
+        if self._args.ready_path is not None:
+            Path(self._args.ready_path).touch()
 
     async def _watch(self, serving: "asyncio.Task[None]", opening: "asyncio.Task[None]") -> int:
         reporter = ProgressReporter(self._started_s)

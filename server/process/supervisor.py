@@ -29,6 +29,7 @@ from config.server import ServerConfig
 from engine.client.launcher import (
     ChildProcess,
     EngineProcesses,
+    RestartLimit,
     SocketDirectory,
     exit_with_parent,
     front_end_endpoints,
@@ -39,6 +40,7 @@ from engine.client.launcher import (
 from server.process.addresses import is_loopback
 from server.process.api_server import (
     BACKLOG,
+    ENGINE_GONE,
     FAILED,
     INTERRUPTED,
     RESPONSE_GRACE_S,
@@ -128,11 +130,13 @@ def main() -> None:
 
 async def _run_api_server(args: ApiServerArgs, listener: socket.socket) -> int:
     assert args.download_path is not None
-    listener.listen(BACKLOG)
+    if not args.restart:
+        listener.listen(BACKLOG)
     api_server = ApiServer(args)
     following = asyncio.create_task(_follow_download(args.download_path, api_server))
     try:
-        return await api_server.run(listener)
+        code = await api_server.run(listener)
+        return ENGINE_GONE if code == FAILED and api_server.has_no_engine else code
     finally:
         following.cancel()
 
@@ -206,6 +210,12 @@ def max_restarts(engine: EngineConfig, server: ServerConfig) -> int:
     return server.max_engine_restarts if resumes(engine, server) else 0
 
 
+def max_api_server_restarts(engine: EngineConfig, server: ServerConfig) -> int:
+    """Of an API server, in a row. Engines of other hosts end with their API server."""
+    may_restart = server.resume and not engine.data_parallel.num_remote
+    return server.max_api_server_restarts if may_restart else 0
+
+
 def remote_token(parallel: DataParallelConfig) -> str:
     """What engines of other hosts present; empty if there are none. Raises ConfigError."""
     return data_parallel_token() if parallel.num_remote else ""
@@ -227,9 +237,26 @@ class EngineExit(NamedTuple):
     reason: str
 
 
+class ApiServerExit(NamedTuple):
+    """An API server's process has ended."""
+
+    number: int
+    reason: str
+
+
+class ApiServerDue(NamedTuple):
+    """An API server is to be started again now."""
+
+    number: int
+
+
+Event = EngineExit | ApiServerExit | ApiServerDue | signal.Signals | DownloadProgress | Exception
+
+
 class Supervisor:
-    """Runs several API servers and the engines. When an API server exits, or the last engine, all
-    are stopped; an engine that is one of several is only logged."""
+    """Runs several API servers and the engines. An API server that exits is started again, within
+    limits; when it may not be, or the last engine has exited, all are stopped. An engine that is
+    one of several is only logged."""
 
     def __init__(
         self, engine_config: EngineConfig, server_config: ServerConfig, directory: str, token: str
@@ -245,10 +272,17 @@ class Supervisor:
         )
         self._created = int(time.time())
         self._engines: EngineProcesses | None = None
-        # Bounded: one event per signal, one per child that exits, one for the checkpoint.
-        self._events: SimpleQueue[
-            str | EngineExit | signal.Signals | DownloadProgress | Exception
-        ] = SimpleQueue()
+        count = server_config.api_server_count
+        max_restarts = max_api_server_restarts(engine_config, server_config)
+        self._limits = [
+            RestartLimit(Path(self._ready_path(index)), max_restarts) for index in range(count)
+        ]
+        self._num_restarts = [0] * count
+        """Of each API server in all."""
+        self._due: set[int] = set()
+        """API servers that have exited, and are to be started again."""
+        # Bounded: one event per signal, two per child that exits, one for the checkpoint.
+        self._events: SimpleQueue[Event] = SimpleQueue()
 
     def run(self, download: ModelDownload) -> int:
         """Start all processes, wait for an event, stop all; returns the exit code. Raises what
@@ -304,6 +338,9 @@ class Supervisor:
         path.with_suffix(".new").rename(path)
         self._events.put(EngineExit(engine, reason))
 
+    def _ready_path(self, index: int) -> str:
+        return str(Path(self._directory, f"a{index}.ready"))
+
     def _start_api_server(self, index: int) -> ChildProcess:
         metrics_folder = Path(self._directory, "metrics")
         metrics_folder.mkdir(mode=0o700, exist_ok=True)
@@ -319,35 +356,32 @@ class Supervisor:
             remote_token(self._engine_config.data_parallel),
             self._download_path,
             self._end_paths,
+            self._ready_path(index),
+            self._num_restarts[index],
         )
         return ChildProcess(
             f"API server {index}",
             # Like a single API server, it drains on Ctrl-C and SIGTERM.
             python_command("server.process.supervisor", ignored=(signal.SIGINT,)),
             args,
-            on_exit=self._events.put,
+            on_exit=lambda reason: self._events.put(ApiServerExit(index, reason)),
             stop_signal=signal.SIGTERM,
         )
 
     def _watch(self, children: list[ChildProcess]) -> int:
         event = self._events.get()
-        while isinstance(event, DownloadProgress):
-            assert event.folder is not None
-            self._start_engines(event.folder)
-            event = self._events.get()
-        while isinstance(event, EngineExit) and self._can_go_on(event):
+        while self._handle(event, children):
             event = self._events.get()
         if isinstance(event, Exception):
             self._close(children, RESPONSE_GRACE_S + 1)
             raise event
-        if isinstance(event, str | EngineExit):
+        if isinstance(event, ApiServerExit | EngineExit):
             engines = [] if self._engines is None else self._engines.processes.values()
             processes: list[ChildProcess] = [*children, *engines]
             # A process that exits with a code of its own has logged why.
             has_logged = any((process.poll() or 0) > 0 for process in processes)
-            reason = event.reason if isinstance(event, EngineExit) else event
             level = logging.INFO if has_logged else logging.ERROR
-            logger.log(level, "the server stops: %s", reason)
+            logger.log(level, "the server stops: %s", event.reason)
             # The API servers notice the engine's end and send error responses; draining would take
             # longer than they have.
             self._stop_engines()
@@ -357,9 +391,45 @@ class Supervisor:
         timeout_s = self._config.shutdown_timeout_s + RESPONSE_GRACE_S + EXIT_GRACE_S
         if not self._close(children, timeout_s):
             return INTERRUPTED
-        codes = [child.poll() or 0 for child in children]
+        living = [child for index, child in enumerate(children) if index not in self._due]
+        codes = [child.poll() or 0 for child in living]
         # A child that got SIGTERM before it had set its handler had no request to finish.
         return max((abs(code) for code in codes if code != -signal.SIGTERM), default=0)
+
+    def _handle(self, event: Event, children: list[ChildProcess]) -> bool:
+        """Whether the server goes on after `event`."""
+        if isinstance(event, DownloadProgress):
+            assert event.folder is not None
+            self._start_engines(event.folder)
+        elif isinstance(event, EngineExit):
+            return self._can_go_on(event)
+        elif isinstance(event, ApiServerExit):
+            return self._will_restart(event, children[event.number].poll() or 0)
+        elif isinstance(event, ApiServerDue):
+            index = event.number
+            self._due.discard(index)
+            self._num_restarts[index] += 1
+            children[index].close(0)
+            children[index] = self._start_api_server(index)
+        else:
+            return False
+        return True
+
+    def _will_restart(self, end: ApiServerExit, code: int) -> bool:
+        """Whether an API server that has exited with `code` is started again; then that is due
+        later."""
+        if code in (WRONG_SETTING, ENGINE_GONE):
+            return False
+        limit = self._limits[end.number]
+        wait_s = limit.wait_s()
+        if wait_s is None:
+            return False
+        self._due.add(end.number)
+        logger.error("%s: %s", end.reason, limit.describe(wait_s))
+        timer = threading.Timer(wait_s, self._events.put, [ApiServerDue(end.number)])
+        timer.daemon = True
+        timer.start()
+        return True
 
     def _can_go_on(self, end: EngineExit) -> bool:
         """Whether an engine is left; then the end of this one is logged. While the engines start,

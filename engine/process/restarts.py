@@ -1,0 +1,47 @@
+"""RestartLimit: how often a process that ends is started again, and after which wait."""
+
+import time
+from pathlib import Path
+
+STABLE_S = 60.0
+"""A process that lived so long after it was ready may be restarted as often as a new one."""
+FIRST_WAIT_S, MAX_WAIT_S = 0.5, 30.0
+"""Before the second restart in a row, doubled with each one, and, if nothing else is set, before
+any."""
+
+
+class RestartLimit:
+    """Restarts of one process. It makes the file `mark` each time it is ready."""
+
+    def __init__(self, mark: Path, max_restarts: int, max_wait_s: float = MAX_WAIT_S) -> None:
+        """At most `max_restarts` in a row, each at most `max_wait_s` after the end."""
+        self._mark = mark
+        self._max_wait_s = max_wait_s
+        self.max_restarts = max_restarts
+        self.in_a_row = 0
+
+    def wait_s(self, *, is_misconfigured: bool = False) -> float | None:
+        """The process has ended: how long to wait before it is started again; None if it is not."""
+        try:
+            life_s = time.time() - self._mark.stat().st_mtime
+            self._mark.unlink()
+            if life_s > STABLE_S:
+                self.in_a_row = 0
+        except OSError:
+            # It was not ready. The first start would fail again, as would any with this setting.
+            if not self.in_a_row or is_misconfigured:
+                return None
+        self.in_a_row += 1
+        if self.in_a_row > self.max_restarts:
+            return None
+        # The exponent is bounded: floats end at 2**1024.
+        wait_s = FIRST_WAIT_S * 2.0 ** min(self.in_a_row - 2, 30)
+        return 0.0 if self.in_a_row == 1 else min(self._max_wait_s, wait_s)
+
+    def describe(self, wait_s: float) -> str:
+        """`it is started again in 0.5 s, restart 2 of at most 5 in a row`."""
+        wait = f" in {wait_s:g} s" if wait_s else ""
+        return (
+            f"it is started again{wait}, restart {self.in_a_row} of at most {self.max_restarts} in "
+            "a row"
+        )

@@ -1,0 +1,146 @@
+"""One of several API servers dies: the others go on, the engine aborts its requests, and another
+one takes its place on the port."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Thread
+
+import httpx
+import pytest
+from live import LiveServer, alive, children_of, command_of, running
+from tiny_models import make_tiny
+
+NUM_STREAMS = 12
+NUM_TOKENS = 600
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    return str(make_tiny("llama", folder, max_position_embeddings=4096))
+
+
+@pytest.fixture
+def daemon(model: str, tmp_path: Path) -> Iterator[LiveServer]:
+    flags = ("--served-model-name=tiny", "--dtype=float32", "--api-server-count=2")
+    with running(model, tmp_path / "log", *flags, "--max-api-server-restarts=2") as live:
+        wait_for(lambda: all(live.ask("/ready").status_code == 200 for _ in range(12)))
+        yield live
+
+
+def wait_for(check: Callable[[], bool], timeout_s: float = 30) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not check():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+
+
+def metric(live: LiveServer, name: str) -> float:
+    lines = live.ask("/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+def api_servers(live: LiveServer) -> list[int]:
+    """By age."""
+    found = [pid for pid in children_of(live.pid) if "server.process.supervisor" in command_of(pid)]
+    return sorted(found)
+
+
+class Stream(Thread):
+    """Reads a long stream. `text` is None if the connection broke."""
+
+    def __init__(self, live: LiveServer) -> None:
+        super().__init__(daemon=True)
+        self.live = live
+        self.text: str | None = ""
+        self.num_tokens = 0
+        self.start()
+
+    def run(self) -> None:
+        body = {"prompt": "go", "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True}
+        body |= {"temperature": 0, "stream_options": {"include_usage": True}}
+        try:
+            url = f"{self.live.url}/v1/completions"
+            with httpx.stream("POST", url, json=body, timeout=60) as response:
+                for line in response.iter_lines():
+                    if line.startswith("data: {"):
+                        event = json.loads(line[6:])
+                        self.text = (self.text or "") + "".join(
+                            choice["text"] for choice in event["choices"]
+                        )
+                        usage = event.get("usage") or {}
+                        self.num_tokens = usage.get("completion_tokens", self.num_tokens)
+        except httpx.TransportError:
+            self.text = None
+
+
+def test_the_death_of_one_leaves_the_streams_of_the_other_alone(daemon: LiveServer) -> None:
+    alone = Stream(daemon)
+    alone.join(60)
+    victim, survivor = api_servers(daemon)
+    streams = [Stream(daemon) for _ in range(NUM_STREAMS)]
+    wait_for(lambda: all(stream.text for stream in streams))
+    before = metric(daemon, "vllm:prompt_tokens_total")
+
+    os.kill(victim, signal.SIGKILL)
+
+    for stream in streams:
+        stream.join(60)
+    broken = [stream for stream in streams if stream.text is None]
+    whole = [stream for stream in streams if stream.text is not None]
+    # The kernel gives each connection to one of the two.
+    assert broken and whole
+    assert {(stream.text, stream.num_tokens) for stream in whole} == {(alone.text, NUM_TOKENS)}
+    # The engine has aborted the others: it checks itself that no block is lost when it is idle.
+    wait_for(lambda: metric(daemon, "vllm:num_requests_running") == 0)
+    assert metric(daemon, "vllm:kv_cache_usage_perc") == 0
+    assert f"{len(broken)} requests of it are aborted" in daemon.text()
+    wait_for(lambda: metric(daemon, "gaudiserve:api_server_restarts_total") == 1)
+    successor = next(pid for pid in api_servers(daemon) if pid != survivor)
+    assert alive(survivor) and successor != victim
+    assert (
+        "killed by SIGKILL: it is started again, restart 1 of at most 2 in a row" in daemon.text()
+    )
+    assert metric(daemon, "vllm:prompt_tokens_total") >= before
+
+    # The successor alone serves on the same port, and no key of its is one of its predecessor's.
+    os.kill(survivor, signal.SIGSTOP)
+    try:
+        wait_for(lambda: has_answer(daemon))
+    finally:
+        os.kill(survivor, signal.SIGCONT)
+    again = [Stream(daemon) for _ in range(NUM_STREAMS)]
+    for stream in again:
+        stream.join(60)
+    assert {stream.text for stream in again} == {alone.text}
+    assert daemon.process.poll() is None
+
+
+def has_answer(live: LiveServer) -> bool:
+    """Whether some connection is answered while the other API server is stopped."""
+    body = {"prompt": "hi", "max_tokens": 2}
+    try:
+        answer = httpx.post(f"{live.url}/v1/completions", json=body, timeout=1.0)
+    except httpx.TimeoutException:
+        return False
+    return answer.status_code == 200
+
+
+def test_one_that_dies_too_often_ends_the_server(daemon: LiveServer) -> None:
+    for number in range(2):
+        os.kill(api_servers(daemon)[-1], signal.SIGKILL)
+        wait_for(lambda: len(api_servers(daemon)) == 2)
+        restarts = "gaudiserve:api_server_restarts_total"
+        wait_for(lambda: metric(daemon, restarts) == number + 1)  # noqa: B023 waited for here
+        wait_for(lambda: daemon.text().count("ready after") == 3 + number)  # noqa: B023 likewise
+    family = children_of(daemon.pid)
+
+    os.kill(api_servers(daemon)[-1], signal.SIGKILL)
+
+    assert daemon.wait_exit(10) != 0
+    assert not any(alive(pid) for pid in family)
+    assert daemon.leftovers() == []
