@@ -7,6 +7,7 @@ from server.metrics.counters import Counter, Histogram, Registry
 LABELS = ("model_name", "engine")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 TIMEOUT_STATES = ("waiting", "running")
+PRIORITIES = ("first", "default", "later")
 PREFIX_CACHES = ("vllm:prefix_cache", "vllm:gpu_prefix_cache")
 """The name, and vLLM's former name, which routers and dashboards still read."""
 
@@ -74,6 +75,11 @@ class RequestMetrics:
         """Count a request that its timeout has ended."""
         self._timeouts[TIMEOUT_STATES[has_started]].inc()
 
+    def waited(self, queue_s: float, priority: int) -> None:
+        """Observe the time of a request in the waiting queue."""
+        self.queue_time.observe(queue_s)
+        self._queue_times[1 + (priority > 0) - (priority < 0)].observe(queue_s)
+
     def _add_times(self) -> None:
         def times(name: str, text: str, bounds: Sequence[float]) -> Histogram:
             return self._histogram(f"vllm:{name}_seconds", text, bounds)
@@ -89,6 +95,13 @@ class RequestMetrics:
         )
         self.e2e_latency = times("e2e_request_latency", "From arrival to the end.", REQUEST_S)
         self.queue_time = times("request_queue_time", "Spent in the waiting queue.", REQUEST_S)
+        by_priority = self._registry.histogram(
+            "gaudiserve:priority_queue_seconds",
+            "Spent in the waiting queue, by whether the request's priority is below 0, 0 or above.",
+            (*LABELS, "priority"),
+            REQUEST_S,
+        )
+        self._queue_times = [by_priority.labels(*self._labels, name) for name in PRIORITIES]
         self.prefill_time = times("request_prefill_time", "Spent on the prompt.", REQUEST_S)
         self.decode_time = times("request_decode_time", "Spent after the first token.", REQUEST_S)
         self.inference_time = times("request_inference_time", "Prefill and decode.", REQUEST_S)

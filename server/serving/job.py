@@ -265,7 +265,9 @@ def start_tracked(
                 num_cached_tokens=ended.stream.num_cached_tokens,
             )
 
-    tracker = RequestTracker(stream, params, num_sequences, record, metrics, trace, timeout)
+    tracker = RequestTracker(
+        stream, params, num_sequences, record, metrics, trace, timeout, priority
+    )
     state.active_requests.add(tracker)
     return tracker
 

@@ -32,6 +32,7 @@ class RequestTracker(Generic[StreamT]):
         metrics: RequestMetrics,
         trace: "Callable[[RequestTracker[StreamT]], None] | None" = None,
         timeout: RequestTimeout | None = None,
+        priority: int = 0,
     ) -> None:
         """`params` is None for a pooling request; `trace` is called once the request has ended."""
         self.stream = stream
@@ -43,6 +44,7 @@ class RequestTracker(Generic[StreamT]):
         self._record = record
         self._metrics = metrics
         self._cancel_reason: str | None = None
+        self._priority = priority
         self._timeout = timeout
         self._timer: asyncio.TimerHandle | None = None
         if timeout is not None:
@@ -158,7 +160,7 @@ class RequestTracker(Generic[StreamT]):
         metrics.prompt_processed(stream.num_prompt_tokens, stream.num_cached_tokens)
         metrics.e2e_latency.observe(self._record.seconds)
         timing = stream.timing
-        metrics.queue_time.observe(timing.queue_s)
+        metrics.waited(timing.queue_s, self._priority)
         metrics.prefill_time.observe(timing.prefill_s)
         metrics.decode_time.observe(timing.decode_s)
         metrics.inference_time.observe(timing.prefill_s + timing.decode_s)
