@@ -62,6 +62,8 @@ class CoreRig:
         max_files: int = 0,
         swaps_only: bool = False,
         load_s: float = 0.0,
+        fair_share: bool = False,
+        max_ttft_s: float = 0.0,
     ) -> None:
         """`widest_decode`: blocks of the widest decode that is prepared, of those in the table."""
         self.ready = worker_ready(
@@ -87,6 +89,8 @@ class CoreRig:
             policy=policy,
             max_inflight_steps=depth,
             max_queue_len=max_queue_len,
+            fair_share=fair_share,
+            max_ttft_s=max_ttft_s,
         )
         config = EngineConfig(
             model="none",
@@ -134,6 +138,8 @@ class CoreRig:
         salt: str = "",
         grammar: Grammar | None = None,
         images: Sequence[tuple[int, int, bytes]] = (),
+        timeout_s: float = 0.0,
+        tenant: int = 0,
         **sampling: object,
     ) -> None:
         """Greedy unless told otherwise. `images`: offset, tokens and content of each."""
@@ -143,6 +149,7 @@ class CoreRig:
         if grammar is not None:
             self.grammars[key] = grammar
         message = AddRequest(key, raw(list(prompt)), params, priority, salt)
+        message.timeout_s, message.tenant = timeout_s, tenant
         message.images = [ImagePlacement(name, start, count) for start, count, name in images]
         sizes = {name: count for _, count, name in images}
         message.encoded_images = [EncodedImage(name, n, []) for name, n in sizes.items()]

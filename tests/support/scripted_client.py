@@ -154,6 +154,7 @@ class ScriptedClient:
         encoded_images: Sequence[EncodedImage] = (),
         terms: RequestTerms = NO_TERMS,
     ) -> ScriptedQueue:
+        terms.timeout_s()
         if len(self.queues) >= self._room:
             raise Overloaded(f"{self._room} sequences are here")
         tokens = list(array("I", bytes(prompt)))
