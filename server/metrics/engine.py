@@ -121,7 +121,14 @@ class _EngineMetrics:
         engine, stats = self._engine, self._engine.stats
         if engine.failure is not None or engine.lost is not None:
             stats = msgspec.structs.replace(
-                stats, running=0, waiting=0, oldest_waiting_s=0.0, blocks_used=0
+                stats,
+                running=0,
+                waiting=0,
+                waiting_prompt_tokens=0,
+                prefilling_tokens=0,
+                waiting_tenants=0,
+                oldest_waiting_s=0.0,
+                blocks_used=0,
             )
         is_up = engine.ready is not None and engine.failure is None and engine.lost is None
         yield self._gauge(
@@ -134,6 +141,7 @@ class _EngineMetrics:
                 engine.ready.ready_unix_s,
             )
         yield from self._queue(stats)
+        yield from self._overload(stats)
         yield from self._cache(stats)
         if stats.max_loras:
             yield from self._adapters(stats)
@@ -185,34 +193,37 @@ class _EngineMetrics:
         yield self._counters(
             "vllm:num_preemptions", "Preempted sequences.", (), {(): stats.preemptions}
         )
-        if stats.prefill_tokens_per_s:
-            rate = stats.prefill_tokens_per_s
-            text = "Mean rate at which prompt tokens leave the waiting queue; with --max-ttft."
-            yield self._gauge("gaudiserve:prefill_tokens_per_second", text, rate)
-            ahead = stats.waiting_prompt_tokens + stats.prefilling_tokens
-            yield self._gauge(
-                "gaudiserve:expected_ttft_seconds",
-                "Time to first token behind all that waits; with --max-ttft.",
-                ahead / rate,
-            )
-        if stats.tenant_tokens:
-            yield self._gauge(
-                "gaudiserve:waiting_tenants",
-                "API keys that have waiting requests; with --fair-share.",
-                stats.waiting_tenants,
-            )
-            yield self._counters(
-                "gaudiserve:tenant_tokens",
-                "Tokens that an API key was served; with --fair-share.",
-                ("tenant",),
-                {(tenant,): count for tenant, count in stats.tenant_tokens.items()},
-            )
         state = stats.sleep if stats.sleep in ASLEEP else AWAKE
         yield self._gauges(
             "vllm:engine_sleep_state",
             "1 for the state that the engine is in: awake, or asleep at level 1 or 2.",
             ("sleep_state",),
             {(name,): state == name for name in (AWAKE, *ASLEEP)},
+        )
+
+    def _overload(self, stats: EngineStats) -> Iterator[Metric]:
+        rate = stats.prefill_tokens_per_s
+        yield self._gauge(
+            "gaudiserve:prefill_tokens_per_second",
+            "Mean rate at which prompt tokens leave the waiting queue; with --max-ttft.",
+            rate,
+        )
+        ahead = stats.waiting_prompt_tokens + stats.prefilling_tokens
+        yield self._gauge(
+            "gaudiserve:expected_ttft_seconds",
+            "Time to first token behind all that waits; with --max-ttft.",
+            ahead / rate if rate else 0.0,
+        )
+        yield self._gauge(
+            "gaudiserve:waiting_tenants",
+            "API keys that have waiting requests; with --fair-share.",
+            stats.waiting_tenants,
+        )
+        yield self._counters(
+            "gaudiserve:tenant_tokens",
+            "Tokens that an API key was served; with --fair-share.",
+            ("tenant",),
+            {(tenant,): count for tenant, count in stats.tenant_tokens.items()},
         )
 
     def _cache(self, stats: EngineStats) -> Iterator[Metric]:

@@ -161,7 +161,7 @@ def test_a_request_that_would_wait_too_long_is_refused_at_once(bounded: LiveServ
     refused: list[httpx.Response] = []
     answered: list[httpx.Response] = []
     with ThreadPoolExecutor(80) as pool:
-        for answer in pool.map(lambda _: ask(bounded, max_tokens=150), range(120)):
+        for answer in pool.map(lambda _: ask(bounded, max_tokens=150), range(200)):
             (refused if answer.status_code == 503 else answered).append(answer)
 
     assert answered and refused

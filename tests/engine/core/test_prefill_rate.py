@@ -28,7 +28,20 @@ def test_decodes_count_only_while_requests_wait() -> None:
     now_s = observe(rate, 0.0, [(100, 0.1, False), *[(0, 0.1, False)] * 100])
     assert rate.tokens_per_s == pytest.approx(1000)
 
-    observe(rate, now_s, [(0, 0.1, True)] * round(MEAN_S * 10))
+    now_s = observe(rate, now_s, [(0, 0.1, True)] * 5)
+
+    # The time before counts as half a second.
+    assert rate.tokens_per_s == pytest.approx(500)
+    observe(rate, now_s, [(0, 0.1, True)] * 40)
+    assert rate.tokens_per_s == pytest.approx(100)
+
+
+def test_the_mean_is_over_seconds_once_requests_have_waited_for_long() -> None:
+    rate = PrefillRate()
+    rate.begin(0.0)
+    now_s = observe(rate, 0.0, [(100, 0.1, True)] * 100)
+
+    observe(rate, now_s, [(0, 0.01, True)] * round(MEAN_S * 100))
 
     assert rate.tokens_per_s == pytest.approx(1000 / 2.718, rel=0.01)
 

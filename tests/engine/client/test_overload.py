@@ -8,7 +8,14 @@ from engine.client.output_queue import QueueLimits
 from engine.client.router import RouterClient
 from engine.client.terms import RequestTerms
 from engine.client.ttft import merged, tokens_ahead
-from engine.transport.messages import AddRequest, EngineStats, Ready, ToEngine
+from engine.transport.messages import (
+    FRONT_END_SHIFT,
+    AddRequest,
+    EngineStats,
+    Ready,
+    ToEngine,
+    engine_of,
+)
 
 FLOOD, NEWCOMER = 7, 8
 
@@ -124,3 +131,51 @@ def test_of_several_engines_the_fastest_counts_and_gets_the_request() -> None:
     with pytest.raises(Overloaded, match=r"3\.1 s") as caught:
         router.check_ttft(100, priority=0, terms=RequestTerms())
     assert caught.value.retry_after_s == 4
+
+
+def test_a_client_that_starts_without_an_engine_that_is_gone_uses_the_others() -> None:
+    engines = [QuietClient(engine=0), QuietClient(engine=1)]
+    engines[1].ready = None
+    engines[1].fail("it died before this API server was started")
+
+    router = RouterClient(engines, prefix_caching=False)
+
+    assert router.failure is None
+    assert router.ready is not None
+    router.add(bytes(400))
+    assert len(engines[0].sent) == 1
+    engines[0].fail("it died, too")
+    assert router.failure == "it died, too"
+
+
+def test_a_front_end_that_was_started_again_gives_no_key_of_its_predecessor() -> None:
+    limits = QueueLimits(max_requests=10, max_prompt_tokens=1000)
+    first, second = (SingleEngineClient(3, limits, engine=5, restart=n) for n in (0, 1))
+
+    keys = [client._router.open(1).key for client in (first, second)]
+
+    assert keys[0] != keys[1]
+    assert {engine_of(key) for key in keys} == {5}
+    assert {key >> FRONT_END_SHIFT for key in keys} == {3}
+
+
+def test_a_full_queue_keeps_no_other_key_out() -> None:
+    limits = QueueLimits(max_requests=10, max_prompt_tokens=1000, fair_share=True)
+    for _ in range(10):
+        limits.enter(10, tenant=FLOOD)
+
+    with pytest.raises(Overloaded, match="10 requests of this API key are waiting, and at most 10"):
+        limits.enter(10, tenant=FLOOD)
+    for _ in range(5):
+        limits.enter(10, tenant=NEWCOMER)
+    with pytest.raises(Overloaded, match="5 requests of this API key are waiting, and at most 5"):
+        limits.enter(10, tenant=NEWCOMER)
+
+    for _ in range(5):
+        limits.leave(10, tenant=NEWCOMER)
+    for _ in range(10):
+        limits.leave(10, tenant=FLOOD)
+    limits.enter(1000, tenant=FLOOD)
+    limits.enter(500, tenant=NEWCOMER)
+    with pytest.raises(Overloaded, match="500 prompt tokens of this API key"):
+        limits.enter(1, tenant=NEWCOMER)
