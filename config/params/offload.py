@@ -43,9 +43,8 @@ class OffloadConfig:
         check_settings(self)
         if self.kv_offloading_dir and not self.kv_offloading_size:
             raise ConfigError(
-                f"kv_offloading_dir is {self.kv_offloading_dir} and kv_offloading_size is 0: "
-                "blocks pass through host memory on their way to files and back; set "
-                "--kv-offloading-size"
+                f"--kv-offloading-dir is {self.kv_offloading_dir} and --kv-offloading-size is 0: "
+                "blocks pass through host memory on their way to files and back"
             )
 
     @property

@@ -110,7 +110,8 @@ class KVOffload:
         return True
 
     def take_fetches(self) -> list[FetchBlocks]:
-        """Reads to send."""
+        """Reads to send, to slots that plans before them may name, and none behind them."""
+        assert not self._stores and not self._loads, "copies wait for a plan"
         fetches, self._fetches = self._fetches, []
         self._sent.extend((fetch, True) for fetch in fetches)
         return fetches

@@ -112,7 +112,7 @@ def test_streams_of_a_server_that_drains_go_on_behind_a_killed_engine(
         assert "is back after" in live.text() and live.leftovers() == []
 
 
-def test_requests_go_on_with_their_adapters(tmp_path: Path) -> None:
+def test_adapters_go_on(tmp_path: Path) -> None:
     base = make_tiny("llama", tmp_path / "base", max_position_embeddings=2048)
     first, second = (write_adapter(tmp_path / f"a{n}", base, seed=n) for n in (1, 2))
     flags = (*FLAGS, "--enable-lora", "--max-loras=2", "--allow-runtime-lora-updating")

@@ -108,7 +108,8 @@ class FakeExecutor:
         self.fetched: deque[BlocksFetched] = deque()
         self.fetch_delay = 0
         """How often `take_fetched` has nothing before an answer is there."""
-        self._fetches: deque[FetchBlocks] = deque()
+        self._fetches: deque[tuple[FetchBlocks, int]] = deque()
+        """Reads of files, and how many plans had been submitted before each."""
         self._late_by = 0
         self.embeddings: dict[bytes, int] = {}
         """Contents of the images in the encoder cache, and how many embeddings each has."""
@@ -225,7 +226,11 @@ class FakeExecutor:
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         size = self.ready.block_size
-        reserved = {slot for fetch in self._fetches for slot in fetch.slots}
+        # Plans that were submitted before a read have been run when it begins.
+        number = self.collected - 1
+        reserved = {
+            slot for fetch, first in self._fetches if first <= number for slot in fetch.slots
+        }
         names = plan.stored_hashes or [b""] * len(plan.stored_blocks)
         for block, slot, name in zip(plan.stored_blocks, plan.stored_slots, names, strict=True):
             assert slot not in reserved, f"slot {slot} is stored to while a file is read to it"
@@ -242,7 +247,7 @@ class FakeExecutor:
     def fetch_blocks(self, message: FetchBlocks) -> None:
         # What is in flight was submitted before, and runs before.
         assert self.ready.offload is not None and message.hashes
-        self._fetches.append(message)
+        self._fetches.append((message, self.collected + len(self._in_flight)))
         self._late_by = self.fetch_delay
 
     def drop_files(self, message: DropFiles) -> None:
@@ -254,7 +259,7 @@ class FakeExecutor:
         if not self._fetches or self._in_flight or self._late_by:
             self._late_by = max(self._late_by - 1, 0)
             return []
-        message = self._fetches.popleft()
+        message, _ = self._fetches.popleft()
         answer = BlocksFetched(0.001)
         for index, (name, slot) in enumerate(zip(message.hashes, message.slots, strict=True)):
             if name not in self.files:

@@ -21,7 +21,7 @@ def test_swap_space_is_of_each_device_and_the_offloading_size_of_all() -> None:
 
 
 def test_files_need_host_memory() -> None:
-    with pytest.raises(ConfigError, match="is kv and kv_offloading_size is 0"):
+    with pytest.raises(ConfigError, match="is kv and --kv-offloading-size is 0"):
         OffloadConfig(swap_space=1, kv_offloading_dir="kv")
 
 
