@@ -352,8 +352,38 @@ void configure(int first, int second) {
   _tile_loadconfig(&config);
 }
 
+// How the sums of a row of 2 panels are finished: `finish`, or without its branches.
+struct AnyEnd {
+  static void row(const Product& by, const End& end, const float* sums, int64_t row, int64_t panel) {
+    finish(by, end, sums, PANEL, row, panel, 2);
+  }
+};
+
+struct StoredEnd {
+  static void row(const Product& by, const End& end, const float* sums, int64_t row, int64_t panel) {
+    store(end.out + row * by.outputs + panel * PANEL, load(sums), load(sums + PANEL));
+  }
+};
+
+struct AddedEnd {
+  static void row(const Product& by, const End& end, const float* sums, int64_t row, int64_t panel) {
+    bf16* to = end.total + row * by.outputs + panel * PANEL;
+    const Lanes alpha = set1(end.alpha);
+    store(to, fmadd(alpha, load(sums), load(to)),
+          fmadd(alpha, load(sums + PANEL), load(to + PANEL)));
+  }
+};
+
+struct GatedEnd {
+  static void row(const Product& by, const End& end, const float* sums, int64_t row, int64_t panel) {
+    store(end.out + row * (by.outputs / 2) + panel * PANEL,
+          gate(rounded(load(sums)), rounded(load(sums + PANEL))));
+  }
+};
+
 // Unfinished sums of a block of rows. They are finished between the tile operations of the next block,
 // whose latency hides the work.
+template <typename Finish>
 struct Unfinished {
   const Product* by;
   const End* end;
@@ -364,10 +394,15 @@ struct Unfinished {
   float* next() { return sums[turn ^= 1]; }
 
   void finish_some(int rows) {
-    const int stop = std::min(done + rows, count), apart = wide == 4 ? 256 : 16;
+    const int stop = std::min(done + rows, count);
     const float* from = sums[turn];
+    if (wide == 2) {
+      for (; done < stop; ++done) Finish::row(*by, *end, from + done * 32, row + done, panel);
+      return;
+    }
     for (; done < stop; ++done)
-      finish(*by, *end, from + done * (wide == 4 ? 16 : 32), apart, row + done, panel, wide);
+      finish(*by, *end, from + done * (wide == 4 ? 16 : 32), wide == 4 ? 256 : 16, row + done, panel,
+             wide);
   }
 };
 
@@ -378,8 +413,9 @@ inline void ask_for_tile(const bf16* from) {
 }
 
 // Up to 16 rows times 4 panels. `next`: address of the panels after them.
+template <typename Finish>
 void tiles_by_four(const bf16* a, int64_t stride, const bf16* w, int64_t panel, int64_t far,
-                   int64_t steps, const bf16* next, Unfinished& before) {
+                   int64_t steps, const bf16* next, Unfinished<Finish>& before) {
   const int each = (32 + steps - 1) / steps;
   _tile_zero(0);
   _tile_zero(1);
@@ -410,51 +446,90 @@ void tiles_by_four(const bf16* a, int64_t stride, const bf16* w, int64_t panel, 
   _tile_stored(3, sums + 768, 64);
 }
 
-// Up to 32 rows times 2 panels, or 1. `next`: as above.
-void tiles_by_two(const bf16* a, int64_t stride, int count, const bf16* w, int64_t far,
-                  int64_t steps, int wide, const bf16* next, Unfinished& before) {
-  const bf16* a1 = a + 8 * stride;
-  const int each = (32 + steps - 1) / steps;
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (int64_t k = 0; k < steps; ++k) {
-    const bf16 *at = w + k * 512, *later = k + 1 < steps ? at + 512 : next;
-    _tile_loadd(4, a + k * 32, stride);
+// Up to 32 rows times 2 panels, or 1. FETCHES: the weights of the next step are prefetched; else they
+// are in the L2 cache, and are read so that they do not replace the rows in the L1 cache.
+template <bool FETCHES>
+inline void add_tiles(const bf16* a, int64_t stride, int count, const bf16* at, int64_t far, int wide,
+                      const bf16* later) {
+  _tile_loadd(4, a, stride);
+  if constexpr (FETCHES) {
     ask_for_tile(later);
     _tile_loadd(6, at, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    if (wide == 2) {
+  } else {
+    _tile_stream_loadd(6, at, 64);
+  }
+  _tile_dpbf16ps(0, 4, 6);
+  if (wide == 2) {
+    if constexpr (FETCHES) {
       ask_for_tile(later + far);
       _tile_loadd(7, at + far, 64);
-      _tile_dpbf16ps(1, 4, 7);
+    } else {
+      _tile_stream_loadd(7, at + far, 64);
     }
-    if (count > 16) {
-      _tile_loadd(5, a1 + k * 32, stride);
-      _tile_dpbf16ps(2, 5, 6);
-      if (wide == 2) _tile_dpbf16ps(3, 5, 7);
-    }
-    before.finish_some(each);
+    _tile_dpbf16ps(1, 4, 7);
   }
-  before.finish_some(32);
-  float* sums = before.next();
-  _tile_stored(0, sums, 128);
-  _tile_stored(1, sums + 16, 128);
   if (count > 16) {
-    _tile_stored(2, sums + 512, 128);
-    _tile_stored(3, sums + 528, 128);
+    _tile_loadd(5, a + 8 * stride, stride);
+    _tile_dpbf16ps(2, 5, 6);
+    if (wide == 2) _tile_dpbf16ps(3, 5, 7);
   }
 }
 
+// Stores sums with `apart` numbers from row to row, `right` to the second panel, and `below` to the
+// second 16 rows.
+inline void store_tiles(float* to, int64_t right, int64_t below, int64_t apart, int count) {
+  _tile_stored(0, to, apart * sizeof(float));
+  _tile_stored(1, to + right, apart * sizeof(float));
+  if (count <= 16) return;
+  _tile_stored(2, to + below, apart * sizeof(float));
+  _tile_stored(3, to + below + right, apart * sizeof(float));
+}
+
+// The sums of a block of inputs: `partial` holds those of the inputs before it, or is null, and takes
+// them unless the block is the last one.
+template <bool FETCHES, typename Finish>
+void tiles_by_two(const bf16* a, int64_t stride, int count, const bf16* w, int64_t far,
+                  int64_t steps, int wide, const bf16* next, float* partial, bool begins, bool ends,
+                  Unfinished<Finish>& before) {
+  const int each = (32 + steps - 1) / steps;
+  if (begins) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, partial, 64);
+    _tile_loadd(1, partial + 256, 64);
+    if (count > 16) _tile_loadd(2, partial + 512, 64);
+    if (count > 16) _tile_loadd(3, partial + 768, 64);
+  }
+  for (int64_t k = 0; k < steps; ++k) {
+    const bf16* at = w + k * 512;
+    add_tiles<FETCHES>(a + k * 32, stride, count, at, far, wide, k + 1 < steps ? at + 512 : next);
+    before.finish_some(each);
+  }
+  before.finish_some(32);
+  if (ends) store_tiles(before.next(), 16, 512, 32, count);
+  else store_tiles(partial, 256, 512, 16, count);
+}
+
+// A product with at most MOST_SMALL steps is a small one: its inputs are divided into blocks of at most
+// MOST_STEPS, whose rows stay in the L1 cache. A larger one gains nothing from that.
+constexpr int64_t MOST_SMALL = 48, MOST_STEPS = 20;
+
+// This many panels stay in the L2 cache while all rows are multiplied.
+template <typename Finish>
 void multiply_tiles(const Product& by, const Panels& from, const bf16* x, int64_t rows,
                     const End& end, Range range) {
   const int64_t panel = by.inputs * PANEL, steps = by.inputs / TILE_INPUTS;
   const int64_t stride = by.inputs * sizeof(bf16);
-  // This many panels stay in the L2 cache while all rows are multiplied.
   const int64_t bytes = panel * sizeof(bf16) * (end.gated ? 2 : 1);
   const int64_t most = std::max<int64_t>(4, CHUNK / bytes / 4 * 4);
-  Unfinished before{&by, &end};
+  const bool small = steps <= MOST_SMALL;
+  const int64_t blocks = small && rows > 32 ? (steps + MOST_STEPS - 1) / MOST_STEPS : 1;
+  thread_local Scratch kept;
+  float* partial = blocks > 1 ? kept.room<float>(most * (end.gated ? 2 : 1) * 32 * PANEL) : nullptr;
+  Unfinished<Finish> before{&by, &end};
   int shape = 0;
   for (int64_t begin = range.first; begin < range.last; begin += most) {
     const int64_t stop = std::min(range.last, begin + most);
@@ -462,21 +537,40 @@ void multiply_tiles(const Product& by, const Panels& from, const bf16* x, int64_
       const int count = std::min<int64_t>(rows - row, 32);
       const int r0 = std::min(count, 16), r1 = count > 16 ? count - 16 : r0;
       if (shape != r0 * 32 + r1) configure(r0, r1), shape = r0 * 32 + r1;
-      for (int64_t p = begin; p < stop;) {
-        const auto [wide, step] = width_of(stop - p, end, count <= 16 ? 4 : 2);
-        const int64_t far = end.gated ? from.partner : wide / 2 * panel;
-        const bf16 *a = x + row * by.inputs, *w = from.first + (p - range.first) * panel;
-        const bf16* next = w + step * panel;
-        if (wide == 4) tiles_by_four(a, stride, w, panel, far, steps, next, before);
-        else tiles_by_two(a, stride, count, w, far, steps, wide, next, before);
-        before.row = row, before.panel = p, before.wide = wide, before.count = count;
-        before.done = 0;
-        p += step;
+      const auto by_two = row == 0 || !small ? tiles_by_two<true, Finish> : tiles_by_two<false, Finish>;
+      for (int64_t b = 0; b < blocks; ++b) {
+        const int64_t k = steps * b / blocks, size = steps * (b + 1) / blocks - k;
+        const bool begins = b == 0, ends = b + 1 == blocks;
+        float* sums = partial;
+        for (int64_t p = begin; p < stop;) {
+          const auto [wide, step] = width_of(stop - p, end, count <= 16 && blocks == 1 ? 4 : 2);
+          const int64_t far = end.gated ? from.partner : wide / 2 * panel;
+          const bf16* a = x + row * by.inputs + k * TILE_INPUTS;
+          const bf16* w = from.first + (p - range.first) * panel + k * 512;
+          const bf16* next = w + step * panel;
+          if (wide == 4) tiles_by_four(a, stride, w, panel, far, size, next, before);
+          else by_two(a, stride, count, w, far, size, wide, next, sums, begins, ends, before);
+          if (ends) {
+            before.row = row, before.panel = p, before.wide = wide, before.count = count;
+            before.done = 0;
+          }
+          p += step, sums += 1024;
+        }
       }
     }
   }
   before.finish_some(32);
   _tile_release();
+}
+
+void multiply_tiles(const Product& by, const Panels& from, const bf16* x, int64_t rows,
+                    const End& end, Range range) {
+  const bool bare = !by.bias && !by.scales && !end.low && !end.best && !end.exact && !end.mixed;
+  const auto kernel = !bare || end.swiglu.limit ? multiply_tiles<AnyEnd>
+                      : end.gated               ? multiply_tiles<GatedEnd>
+                      : end.total               ? multiply_tiles<AddedEnd>
+                                                : multiply_tiles<StoredEnd>;
+  kernel(by, from, x, rows, end, range);
 }
 #endif
 
