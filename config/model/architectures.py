@@ -20,6 +20,7 @@ from config.model.families import (
     mpt,
     normed,
     phimoe,
+    qwen3_vl,
     remote,
 )
 from config.model.family_fields import causal_name
@@ -36,6 +37,7 @@ ARCHITECTURES: Mapping[str, Family] = {
     **gpt_oss.FAMILIES,
     **llama4.FAMILIES,
     **phimoe.FAMILIES,
+    **qwen3_vl.FAMILIES,
     **deepseek.FAMILIES,
     **hybrid.FAMILIES,
 }

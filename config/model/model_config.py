@@ -58,6 +58,9 @@ class RopeConfig:
     sections: tuple[int, ...] = ()
     """Of positions with three axes: how many frequencies each of them has, in the order of the
     frequencies. Empty: positions have one axis."""
+    interleaves_sections: bool = False
+    """The axes take turns: height has every third frequency from the second one on, width every
+    third from the third one on, as many as its section says, and time has all others."""
 
     def rotated_size(self, head_dim: int) -> int:
         """Leading entries of each head that are rotated; the others stay as they are."""

@@ -317,7 +317,9 @@ def _rope(raw: Json, fields: Fields, max_position: int, head_dim: int) -> RopeCo
             kind = "longrope"
         scaling = _scaling(rope, fields, kind, max_position)
     sections = tuple(int(size) for size in rope.numbers("mrope_section", above=0.0))
-    found = RopeConfig(theta, scaling, partial, sections)
+    found = RopeConfig(
+        theta, scaling, partial, sections, rope.get("mrope_interleaved", bool, False)
+    )
     size, minimum = found.rotated_size(head_dim), 4 if kind == "dynamic" else 2
     if sections and (len(sections) != 3 or sum(sections) != size // 2):
         raise ConfigError(

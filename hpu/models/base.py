@@ -23,7 +23,8 @@ class CausalLM(nn.Module):
 
     def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
         """Hidden states (B, Q, hidden) of `tokens` (B, Q), or of embeddings (B, Q, hidden) in their
-        place, normed and ready for `logits`."""
+        place, normed and ready for `logits`. A model with deepstack (VisionFacts) also takes
+        embeddings (B, Q, (1 + deepstack layers) * hidden)."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -66,6 +66,7 @@ class DecoderModel(nn.Module):
         rotary_embs: dict[str, RotaryEmbedding],
         ropes: list[str],
         embed_positions: VocabParallelEmbedding | None,
+        hidden_size: int,
     ) -> None:
         """`layers` by their numbers in the whole model, which their paths keep. `rotary_embs` by
         the names in `ropes`, which has that of each layer. `norm`: None but on the last stage."""
@@ -80,6 +81,7 @@ class DecoderModel(nn.Module):
         self.rotary_emb = rotary_embs.get("default")
         self.local_rotary_emb = rotary_embs.get("local")
         self._ropes = ropes
+        self._hidden_size = hidden_size
         self.kept_layers: tuple[int, ...] = ()
         self.kept: Tensor | None = None
         """As CausalLM.kept_hidden_states."""
@@ -91,7 +93,9 @@ class DecoderModel(nn.Module):
         return [one for one in both if one is not None]
 
     def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
-        """(B, Q), or embeddings or hidden states (B, Q, hidden), to (B, Q, hidden)."""
+        """(B, Q), or embeddings or hidden states (B, Q, hidden), to (B, Q, hidden). Of wider
+        embeddings (B, Q, n * hidden) the first layer reads the first `hidden` numbers, and the next
+        ones are added to the output of each layer in turn (Meng et al., DeepStack, 2024)."""
         rotated = rotated_positions(inputs)
         rotations: dict[str, Rotation] = {}
         if self.rotary_emb is not None:
@@ -101,22 +105,33 @@ class DecoderModel(nn.Module):
         metadata: AttentionMetadata = self.metadata(inputs)
         is_embedded = tokens.dim() > 2
         hidden = tokens if is_embedded else self._embed(tokens, inputs.positions)
+        if is_embedded and hidden.shape[-1] != self._hidden_size:
+            hidden, *added = torch.split(hidden, self._hidden_size, dim=-1)
+            return self._one_by_one(hidden, rotations, metadata, added)
         if self.kept_layers:
-            return self._keeping(hidden, rotations, metadata)
+            return self._one_by_one(hidden, rotations, metadata, [])
         for layer, rope in zip(self.layers, self._ropes, strict=True):
             hidden = layer(hidden, rotations.get(rope), metadata)
         return hidden if self.norm is None else self.norm(hidden)
 
-    def _keeping(
-        self, hidden: Tensor, rotations: dict[str, Rotation], metadata: AttentionMetadata
+    def _one_by_one(
+        self,
+        hidden: Tensor,
+        rotations: dict[str, Rotation],
+        metadata: AttentionMetadata,
+        added: list[Tensor],
     ) -> Tensor:
-        """Through layers and norm, keeping what is in front of some layers."""
+        """Through layers and norm, adding `added` to the outputs of the first layers and keeping
+        what is in front of `kept_layers`."""
         kept = {}
         for number, (layer, rope) in enumerate(zip(self.layers, self._ropes, strict=True)):
             if number in self.kept_layers:
                 kept[number] = hidden
             hidden = layer(hidden, rotations.get(rope), metadata)
-        self.kept = torch.cat([kept[number] for number in self.kept_layers], dim=-1)
+            if number < len(added):
+                hidden = hidden + added[number]
+        if kept:
+            self.kept = torch.cat([kept[number] for number in self.kept_layers], dim=-1)
         return hidden if self.norm is None else self.norm(hidden)
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -189,6 +204,7 @@ class Decoder(LoadableModel):
             self._rotary_embs(length),
             [layer.rope for layer in own.values()],
             self._embed_positions(length) if spec.learned_positions and stage.is_first else None,
+            config.hidden_size,
         )
         self.lm_head = self._head() if has_head and stage.is_last else None
         if not stage.is_last:

@@ -1,7 +1,7 @@
 """Tower: what makes embeddings of images."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -11,11 +11,16 @@ from config.checkpoint.weight_maps.base import WeightMap
 
 NEWLINE = -1
 """In Tiles.layout: the embedding that ends a row of an image."""
-TILED = frozenset(("gemma3", "idefics3", "internvl", "llava", "llava_next", "smolvlm"))
+TILED = frozenset(
+    (
+        *("aya_vision", "deepseek_vl", "gemma3", "idefics3", "internvl", "llava"),
+        *("llava_next", "smolvlm", "vipllava"),
+    )
+)
 """model_type of the models whose images consist of tiles of one size, which devices need that
 compile each shape."""
 
-PATCHED = frozenset(("qwen2_vl", "qwen2_5_vl"))
+PATCHED = frozenset(("mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"))
 """Likewise, of those whose images have any number of patches."""
 
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -47,26 +52,33 @@ class Tiles(Protocol):
         ...
 
 
+PAD_SEGMENT = -1
+"""Of patches that are padding: they see each other alone."""
+
+
+class PatchInput(NamedTuple):
+    """What a tower reads of each patch."""
+
+    shape: tuple[int, ...]
+    is_index: bool = True
+    """Integers; else numbers in the dtype of the tower."""
+    padding: int = 0
+
+
 class Patches(Protocol):
     """A tower whose images have any number of patches."""
 
     merged: int
     """Patches of one embedding."""
-    width: int
-    """Numbers of a patch."""
     dtype: torch.dtype
+    inputs: tuple[PatchInput, ...]
+    """Of `features`."""
 
-    def features(
-        self, pixels: Tensor, positions: Tensor, segments: Tensor, windows: Tensor
-    ) -> Tensor:
-        """(n, width), (n, 2), (n) and (n) on the device to (n / merged, hidden). Patches with the
-        same number in `segments` see each other, in some layers those with the same in
-        `windows`."""
+    def features(self, *inputs: Tensor) -> Tensor:
+        """(n, ...) each on the device, for n patches, to (n / merged, n * hidden)."""
         ...
 
-    def prepare(
-        self, tensors: Mapping[str, Tensor]
-    ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Integers]:
+    def prepare(self, tensors: Mapping[str, Tensor]) -> tuple[tuple[Tensor, ...], Integers]:
         """The inputs of `features` on the host, for one image; and for each embedding that it
         gives, which of the image's it is. RuntimeError for other images."""
         ...
@@ -79,8 +91,8 @@ class Tower(nn.Module):
     dtype: torch.dtype
 
     def forward(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """(embeddings, hidden) of one image, from what its image processor gives, by the names of
-        the tower's arguments."""
+        """(embeddings, n * hidden) of one image, n being VisionFacts.embeddings_per_token, from
+        what its image processor gives, by the names of the tower's arguments."""
         raise NotImplementedError
 
     def tiles(self) -> Tiles | None:

@@ -45,7 +45,7 @@ class Images:
         self._count = count
         self.cache: EncoderCache | None = None
         if tower is not None:
-            size = model.config.hidden_size
+            size = model.config.hidden_size * facts.embeddings_per_token
             self.cache = EncoderCache(num_rows, size, tower.dtype, backend)
         self._encoder: TileEncoder | PatchEncoder | None = None
         if tower is not None and self.cache is not None and backend.compiles:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hpu.layers.metadata import AttentionInputs, PrefillAttentionInputs
 
@@ -12,7 +13,8 @@ Embed = Callable[[Tensor], Tensor]
 
 
 def merged(forward: Forward, embed: Embed, cache: Tensor, *, is_on_host: bool) -> Forward:
-    """`forward` of embeddings in which images have their rows of `cache` (rows, hidden).
+    """`forward` of embeddings in which images have their rows of `cache` (rows, n * hidden); those
+    of text have zeros behind the first `hidden` numbers.
 
     On a device the embeddings are always given, so that launches with and without images are the
     same graph, and places are computed: nothing has a shape that depends on a value. `is_on_host`:
@@ -31,6 +33,9 @@ def merged(forward: Forward, embed: Embed, cache: Tensor, *, is_on_host: bool) -
         # The id of an image token need not be in the vocabulary.
         embeddings = embed(tokens.masked_fill(is_image.squeeze(-1), 0))
         images = cache.index_select(0, rows.clamp_min(0).view(-1)).view(*rows.shape, -1)
+        num_more = images.shape[-1] - embeddings.shape[-1]
+        if num_more:
+            embeddings = functional.pad(embeddings, (0, num_more))
         return forward(torch.where(is_image, images, embeddings), inputs)
 
     return run

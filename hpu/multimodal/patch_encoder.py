@@ -18,8 +18,6 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_SIZES = (256, 576, 1024, 1600, 3136, 6400, 12544)
 """Patches in a launch."""
-PAD_SEGMENT = -1
-"""Of patches that are padding: they see each other alone."""
 
 
 class PatchEncoder:
@@ -44,11 +42,9 @@ class PatchEncoder:
         self._sizes = sorted({-(-size // merged) * merged for size in sizes or DEFAULT_SIZES})
         self._launches = DeviceLaunches(
             patches.features,
-            lambda size: (
-                ((size, patches.width), patches.dtype),
-                ((size, 2), index),
-                ((size,), index),
-                ((size,), index),
+            lambda size: tuple(
+                ((size, *one.shape), index if one.is_index else patches.dtype)
+                for one in patches.inputs
             ),
             cache,
             backend,
@@ -78,8 +74,8 @@ class PatchEncoder:
                     self._sizes[-1],
                 )
             padded = tuple(
-                _padded(one, size, 0 if number < 2 else PAD_SEGMENT)
-                for number, one in enumerate(given)
+                _padded(one, size, form.padding)
+                for one, form in zip(given, self._patches.inputs, strict=True)
             )
             target = np.full(size // self._patches.merged, self._cache.pad_row, np.int64)
             target[: len(order)] = rows[order]

@@ -1,5 +1,6 @@
-"""The towers of Qwen2-VL and Qwen2.5-VL in fixed shapes: the host computes what depends on the size
-of an image, and the device reads it. Transformers' own forward pass cuts tensors by values."""
+"""The towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL in fixed shapes: the host computes what depends
+on the size of an image, and the device reads it. Transformers' own forward pass cuts tensors by
+values."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,15 +10,33 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision
-from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
+from transformers.vision_utils import (
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
 
-from hpu.multimodal.base import Integers, Patches
+from hpu.multimodal.base import PAD_SEGMENT, Integers, Patches, PatchInput
+from hpu.multimodal.pixtral_patches import PixtralPatches
 
 MASKED = -1e30
 
 
-class TowerPatches(Patches):
-    """The patches of a model of transformers."""
+NUM_TAPS = 4
+"""Learned positions that the position of a patch is interpolated from."""
+
+
+def make_patches(whole: Any, dtype: torch.dtype) -> Patches:
+    """Of a model of transformers."""
+    if whole.config.vision_config.model_type == "pixtral":
+        return PixtralPatches(whole, dtype)
+    if hasattr(whole.model.visual, "deepstack_merger_list"):
+        return DeepstackPatches(whole, dtype)
+    return WindowPatches(whole, dtype)
+
+
+class WindowPatches(Patches):
+    """Qwen2-VL, and Qwen2.5-VL, in some of whose layers a patch sees its window."""
 
     def __init__(self, whole: Any, dtype: torch.dtype) -> None:
         self._visual = visual = whole.model.visual
@@ -25,14 +44,17 @@ class TowerPatches(Patches):
         self.dtype = dtype
         self.merged = visual.spatial_merge_size**2
         embed = visual.patch_embed
-        self.width = embed.in_channels * embed.temporal_patch_size * embed.patch_size**2
+        self._width = embed.in_channels * embed.temporal_patch_size * embed.patch_size**2
+        segment = PatchInput((), padding=PAD_SEGMENT)
+        self.inputs = (PatchInput((self._width,), False), PatchInput((2,)), segment, segment)
         full = getattr(config, "fullatt_block_indexes", None)
         self._has_windows = full is not None
         self._full_blocks = range(len(visual.blocks)) if full is None else full
 
-    def features(
-        self, pixels: Tensor, positions: Tensor, segments: Tensor, windows: Tensor
-    ) -> Tensor:
+    def features(self, *inputs: Tensor) -> Tensor:
+        """Of pixels, positions, segments and windows: patches with the same number in `segments`
+        see each other, in some layers those with the same in `windows`."""
+        pixels, positions, segments, windows = inputs
         visual = self._visual
         # A convolution whose steps are as wide as its kernel.
         hidden = functional.linear(pixels, visual.patch_embed.proj.weight.flatten(1))
@@ -45,20 +67,10 @@ class TowerPatches(Patches):
             hidden = hidden + block.mlp(block.norm2(hidden))
         return visual.merger(hidden)  # type: ignore[no-any-return]
 
-    def prepare(
-        self, tensors: Mapping[str, Tensor]
-    ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Integers]:
-        grid = tensors["image_grid_thw"].view(1, 3)
-        pixels = tensors["pixel_values"].view(-1, self.width)
+    def prepare(self, tensors: Mapping[str, Tensor]) -> tuple[tuple[Tensor, ...], Integers]:
         merge = self._visual.spatial_merge_size
+        grid, pixels, segments = _read(tensors, self._width)
         positions = get_vision_position_ids(grid, merge)
-        time, height, width = grid[0].tolist()
-        if len(pixels) != time * height * width:
-            raise RuntimeError(
-                f"an image has {len(pixels)} patches, its grid is {time} x {height} x {width}"
-            )
-        # Frames do not see each other.
-        segments = torch.arange(len(pixels)) // (height * width)
         if not self._has_windows:
             return (pixels, positions, segments, segments), np.arange(len(pixels) // self.merged)
         order, ends = get_vision_window_index(
@@ -75,6 +87,71 @@ class TowerPatches(Patches):
         return (given[0], given[1], given[2], windows), order.numpy()
 
 
+class DeepstackPatches(Patches):
+    """Qwen3-VL: learned positions are interpolated to the grid of an image, and what some layers
+    give makes further embeddings."""
+
+    def __init__(self, whole: Any, dtype: torch.dtype) -> None:
+        self._visual = visual = whole.model.visual
+        self.dtype = dtype
+        self.merged = visual.spatial_merge_unit
+        self._width = visual.patch_embed.proj.weight[0].numel()
+        self.inputs = (
+            PatchInput((self._width,), False),
+            PatchInput((2,)),
+            PatchInput((NUM_TAPS,)),
+            PatchInput((NUM_TAPS,), False),
+            PatchInput((), padding=PAD_SEGMENT),
+        )
+
+    def features(self, *inputs: Tensor) -> Tensor:
+        """Of pixels, positions, the learned positions that these are between and the weights of
+        those, and segments."""
+        pixels, positions, taps, weights, segments = inputs
+        visual = self._visual
+        projection = visual.patch_embed.proj
+        hidden = functional.linear(pixels, projection.weight.flatten(1), projection.bias)
+        learned = visual.pos_embed(taps.reshape(-1)).view(*taps.shape, -1)
+        hidden = hidden + (learned * weights.unsqueeze(-1)).sum(1)
+        rotation = visual.rotary_pos_emb(hidden, positions)
+        mask = _mask(segments, self.dtype)
+        further = []
+        for number, block in enumerate(visual.blocks):
+            hidden = hidden + _attend(block.attn, block.norm1(hidden), rotation, mask)
+            hidden = hidden + block.mlp(block.norm2(hidden))
+            if number in visual.deepstack_visual_indexes:
+                place = visual.deepstack_visual_indexes.index(number)
+                further.append(visual.deepstack_merger_list[place](hidden))
+        return torch.cat((visual.merger(hidden), *further), dim=-1)
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> tuple[tuple[Tensor, ...], Integers]:
+        visual = self._visual
+        grid, pixels, segments = _read(tensors, self._width)
+        taps, weights = get_vision_interpolation_indices_and_weights(
+            grid,
+            num_grid_per_side=visual.num_grid_per_side,
+            mode=visual.interpolation_mode,
+            align_corners=visual.interpolation_align_corners,
+            spatial_merge_size=visual.spatial_merge_size,
+        )
+        positions = get_vision_position_ids(grid, visual.spatial_merge_size)
+        order = np.arange(len(pixels) // self.merged)
+        return (pixels, positions, taps, weights, segments), order
+
+
+def _read(tensors: Mapping[str, Tensor], width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The grid of an image, (1, 3), its patches, (n, width), and the frame of each, (n). Frames do
+    not see each other."""
+    grid = tensors["image_grid_thw"].view(1, 3)
+    pixels = tensors["pixel_values"].view(-1, width)
+    time, rows, columns = grid[0].tolist()
+    if len(pixels) != time * rows * columns:
+        raise RuntimeError(
+            f"an image has {len(pixels)} patches, its grid is {time} x {rows} x {columns}"
+        )
+    return grid, pixels, torch.arange(len(pixels)) // (rows * columns)
+
+
 def _mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
     """(n, n): patches of one segment see each other."""
     return torch.where(segments.unsqueeze(1) == segments, 0.0, MASKED).to(dtype)
@@ -83,7 +160,7 @@ def _mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
 def _attend(
     attention: Any, hidden: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor
 ) -> Tensor:
-    shape = (len(hidden), 3, attention.num_heads, attention.head_dim)
+    shape = (len(hidden), 3, attention.num_heads, -1)
     query, key, value = attention.qkv(hidden).view(shape).unbind(1)
     query, key = apply_rotary_pos_emb_vision(query, key, *rotation)
     found = functional.scaled_dot_product_attention(

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from config.errors import ConfigError
 from config.model.model_config import ModelConfig
 from config.parallel import Stage
 from hpu.backends.base import Backend
@@ -38,6 +39,13 @@ def build_tower(
     embeds no tokens. ConfigError for a tower that cannot be built."""
     if config.vision is None or not stage.is_first:
         return None
+    num_layers = len(stage.layers(config.num_layers))
+    if stage.size > 1 and num_layers < config.vision.num_deepstack_layers:
+        raise ConfigError(
+            f"{config.path} adds embeddings of images to its first "
+            f"{config.vision.num_deepstack_layers} layers, and the first of {stage.size} stages "
+            f"(--pipeline-parallel-size) has {num_layers}"
+        )
     # It imports all of transformers, which other models do not need.
     from hpu.multimodal.tower import VisionTower
 

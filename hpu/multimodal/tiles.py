@@ -57,12 +57,15 @@ def _whole_tiles(whole: Any, pixels: Tensor) -> Tensor:
 
 
 _FAMILIES: dict[str, _Family] = {
+    "aya_vision": _Family(_features, _all),
+    "deepseek_vl": _Family(_features, _all),
     "gemma3": _Family(_features, _all),
     "idefics3": _Family(_whole_tiles, _all),
     "internvl": _Family(_features, _all),
     "llava": _Family(_features, _all),
     "llava_next": _Family(_plain_features, _packed),
     "smolvlm": _Family(_whole_tiles, _all),
+    "vipllava": _Family(_features, _all),
 }
 """By the model_type of whole models; the same names as in hpu/multimodal/base.py."""
 

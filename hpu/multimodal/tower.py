@@ -22,7 +22,7 @@ from config.model.multimodal.vision import VisionFacts
 from hpu.models.transformers_attention import Unsupported
 from hpu.models.transformers_fallback import allocate, register_stored_buffers
 from hpu.multimodal.base import PATCHED, TILED, Patches, Tiles, Tower
-from hpu.multimodal.patches import TowerPatches
+from hpu.multimodal.patches import make_patches
 from hpu.multimodal.tiles import TowerTiles
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class VisionTower(Tower):
         self.facts: VisionFacts = config.vision
         self.dtype = dtype
         self.device = device
-        self._hidden_size = config.hidden_size
+        self._hidden_size = config.hidden_size * self.facts.embeddings_per_token
         whole = _build(config, self.facts, dtype)
         renamings = [
             one for one in get_model_conversion_mapping(whole) if isinstance(one, WeightRenaming)
@@ -94,13 +94,18 @@ class VisionTower(Tower):
             for name, tensor in tensors.items()
         }
         whole: Any = self.__dict__["_whole"]
-        output = whole.get_image_features(**given)
+        # Some whole models leave it to the model without a head.
+        source = whole if hasattr(whole, "get_image_features") else whole.model
+        output = source.get_image_features(**given)
         if self.facts.model_type in PROJECTED_APART:
             features = whole.multi_modal_projector(output.last_hidden_state)
         else:
             features = output.pooler_output
         if isinstance(features, list | tuple):
             features = torch.cat(tuple(features), dim=0)
+        if self.facts.num_deepstack_layers:
+            further = (torch.cat(tuple(one), dim=0) for one in output.deepstack_features)
+            features = torch.cat((features, *further), dim=-1)
         return features.reshape(-1, self._hidden_size)  # type: ignore[no-any-return]
 
     def tiles(self) -> Tiles | None:
@@ -111,7 +116,7 @@ class VisionTower(Tower):
     def patches(self) -> Patches | None:
         if self.facts.model_type not in PATCHED:
             return None
-        return TowerPatches(self.__dict__["_whole"], self.dtype)
+        return make_patches(self.__dict__["_whole"], self.dtype)
 
 
 PROJECTED_APART = frozenset({"llama4"})

@@ -2,6 +2,7 @@
 hpu/models/decoder.py is its reference."""
 
 import ctypes
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -38,6 +39,8 @@ from hpu.native.library import (
     Product,
 )
 from hpu.native.shared_sums import SharedSums
+
+logger = logging.getLogger(__name__)
 
 MAX_HEAD_DIM = 256
 MAX_QUERIES_PER_KV_HEAD = 16
@@ -193,7 +196,8 @@ class CompiledDecoder(CausalLM):
         slots = inputs.lora_slots
         if slots is not None and self._adapters is not None and not self._adapters.knows(slots):
             return self.model(tokens, inputs)  # type: ignore[no-any-return]
-        if self._launcher is not None:
+        is_wide = tokens.dim() > 2 and tokens.shape[-1] != self.config.hidden_size
+        if self._launcher is not None and not is_wide:
             if isinstance(inputs, DecodeAttentionInputs):
                 return self._launcher.decode(tokens, inputs)
             if isinstance(inputs, PrefillAttentionInputs):
@@ -262,6 +266,12 @@ class CompiledDecoder(CausalLM):
             self._launcher = _Launcher(
                 self._library, self.model, self._layers, caches, self._sums, self._adapters
             )
+            vision = self.config.vision
+            if vision is not None and vision.num_deepstack_layers:
+                logger.info(
+                    "Prompts with images run layer by layer: %d layers add embeddings of images",
+                    vision.num_deepstack_layers,
+                )
 
     def state_specs(self) -> list[StateCacheSpec]:
         return self.model.state_specs()

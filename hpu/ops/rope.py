@@ -145,6 +145,13 @@ class RotaryEmbedding(nn.Module):
         cos, sin = angles.cos() * factor, angles.sin() * factor
         table = torch.cat((cos, cos, -sin, sin), dim=-1)
         self._sections = rope.sections
+        self._axes: list[Tensor] = []
+        if rope.interleaves_sections and rope.sections:
+            # Of height and width: the entries of a rotation that are theirs, in both halves.
+            for axis, size in enumerate(rope.sections[1:], 1):
+                is_own = torch.zeros(len(frequencies), dtype=torch.bool)
+                is_own[axis : 3 * size : 3] = True
+                self._axes.append(is_own.repeat(2).to(device))
         self.register_buffer("table", table.to(device=device, dtype=dtype), persistent=False)
 
     def restore_sin_sign(self) -> None:
@@ -164,6 +171,10 @@ class RotaryEmbedding(nn.Module):
 
     def _joined(self, axes: Tensor) -> Tensor:
         """(3, B, Q, 1, rotated size), of one axis each, to (B, Q, 1, rotated size)."""
+        if self._axes:
+            time, height, width = axes
+            is_height, is_width = self._axes
+            return torch.where(is_height, height, torch.where(is_width, width, time))
         sections = [*self._sections, *self._sections]
         assert sections, "positions with three axes, and a rope without sections"
         parts = torch.split(axes, sections, dim=-1)

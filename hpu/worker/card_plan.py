@@ -184,6 +184,7 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
     )
     if facts.vision is not None and stage.is_first:
         rows = encoder_cache_rows(demand.max_model_len, demand.max_num_batched_tokens)
+        rows *= facts.vision.embeddings_per_token
         states += rows * facts.hidden_size * demand.width
     free = card - weights - activations - states
     sizes = kv_cache_sizes(

@@ -114,6 +114,43 @@ FAMILIES = {
         },
         video_mark="<|vision_start|><|video_pad|><|vision_end|>",
     ),
+    "aya_vision": _Family(
+        tokens=("<|IMG_PATCH|>", "<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>"),
+        mark="<image>",
+        fields={
+            "vision_config": {"model_type": "siglip_vision_model", **_PLAIN},
+            "image_token_index": "<|IMG_PATCH|>",
+        },
+        preprocessor={
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "size": {"height": 56, "width": 56},
+            "crop_to_patches": True,
+            "min_patches": 1,
+            "max_patches": 3,
+        },
+        processor={
+            "processor_class": "AyaVisionProcessor",
+            "patch_size": PATCH,
+            "img_size": 56,
+            "downsample_factor": 2,
+        },
+        text={"model_type": "cohere2"},
+    ),
+    "deepseek_vl": _Family(
+        tokens=("<image_placeholder>",),
+        mark="<image_placeholder>",
+        fields={
+            "vision_config": {"model_type": "siglip_vision_model", **_PLAIN},
+            "image_token_id": "<image_placeholder>",
+        },
+        preprocessor={
+            "image_processor_type": "DeepseekVLImageProcessor",
+            "size": {"height": 56, "width": 56},
+        },
+        processor={"processor_class": "DeepseekVLProcessor", "num_image_tokens": 16},
+        text={"model_type": "llama"},
+        named_tokens={"image_token": "<image_placeholder>"},
+    ),
     "gemma3": _Family(
         tokens=("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
         mark="<start_of_image>",

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB_SIZE, write_tokenizer
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
@@ -53,6 +54,25 @@ VISION: dict[str, Any] = {
 _MROPE: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
     "use_sliding_window": False,
+}
+_INTERLEAVED: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    },
+}
+_DEEPSTACK: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": 14,
+    "num_position_embeddings": 25,
+    "deepstack_visual_indexes": [0, 1],
+    "initializer_range": 0.2,
 }
 
 
@@ -262,6 +282,40 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         _tiles_of_idefics,
         _joined_tiles,
     ),
+    "aya_vision": VisionFamily(
+        "aya_vision",
+        {
+            "model_type": "cohere2",
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "logit_scale": 0.25,
+            "tie_word_embeddings": True,
+        },
+        {**VISION, "model_type": "siglip_vision_model"},
+        _each(
+            GotOcr2ImageProcessorPil(**_SQUARE, crop_to_patches=True, min_patches=1, max_patches=3)
+        ),
+        {"image_token_index": IMAGE, "downsample_factor": 2, "tie_word_embeddings": True},
+        lambda tensors, count: [START, *[IMAGE] * count, END],
+    ),
+    "deepseek_vl": VisionFamily(
+        "deepseek_vl",
+        {"model_type": "llama"},
+        {**VISION, "model_type": "siglip_vision_model"},
+        _each(SiglipImageProcessorPil(**_SQUARE)),
+        {"image_token_id": IMAGE},
+    ),
+    "vipllava": VisionFamily(
+        "vipllava",
+        {"model_type": "llama"},
+        {**VISION, "model_type": "clip_vision_model"},
+        _each(_CLIP),
+        {
+            "image_token_index": IMAGE,
+            "image_seq_length": 16,
+            "vision_feature_layers": [-1, -2, 1],
+        },
+    ),
     "internvl": VisionFamily(
         "internvl",
         {"model_type": "qwen2", "use_sliding_window": False},
@@ -310,6 +364,32 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         lambda tensors, count: [START, *[IMAGE] * count, END],
         grid=_qwen_grid,
     ),
+    "qwen3_vl": VisionFamily(
+        "qwen3_vl",
+        {**_INTERLEAVED, "model_type": "qwen3_vl_text", "num_hidden_layers": 3, "head_dim": 16},
+        _DEEPSTACK,
+        _QWEN,
+        {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START},
+        lambda tensors, count: [START, *[IMAGE] * count, END],
+        grid=_qwen_grid,
+    ),
+    "qwen3_vl_moe": VisionFamily(
+        "qwen3_vl_moe",
+        {
+            **_INTERLEAVED,
+            "model_type": "qwen3_vl_moe_text",
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
+        _DEEPSTACK,
+        _QWEN,
+        {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START},
+        lambda tensors, count: [START, *[IMAGE] * count, END],
+        grid=_qwen_grid,
+    ),
     "qwen2_5_vl": VisionFamily(
         "qwen2_5_vl",
         {**_MROPE, "model_type": "qwen2_5_vl_text"},
@@ -348,12 +428,24 @@ def make_tiny_vision(
         if not parameter.any():
             torch.nn.init.normal_(parameter.data, std=0.2)
     whole.save_pretrained(folder)
+    if name == "qwen3_vl_moe":
+        _write_published_experts(folder / "model.safetensors")
     write_tokenizer(folder)
     if name == "llama4":
         # The forward pass of transformers 5.24 reads `image_outputs` of its language model's
         # output, which no language model sets, and fails with and without images.
         whole.language_model.register_forward_hook(_set_no_image_outputs)
     return whole
+
+
+def _write_published_experts(file: Path) -> None:
+    """Published checkpoints of Qwen3-VL have the experts as (experts, in, out), transformers 5
+    saves new ones as (experts, out, in) and reads both."""
+    tensors = {
+        name: tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name else tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _set_no_image_outputs(module: Any, given: Any, output: Any) -> None:
@@ -383,7 +475,8 @@ def prepare(name: str, whole: Any, indices: list[int]) -> list[Picture]:
 
 def count_embeddings(whole: Any, tensors: dict[str, Tensor]) -> int:
     """Rows that the model makes of one image."""
-    output = whole.get_image_features(**tensors)
+    source = whole if hasattr(whole, "get_image_features") else whole.model
+    output = source.get_image_features(**tensors)
     features = output.last_hidden_state if whole.config.model_type == "llama4" else None
     if features is None:
         features = output.pooler_output

@@ -9,11 +9,14 @@ WHOLE_MODELS = frozenset(
     f"{name}ForConditionalGeneration"
     for name in (
         *("Gemma3", "Gemma3n", "Gemma4", "Idefics3", "InternVL", "Llama4", "Llava", "LlavaNext"),
-        *("Mistral3", "Qwen2VL", "Qwen2_5_VL", "SmolVLM"),
+        *("Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "SmolVLM"),
+        *("AyaVision", "DeepseekVL", "VipLlava"),
     )
 )
 """Their text model computes the same without images as a text model of its own."""
 TEXT_MODELS = {
+    "cohere": "CohereForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
@@ -28,6 +31,8 @@ TEXT_MODELS = {
     "qwen2_vl_text": "Qwen2ForCausalLM",
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_vl_text": "Qwen3ForCausalLM",
+    "qwen3_vl_moe_text": "Qwen3VLMoeTextForCausalLM",
 }
 """model_type of a text model -> its architecture."""
 
@@ -57,6 +62,10 @@ _WITHOUT_TEXT_CONFIG = {
 }
 """Architectures whose first checkpoints have the fields of the text model beside the others -> its
 model_type."""
+
+_INTERLEAVED = ("qwen3_vl_text", "qwen3_vl_moe_text")
+"""model_type of the text models whose three axes take turns in the frequencies, whether the rope
+says so or not."""
 
 _COMMON_FIELDS = (
     "dtype",
@@ -95,4 +104,8 @@ def text_part(fields: Fields) -> Fields | None:
     }
     present = {name: value for name, value in text.items() if value is not None}
     text = {**text, **_DEFAULTS.get(model_type, {}), **present}
+    if model_type in _INTERLEAVED:
+        name = "rope_parameters" if "rope_parameters" in text else "rope_scaling"
+        rope = Fields(text, fields.file).get(name, dict, {})
+        text[name] = {"mrope_section": [24, 20, 20], **rope, "mrope_interleaved": True}
     return Fields({**text, **common, "architectures": [TEXT_MODELS[model_type]]}, fields.file)

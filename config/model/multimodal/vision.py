@@ -21,6 +21,14 @@ class VisionFacts:
     whole_images: bool = False
     """The tokens of an image see each other in both directions, so that one chunk of a prefill must
     hold the rest of an image."""
+    num_deepstack_layers: int = 0
+    """An image has so many further embeddings for each of its tokens, which are added to the
+    outputs of the first layers (Meng et al., DeepStack, 2024)."""
+
+    @property
+    def embeddings_per_token(self) -> int:
+        """Of an image."""
+        return 1 + self.num_deepstack_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +37,13 @@ class VisionFamily:
 
     uses_mrope: bool = False
     whole_images: bool = False
+    num_deepstack_layers: int = 0
+    """Unless vision_config names them."""
 
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
+    "AyaVisionForConditionalGeneration": VisionFamily(),
+    "DeepseekVLForConditionalGeneration": VisionFamily(),
     "Gemma3ForConditionalGeneration": VisionFamily(whole_images=True),
     "Idefics3ForConditionalGeneration": VisionFamily(),
     "InternVLForConditionalGeneration": VisionFamily(),
@@ -41,7 +53,10 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     "Mistral3ForConditionalGeneration": VisionFamily(),
     "Qwen2VLForConditionalGeneration": VisionFamily(uses_mrope=True),
     "Qwen2_5_VLForConditionalGeneration": VisionFamily(uses_mrope=True),
+    "Qwen3VLForConditionalGeneration": VisionFamily(uses_mrope=True, num_deepstack_layers=3),
+    "Qwen3VLMoeForConditionalGeneration": VisionFamily(uses_mrope=True, num_deepstack_layers=3),
     "SmolVLMForConditionalGeneration": VisionFamily(),
+    "VipLlavaForConditionalGeneration": VisionFamily(),
 }
 """Architecture of a whole model -> its facts. Models that are not listed are served without
 images."""
@@ -68,6 +83,10 @@ def read_vision(whole: Fields) -> VisionFacts | None:
         return None
     old_name = "image_token_index"
     token_id = whole.count("image_token_id" if "image_token_id" in whole.raw else old_name)
+    vision = Fields(whole.get("vision_config", dict, {}), whole.file)
+    num_deepstack_layers = family.num_deepstack_layers
+    if "deepstack_visual_indexes" in vision.raw:
+        num_deepstack_layers = len(vision.numbers("deepstack_visual_indexes"))
     return VisionFacts(
         architecture=names[0],
         model_type=whole.get("model_type", str, ""),
@@ -75,4 +94,5 @@ def read_vision(whole: Fields) -> VisionFacts | None:
         video_token_id=whole.get("video_token_id", int, None),
         uses_mrope=family.uses_mrope,
         whole_images=family.whole_images,
+        num_deepstack_layers=num_deepstack_layers,
     )

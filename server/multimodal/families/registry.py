@@ -3,7 +3,9 @@
 from collections.abc import Callable
 
 from config.errors import ConfigError
+from server.multimodal.families.aya_vision import AyaVisionForm
 from server.multimodal.families.base import ProcessorFiles, PromptForm
+from server.multimodal.families.deepseek_vl import DeepseekVLForm
 from server.multimodal.families.gemma3 import Gemma3Form
 from server.multimodal.families.idefics3 import Idefics3Form
 from server.multimodal.families.internvl import InternVLForm
@@ -13,6 +15,8 @@ from server.multimodal.families.pixtral import PixtralForm
 from server.multimodal.families.qwen_vl import QwenVLForm
 
 _BY_PROCESSOR: dict[str, Callable[[ProcessorFiles], PromptForm]] = {
+    "AyaVisionProcessor": AyaVisionForm,
+    "DeepseekVLProcessor": DeepseekVLForm,
     "LlavaProcessor": LlavaForm,
     "LlavaNextProcessor": LlavaNextForm,
     "PixtralProcessor": PixtralForm,
@@ -26,6 +30,9 @@ _BY_PROCESSOR: dict[str, Callable[[ProcessorFiles], PromptForm]] = {
     "Llama4Processor": Llama4Form,
 }
 _BY_MODEL_TYPE: dict[str, Callable[[ProcessorFiles], PromptForm]] = {
+    "aya_vision": AyaVisionForm,
+    "deepseek_vl": DeepseekVLForm,
+    "vipllava": LlavaForm,
     "llava": LlavaForm,
     "llava_next": LlavaNextForm,
     "mistral3": PixtralForm,

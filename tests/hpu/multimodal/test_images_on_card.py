@@ -18,6 +18,8 @@ SLOW = pytest.mark.slow
 FAMILIES = ["llava_next", *(pytest.param(name, marks=SLOW) for name in ("llava", "gemma3"))]
 FAMILIES += [pytest.param(name, marks=SLOW) for name in ("granite_vision", "idefics3", "internvl")]
 FAMILIES += ["qwen2_5_vl", pytest.param("qwen2_vl", marks=SLOW)]
+FAMILIES += ["qwen3_vl", *(pytest.param(name, marks=SLOW) for name in ("qwen3_vl_moe", "mistral3"))]
+FAMILIES += [pytest.param(name, marks=SLOW) for name in ("aya_vision", "deepseek_vl", "vipllava")]
 
 
 def random_images(
@@ -58,7 +60,7 @@ def test_nothing_compiles_for_images_after_the_warm_up(name: str, tmp_path: Path
     with working(tmp_path) as on_cpu:
         expected = random_images(on_cpu, pictures, max_chunk=max_chunk)
 
-    sizes = "16,48" if name.startswith("qwen") else "auto"
+    sizes = "16,48" if name.startswith("qwen") or name == "mistral3" else "auto"
     table = replace(TABLE, images=sizes)
     with working(tmp_path, device="hpu-emulator", emulator=STRICT, buckets=table) as rig:
         counts = torch.hpu.emulated.counters.counts  # type: ignore[attr-defined]
@@ -75,7 +77,7 @@ def test_nothing_compiles_for_images_after_the_warm_up(name: str, tmp_path: Path
 def test_a_tower_without_fixed_shapes_is_not_served_on_a_card_and_text_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make_tiny_vision("mistral3", tmp_path)
+    make_tiny_vision("llama4", tmp_path)
 
     with working(tmp_path, device="hpu-emulator", emulator=STRICT) as rig:
         rig.admit(0, [5, 6, 7])

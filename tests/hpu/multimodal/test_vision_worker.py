@@ -118,13 +118,16 @@ def test_a_plan_with_another_number_of_embeddings_is_an_error(qwen: Model) -> No
 
 
 @pytest.mark.slow
-def test_two_ranks_have_a_tower_each(qwen: Model, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
+def test_two_ranks_have_a_tower_each(name: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    model = Model(name, tmp_path / "model")
     (tmp_path / "pool").mkdir()
     with RankPool(2, tmp_path / "pool", joins=False) as pool:
         found = pool.run(
             2,
             run_rank,
-            *(str(qwen.folder), f"file://{tmp_path}/ranks", qwen.prompt, NEW_TOKENS),
+            *(str(model.folder), f"file://{tmp_path}/ranks", model.prompt, NEW_TOKENS),
         )
 
-    assert found == [qwen.expected, qwen.expected]
+    assert found == [model.expected, model.expected]

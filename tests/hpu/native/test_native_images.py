@@ -72,3 +72,39 @@ def test_given_embeddings_and_positions_with_three_axes_run_compiled(
     # A launch of text alone is that of a model without images.
     assert seen[0] == (False, False)
     assert seen[1] == (True, has_axes)
+
+
+def test_prompts_whose_images_are_added_to_layers_run_on_these_and_others_compiled(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rope = {**AXES, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
+    sizes = {**SIZES, "rope_parameters": rope}
+    whole = make_tiny_vision("qwen3_vl", tmp_path, {"out_hidden_size": 128}, **sizes)
+    picture = prepare("qwen3_vl", whole, [0])[0]
+    caplog.set_level("INFO")
+    rig = WorkerRig(tmp_path, dtype="bfloat16")
+    try:
+        model = rig.worker._loaded.model  # type: ignore[union-attr]
+        assert isinstance(model, CompiledDecoder)
+        if not model.is_compiled:
+            pytest.skip("this machine has no compiled decoder")
+        layered = model.model
+        by_layers: list[tuple[int, ...]] = []
+
+        handle = layered.register_forward_pre_hook(
+            lambda module, given: by_layers.append(tuple(given[0].shape[2:]))
+        )
+        images = ImageRig(rig)
+        images.admit(0, write(text(1, 9)))
+        rig.prefill({0: None})
+        rig.step()
+        images.admit(1, write(text(2, 3), (b"0", picture), text(3, 7)))
+        rig.prefill({1: None})
+        rig.step()
+        rig.run([0, 1], 3)
+        handle.remove()
+    finally:
+        rig.worker.close()
+
+    assert by_layers == [(3 * 128,)]
+    assert "Prompts with images run layer by layer: 2 layers" in caplog.text

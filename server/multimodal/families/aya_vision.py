@@ -1,0 +1,24 @@
+"""Aya Vision: tiles by their numbers, then the whole image, each a fixed number of image tokens."""
+
+import numpy as np
+
+from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
+
+
+class AyaVisionForm(NoGrid):
+    """The template writes another token than those that take embeddings."""
+
+    def __init__(self, files: ProcessorFiles) -> None:
+        self.mark = files.value("image_token", "<image>")
+        patch = files.value("patch_size", 28) * files.value("downsample_factor", 1)
+        count = (files.value("img_size", 364) // patch) ** 2
+        self._tokens = files.value("img_patch_token", files.image_token) * count
+        self._start = files.value("start_of_img_token", "<|START_OF_IMG|>")
+        self._end = files.value("end_of_img_token", "<|END_OF_IMG|>")
+        self._tile = files.value("tile_token", "TILE")
+        self._whole = files.value("tile_global_token", "TILE_GLOBAL")
+
+    def text(self, arrays: Arrays) -> str:
+        num_tiles = int(np.ravel(arrays["num_patches"])[0])
+        tiles = "".join(f"{self._tile}_{number}{self._tokens}" for number in range(1, num_tiles))
+        return f"{self._start}{tiles}{self._whole}{self._tokens}{self._end}"

@@ -1,0 +1,14 @@
+"""DeepSeek-VL: a fixed number of image tokens for an image."""
+
+from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
+
+
+class DeepseekVLForm(NoGrid):
+    """The template writes one image token."""
+
+    def __init__(self, files: ProcessorFiles) -> None:
+        self.mark = files.image_token
+        self._text: str = self.mark * files.value("num_image_tokens", 576)
+
+    def text(self, arrays: Arrays) -> str:
+        return self._text
