@@ -85,6 +85,8 @@ class PatchEncoder:
 
 def _times(tensors: Mapping[str, Tensor], rows: Integers) -> list[Prepared]:
     """An image, or each time of a video."""
+    if "image_grid_thw" not in tensors:
+        return [(tensors, rows)]
     grid = tensors["image_grid_thw"].view(1, 3)
     time = int(grid[0, 0])
     if time == 1 or len(rows) % time or len(tensors["pixel_values"]) % time:
