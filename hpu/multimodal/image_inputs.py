@@ -191,7 +191,8 @@ def _axes(images: list[ImagePlacement], tokens: list[Integers], length: int) -> 
     count up by one on all axes, and those of an image have their places in its grid; behind it the
     largest of these counts on (Wang et al., Qwen2-VL, 2024). Transformers 5 counts on from height
     and width alone; its earlier releases, with which the models were trained, did not. The two
-    differ for a video whose time axis is the longest."""
+    differ for a video whose time axis is the longest. Where text is between the times of a video,
+    each of them is like an image."""
     axes = np.zeros((3, length), np.int64)
     done = following = 0
     for image, at in zip(images, tokens, strict=True):
@@ -200,15 +201,24 @@ def _axes(images: list[ImagePlacement], tokens: list[Integers], length: int) -> 
             raise RuntimeError(
                 f"an image has a grid of {time} x {height} x {width} and {len(at)} tokens"
             )
-        first, last = int(at[0]), int(at[-1]) + 1
-        axes[:, done:first] = following + np.arange(first - done)
-        following += first - done
-        places = np.indices(image.grid).reshape(3, -1)
+        runs = np.split(at, np.flatnonzero(np.diff(at) != 1) + 1)
+        if len(runs) > 1:
+            time //= len(runs)
+        if any(len(run) != time * height * width for run in runs):
+            raise RuntimeError(
+                f"an image has a grid of {image.grid}, and its tokens are in {len(runs)} parts of "
+                f"{sorted({len(run) for run in runs})}"
+            )
+        places = np.indices((time, height, width)).reshape(3, -1)
         if time > 1:
             # In the precision of transformers.
             places[0] = places[0].astype(np.float32) * np.float32(image.time_step)
-        axes[:, first:last] = following + places
-        following += int(places.max()) + 1
-        done = last
+        for run in runs:
+            first = int(run[0])
+            axes[:, done:first] = following + np.arange(first - done)
+            following += first - done
+            done = first + len(run)
+            axes[:, first:done] = following + places
+            following += int(places.max()) + 1
     axes[:, done:] = following + np.arange(length - done)
     return axes

@@ -17,7 +17,7 @@ from server.multimodal.families.base import ProcessorFiles
 from server.multimodal.families.registry import prompt_form
 from server.multimodal.isolated import IMAGE, Answer, ImageFacts, Setup, Video
 from server.multimodal.llama4_images import Llama4ImageProcessor
-from server.multimodal.video import read_frames
+from server.multimodal.video import Frames, read_frames
 
 INPUTS = ("pixel_values", "image_sizes", "image_grid_thw", "pixel_attention_mask")
 """Arguments of the towers; what else a processor gives, only the prompt's text needs."""
@@ -51,7 +51,7 @@ class ImageProcessor:
                 answer = self.process(decode(bytes(content)))
             else:
                 video = msgspec.msgpack.decode(content, type=Video)
-                answer = self.process_video(*read_frames(video, *self._sampling))
+                answer = self.process_video(read_frames(video, *self._sampling))
         except BadImage as error:
             answer = Answer(error=str(error))
         return msgspec.msgpack.encode(answer)
@@ -70,24 +70,32 @@ class ImageProcessor:
         tensors = [_tensor(name, arrays[name]) for name in INPUTS if name in arrays]
         return Answer(size=image.size, text=text, grid=grid, tensors=tensors)
 
-    def process_video(self, frames: list[Image.Image], fps: float) -> Answer:
-        """Preprocess the RGB frames of a video, of which a second has `fps`. Raises BadImage."""
+    def process_video(self, video: Frames) -> Answer:
+        """Preprocess the frames of a video. Raises BadImage."""
         form = self._form.video
         if form is None:
             raise BadImage("the model takes no videos")
         options = {**self._options, **self._size}
+        frames = video.images
         try:
+            first = frames[0]
+            size = self._size.get("size", {})
+            fitted = form.frame_size(len(frames), first.height, first.width, size)
+            if fitted is not None:
+                height, width = fitted
+                frames = [one.resize((width, height), Image.Resampling.BICUBIC) for one in frames]
+                options["do_resize"] = False
             arrays = self._processor(images=frames, return_tensors="np", **options)
             arrays = form.joined(arrays)
         except (ValueError, TypeError, ZeroDivisionError, IndexError) as error:
             reason = str(error)[:_SHOWN] or type(error).__name__
-            width, height = frames[0].size
+            width, height = video.images[0].size
             raise BadImage(
                 f"the model does not take a video of {width} x {height} pixels: {reason}"
             ) from None
         tensors = [_tensor(name, arrays[name]) for name in INPUTS if name in arrays]
-        text, grid = form.text(arrays), self._form.grid(arrays)
-        return Answer("", frames[0].size, text, grid, tensors, form.time_step(fps))
+        text, grid = form.text(arrays, video.times), self._form.grid(arrays)
+        return Answer("", video.images[0].size, text, grid, tensors, form.time_step(video.fps))
 
 
 def _image_processor(

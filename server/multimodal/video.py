@@ -4,7 +4,7 @@ import importlib
 import io
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageSequence, UnidentifiedImageError
@@ -29,15 +29,26 @@ class MissingDecoder(BadImage):
     """The video needs a library that is not installed."""
 
 
-def read_frames(video: Video, num_frames: int, fps: float) -> tuple[list[Image.Image], float]:
-    """Frames of equal size as RGB, and how many of them a second has. Of a file at most
-    `num_frames` and `fps` of a second, evenly; -1: all. Frames that come one by one are all taken.
-    Raises BadImage."""
+class Frames(NamedTuple):
+    """What is read of a video."""
+
+    images: list[Image.Image]
+    """RGB, of equal size."""
+    fps: float
+    """How many of them a second has."""
+    times: list[float]
+    """When each is shown, in seconds."""
+
+
+def read_frames(video: Video, num_frames: int, fps: float) -> Frames:
+    """Of a file at most `num_frames` and `fps` of a second, evenly; -1: all. Frames that come one
+    by one are all taken. Raises BadImage."""
     if video.frames:
         _check_count(len(video.frames))
         frames = [decode(data) for data in video.frames]
         _check_pixels(len(frames), *frames[0].size)
-        return _equal(frames), video.fps or GIVEN_FPS
+        rate = video.fps or GIVEN_FPS
+        return Frames(_equal(frames), rate, [index / rate for index in range(len(frames))])
     most = MAX_FRAMES if num_frames == -1 else num_frames
     name = container(video.data)
     try:
@@ -71,7 +82,7 @@ def sampled(total: int, seconds: float, most: int, fps: float) -> list[int]:
     return np.linspace(0, total - 1, count, dtype=int).tolist()  # type: ignore[no-any-return]
 
 
-def _animation(data: bytes, most: int, fps: float) -> tuple[list[Image.Image], float]:
+def _animation(data: bytes, most: int, fps: float) -> Frames:
     Image.MAX_IMAGE_PIXELS = None
     try:
         image = Image.open(io.BytesIO(data), formats=ANIMATIONS)
@@ -87,12 +98,11 @@ def _animation(data: bytes, most: int, fps: float) -> tuple[list[Image.Image], f
     chosen = sampled(len(durations), seconds, most, fps)
     _check_pixels(len(chosen), *image.size)
     frames = _chosen((to_rgb(frame) for frame in ImageSequence.Iterator(image)), chosen)
-    return _equal(frames), len(frames) / seconds
+    times = [sum(durations[:index]) for index in chosen]
+    return Frames(_equal(frames), len(frames) / seconds, times)
 
 
-def _container_frames(
-    data: bytes, name: str, most: int, fps: float
-) -> tuple[list[Image.Image], float]:
+def _container_frames(data: bytes, name: str, most: int, fps: float) -> Frames:
     av = _av()
     with av.open(io.BytesIO(data), format=name) as file:
         if not file.streams.video:
@@ -111,7 +121,8 @@ def _container_frames(
         _check_pixels(len(chosen), *size)
         file.seek(0)
         frames = _chosen((_upright(frame) for frame in file.decode(stream)), chosen)
-    return _equal(frames), len(frames) / seconds
+    times = [index * seconds / total for index in chosen]
+    return Frames(_equal(frames), len(frames) / seconds, times)
 
 
 def _av() -> Any:

@@ -4,7 +4,7 @@ transformers' processor classes have the same texts, but need torch for their ot
 tokenizer of their own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,12 +92,20 @@ class VideoForm(Protocol):
         """As PromptForm.mark."""
         ...
 
+    def frame_size(
+        self, count: int, height: int, width: int, size: Mapping[str, int]
+    ) -> tuple[int, int] | None:
+        """Height and width that `count` frames are resized to, `size` being that of the processor
+        of videos. None: the image processor resizes each by itself. Raises ValueError for frames
+        that the model does not take."""
+        ...
+
     def joined(self, arrays: Arrays) -> Arrays:
         """The frames as one image, which may have several times in its grid."""
         ...
 
-    def text(self, arrays: Arrays) -> str:
-        """As PromptForm.text, of the joined arrays."""
+    def text(self, arrays: Arrays, times: Sequence[float]) -> str:
+        """As PromptForm.text, of the joined arrays and the seconds at which frames are shown."""
         ...
 
     def time_step(self, fps: float) -> float:

@@ -1,14 +1,15 @@
 """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: an image token for each square of merged patches."""
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from server.multimodal.families.base import Arrays, ProcessorFiles, VideoForm
 
-WITH_VIDEOS = ("qwen2_vl", "qwen2_5_vl")
-"""model_type of those that take a video as one item. Later ones write the time of each frame into
-the prompt."""
+MAX_SIDES = 200
+"""Of a frame, the longer to the shorter."""
 
 
 class QwenVLForm:
@@ -17,10 +18,11 @@ class QwenVLForm:
     def __init__(self, files: ProcessorFiles) -> None:
         self.mark = files.image_token
         self.options: dict[str, Any] = {}
-        self._merge = files.value("merge_size", files.vision.get("spatial_merge_size"))
+        self.merge = files.value("merge_size", files.vision.get("spatial_merge_size"))
         self.video: VideoForm | None = None
-        if files.video_token and files.config.get("model_type") in WITH_VIDEOS:
-            self.video = QwenVideoForm(files, self)
+        if files.video_token:
+            is_timed = str(files.config.get("model_type")).startswith("qwen3_vl")
+            self.video = (TimedVideoForm if is_timed else QwenVideoForm)(files, self)
 
     def text(self, arrays: Arrays) -> str:
         time, height, width = self.grid(arrays)
@@ -28,21 +30,26 @@ class QwenVLForm:
 
     def grid(self, arrays: Arrays) -> tuple[int, int, int]:
         time, height, width = (int(length) for length in arrays["image_grid_thw"][0])
-        return time, height // self._merge, width // self._merge
+        return time, height // self.merge, width // self.merge
 
 
 class QwenVideoForm:
     """A patch of a video is of several frames, two in all checkpoints."""
 
     def __init__(self, files: ProcessorFiles, images: QwenVLForm) -> None:
-        self.mark = files.video_token
+        self.mark = self._token = files.video_token
         self._images = images
         self._depth: int = files.value(
             "temporal_patch_size", files.vision.get("temporal_patch_size"), 2
         )
         self._rate: float | None = None
-        if files.config["model_type"] == "qwen2_5_vl":
+        if files.config.get("model_type") == "qwen2_5_vl":
             self._rate = files.vision.get("tokens_per_second", 4)
+
+    def frame_size(
+        self, count: int, height: int, width: int, size: Mapping[str, int]
+    ) -> tuple[int, int] | None:
+        return None
 
     def joined(self, arrays: Arrays) -> Arrays:
         grid = np.asarray(arrays["image_grid_thw"])
@@ -61,8 +68,8 @@ class QwenVideoForm:
             "image_grid_thw": np.array([[time, height, width]], np.int64),
         }
 
-    def text(self, arrays: Arrays) -> str:
-        return self.mark * int(np.prod(self._images.grid(arrays)))
+    def text(self, arrays: Arrays, times: Sequence[float]) -> str:
+        return self._token * int(np.prod(self._images.grid(arrays)))
 
     def time_step(self, fps: float) -> float:
         """Qwen2.5-VL counts seconds, Qwen2-VL patches."""
@@ -70,3 +77,52 @@ class QwenVideoForm:
             return 1.0
         # In the precision of transformers, which rounds the products down.
         return float(np.float32(self._depth / fps) * np.float32(self._rate))
+
+
+class TimedVideoForm(QwenVideoForm):
+    """Qwen3-VL reads the time of each patch of frames in the prompt, and bounds the pixels of all
+    frames together."""
+
+    def __init__(self, files: ProcessorFiles, images: QwenVLForm) -> None:
+        super().__init__(files, images)
+        self._start = files.token("vision_start_token", "<|vision_start|>")
+        self._end = files.token("vision_end_token", "<|vision_end|>")
+        # The template writes both around the token; each time has its own.
+        self.mark = self._start + self._token + self._end
+        patch: int = files.value("patch_size", files.vision.get("patch_size"), 16)
+        self._factor = patch * images.merge
+        self._default_size = {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32}
+
+    def frame_size(
+        self, count: int, height: int, width: int, size: Mapping[str, int]
+    ) -> tuple[int, int] | None:
+        """As transformers computes it."""
+        bounds = {**self._default_size, **size}
+        factor, count = self._factor, max(count, self._depth)
+        smallest = min(height, width)
+        if smallest < factor:
+            height, width = height * factor // smallest, width * factor // smallest
+        if max(height, width) > MAX_SIDES * min(height, width):
+            raise ValueError(f"one side is more than {MAX_SIDES} times the other")
+        rounded = [round(side / factor) * factor for side in (height, width)]
+        pixels = round(count / self._depth) * self._depth * rounded[0] * rounded[1]
+        if pixels > bounds["longest_edge"]:
+            scale = math.sqrt(count * height * width / bounds["longest_edge"])
+            rounded = [
+                max(factor, math.floor(side / scale / factor) * factor) for side in (height, width)
+            ]
+        elif pixels < bounds["shortest_edge"]:
+            scale = math.sqrt(bounds["shortest_edge"] / (count * height * width))
+            rounded = [math.ceil(side * scale / factor) * factor for side in (height, width)]
+        return rounded[0], rounded[1]
+
+    def text(self, arrays: Arrays, times: Sequence[float]) -> str:
+        """A patch has the time in the middle of its first and its last frame."""
+        time, height, width = self._images.grid(arrays)
+        known = [*times, *[times[-1]] * (time * self._depth - len(times))]
+        tokens = self._token * (height * width)
+        pieces = []
+        for first in range(0, len(known), self._depth):
+            middle = (known[first] + known[first + self._depth - 1]) / 2
+            pieces.append(f"<{middle:.1f} seconds>{self._start}{tokens}{self._end}")
+        return "".join(pieces)

@@ -18,7 +18,8 @@ from hpu.multimodal.image_inputs import _axes
 from hpu.protocol import ImagePlacement
 
 NEW_TOKENS = 6
-FAMILIES = ["qwen2_5_vl", pytest.param("qwen2_vl", marks=pytest.mark.slow)]
+FAMILIES = ["qwen2_5_vl", "qwen3_vl"]
+FAMILIES += [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_vl", "qwen3_vl_moe")]
 SECONDS = 0.75
 """Of one time of the grid."""
 
@@ -32,12 +33,21 @@ def make_video(whole: Any, time: int, height: int, width: int) -> Picture:
     pixels = torch.randn(count, patch, generator=noise)
     grid = torch.tensor([[time, height, width]])
     rows = count // 4
+    tokens = [START, *[VIDEO] * rows, END]
+    if is_timed(whole):
+        frame = [START, *[VIDEO] * (rows // time), END]
+        tokens = [token for index in range(time) for token in (20 + index, 19, *frame)]
     return Picture(
         {"pixel_values": pixels, "image_grid_thw": grid},
-        [START, *[VIDEO] * rows, END],
+        tokens,
         rows,
         (time, height // 2, width // 2),
     )
+
+
+def is_timed(whole: Any) -> bool:
+    """The prompt has the times of a video as text."""
+    return str(whole.config.model_type).startswith("qwen3_vl")
 
 
 def time_step(whole: Any) -> float:
@@ -56,7 +66,7 @@ def prompt_of(whole: Any, video: Picture, image: Picture) -> Prompt:
 @torch.inference_mode()
 def expected(name: str, whole: Any, prompt: Prompt, video: Picture, image: Picture) -> list[int]:
     ids = torch.tensor([prompt.tokens])
-    seconds = {} if name == "qwen2_vl" else {"second_per_grid_ts": torch.tensor([SECONDS])}
+    seconds = {"second_per_grid_ts": torch.tensor([SECONDS])} if name == "qwen2_5_vl" else {}
     output = whole.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
@@ -163,3 +173,26 @@ def test_text_behind_a_long_video_counts_on_from_its_last_time(tmp_path: Path) -
 
     assert found[0].tolist() == [0, 1, 2, 4, 7, 9, 10, 11]
     assert found[1].tolist() == [0, 1, 2, 2, 2, 2, 10, 11]
+
+
+def test_text_between_the_times_of_a_video_counts_on(tmp_path: Path) -> None:
+    whole = make_tiny_vision("qwen3_vl", tmp_path)
+    video = make_video(whole, 3, 4, 8)
+    tokens = [5, 6, 7, *video.tokens, 8, 9]
+    # From the first time to the last, as the server places it.
+    placed = ImagePlacement(b"v", 6, len(video.tokens) - 4, video.grid)
+    ids = torch.tensor([tokens])
+    theirs, _ = whole.model.get_rope_index(
+        ids,
+        mm_token_type_ids=2 * (ids == VIDEO).long(),
+        video_grid_thw=video.tensors["image_grid_thw"],
+    )
+
+    assert np.array_equal(positions([placed], tokens), theirs[:, 0])
+
+
+def test_a_video_whose_times_are_cut_is_refused() -> None:
+    tokens = [VIDEO, 5, VIDEO, VIDEO, VIDEO]
+
+    with pytest.raises(RuntimeError, match=r"in 2 parts of \[1, 3\]"):
+        positions([ImagePlacement(b"v", 0, 5, (2, 1, 2))], tokens)

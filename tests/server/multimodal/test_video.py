@@ -2,22 +2,29 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 from PIL import Image
 from tiny_vision import clip, gif_bytes, image_bytes, make_tiny_vision, mp4_bytes, picture
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
 from server.multimodal import video as module
 from server.multimodal.decode import BadImage
 from server.multimodal.families.base import ProcessorFiles
 from server.multimodal.image_processor import ImageProcessor, video_size
 from server.multimodal.isolated import VIDEO, Answer, ImageFacts, Setup, Video
-from server.multimodal.video import container, read_frames, sampled
+from server.multimodal.video import Frames, container, read_frames, sampled
 
 SETUP = ("<|image_pad|>", {}, "<|video_pad|>")
 FRAMES = clip(56, 84, 6)
+
+
+def shown(images: list[Image.Image], fps: float) -> Frames:
+    return Frames(images, fps, [index / fps for index in range(len(images))])
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +60,12 @@ def test_an_animation_gives_its_frames_and_their_rate(kind: str) -> None:
         FRAMES[0], kind, save_all=True, append_images=FRAMES[1:], duration=250, **options
     )
 
-    frames, fps = read_frames(Video(data), 32, -1)
-    few, few_fps = read_frames(Video(data), 2, -1)
+    frames, fps, times = read_frames(Video(data), 32, -1)
+    few, few_fps, few_times = read_frames(Video(data), 2, -1)
 
     assert len(frames) == 6 and fps == pytest.approx(4.0)
+    assert times == pytest.approx([0, 0.25, 0.5, 0.75, 1, 1.25])
+    assert few_times == pytest.approx([0, 1.25])
     most = 0 if kind != "GIF" else 20
     assert all(distance(*pair) <= most for pair in zip(frames, FRAMES, strict=True))
     assert few_fps == pytest.approx(4 / 3)
@@ -68,9 +77,10 @@ def test_a_container_gives_its_frames_and_their_rate(kind: str) -> None:
     shades = [Image.new("RGB", (64, 48), (30 * i, 10 * i, 200 - 20 * i)) for i in range(8)]
     data = mp4_bytes(shades, 10, kind)
 
-    frames, fps = read_frames(Video(data), 4, -1)
+    frames, fps, times = read_frames(Video(data), 4, -1)
 
     assert fps == pytest.approx(5.0, rel=0.1)
+    assert times == pytest.approx([0, 0.2, 0.4, 0.7], rel=0.1)
     assert [distance(*pair) < 6 for pair in zip(frames, (shades[i] for i in (0, 2, 4, 7)),
                                                 strict=True)] == [True] * 4  # fmt: skip
 
@@ -86,7 +96,7 @@ def test_a_turned_video_is_shown_upright() -> None:
     for index, value in ((1, 65536), (3, -65536), (8, 2**30)):
         data[at + 4 * index : at + 4 * index + 4] = value.to_bytes(4, "big", signed=True)
 
-    frames, _ = read_frames(Video(bytes(data)), 32, -1)
+    frames = read_frames(Video(bytes(data)), 32, -1).images
 
     assert frames[0].size == (32, 64)
     # What was left is above.
@@ -97,10 +107,11 @@ def test_a_turned_video_is_shown_upright() -> None:
 def test_frames_that_come_one_by_one_are_all_taken() -> None:
     given = [image_bytes(frame) for frame in [*FRAMES, picture(20, 20)]]
 
-    frames, fps = read_frames(Video(frames=given), 2, -1)
-    _, told = read_frames(Video(frames=given, fps=5.0), 2, -1)
+    frames, fps, times = read_frames(Video(frames=given), 2, -1)
+    told = read_frames(Video(frames=given, fps=5.0), 2, -1).fps
 
     assert (len(frames), fps, told) == (7, 2.0, 5.0)
+    assert times == [0, 0.5, 1, 1.5, 2, 2.5, 3]
     assert {frame.size for frame in frames} == {(56, 84)}
     assert distance(frames[3], FRAMES[3]) == 0
 
@@ -112,7 +123,7 @@ def test_a_container_without_its_library_is_refused_with_the_extra(
 
     with pytest.raises(BadImage, match=r"pip install 'gaudiserve\[video\]'"):
         read_frames(Video(b"\0\0\0\x18ftypmp42" + bytes(100)), 32, -1)
-    assert len(read_frames(Video(gif_bytes(FRAMES)), 32, -1)[0]) == 6
+    assert len(read_frames(Video(gif_bytes(FRAMES)), 32, -1).images) == 6
 
 
 @pytest.mark.parametrize(
@@ -143,7 +154,7 @@ def test_limits_are_told_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(module, "MAX_FRAMES", 5)
     with pytest.raises(BadImage, match="the video has 6 frames, at most 5 are taken"):
         read_frames(Video(frames=[image_bytes(one) for one in FRAMES]), 32, -1)
-    assert len(read_frames(Video(gif_bytes(FRAMES)), -1, -1)[0]) == 5
+    assert len(read_frames(Video(gif_bytes(FRAMES)), -1, -1).images) == 5
     monkeypatch.setattr(module, "MAX_VIDEO_PIXELS", 20_000)
     with pytest.raises(BadImage, match="5 frames of 56 x 84 have 23520 pixels, at most 20000"):
         read_frames(Video(gif_bytes(FRAMES)), 5, -1)
@@ -155,7 +166,7 @@ def test_patches_are_those_of_transformers_for_videos(
 ) -> None:
     """Its class needs torchvision; the layout is that of Qwen2VLVideoProcessor.patchify, in which
     the last frame is repeated up to the depth of a patch."""
-    found = processor.process_video(FRAMES[:count], 2.0)
+    found = processor.process_video(shown(FRAMES[:count], 2.0))
 
     frames = [*FRAMES[:count], *[FRAMES[count - 1]] * (count % 2)]
     mean = np.array([0.48145466, 0.4578275, 0.40821073])
@@ -183,9 +194,48 @@ def test_qwen2_5_vl_counts_seconds(tmp_path: Path) -> None:
     (folder / "config.json").write_bytes(msgspec.json.encode(config))
     processor = ImageProcessor(Setup(str(folder), *SETUP))
 
-    steps = [processor.process_video(FRAMES, fps).time_step for fps in (2.0, 8.0, 0.3)]
+    steps = [processor.process_video(shown(FRAMES, fps)).time_step for fps in (2.0, 8.0, 0.3)]
 
     assert steps == pytest.approx([2.0, 0.5, 40 / 3])
+
+
+@pytest.mark.parametrize(
+    ("count", "size"),
+    [(1, (64, 64)), (2, (300, 90)), (4, (64, 500)), (5, (10, 40)), (7, (333, 217))],
+)
+def test_qwen3_vl_reads_the_times_and_bounds_all_frames_together(
+    count: int, size: tuple[int, int], tmp_path: Path
+) -> None:
+    folder = make_tiny_vision("qwen3_vl", tmp_path, weights=False)
+    bounds = {"shortest_edge": 28 * 28 * 16, "longest_edge": 28 * 28 * 60}
+    own = msgspec.json.encode({"size": bounds})
+    (folder / "video_preprocessor_config.json").write_bytes(own)
+    processor = ImageProcessor(Setup(str(folder), *SETUP))
+    facts = msgspec.msgpack.decode(processor.call(b""), type=ImageFacts)
+    width, height = size
+
+    found = processor.process_video(shown(clip(width, height, count), 3.0))
+
+    assert facts.video_mark == "<|vision_start|><|video_pad|><|vision_end|>"
+    rows, columns = smart_resize(
+        *(max(count, 2), height, width),
+        factor=28,
+        min_pixels=bounds["shortest_edge"],
+        max_pixels=bounds["longest_edge"],
+    )
+    times = -(-count // 2)
+    assert found.grid == (times, rows // 28, columns // 28)
+    metadata = SimpleNamespace(fps=3.0, frames_indices=list(range(count)))
+    theirs = SimpleNamespace(
+        **{"video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>"},
+        vision_end_token="<|vision_end|>",
+        video_processor=SimpleNamespace(merge_size=2, temporal_patch_size=2),
+    )
+    kind = Qwen3VLProcessor
+    theirs._calculate_timestamps = kind._calculate_timestamps.__get__(theirs)
+    grid = np.array([[times, rows // 14, columns // 14]])
+    arrays = {"video_grid_thw": grid, "video_metadata": [metadata]}
+    assert found.text == kind.replace_video_token(theirs, arrays, 0)
 
 
 def test_the_call_of_a_process_takes_a_video(processor: ImageProcessor) -> None:
@@ -203,7 +253,7 @@ def test_frames_have_the_sizes_of_the_processor_of_videos(tmp_path: Path) -> Non
     own = {"size": {"shortest_edge": 784, "longest_edge": 28 * 28 * 4}}
     (folder / "video_preprocessor_config.json").write_bytes(msgspec.json.encode(own))
 
-    found = ImageProcessor(Setup(str(folder), *SETUP)).process_video(clip(280, 280, 2), 2.0)
+    found = ImageProcessor(Setup(str(folder), *SETUP)).process_video(shown(clip(280, 280, 2), 2.0))
     files = ProcessorFiles.read(folder, "")
 
     assert found.grid == (1, 2, 2)
@@ -221,7 +271,7 @@ def test_a_model_without_videos_has_no_mark(tmp_path: Path) -> None:
 
     assert facts.video_mark == ""
     with pytest.raises(BadImage, match="takes no videos"):
-        processor.process_video(FRAMES, 2.0)
+        processor.process_video(shown(FRAMES, 2.0))
 
 
 def test_broken_frames_are_told() -> None:
