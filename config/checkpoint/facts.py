@@ -45,14 +45,18 @@ def model_facts(
         facts = read_model_config(str(folder), allow_quantized=True)
     else:
         raise no_such_model(model)
-    # Of quantized weights the files hold other tensors than are counted.
-    if path.is_dir() and any(path.glob("*.safetensors")) and not facts.is_quantized:
+    if path.is_dir() and any(path.glob("*.safetensors")):
         shapes = folder_shapes(path)
-        check_shapes(facts, shapes, path / _FILE)
         own = model_shapes(facts, shapes)
         count, total = (sum(map(math.prod, one.values())) for one in (own, shapes))
-        num_tower = 0 if facts.vision is None else total - count
-        facts = replace(facts, num_parameters=count, num_tower_parameters=num_tower)
+        if facts.vision is not None:
+            facts = replace(facts, num_tower_parameters=total - count)
+        # Of quantized weights the files hold other tensors than are counted.
+        if not facts.is_quantized:
+            check_shapes(facts, shapes, path / _FILE)
+            facts = replace(facts, num_parameters=count)
+        else:
+            check_limits(facts)
     else:
         check_limits(facts)
     return replace(complete(facts), path=model)

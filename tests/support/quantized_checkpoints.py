@@ -388,7 +388,14 @@ def make_quantized(
 ) -> Quantized:
     """A tiny checkpoint whose linear layers, but the head and routers, are in the format."""
     reference = make_tiny(family, folder / "reference", **{**SIZES, **overrides})
-    target = folder / "quantized"
+    return quantize(form, reference, folder / "quantized")
+
+
+def quantize(
+    form: Format, reference: Path, target: Path, *, other: tuple[str, ...] = ()
+) -> Quantized:
+    """A checkpoint whose linear layers are in the format, but for those whose names begin with one
+    of `other`. Those of `reference` get the same weights, dequantized."""
     shutil.copytree(reference, target)
     tensors = load_file(reference / WEIGHTS)
     stored: dict[str, Tensor] = {}
@@ -400,7 +407,8 @@ def make_quantized(
             stored.update(parts)
             continue
         is_head = module == "lm_head" and form.has_head
-        if not name.endswith(".weight") or not (_is_linear(module) or is_head):
+        is_named = not name.startswith(other) and (_is_linear(module) or is_head)
+        if not name.endswith(".weight") or not is_named:
             stored[name] = plain[name] = tensor
             continue
         packed, plain[name] = form.pack(tensor, _number(module))

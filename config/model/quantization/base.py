@@ -163,10 +163,12 @@ class QuantizationConfig:
 
 
 def _matches(pattern: str, module: str) -> bool:
+    # The whole model of a text model has longer names, of which there are two kinds.
+    inner = module.removeprefix("model.")
+    names = (module, f"language_model.{module}", f"model.language_model.{inner}")
     if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
-    # The whole model of a text model has longer names.
-    return f".{pattern}." in f".{module}." or pattern.endswith(f".{module}")
+        return any(re.match(pattern[3:], name) for name in names)
+    return any(f".{pattern}." in f".{name}." for name in names) or pattern.endswith(f".{module}")
 
 
 def packed_axis(of: int, bits: int) -> StoredAxis:

@@ -1,0 +1,35 @@
+"""Which modules a quantized checkpoint leaves in plain weights, by the names of its files."""
+
+import pytest
+
+from config.model.quantization.base import QuantizationConfig, Rule, WeightScheme
+
+MODULE = "model.layers.1.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_plain"),
+    [
+        ("model.layers.1.mlp.down_proj", True),
+        ("down_proj", True),
+        ("layers.1", True),
+        ("language_model.model.layers.1.mlp.down_proj", True),
+        ("model.language_model.layers.1.mlp.down_proj", True),
+        ("model.language_model.layers.1", True),
+        ("re:.*down_proj", True),
+        ("re:language_model[.]model[.]layers[.]1[.].*", True),
+        ("re:model[.]language_model[.]layers[.]1[.].*", True),
+        ("model.layers.11.mlp.down_proj", False),
+        ("model.language_model.layers.11", False),
+        ("model.visual", False),
+        ("re:vision_tower.*", False),
+        ("re:model[.]visual.*", False),
+        ("re:.*visual.*", False),
+        ("multi_modal_projector", False),
+    ],
+)
+def test_names_of_the_whole_model_of_a_text_model_count(pattern: str, is_plain: bool) -> None:
+    scheme = WeightScheme(8, ())
+    config = QuantizationConfig("gptq", (Rule(("Linear",), scheme),), ignored=(pattern,))
+
+    assert config.scheme_of(MODULE) is (None if is_plain else scheme)
