@@ -15,7 +15,7 @@ import ssl
 import stat
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote, urljoin, urlsplit
 
 import httpcore
@@ -31,6 +31,11 @@ MAX_FRAMES = 768
 """Of a data: URL of frames."""
 MAX_REDIRECTS = 3
 MAX_URL_CHARACTERS = 8192
+INLINE_CHARACTERS = 64 * 2**10
+"""Of a data: URL that the event loop decodes."""
+PIECE_CHARACTERS = 256 * 2**10
+"""That are decoded at once; a multiple of 4."""
+_PIECE_BYTES = PIECE_CHARACTERS // 4 * 3
 ANY_DOMAIN = "*"
 IMAGE_TYPES = ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif", "image/bmp")
 FRAMES_TYPE = "video/jpeg"
@@ -45,6 +50,7 @@ _AZURE_WIRE_SERVER = ipaddress.ip_address("168.63.129.16")
 """A public address that answers with secrets of the machine that asks."""
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
+Decoded = TypeVar("Decoded")
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 """The addresses of a host."""
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -112,14 +118,14 @@ class MediaFetcher:
     async def _fetch_video(self, url: str) -> bytes:
         kind = self._kinds[VIDEO]
         if url[: len(FRAMES_TYPE) + 5].lower() == f"data:{FRAMES_TYPE}":
-            frames = _frames(url, kind)
+            frames = await _aside(url, lambda: _frames(url, kind))
             return msgspec.msgpack.encode(Video(frames=frames))
         return msgspec.msgpack.encode(Video(await self._fetch(url, kind)))
 
     async def _fetch(self, url: str, kind: _Kind) -> bytes:
         scheme = url[:10].partition(":")[0].lower()
         if scheme == "data":
-            return _data_bytes(url, kind)
+            return await _aside(url, lambda: _data_bytes(url, kind))
         if len(url) > MAX_URL_CHARACTERS:
             raise _Refused(
                 f"the URL has {len(url)} characters, at most {MAX_URL_CHARACTERS} are read"
@@ -303,6 +309,11 @@ def _host_name(text: str) -> str:
     return text.strip().rstrip(".").lower()
 
 
+async def _aside(url: str, decode: Callable[[], Decoded]) -> Decoded:
+    """What `decode` gives, on a thread if the URL is long: the event loop answers others."""
+    return decode() if len(url) <= INLINE_CHARACTERS else await asyncio.to_thread(decode)
+
+
 def _data_bytes(url: str, kind: _Kind) -> bytes:
     return _decode_base64(_data_text(url, kind), kind)
 
@@ -341,10 +352,17 @@ def _check_size(text: str, kind: _Kind) -> None:
 def _decode_base64(text: str, kind: _Kind) -> bytes:
     """The bytes of a base64 text."""
     _check_size(text, kind)
+    pieces = []
     try:
-        data = base64.b64decode(text, validate=True)
+        # A call holds the interpreter's lock until it ends.
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            if pieces and len(pieces[-1]) < _PIECE_BYTES:
+                raise binascii.Error("padding before the end")
+            piece = text[start : start + PIECE_CHARACTERS]
+            pieces.append(base64.b64decode(piece, validate=True))
     except (binascii.Error, ValueError):
         raise _Refused("the data: URL is not valid base64") from None
+    data = b"".join(pieces)
     if not data:
         raise _Refused(f"the {kind.noun} has 0 bytes")
     return data

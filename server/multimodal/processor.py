@@ -20,6 +20,8 @@ LIMITS = Limits(cpu_s=20.0, wall_s=30.0, memory_bytes=3 * 2**30, stack_bytes=8 *
 MAX_PENDING = 256
 """Images that wait for a thread or are being processed."""
 MAX_UUIDS = 65_536
+INLINE_BYTES = 256 * 2**10
+"""Of an image that the event loop hashes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,10 @@ class ImagePreprocessor:
         """The image with these bytes, or the encoded Video. Raises UserError, which names the place
         `where` in the request, and Overloaded."""
         data = kind + data
-        digest = sha256(data).digest()
+        if len(data) <= INLINE_BYTES:
+            digest = sha256(data).digest()
+        else:
+            digest = await asyncio.to_thread(lambda: sha256(data).digest())
         found, running = self.cached(digest), self._running.get(digest)
         if self.observer is not None:
             self.observer.image_looked_up(found is not None or running is not None)

@@ -1,5 +1,6 @@
 """Images are fetched from allowed public hosts only, within limits."""
 
+import asyncio
 import base64
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 from picture_server import HOST, PNG, fetcher, ok, serving, to
 
 from config.errors import UserError
-from server.multimodal.fetch import MediaFetcher, is_public_address
+from server.multimodal.fetch import PIECE_CHARACTERS, MediaFetcher, is_public_address
 
 
 async def refusal(one: MediaFetcher, url: str) -> str:
@@ -53,6 +54,46 @@ async def test_a_data_url_is_decoded() -> None:
 )
 async def test_a_url_is_refused_and_the_reason_told(url: str, why: str) -> None:
     assert why in await refusal(fetcher(), url)
+
+
+def pieces_of(*texts: str) -> str:
+    return "data:image/png;base64," + "".join(texts)
+
+
+WHOLE = "AAAA" * (PIECE_CHARACTERS // 4)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        pieces_of(WHOLE, "A*AA"),
+        pieces_of(WHOLE, "AAAAA"),
+        pieces_of(WHOLE[:-2], "==", "AAAA"),
+        pieces_of(WHOLE[:-4], "A\nAA", "AAAA"),
+        pieces_of("AA==", WHOLE),
+    ],
+)
+async def test_a_long_url_is_as_strictly_read_as_a_short_one(url: str) -> None:
+    assert await refusal(MediaFetcher(), url) == "the data: URL is not valid base64"
+
+
+@pytest.mark.parametrize("size", [PIECE_CHARACTERS // 4 * 3 + more for more in (-1, 0, 1, 2, 3)])
+async def test_a_long_url_is_decoded_and_others_are_answered_meanwhile(size: int) -> None:
+    data = bytes(range(251)) * (size // 251 + 1)
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.ensure_future(count())
+    found = await MediaFetcher().fetch(data_url(data[:size]), "x")
+    other.cancel()
+
+    assert found == data[:size]
+    assert turns > 1
 
 
 async def test_nothing_is_fetched_unless_domains_are_allowed() -> None:

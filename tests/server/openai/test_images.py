@@ -298,6 +298,49 @@ async def test_responses_take_images_in_outputs_of_functions(rig: Rig) -> None:
     assert len(rig.client.queues[0].images) == 1
 
 
+async def test_a_response_counts_an_image_and_refuses_one_that_was_uploaded(rig: Rig) -> None:
+    content: list[dict[str, Any]] = [{"type": "input_image", "image_url": data_url()}]
+    body = {"input": [{"role": "user", "content": content}]}
+    answer = await rig.post("/v1/responses", body)
+    counted = await rig.post("/v1/responses/input_tokens", body)
+    content[0] = {"type": "input_image", "file_id": "file-1"}
+    uploaded = await rig.post("/v1/responses", body)
+
+    assert counted.json()["input_tokens"] == answer.json()["usage"]["input_tokens"]
+    assert len(rig.client.queues) == 1
+    assert uploaded.status_code == 400
+    assert "file_id" in uploaded.json()["error"]["message"]
+
+
+async def test_messages_take_images_in_results_of_tools(rig: Rig) -> None:
+    data = base64.b64encode(image_bytes(picture(84, 56))).decode()
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    result: dict[str, Any] = {
+        "type": "tool_result",
+        "tool_use_id": "c",
+        "content": [text("seen:"), {"type": "image", "source": source}],
+    }
+    body: dict[str, Any] = {
+        "max_tokens": 5,
+        "messages": [
+            {"role": "user", "content": "look"},
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}],
+            },
+            {"role": "user", "content": [result]},
+        ],
+    }
+    answer = await rig.post("/v1/messages", body)
+    counted = await rig.post("/v1/messages/count_tokens", body)
+
+    assert answer.status_code == 200, answer.text
+    (queue,) = rig.client.queues
+    assert [image.length for image in queue.images] == [6]
+    assert answer.json()["usage"]["input_tokens"] == len(queue.prompt)
+    assert counted.json()["input_tokens"] == len(queue.prompt)
+
+
 async def test_messages_take_image_blocks(rig: Rig) -> None:
     data = base64.b64encode(image_bytes(picture(56, 56))).decode()
     source = {"type": "base64", "media_type": "image/png", "data": data}
@@ -325,6 +368,36 @@ async def test_beams_keep_the_image(rig: Rig) -> None:
 
     assert len(rig.client.queues) > 1
     assert all(len(queue.images) == 1 for queue in rig.client.queues)
+
+
+async def test_a_name_of_an_image_belongs_to_its_api_key(
+    model: tuple[Tokenizer, ImageInputs],
+) -> None:
+    tokenizer, images = model
+    named = {"type": "image_url", "uuid": "mine", "image_url": None}
+    async with in_memory(
+        TalkingClient(vocab_size=328, max_model_len=512),
+        tokenizer=tokenizer,
+        images=images,
+        chat_template=tokenizer.chat_template,
+        api_keys=["one", "two"],
+    ) as rig:
+
+        async def ask(key: str, content: Any) -> httpx.Response:
+            return await rig.post(
+                "/v1/chat/completions",
+                {"messages": [{"role": "user", "content": [content]}]},
+                headers={"Authorization": f"Bearer {key}"},
+            )
+
+        answers = [
+            await ask("one", part(uuid="mine")),
+            await ask("one", named),
+            await ask("two", named),
+        ]
+
+    assert [one.status_code for one in answers] == [200, 200, 400]
+    assert "keeps no image of that name" in answers[2].json()["error"]["message"]
 
 
 def with_fetcher(rig: Rig, timeout_s: float = 5.0) -> None:
@@ -385,3 +458,77 @@ async def test_attacks_by_url_are_refused_and_cost_nobody_else(rig: Rig) -> None
         assert "secret" not in message
     assert [one.status_code for one in good] == [200] * 8
     assert len(rig.client.queues) == 8
+
+
+def png_of(*chunks: tuple[bytes, bytes]) -> bytes:
+    """A PNG of 4 x 4 pixels with more chunks behind its header."""
+    data = image_bytes(picture(4, 4))
+    more = b"".join(
+        len(body).to_bytes(4, "big") + kind + body + zlib.crc32(kind + body).to_bytes(4, "big")
+        for kind, body in chunks
+    )
+    return data[:33] + more + data[33:]
+
+
+def bomb(kind: str) -> bytes:
+    """A file of a few bytes that says it has thousands of millions of pixels."""
+    data = bytearray(image_bytes(picture(8, 8), kind))
+    side = 60_000
+    if kind == "GIF":
+        data[6:10] = 2 * side.to_bytes(2, "little")
+    elif kind == "BMP":
+        data[18:26] = 2 * side.to_bytes(4, "little")
+    else:
+        at = data.index(b"\xff\xc0") + 5
+        data[at : at + 4] = 2 * side.to_bytes(2, "big")
+    return bytes(data)
+
+
+ZEROS = zlib.compress(bytes(80 * 2**20), 9)
+TOO_MANY_PIXELS = "the image has 60000 x 60000 = 3600000000 pixels, at most 67108864 are taken"
+BROKEN = "the image cannot be decoded"
+UNKNOWN = "the image is none of PNG, JPEG, WEBP, GIF, BMP"
+ATTACKS = {
+    "gif bomb": (bomb("GIF"), TOO_MANY_PIXELS),
+    "bmp bomb": (bomb("BMP"), TOO_MANY_PIXELS),
+    "jpeg bomb": (bomb("JPEG"), TOO_MANY_PIXELS),
+    "text of 80 MiB": (png_of((b"zTXt", b"a\0\0" + ZEROS)), BROKEN),
+    "profile of 80 MiB": (png_of((b"iCCP", b"a\0\0" + ZEROS)), "image"),
+    "pixels that end": (image_bytes(picture(64, 64))[:900], BROKEN),
+    "jpeg that ends": (image_bytes(picture(64, 64), "JPEG")[:700], BROKEN),
+    "webp that ends": (image_bytes(picture(64, 64), "WEBP")[:300], "image"),
+    "wrong checksum": (png_of()[:40] + b"\xff" + png_of()[41:], "image"),
+    "frames of nothing": (image_bytes(picture(8, 8), "GIF")[:40], "image"),
+    "tiff": (image_bytes(picture(8, 8), "TIFF"), UNKNOWN),
+    "ico": (image_bytes(picture(16, 16), "ICO"), UNKNOWN),
+    "pdf": (image_bytes(picture(8, 8), "PDF"), UNKNOWN),
+    "postscript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", UNKNOWN),
+    "svg": (b'<svg xmlns="http://www.w3.org/2000/svg"/>', UNKNOWN),
+    "page": (b"<html>", UNKNOWN),
+    "too narrow": (image_bytes(picture(2, 900)), "does not take an image of 2 x 900 pixels"),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+async def test_an_attack_by_content_is_a_400_that_says_why(name: str, rig: Rig) -> None:
+    data, why = ATTACKS[name]
+    # The type that is said is not believed.
+    url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+    answer = await chat(rig, text("a"), part(url))
+    good = await chat(rig, part())
+
+    assert answer.status_code == 400, answer.text
+    message = answer.json()["error"]["message"]
+    assert message.startswith("messages[0].content[1]: ")
+    assert why in message
+    assert good.status_code == 200
+    assert len(rig.client.queues) == 1
+
+
+async def test_an_image_of_too_many_bytes_is_refused_with_both_numbers(rig: Rig) -> None:
+    url = "data:image/png;base64," + "A" * (28 * 2**20)
+    answer = await chat(rig, part(url))
+
+    assert answer.status_code == 400
+    assert "has 22020096 bytes, at most 20971520 are taken" in answer.json()["error"]["message"]
