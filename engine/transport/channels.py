@@ -21,6 +21,7 @@ import zmq
 from config.errors import ConfigError, EngineDied
 from config.log import LimitedWarning
 from config.owned_directory import OwnedDirectory
+from engine.transport.segments import Segments, files_parent, link_directory
 
 logger = logging.getLogger(__name__)
 
@@ -64,13 +65,26 @@ _MESSAGES_PER_CALLBACK = 64
 """Messages read before other callbacks of the event loop run."""
 
 
+_PREFIX = "gaudiserve-"
+
+
 class SocketDirectory(OwnedDirectory):
-    """A directory of sockets that only this user can enter; removed when closed, or at exit. A
-    killed daemon's is removed when the next one creates its own."""
+    """A directory of sockets, and one of files for large messages, that only this user can enter;
+    removed when closed, or at exit. A killed daemon's are removed when the next one creates its
+    own."""
 
     def __init__(self, parent: str | None = None) -> None:
         """Create it below `parent` (None: the directory for temporary files)."""
-        super().__init__("gaudiserve-", parent)
+        super().__init__(_PREFIX, parent)
+        files = files_parent()
+        self._files = None if files is None else OwnedDirectory(_PREFIX, files)
+        if self._files is not None:
+            link_directory(self.path, self._files.path)
+
+    def close(self) -> None:
+        super().close()
+        if self._files is not None:
+            self._files.close()
 
 
 def new_token() -> str:
@@ -93,12 +107,21 @@ def endpoint(directory: str, name: str) -> str:
 class PairSocket(Generic[Sent, Received]):
     """One end of a channel, some of which only send or only receive. Not thread-safe."""
 
-    def __init__(self, socket: "zmq.Socket[bytes]", received: Any, path: str | None = None) -> None:
-        """`path`: the file of a Unix socket that listens."""
+    def __init__(
+        self,
+        socket: "zmq.Socket[bytes]",
+        received: Any,
+        path: str | None = None,
+        segments: Segments | None = None,
+    ) -> None:
+        """`path`: the file of a Unix socket that listens. `segments`: what carries large
+        messages."""
         self._socket = socket
         self._path = path
+        self._segments = segments
         self._encode: Callable[[Sent], bytes] = msgspec.msgpack.Encoder().encode
-        self._decode: Callable[[bytes], Received] = msgspec.msgpack.Decoder(received).decode
+        self._decode: Callable[[bytes | memoryview], Received]
+        self._decode = msgspec.msgpack.Decoder(received).decode
 
     @property
     def endpoint(self) -> str:
@@ -107,7 +130,7 @@ class PairSocket(Generic[Sent, Received]):
 
     def send(self, message: Sent) -> bool:
         """Send without waiting; False when the peer has left HIGH_WATER messages unread."""
-        return _send(self._socket, self._encode(message))
+        return _send(self._socket, self._encode(message), self._segments)
 
     def receive(self) -> Received | None:
         """The next message, or None if there is none. Binary fields are views of its frame."""
@@ -115,7 +138,7 @@ class PairSocket(Generic[Sent, Received]):
             frame = self._socket.recv(zmq.NOBLOCK)
         except zmq.Again:
             return None
-        return self._decode(frame)
+        return self._decode(frame if self._segments is None else self._segments.message(frame))
 
     def stop_accepting(self) -> None:
         """Accept no connections from now on; safe to call twice. Existing connections continue."""
@@ -131,10 +154,17 @@ class Publisher(Generic[Sent]):
     """Sends each message to all of its peers, encoded once and sent by one call. Not
     thread-safe."""
 
-    def __init__(self, socket: "zmq.Socket[bytes]", path: str | None, num_peers: int) -> None:
-        """`path`: the file of a Unix socket."""
+    def __init__(
+        self,
+        socket: "zmq.Socket[bytes]",
+        path: str | None,
+        num_peers: int,
+        segments: Segments | None = None,
+    ) -> None:
+        """`path`: the file of a Unix socket. `segments`: as of PairSocket."""
         self._socket = socket
         self._path = path
+        self._segments = segments
         self._num_missing = num_peers
         self._encode: Callable[[Sent], bytes] = msgspec.msgpack.Encoder().encode
 
@@ -159,7 +189,7 @@ class Publisher(Generic[Sent]):
     def send(self, message: Sent) -> bool:
         """Send without waiting; False, and nothing is sent, when a peer has left HIGH_WATER
         messages unread. A peer that is gone is left out."""
-        return _send(self._socket, self._encode(message))
+        return _send(self._socket, self._encode(message), self._segments)
 
     def close(self) -> None:
         """Disconnect; unsent messages are dropped."""
@@ -231,12 +261,20 @@ class RouterSocket(Generic[Sent, Received]):
     """
 
     def __init__(
-        self, socket: "zmq.Socket[bytes]", received: Any, num_peers: int, on_all: Callable[[], None]
+        self,
+        socket: "zmq.Socket[bytes]",
+        received: Any,
+        num_peers: int,
+        on_all: Callable[[], None],
+        segments: Segments | None = None,
     ) -> None:
-        """`on_all` is called when `num_peers` peers have sent a message."""
+        """`on_all` is called when `num_peers` peers have sent a message. `segments`: as of
+        PairSocket."""
         self._socket = socket
+        self._segments = segments
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode: Callable[[bytes], Received] = msgspec.msgpack.Decoder(received).decode
+        self._decode: Callable[[bytes | memoryview], Received]
+        self._decode = msgspec.msgpack.Decoder(received).decode
         self._num_peers = num_peers
         self._on_all = on_all
         self._monitor = _monitor(socket, socket.context, zmq.EVENT_DISCONNECTED)
@@ -270,9 +308,13 @@ class RouterSocket(Generic[Sent, Received]):
         """Send without waiting; False when `peer` is gone or has left HIGH_WATER messages unread.
         Raises TypeError or ValueError for what cannot be encoded."""
         frame = self._encode(message)
+        if self._segments is not None:
+            frame = self._segments.frame(frame, peer)
         try:
             self._socket.send_multipart((peer, frame), zmq.NOBLOCK)
         except zmq.ZMQError as error:
+            if self._segments is not None:
+                self._segments.take_back(frame)
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
             return False
@@ -315,7 +357,8 @@ class RouterSocket(Generic[Sent, Received]):
                     self._connections[peer] = int(source.get(zmq.SRCFD))
                     if len(self._connections) == self._num_peers:
                         self._on_all()
-                self._on_message(peer, self._decode(frame))
+                message = frame if self._segments is None else self._segments.message(frame)
+                self._on_message(peer, self._decode(message))
         finally:
             if not self._socket.closed:
                 self._schedule_drain()
@@ -335,6 +378,8 @@ class RouterSocket(Generic[Sent, Received]):
             peers = [peer for peer, fd in self._connections.items() if fd == descriptor]
             for peer in peers:
                 del self._connections[peer]
+                if self._segments is not None:
+                    self._segments.forget(peer)
             (self._on_disconnect if peers else self._on_rejected)()
             most -= 1
         return most <= 0
@@ -355,7 +400,8 @@ class ZmqContext:
         cannot listen on the address."""
         socket = self._socket(zmq.PAIR)
         _RejectionCounter(socket, self._context, rejection_warning(endpoint))
-        return PairSocket(socket, received, self._listen(socket, endpoint))
+        path = self._listen(socket, endpoint)
+        return PairSocket(socket, received, path, Segments.beside(endpoint))
 
     def connect_pair(
         self, endpoint: str, received: Any, watches: "list[ConnectionWatch] | None" = None
@@ -374,7 +420,8 @@ class ZmqContext:
         # Every peer is told of, though all subscribe to the same.
         socket.setsockopt(zmq.XPUB_VERBOSER, 1)
         _RejectionCounter(socket, self._context, rejection_warning(endpoint))
-        return Publisher(socket, self._listen(socket, endpoint), num_peers)
+        path = self._listen(socket, endpoint)
+        return Publisher(socket, path, num_peers, Segments.beside(endpoint, num_peers))
 
     def connect_subscriber(self, endpoint: str, received: Any) -> PairSocket[None, Any]:
         """Receive what a publisher sends."""
@@ -385,7 +432,8 @@ class ZmqContext:
         address."""
         socket = self._socket(zmq.PULL)
         _RejectionCounter(socket, self._context, rejection_warning(endpoint))
-        return PairSocket(socket, received, self._listen(socket, endpoint))
+        path = self._listen(socket, endpoint)
+        return PairSocket(socket, received, path, Segments.beside(endpoint))
 
     def connect_collector(self, endpoint: str) -> PairSocket[Any, None]:
         """Send to a collector."""
@@ -410,7 +458,8 @@ class ZmqContext:
         socket = self._socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         path = self._listen(socket, endpoint)
-        return RouterSocket(socket, received, num_peers, partial(_remove, path))
+        on_all = partial(_remove, path)
+        return RouterSocket(socket, received, num_peers, on_all, Segments.beside(endpoint))
 
     def close(self) -> None:
         """Wait until closed sockets have lingered. Every channel must be closed before."""
@@ -442,7 +491,8 @@ class ZmqContext:
         socket.setsockopt(zmq.PLAIN_USERNAME, _USER)
         socket.setsockopt(zmq.PLAIN_PASSWORD, self._token)
         _add_heartbeats(socket, endpoint)
-        pair: PairSocket[Any, Any] = PairSocket(socket, received)
+        segments = Segments.beside(endpoint)
+        pair: PairSocket[Any, Any] = PairSocket(socket, received, segments=segments)
         if watches is not None:
             watches.append(ConnectionWatch(pair, endpoint))
         socket.connect(endpoint)
@@ -548,11 +598,14 @@ def _endpoint(socket: "zmq.Socket[bytes]") -> str:
     return address.rstrip(b"\0").decode()
 
 
-def _send(socket: "zmq.Socket[bytes]", frame: bytes) -> bool:
-    """Whether there was room for `frame`."""
+def _send(socket: "zmq.Socket[bytes]", message: bytes, segments: Segments | None) -> bool:
+    """Whether there was room for `message`."""
+    frame = message if segments is None else segments.frame(message)
     try:
         socket.send(frame, zmq.NOBLOCK)
     except zmq.Again:
+        if segments is not None:
+            segments.take_back(frame)
         return False
     return True
 

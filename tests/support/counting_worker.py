@@ -21,6 +21,7 @@ from engine.executors.base import Executor
 from engine.executors.multiproc import MultiprocExecutor
 from engine.executors.worker_launcher import LocalLauncher
 from engine.process.child_process import read_orders
+from engine.transport.segments import DIRECTORY
 from hpu.protocol import (
     SINGLE_RANK,
     SLEEP,
@@ -180,8 +181,10 @@ def worker_main() -> None:
 
 
 def sockets_in(directory: str) -> list[str]:
-    """What lies in a socket directory beside its lock and the mark of an engine that was ready;
-    empty when it is gone."""
+    """What lies in a socket directory beside its lock, the link to the files of large messages and
+    the mark of an engine that was ready; empty when it is gone."""
     if not os.path.isdir(directory):
         return []
-    return sorted({*os.listdir(directory)} - {LOCK, os.path.basename(ready_mark(directory, 0))})
+    return sorted(
+        {*os.listdir(directory)} - {LOCK, DIRECTORY, os.path.basename(ready_mark(directory, 0))}
+    )

@@ -1,0 +1,135 @@
+"""Large messages between processes of one host: each is a file in shared memory, and a frame that
+names it travels in its place."""
+
+import mmap
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from config.errors import EngineDied
+
+LARGE_BYTES = 32 * 2**20
+"""Smaller messages travel through the socket: the pages of a new file cost more than the copies."""
+MAX_UNREAD_BYTES = 2**30
+"""Of the files of one sender that nobody has read. More travel through the socket."""
+MARK = b"\xc1"
+"""How the frame that names a file begins. No message in MessagePack begins so."""
+DIRECTORY = "segments"
+"""Beside the sockets, a link to the directory of the files."""
+_FILES = Path("/dev/shm")
+
+
+class _File(NamedTuple):
+    peer: bytes
+    path: str
+    num_bytes: int
+
+
+def files_parent() -> Path | None:
+    """Where the directory of files belongs; None on a system without shared memory."""
+    return _FILES if _FILES.is_dir() and os.access(_FILES, os.W_OK | os.X_OK) else None
+
+
+def link_directory(sockets: str, files: str) -> None:
+    """Have the sockets in `sockets` use the directory `files`."""
+    os.symlink(files, Path(sockets, DIRECTORY))
+
+
+class Segments:
+    """The files that one socket sends and receives.
+
+    A reader opens a file and removes it at once, so that the kernel frees the memory when the
+    message is dropped, or when the reader dies. With several readers each has a name of its own.
+    What nobody reads is removed with the directory, whose owner is the launcher.
+    """
+
+    def __init__(self, directory: Path, num_readers: int = 1) -> None:
+        self._directory = directory
+        self._num_readers = num_readers
+        self._prefix = secrets.token_hex(8)
+        self._num_written = 0
+        self._unread: list[_File] = []
+
+    @classmethod
+    def beside(cls, endpoint: str, num_readers: int = 1) -> "Segments | None":
+        """Those of a socket; None for one without a directory of files, as between hosts."""
+        if not endpoint.startswith("ipc://"):
+            return None
+        directory = Path(endpoint.removeprefix("ipc://")).parent / DIRECTORY
+        return cls(directory, num_readers) if directory.is_dir() else None
+
+    def frame(self, data: bytes, peer: bytes = b"") -> bytes:
+        """What is sent to `peer` in place of a message: itself, unless it is large and there is
+        memory for a file."""
+        size = len(data)
+        if size < LARGE_BYTES:
+            return data
+        self._unread = [file for file in self._unread if os.path.exists(file.path)]
+        held = sum(file.num_bytes for file in self._unread)
+        if held + size > MAX_UNREAD_BYTES:
+            return data
+        self._num_written += 1
+        name = f"{self._prefix}-{self._num_written}"
+        paths = self._paths(name, self._num_readers)
+        try:
+            _write(paths, data)
+        except OSError:
+            # Containers often have 64 MiB of shared memory.
+            _remove(paths)
+            return data
+        self._unread += [_File(peer, path, size // self._num_readers) for path in paths]
+        return MARK + f"{name} {self._num_readers}".encode()
+
+    def take_back(self, frame: bytes) -> None:
+        """Remove the files of a frame that was not sent."""
+        if frame[:1] == MARK:
+            _remove(self._named(frame))
+
+    def forget(self, peer: bytes) -> None:
+        """Remove what a peer that is gone has not read."""
+        _remove([file.path for file in self._unread if file.peer == peer])
+
+    def message(self, frame: bytes) -> bytes | memoryview:
+        """The message of a frame. Raises EngineDied for a file that is not there."""
+        if frame[:1] != MARK:
+            return frame
+        for path in self._named(frame):
+            # Another reader may have taken that name, even meanwhile.
+            with suppress(FileNotFoundError):
+                file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+                try:
+                    os.unlink(path)
+                    return memoryview(mmap.mmap(file, 0, access=mmap.ACCESS_READ))
+                finally:
+                    os.close(file)
+        raise EngineDied(f"{self._directory} has no file of a message of this socket's peer")
+
+    def _named(self, frame: bytes) -> list[str]:
+        name, _, num_readers = frame[1:].decode().partition(" ")
+        return self._paths(name, int(num_readers))
+
+    def _paths(self, name: str, num_readers: int) -> list[str]:
+        return [str(self._directory / f"{name}.{index}") for index in range(num_readers)]
+
+
+def _write(paths: list[str], data: bytes) -> None:
+    """One file with a name for each reader."""
+    file = os.open(paths[0], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        # Now, and not by a signal when a reader touches what there was no memory for.
+        os.posix_fallocate(file, 0, len(data))
+        view = memoryview(data)
+        while view:
+            view = view[os.write(file, view) :]
+    finally:
+        os.close(file)
+    for path in paths[1:]:
+        os.link(paths[0], path)
+
+
+def _remove(paths: list[str]) -> None:
+    for path in paths:
+        with suppress(OSError):
+            os.unlink(path)
