@@ -352,7 +352,7 @@ def _check_size(text: str, kind: _Kind) -> None:
 def _decode_base64(text: str, kind: _Kind) -> bytes:
     """The bytes of a base64 text."""
     _check_size(text, kind)
-    pieces = []
+    pieces: list[bytes] = []
     try:
         # A call holds the interpreter's lock until it ends.
         for start in range(0, len(text), PIECE_CHARACTERS):

@@ -7,6 +7,7 @@ import pytest
 
 from config.errors import ConfigError
 from config.model.model_config import ModelConfig
+from config.model.multimodal.vision import VisionFacts
 from hpu.gaudi_devices import GIB
 from hpu.worker.card_plan import CardDemand, changes, plan_card
 
@@ -142,3 +143,16 @@ def test_nothing_helps_a_model_that_no_box_holds() -> None:
 def test_heads_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"has 32 query heads, and 12 .* 1, 2, 4, 8, 16, 32$"):
         plan_card(SMALL, demand(num_cards=12))
+
+
+def test_each_card_of_the_first_stage_holds_the_tower_and_embeddings_of_images() -> None:
+    vision = VisionFacts("LlavaForConditionalGeneration", "llava", 7)
+    seeing = replace(SMALL, vision=vision, num_tower_parameters=300_000_000)
+    rows = max(2048, 8192)
+
+    for cards in (1, 4):
+        without, with_images = (plan_card(one, demand(num_cards=cards)) for one in (SMALL, seeing))
+
+        assert with_images.weight_bytes - without.weight_bytes == 2 * 300_000_000
+        assert without.free_bytes - with_images.free_bytes == 2 * (300_000_000 + rows * 4096)
+        assert with_images.num_blocks < without.num_blocks
