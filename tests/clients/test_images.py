@@ -85,6 +85,57 @@ def test_chats_responses_and_messages_see_the_same_picture(vision: LiveServer) -
     assert chat.usage.prompt_tokens == response.usage.input_tokens == message.usage.input_tokens
 
 
+def test_pictures_in_results_of_tools_are_counted_alike(vision: LiveServer) -> None:
+    with openai.OpenAI(base_url=f"{vision.url}/v1", api_key="none", max_retries=0) as sdk:
+        response = sdk.responses.create(
+            model="tiny",
+            input=[
+                {"role": "user", "content": TEXT},
+                {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+                {
+                    "type": "function_call_output",
+                    "call_id": "c",
+                    "output": [{"type": "input_image", "image_url": URL, "detail": "auto"}],
+                },
+            ],
+            max_output_tokens=4,
+        )
+    with anthropic.Anthropic(base_url=vision.url, api_key="none", max_retries=0) as other:
+        messages: list[anthropic.types.MessageParam] = [
+            {"role": "user", "content": TEXT},
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "c", "name": "look", "input": {}}],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "c",
+                        "content": [
+                            {
+                                "type": "image",
+                                "source": {
+                                    "type": "base64",
+                                    "media_type": "image/png",
+                                    "data": DATA,
+                                },
+                            }
+                        ],
+                    }
+                ],
+            },
+        ]
+        message = other.messages.create(model="tiny", messages=messages, max_tokens=4)
+        counted = other.messages.count_tokens(model="tiny", messages=messages)
+
+    assert response.usage is not None
+    # 16 are the picture's.
+    assert response.usage.input_tokens > 16 + len(TEXT)
+    assert message.usage.input_tokens == response.usage.input_tokens == counted.input_tokens
+
+
 def test_what_is_no_picture_is_a_400_that_says_so(vision: LiveServer) -> None:
     broken = "data:image/png;base64," + base64.b64encode(b"no picture").decode()
     with (
