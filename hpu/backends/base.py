@@ -188,6 +188,11 @@ class Backend(Protocol):
         same interface."""
         ...
 
+    def prepare_tower(self, tower: nn.Module) -> None:
+        """Replace what the device does better in a loaded vision tower, whose weights are counted
+        before."""
+        return
+
     def linear_method(self, weight: StoredWeight, dtype: torch.dtype) -> LinearMethod | None:
         """How the device multiplies activations of `dtype` by a weight that a checkpoint has
         quantized; None: by the weight in `dtype`, dequantized."""

@@ -39,6 +39,7 @@ from hpu.native.library import (
 )
 from hpu.native.shared_sums import SharedSums
 from hpu.ops.cpu import MirroredRMSNorm, can_pack, packed_linear, quantized_linear
+from hpu.ops.cpu_tower import use_cpu_kernels_in_tower
 from hpu.quantization.base import LinearMethod, ModelPatcher, MoEMethod
 from hpu.quantization.kv_cache import KVCacheFormat, plain_format
 from hpu.quantization.stored.mxfp4 import Mxfp4Experts, Mxfp4MoEMethod
@@ -199,6 +200,9 @@ class CpuBackend(Backend):
             return use_cpu_kernels(model, self._library)
         logger.info("Weights are not packed: there is no packed product for %s here", dtype)
         return model
+
+    def prepare_tower(self, tower: nn.Module) -> None:
+        use_cpu_kernels_in_tower(tower)
 
     def _multiplies(self, dtype: torch.dtype) -> bool:
         """Whether our kernels do, on a CPU without bfloat16 instructions as well."""

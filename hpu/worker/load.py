@@ -272,6 +272,7 @@ def load(
         tower_bytes = 0 if tower is None else _num_bytes(tower)
         if tower is not None:
             logger.info("Images: the vision tower has %.2f GiB of weights", tower_bytes / GIB)
+            backend.prepare_tower(tower)
         if config.lora.enable_lora:
             keep_adapted_experts(config.lora, facts, decoder, config.download_dir)
         prepared = backend.prepare(decoder, patcher)

@@ -1,0 +1,131 @@
+"""Faster forms of what vision towers are made of, on a CPU in bfloat16: products with packed
+weights, patch embeddings as products, RMS norms and rotations in fewer passes, windows in batches.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from hpu.ops.cpu import can_pack, packed_linear
+
+Forward = Callable[..., Tensor]
+ATTENTIONS = ("VisionAttention", "Qwen2_5_VLVisionAttention", "Qwen3VLVisionAttention")
+"""Classes of transformers that cut the patches at `cu_seqlens` and attend within each part."""
+
+
+def use_cpu_kernels_in_tower(tower: nn.Module) -> int:
+    """Replace them in a loaded tower; gives their number. A packed product has its weight, its
+    module an empty one."""
+    count = 0
+    for module in tower.modules():
+        forward = _forward(module)
+        if forward is not None:
+            replaced: Any = module
+            replaced.forward = forward
+            count += 1
+    return count
+
+
+def _forward(module: Any) -> Forward | None:
+    if type(module).__name__ in ATTENTIONS and module.qkv.weight.dtype == torch.bfloat16:
+        return _attention(module)
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or not can_pack(weight.dtype, weight.device):
+        return None
+    if type(module) is nn.Linear:
+        forward = packed_linear(weight.detach(), module.bias)
+        # Some ask for its data type.
+        weight.data = weight.new_empty(0)
+        return forward
+    if isinstance(module, nn.Conv3d) and _is_whole(module):
+        return _patch_product(module)
+    if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+        return _rms_norm(weight, float(module.variance_epsilon))
+    return None
+
+
+def _is_whole(module: nn.Conv3d) -> bool:
+    return (
+        module.stride == module.kernel_size
+        and module.groups == 1
+        and module.padding in ("valid", (0, 0, 0))
+        and set(module.dilation) == {1}
+    )
+
+
+def _patch_product(module: nn.Conv3d) -> Forward:
+    """Of patches (n, channels, time, height, width) of the size of the kernel, as (n, out, 1, 1,
+    1): a convolution of torch takes many times as long."""
+    original, size = module.forward, tuple(module.kernel_size)
+    multiply = packed_linear(module.weight.detach().flatten(1), module.bias)
+
+    def forward(patches: Tensor) -> Tensor:
+        if tuple(patches.shape[2:]) != size:
+            return original(patches)
+        return multiply(patches.flatten(1))[:, :, None, None, None]
+
+    return forward
+
+
+def _rms_norm(weight: Tensor, eps: float) -> Forward:
+    """As transformers' modules compute it: in float32, rounded before it is scaled by the
+    weight."""
+
+    def forward(hidden: Tensor) -> Tensor:
+        norms = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)
+        scales = torch.rsqrt(norms.square() / hidden.shape[-1] + eps)
+        return (hidden * scales).to(hidden.dtype) * weight
+
+    return forward
+
+
+def _attention(module: Any) -> Forward:
+    num_heads, scale = int(module.num_heads), float(module.scaling)
+
+    def forward(
+        hidden: Tensor,
+        cu_seqlens: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        **_: Any,
+    ) -> Tensor:
+        length = len(hidden)
+        parts = module.qkv(hidden).view(length, 3, num_heads, -1)
+        rotated = _rotated(parts[:, :2], *position_embeddings)
+        found = _attend_within(rotated[:, 0], rotated[:, 1], parts[:, 2], cu_seqlens, scale)
+        output: Tensor = module.proj(found.reshape(length, -1))
+        return output
+
+    return forward
+
+
+def _rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """x (n, parts, heads, size) by the angles (n, size), whose halves are equal; in float32."""
+    half = x.shape[-1] // 2
+    cos, sin = (one[:, None, None, :half].float() for one in (cosines, sines))
+    first, second = x[..., :half], x[..., half:]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out[..., :half] = first * cos - second * sin
+    out[..., half:] = second * cos + first * sin
+    return out
+
+
+def _attend_within(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, scale: float) -> Tensor:
+    """(n, heads, size) of each; those between two of `ends` see each other. Parts of one length run
+    as one batch."""
+    starts, lengths = ends[:-1].long(), ends.diff()
+    sizes = lengths.unique().tolist()
+    if len(sizes) == 1:
+        batch = (one.unflatten(0, (-1, sizes[0])).transpose(1, 2) for one in (q, k, v))
+        found = scaled_dot_product_attention(*batch, scale=scale)
+        return found.transpose(1, 2).flatten(0, 1)
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    for size in sizes:
+        if size:
+            rows = starts[lengths == size].unsqueeze(1) + torch.arange(size)
+            batch = (one[rows].transpose(1, 2) for one in (q, k, v))
+            found = scaled_dot_product_attention(*batch, scale=scale)
+            out[rows] = found.transpose(1, 2)
+    return out
