@@ -1,6 +1,7 @@
 """Images over HTTP and from Python, from the bytes to the tokens, against transformers."""
 
 import base64
+import operator
 import os
 import re
 import signal
@@ -163,20 +164,36 @@ def test_a_chat_with_a_video_gives_the_tokens_of_transformers(
     assert told["choices"][0]["token_ids"] == output[0, ids.shape[1] :].tolist()
 
 
+IMAGE_METRICS = (
+    "gaudiserve:encoded_images_total",
+    "gaudiserve:encoded_image_tokens_total",
+    "vllm:mm_cache_queries_total",
+    "vllm:mm_cache_hits_total",
+    "gaudiserve:image_preprocessing_seconds_count",
+)
+
+
 def test_an_image_is_encoded_once(live: LiveServer) -> None:
     image = picture(80, 80, seed=9)
     body = {"messages": [turn(image, "and?")], "temperature": 0, "max_tokens": 4, "n": 3}
 
-    def encoded() -> float:
+    def counted() -> list[float]:
         lines = live.ask("/metrics").text.splitlines()
-        name = "gaudiserve:encoded_images_total"
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+        return [
+            sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
+            for name in IMAGE_METRICS
+        ]
 
-    before = encoded()
+    before = counted()
     first = live.ask("/v1/chat/completions", body).json()
     again = live.ask("/v1/chat/completions", body).json()
+    said = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
+    turns = [*body["messages"], said, {"role": "user", "content": "more?"}]
+    live.ask("/v1/chat/completions", {**body, "messages": turns})
+    images, tokens, queries, hits, preprocessed = map(operator.sub, counted(), before)
 
-    assert encoded() - before == 1
+    assert (images, queries, hits, preprocessed) == (1, 3, 2, 1)
+    assert 4 <= tokens <= first["usage"]["prompt_tokens"]
     texts = {choice["message"]["content"] for choice in [*first["choices"], *again["choices"]]}
     assert len(texts) == 1
 
