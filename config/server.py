@@ -414,6 +414,11 @@ class ServerConfig:
 
     def _limit(self, kind: str, default: int) -> int:
         limits = _object("limit_mm_per_prompt", self.limit_mm_per_prompt)
+        if unknown := set(limits) - set(_LIMITED):
+            raise ConfigError(
+                f"limit_mm_per_prompt has {', '.join(sorted(unknown))}, it may have "
+                f"{', '.join(_LIMITED)}"
+            )
         count = limits.get(kind, default)
         if isinstance(count, dict):
             # vLLM's form with the sizes that its profiling assumes.
@@ -456,6 +461,8 @@ class ServerConfig:
         return {**recommended, **_generation_overrides(self.override_generation_config)}
 
 
+_LIMITED = ("image", "video", "audio")
+"""Kinds in limit_mm_per_prompt; scripts for vLLM name audio, which no model takes."""
 _FRAMES = {"num_frames": 32, "fps": -1}
 """As vLLM has them."""
 

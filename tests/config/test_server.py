@@ -30,3 +30,30 @@ def test_a_model_config_is_kept_or_left_out_under_the_override() -> None:
 def test_sampling_defaults_that_make_no_sense_are_refused(value: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ServerConfig(override_generation_config=value)
+
+
+def test_limits_of_images_and_videos_are_read_in_both_forms() -> None:
+    assert ServerConfig().max_images == 64
+    plain = ServerConfig(limit_mm_per_prompt='{"image": 4, "audio": 0}')
+    assert (plain.max_images, plain.max_videos) == (4, 8)
+    sized = ServerConfig(limit_mm_per_prompt='{"video": {"count": 2, "num_frames": 9}}')
+    assert (sized.max_images, sized.max_videos) == (64, 2)
+    options = ServerConfig(mm_processor_kwargs='{"max_pixels": 9}').image_options
+    assert options == {"max_pixels": 9}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("limit_mm_per_prompt", '{"image": -1}', "has -1 images, it must be at least 0"),
+        ("limit_mm_per_prompt", '{"image": "many"}', "has image 'many', it must be a number"),
+        ("limit_mm_per_prompt", '{"images": 4}', "has images, it may have image, video, audio"),
+        ("limit_mm_per_prompt", "4", "limit_mm_per_prompt"),
+        ("mm_processor_kwargs", "[1]", "mm_processor_kwargs"),
+    ],
+)
+def test_wrong_limits_and_options_of_images_are_refused(
+    name: str, value: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ServerConfig(**{name: value})  # type: ignore[arg-type]
