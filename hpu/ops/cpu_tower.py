@@ -116,16 +116,19 @@ def _attend_within(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, scale: float) 
     """(n, heads, size) of each; those between two of `ends` see each other. Parts of one length run
     as one batch."""
     starts, lengths = ends[:-1].long(), ends.diff()
-    sizes = lengths.unique().tolist()
+    sizes = sorted(set(lengths.tolist()))
     if len(sizes) == 1:
-        batch = (one.unflatten(0, (-1, sizes[0])).transpose(1, 2) for one in (q, k, v))
-        found = scaled_dot_product_attention(*batch, scale=scale)
-        return found.transpose(1, 2).flatten(0, 1)
+        shape = (-1, sizes[0], *q.shape[1:])
+        return _attend(q.reshape(shape), k.reshape(shape), v.reshape(shape), scale).flatten(0, 1)
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     for size in sizes:
         if size:
             rows = starts[lengths == size].unsqueeze(1) + torch.arange(size)
-            batch = (one[rows].transpose(1, 2) for one in (q, k, v))
-            found = scaled_dot_product_attention(*batch, scale=scale)
-            out[rows] = found.transpose(1, 2)
+            out[rows] = _attend(q[rows], k[rows], v[rows], scale)
     return out
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """(parts, length, heads, size) of each."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
