@@ -16,7 +16,7 @@ QUANTIZERS := .venv-quantizers
 NODE_CLIENT := tests/clients/node
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-hpu serve test test-slow test-clients test-cuda test-deploy test-kernels test-fuzz test-parallel test-quantizers lint style format bench bench-cuda clean
+.PHONY: help install install-hpu serve test test-slow test-overload test-resume test-clients test-cuda test-deploy test-kernels test-fuzz test-parallel test-quantizers lint style format bench bench-cuda clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,6 +60,12 @@ test: style ## Lint, types and the default tests
 
 test-slow: $(VENV)/.installed ## The tests that take minutes
 	@$(BIN)/python -m pytest -q -m slow $(ARGS)
+
+test-overload: $(VENV)/.installed ## Ten thousand requests of one API key beside a few of another, five minutes
+	@$(BIN)/python -m pytest -q -s -m slow tests/e2e/test_flood.py $(ARGS)
+
+test-resume: $(VENV)/.installed ## A hundred kills of engines and workers under streams, with one engine and with two; NUM_KILLS=12 SEED=7 for a part
+	@$(BIN)/python -m pytest -q -s -m slow tests/e2e/test_resume_kills.py $(ARGS)
 
 $(CLIENTS)/.installed: pyproject.toml
 	@echo "Installing other makers' clients into $(CLIENTS)"

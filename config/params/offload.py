@@ -38,6 +38,11 @@ class OffloadConfig:
         "used for longest are deleted",
         minimum=1e-6,
     )
+    kv_offloading_delete_files: bool = setting(
+        False,
+        "Delete the files of --kv-offloading-dir when an engine is stopped or sleeps; otherwise "
+        "the next start finds them",
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -45,6 +50,11 @@ class OffloadConfig:
             raise ConfigError(
                 f"--kv-offloading-dir is {self.kv_offloading_dir} and --kv-offloading-size is 0: "
                 "blocks pass through host memory on their way to files and back"
+            )
+        if self.kv_offloading_delete_files and not self.kv_offloading_dir:
+            raise ConfigError(
+                "--kv-offloading-delete-files is set and --kv-offloading-dir is not: there are no "
+                "files"
             )
 
     @property

@@ -71,8 +71,8 @@ class KVCacheManager:
         """Whether blocks behind `prefix` are being read from files, or begin to be."""
         if self.offload is None:
             return False
-        behind = request.block_hashes[len(prefix) : self._max_prefix_blocks(request)]
-        return self.offload.must_wait(request.key, behind)
+        hashes = request.block_hashes[: self._max_prefix_blocks(request)]
+        return self.offload.must_wait(request.key, hashes, len(prefix))
 
     def _max_prefix_blocks(self, request: Request) -> int:
         if not self.prefix_caching:

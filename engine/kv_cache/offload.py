@@ -23,6 +23,8 @@ class KVOffload:
         self._only_preempted = only_preempted
         self._block_size = block_size
         self._counts: Counter[str] = Counter()
+        self.version = 0
+        """Changes when a request that waits for files may be able to start."""
         self._start(facts)
 
     def _start(self, facts: OffloadFacts) -> None:
@@ -83,16 +85,19 @@ class KVOffload:
         """The next plan copies pinned `slots` to `blocks`."""
         self._loads.extend(zip(slots, blocks, strict=True))
 
-    def must_wait(self, key: int, block_hashes: Sequence[bytes]) -> bool:
-        """Whether request `key` waits for files with the blocks behind those that it found. Starts
-        to read them, once for each request."""
-        if block_hashes and block_hashes[0] in self._fetching:
+    def must_wait(self, key: int, block_hashes: Sequence[bytes], num_found: int) -> bool:
+        """Whether request `key` waits for files with the blocks behind the `num_found` that it
+        found. Starts to read them, once for each request."""
+        if num_found < len(block_hashes) and block_hashes[num_found] in self._fetching:
             return True
         if key in self._has_fetched or not self._index.num_files or not self.rates.fetches:
             return False
-        room = self._index.num_slots // FETCH_SHARE - len(self._fetching)
+        # What it found may be what was not used for longest, and must not leave for what follows.
+        num_held = sum(self._index.touch(one) for one in islice(block_hashes, num_found))
+        num_slots = self._index.num_slots
+        room = min(num_slots // FETCH_SHARE, num_slots - num_held) - len(self._fetching)
         slots, hashes = [], []
-        for block_hash in islice(block_hashes, max(room, 0)):
+        for block_hash in islice(block_hashes, num_found, num_found + max(room, 0)):
             if block_hash in self._fetching or not self._index.has_file(block_hash):
                 break
             if self._index.slot(block_hash) is not None:
@@ -123,6 +128,7 @@ class KVOffload:
     def on_fetched(self, answer: BlocksFetched) -> None:
         """The oldest read is done. Blocks that could not be read are computed again."""
         fetch, is_valid = self._sent.popleft()
+        self.version += 1
         failed = {*answer.missing, *answer.corrupt}
         num_read = len(fetch.hashes) - len(failed)
         for index, (block_hash, slot) in enumerate(zip(fetch.hashes, fetch.slots, strict=True)):
@@ -177,6 +183,7 @@ class KVOffload:
     def reset(self, *, drops_files: bool) -> None:
         """Forget all blocks in host memory, and with `drops_files` those in files."""
         assert not self._stores and not self._loads, "copies wait for a plan"
+        self.version += 1
         self._index.reset_host()
         self._sent = deque((fetch, False) for fetch, _ in self._sent)
         for fetch in self._fetches:

@@ -78,6 +78,13 @@ class OffloadIndex:
             self._files.move_to_end(block_hash)
         return self._slot_of[block_hash]
 
+    def touch(self, block_hash: bytes) -> bool:
+        """Whether the block is in host memory; if so, it leaves last."""
+        if block_hash not in self._slot_of:
+            return False
+        self._slot_of.move_to_end(block_hash)
+        return True
+
     def unpin_all(self) -> None:
         self._pinned.clear()
 

@@ -102,6 +102,7 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
         card_bytes=target.card_bytes,
         prefix_caching=cache.enable_prefix_caching,
         distributes_experts=config.parallel.enable_expert_parallel,
+        offload=config.offload,
     )
     demand = with_drafts(demand, config, facts)
     card = plan_card(facts, demand)
@@ -110,6 +111,11 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
     notes = []
     if facts.is_quantized and facts.quantization is None:
         notes.append(QUANTIZED_NOTE.format(dtype))
+    if card.tiers is not None and not card.tiers.fits:
+        notes.append(
+            f"--kv-offloading-size and --swap-space hold {card.tiers.host_blocks} KV blocks of "
+            f"{card.block_bytes} bytes, too few for a server"
+        )
     if table is not None and not config.enforce_eager:
         notes += _graph_notes(card, len(table.reachable))
     return Plan(
@@ -163,6 +169,8 @@ def as_text(plan: Plan) -> str:
     lines = [*_head(plan), "", *_memory(plan)]
     if plan.card.num_blocks:
         lines += ["", *_sequences(plan)]
+    if plan.card.tiers is not None:
+        lines += ["", *_offload(plan.card)]
     if plan.table is not None:
         lines += ["", *_buckets(plan, plan.table)]
     lines.append("")
@@ -212,6 +220,7 @@ def _memory(plan: Plan) -> list[str]:
     )
     states = [("states", card.state_bytes, f"of {demand.max_num_seqs} sequences")]
     rings = [("windows", card.ring_bytes, f"of {demand.max_num_seqs} sequences")]
+    staging = [("copies", card.staging_bytes, "of blocks to host memory and back")]
     drafter = ""
     if demand.drafter.weight_bytes:
         drafter = f"{demand.drafter.weight_bytes / GIB:.2f} of the drafter among them"
@@ -221,6 +230,7 @@ def _memory(plan: Plan) -> list[str]:
         ("activations", card.activation_bytes, "of the widest launch, estimated"),
         *(states if card.state_bytes else ()),
         *(rings if card.ring_bytes else ()),
+        *(staging if card.staging_bytes else ()),
         ("free", max(0, card.free_bytes), ""),
         ("  usable", card.parts.usable, f"{demand.utilization:g} of it"),
         ("    graphs", card.parts.graphs, f"{demand.graph_reserved:g} of what is usable"),
@@ -245,6 +255,24 @@ def _sequences(plan: Plan) -> list[str]:
     return lines
 
 
+def _offload(card: CardPlan) -> list[str]:
+    """The places beyond the cards."""
+    tiers = card.tiers
+    assert tiers is not None, "blocks leave the cards"
+    what = "preempted requests" if tiers.only_preempted else "evicted blocks, preempted requests"
+    rows = [("host memory", tiers.host_bytes, tiers.host_blocks)]
+    if tiers.file_blocks:
+        rows.append(("files", tiers.file_bytes, tiers.file_blocks))
+    size = card.demand.block_size
+    return [
+        f"{'KV offload':<16}{'GiB':>8}  for each card; {what}",
+        *(
+            f"{name:<16}{num_bytes / GIB:>8.2f}  {count} blocks, {count * size} tokens"
+            for name, num_bytes, count in rows
+        ),
+    ]
+
+
 def _buckets(plan: Plan, table: BucketTable) -> list[str]:
     prompts, decodes = _counts(table)
     count, seconds = len(table.reachable), plan.target.seconds_per_graph
@@ -267,7 +295,11 @@ def _counts(table: BucketTable) -> tuple[int, int]:
 def _shortage(card: CardPlan) -> str:
     if card.free_bytes <= 0:
         needed = card.card_bytes - card.free_bytes
-        more = [("states", card.state_bytes), ("windows", card.ring_bytes)]
+        more = [
+            ("states", card.state_bytes),
+            ("windows", card.ring_bytes),
+            ("copies", card.staging_bytes),
+        ]
         what = ["weights", "activations", *(name for name, size in more if size)]
         names = f"{', '.join(what[:-1])} and {what[-1]}"
         return f"{names} take {needed / GIB:.2f} GiB, a card has {card.card_bytes / GIB:.2f}"
@@ -308,6 +340,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "activation_bytes": card.activation_bytes,
         "state_bytes": card.state_bytes,
         "window_bytes": card.ring_bytes,
+        "offload": _offload_json(card),
         "free_bytes": card.free_bytes,
         "usable_bytes": int(card.parts.usable),
         "graph_bytes": int(card.parts.graphs),
@@ -320,6 +353,17 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "fits": card.fits,
         "changes": [] if card.fits else changes(plan.facts, card),
         "notes": list(plan.notes),
+    }
+
+
+def _offload_json(card: CardPlan) -> dict[str, Any] | None:
+    tiers, size = card.tiers, card.demand.block_size
+    if tiers is None:
+        return None
+    return {
+        **tiers._asdict(),
+        "host_tokens": tiers.host_blocks * size,
+        "file_tokens": tiers.file_blocks * size,
     }
 
 

@@ -113,7 +113,7 @@ class FairQueue(WaitingQueue):
                 continue
             request = tenant.queue.peek()
             if request is None:
-                # All of its requests wait for adapters.
+                # All of its requests wait for adapters or files.
                 passed.append(heapq.heappop(self._order))
         for entry in passed:
             heapq.heappush(self._order, entry)
@@ -125,6 +125,18 @@ class FairQueue(WaitingQueue):
         tenant = self._tenants[number]
         tenant.remove(request)
         self._update(number, tenant)
+
+    def set_aside(self, request: Request) -> None:
+        self._tenant_of(request).queue.set_aside(request)
+        self._aside[request.key] = request
+
+    def restore(self) -> None:
+        for request in self._aside.values():
+            self._tenant_of(request).queue.restore()
+        self._aside.clear()
+
+    def _tenant_of(self, request: Request) -> _Tenant:
+        return self._tenants[_CONTINUATIONS if request.is_continuation else request.tenant]
 
     def start(self, request: Request, num_cached: int) -> None:
         """Charge a request that was removed since it starts, with `num_cached` of its tokens

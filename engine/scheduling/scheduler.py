@@ -122,6 +122,8 @@ class Scheduler:
         self._moves: list[tuple[int, int]] = []
         """Blocks moved since the last plan, likewise."""
         self._last_collected_step = -1
+        self._files_version = 0
+        """That of the offload when requests that wait for files were looked at."""
         self._has_finished = False
         """Whether the running lists contain finished requests."""
 
@@ -305,12 +307,16 @@ class Scheduler:
         return budget
 
     def _admit(self, output: SchedulerOutput, budget: int) -> None:
-        """Start waiting requests, strictly by priority key, as long as all their tokens fit.
+        """Start waiting requests, strictly by priority key, as long as all their tokens fit. Those
+        whose blocks are being read from files are passed.
 
         Allocates only the blocks of the first chunk. Nothing more needs to be reserved: the budget
         reaches this loop only if all requests in prefill have their blocks, or none is free.
         """
         kv = self._kv
+        if kv.offload is not None and kv.offload.version != self._files_version:
+            self._files_version = kv.offload.version
+            self.waiting.restore()
         while budget > 0 and self._free_indices and (request := self.waiting.peek()) is not None:
             if output.num_tokens >= self._launch_tokens or not self._has_free_index(request):
                 break
@@ -318,7 +324,9 @@ class Scheduler:
             if kv.should_wait_for_prefix(request, prefix):
                 break
             if kv.should_wait_for_files(request, prefix):
-                break
+                # Reads take far longer than a step: requests behind it are not held up.
+                self.waiting.set_aside(request)
+                continue
             num_needed = kv.num_free_blocks_needed(request, prefix)
             if self._decoding or self._prefilling or self._draining:
                 if num_needed > kv.pool.num_free - self._watermark:

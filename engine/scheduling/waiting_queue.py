@@ -18,6 +18,8 @@ class WaitingQueue:
         """`by_share`: count `shares`."""
         self._heap: list[tuple[tuple[int, int], int]] = []
         self._requests: dict[int, Request] = {}
+        self._aside: dict[int, Request] = {}
+        """Requests that are passed until `restore`; they have no entry in the heap."""
         self.num_tokens = 0
         """Of all requests in it."""
         self.shares: dict[tuple[int, int], int] | None = {} if by_share else None
@@ -39,6 +41,7 @@ class WaitingQueue:
 
     def _count_out(self, request: Request) -> None:
         del self._requests[request.key]
+        self._aside.pop(request.key, None)
         self.num_tokens -= request.num_tokens
         if self.shares is not None:
             share = (request.priority_key[0], request.tenant)
@@ -57,6 +60,17 @@ class WaitingQueue:
             heapq.heappop(self._heap)
         return None
 
+    def set_aside(self, request: Request) -> None:
+        """Pass the request that `peek` gave until `restore`; it stays in the queue."""
+        heapq.heappop(self._heap)
+        self._aside[request.key] = request
+
+    def restore(self) -> None:
+        """Pass no request any more."""
+        for request in self._aside.values():
+            heapq.heappush(self._heap, (request.priority_key, request.key))
+        self._aside.clear()
+
     def oldest(self) -> Request | None:
         """The request that was added first, whatever its priority; None if it is empty."""
         return next(iter(self._requests.values()), None)
@@ -64,5 +78,6 @@ class WaitingQueue:
     def remove(self, request: Request) -> None:
         self._count_out(request)
         if len(self._heap) > 2 * len(self._requests) + MIN_COMPACTION:
-            self._heap = [(r.priority_key, r.key) for r in self._requests.values()]
+            requests = (r for r in self._requests.values() if r.key not in self._aside)
+            self._heap = [(r.priority_key, r.key) for r in requests]
             heapq.heapify(self._heap)

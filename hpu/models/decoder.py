@@ -81,7 +81,8 @@ class DecoderModel(nn.Module):
         self.rotary_emb = rotary_embs.get("default")
         self.local_rotary_emb = rotary_embs.get("local")
         self._ropes = ropes
-        self._hidden_size = hidden_size
+        self.input_width = hidden_size
+        """What the first layer reads of each token."""
         self.kept_layers: tuple[int, ...] = ()
         self.kept: Tensor | None = None
         """As CausalLM.kept_hidden_states."""
@@ -105,8 +106,8 @@ class DecoderModel(nn.Module):
         metadata: AttentionMetadata = self.metadata(inputs)
         is_embedded = tokens.dim() > 2
         hidden = tokens if is_embedded else self._embed(tokens, inputs.positions)
-        if is_embedded and hidden.shape[-1] != self._hidden_size:
-            hidden, *added = torch.split(hidden, self._hidden_size, dim=-1)
+        if is_embedded and hidden.shape[-1] != self.input_width:
+            hidden, *added = torch.split(hidden, self.input_width, dim=-1)
             return self._one_by_one(hidden, rotations, metadata, added)
         if self.kept_layers:
             return self._one_by_one(hidden, rotations, metadata, [])

@@ -10,16 +10,8 @@ import torch
 from torch import Tensor
 
 from hpu.backends.base import Backend, Event
+from hpu.offload.sizes import MAX_GATHERS, copy_sizes
 from hpu.runner.block_lists import BlockLists
-
-COPY_SIZES = (1, 4, 16)
-"""Blocks copied at once, padded up: another number would be another shape."""
-
-MAX_COPY_BYTES = 256 << 20
-"""Of the blocks copied at once, if it is more than one."""
-
-MAX_GATHERS = 2
-"""Copies to the host for which a device holds gathered blocks at once; another one waits."""
 
 
 class Layout(NamedTuple):
@@ -38,18 +30,6 @@ def layout_of(caches: Sequence[Tensor], block_size: int) -> Layout:
     """Of caches (blocks * block_size, ...)."""
     widths = tuple(cache[0].numel() * cache.itemsize * block_size for cache in caches)
     return Layout(tuple(sum(widths[:i]) for i in range(len(widths))), widths)
-
-
-def copy_sizes(block_bytes: int) -> tuple[int, ...]:
-    """The sizes that a device copies blocks of `block_bytes` in."""
-    fitting = tuple(size for size in COPY_SIZES if size * block_bytes <= MAX_COPY_BYTES)
-    return fitting or COPY_SIZES[:1]
-
-
-def staging_bytes(block_bytes: int) -> int:
-    """Device memory that the copies take: what is loaded, and what is gathered to be stored."""
-    sizes = copy_sizes(block_bytes)
-    return (sum(sizes) + MAX_GATHERS * sizes[-1]) * block_bytes
 
 
 class BlockCopies(Protocol):
@@ -78,7 +58,7 @@ class BlockCopies(Protocol):
         ...
 
     def close(self) -> None:
-        """Finish what is on its way."""
+        """Finish what is on its way, and wipe what was staged on the host."""
         ...
 
 
@@ -259,6 +239,7 @@ class StagedCopies:
             flat = contents.view(torch.uint8).view(-1, rows.shape[1])
             for row, slot in zip(flat, stored.slots, strict=False):
                 rows[slot].copy_(row)
+            flat.zero_()
         if self._files is not None:
             self._files.write(stored.hashes, stored.slots)
 
@@ -280,6 +261,11 @@ class StagedCopies:
         # What the device has not delivered is lost.
         self._in_flight.clear()
         self._thread.shutdown()
+        with torch.inference_mode():
+            for staging in self._staging.values():
+                for _, hosts, _ in staging:
+                    for host in hosts:
+                        host.zero_()
 
     def _slots(self, blocks: Tensor) -> Tensor:
         """(n * block_size,): the slots of the caches in `blocks` (n,)."""

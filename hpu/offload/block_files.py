@@ -130,14 +130,20 @@ class BlockFiles:
                 lambda: not (self._writes or self._deletes or self._writing >= 0), timeout_s
             )
 
-    def close(self) -> None:
-        """Write what is left, within CLOSE_S, and stop."""
-        self.flush(CLOSE_S)
+    def close(self, *, deletes: bool = False) -> None:
+        """Write what is left, within CLOSE_S, and stop; with `deletes` delete all files instead."""
+        if not deletes:
+            self.flush(CLOSE_S)
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
+        if deletes:
+            # The lock stays: another process may wait for it.
+            for path in self._folder.glob(f"[0-9a-f][0-9a-f]/*{SUFFIX}"):
+                with contextlib.suppress(OSError):
+                    path.unlink()
         os.close(self._lock)
 
     def _write_all(self) -> None:

@@ -26,6 +26,7 @@ from hpu.offload.block_copies import (
     layout_of,
 )
 from hpu.offload.block_files import HEADER_BYTES, BlockFiles, acquire, remove_others
+from hpu.offload.sizes import MIN_SLOTS
 from hpu.protocol import (
     HASH_BYTES,
     BlocksFetched,
@@ -39,7 +40,6 @@ from hpu.worker.load import LoadedModel
 logger = logging.getLogger(__name__)
 
 MEASURED_COPIES = 3
-MIN_SLOTS = 2
 
 
 class BlockOffload:
@@ -71,6 +71,10 @@ class BlockOffload:
             pool = backend.host_tensor(self._num_slots * slot_bytes, torch.uint8)
             pool = pool.view(self._num_slots, slot_bytes)
         self._agreement = agreement
+        self._memory = pool.numpy()
+        self._num_filled = 0
+        """Slots, from the first on, that may hold anything: the engine takes the lowest first."""
+        self._deletes_files = config.kv_offloading_delete_files
         self._max_files = 0
         self._files: BlockFiles | None = None
         self.on_fetched: Callable[[], None] = lambda: None
@@ -80,7 +84,7 @@ class BlockOffload:
             self._max_files = max(config.file_bytes(num_devices) // file_bytes, 1)
             parent = Path(config.kv_offloading_dir)
             folder, lock = _acquire_folder(loaded, layout.widths, ranks, parent)
-            self._files = BlockFiles(folder, lock, pool.numpy(), lambda: self.on_fetched())
+            self._files = BlockFiles(folder, lock, self._memory, lambda: self.on_fetched())
         self._copies: BlockCopies
         if backend.shares_host_memory:
             self._copies = DirectCopies(caches, loaded.block_size, pool, self._files)
@@ -132,6 +136,7 @@ class BlockOffload:
     def apply(self, plan: StepPlan) -> None:
         """Launch the copies of a plan, before its launches."""
         if plan.stored_blocks:
+            self._num_filled = max(self._num_filled, max(plan.stored_slots) + 1)
             self._copies.store(plan.step, plan.stored_blocks, plan.stored_slots, plan.stored_hashes)
         if plan.loaded_blocks:
             self._copies.load(plan.loaded_slots, plan.loaded_blocks)
@@ -143,6 +148,7 @@ class BlockOffload:
     def fetch(self, message: FetchBlocks) -> None:
         """Read blocks from files to host memory; `take_fetched` has the answer."""
         assert self._files is not None, "blocks are read, and there are no files"
+        self._num_filled = max(self._num_filled, max(message.slots) + 1)
         self._copies.settle(message.slots)
         self._files.fetch(message)
 
@@ -158,10 +164,14 @@ class BlockOffload:
         self._files.drop(hashes)
 
     def close(self) -> None:
-        """Finish what is on its way, and free the memory. Files stay."""
+        """Finish what is on its way, and wipe the memory: what prompts hold does not stay in pages
+        that others get. Files stay, unless they are to be deleted."""
         self._copies.close()
         if self._files is not None:
-            self._files.close()
+            self._files.close(deletes=self._deletes_files)
+        # No others: the system gives pages to a slot when it is written first.
+        self._memory[: self._num_filled].fill(0)
+        self._num_filled = 0
 
 
 def check_offload(loaded: LoadedModel) -> None:

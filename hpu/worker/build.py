@@ -19,7 +19,7 @@ from hpu.model_loader.size_estimate import activation_bytes
 from hpu.models.base import CausalLM
 from hpu.models.pooling import PoolingModel
 from hpu.multimodal.images import Images
-from hpu.offload.block_copies import staging_bytes
+from hpu.offload.sizes import staging_bytes
 from hpu.protocol import SINGLE_RANK, Bucket, Ranks
 from hpu.quantization.kv_cache import KVCacheFormat, zero_non_finite
 from hpu.runner.batch_state import BatchState

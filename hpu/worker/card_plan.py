@@ -13,6 +13,7 @@ from config.model.multimodal.vision import encoder_cache_rows
 from config.model.split import check_split, check_stages
 from config.model.window_cache import rings_hold_more
 from config.parallel import WHOLE, Stage
+from config.params.offload import OffloadConfig
 from hpu.gaudi_devices import GENERATIONS, GIB, generation
 from hpu.model_loader.size_estimate import (
     activation_bytes,
@@ -24,11 +25,14 @@ from hpu.model_loader.size_estimate import (
 )
 from hpu.worker.draft_plan import NO_DRAFTER, DrafterSizes, drafter_sizes
 from hpu.worker.memory import MemoryPlan, num_blocks, plan_memory
+from hpu.worker.offload_plan import OffloadTiers, offload_tiers
 
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
 """Sizes that a machine of eight cards can form."""
 PIPELINE_PARALLEL_SIZES = (2, 3, 4)
 """Machines of eight cards that are proposed."""
+
+NO_OFFLOAD = OffloadConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +71,7 @@ class CardDemand:
     """Drafts are verified, so layers with a window cache the whole context."""
     drafter: DrafterSizes = NO_DRAFTER
     """As on so many cards."""
+    offload: OffloadConfig = NO_OFFLOAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +93,17 @@ class CardPlan:
     """Of layers that cache a window of each sequence, and are in no block."""
     stage: Stage = WHOLE
     """Whose cards these are."""
+    tiers: OffloadTiers | None = None
+    """None: no KV blocks are kept outside the cards."""
+
+    @property
+    def staging_bytes(self) -> int:
+        """For copies of blocks between the card and the host."""
+        return 0 if self.tiers is None else self.tiers.staging_bytes
 
     @property
     def free_bytes(self) -> int:
-        fixed = self.state_bytes + self.ring_bytes
+        fixed = self.state_bytes + self.ring_bytes + self.staging_bytes
         return self.card_bytes - self.weight_bytes - self.activation_bytes - fixed
 
     @property
@@ -186,7 +198,6 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
         rows = encoder_cache_rows(demand.max_model_len, demand.max_num_batched_tokens)
         rows *= facts.vision.embeddings_per_token
         states += rows * facts.hidden_size * demand.width
-    free = card - weights - activations - states
     sizes = kv_cache_sizes(
         facts,
         num_cards=demand.num_cards,
@@ -194,10 +205,7 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
         block_size=demand.block_size,
         num_seqs=demand.max_num_seqs,
     )
-    parts, rings = _parts(demand, free), 0
     block_bytes = sizes.block + demand.drafter.block_bytes
-    kv_bytes = parts.kv if demand.kv_bytes is None else demand.kv_bytes
-    context_blocks = math.ceil(demand.max_model_len / demand.block_size)
     if stage.size > 1:
         block_bytes = kv_block_bytes(
             facts,
@@ -206,9 +214,16 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
             block_size=demand.block_size,
             stage=stage,
         )
+    tiers = offload_tiers(demand.offload, block_bytes, demand.num_cards * demand.num_stages)
+    free = card - weights - activations - states
+    free -= 0 if tiers is None else tiers.staging_bytes
+    parts, rings = _parts(demand, free), 0
+    kv_bytes = parts.kv if demand.kv_bytes is None else demand.kv_bytes
+    context_blocks = math.ceil(demand.max_model_len / demand.block_size)
     # A model with states caches no prefixes, and stages have no rings.
-    elif (
-        not demand.has_drafts
+    if (
+        stage.size == 1
+        and not demand.has_drafts
         and (not demand.prefix_caching or states)
         and rings_hold_more(
             sizes,
@@ -223,7 +238,8 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
     if blocks is None:
         blocks = num_blocks(kv_bytes, block_bytes)
     return CardPlan(
-        *(demand, card, weights, activations, parts, block_bytes, blocks, states, rings, stage)
+        *(demand, card, weights, activations, parts, block_bytes, blocks, states, rings, stage),
+        tiers,
     )
 
 

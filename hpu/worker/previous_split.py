@@ -53,6 +53,7 @@ UNRELATED = frozenset(
         "max_queue_len",
         "kv_offloading_dir",
         "kv_offloading_dir_size",
+        "kv_offloading_delete_files",
     )
 )
 """Settings that decide no shape of a card, or stand in the fingerprint by what they led to."""

@@ -2,7 +2,6 @@
 token changes; with chunks, prefix hits, preemptions, and requests that come and go."""
 
 import itertools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,36 +15,15 @@ from draft_heads import (
     make_medusa,
     make_mlp_speculator,
 )
-from drafting import MIXED, PROMPTS, ROOMY, choices, run
+from drafting import MIXED, PROMPTS, ROOMY, Recorder, choices, run
 from greedy import assert_greedy_within, load_reference
 from tiny_models import make_tiny
 
 from config.errors import ConfigError, EngineDied
-from hpu.spec_decode.base import DraftingCosts, Proposal, Proposer, Tokens
 from hpu.spec_decode.select import select_proposer
 from hpu.worker import drafting
 
 DRAFTS = 3
-
-
-class Recorder:
-    """A proposer whose drafts are kept."""
-
-    def __init__(self, inner: Proposer, kept: list[tuple[list[int], list[int]]]) -> None:
-        self._inner = inner
-        self._kept = kept
-        self.add_request, self.remove_request = inner.add_request, inner.remove_request
-
-    def propose(
-        self, req_indices: Sequence[int], histories: Sequence[Tokens], limits: Sequence[int]
-    ) -> list[Proposal]:
-        found = self._inner.propose(req_indices, histories, limits)
-        for history, proposal in zip(histories, found, strict=True):
-            self._kept.append((history.tolist(), proposal.tokens))
-        return found
-
-    def measure(self, max_num_seqs: int) -> DraftingCosts | None:
-        return self._inner.measure(max_num_seqs)
 
 
 @pytest.fixture(scope="module")

@@ -75,6 +75,45 @@ def test_each_rank_keeps_its_part_and_all_find_it_again(
     assert sum(cached > 0 for _, cached in again[: len(TALKS)]) >= 1
 
 
+CARD: dict[str, Any] = {
+    "device": "hpu-emulator",
+    "emulator_strict": True,
+    "emulator_late_copy": 0.002,
+    "max_num_batched_tokens": 32,
+    "prompt_bs_bucket_max": 1,
+    "bucketing_strategy": "exponential",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "int8"},
+        CARD,
+        {**CARD, "kv_cache_dtype": "fp8_inc"},
+    ],
+    ids=["fp8", "int8", "cards", "cards-fp8"],
+)
+def test_two_ranks_copy_blocks_in_the_format_of_their_cache(
+    settings: dict[str, Any], folder: str, tmp_path: Path
+) -> None:
+    ranks: dict[str, Any] = {**CPU, **settings, "tensor_parallel_size": 2, "compare_ranks": True}
+    with LLM(folder, **ranks) as llm:
+        expected = converse(llm)
+
+    places = {"kv_offloading_size": 0.02, "kv_offloading_dir": str(tmp_path)}
+    with LLM(folder, **ranks, **places) as llm:
+        found = converse(llm)
+        counts = llm._client.stats.kv_offload
+
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    assert all(cached >= 64 for _, cached in found[len(TALKS) :])
+    assert all(cached < 64 for _, cached in expected)
+    assert counts["loaded"] > 10
+
+
 def test_the_server_of_the_page_finds_blocks_in_files_after_its_engine_is_killed(
     folder: str, tmp_path: Path
 ) -> None:

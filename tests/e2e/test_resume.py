@@ -14,7 +14,10 @@ import pytest
 from live import LiveServer, running, workers_of
 from twins import content_of, differences, requests_of_every_kind
 
-FLAGS = ("--served-model-name=tiny", "--dtype=float32", "--max-engine-restarts=1000")
+FLAGS = (
+    *("--served-model-name=tiny", "--dtype=float32", "--max-engine-restarts=1000"),
+    "--keep-alive=0.2",
+)
 IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
 
@@ -89,6 +92,34 @@ async def test_every_kind_of_stream_goes_on_behind_a_killed_engine(live: LiveSer
     assert restarts(live) == 2
     await until(lambda: values(live, *IDLE) == 0)
     assert live.text().count("is back after") == 2
+    # During the pauses, which are longer than any wait for a token.
+    assert sum(raw.count(b": keep-alive") for raw in found) > 6
+
+
+async def test_a_background_response_goes_on_behind_a_killed_engine(live: LiveServer) -> None:
+    body = {"input": "far away", "max_output_tokens": 400, "temperature": 0}
+
+    def response(name: str) -> dict[str, Any]:
+        found: dict[str, Any] = live.ask(f"/v1/responses/{name}").json()
+        return found
+
+    async def ended(name: str) -> list[Any]:
+        await until(lambda: response(name)["status"] not in ("queued", "in_progress"))
+        return [part["text"] for item in response(name)["output"] for part in item["content"]]
+
+    twin = live.ask("/v1/responses", {**body, "background": True}).json()
+    expected = await ended(twin["id"])
+    before = restarts(live)
+
+    name = live.ask("/v1/responses", {**body, "background": True}).json()["id"]
+    await until(lambda: response(name)["output"])
+    assert response(name)["status"] == "in_progress"
+    os.kill(engine_of(live), signal.SIGKILL)
+
+    assert await ended(name) == expected and len(expected[0]) > 100
+    assert restarts(live) == before + 1
+    usage = (response(name)["usage"], response(twin["id"])["usage"])
+    assert usage[0]["output_tokens"] == usage[1]["output_tokens"]
 
 
 async def test_while_an_engine_starts_again_requests_wait_and_probes_tell(live: LiveServer) -> None:

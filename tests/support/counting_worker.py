@@ -44,8 +44,8 @@ ROOT = Path(__file__).parents[2]
 
 class CountingWorker:
     """Takes `start_s` to start and `step_s` for a step; with `refuse` it raises ConfigError at
-    start, with `crash_at` it breaks at that step, with `poison` it is killed by a request with that
-    token, with `several` a decode gives up to so many
+    start, with `refuse_if` if that file is there, with `crash_at` it breaks at that step, with
+    `poison` it is killed by a request with that token, with `several` a decode gives up to so many
     tokens, with `later` it prepares so many buckets when idle, `later_s` each."""
 
     def __init__(self, config: EngineConfig, ranks: Ranks = SINGLE_RANK) -> None:
@@ -62,7 +62,7 @@ class CountingWorker:
     def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
         on_progress(WarmupProgress("load", 1, 2))
         time.sleep(self._manner("start_s"))
-        if self._manner("refuse"):
+        if self._manner("refuse") or os.path.exists(self._manners.get("refuse_if", "")):
             raise ConfigError(REFUSAL)
         return self._executor.start(on_progress)
 

@@ -1,11 +1,13 @@
 """Engines that draft, and requests for them: chunks, prefix hits, and a KV cache far too small."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from config.params.sampling import SamplingParams
 from engine.transport.messages import EngineStats
 from gaudiserve import LLM, RequestOutput
+from hpu.spec_decode.base import DraftingCosts, Proposal, Proposer, Tokens
 
 SHAPE: dict[str, Any] = {
     "device": "cpu",
@@ -40,6 +42,26 @@ MIXED = [
     SamplingParams(temperature=0.4, seed=3, n=3, max_tokens=32, ignore_eos=True),
     SamplingParams(temperature=0.2, seed=2, max_tokens=40, logprobs=3, ignore_eos=True),
 ]
+
+
+class Recorder:
+    """A proposer whose drafts are kept."""
+
+    def __init__(self, inner: Proposer, kept: list[tuple[list[int], list[int]]]) -> None:
+        self._inner = inner
+        self._kept = kept
+        self.add_request, self.remove_request = inner.add_request, inner.remove_request
+
+    def propose(
+        self, req_indices: Sequence[int], histories: Sequence[Tokens], limits: Sequence[int]
+    ) -> list[Proposal]:
+        found = self._inner.propose(req_indices, histories, limits)
+        for history, proposal in zip(histories, found, strict=True):
+            self._kept.append((history.tolist(), proposal.tokens))
+        return found
+
+    def measure(self, max_num_seqs: int) -> DraftingCosts | None:
+        return self._inner.measure(max_num_seqs)
 
 
 def run(

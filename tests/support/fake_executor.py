@@ -256,7 +256,7 @@ class FakeExecutor:
             self.files.pop(name, None)
 
     def take_fetched(self) -> list[BlocksFetched]:
-        if not self._fetches or self._in_flight or self._late_by:
+        if not self._fetches or self.collected < self._fetches[0][1] or self._late_by:
             self._late_by = max(self._late_by - 1, 0)
             return []
         message, _ = self._fetches.popleft()

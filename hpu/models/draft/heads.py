@@ -197,6 +197,7 @@ class Eagle3Head(DraftHead):
             attention, old.mlp, norms, multiplier=spec.residual_multiplier, mlp_name=spec.mlp
         )
         self.model.layers = nn.ModuleList([layer])
+        self.model.input_width = 2 * config.hidden_size
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **options)
         self.model.norm = None
         self.lm_head = ParallelLMHead(config.hidden_size, vocab_size, group=group, **options)

@@ -193,7 +193,7 @@ def test_the_log_has_one_line_for_all_of_them(
         ("--tokenizer-mode mistral", "is 'mistral', it must be auto or hf"),
         ("--distributed-executor-backend flux", "is 'flux', it must be one of auto, uni, mp"),
         ("--swap-space -1", "swap-space is -1.0, it must be at least 0"),
-        ("--cpu-offload-gb 4", "is '4', it must be 0: weights stay on the device"),
+        ("--cpu-offload-gb 4", "is '4', it must be 0: on a CPU weights are in host memory already"),
         ("--preemption-mode drop", "is 'drop', it must be recompute or swap"),
         ("--guided-decoding-backend outlines", "is 'outlines', it must be auto or guidance"),
         ("--no-enable-chunked-prefill", "must be true: long prompts are always computed in chunks"),

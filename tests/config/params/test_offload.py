@@ -25,6 +25,11 @@ def test_files_need_host_memory() -> None:
         OffloadConfig(swap_space=1, kv_offloading_dir="kv")
 
 
+def test_files_that_are_not_kept_are_deleted_and_so_must_be_there() -> None:
+    with pytest.raises(ConfigError, match="kv-offloading-dir is not: there are no files"):
+        OffloadConfig(kv_offloading_size=1, kv_offloading_delete_files=True)
+
+
 def test_blocks_without_hashes_and_engines_that_decide_alone_are_refused() -> None:
     with pytest.raises(ConfigError, match="swap_space is 4 and enable_prefix_caching is off"):
         EngineConfig("m", cache=CacheConfig(enable_prefix_caching=False), offload=SWAPS)

@@ -7,12 +7,14 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
-from counting_worker import counting_command
+from counting_worker import REFUSAL, counting_command
 from engine_rig import TOKEN, asking, counting_config, eventually, prompt_of, read_all
 from live import workers_of
 
+from config.errors import EngineDied
 from config.log import LogConfig
 from engine.client.base import Pause, SingleEngineClient
 from engine.client.launcher import EngineProcesses
@@ -127,6 +129,18 @@ async def test_streams_go_on_behind_each_of_many_deaths(victim: str) -> None:
         assert (rig.observer.num_lost, rig.observer.num_poison, rig.ends) == (2, 0, [])
 
 
+@pytest.mark.parametrize("executor", ["uni", "mp"])
+async def test_streams_go_on_behind_errors_of_the_device(executor: str) -> None:
+    """As an allocation that fails: the worker raises, every 60 steps."""
+    async with restart_rig("step_s=0.01,crash_at=60", executor=executor) as rig:
+        queues = await rig.streaming(4, 100)
+
+        for tokens, finish in await asyncio.gather(*map(read_all, queues)):
+            assert (tokens, finish.reason) == (list(range(100)), "length")
+        assert rig.observer.num_lost >= 1
+        assert (rig.observer.num_poison, rig.ends) == (0, [])
+
+
 @pytest.mark.parametrize("victim", ["engine", "worker"])
 async def test_an_engine_that_is_killed_while_it_starts_again_is_started_once_more(
     victim: str,
@@ -157,6 +171,20 @@ async def test_an_engine_that_is_killed_in_its_first_warm_up_ends_the_server() -
         assert await eventually(lambda: bool(rig.ends), 5)
         assert len(rig.ends) == 1 and "was killed by SIGKILL" in rig.ends[0]
         assert rig.observer.num_lost == 0 and rig.client.failure == rig.ends[0]
+
+
+async def test_a_restart_that_its_settings_forbid_ends_the_server(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    async with restart_rig(f"step_s=0.01,refuse_if={mark}") as rig:
+        (queue,) = await rig.streaming(1, 1000)
+        mark.touch()
+
+        rig.kill()
+
+        assert await eventually(lambda: bool(rig.ends), 10)
+        assert len(rig.ends) == 1 and "exited with code 2" in rig.ends[0]
+        with pytest.raises(EngineDied, match=REFUSAL):
+            await read_all(queue)
 
 
 async def test_a_request_that_kills_each_engine_ends_and_the_others_go_on() -> None:

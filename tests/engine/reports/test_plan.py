@@ -15,6 +15,7 @@ from config.model.json_fields import Fields
 from config.model.model_config import ModelConfig
 from config.model.read_config import read_model_config
 from config.parallel import ParallelConfig
+from config.params.offload import OffloadConfig
 from config.params.speculation import SpeculationConfig
 from engine.reports.plan import Plan, Target, as_json, as_text, make_plan
 
@@ -324,3 +325,39 @@ def test_a_draft_model_takes_weights_and_a_part_of_each_block(tmp_path: Path) ->
     assert told["block_bytes"] - plain["block_bytes"] == 2 * 2 * 4 * 64 * 2 * 128
     assert told["num_blocks"] < plain["num_blocks"]
     assert f"{drafter / 2**30:.2f} of the drafter among them" in as_text(plan)
+
+
+def test_the_plan_names_what_host_memory_and_files_hold() -> None:
+    sizes = OffloadConfig(
+        swap_space=1, kv_offloading_size=8, kv_offloading_dir="kv", kv_offloading_dir_size=64
+    )
+    target = Target(device="gaudi2")
+
+    plain = as_json(make_plan(FACTS, config(), target))
+    plan = make_plan(FACTS, config(offload=sizes), target)
+    half = as_json(make_plan(FACTS, replace(on_cards(2), offload=sizes), target))["offload"]
+
+    # Blocks of 16 MiB: 9 GiB of host memory; a file has a header.
+    told = as_json(plan)
+    offload = told["offload"]
+    assert (offload["host_blocks"], offload["host_tokens"]) == (9 * 64, 9 * 64 * 128)
+    assert (offload["file_blocks"], offload["file_tokens"]) == (4095, 4095 * 128)
+    assert "host memory         9.00  576 blocks, 73728 tokens" in as_text(plan)
+    assert "files              63.98  4095 blocks, 524160 tokens" in as_text(plan)
+    # 1, 4 and 16 blocks on their way in, twice 16 on their way out.
+    assert offload["staging_bytes"] == 53 * told["block_bytes"]
+    assert told["free_bytes"] == plain["free_bytes"] - offload["staging_bytes"]
+    # Of two cards each keeps half of a block, and has --swap-space to itself.
+    assert (half["host_blocks"], half["file_blocks"]) == (10 * 64, 4095)
+    assert plain["offload"] is None and "host memory" not in as_text(
+        make_plan(FACTS, config(), target)
+    )
+
+
+def test_host_memory_that_holds_too_few_blocks_is_noted() -> None:
+    small = config(offload=OffloadConfig(swap_space=0.02))
+
+    plan = make_plan(FACTS, small, Target(device="gaudi2"))
+
+    assert "hold 1 KV blocks of 16777216 bytes, too few for a server" in plan.notes[0]
+    assert "preempted requests" in as_text(plan) and "evicted" not in as_text(plan)

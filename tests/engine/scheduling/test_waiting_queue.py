@@ -31,6 +31,41 @@ def leave_in_order(line: WaitingQueue) -> list[int]:
     return keys
 
 
+def test_what_is_set_aside_is_passed_and_counted_until_it_is_restored() -> None:
+    line = WaitingQueue()
+    for key in range(5):
+        line.add(make(key, (0, key)))
+    for _ in range(2):
+        first = line.peek()
+        assert first is not None
+        line.set_aside(first)
+    gone = make(0, (0, 0))
+    line.remove(gone)
+
+    second = line.peek()
+
+    assert second is not None and second.key == 2
+    assert (len(line), line.num_tokens) == (4, 8)
+    line.restore()
+    assert leave_in_order(line) == [1, 2, 3, 4]
+    assert (len(line), line.num_tokens) == (0, 0)
+
+
+def test_what_is_set_aside_stays_so_when_the_heap_is_rebuilt() -> None:
+    line = WaitingQueue()
+    requests = [make(key, (0, key)) for key in range(300)]
+    for request in requests:
+        line.add(request)
+    line.set_aside(requests[0])
+    for request in requests[2:]:
+        line.remove(request)
+
+    assert len(line) == 2
+    assert [line.peek(), len(line._heap) < 300] == [requests[1], True]
+    line.restore()
+    assert leave_in_order(line) == [0, 1]
+
+
 def test_who_has_the_smallest_rank_is_first() -> None:
     line = WaitingQueue()
     for key, rank in [(1, (0, 1)), (2, (-5, 2)), (3, (0, 0)), (4, (7, 3))]:

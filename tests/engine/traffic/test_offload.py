@@ -14,6 +14,7 @@ places = st.fixed_dictionaries(
         "host_slots": st.sampled_from([2, 3, 7, 30, 200]),
         "max_files": st.sampled_from([0, 0, 5, 100]),
         "swaps_only": st.sampled_from([False, False, True]),
+        "fair_share": st.booleans(),
     }
 )
 
@@ -28,6 +29,9 @@ def test_every_request_gets_what_it_gets_alone(
     rig.executor.fetch_delay = fetch_delay
 
     play(rig, schedule_moves)
+
+
+MAX_STEPS = 500
 
 
 def talks(rig: CoreRig, rounds: int = 3) -> None:
@@ -150,6 +154,28 @@ def test_a_request_that_is_aborted_while_its_files_are_read_leaves_nothing() -> 
     rig.run()
 
     rig.check_output(10)
+
+
+@pytest.mark.parametrize("fair_share", [False, True])
+def test_a_request_that_waits_for_files_holds_up_none_behind_it(fair_share: bool) -> None:
+    rig = CoreRig(num_blocks=16, host_slots=13, max_files=100, fair_share=fair_share)
+    talks(rig, rounds=1)
+    rig.executor.fetch_delay = 30
+    rig.add(9, TALKS[0][:40], max_tokens=3, ignore_eos=True, tenant=1)
+    for key in (10, 11, 12):
+        rig.add(key, [key, 1, 2], max_tokens=1, tenant=key % 2 + 1)
+
+    for _ in range(MAX_STEPS):
+        rig.step()
+        if all(rig.ledger.is_over(key) for key in (10, 11, 12)):
+            break
+
+    assert rig.tokens(9) == [] and rig.core.stats().waiting == 1
+    rig.run()
+    for key in (9, 10, 11, 12):
+        rig.check_output(key)
+    # What it had found in host memory has not left it for what was read.
+    assert rig.ledger.requests[9].num_cached == 36
 
 
 def test_sleep_keeps_files_and_a_wake_up_finds_them() -> None:

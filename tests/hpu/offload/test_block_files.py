@@ -140,6 +140,19 @@ def test_another_start_finds_the_files_the_one_used_last_at_the_end(
     files.close()
 
 
+def test_a_close_that_deletes_leaves_no_block(tmp_path: Path, pool: Row) -> None:
+    files = opened(tmp_path / "kv", pool)
+    files.write(NAMES[:3], [0, 1, 2])
+    files.flush(10)
+    files.write(NAMES[3:5], [3, 4])
+    files.close(deletes=True)
+
+    assert not list(tmp_path.rglob("*.kv")) and not list(tmp_path.rglob("*.tmp"))
+    again = opened(tmp_path / "kv", pool)
+    assert again.hashes == []
+    again.close()
+
+
 def test_a_full_disk_is_logged_once_and_the_block_is_missing(
     files: BlockFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,95 +2,42 @@
 were, on the CPU and on a strict emulated card."""
 
 import random
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from offload_rig import (
+    BLOCK_SIZE,
+    IN_MEMORY,
+    LENGTH,
+    TALKS,
+    ask,
+    converse,
+    engine,
+    tokens_of,
+)
 from slow_model import Ledger, raw
 from tiny_models import VOCAB_SIZE, make_tiny
-from watched_executor import WATCHED, WatchedExecutor
+from watched_executor import WATCHED
 
 from config.buckets import BucketConfig
-from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.errors import ConfigError
 from config.execution import EmulatorSettings
 from config.params.offload import OffloadConfig
 from config.params.sampling import SamplingParams
 from config.params.speculation import SpeculationConfig
 from engine.core.engine_core import EngineCore
-from engine.core.loop import make_table
+from engine.executors.inproc import InprocExecutor
 from engine.kv_cache.copy_rates import CopyRates
 from engine.kv_cache.prefix_hashes import block_hashes
 from engine.transport.messages import AddRequest
+from hpu.offload.block_copies import StagedCopies
+from hpu.offload.block_files import Row
+from hpu.worker.block_offload import BlockOffload
 
-BLOCK_SIZE = 16
-LENGTH = 7 * BLOCK_SIZE + 3
-TALKS = [
-    [3 + (7 * i + i * i * talk + talk) % (VOCAB_SIZE - 3) for i in range(300)] for talk in range(4)
-]
-ROUNDS = 3
 NGRAM = SpeculationConfig(speculative_config='{"method": "ngram", "num_speculative_tokens": 3}')
-IN_MEMORY = OffloadConfig(kv_offloading_size=0.01)
 MAX_STEPS = 2000
-
-
-@contextmanager
-def engine(folder: Path, offload: OffloadConfig, **settings: Any) -> Iterator[EngineCore]:
-    """The cache holds little more than one of TALKS."""
-    config = EngineConfig(
-        str(folder),
-        dtype="float32",
-        num_threads=1,
-        cache=CacheConfig(
-            block_size=BLOCK_SIZE,
-            num_blocks=16,
-            kv_cache_dtype=settings.pop("kv_cache_dtype", "auto"),
-        ),
-        scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=64, max_prefill_batch=1),
-        max_model_len=256,
-        offload=offload,
-        **settings,
-    )
-    executor = WatchedExecutor(config)
-    try:
-        ready = executor.start(lambda progress: None)
-        yield EngineCore(config, executor, ready, make_table(config, ready), time.monotonic)
-    finally:
-        executor.close()
-
-
-def ask(core: EngineCore, key: int, tokens: list[int], salt: str = "") -> tuple[list[int], int]:
-    """(tokens, prompt tokens that were found) of a greedy request that runs alone."""
-    ledger, prompt = Ledger(), raw(tokens)
-    ledger.open(key)
-    sampling = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-    core.add_request(
-        AddRequest(key, prompt, sampling, cache_salt=salt),
-        block_hashes(prompt, BLOCK_SIZE, salt),
-    )
-    for _ in range(MAX_STEPS):
-        ledger.take(core.step())
-        core.check()
-        if not core.has_work:
-            break
-    return ledger.requests[key].tokens, ledger.requests[key].num_cached
-
-
-def converse(core: EngineCore, rounds: int = ROUNDS) -> list[tuple[list[int], int]]:
-    """TALKS take turns, each longer by some tokens."""
-    return [
-        ask(core, turn * len(TALKS) + talk, TALKS[talk][: LENGTH + 9 * turn])
-        for turn in range(rounds)
-        for talk in range(len(TALKS))
-    ]
-
-
-def tokens_of(answers: list[tuple[list[int], int]]) -> list[list[int]]:
-    return [tokens for tokens, _ in answers]
 
 
 @pytest.mark.parametrize(
@@ -193,6 +140,56 @@ def test_copies_on_a_warm_card_compile_nothing(kv_cache_dtype: str, tmp_path: Pa
     assert all(cached >= 6 * BLOCK_SIZE for _, cached in found[len(TALKS) :])
 
 
+@pytest.mark.parametrize("device", ["cpu", "hpu-emulator"])
+def test_host_memory_is_wiped_when_it_is_given_back(device: str, tmp_path: Path) -> None:
+    card: dict[str, Any] = {
+        "device": device,
+        "buckets": BucketConfig(strategy="exponential"),
+        "emulator": EmulatorSettings(is_strict=True, memory_bytes=4 << 30),
+    }
+    with engine(
+        make_tiny("llama", tmp_path), IN_MEMORY, **(card if device != "cpu" else {})
+    ) as core:
+        converse(core, rounds=2)
+        offload = offload_of(core)
+        memory = [offload._memory, *staged(offload)]
+        held = [bool(part.any()) for part in memory]
+        num_filled = offload._num_filled
+
+    assert all(held) and 20 <= num_filled <= len(memory[0])
+    assert (len(memory) > 1) == (device != "cpu")
+    assert not any(part.any() for part in memory)
+
+
+def test_a_sleep_wipes_host_memory(tmp_path: Path) -> None:
+    with engine(make_tiny("llama", tmp_path), IN_MEMORY) as core:
+        converse(core, rounds=1)
+        memory = offload_of(core)._memory
+        assert memory.any()
+
+        core.control("sleep", {})
+
+        assert not memory.any()
+
+
+def offload_of(core: EngineCore) -> BlockOffload:
+    executor = core._executor
+    assert isinstance(executor, InprocExecutor)
+    return executor._worker._offload
+
+
+def staged(offload: BlockOffload) -> list[Row]:
+    """Host memory that copies to a device pass, of the size that was used."""
+    copies = offload._copies
+    if not isinstance(copies, StagedCopies):
+        return []
+    hosts = [
+        one for staging in copies._staging.values() for _, hosts, _ in staging for one in hosts
+    ]
+    used = [one.view(torch.uint8).numpy() for one in hosts]
+    return [one for one in used if one.any()]
+
+
 @pytest.fixture
 def reads_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of so small a model are computed sooner than their files are read."""
@@ -203,8 +200,8 @@ def files(parent: Path) -> list[Path]:
     return sorted(parent.glob("kv-*/*/*/*.kv"))
 
 
-def in_files(parent: Path, **sizes: float) -> OffloadConfig:
-    return OffloadConfig(kv_offloading_size=0.01, kv_offloading_dir=str(parent), **sizes)
+def in_files(parent: Path, **settings: Any) -> OffloadConfig:
+    return OffloadConfig(kv_offloading_size=0.01, kv_offloading_dir=str(parent), **settings)
 
 
 @pytest.mark.usefixtures("reads_files")
@@ -264,6 +261,25 @@ def test_another_model_in_the_same_folder_finds_nothing(tmp_path: Path) -> None:
     assert [cached for _, cached in answers] == [0] * len(TALKS)
     new = {path.parents[2].name for path in files(parent)}
     assert len(old) == len(new) == 1 and old != new
+
+
+@pytest.mark.usefixtures("reads_files")
+def test_files_that_are_not_kept_are_gone_when_the_engine_stops_and_sleeps(tmp_path: Path) -> None:
+    folder, parent = make_tiny("llama", tmp_path / "model"), tmp_path / "kv"
+    offload = in_files(parent, kv_offloading_delete_files=True)
+    with engine(folder, offload) as core:
+        expected = converse(core, rounds=1)
+        held = len(files(parent))
+        core.control("sleep", {})
+        asleep = len(files(parent))
+        core.control("wake_up", {})
+        found = converse(core, rounds=2)
+        again = len(files(parent))
+
+    assert held > 0 and again > 0 and asleep == 0
+    assert tokens_of(found[: len(TALKS)]) == tokens_of(expected)
+    assert all(cached >= 6 * BLOCK_SIZE for _, cached in found[len(TALKS) :])
+    assert files(parent) == []
 
 
 def test_files_stay_within_their_size(tmp_path: Path) -> None:

@@ -1,0 +1,45 @@
+"""What --kv-offloading-size and the flags beside it hold, before anything is loaded."""
+
+from typing import NamedTuple
+
+from config.params.offload import OffloadConfig
+from hpu.offload.block_files import HEADER_BYTES
+from hpu.offload.sizes import MIN_SLOTS, staging_bytes
+
+
+class OffloadTiers(NamedTuple):
+    """Bytes of each device. Blocks are those of an engine: each device keeps its part of them."""
+
+    staging_bytes: int
+    """On a device with its own memory."""
+    host_bytes: int
+    host_blocks: int
+    file_bytes: int
+    file_blocks: int
+    only_preempted: bool
+    """Blocks of preempted requests alone are kept."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether a server starts with so much host memory."""
+        return self.host_blocks >= MIN_SLOTS
+
+
+def offload_tiers(config: OffloadConfig, block_bytes: int, num_devices: int) -> OffloadTiers | None:
+    """`block_bytes`: of a block on each of the `num_devices` of an engine. None: nothing leaves the
+    device."""
+    if not config.is_on:
+        return None
+    host = config.host_bytes(num_devices) // block_bytes
+    file_bytes = block_bytes + HEADER_BYTES
+    files = config.file_bytes(num_devices) // file_bytes
+    if config.kv_offloading_dir is not None:
+        files = max(files, 1)
+    return OffloadTiers(
+        staging_bytes(block_bytes),
+        host * block_bytes,
+        host,
+        files * file_bytes,
+        files,
+        config.kv_offloading_size == 0,
+    )

@@ -1,0 +1,85 @@
+"""An engine whose cache is smaller than its conversations, to see what comes back by copy."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from slow_model import Ledger, raw
+from tiny_models import VOCAB_SIZE
+from watched_executor import WatchedExecutor
+
+from config.engine import CacheConfig, EngineConfig, SchedulerConfig
+from config.params.offload import OffloadConfig
+from config.params.sampling import SamplingParams
+from engine.core.engine_core import EngineCore
+from engine.core.loop import make_table
+from engine.kv_cache.prefix_hashes import block_hashes
+from engine.transport.messages import AddRequest
+
+BLOCK_SIZE = 16
+LENGTH = 7 * BLOCK_SIZE + 3
+TALKS = [
+    [3 + (7 * i + i * i * talk + talk) % (VOCAB_SIZE - 3) for i in range(300)] for talk in range(4)
+]
+ROUNDS = 3
+IN_MEMORY = OffloadConfig(kv_offloading_size=0.01)
+MAX_STEPS = 2000
+
+
+@contextmanager
+def engine(
+    folder: Path, offload: OffloadConfig, *, num_blocks: int = 16, **settings: Any
+) -> Iterator[EngineCore]:
+    """The cache holds little more than one of TALKS."""
+    config = EngineConfig(
+        str(folder),
+        dtype="float32",
+        num_threads=1,
+        cache=CacheConfig(
+            block_size=BLOCK_SIZE,
+            num_blocks=num_blocks,
+            kv_cache_dtype=settings.pop("kv_cache_dtype", "auto"),
+        ),
+        scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=64, max_prefill_batch=1),
+        max_model_len=256,
+        offload=offload,
+        **settings,
+    )
+    executor = WatchedExecutor(config)
+    try:
+        ready = executor.start(lambda progress: None)
+        yield EngineCore(config, executor, ready, make_table(config, ready), time.monotonic)
+    finally:
+        executor.close()
+
+
+def ask(core: EngineCore, key: int, tokens: list[int], salt: str = "") -> tuple[list[int], int]:
+    """(tokens, prompt tokens that were found) of a greedy request that runs alone."""
+    ledger, prompt = Ledger(), raw(tokens)
+    ledger.open(key)
+    sampling = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    core.add_request(
+        AddRequest(key, prompt, sampling, cache_salt=salt),
+        block_hashes(prompt, BLOCK_SIZE, salt),
+    )
+    for _ in range(MAX_STEPS):
+        ledger.take(core.step())
+        core.check()
+        if not core.has_work:
+            break
+    return ledger.requests[key].tokens, ledger.requests[key].num_cached
+
+
+def converse(core: EngineCore, rounds: int = ROUNDS) -> list[tuple[list[int], int]]:
+    """TALKS take turns, each longer by some tokens."""
+    return [
+        ask(core, turn * len(TALKS) + talk, TALKS[talk][: LENGTH + 9 * turn])
+        for turn in range(rounds)
+        for talk in range(len(TALKS))
+    ]
+
+
+def tokens_of(answers: list[tuple[list[int], int]]) -> list[list[int]]:
+    return [tokens for tokens, _ in answers]
