@@ -11,6 +11,7 @@ import secrets
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -76,10 +77,13 @@ class SocketDirectory(OwnedDirectory):
     def __init__(self, parent: str | None = None) -> None:
         """Create it below `parent` (None: the directory for temporary files)."""
         super().__init__(_PREFIX, parent)
+        self._files: OwnedDirectory | None = None
         files = files_parent()
-        self._files = None if files is None else OwnedDirectory(_PREFIX, files)
-        if self._files is not None:
-            link_directory(self.path, self._files.path)
+        if files is not None:
+            # Without one, large messages travel through the sockets.
+            with suppress(OSError):
+                self._files = OwnedDirectory(_PREFIX, files)
+                link_directory(self.path, self._files.path)
 
     def close(self) -> None:
         super().close()

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from config.errors import EngineDied
+from engine.transport import channels
 from engine.transport import segments as module
 from engine.transport.channels import PairSocket, SocketDirectory, ZmqContext, endpoint, new_token
 from engine.transport.segments import MARK, Segments, files_parent
@@ -135,6 +136,19 @@ def test_sockets_of_one_host_use_them_and_others_do_not(directory: SocketDirecto
         theirs.close()
         context.close()
     assert Segments.beside("tcp://127.0.0.1:1") is None
+
+
+def test_without_a_place_for_files_messages_travel_through_the_sockets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_FILES", tmp_path / "none")
+    assert files_parent() is None
+    monkeypatch.setattr(channels, "files_parent", lambda: tmp_path / "none")
+
+    directory = SocketDirectory(str(tmp_path))
+
+    assert Segments.beside(f"ipc://{directory.path}/x") is None
+    directory.close()
 
 
 OWNER = """
