@@ -323,6 +323,8 @@ class EngineConfig:
             self._check_lora()
         if self.offload.is_on:
             self._check_offload()
+        if self.offload.cpu_offload_gb:
+            self._check_weight_offload()
         if self.speculation.choose() is not None:
             self._check_speculation()
         if self.quantization in AT_LOAD and self.dtype not in ("auto", "bfloat16"):
@@ -388,6 +390,24 @@ class EngineConfig:
                 "(enable_expert_parallel with data_parallel_size): these compute evicted blocks "
                 "again"
             )
+
+    def _check_weight_offload(self) -> None:
+        stages = self.parallel.pipeline_parallel_size
+        refusals = {
+            "enable_lora is on": self.lora.enable_lora,
+            "speculative_config is set": self.speculation.choose() is not None,
+            f"pipeline_parallel_size is {stages}": stages > 1,
+            f"quantization is {self.quantization}": self.quantization is not None,
+            "model_impl is transformers": self.model_impl == TRANSFORMERS,
+            "enable_expert_parallel is on": self.parallel.enable_expert_parallel,
+            "regional_compilation is off": not self.execution.regional_compilation,
+        }
+        for why, is_refused in refusals.items():
+            if is_refused:
+                raise ConfigError(
+                    f"cpu_offload_gb is {self.offload.cpu_offload_gb:g} and {why}: change one of "
+                    "the two"
+                )
 
     def _check_speculation(self) -> None:
         stages, engines = self.parallel.pipeline_parallel_size, self.num_coupled_engines

@@ -65,13 +65,6 @@ VALUES = (
         "--swap-space says whether blocks of preempted requests are kept, and they come back by "
         "copy where that is faster",
     ),
-    (
-        "cpu-offload-gb",
-        ("0",),
-        "on a CPU weights are in host memory already, and in this version other devices hold all "
-        "of theirs: --quantization, --tensor-parallel-size and --pipeline-parallel-size make them "
-        "smaller on each device",
-    ),
     ("prefix-caching-hash-algo", (), "blocks are found by their SHA-256"),
     (
         # The second name is that of the guide of the vendor's fork.

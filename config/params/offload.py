@@ -1,4 +1,4 @@
-"""OffloadConfig: where KV blocks go that leave the device, and how much room they have there."""
+"""OffloadConfig: what is kept outside the device's memory, KV blocks and weights, and how much."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class OffloadConfig:
-    """Memory and files for KV blocks beyond the device's own memory."""
+    """Memory and files for KV blocks and weights beyond the device's own memory."""
 
     swap_space: float = setting(
         0.0,
@@ -42,6 +42,12 @@ class OffloadConfig:
         False,
         "Delete the files of --kv-offloading-dir when an engine is stopped or sleeps; otherwise "
         "the next start finds them",
+    )
+    cpu_offload_gb: float = setting(
+        0.0,
+        "Host memory, in GiB for each device, that keeps weights of the model; each launch copies "
+        "them to the device, layer by layer; 0: the device keeps all weights",
+        minimum=0,
     )
 
     def __post_init__(self) -> None:

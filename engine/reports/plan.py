@@ -221,12 +221,14 @@ def _memory(plan: Plan) -> list[str]:
     states = [("states", card.state_bytes, f"of {demand.max_num_seqs} sequences")]
     rings = [("windows", card.ring_bytes, f"of {demand.max_num_seqs} sequences")]
     staging = [("copies", card.staging_bytes, "of blocks to host memory and back")]
-    drafter = ""
+    weights = ""
     if demand.drafter.weight_bytes:
-        drafter = f"{demand.drafter.weight_bytes / GIB:.2f} of the drafter among them"
+        weights = f"{demand.drafter.weight_bytes / GIB:.2f} of the drafter among them"
+    elif card.host_weight_bytes:
+        weights = f"two layers in turn of {card.host_weight_bytes / GIB:.2f} in host memory"
     rows = (
         ("memory", card.card_bytes, "that the runtime lets a process use"),
-        ("weights", card.weight_bytes, drafter),
+        ("weights", card.weight_bytes, weights),
         ("activations", card.activation_bytes, "of the widest launch, estimated"),
         *(states if card.state_bytes else ()),
         *(rings if card.ring_bytes else ()),
@@ -335,6 +337,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "block_size": demand.block_size,
         "memory_bytes": card.card_bytes,
         "weight_bytes": card.weight_bytes,
+        "host_weight_bytes": card.host_weight_bytes,
         "drafter_weight_bytes": demand.drafter.weight_bytes,
         "drafter_block_bytes": demand.drafter.block_bytes,
         "activation_bytes": card.activation_bytes,

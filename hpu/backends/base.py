@@ -1,6 +1,6 @@
 """Backend: the interface of a device. Everything above uses devices only through it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -158,6 +158,13 @@ class Backend(Protocol):
         The source must not change until an `event()` created after the call is done.
         """
         ...
+
+    def upload_beside(self, copies: Sequence[tuple[Tensor, Tensor]], after: Any) -> None:
+        """As `upload`, to each of (target, source), beside the work behind the event `after` if the
+        device can: neither that work nor later host code may write to them, and that work does not
+        read the targets. Work that is submitted later waits for the copies."""
+        for target, source in copies:
+            self.upload(target, source)
 
     def capture(
         self,

@@ -2,7 +2,7 @@
 capture and replay. It is used only if it is named."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,10 @@ class CudaEvent:
 
     def wait(self) -> None:
         self._event.synchronize()
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """Let later work of `stream` begin behind this point."""
+        stream.wait_event(self._event)
 
     def done(self) -> bool:
         return bool(self._event.query())  # type: ignore[no-untyped-call]  # theirs
@@ -104,6 +108,7 @@ class CudaBackend(Backend):
         self.default_dtype = self.fast_dtypes[0]
         self.world = join("nccl", ranks)
         self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]  # theirs
+        self._uploads = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]  # theirs
         self._pool = torch.cuda.graph_pool_handle()
         free, total = torch.cuda.mem_get_info(self.device)
         logger.info(
@@ -157,6 +162,13 @@ class CudaBackend(Backend):
 
     def upload(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)
+
+    def upload_beside(self, copies: Sequence[tuple[Tensor, Tensor]], after: CudaEvent) -> None:
+        after.hold(self._uploads)
+        with torch.cuda.stream(self._uploads):
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+        torch.cuda.current_stream(self.device).wait_stream(self._uploads)
 
     def capture(
         self,

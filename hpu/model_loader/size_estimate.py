@@ -46,6 +46,14 @@ def count_parameters(
     return sum(spec.num_elements() for spec in own)
 
 
+def layer_bytes(config: ModelConfig, *, num_cards: int, width: int) -> list[int]:
+    """Weights of each layer of a model that is built in and not quantized, `width` bytes each, on
+    one of the `num_cards`."""
+    weight_map, at = decoder_weight_map(config, decoder_spec(config)), ShardRank(size=num_cards)
+    shards = ([shard_of(spec, at) for spec in layer] for layer in weight_map.layers)
+    return [width * sum(one.spec.num_elements() for one in own if one) for own in shards]
+
+
 def _own_specs(
     config: ModelConfig,
     num_cards: int,

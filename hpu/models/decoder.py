@@ -5,6 +5,7 @@ Module paths are those of vLLM's Llama, so that its users' calibration files fit
 """
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import torch
@@ -52,6 +53,8 @@ from hpu.quantization.base import LinearMethod, MoEMethod, QuantizationScheme
 from hpu.quantization.kv_cache import KVCacheFormat
 from hpu.quantization.unquantized import UNQUANTIZED, UNQUANTIZED_MOE
 
+PlaceLayer = Callable[[int, DecoderLayer], None]
+
 
 class DecoderModel(nn.Module):
     """From tokens to normed hidden states; of a pipeline stage, from those or from the hidden
@@ -97,12 +100,7 @@ class DecoderModel(nn.Module):
         """(B, Q), or embeddings or hidden states (B, Q, hidden), to (B, Q, hidden). Of wider
         embeddings (B, Q, n * hidden) the first layer reads the first `hidden` numbers, and the next
         ones are added to the output of each layer in turn (Meng et al., DeepStack, 2024)."""
-        rotated = rotated_positions(inputs)
-        rotations: dict[str, Rotation] = {}
-        if self.rotary_emb is not None:
-            rotations["default"] = self.rotary_emb(rotated)
-        if self.local_rotary_emb is not None:
-            rotations["local"] = self.local_rotary_emb(rotated)
+        rotations = self._rotations(inputs)
         metadata: AttentionMetadata = self.metadata(inputs)
         is_embedded = tokens.dim() > 2
         hidden = tokens if is_embedded else self._embed(tokens, inputs.positions)
@@ -114,6 +112,27 @@ class DecoderModel(nn.Module):
         for layer, rope in zip(self.layers, self._ropes, strict=True):
             hidden = layer(hidden, rotations.get(rope), metadata)
         return hidden if self.norm is None else self.norm(hidden)
+
+    def part(self, first: int, end: int, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
+        """As `forward`, from layer `first` of this stage, before which `tokens` are hidden states
+        unless it is 0, to that before `end`."""
+        rotations = self._rotations(inputs)
+        metadata: AttentionMetadata = self.metadata(inputs)
+        hidden = tokens if first else self._embed(tokens, inputs.positions)
+        for layer, rope in islice(zip(self.layers, self._ropes, strict=True), first, end):
+            hidden = layer(hidden, rotations.get(rope), metadata)
+        is_last = end == len(self.layers)
+        return self.norm(hidden) if is_last and self.norm is not None else hidden
+
+    def _rotations(self, inputs: AttentionInputs) -> dict[str, Rotation]:
+        """By the names of ropes."""
+        rotated = rotated_positions(inputs)
+        rotations: dict[str, Rotation] = {}
+        if self.rotary_emb is not None:
+            rotations["default"] = self.rotary_emb(rotated)
+        if self.local_rotary_emb is not None:
+            rotations["local"] = self.local_rotary_emb(rotated)
+        return rotations
 
     def _one_by_one(
         self,
@@ -160,11 +179,14 @@ class Decoder(LoadableModel):
         group: ProcessGroup = SINGLE,
         expert_group: ProcessGroup = SINGLE,
         stage: Stage = WHOLE,
+        place_layer: PlaceLayer | None = None,
     ) -> None:
         """`length`: tokens of the longest sequence that will be served. `group`: the
         tensor-parallel ranks. `expert_group`: the ranks over which whole experts are distributed;
         of one rank: `group` divides each expert. `stage`: has
-        its layers only, the first stage the embedding, the last one norm and head."""
+        its layers only, the first stage the embedding, the last one norm and head. `place_layer`:
+        is called with the index and the empty parameters of each layer before the next one is made,
+        and may move them."""
         super().__init__()
         own = {i: spec.layers[i] for i in stage.layers(len(spec.layers))}
         self.stage = stage
@@ -185,6 +207,7 @@ class Decoder(LoadableModel):
         self.group = group
         self._expert_group = expert_group
         self._quantization = quantization
+        self._place_layer = place_layer
         self._shards = {} if quantization is None else self._shards_by_parameter()
         self._kinds = distinct(
             Visibility(layer.window, layer.chunk)
@@ -193,7 +216,7 @@ class Decoder(LoadableModel):
         )
         self.model = DecoderModel(
             self._embedding(has_head=has_head),
-            {i: self._layer(f"model.layers.{i}", layer) for i, layer in own.items()},
+            {i: self._placed_layer(i, layer) for i, layer in own.items()},
             self._norm() if stage.is_last else None,
             MetadataBuilder(
                 self._kinds,
@@ -300,6 +323,12 @@ class Decoder(LoadableModel):
         if self.spec.norm == "layer":
             return LayerNorm(size, eps, bias=self.spec.norm_bias, **self._norm_options)
         return RMSNorm(size, eps, **self._norm_options)
+
+    def _placed_layer(self, index: int, spec: LayerSpec) -> DecoderLayer:
+        layer = self._layer(f"model.layers.{index}", spec)
+        if self._place_layer is not None:
+            self._place_layer(index, layer)
+        return layer
 
     def _layer(self, path: str, layer: LayerSpec) -> DecoderLayer:
         kinds: dict[str, Callable[[str, LayerSpec], SelfAttention | MLAAttention | StateLayer]] = {
@@ -588,6 +617,11 @@ class Decoder(LoadableModel):
 
     def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
         return self.model(tokens, inputs)  # type: ignore[no-any-return]
+
+    def part(self, first: int, end: int, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
+        """As `forward`, of the layers from `first` to that before `end`: the parts of all layers,
+        each on what the one before gives, are a forward pass."""
+        return self.model.part(first, end, tokens, inputs)
 
     def embed(self, tokens: Tensor) -> Tensor:
         assert self.model.embed_tokens is not None, "the first stage has the embedding"

@@ -15,7 +15,7 @@ from config.model.split import check_split, check_stages
 from config.parallel import WHOLE, Stage
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.models.base import LoadableModel
-from hpu.models.decoder import Decoder
+from hpu.models.decoder import Decoder, PlaceLayer
 from hpu.models.encoder import Encoder
 from hpu.quantization.base import QuantizationScheme
 
@@ -60,14 +60,16 @@ def build_model(
     group: ProcessGroup = SINGLE,
     expert_group: ProcessGroup = SINGLE,
     stage: Stage = WHOLE,
+    place_layer: PlaceLayer | None = None,
 ) -> Decoder:
     """The decoder of `config` with empty parameters; this rank's shard of it in the tensor-parallel
     `group`, with whole experts if they are distributed over an `expert_group`, and with the layers
     of this pipeline `stage`.
 
     `max_model_len`: tokens of the longest sequence that will be served (None: the checkpoint's
-    own); it sizes the rotary table, and some rope scalings depend on it. ConfigError for an
-    architecture that is not supported, or for sizes that the group cannot divide.
+    own); it sizes the rotary table, and some rope scalings depend on it. `place_layer` as in
+    Decoder. ConfigError for an architecture that is not supported, or for sizes that the group
+    cannot divide.
     """
     _check_groups(config, group, expert_group)
     spec = decoder_spec(config)
@@ -83,6 +85,7 @@ def build_model(
         group=group,
         expert_group=expert_group,
         stage=stage,
+        place_layer=place_layer,
     )
 
 

@@ -18,6 +18,7 @@ from hpu.layers.metadata import AttentionInputs
 from hpu.protocol import Bucket
 from hpu.runner.counters import Counters, phase_name
 from hpu.runner.input_buffers import BaseInputBuffers
+from hpu.runner.parted_forward import PartedForward
 
 logger = logging.getLogger(__name__)
 
@@ -118,8 +119,11 @@ class GraphCache:
 
     def _capture(self, inputs: BaseInputBuffers[Any]) -> Graph | None:
         try:
-            function = partial(_forward_flat, self._forward, inputs)
-            graph = self._backend.capture(function, inputs.capture_inputs())
+            if isinstance(self._forward, PartedForward):
+                graph: Graph = self._forward.capture(inputs)
+            else:
+                function = partial(_forward_flat, self._forward, inputs)
+                graph = self._backend.capture(function, inputs.capture_inputs())
             self._backend.synchronize()
         except (RuntimeError, MemoryError) as error:
             if self._backend.is_compile_failure(error):

@@ -17,6 +17,7 @@ from hpu.distributed.process_groups import SINGLE
 from hpu.gaudi_devices import GIB
 from hpu.model_loader.size_estimate import activation_bytes
 from hpu.models.base import CausalLM
+from hpu.models.decoder import Decoder
 from hpu.models.pooling import PoolingModel
 from hpu.multimodal.images import Images
 from hpu.offload.sizes import staging_bytes
@@ -35,6 +36,7 @@ from hpu.runner.input_buffers import (
 )
 from hpu.runner.kv_cache import KVCache, cache_sizes
 from hpu.runner.model_runner import ModelRunner
+from hpu.runner.parted_forward import PartedForward
 from hpu.runner.pooling_runner import PoolingInputBuffers, PoolingRunner
 from hpu.runner.states import RequestStates, state_bytes
 from hpu.runner.step_runner import StepRunner
@@ -218,6 +220,9 @@ def make_runner(
     draft_caches = make_draft_caches(loaded, num_blocks)
     images = _make_images(loaded, counters, captures=captures)
     forward: Forward = body if images is None else images.merged(body)
+    if loaded.weight_ring is not None:
+        assert isinstance(body, Decoder), "other models keep their weights on the device"
+        forward = PartedForward(body, len(body.layers), loaded.weight_ring, backend)
     forward = keeping_hidden(loaded, draft_caches, forward)
     graphs = GraphCache(
         forward if loaded.lora is None else loaded.lora.forward_of(forward),

@@ -20,9 +20,11 @@ from hpu.model_loader.size_estimate import (
     context_bytes,
     kv_block_bytes,
     kv_cache_sizes,
+    layer_bytes,
     state_bytes,
     weight_bytes,
 )
+from hpu.offload.host_layers import freed_bytes, host_layers
 from hpu.worker.draft_plan import NO_DRAFTER, DrafterSizes, drafter_sizes
 from hpu.worker.memory import MemoryPlan, num_blocks, plan_memory
 from hpu.worker.offload_plan import OffloadTiers, offload_tiers
@@ -95,6 +97,8 @@ class CardPlan:
     """Whose cards these are."""
     tiers: OffloadTiers | None = None
     """None: no KV blocks are kept outside the cards."""
+    host_weight_bytes: int = 0
+    """Of layers that launches copy to the cards."""
 
     @property
     def staging_bytes(self) -> int:
@@ -171,6 +175,12 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
         stage=stage,
     )
     weights += demand.drafter.weight_bytes
+    freed = in_host = 0
+    if demand.offload.cpu_offload_gb and stage.size == 1:
+        layers = layer_bytes(facts, num_cards=demand.num_cards, width=demand.width)
+        chosen = host_layers(demand.offload, layers)
+        freed, in_host = freed_bytes(layers, chosen), sum(layers[index] for index in chosen)
+    weights -= freed
     activations = activation_bytes(
         facts,
         num_cards=demand.num_cards,
@@ -240,6 +250,7 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
     return CardPlan(
         *(demand, card, weights, activations, parts, block_bytes, blocks, states, rings, stage),
         tiers,
+        in_host,
     )
 
 

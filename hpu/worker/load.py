@@ -35,6 +35,7 @@ from hpu.model_loader.loader import load_weights
 from hpu.model_loader.offloaded_weights import OffloadedWeights, restore
 from hpu.model_loader.size_estimate import rotary_peak_bytes
 from hpu.models.base import CausalLM, LoadableModel
+from hpu.models.decoder import PlaceLayer
 from hpu.models.pooling import PoolingModel, load_pooling_model
 from hpu.models.registry import (
     build_model,
@@ -43,11 +44,13 @@ from hpu.models.registry import (
 )
 from hpu.multimodal.base import Tower
 from hpu.multimodal.select import build_tower, served_facts
+from hpu.offload.weight_ring import WeightRing
 from hpu.protocol import BucketLimits, WarmupProgress
 from hpu.quantization.base import ModelPatcher
 from hpu.quantization.kv_cache import KVCacheFormat
 from hpu.quantization.registry import process_weights, select_patcher, select_quantization
 from hpu.runner.kv_cache import reads_contiguously
+from hpu.worker.weight_offload import weights_in_host_memory
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +93,8 @@ class LoadedModel:
     """Set where images are encoded."""
     drafter: "LoadedModel | None" = None
     """The model or head that drafts, if one does."""
+    weight_ring: WeightRing | None = None
+    """Set where layers have their weights in host memory."""
     draft_method: str = ""
     """Of such a one: the method of speculation."""
 
@@ -215,12 +220,14 @@ def load(
             "that are built in have stages; use --tensor-parallel-size"
         )
     patcher = None if pooler is not None else select_patcher(config, groups.tensor)
+    weights = weights_in_host_memory(config, facts, backend, pooler, dtype, groups.tensor)
     if offloaded is None:
         width = dtype.itemsize if patcher is None else patcher.weight_width
         num_weights = _num_weights_here(
             config, facts, dtype, groups, stage, is_built_in=is_built_in
         )
-        check_memory(facts, backend, max_model_len, num_weights * width)
+        on_device = num_weights * width - weights.freed_bytes
+        check_memory(facts, backend, max_model_len, on_device)
     is_dummy = config.load_format == DUMMY
     if is_dummy:
         logger.warning(
@@ -232,7 +239,7 @@ def load(
 
     block_size = config.cache.block_size or backend.default_block_size
     model: CausalLM | PoolingModel
-    kv_cache_format = tower = None
+    kv_cache_format = tower = ring = None
     if pooler is None:
         # A compressor patches the caches itself.
         kv_cache_dtype = config.cache.kv_cache_dtype if patcher is None else AUTO
@@ -247,6 +254,7 @@ def load(
             group=groups.tensor,
             expert_group=expert_group,
             stage=stage,
+            place_layer=weights.place_layer,
         )
         if kv_cache_format is not None:
             decoder.use_kv_cache_format(kv_cache_format)
@@ -275,6 +283,9 @@ def load(
             backend.prepare_tower(tower)
         if config.lora.enable_lora:
             keep_adapted_experts(config.lora, facts, decoder, config.download_dir)
+        ring = weights.make_ring(decoder)
+        if ring is not None:
+            weight_bytes += ring.device_bytes - ring.host_bytes
         prepared = backend.prepare(decoder, patcher)
         if patcher is not None:
             weight_bytes = _num_bytes(decoder)
@@ -334,6 +345,7 @@ def load(
         kv_cache_format=kv_cache_format,
         lora=lora,
         tower=tower,
+        weight_ring=ring,
     )
     if loaded.has_states:
         _log_states(config)
@@ -369,9 +381,10 @@ def _build_decoder(
     group: ProcessGroup,
     expert_group: ProcessGroup,
     stage: Stage,
+    place_layer: PlaceLayer | None,
 ) -> LoadableModel:
     """With empty weights."""
-    build: Callable[..., LoadableModel] = partial(build_model, stage=stage)
+    build: Callable[..., LoadableModel] = partial(build_model, stage=stage, place_layer=place_layer)
     if not is_native(facts, config.model_impl):
         build = partial(build_transformers_model, has_files=config.load_format != DUMMY)
     quantization = select_quantization(

@@ -223,7 +223,8 @@ class Worker:
 
     def sleep(self, level: int) -> None:
         """Free the KV cache, the graphs and everything but the weights; at level 1 the weights are
-        offloaded to the host if the device has its own memory and they are not quantized, else, and
+        offloaded to the host if the device has its own memory, and they are neither quantized nor
+        in part in host memory, else, and
         at level 2, they are dropped and read again later. A second call may raise the level; a
         lower level changes nothing."""
         assert self._backend is not None and not self._in_flight, (
@@ -232,10 +233,12 @@ class Worker:
         before = self._backend.memory()[0]
         with torch.inference_mode():
             self._drop()
-            # What loading makes of quantized weights is not what it fills.
+            # What loading makes of quantized weights is not what it fills, and parameters that
+            # layers take by turns are those of none.
             keeps = not (
                 self._backend.shares_host_memory
                 or self._loaded is None
+                or self._loaded.weight_ring
                 or self._loaded.facts.quantization
                 or self._loaded.patcher
             )

@@ -55,6 +55,29 @@ def test_a_copy_to_the_host_keeps_its_values_when_the_source_changes(backend: Cu
     assert copy.is_pinned() and copy.tolist() == [1.0] * 1000
 
 
+def test_copies_beside_work_are_there_for_later_work_and_do_not_wait_for_that_work(
+    backend: CudaBackend,
+) -> None:
+    source = backend.host_tensor(1000, torch.float32)
+    source.fill_(3.0)
+    target = backend.zeros((1000,), torch.float32)
+    backend.synchronize()
+
+    before = backend.event()
+    torch.cuda._sleep(LONG)
+    backend.upload_beside([(target, source)], before)
+    copied = torch.cuda.Event()
+    copied.record(backend._uploads)
+    copied.synchronize()
+    # The sleep, which was submitted before the copy, is still on.
+    end = backend.event()
+    was_done = end.done()
+    doubled = target * 2
+
+    assert not was_done
+    assert doubled.tolist() == [6.0] * 1000
+
+
 def test_a_transposed_tensor_reaches_the_host_in_order(backend: CudaBackend) -> None:
     source = torch.arange(6, device=backend.device).view(2, 3).t()
 

@@ -1,9 +1,14 @@
 """Sizes of what lies beyond the device, and what they cannot be combined with."""
 
+from typing import Any
+
 import pytest
 
 from config.engine import EXTERNAL_LAUNCHER, CacheConfig, EngineConfig
 from config.errors import ConfigError
+from config.execution import ExecutionConfig
+from config.parallel import ParallelConfig
+from config.params.lora import LoRAConfig
 from config.params.offload import GIB, OffloadConfig
 
 SWAPS = OffloadConfig(swap_space=4)
@@ -28,6 +33,21 @@ def test_files_need_host_memory() -> None:
 def test_files_that_are_not_kept_are_deleted_and_so_must_be_there() -> None:
     with pytest.raises(ConfigError, match="kv-offloading-dir is not: there are no files"):
         OffloadConfig(kv_offloading_size=1, kv_offloading_delete_files=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"quantization": "int8"}, "quantization is int8"),
+        ({"model_impl": "transformers"}, "model_impl is transformers"),
+        ({"lora": LoRAConfig(enable_lora=True)}, "enable_lora is on"),
+        ({"parallel": ParallelConfig(pipeline_parallel_size=2)}, "pipeline_parallel_size is 2"),
+        ({"execution": ExecutionConfig(regional_compilation=False)}, "regional_compilation is off"),
+    ],
+)
+def test_weights_that_stay_on_the_device_are_named(settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=f"cpu_offload_gb is 8 and {why}: change one of the two"):
+        EngineConfig("m", offload=OffloadConfig(cpu_offload_gb=8), **settings)
 
 
 def test_blocks_without_hashes_and_engines_that_decide_alone_are_refused() -> None:

@@ -18,6 +18,7 @@ from config.parallel import ParallelConfig
 from config.params.offload import OffloadConfig
 from config.params.speculation import SpeculationConfig
 from engine.reports.plan import Plan, Target, as_json, as_text, make_plan
+from hpu.model_loader.size_estimate import layer_bytes
 
 FACTS = ModelConfig(
     "8b", "LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, max_position=16384
@@ -361,3 +362,19 @@ def test_host_memory_that_holds_too_few_blocks_is_noted() -> None:
 
     assert "hold 1 KV blocks of 16777216 bytes, too few for a server" in plan.notes[0]
     assert "preempted requests" in as_text(plan) and "evicted" not in as_text(plan)
+
+
+def test_weights_in_host_memory_leave_room_for_blocks() -> None:
+    target = Target(device="gaudi2")
+    plain = as_json(make_plan(FACTS, config(), target))
+
+    plan = make_plan(FACTS, config(offload=OffloadConfig(cpu_offload_gb=5)), target)
+
+    told = as_json(plan)
+    layer = sum(layer_bytes(FACTS, num_cards=1, width=2)) // FACTS.num_layers
+    # 12.3 layers of 416 MiB; two of them are on the card at a time.
+    assert told["host_weight_bytes"] == 12 * layer
+    assert plain["weight_bytes"] - told["weight_bytes"] == 10 * layer
+    assert told["free_bytes"] - plain["free_bytes"] == 10 * layer
+    assert told["num_blocks"] > plain["num_blocks"] and plain["host_weight_bytes"] == 0
+    assert f"two layers in turn of {12 * layer / 2**30:.2f} in host memory" in as_text(plan)

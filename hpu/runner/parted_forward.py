@@ -1,0 +1,106 @@
+"""A forward pass in parts, each of which begins with a layer whose weights are in host memory."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from hpu.backends.base import Backend, Graph
+from hpu.layers.metadata import AttentionInputs
+from hpu.offload.weight_ring import WeightRing
+from hpu.runner.input_buffers import BaseInputBuffers
+
+Part = Callable[[Tensor, AttentionInputs], Tensor]
+
+
+class PartedModel(Protocol):
+    """What computes some of its layers."""
+
+    def part(self, first: int, end: int, tokens: Tensor, inputs: AttentionInputs) -> Tensor: ...
+
+
+def _first_flat(part: Part, inputs: BaseInputBuffers[Any], *tensors: Tensor) -> Tensor:
+    """The first part, of the tensors of `inputs.graph_inputs`."""
+    split = inputs.split(*tensors)
+    return part(split.tokens, split.context)
+
+
+def _next_flat(
+    part: Part, inputs: BaseInputBuffers[Any], hidden: Tensor, *tensors: Tensor
+) -> Tensor:
+    """Another part, of what the one before gave."""
+    return part(hidden, inputs.split(*tensors).context)
+
+
+class PartedForward:
+    """Forward passes of a model, whose layers of `ring` are copied to the device one part ahead of
+    the launches that read them. Each part may be a graph; copies lie between them."""
+
+    def __init__(
+        self, model: PartedModel, num_layers: int, ring: WeightRing, backend: Backend
+    ) -> None:
+        """The first layer is one of the ring."""
+        self._ring = ring
+        self._backend = backend
+        ends = [*ring.indices[1:], num_layers]
+        self._parts: list[Part] = [
+            partial(model.part, first, end) for first, end in zip(ring.indices, ends, strict=True)
+        ]
+
+    def __call__(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
+        """As a model."""
+
+        def compute(number: int, hidden: Tensor | None) -> Tensor:
+            found = self._parts[number](tokens if hidden is None else hidden, inputs)
+            self._backend.mark_step()
+            return found
+
+        return self.run(compute)
+
+    def run(self, compute: Callable[[int, Tensor | None], Tensor]) -> Tensor:
+        """Call `compute` with the number of each part and what the one before gave, None for the
+        first one, while the weights of the next one are copied."""
+        hidden = None
+        for number in range(self._ring.size):
+            self._ring.require(number)
+            before = self._backend.event()
+            hidden = compute(number, hidden)
+            self._ring.begin((number + 1) % self._ring.size, before)
+        assert hidden is not None, "at least one part"
+        return hidden
+
+    def capture(self, inputs: BaseInputBuffers[Any]) -> "PartedGraph":
+        """A graph of each part, for the shapes of `inputs`."""
+        graphs: list[Graph] = []
+        tensors = inputs.capture_inputs()
+
+        def compute(number: int, hidden: Tensor | None) -> Tensor:
+            part, given = self._parts[number], tensors
+            function: Callable[..., Tensor] = partial(_first_flat, part, inputs)
+            if hidden is not None:
+                function, given = partial(_next_flat, part, inputs), (hidden, *tensors)
+            graphs.append(self._backend.capture(function, given))
+            found: Tensor = graphs[-1].replay(*given)
+            return found
+
+        self.run(compute)
+        return PartedGraph(self, graphs)
+
+
+class PartedGraph:
+    """The graphs of all parts, as one."""
+
+    def __init__(self, forward: PartedForward, graphs: Sequence[Graph]) -> None:
+        self._forward = forward
+        self._graphs = graphs
+
+    def replay(self, *inputs: Any) -> Tensor:
+        """As Graph.replay."""
+
+        def compute(number: int, hidden: Tensor | None) -> Tensor:
+            given = inputs if hidden is None else (hidden, *inputs)
+            found: Tensor = self._graphs[number].replay(*given)
+            return found
+
+        return self._forward.run(compute)

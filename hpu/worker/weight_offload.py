@@ -1,0 +1,99 @@
+"""Weights in host memory that launches copy to the device (--cpu-offload-gb), from the settings to
+the layers of a model."""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from config.engine import EngineConfig
+from config.errors import ConfigError
+from config.model.architectures import decoder_spec, is_native
+from config.model.model_config import ModelConfig
+from config.model.pooler import PoolerConfig
+from hpu.backends.base import Backend
+from hpu.distributed.process_groups import ProcessGroup
+from hpu.gaudi_devices import GIB
+from hpu.model_loader.size_estimate import layer_bytes
+from hpu.models.base import LoadableModel
+from hpu.models.decoder import Decoder, PlaceLayer
+from hpu.offload.host_layers import freed_bytes, host_layers
+from hpu.offload.weight_ring import WeightRing, move_to_host
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsInHostMemory:
+    """Which layers of a model have their weights in host memory."""
+
+    backend: Backend
+    layers: tuple[int, ...]
+    freed_bytes: int
+    """What the device does not hold."""
+
+    @property
+    def place_layer(self) -> PlaceLayer | None:
+        """As Decoder takes it."""
+
+        def place(index: int, layer: nn.Module) -> None:
+            if index in self.layers:
+                move_to_host(layer, self.backend)
+
+        return place if self.layers else None
+
+    def make_ring(self, decoder: LoadableModel) -> WeightRing | None:
+        """Of the layers of a filled decoder, before its back end prepares it; None without any."""
+        if not self.layers:
+            return None
+        assert isinstance(decoder, Decoder), "others are refused"
+        own = decoder.layers
+        ring = WeightRing({index: own[index] for index in self.layers}, self.backend)
+        logger.info(
+            "Weights: %d of %d layers stay in host memory, %.2f GiB; each launch copies them "
+            "through %.2f GiB of the device",
+            len(self.layers),
+            len(own),
+            ring.host_bytes / GIB,
+            ring.device_bytes / GIB,
+        )
+        return ring
+
+
+def weights_in_host_memory(
+    config: EngineConfig,
+    facts: ModelConfig,
+    backend: Backend,
+    pooler: PoolerConfig | None,
+    dtype: torch.dtype,
+    group: ProcessGroup,
+) -> WeightsInHostMemory:
+    """Those of a model of `dtype`, divided over the tensor-parallel `group`. Raises ConfigError
+    where they cannot be there."""
+    if not config.offload.cpu_offload_gb:
+        return WeightsInHostMemory(backend, (), 0)
+    what = f"--cpu-offload-gb is {config.offload.cpu_offload_gb:g} and"
+    if backend.shares_host_memory:
+        raise ConfigError(
+            f"{what} the device is {backend.name}, whose weights are in host memory already: set "
+            "it to 0"
+        )
+    refusals = {
+        "is served for pooling": pooler is not None,
+        "is quantized": facts.quantization is not None,
+        "takes images": facts.vision is not None,
+        "runs in the code of transformers": not is_native(facts, config.model_impl),
+    }
+    for why, is_refused in refusals.items():
+        if is_refused:
+            raise ConfigError(f"{what} {facts.path} {why}: its weights stay on the device")
+    spec = decoder_spec(facts)
+    if spec.mla is not None or spec.states:
+        raise ConfigError(
+            f"{what} {facts.path} has latent attention or layers with a state: its weights stay on "
+            "the device"
+        )
+    sizes = layer_bytes(facts, num_cards=group.size, width=dtype.itemsize)
+    layers = host_layers(config.offload, sizes)
+    return WeightsInHostMemory(backend, layers, freed_bytes(sizes, layers))
