@@ -140,6 +140,7 @@ class EngineCore:
             contiguous=ready.contiguous,
             num_lookahead_tokens=(ready.max_tokens_per_step - 1) * config.max_inflight_steps,
             offload=self._offload,
+            all_see_images=ready.request_tiles > 0,
         )
         self._packer = LaunchPacker(
             table,
@@ -161,7 +162,9 @@ class EngineCore:
         self._encoder: EncoderCache | None = None
         if ready.encoder_cache_tokens:
             self._encoder = EncoderCache(
-                ready.encoder_cache_tokens, whole_images=ready.whole_images
+                ready.encoder_cache_tokens,
+                whole_images=ready.whole_images,
+                request_tiles=ready.request_tiles,
             )
         self._max_batched_tokens = scheduler.max_num_batched_tokens
         self._pooling = ready.pooling

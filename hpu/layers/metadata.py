@@ -11,6 +11,7 @@ from torch import Tensor
 
 from config.model.decoder_spec import TemperatureTuning
 from config.model.window_cache import ring_blocks
+from hpu.layers.cross_metadata import CrossMetadata, cross_metadata
 from hpu.layers.state_cache import StateMetadata, decode_states, prefill_states
 from hpu.ops.attention import MASKED, as_mask, causal_mask, mask_in
 from hpu.ops.kernels import AttentionForm, ContextSlice
@@ -51,6 +52,11 @@ class PrefillAttentionInputs(NamedTuple):
     rope_positions: Tensor | None = None
     """(3, B, Q): time, height and width, which rotations read in place of `positions`; only for
     models whose positions have these axes."""
+    cross_tiles: Tensor | None = None
+    """(B, K): the tiles of each sequence's images in the caches of layers that read images, or that
+    of padding; only for models with such layers. None: no token sees an image."""
+    cross_spans: Tensor | None = None
+    """(2, B, Q): which of these K each token sees, as `cross_metadata` takes it."""
 
 
 class DecodeAttentionInputs(NamedTuple):
@@ -78,6 +84,10 @@ class DecodeAttentionInputs(NamedTuple):
     rope_positions: Tensor | None = None
     """(B, 1): what rotations read in place of `positions`, where those of images have three axes:
     for a generated token all of them are equal."""
+    cross_tiles: Tensor | None = None
+    """(B, K): as in PrefillAttentionInputs."""
+    cross_spans: Tensor | None = None
+    """(2, B, 1): likewise."""
 
 
 class TextAttentionInputs(NamedTuple):
@@ -191,6 +201,8 @@ class PrefillMetadata(NamedTuple):
     """(B, Q, 1, 1) float32: what temperature tuning multiplies queries with."""
     states: StateMetadata | None = None
     """For layers with a state."""
+    cross: CrossMetadata | None = None
+    """For layers that read images; None: no token sees one."""
 
 
 class DecodeBlocks(NamedTuple):
@@ -223,6 +235,8 @@ class DecodeMetadata(NamedTuple):
     """As in PrefillMetadata."""
     states: StateMetadata | None = None
     """For layers with a state."""
+    cross: CrossMetadata | None = None
+    """As in PrefillMetadata."""
 
 
 AttentionMetadata = PrefillMetadata | DecodeMetadata
@@ -287,6 +301,14 @@ def state_metadata(inputs: AttentionInputs) -> StateMetadata:
         return decode_states(inputs.state_indices, inputs.positions)
     length = inputs.positions.shape[1]
     return prefill_states(inputs.state_indices, inputs.query_lens, inputs.context_lens, length)
+
+
+def images_metadata(inputs: AttentionInputs, embeddings_per_tile: int) -> CrossMetadata | None:
+    """What layers that read images derive from a launch's inputs."""
+    if isinstance(inputs, TextAttentionInputs) or inputs.cross_tiles is None:
+        return None
+    assert inputs.cross_spans is not None
+    return cross_metadata(inputs.cross_tiles, inputs.cross_spans, embeddings_per_tile)
 
 
 def _mask(visible: Tensor, distance: Tensor | None, slopes: Tensor | None) -> Tensor:

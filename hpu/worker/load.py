@@ -161,9 +161,10 @@ class LoadedModel:
         """Sequences that may lie behind each other in a row of a prefill."""
         scheduler = self.config.scheduler
         # Only the vendor's fused attention reads such a row; other devices pad little or nothing.
-        # A scan over states takes one sequence in each row.
+        # A scan over states takes one sequence in each row, and images are read by row.
         merges = scheduler.merged_prefill and self.backend.compiles and self.pads
-        merges = merges and not self.has_states
+        has_cross = self.facts.vision is not None and self.facts.vision.cross is not None
+        merges = merges and not (self.has_states or has_cross)
         return scheduler.prefill_batch() if merges and self.pooler is None else 1
 
     def bucket_table(self, num_blocks: int) -> BucketTable:
