@@ -115,7 +115,10 @@ class EngineCore:
         self._max_queue_len = scheduler.max_queue_len
         self._by_priority = scheduler.policy == "priority"
         self._limits = ModelLimits(
-            ready.max_model_len, ready.vocab_size, frozenset(ready.eos_token_ids)
+            ready.max_model_len,
+            ready.vocab_size,
+            frozenset(ready.eos_token_ids),
+            ready.prompt_vocab_size,
         )
         # Engines of one server draw different seeds: the same prompt may go to several of them.
         self._seeds = random.Random(config.seed + (engine << 64))

@@ -35,9 +35,8 @@ class MllamaImages(WholeImages):
         padding: (tiles, embeddings of a tile * hidden)."""
         model = self._whole.model
         pixels, ids, is_tile = inputs
-        return model.multi_modal_projector(
-            _tower(model.vision_model, pixels, ids, is_tile)
-        ).flatten(1)  # type: ignore[no-any-return]
+        tiles = _tower(model.vision_model, pixels, ids, is_tile)
+        return model.multi_modal_projector(tiles).flatten(1)  # type: ignore[no-any-return]
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         found = []

@@ -172,6 +172,11 @@ def check_speculation(loaded: LoadedModel) -> None:
             f"--speculative-config names the method {method.method}, and {what} has layers with a "
             "state, from which rejected drafts cannot be removed"
         )
+    if loaded.prompt_vocab_size:
+        raise ConfigError(
+            f"--speculative-config names the method {method.method}, and prompts of {what} have "
+            "tokens of images, which are behind the vocabulary and would be drafted"
+        )
     if not (loaded.backend.shares_host_memory or drafts_on_device(method)):
         raise ConfigError(
             f"--speculative-config names the method {method.method}, and the device is "

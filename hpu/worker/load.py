@@ -16,7 +16,7 @@ from config.checkpoint.safetensors_files import folder_shapes, weight_files
 from config.checkpoint.shapes import model_shapes, weight_map_of
 from config.engine import DUMMY, EngineConfig
 from config.errors import ConfigError
-from config.model.architectures import is_native
+from config.model.architectures import decoder_spec, is_native
 from config.model.kv_cache_dtype import AUTO
 from config.model.model_config import ModelConfig
 from config.model.pooler import PoolerConfig
@@ -149,6 +149,14 @@ class LoadedModel:
     def has_states(self) -> bool:
         """Whether some layers keep a state of each request, in place of keys and values."""
         return isinstance(self.model, CausalLM) and bool(self.model.state_specs())
+
+    @property
+    def prompt_vocab_size(self) -> int:
+        """As in WorkerReady."""
+        facts = self.facts
+        if facts.vision is None or facts.vision.cross is None:
+            return 0
+        return facts.vocab_size + decoder_spec(facts).num_further_embeddings
 
     @property
     def prefix_caching(self) -> bool:

@@ -476,6 +476,7 @@ class Worker:
             max_tokens_per_step=1 if method is None else 1 + method.max_drafts,
             pooling=None if loaded.pooler is None else loaded.pooler.facts,
             encoder_cache_tokens=num_cache_rows(loaded),
+            prompt_vocab_size=loaded.prompt_vocab_size,
             request_tiles=num_request_tiles(loaded),
             whole_images=loaded.facts.vision is not None and loaded.facts.vision.whole_images,
             prefill_launch_tokens=0 if loaded.pads else backend.prefill_launch_tokens,

@@ -1,5 +1,6 @@
 """Images that layers read in place of tokens: what each token sees, beside transformers."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,12 @@ from tiny_vision_models import IMAGE, Picture, cross_attention_mask, make_tiny_v
 from worker_rig import WorkerRig
 
 from config.errors import ConfigError
-from config.parallel import ParallelConfig
+from config.model.architectures import decoder_spec
+from config.model.read_config import read_model_config
+from config.model.split import check_stages
+from hpu.model_loader.size_estimate import cross_tile_bytes
 from hpu.protocol import RequestSampling
+from hpu.worker.build import _fixed_bytes
 
 TOLD = RequestSampling(temperature=0.0, num_prompt_logprobs=0)
 
@@ -87,6 +92,7 @@ def test_each_token_sees_the_images_that_it_sees_in_transformers(
     for prompt, values in zip(prompts, found, strict=True):
         kept = is_text(prompt)
         np.testing.assert_allclose(values[kept], expected(whole, prompt)[kept], atol=2e-5)
+        assert (values[~kept] == -np.inf).all()
     # They differ where the pictures do, in front of them too.
     other = write(text(1, 7), three, text(2, 6))
     assert np.abs(expected(whole, other) - expected(whole, prompts[2]))[:6].max() > 1e-3
@@ -124,5 +130,37 @@ def test_a_placement_without_the_token_of_images_is_an_error(
 
 
 def test_stages_are_refused(folder: Path, whole: Any) -> None:
+    facts = read_model_config(str(folder))
+
     with pytest.raises(ConfigError, match="has layers that read images, which only the first of 2"):
-        WorkerRig(folder, parallel=ParallelConfig(pipeline_parallel_size=2))
+        check_stages(facts, 2)
+    check_stages(facts, 1)
+
+
+def test_a_wrong_layer_is_told(folder: Path, whole: Any, tmp_path: Path) -> None:
+    fields = json.loads((folder / "config.json").read_text())
+    fields["text_config"]["cross_attention_layers"] = [1, 9]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+
+    with pytest.raises(ConfigError, match="each must be a number below num_hidden_layers, 4"):
+        decoder_spec(read_model_config(str(tmp_path)))
+
+
+@pytest.mark.parametrize("images_per_request", [1, 3])
+def test_the_plan_counts_the_cache_of_images(
+    images_per_request: int, folder: Path, whole: Any
+) -> None:
+    rig = WorkerRig(folder, max_num_seqs=3, images_per_request=images_per_request)
+    try:
+        loaded = rig.worker._loaded
+        assert loaded is not None
+        images = rig.worker._components.images  # type: ignore[union-attr]
+        assert images is not None
+        # Keys and values of 4 tiles for each image, of padding, in 2 layers with 2 heads of 8.
+        tiles = 3 * images_per_request * 4
+        tile = 2 * 2 * 17 * 2 * 8 * 4
+        assert images.num_bytes == (tiles + 1) * tile
+        assert cross_tile_bytes(loaded.facts, num_cards=1, width=4) == tile
+        assert _fixed_bytes(loaded) == images.num_bytes
+    finally:
+        rig.worker.close()
