@@ -11,7 +11,6 @@ from torch import Tensor
 
 from config.model.decoder_spec import TemperatureTuning
 from config.model.window_cache import ring_blocks
-from hpu.layers.cross_metadata import CrossMetadata, cross_metadata
 from hpu.layers.state_cache import StateMetadata, decode_states, prefill_states
 from hpu.ops.attention import MASKED, as_mask, causal_mask, mask_in
 from hpu.ops.kernels import AttentionForm, ContextSlice
@@ -178,6 +177,20 @@ Masks = tuple[Tensor | None, ...]
 """One for each kind of layers."""
 
 
+class CrossMetadata(NamedTuple):
+    """Of a launch of `B` rows with `Q` tokens each, over `K` tiles of each row."""
+
+    tiles: Tensor
+    """(B * K): tiles of the caches, those of a row behind each other."""
+    mask: Tensor
+    """(B, 1, Q, K * embeddings of a tile) float32."""
+    has_images: Tensor
+    """(B, Q, 1) bool: tokens of requests with images. Those in front of the first image see all
+    tiles, padding included, as in the code of transformers."""
+    sees_images: Tensor
+    """(B, Q, 1) bool: those behind the first image; the MLP adds nothing to others."""
+
+
 class PrefillMetadata(NamedTuple):
     """What the layers of a prefill share. Kinds of layers: those of Visibility."""
 
@@ -301,6 +314,23 @@ def state_metadata(inputs: AttentionInputs) -> StateMetadata:
         return decode_states(inputs.state_indices, inputs.positions)
     length = inputs.positions.shape[1]
     return prefill_states(inputs.state_indices, inputs.query_lens, inputs.context_lens, length)
+
+
+def cross_metadata(tiles: Tensor, spans: Tensor, embeddings_per_tile: int) -> CrossMetadata:
+    """Of the `tiles` (B, K) of each row, and `spans` (2, B, Q): the first tile that a token sees
+    and the one behind the last. A token in front of the first image has the span (-1, all tiles),
+    one of a text without images (0, 0)."""
+    batch, count = tiles.shape
+    first, end = spans.unsqueeze(-1).unbind(0)
+    numbers = torch.arange(count, device=tiles.device)
+    visible = (numbers >= first) & (numbers < end)
+    mask = as_mask(visible).unsqueeze(-1).expand(*visible.shape, embeddings_per_tile)
+    return CrossMetadata(
+        tiles.reshape(-1),
+        mask.reshape(batch, 1, visible.shape[1], -1),
+        end > 0,
+        (first >= 0) & (end > 0),
+    )
 
 
 def images_metadata(inputs: AttentionInputs, embeddings_per_tile: int) -> CrossMetadata | None:

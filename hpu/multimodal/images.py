@@ -12,14 +12,14 @@ from config.model.multimodal.vision import VisionFacts
 from hpu.backends.base import Backend
 from hpu.models.base import CausalLM
 from hpu.multimodal.base import Integers, Tower
-from hpu.multimodal.cross_cache import CrossCache
-from hpu.multimodal.cross_inputs import CrossInputs
+from hpu.multimodal.cross.cache import CrossCache
+from hpu.multimodal.cross.encoder import WholeEncoder
+from hpu.multimodal.cross.inputs import CrossInputs
 from hpu.multimodal.encoder_cache import EncoderCache
 from hpu.multimodal.image_inputs import ImageInputs
 from hpu.multimodal.merge import Forward, merged, shortened
 from hpu.multimodal.patch_encoder import PatchEncoder
 from hpu.multimodal.tile_encoder import Prepared, TileEncoder, check_count
-from hpu.multimodal.whole_encoder import WholeEncoder
 from hpu.protocol import InputTensor, StepPlan
 
 

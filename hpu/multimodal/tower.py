@@ -22,7 +22,7 @@ from config.model.multimodal.vision import VisionFacts
 from hpu.models.transformers_attention import Unsupported
 from hpu.models.transformers_fallback import allocate, register_stored_buffers
 from hpu.multimodal.base import PATCHED, TILED, WHOLE, Patches, Tiles, Tower, WholeImages
-from hpu.multimodal.cross_tower import MllamaImages
+from hpu.multimodal.cross.tower import MllamaImages
 from hpu.multimodal.patches import make_patches
 from hpu.multimodal.tiles import TowerTiles
 

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from config.model.multimodal.vision import VisionFacts
-from hpu.multimodal.cross_cache import CrossCache
+from hpu.multimodal.cross.cache import CrossCache
 from hpu.multimodal.image_inputs import Array, Integers, Tokens
 from hpu.protocol import ImagePlacement, Launch, NewRequest
 
