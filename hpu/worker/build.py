@@ -558,6 +558,12 @@ def _split(
             demand.max_num_seqs,
             saved / GIB,
         )
+    if num_request_tiles(loaded):
+        logger.info(
+            "Images: %.2f GiB for the keys and values of %d tiles",
+            (num_cache_rows(loaded) + 1) * _image_row_bytes(loaded) / GIB,
+            num_cache_rows(loaded),
+        )
     if loaded.has_states:
         logger.info(
             "States: %.2f GiB for %d requests",

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 from image_traffic import ImageRig, Prompt, encoded, text, write
-from tiny_vision_models import IMAGE, Picture, cross_attention_mask, make_tiny_vision, prepare
+from tiny_vision_models import (
+    IMAGE,
+    Picture,
+    cross_attention_mask,
+    generate,
+    make_tiny_vision,
+    prepare,
+)
 from worker_rig import WorkerRig
 
 from config.errors import ConfigError
@@ -127,6 +134,56 @@ def test_a_placement_without_the_token_of_images_is_an_error(
             rig.step()
     finally:
         rig.worker.close()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_worker_that_slept_gives_the_same_tokens(
+    level: int, folder: Path, whole: Any, pictures: list[tuple[bytes, Picture]]
+) -> None:
+    prompt = write(text(1, 7), pictures[1], text(2, 6))
+    rig = WorkerRig(folder)
+    try:
+        before = told(rig, prompt)
+        rig.step()
+        before_sleep = layers(rig)
+        assert all(layer._keys.numel() for layer in before_sleep)
+        rig.sleep(level)
+        assert all(not layer._keys.numel() for layer in before_sleep)
+        rig.worker.wake_up(lambda progress: None)
+        after = told(rig, prompt)
+    finally:
+        rig.worker.close()
+
+    assert np.array_equal(before, after)
+
+
+def layers(rig: WorkerRig) -> list[Any]:
+    loaded = rig.worker._loaded
+    return [] if loaded is None else loaded.model.cross_attentions  # type: ignore[union-attr]
+
+
+def test_without_its_tower_the_model_takes_texts(
+    folder: Path, whole: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fields = json.loads((folder / "config.json").read_text())
+    del fields["vision_config"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    for file in folder.iterdir():
+        if file.name != "config.json":
+            (tmp_path / file.name).symlink_to(file)
+    tokens = text(3, 12)
+    rig = WorkerRig(tmp_path)
+    try:
+        assert rig.ready.encoder_cache_tokens == rig.ready.request_tiles == 0
+        rig.admit(0, tokens)
+        rig.prefill({0: None})
+        rig.step()
+        rig.run([0], 5)
+        found = rig.free(0)
+    finally:
+        rig.worker.close()
+
+    assert found == generate("mllama", whole, tokens, [], 6)
 
 
 def test_stages_are_refused(folder: Path, whole: Any) -> None:
