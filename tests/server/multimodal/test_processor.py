@@ -64,7 +64,7 @@ def test_tensors_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     assert np.array_equal(arrays_of(found)["pixel_values"], expected["pixel_values"])
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if not f.startswith("qwen")])
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "qwen2_vl"])
 def test_texts_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     if family == "qwen3_vl":
         pytest.importorskip("torchvision", reason="the processor of its videos needs it")
