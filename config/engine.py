@@ -56,6 +56,13 @@ class CacheConfig:
         "contexts need, at most a quarter of the free memory",
         minimum=1,
     )
+    cross_attention_images: int = setting(
+        1,
+        "Images of one request that a model with cross attention (Llama 3.2 Vision) reads at most; "
+        "each launch has room for them, and the cache for those of up to 16 requests",
+        minimum=1,
+        maximum=64,
+    )
     enable_prefix_caching: bool = setting(True, "Reuse cached blocks of earlier prompts")
     kv_cache_dtype: str = setting(
         "auto",

@@ -30,6 +30,8 @@ class ModelLimits:
     max_model_len: int
     vocab_size: int
     eos_ids: frozenset[int]
+    prompt_vocab_size: int = 0
+    """As in WorkerReady."""
 
 
 class Request:

@@ -127,7 +127,8 @@ class EncodedImage(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
     content: bytes
     num_embeddings: int
-    """Rows that the tower makes of it."""
+    """Rows that the tower makes of it: one for each token, or for layers that read images one for
+    each tile."""
     tensors: list[InputTensor]
 
 
@@ -455,6 +456,12 @@ class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
     """Rows of image embeddings that the worker keeps at most; 0: it takes no images."""
     whole_images: bool = False
     """VisionFacts.whole_images of the model."""
+    prompt_vocab_size: int = 0
+    """Token ids that a prompt may have, where some are never sampled; 0: `vocab_size`."""
+    request_tiles: int = 0
+    """Of a model whose layers read images: rows that a request's images have at most, which it
+    holds from its first step on until it ends. 0: tokens take the rows, and images are held until
+    their last token is computed."""
     offload: OffloadFacts | None = None
     """None: no KV blocks are kept outside the device."""
 

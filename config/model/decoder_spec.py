@@ -50,8 +50,9 @@ class LayerSpec(NamedTuple):
     sinks: bool = False
     """A learned logit of each head joins the softmax, and has no value: the tensor
     self_attn.sinks."""
-    attention: Literal["dense", "mla"] | StateKind = "dense"
-    """Or what takes its place."""
+    attention: Literal["dense", "mla", "cross"] | StateKind = "dense"
+    """Or what takes its place. Cross: queries see the keys of images alone. Attention and MLP each
+    add tanh(gate) times their output, and nothing in a text without images."""
     feed_forward: Literal["mlp", "moe"] = "mlp"
 
 
@@ -190,6 +191,8 @@ class DecoderSpec:
     """The slopes are multiplied by it."""
     temperature: TemperatureTuning | None = None
     """Of queries by their position, in the layers that have it."""
+    num_further_embeddings: int = 0
+    """Rows of the embedding behind those of the vocabulary, for tokens that are never sampled."""
     embedding_multiplier: float = 1.0
     rounded_embedding_multiplier: bool = False
     """It is rounded to the model's dtype before the product."""
@@ -239,6 +242,10 @@ class DecoderSpec:
         """What the layer keeps of each request; None: keys and values."""
         specs = {"mamba2": self.mamba2, "gated_delta": self.gated_delta}
         return specs.get(layer.attention)
+
+    @property
+    def num_cross_layers(self) -> int:
+        return sum(layer.attention == "cross" for layer in self.layers)
 
     @property
     def states(self) -> tuple[Mamba2Spec | GatedDeltaSpec, ...]:

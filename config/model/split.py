@@ -58,6 +58,11 @@ def check_stages(config: ModelConfig, num_stages: int) -> None:
             f"{config.path} has layers with a state, which {num_stages} stages "
             "(--pipeline-parallel-size) cannot divide yet: use --tensor-parallel-size"
         )
+    if cross_layers_of(config):
+        raise ConfigError(
+            f"{config.path} has layers that read images, which only the first of {num_stages} "
+            "stages (--pipeline-parallel-size) would have: use --tensor-parallel-size"
+        )
     Stage(0, num_stages).layers(config.num_layers)
 
 
@@ -109,3 +114,8 @@ def states_of(config: ModelConfig) -> tuple[Mamba2Spec | GatedDeltaSpec, ...]:
     if config.architecture not in ARCHITECTURES:
         return ()
     return decoder_spec(config).states
+
+
+def cross_layers_of(config: ModelConfig) -> int:
+    """How many layers of a model that is built in read images in place of tokens."""
+    return decoder_spec(config).num_cross_layers if config.architecture in ARCHITECTURES else 0

@@ -414,7 +414,10 @@ class RouterClient:
         if self._prefix_caching:
             end = MAX_BLOCKS * ready.block_size * TOKEN_BYTES
             start = memoryview(prompt).cast("B")[:end]
-            hashes = block_hashes(start, ready.block_size, cache_salt, adapter, images)
+            hashes = block_hashes(
+                *(start, ready.block_size, cache_salt, adapter, images),
+                all_see_images=ready.request_tiles > 0,
+            )
         candidates = [
             Candidate(
                 self._prefixes[one.engine].num_cached(hashes) * ready.block_size,

@@ -39,8 +39,9 @@ def admission_error(
             f"the cache has {kv.pool.size}"
         )
     max_token = int(np.frombuffer(message.prompt, dtype="<u4").max())
-    if max_token >= limits.vocab_size:
-        return f"the prompt has token {max_token}, the vocabulary has {limits.vocab_size}"
+    num_ids = limits.prompt_vocab_size or limits.vocab_size
+    if max_token >= num_ids:
+        return f"the prompt has token {max_token}, the vocabulary has {num_ids}"
     token = _invalid_token(message.sampling, limits.vocab_size)
     if token is not None:
         return f"the sampling names token {token}, the vocabulary has {limits.vocab_size}"

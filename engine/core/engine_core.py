@@ -115,7 +115,10 @@ class EngineCore:
         self._max_queue_len = scheduler.max_queue_len
         self._by_priority = scheduler.policy == "priority"
         self._limits = ModelLimits(
-            ready.max_model_len, ready.vocab_size, frozenset(ready.eos_token_ids)
+            ready.max_model_len,
+            ready.vocab_size,
+            frozenset(ready.eos_token_ids),
+            ready.prompt_vocab_size,
         )
         # Engines of one server draw different seeds: the same prompt may go to several of them.
         self._seeds = random.Random(config.seed + (engine << 64))
@@ -140,6 +143,7 @@ class EngineCore:
             contiguous=ready.contiguous,
             num_lookahead_tokens=(ready.max_tokens_per_step - 1) * config.max_inflight_steps,
             offload=self._offload,
+            all_see_images=ready.request_tiles > 0,
         )
         self._packer = LaunchPacker(
             table,
@@ -161,7 +165,9 @@ class EngineCore:
         self._encoder: EncoderCache | None = None
         if ready.encoder_cache_tokens:
             self._encoder = EncoderCache(
-                ready.encoder_cache_tokens, whole_images=ready.whole_images
+                ready.encoder_cache_tokens,
+                whole_images=ready.whole_images,
+                request_tiles=ready.request_tiles,
             )
         self._max_batched_tokens = scheduler.max_num_batched_tokens
         self._pooling = ready.pooling

@@ -112,6 +112,7 @@ class EngineLoop:
         self._ready: Ready | None = None
         """Once it was sent."""
         self._block_size: int | None = None
+        self._all_see_images = False
         """Set once prompts must be hashed."""
         self._stop_reason: BaseException | None = None
         self._is_busy = False
@@ -153,6 +154,7 @@ class EngineLoop:
                 message.cache_salt,
                 message.adapter,
                 message.images,
+                all_see_images=self._all_see_images,
             )
             if self._has_routers:
                 self._announce(front_end, hashes)
@@ -297,6 +299,7 @@ class EngineLoop:
             core.add_front_end(front_end)
         if self._config.cache.enable_prefix_caching and worker.bucket_limits.prefix_caching:
             self._block_size = worker.block_size
+            self._all_see_images = worker.request_tiles > 0
         if freeze_garbage:
             # What exists now exists to the end: the collector need not scan it again.
             gc.collect()

@@ -30,10 +30,12 @@ class KVCacheManager:
         contiguous: bool = False,
         num_lookahead_tokens: int = 0,
         offload: KVOffload | None = None,
+        all_see_images: bool = False,
     ) -> None:
         """`contiguous`: decodes read the cache as one slice from block 0 on, so the lowest blocks
         are allocated first, and none is shared. `num_lookahead_tokens`: tokens that the plans in
-        flight may write beyond the one of each decode. `offload`: keeps evicted blocks."""
+        flight may write beyond the one of each decode. `offload`: keeps evicted blocks.
+        `all_see_images`: as that of block_hashes."""
         assert not (contiguous and prefix_caching), "a slice of the cache holds no shared blocks"
         self.num_lookahead_tokens = num_lookahead_tokens
         self.block_size = block_size
@@ -41,6 +43,7 @@ class KVCacheManager:
         self.contiguous = contiguous
         self.pool = BlockPool(num_blocks, lowest_first=contiguous)
         self.offload = offload
+        self._all_see_images = all_see_images
         if offload is not None:
             assert prefix_caching, "blocks outside the device are found by their hashes"
             self.pool.on_evict = offload.evicted
@@ -184,9 +187,7 @@ class KVCacheManager:
             index = stop // size - 1
             if index == len(request.block_hashes):
                 parent = (
-                    request.block_hashes[-1]
-                    if request.block_hashes
-                    else root_hash(request.cache_salt, request.adapter)
+                    request.block_hashes[-1] if request.block_hashes else self._root_hash(request)
                 )
                 tokens = request.token_bytes(stop - size, stop)
                 images = images_in(request.images, stop - size, stop)
@@ -195,6 +196,10 @@ class KVCacheManager:
             self.pool.cache_block(request.blocks[index], block_hash)
             self._computing.pop(block_hash, None)
             request.next_cache_at = stop + size
+
+    def _root_hash(self, request: Request) -> bytes:
+        images = request.images if self._all_see_images else ()
+        return root_hash(request.cache_salt, request.adapter, images)
 
     def evict(self, request: Request) -> None:
         """Remove its blocks from the prefix cache, and cache no more of them."""

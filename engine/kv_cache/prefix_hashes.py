@@ -6,11 +6,12 @@ from hashlib import sha256
 from hpu.protocol import TOKEN_BYTES, ImagePlacement
 
 
-def root_hash(salt: str, adapter: str) -> bytes:
+def root_hash(salt: str, adapter: str, images: Sequence[ImagePlacement] = ()) -> bytes:
     """The parent hash of a first block. Hashing the salt's length separates ("ab", "c") from
-    ("a", "bc")."""
+    ("a", "bc"). `images`: those of the whole prompt, where all of its tokens depend on them."""
     salt_bytes = salt.encode()
-    return sha256(len(salt_bytes).to_bytes(8, "little") + salt_bytes + adapter.encode()).digest()
+    root = sha256(len(salt_bytes).to_bytes(8, "little") + salt_bytes + adapter.encode()).digest()
+    return chain(root, b"", _placed(images)) if images else root
 
 
 def chain(parent: bytes, tokens: bytes | memoryview, images: bytes = b"") -> bytes:
@@ -25,11 +26,11 @@ def chain(parent: bytes, tokens: bytes | memoryview, images: bytes = b"") -> byt
 def images_in(images: Sequence[ImagePlacement], start: int, stop: int) -> bytes:
     """What images make of tokens `start` to `stop`: contents and places of those that have any of
     them. All images have equal tokens."""
-    return b"".join(
-        image.content + image.offset.to_bytes(8, "little")
-        for image in images
-        if image.offset < stop and start < image.offset + image.length
-    )
+    return _placed([one for one in images if one.offset < stop and start < one.offset + one.length])
+
+
+def _placed(images: Sequence[ImagePlacement]) -> bytes:
+    return b"".join(image.content + image.offset.to_bytes(8, "little") for image in images)
 
 
 def block_hashes(
@@ -38,11 +39,14 @@ def block_hashes(
     salt: str = "",
     adapter: str = "",
     images: Sequence[ImagePlacement] = (),
+    *,
+    all_see_images: bool = False,
 ) -> list[bytes]:
-    """One hash for each full block of `prompt` (uint32, little-endian), the first block first."""
+    """One hash for each full block of `prompt` (uint32, little-endian), the first block first.
+    `all_see_images`: tokens in front of an image depend on it too."""
     raw = memoryview(prompt).cast("B")
     step = block_size * TOKEN_BYTES
-    parent = root_hash(salt, adapter)
+    parent = root_hash(salt, adapter, images if all_see_images else ())
     hashes = []
     for start in range(0, len(raw) - step + 1, step):
         first = start // TOKEN_BYTES

@@ -100,6 +100,7 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
         num_blocks=cache.num_blocks,
         kv_bytes=cache.kv_cache_memory_bytes,
         card_bytes=target.card_bytes,
+        cross_images=cache.cross_attention_images,
         prefix_caching=cache.enable_prefix_caching,
         distributes_experts=config.parallel.enable_expert_parallel,
         offload=config.offload,

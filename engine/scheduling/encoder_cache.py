@@ -26,10 +26,15 @@ class EncoderCache:
     needs nothing else to finish that, so requests cannot wait for each other.
     """
 
-    def __init__(self, max_tokens: int, *, whole_images: bool = False) -> None:
-        """`whole_images`: a chunk may not end inside an image."""
+    def __init__(
+        self, max_tokens: int, *, whole_images: bool = False, request_tiles: int = 0
+    ) -> None:
+        """`whole_images`: a chunk may not end inside an image. `request_tiles`: where layers read
+        images, the most rows that those of a request have. Then all of them are encoded with its
+        first chunk, and referenced until it ends."""
         self.max_tokens = max_tokens
         self.whole_images = whole_images
+        self._request_tiles = request_tiles
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         """The least recently used first."""
         self._num_tokens = 0
@@ -71,6 +76,12 @@ class EncoderCache:
                     f"an image has {image.length} tokens, which must be computed in one step, and "
                     f"max_num_batched_tokens is {max_num_batched_tokens}"
                 )
+        total = sum(sizes[image.content] for image in message.images)
+        if self._request_tiles and total > self._request_tiles:
+            return (
+                f"{len(message.images)} images have {total} tiles, the model reads at most "
+                f"{self._request_tiles} (--cross-attention-images)"
+            )
         return None
 
     def begin_step(self) -> None:
@@ -81,6 +92,8 @@ class EncoderCache:
         """How many of the `count` tokens from `start` on may be scheduled now: all, or those before
         the first image that has no place, or that the chunk would have to cut."""
         stop = start + count
+        if self._request_tiles:
+            return count if request.key in self._held or self._has_room(request) else 0
         held = {image.content for image in self._held.get(request.key, ())}
         num_needed = 0
         for image in request.images:
@@ -104,8 +117,27 @@ class EncoderCache:
             held.add(image.content)
         return count
 
+    def _has_room(self, request: Request) -> bool:
+        """Whether all images of a request have places now."""
+        num_needed, is_late = 0, False
+        for content in {image.content for image in request.images}:
+            entry = self._entries.get(content)
+            if entry is None or not entry.ref_count:
+                num_needed += request.encoded_images[content].num_embeddings
+                is_late = is_late or entry is None
+        if (is_late and self._is_full) or self._num_referenced + num_needed > self.max_tokens:
+            self._is_full = True
+            return False
+        return True
+
     def add_chunk(self, request: Request, start: int, count: int) -> None:
         """Schedule `count` tokens from `start` on, which must fit: encode their images."""
+        if self._request_tiles:
+            if request.key not in self._held:
+                for image in request.images:
+                    self._take(image, request.encoded_images[image.content])
+                self._held[request.key] = list(request.images)
+            return
         stop = start + count
         for image in request.images:
             end = image.offset + image.length

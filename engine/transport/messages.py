@@ -298,6 +298,9 @@ class Ready(msgspec.Struct, array_like=True, gc=False, tag=8):
     """Set when the model gives vectors, and no tokens."""
     ranks: list[RankFacts] = []
     """Of the workers, by rank, where several run one model."""
+    request_tiles: int = 0
+    prompt_vocab_size: int = 0
+    """As in WorkerReady."""
     ready_unix_s: float = 0.0
     """When the engine became ready, in seconds since 1970."""
 

@@ -51,6 +51,11 @@ class PrefillAttentionInputs(NamedTuple):
     rope_positions: Tensor | None = None
     """(3, B, Q): time, height and width, which rotations read in place of `positions`; only for
     models whose positions have these axes."""
+    cross_tiles: Tensor | None = None
+    """(B, K): the tiles of each sequence's images in the caches of layers that read images, or that
+    of padding; only for models with such layers. None: no token sees an image."""
+    cross_spans: Tensor | None = None
+    """(2, B, Q): which of these K each token sees, as `cross_metadata` takes it."""
 
 
 class DecodeAttentionInputs(NamedTuple):
@@ -78,6 +83,10 @@ class DecodeAttentionInputs(NamedTuple):
     rope_positions: Tensor | None = None
     """(B, 1): what rotations read in place of `positions`, where those of images have three axes:
     for a generated token all of them are equal."""
+    cross_tiles: Tensor | None = None
+    """(B, K): as in PrefillAttentionInputs."""
+    cross_spans: Tensor | None = None
+    """(2, B, 1): likewise."""
 
 
 class TextAttentionInputs(NamedTuple):
@@ -168,6 +177,20 @@ Masks = tuple[Tensor | None, ...]
 """One for each kind of layers."""
 
 
+class CrossMetadata(NamedTuple):
+    """Of a launch of `B` rows with `Q` tokens each, over `K` tiles of each row."""
+
+    tiles: Tensor
+    """(B * K): tiles of the caches, those of a row behind each other."""
+    mask: Tensor
+    """(B, 1, Q, K * embeddings of a tile) float32."""
+    has_images: Tensor
+    """(B, Q, 1) bool: tokens of requests with images. Those in front of the first image see all
+    tiles, padding included, as in the code of transformers."""
+    sees_images: Tensor
+    """(B, Q, 1) bool: those behind the first image; the MLP adds nothing to others."""
+
+
 class PrefillMetadata(NamedTuple):
     """What the layers of a prefill share. Kinds of layers: those of Visibility."""
 
@@ -191,6 +214,8 @@ class PrefillMetadata(NamedTuple):
     """(B, Q, 1, 1) float32: what temperature tuning multiplies queries with."""
     states: StateMetadata | None = None
     """For layers with a state."""
+    cross: CrossMetadata | None = None
+    """For layers that read images; None: no token sees one."""
 
 
 class DecodeBlocks(NamedTuple):
@@ -223,6 +248,8 @@ class DecodeMetadata(NamedTuple):
     """As in PrefillMetadata."""
     states: StateMetadata | None = None
     """For layers with a state."""
+    cross: CrossMetadata | None = None
+    """As in PrefillMetadata."""
 
 
 AttentionMetadata = PrefillMetadata | DecodeMetadata
@@ -287,6 +314,31 @@ def state_metadata(inputs: AttentionInputs) -> StateMetadata:
         return decode_states(inputs.state_indices, inputs.positions)
     length = inputs.positions.shape[1]
     return prefill_states(inputs.state_indices, inputs.query_lens, inputs.context_lens, length)
+
+
+def cross_metadata(tiles: Tensor, spans: Tensor, embeddings_per_tile: int) -> CrossMetadata:
+    """Of the `tiles` (B, K) of each row, and `spans` (2, B, Q): the first tile that a token sees
+    and the one behind the last. A token in front of the first image has the span (-1, all tiles),
+    one of a text without images (0, 0)."""
+    batch, count = tiles.shape
+    first, end = spans.unsqueeze(-1).unbind(0)
+    numbers = torch.arange(count, device=tiles.device)
+    visible = (numbers >= first) & (numbers < end)
+    mask = as_mask(visible).unsqueeze(-1).expand(*visible.shape, embeddings_per_tile)
+    return CrossMetadata(
+        tiles.reshape(-1),
+        mask.reshape(batch, 1, visible.shape[1], -1),
+        end > 0,
+        (first >= 0) & (end > 0),
+    )
+
+
+def images_metadata(inputs: AttentionInputs, embeddings_per_tile: int) -> CrossMetadata | None:
+    """What layers that read images derive from a launch's inputs."""
+    if isinstance(inputs, TextAttentionInputs) or inputs.cross_tiles is None:
+        return None
+    assert inputs.cross_spans is not None
+    return cross_metadata(inputs.cross_tiles, inputs.cross_spans, embeddings_per_tile)
 
 
 def _mask(visible: Tensor, distance: Tensor | None, slopes: Tensor | None) -> Tensor:

@@ -10,6 +10,7 @@ from hpu.layers.metadata import (
     Rings,
     Visibility,
     build_metadata,
+    images_metadata,
     make_rings,
     state_metadata,
 )
@@ -29,8 +30,10 @@ class MetadataBuilder(nn.Module):
         alibi_slopes: Tensor | None = None,
         temperature: TemperatureTuning | None = None,
         has_states: bool = False,
+        embeddings_per_tile: int = 0,
     ) -> None:
-        """As the arguments of `build_metadata`. `has_states`: whether some layers have a state."""
+        """As the arguments of `build_metadata`. `has_states`: whether some layers have a state.
+        `embeddings_per_tile`: of images that some layers read; 0: none do."""
         super().__init__()
         self.block_size = 0
         """Of the bound caches."""
@@ -43,6 +46,7 @@ class MetadataBuilder(nn.Module):
         self._temperature = temperature
         self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
         self._has_states = has_states
+        self._embeddings_per_tile = embeddings_per_tile
 
     def bind(self, block_size: int, num_rings: int) -> None:
         """The bound caches have blocks of this size; layers with a window have so many rings in
@@ -64,4 +68,7 @@ class MetadataBuilder(nn.Module):
         )
         if self._has_states:
             metadata = metadata._replace(states=state_metadata(inputs))
+        if self._embeddings_per_tile:
+            cross = images_metadata(inputs, self._embeddings_per_tile)
+            metadata = metadata._replace(cross=cross)
         return metadata

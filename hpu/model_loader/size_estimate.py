@@ -12,7 +12,7 @@ from config.checkpoint.weight_maps.shard import ShardRank, shard_of
 from config.model.architectures import ARCHITECTURES, decoder_spec
 from config.model.decoder_spec import LayerSpec, uniform_layers
 from config.model.model_config import ModelConfig
-from config.model.split import latents_of, states_of
+from config.model.split import cross_layers_of, latents_of, states_of
 from config.model.window_cache import CacheSizes, ring_blocks
 from config.parallel import WHOLE, Stage
 
@@ -204,6 +204,7 @@ def kv_block_bytes(
     if config.cached_numbers is not None:
         return config.cached_numbers // num_cards * width * block_size
     num_layers = len(stage.layers(config.num_layers)) - len(states_of(config))
+    num_layers -= cross_layers_of(config)
     return num_layers * _cached_size(config, num_cards) * width * block_size
 
 
@@ -239,6 +240,14 @@ def state_bytes(config: ModelConfig, *, width: int, num_seqs: int, num_cards: in
     states = [state.on_rank(num_cards) for state in states_of(config)]
     elements = sum(state.conv_elements * width + state.state_elements * 4 for state in states)
     return (num_seqs + 2) * elements
+
+
+def cross_tile_bytes(config: ModelConfig, *, num_cards: int, width: int) -> int:
+    """Keys and values of one tile of an image, in all layers that read images, on one card."""
+    if config.vision is None or config.vision.cross is None:
+        return 0
+    rows = config.vision.cross.embeddings_per_tile
+    return cross_layers_of(config) * rows * _kv_size(config, num_cards) * width
 
 
 def _kv_size(config: ModelConfig, num_cards: int) -> int:

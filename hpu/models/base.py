@@ -7,6 +7,7 @@ from config.checkpoint.weight_maps.base import WeightMap
 from config.errors import ConfigError
 from config.model.model_config import ModelConfig
 from hpu.layers.attention_base import Shape
+from hpu.layers.cross_attention import CrossAttention
 from hpu.layers.metadata import AttentionInputs
 from hpu.layers.state_cache import StateCacheSpec
 from hpu.quantization.kv_cache import KVCacheFormat
@@ -85,6 +86,11 @@ class CausalLM(nn.Module):
     def bind_states(self, states: list[tuple[Tensor, ...]]) -> None:
         """Use each layer's states, of `state_specs`. Only if there are any."""
         raise NotImplementedError
+
+    @property
+    def cross_attentions(self) -> list[CrossAttention]:
+        """Of the layers that read images."""
+        return []
 
     def read_contiguously(self) -> None:
         """From now on entry i of a decode describes block i of the caches, which are read as one

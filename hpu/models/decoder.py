@@ -22,6 +22,7 @@ from config.parallel import WHOLE, Stage
 from hpu.distributed.process_groups import SINGLE, ProcessGroup, shard_rank
 from hpu.layers.attention import AttentionKind, HeadShape, SelfAttention
 from hpu.layers.attention_base import AttentionLayer, Shape
+from hpu.layers.cross_attention import CrossAttention
 from hpu.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from hpu.layers.gated_delta import GatedDeltaNet
 from hpu.layers.linear import (
@@ -46,7 +47,7 @@ from hpu.layers.moe import SWIGLU_OAI, Experts, MoE, SparseMixer, TopKRouter
 from hpu.layers.norm import FullQKNorm, LayerNorm, QKNorm, RMSNorm, UnweightedQKNorm
 from hpu.layers.state_cache import StateCacheSpec
 from hpu.models.base import LoadableModel
-from hpu.models.decoder_layer import LAYERS, DecoderLayer, StateLayer
+from hpu.models.decoder_layer import LAYERS, CrossAttentionLayer, DecoderLayer, StateLayer
 from hpu.ops.kernels import Kernels
 from hpu.ops.rope import RotaryEmbedding, Rotation
 from hpu.quantization.base import LinearMethod, MoEMethod, QuantizationScheme
@@ -212,7 +213,7 @@ class Decoder(LoadableModel):
         self._kinds = distinct(
             Visibility(layer.window, layer.chunk)
             for layer in own.values()
-            if spec.state_of(layer) is None
+            if spec.state_of(layer) is None and layer.attention != "cross"
         )
         self.model = DecoderModel(
             self._embedding(has_head=has_head),
@@ -224,6 +225,7 @@ class Decoder(LoadableModel):
                 alibi_slopes=self._alibi_slopes(),
                 temperature=spec.temperature,
                 has_states=bool(spec.states),
+                embeddings_per_tile=self._embeddings_per_tile,
             ),
             self._rotary_embs(length),
             [layer.rope for layer in own.values()],
@@ -254,7 +256,7 @@ class Decoder(LoadableModel):
         if not self.stage.is_first and not (self.stage.is_last and is_tied):
             return None
         return VocabParallelEmbedding(
-            config.vocab_size,
+            config.vocab_size + self.spec.num_further_embeddings,
             config.hidden_size,
             multiplier=self._embedding_multiplier(),
             dtype=self.dtype,
@@ -331,7 +333,8 @@ class Decoder(LoadableModel):
         return layer
 
     def _layer(self, path: str, layer: LayerSpec) -> DecoderLayer:
-        kinds: dict[str, Callable[[str, LayerSpec], SelfAttention | MLAAttention | StateLayer]] = {
+        kinds: dict[str, Callable[[str, LayerSpec], Any]] = {
+            "cross": self._cross_attention,
             "dense": self._dense_attention,
             "mla": self._latent_attention,
             "mamba2": self._mamba2,
@@ -342,7 +345,8 @@ class Decoder(LoadableModel):
         mlp_name = self.spec.mlp
         if self.spec.moe is not None and layer.feed_forward == "moe":
             make_mlp, mlp_name = self._moe, self.spec.moe.block
-        return LAYERS[self.spec.arrangement](
+        make = CrossAttentionLayer if layer.attention == "cross" else LAYERS[self.spec.arrangement]
+        return make(
             attention(f"{path}.self_attn", layer),
             make_mlp(f"{path}.{mlp_name}"),
             {name: self._norm() for name in NORMS[self.spec.arrangement]},
@@ -384,6 +388,33 @@ class Decoder(LoadableModel):
                 has_gate=spec.attention_gate,
             ),
         )
+
+    def _cross_attention(self, path: str, layer: LayerSpec) -> CrossAttention:
+        config, shape = self.config, self.shape
+        # As QKVParallelLinear.sizes.
+        kv_size = max(config.num_kv_heads, self.group.size) * config.head_dim
+        options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        hidden, query_size = config.hidden_size, config.num_heads * config.head_dim
+        return CrossAttention(
+            shape,
+            q_proj=ColumnParallelLinear(
+                hidden, query_size, **self._options(f"{path}.q_proj", hidden)
+            ),
+            kv_proj=MergedColumnParallelLinear(
+                hidden, [kv_size, kv_size], **self._options(f"{path}.kv_proj", hidden)
+            ),
+            o_proj=RowParallelLinear(
+                query_size, hidden, **self._options(f"{path}.o_proj", shape.query_size)
+            ),
+            q_norm=RMSNorm(config.head_dim, config.rms_norm_eps, **options),
+            k_norm=RMSNorm(config.head_dim, config.rms_norm_eps, **options),
+        )
+
+    @property
+    def _embeddings_per_tile(self) -> int:
+        """Of images, where layers read them."""
+        vision = self.config.vision
+        return 0 if vision is None or vision.cross is None else vision.cross.embeddings_per_tile
 
     def _latent_attention(self, path: str, layer: LayerSpec) -> MLAAttention:
         config, spec, mla = self.config, self.spec, self.spec.mla
@@ -607,7 +638,12 @@ class Decoder(LoadableModel):
     def attention_layers(self) -> list[AttentionLayer]:
         """Those with keys and values."""
         attentions = (layer.self_attn for layer in self.layers)
-        return [one for one in attentions if not isinstance(one, StateLayer)]
+        return [one for one in attentions if not isinstance(one, StateLayer | CrossAttention)]
+
+    @property
+    def cross_attentions(self) -> list[CrossAttention]:
+        attentions = (layer.self_attn for layer in self.layers)
+        return [one for one in attentions if isinstance(one, CrossAttention)]
 
     @property
     def state_layers(self) -> list[StateLayer]:

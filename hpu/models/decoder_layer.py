@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from config.model.decoder_spec import Arrangement
 from hpu.layers.attention import SelfAttention
+from hpu.layers.cross_attention import CrossAttention
 from hpu.layers.gated_delta import GatedDeltaNet
 from hpu.layers.mamba2 import Mamba2Mixer
 from hpu.layers.metadata import AttentionMetadata
@@ -32,7 +33,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(
         self,
-        self_attn: SelfAttention | MLAAttention | StateLayer,
+        self_attn: SelfAttention | MLAAttention | StateLayer | CrossAttention,
         mlp: GatedMLP | MLP | MoE,
         norms: Mapping[str, RMSNorm | LayerNorm],
         *,
@@ -117,6 +118,38 @@ class ParallelTwoNormLayer(DecoderLayer):
         delta = self.self_attn(self.input_layernorm(hidden), rotation, metadata)
         inner = self.mlp(self.post_attention_layernorm(hidden))
         return self._add(self._add(hidden, delta), inner)
+
+
+class CrossAttentionLayer(DecoderLayer):
+    """x + tanh(gate) * attention(norm(x)), then x + tanh(gate) * mlp(norm(x)); x where no image is
+    seen."""
+
+    def __init__(
+        self,
+        self_attn: CrossAttention,
+        mlp: GatedMLP | MLP | MoE,
+        norms: Mapping[str, RMSNorm | LayerNorm],
+        *,
+        multiplier: float,
+        mlp_name: str,
+    ) -> None:
+        super().__init__(self_attn, mlp, norms, multiplier=multiplier, mlp_name=mlp_name)
+        self.cross_attn_attn_gate = self_attn.q_proj.new_parameter(1)
+        self.cross_attn_mlp_gate = self_attn.q_proj.new_parameter(1)
+
+    def forward(
+        self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
+    ) -> Tensor:
+        cross = metadata.cross
+        if cross is None:
+            return hidden
+        delta = self.self_attn(self.input_layernorm(hidden), rotation, metadata)
+        changed = self._add(hidden, self.cross_attn_attn_gate.tanh() * delta)
+        # By selection: what is not seen may be any number.
+        hidden = torch.where(cross.has_images, changed, hidden)
+        inner = self.mlp(self.post_attention_layernorm(hidden))
+        changed = self._add(hidden, self.cross_attn_mlp_gate.tanh() * inner)
+        return torch.where(cross.sees_images, changed, hidden)
 
 
 LAYERS: Mapping[Arrangement, type[DecoderLayer]] = {

@@ -84,6 +84,25 @@ class Patches(Protocol):
         ...
 
 
+WHOLE = frozenset(("mllama",))
+"""Likewise, of those whose images have one shape, and are not divided."""
+
+
+class WholeImages(Protocol):
+    """A tower whose images have one shape."""
+
+    shapes: tuple[tuple[tuple[int, ...], torch.dtype | None], ...]
+    """Of the inputs of `features`, and their dtypes; None: integers."""
+
+    def features(self, *inputs: Tensor) -> Tensor:
+        """Of one image, on the device: (rows, n * hidden)."""
+        ...
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """The inputs of `features` on the host. RuntimeError for other images."""
+        ...
+
+
 class Tower(nn.Module):
     """A vision tower and its projector, which a checkpoint fills. Each rank has the whole of it."""
 
@@ -91,7 +110,7 @@ class Tower(nn.Module):
     dtype: torch.dtype
 
     def forward(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """(embeddings, n * hidden) of one image, n being VisionFacts.embeddings_per_token, from
+        """(rows, n * hidden) of one image, n being VisionFacts.embeddings_per_row, from
         what its image processor gives, by the names of the tower's arguments."""
         raise NotImplementedError
 
@@ -101,4 +120,8 @@ class Tower(nn.Module):
 
     def patches(self) -> Patches | None:
         """Set for a model that is PATCHED."""
+        return None
+
+    def whole_images(self) -> WholeImages | None:
+        """Set for a model that is WHOLE."""
         return None

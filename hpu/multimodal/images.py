@@ -12,9 +12,12 @@ from config.model.multimodal.vision import VisionFacts
 from hpu.backends.base import Backend
 from hpu.models.base import CausalLM
 from hpu.multimodal.base import Integers, Tower
+from hpu.multimodal.cross.cache import CrossCache
+from hpu.multimodal.cross.encoder import WholeEncoder
+from hpu.multimodal.cross.inputs import CrossInputs
 from hpu.multimodal.encoder_cache import EncoderCache
 from hpu.multimodal.image_inputs import ImageInputs
-from hpu.multimodal.merge import Forward, merged
+from hpu.multimodal.merge import Forward, merged, shortened
 from hpu.multimodal.patch_encoder import PatchEncoder
 from hpu.multimodal.tile_encoder import Prepared, TileEncoder, check_count
 from hpu.protocol import InputTensor, StepPlan
@@ -45,20 +48,25 @@ class Images:
         self._count = count
         self.cache: EncoderCache | None = None
         if tower is not None:
-            size = model.config.hidden_size * facts.embeddings_per_token
-            self.cache = EncoderCache(num_rows, size, tower.dtype, backend)
-        self._encoder: TileEncoder | PatchEncoder | None = None
+            self.cache = _make_cache(facts, model, num_rows, tower.dtype, backend)
+        self._encoder: TileEncoder | PatchEncoder | WholeEncoder | None = None
         if tower is not None and self.cache is not None and backend.compiles:
             options: dict[str, Any] = {
                 "multiplier": model.image_multiplier,
                 "captures": captures,
             }
-            tiles, patches = tower.tiles(), tower.patches()
+            tiles, patches, whole = tower.tiles(), tower.patches(), tower.whole_images()
             if tiles is not None:
                 self._encoder = TileEncoder(tiles, self.cache, backend, sizes, **options)
             elif patches is not None:
                 self._encoder = PatchEncoder(patches, self.cache, backend, sizes, **options)
-        self.inputs = ImageInputs(facts, max_num_reqs, self.cache)
+            elif whole is not None:
+                self._encoder = WholeEncoder(whole, self.cache, backend, **options)
+        self.inputs: ImageInputs | CrossInputs
+        if isinstance(self.cache, CrossCache):
+            self.inputs = CrossInputs(facts, self.cache)
+        else:
+            self.inputs = ImageInputs(facts, max_num_reqs, self.cache)
 
     @property
     def num_bytes(self) -> int:
@@ -69,6 +77,8 @@ class Images:
         """`forward`, the model's, with embeddings of images."""
         if self.cache is None:
             return forward
+        if isinstance(self.cache, CrossCache):
+            return shortened(forward) if self._backend.shares_host_memory else forward
         return merged(
             forward,
             self._model.embed,
@@ -87,6 +97,8 @@ class Images:
             rows = self.cache.allocate(image.content, image.num_embeddings)
             tensors = {one.name: _tensor(one) for one in image.tensors}
             prepared.append((tensors, rows))
+            if isinstance(self.cache, CrossCache):
+                self.cache.describe(image.content, tensors)
             self._count("images_encoded", 1)
             self._count("image_embeddings", len(rows))
         if prepared and self._encoder is not None:
@@ -94,6 +106,11 @@ class Images:
             return
         for given, rows in prepared:
             self._encode(given, rows, self.cache)
+
+    def close(self) -> None:
+        """Free the cache; no launch may run until other images are made for the model."""
+        if isinstance(self.cache, CrossCache):
+            self.cache.close()
 
     def warm_up(self, on_capture: Callable[[int], None]) -> None:
         """Compile what encodes images, on a device that compiles. `on_capture` gets the bytes of
@@ -112,6 +129,17 @@ class Images:
         if self._model.image_multiplier != 1:
             embeddings = embeddings * self._model.image_multiplier
         cache.write(torch.from_numpy(rows).to(device), embeddings)
+
+
+def _make_cache(
+    facts: VisionFacts, model: CausalLM, num_rows: int, dtype: torch.dtype, backend: Backend
+) -> EncoderCache:
+    if facts.cross is not None:
+        rows = facts.cross.embeddings_per_tile
+        return CrossCache(num_rows, rows, model.cross_attentions, dtype, backend)
+    return EncoderCache(
+        num_rows, model.config.hidden_size * facts.embeddings_per_row, dtype, backend
+    )
 
 
 def _tensor(given: InputTensor) -> Tensor:

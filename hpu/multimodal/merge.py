@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hpu.layers.metadata import AttentionInputs, PrefillAttentionInputs
+from hpu.layers.metadata import AttentionInputs, PrefillAttentionInputs, TextAttentionInputs
 
 Forward = Callable[[Tensor, AttentionInputs], Tensor]
 Embed = Callable[[Tensor], Tensor]
@@ -37,6 +37,22 @@ def merged(forward: Forward, embed: Embed, cache: Tensor, *, is_on_host: bool) -
         if num_more:
             embeddings = functional.pad(embeddings, (0, num_more))
         return forward(torch.where(is_image, images, embeddings), inputs)
+
+    return run
+
+
+def shortened(forward: Forward) -> Forward:
+    """`forward` of a model with layers that read images, where the host knows the values: with no
+    more tiles than the launch has, and without any for texts alone."""
+
+    def run(tokens: Tensor, inputs: AttentionInputs) -> Tensor:
+        if isinstance(inputs, TextAttentionInputs) or inputs.cross_tiles is None:
+            return forward(tokens, inputs)
+        assert inputs.cross_spans is not None
+        count = int(inputs.cross_spans[1].max())
+        if not count:
+            return forward(tokens, inputs._replace(cross_tiles=None, cross_spans=None))
+        return forward(tokens, inputs._replace(cross_tiles=inputs.cross_tiles[:, :count]))
 
     return run
 

@@ -9,7 +9,7 @@ from config.errors import ConfigError
 from config.model.model_config import ModelConfig
 from config.parallel import Stage
 from hpu.backends.base import Backend
-from hpu.multimodal.base import PATCHED, TILED, Tower
+from hpu.multimodal.base import PATCHED, TILED, WHOLE, Tower
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ def served_facts(config: ModelConfig, backend: Backend, *, is_native: bool) -> M
     if vision is None:
         return config
     reason = ""
-    if backend.compiles and vision.model_type not in TILED | PATCHED:
+    if backend.compiles and vision.model_type not in TILED | PATCHED | WHOLE:
         reason = f"its tower has no fixed shapes, which {backend.name} needs"
     elif vision.uses_mrope and not is_native:
         reason = "the code of transformers (--model-impl) takes positions with one axis"

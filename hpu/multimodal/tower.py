@@ -21,7 +21,8 @@ from config.model.model_config import ModelConfig
 from config.model.multimodal.vision import VisionFacts
 from hpu.models.transformers_attention import Unsupported
 from hpu.models.transformers_fallback import allocate, register_stored_buffers
-from hpu.multimodal.base import PATCHED, TILED, Patches, Tiles, Tower
+from hpu.multimodal.base import PATCHED, TILED, WHOLE, Patches, Tiles, Tower, WholeImages
+from hpu.multimodal.cross.tower import MllamaImages
 from hpu.multimodal.patches import make_patches
 from hpu.multimodal.tiles import TowerTiles
 
@@ -59,7 +60,7 @@ class VisionTower(Tower):
         self.facts: VisionFacts = config.vision
         self.dtype = dtype
         self.device = device
-        self._hidden_size = config.hidden_size * self.facts.embeddings_per_token
+        self._hidden_size = config.hidden_size * self.facts.embeddings_per_row
         whole = _build(config, self.facts, dtype)
         renamings = [
             one for one in get_model_conversion_mapping(whole) if isinstance(one, WeightRenaming)
@@ -94,6 +95,9 @@ class VisionTower(Tower):
             for name, tensor in tensors.items()
         }
         whole: Any = self.__dict__["_whole"]
+        images = self.whole_images()
+        if images is not None:
+            return images.features(*images.prepare(given))
         # Some whole models leave it to the model without a head.
         source = whole if hasattr(whole, "get_image_features") else whole.model
         output = source.get_image_features(**given)
@@ -117,6 +121,11 @@ class VisionTower(Tower):
         if self.facts.model_type not in PATCHED:
             return None
         return make_patches(self.__dict__["_whole"], self.dtype)
+
+    def whole_images(self) -> WholeImages | None:
+        if self.facts.model_type not in WHOLE:
+            return None
+        return MllamaImages(self.__dict__["_whole"], self.dtype)
 
 
 PROJECTED_APART = frozenset({"llama4"})

@@ -293,7 +293,7 @@ def _is_known(config: ModelConfig, spec: DecoderSpec) -> bool:
     return (
         has_known_norms
         and config.hidden_act in ("silu", "swish")
-        and not (spec.mla or spec.states or spec.learned_positions)
+        and not (spec.mla or spec.states or spec.num_cross_layers or spec.learned_positions)
         and spec.qk_norm in ("none", "heads")
         and _attention_is_known(config, spec)
     )

@@ -427,6 +427,10 @@ class BatchState:
             out.block_usage[:] = self.block_size
         if out.rope_positions is not None:
             out.rope_positions[:] = out.positions
+        if out.cross_tiles is not None and out.cross_spans is not None:
+            # Each token sees all tiles, those of padding: the first ones of the cache hold no more.
+            out.cross_tiles[:] = 0
+            out.cross_spans[0], out.cross_spans[1] = 0, out.cross_tiles.shape[1]
         out.block_list[:] = self.pad_block
         out.req_indices[:] = self.max_num_reqs
 

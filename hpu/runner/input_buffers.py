@@ -53,6 +53,10 @@ class PrefillArrays(NamedTuple):
     """(B, Q), where the tokens of an image see each other in both directions."""
     rope_positions: Array | None = None
     """(3, B, Q), where positions have three axes."""
+    cross_tiles: Array | None = None
+    """(B, K), for a model whose layers read images."""
+    cross_spans: Array | None = None
+    """(2, B, Q), likewise."""
 
 
 class DecodeArrays(NamedTuple):
@@ -76,6 +80,10 @@ class DecodeArrays(NamedTuple):
     """(B,), where adapters are served."""
     rope_positions: Array | None = None
     """(B, 1), where those of prompts have three axes."""
+    cross_tiles: Array | None = None
+    """(B, K), for a model whose layers read images."""
+    cross_spans: Array | None = None
+    """(2, B, 1), likewise."""
 
 
 def _shapes(bucket: Bucket, prompts_per_row: int, names_requests: bool) -> list[tuple[int, ...]]:
@@ -94,15 +102,21 @@ class ImageFields(NamedTuple):
     rows: bool = False
     ids: bool = False
     rope_positions: bool = False
+    num_tiles: int = 0
+    """Of the images of each request, for layers that read images."""
 
     def shapes(self, bucket: Bucket) -> dict[str, tuple[int, ...]]:
         """Their shapes in the bucket, by their names."""
         phase, batch, query, _ = bucket
-        if phase != PREFILL:
-            return {"rope_positions": (batch, 1)} if self.rope_positions else {}
         wide = (batch, query)
-        shapes = {"image_rows": wide, "image_ids": wide, "rope_positions": (3, *wide)}
-        return {name: shapes[name] for name, used in zip(shapes, self, strict=True) if used}
+        tiles = {"cross_tiles": (batch, self.num_tiles), "cross_spans": (2, *wide)}
+        shapes = tiles if self.num_tiles else {}
+        if phase != PREFILL:
+            return {"rope_positions": (batch, 1)} if self.rope_positions else shapes
+        ours = {"image_rows": wide, "image_ids": wide, "rope_positions": (3, *wide)}
+        return {
+            name: ours[name] for name, used in zip(ours, self[:3], strict=True) if used
+        } | shapes
 
 
 NO_IMAGES = ImageFields()

@@ -89,15 +89,19 @@ def _most_likely(logits: Tensor, k: int) -> Tensor:
 def top_logprobs(logits: Tensor, chosen: Tensor, k: int, *, normalises: bool = True) -> TopLogprobs:
     """Of `logits` (M, V) for the tokens `chosen` (M,), with the `k` most likely (at most V).
 
-    A chosen token of -1 (non-finite logits) is reported as token 0.
+    A chosen token of -1 (non-finite logits) is reported as token 0. A token of a prompt that is
+    behind the vocabulary, as that of an image, has the log-probability -inf.
     """
     logits = logits.float()
     k = min(k, logits.shape[1])
     chosen = chosen.long().clamp(min=0).unsqueeze(1)
     values = torch.log_softmax(logits, dim=-1) if normalises else logits
     ids = torch.cat((chosen, _most_likely(logits, k)), dim=-1) if k else chosen
-    ranks = (logits > logits.gather(1, chosen)).sum(-1, dtype=torch.int32) + 1
-    return TopLogprobs(ids.to(torch.int32), values.gather(1, ids), ranks)
+    is_outside = ids >= logits.shape[1]
+    inside = ids.masked_fill(is_outside, 0)
+    ranks = (logits > logits.gather(1, inside[:, :1])).sum(-1, dtype=torch.int32) + 1
+    found = values.gather(1, inside).masked_fill(is_outside, float("-inf"))
+    return TopLogprobs(ids.to(torch.int32), found, ranks)
 
 
 def processed_logits(scores: Tensor, weights: Tensor, params: Params) -> Tensor:

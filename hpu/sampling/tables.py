@@ -122,7 +122,8 @@ class SamplingTables:
             rows["banned"][list(sampling.end_token_ids)] = -np.inf
         if stages.counts:
             rows["counts"] = np.bincount(generated, minlength=self._vocab_size).astype(np.float32)
-            in_prompt = np.bincount(prompt, minlength=self._vocab_size) > 0
+            # Tokens behind the vocabulary, as those of images, are never sampled.
+            in_prompt = np.bincount(prompt, minlength=self._vocab_size)[: self._vocab_size] > 0
             rows["counts"] += in_prompt * np.float32(0.5)
         if stages.words:
             name = "few_words" if stages.few_words else "many_words"

@@ -10,12 +10,12 @@ from typing import Any
 from config.engine import CacheConfig
 from config.errors import ConfigError
 from config.execution import WarmupConfig
-from config.model.multimodal.vision import encoder_cache_rows
+from config.model.multimodal.vision import cross_cache_tiles, encoder_cache_rows
 from config.model.window_cache import CacheSizes, rings_hold_more
 from hpu.distributed.agreement import Agreement
 from hpu.distributed.process_groups import SINGLE
 from hpu.gaudi_devices import GIB
-from hpu.model_loader.size_estimate import activation_bytes
+from hpu.model_loader.size_estimate import activation_bytes, cross_tile_bytes
 from hpu.models.base import CausalLM
 from hpu.models.decoder import Decoder
 from hpu.models.pooling import PoolingModel
@@ -96,7 +96,7 @@ class Components:
         """Free caches and states."""
         if self.offload is not None:
             self.offload.close()
-        for one in (self.cache, self.states, *self.draft_caches):
+        for one in (self.cache, self.states, self.images, *self.draft_caches):
             if one is not None:
                 one.close()
 
@@ -173,6 +173,11 @@ def check_speculation(loaded: LoadedModel) -> None:
         raise ConfigError(
             f"--speculative-config names the method {method.method}, and {what} has layers with a "
             "state, from which rejected drafts cannot be removed"
+        )
+    if loaded.prompt_vocab_size:
+        raise ConfigError(
+            f"--speculative-config names the method {method.method}, and prompts of {what} have "
+            "tokens of images, which are behind the vocabulary and would be drafted"
         )
     if not (loaded.backend.shares_host_memory or drafts_on_device(method)):
         raise ConfigError(
@@ -290,10 +295,23 @@ def make_runner(
 
 
 def num_cache_rows(loaded: LoadedModel) -> int:
-    """Embeddings of images that are kept at most; 0 for a model that takes none."""
-    if loaded.facts.vision is None or loaded.pooler is not None:
+    """Embeddings of images that are kept at most, or tiles for layers that read images; 0 for a
+    model that takes none."""
+    vision = loaded.facts.vision
+    if vision is None or loaded.pooler is not None:
         return 0
+    if vision.cross is not None:
+        images = loaded.config.cache.cross_attention_images
+        return cross_cache_tiles(vision.cross, images, loaded.config.scheduler.max_num_seqs)
     return encoder_cache_rows(loaded.max_model_len, loaded.config.scheduler.max_num_batched_tokens)
+
+
+def num_request_tiles(loaded: LoadedModel) -> int:
+    """Tiles of a request's images at most, in a model whose layers read images; else 0."""
+    vision = loaded.facts.vision
+    if vision is None or vision.cross is None or loaded.pooler is not None:
+        return 0
+    return loaded.config.cache.cross_attention_images * vision.cross.tiles_per_image
 
 
 def _make_images(loaded: LoadedModel, counters: Counters, *, captures: bool) -> Images | None:
@@ -318,9 +336,10 @@ def _image_fields(loaded: LoadedModel) -> ImageFields:
     if facts is None:
         return NO_IMAGES
     return ImageFields(
-        rows=loaded.tower is not None,
+        rows=loaded.tower is not None and facts.cross is None,
         ids=facts.whole_images,
         rope_positions=facts.uses_mrope,
+        num_tiles=num_request_tiles(loaded),
     )
 
 
@@ -402,13 +421,21 @@ def _fixed_bytes(loaded: LoadedModel) -> int:
     """Of states, rings and embeddings of images, whatever the number of blocks."""
     embeddings = 0
     if loaded.tower is not None:
-        width = loaded.facts.hidden_size * loaded.tower.dtype.itemsize
-        embeddings = (num_cache_rows(loaded) + 1) * width
+        embeddings = (num_cache_rows(loaded) + 1) * _image_row_bytes(loaded)
     rings = _sizes(loaded).rings if loaded.num_rings else 0
     staging = 0
     if loaded.config.offload.is_on and not loaded.backend.shares_host_memory:
         staging = staging_bytes(_sizes(loaded).block)
     return _state_bytes(loaded) + rings + embeddings + staging
+
+
+def _image_row_bytes(loaded: LoadedModel) -> int:
+    """Of one of `num_cache_rows`."""
+    facts, width = loaded.facts, loaded.dtype.itemsize
+    assert facts.vision is not None
+    if facts.vision.cross is not None:
+        return cross_tile_bytes(facts, num_cards=loaded.groups.tensor.size, width=width)
+    return facts.hidden_size * facts.vision.embeddings_per_row * width
 
 
 def _choose_rings(loaded: LoadedModel) -> int:
@@ -535,6 +562,12 @@ def _split(
             sizes.rings / GIB,
             demand.max_num_seqs,
             saved / GIB,
+        )
+    if num_request_tiles(loaded):
+        logger.info(
+            "Images: %.2f GiB for the keys and values of %d tiles",
+            (num_cache_rows(loaded) + 1) * _image_row_bytes(loaded) / GIB,
+            num_cache_rows(loaded),
         )
     if loaded.has_states:
         logger.info(

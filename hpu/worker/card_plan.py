@@ -9,7 +9,7 @@ from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.model.architectures import ARCHITECTURES
 from config.model.model_config import ModelConfig
-from config.model.multimodal.vision import encoder_cache_rows
+from config.model.multimodal.vision import VisionFacts, cross_cache_tiles, encoder_cache_rows
 from config.model.split import check_split, check_stages
 from config.model.window_cache import rings_hold_more
 from config.parallel import WHOLE, Stage
@@ -18,6 +18,7 @@ from hpu.gaudi_devices import GENERATIONS, GIB, generation
 from hpu.model_loader.size_estimate import (
     activation_bytes,
     context_bytes,
+    cross_tile_bytes,
     kv_block_bytes,
     kv_cache_sizes,
     layer_bytes,
@@ -66,6 +67,8 @@ class CardDemand:
     """KV cache of one card, as configured; None: what is left."""
     card_bytes: int | None = None
     """Memory of a card; None: the generation's."""
+    cross_images: int = 1
+    """Images of a request that layers read."""
     prefix_caching: bool = True
     distributes_experts: bool = False
     """Whole experts on each card, in place of a part of each."""
@@ -204,10 +207,9 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
         num_seqs=demand.max_num_seqs,
         num_cards=demand.num_cards,
     )
+    has_states = states > 0
     if facts.vision is not None and stage.is_first:
-        rows = encoder_cache_rows(demand.max_model_len, demand.max_num_batched_tokens)
-        rows *= facts.vision.embeddings_per_token
-        states += rows * facts.hidden_size * demand.width
+        states += _image_bytes(facts, facts.vision, demand)
     sizes = kv_cache_sizes(
         facts,
         num_cards=demand.num_cards,
@@ -234,7 +236,7 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
     if (
         stage.size == 1
         and not demand.has_drafts
-        and (not demand.prefix_caching or states)
+        and (not demand.prefix_caching or has_states)
         and rings_hold_more(
             sizes,
             int(kv_bytes) if demand.num_blocks is None else max(0, free),
@@ -252,6 +254,15 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
         tiers,
         in_host,
     )
+
+
+def _image_bytes(facts: ModelConfig, vision: VisionFacts, demand: CardDemand) -> int:
+    """What is kept of encoded images."""
+    if vision.cross is not None:
+        tiles = cross_cache_tiles(vision.cross, demand.cross_images, demand.max_num_seqs)
+        return tiles * cross_tile_bytes(facts, num_cards=demand.num_cards, width=demand.width)
+    rows = encoder_cache_rows(demand.max_model_len, demand.max_num_batched_tokens)
+    return rows * vision.embeddings_per_row * facts.hidden_size * demand.width
 
 
 def _parts(demand: CardDemand, free: int) -> MemoryPlan:

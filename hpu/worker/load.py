@@ -16,7 +16,7 @@ from config.checkpoint.safetensors_files import folder_shapes, weight_files
 from config.checkpoint.shapes import model_shapes, weight_map_of
 from config.engine import DUMMY, EngineConfig
 from config.errors import ConfigError
-from config.model.architectures import is_native
+from config.model.architectures import decoder_spec, is_native
 from config.model.kv_cache_dtype import AUTO
 from config.model.model_config import ModelConfig
 from config.model.pooler import PoolerConfig
@@ -156,6 +156,14 @@ class LoadedModel:
         return isinstance(self.model, CausalLM) and bool(self.model.state_specs())
 
     @property
+    def prompt_vocab_size(self) -> int:
+        """As in WorkerReady."""
+        facts = self.facts
+        if facts.vision is None or facts.vision.cross is None:
+            return 0
+        return facts.vocab_size + decoder_spec(facts).num_further_embeddings
+
+    @property
     def prefix_caching(self) -> bool:
         """Whether cached blocks of earlier prompts are used. Without the states behind them they
         are of no use."""
@@ -166,9 +174,10 @@ class LoadedModel:
         """Sequences that may lie behind each other in a row of a prefill."""
         scheduler = self.config.scheduler
         # Only the vendor's fused attention reads such a row; other devices pad little or nothing.
-        # A scan over states takes one sequence in each row.
+        # A scan over states takes one sequence in each row, and images are read by row.
         merges = scheduler.merged_prefill and self.backend.compiles and self.pads
-        merges = merges and not self.has_states
+        has_cross = self.facts.vision is not None and self.facts.vision.cross is not None
+        merges = merges and not (self.has_states or has_cross)
         return scheduler.prefill_batch() if merges and self.pooler is None else 1
 
     def bucket_table(self, num_blocks: int) -> BucketTable:

@@ -51,7 +51,7 @@ from hpu.runner.step_runner import StepRunner
 from hpu.warmup import report
 from hpu.warmup.warmup import Warmup
 from hpu.worker.block_offload import BlockOffload
-from hpu.worker.build import Components, build, num_cache_rows
+from hpu.worker.build import Components, build, num_cache_rows, num_request_tiles
 from hpu.worker.drafter import load_drafter, with_drafter
 from hpu.worker.kv_scales import calculate_kv_scales
 from hpu.worker.load import LoadedModel, dtype_name, load
@@ -479,6 +479,8 @@ class Worker:
             max_tokens_per_step=1 if method is None else 1 + method.max_drafts,
             pooling=None if loaded.pooler is None else loaded.pooler.facts,
             encoder_cache_tokens=num_cache_rows(loaded),
+            prompt_vocab_size=loaded.prompt_vocab_size,
+            request_tiles=num_request_tiles(loaded),
             whole_images=loaded.facts.vision is not None and loaded.facts.vision.whole_images,
             prefill_launch_tokens=0 if loaded.pads else backend.prefill_launch_tokens,
             offload=offload,

@@ -114,9 +114,9 @@ class Pipeline:
         self._check_stop_strings(params)
         params = self._with_bad_words(params)
         check_allowed_tokens(params, ready.eos_token_ids)
+        num_ids = ready.prompt_vocab_size or ready.vocab_size
         limits = [
-            output_limit(prompt, params, ready.vocab_size, ready.max_model_len, param)
-            for prompt in prompts
+            output_limit(prompt, params, num_ids, ready.max_model_len, param) for prompt in prompts
         ]
         return params, limits
 

@@ -19,7 +19,10 @@ from server.multimodal.isolated import IMAGE, Answer, ImageFacts, Setup, Video
 from server.multimodal.llama4_images import Llama4ImageProcessor
 from server.multimodal.video import Frames, read_frames
 
-INPUTS = ("pixel_values", "image_sizes", "image_grid_thw", "pixel_attention_mask")
+INPUTS = (
+    *("pixel_values", "image_sizes", "image_grid_thw", "pixel_attention_mask"),
+    *("aspect_ratio_ids", "aspect_ratio_mask"),
+)
 """Arguments of the towers; what else a processor gives, only the prompt's text needs."""
 _SHOWN = 200
 
@@ -61,6 +64,7 @@ class ImageProcessor:
         try:
             arrays = self._processor(images=[image], return_tensors="np", **self._options)
             text, grid = self._form.text(arrays), self._form.grid(arrays)
+            num_rows = self._form.num_rows(arrays)
         except (ValueError, TypeError, ZeroDivisionError, IndexError) as error:
             reason = str(error)[:_SHOWN] or type(error).__name__
             raise BadImage(
@@ -68,7 +72,7 @@ class ImageProcessor:
                 f"{reason}"
             ) from None
         tensors = [_tensor(name, arrays[name]) for name in INPUTS if name in arrays]
-        return Answer(size=image.size, text=text, grid=grid, tensors=tensors)
+        return Answer(size=image.size, text=text, grid=grid, tensors=tensors, num_rows=num_rows)
 
     def process_video(self, video: Frames) -> Answer:
         """Preprocess the frames of a video. Raises BadImage."""

@@ -68,6 +68,8 @@ class Answer(msgspec.Struct, array_like=True, omit_defaults=True):
     tensors: list[InputTensor] = []
     time_step: float = 1.0
     """As ImagePlacement has it."""
+    num_rows: int = 0
+    """As PromptForm.num_rows."""
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:

@@ -178,16 +178,16 @@ def place_images(
     """Where a tokenized prompt has its images and videos. Raises UserError if their tokens do not
     agree."""
     positions = [index for index, token in enumerate(token_ids) if token in image_token_ids]
-    expected = sum(image.num_embeddings for image in images)
+    expected = sum(image.num_tokens for image in images)
     if len(positions) != expected:
         raise UserError(
             f"the prompt has {len(positions)} image tokens, its {len(images)} images have "
-            f"{expected} embeddings",
+            f"{expected}",
             param=param,
         )
     placements, start = [], 0
     for image in images:
-        stop = start + image.num_embeddings
+        stop = start + image.num_tokens
         offset = positions[start]
         length = positions[stop - 1] + 1 - offset
         placements.append(ImagePlacement(image.digest, offset, length, image.grid, image.time_step))

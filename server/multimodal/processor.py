@@ -34,11 +34,18 @@ class ProcessedImage:
     """Of its kind and its bytes as they were sent."""
     text: str
     """Takes the place of the template's mark in the prompt."""
-    num_embeddings: int
+    num_tokens: int
     """Image tokens in `text`."""
     grid: tuple[int, int, int]
     tensors: list[InputTensor]
     time_step: float = 1.0
+    num_rows: int = 0
+    """As PromptForm.num_rows."""
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows that the tower makes of it."""
+        return self.num_rows or self.num_tokens
 
     @property
     def num_bytes(self) -> int:
@@ -181,6 +188,7 @@ class ImagePreprocessor:
             answer.grid,
             answer.tensors,
             answer.time_step,
+            answer.num_rows,
         )
 
     def _add(self, image: ProcessedImage) -> None:

@@ -24,6 +24,10 @@ from transformers import (
     AutoProcessor,
     AutoTokenizer,
 )
+from transformers.models.mllama.processing_mllama import (
+    convert_sparse_cross_attention_mask_to_dense,
+    get_cross_attention_token_mask,
+)
 
 from gaudiserve import LLM, SamplingParams
 from server.multimodal.image_processor import ImageProcessor
@@ -31,9 +35,12 @@ from server.multimodal.isolated import Setup, Video
 from server.multimodal.video import read_frames
 
 FAMILIES = ["llava", "qwen2_vl"]
-FAMILIES += [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_vl", "gemma3")]
+FAMILIES += [
+    pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_vl", "gemma3", "mllama")
+]
 NUM_TOKENS = 12
 FLAGS = ("--served-model-name=tiny", "--dtype=float32", "--max-model-len=512")
+FLAGS += ("--cross-attention-images=2",)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -66,6 +73,8 @@ def turn(*parts: Any) -> dict[str, Any]:
 
 def processed(folder: str, text: str, images: list[Image.Image]) -> dict[str, Any]:
     """By the processor of transformers, or without torchvision by the half of it for images."""
+    if "mllama" in folder:
+        return seen_by_layers(folder, text, images)
     if "qwen" not in folder:
         processor = AutoProcessor.from_pretrained(folder, backend="pil")
         return dict(processor(text=text, images=images or None, return_tensors="pt"))
@@ -81,6 +90,22 @@ def processed(folder: str, text: str, images: list[Image.Image]) -> dict[str, An
     ids = tokenizer(text, return_tensors="pt")["input_ids"]
     kinds = (ids == tokenizer.convert_tokens_to_ids(mark)).long()
     return {**inputs, "input_ids": ids, "mm_token_type_ids": kinds}
+
+
+def seen_by_layers(folder: str, text: str, images: list[Image.Image]) -> dict[str, Any]:
+    """As the processor of Llama 3.2 Vision, but the token that begins a text, which the template
+    writes."""
+    ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")["input_ids"]
+    if not images:
+        return {"input_ids": ids}
+    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    inputs = dict(processor([images], return_tensors="pt"))
+    num_tiles = inputs.pop("num_tiles")
+    token_id = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids("<|image|>")
+    mask = convert_sparse_cross_attention_mask_to_dense(
+        [get_cross_attention_token_mask(ids[0].tolist(), token_id)], num_tiles, 4, ids.shape[1]
+    )
+    return {**inputs, "input_ids": ids, "cross_attention_mask": torch.from_numpy(mask)}
 
 
 def expected(folder: str, parts: tuple[Any, ...]) -> tuple[list[int], int]:

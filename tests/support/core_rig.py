@@ -58,6 +58,7 @@ class CoreRig:
         prefill_launch_tokens: int = 0,
         encoder_cache_tokens: int = 0,
         whole_images: bool = False,
+        request_tiles: int = 0,
         host_slots: int = 0,
         max_files: int = 0,
         swaps_only: bool = False,
@@ -74,6 +75,7 @@ class CoreRig:
             vocab_size=vocab_size,
             encoder_cache_tokens=encoder_cache_tokens,
             whole_images=whole_images,
+            request_tiles=request_tiles,
         )
         self.ready.num_later = num_later
         self.ready.max_tokens_per_step = max_tokens_per_step
@@ -157,7 +159,9 @@ class CoreRig:
 
     def send(self, message: AddRequest, grammar: Grammar | None = None) -> None:
         hashes = block_hashes(
-            message.prompt, self.ready.block_size, message.cache_salt, images=message.images
+            *(message.prompt, self.ready.block_size, message.cache_salt),
+            images=message.images,
+            all_see_images=self.ready.request_tiles > 0,
         )
         self.core.add_request(message, hashes, grammar)
 

@@ -290,7 +290,9 @@ class FakeExecutor:
         stop = request.computed + count
         for image in request.images:
             end = image.offset + image.length
-            if image.offset < stop and request.computed < end:
+            if self.ready.request_tiles:
+                assert image.content in self.embeddings, "tokens see an image that is not encoded"
+            elif image.offset < stop and request.computed < end:
                 assert image.content in self.embeddings, (
                     f"tokens {request.computed} to {stop - 1} have an image that is not encoded"
                 )
@@ -472,6 +474,7 @@ def worker_ready(
     contiguous: bool = False,
     encoder_cache_tokens: int = 0,
     whole_images: bool = False,
+    request_tiles: int = 0,
 ) -> WorkerReady:
     """What a worker of a small model would report."""
     return WorkerReady(
@@ -495,4 +498,5 @@ def worker_ready(
         contiguous=contiguous,
         encoder_cache_tokens=encoder_cache_tokens,
         whole_images=whole_images,
+        request_tiles=request_tiles,
     )

@@ -155,6 +155,39 @@ FAMILIES = {
         },
         video_mark="<|vision_start|><|video_pad|><|vision_end|>",
     ),
+    "mllama": _Family(
+        tokens=("<|image|>",),
+        mark="<|image|>",
+        fields={
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 3,
+                "num_global_layers": 1,
+                "attention_heads": 2,
+                "image_size": 56,
+                "patch_size": PATCH,
+                "intermediate_layers_indices": [0, 2],
+                "vision_output_dim": 96,
+                "max_num_tiles": 4,
+                "supported_aspect_ratios": [
+                    *([1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]),
+                ],
+            },
+            "image_token_index": "<|image|>",
+        },
+        preprocessor={
+            "image_processor_type": "MllamaImageProcessor",
+            "size": {"height": 56, "width": 56},
+            "max_image_tiles": 4,
+        },
+        processor={"processor_class": "MllamaProcessor"},
+        text={
+            "model_type": "mllama_text_model",
+            "num_hidden_layers": 4,
+            "cross_attention_layers": [1, 3],
+        },
+    ),
     "aya_vision": _Family(
         tokens=("<|IMG_PATCH|>", "<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>"),
         mark="<image>",
@@ -229,7 +262,9 @@ def make_tiny_vision(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     ids = _write_tokenizer(folder, made)
-    text = rope_fields({**COMMON, **made.text, **overrides, "vocab_size": VOCAB_SIZE + 8})
+    # Of Llama 3.2 Vision the token of images is behind the vocabulary.
+    vocab_size = VOCAB_SIZE + (0 if family == "mllama" else 8)
+    text = rope_fields({**COMMON, **made.text, **overrides, "vocab_size": vocab_size})
     fields = {name: ids.get(value, value) if isinstance(value, str) else value
               for name, value in made.fields.items()}  # fmt: skip
     config = AutoConfig.for_model(family, text_config=text, **fields)
@@ -238,7 +273,7 @@ def make_tiny_vision(
             torch.manual_seed(seed)
             model: Any = AutoModelForImageTextToText.from_config(config).float()  # type: ignore[no-untyped-call]  # theirs
             for name, parameter in model.named_parameters():
-                if "norm" in name or name.endswith("bias"):
+                if "norm" in name or name.endswith("bias") or "gate" in name.split("_"):
                     parameter.data += 0.2 * torch.randn_like(parameter)
         model.save_pretrained(folder)
     else:

@@ -19,6 +19,11 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.llava_next.image_processing_pil_llava_next import (
     LlavaNextImageProcessorPil,
 )
+from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
+from transformers.models.mllama.processing_mllama import (
+    convert_sparse_cross_attention_mask_to_dense,
+    get_cross_attention_token_mask,
+)
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
@@ -73,6 +78,20 @@ _DEEPSTACK: dict[str, Any] = {
     "num_position_embeddings": 25,
     "deepstack_visual_indexes": [0, 1],
     "initializer_range": 0.2,
+}
+
+_MLLAMA: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_global_layers": 1,
+    "attention_heads": 2,
+    "image_size": 56,
+    "patch_size": 14,
+    "intermediate_layers_indices": [0, 2],
+    "vision_output_dim": 96,
+    "max_num_tiles": 4,
+    "supported_aspect_ratios": [[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]],
 }
 
 
@@ -364,6 +383,29 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         lambda tensors, count: [START, *[IMAGE] * count, END],
         grid=_qwen_grid,
     ),
+    "mllama": VisionFamily(
+        "mllama",
+        {
+            "model_type": "mllama_text_model",
+            # The token of images is behind those that are sampled.
+            "vocab_size": IMAGE,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "cross_attention_layers": [1, 3],
+        },
+        _MLLAMA,
+        _each(
+            MllamaImageProcessorPil(size={"height": 56, "width": 56}, max_image_tiles=4),
+            *("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"),
+        ),
+        {"image_token_index": IMAGE},
+        lambda tensors, count: [IMAGE],
+        lambda all_tensors: {
+            name: torch.cat([tensors[name] for tensors in all_tensors], dim=1)
+            for name in all_tensors[0]
+        },
+    ),
     "qwen3_vl": VisionFamily(
         "qwen3_vl",
         {**_INTERLEAVED, "model_type": "qwen3_vl_text", "num_hidden_layers": 3, "head_dim": 16},
@@ -475,6 +517,8 @@ def prepare(name: str, whole: Any, indices: list[int]) -> list[Picture]:
 
 def count_embeddings(whole: Any, tensors: dict[str, Tensor]) -> int:
     """Rows that the model makes of one image."""
+    if whole.config.model_type == "mllama":
+        return int(tensors["aspect_ratio_mask"].shape[-1])
     source = whole if hasattr(whole, "get_image_features") else whole.model
     output = source.get_image_features(**tensors)
     features = output.last_hidden_state if whole.config.model_type == "llama4" else None
@@ -495,6 +539,8 @@ def generate(
     if pictures:
         given |= VISION_FAMILIES[name].joined([one.tensors for one in pictures])
     kinds = (ids == IMAGE).long()
+    if whole.config.model_type == "mllama" and pictures:
+        given["cross_attention_mask"] = cross_attention_mask(tokens, pictures)
     if whole.config.model_type == "gemma3":
         given["token_type_ids"] = kinds
     elif whole.config.model_type.startswith("qwen"):
@@ -509,3 +555,16 @@ def generate(
         eos_token_id=None,
     )
     return output[0, len(tokens) :].tolist()  # type: ignore[no-any-return]
+
+
+def cross_attention_mask(tokens: list[int], pictures: list[Picture]) -> Tensor:
+    """Which tiles the tokens of a prompt see, as the processor of transformers says."""
+    masks = [one.tensors["aspect_ratio_mask"] for one in pictures]
+    return torch.from_numpy(
+        convert_sparse_cross_attention_mask_to_dense(
+            [get_cross_attention_token_mask(tokens, IMAGE)],
+            [[int(mask.sum()) for mask in masks]],
+            max_num_tiles=masks[0].shape[-1],
+            length=len(tokens),
+        )
+    )

@@ -72,6 +72,7 @@ class WorkerRig:
         merged_prefill: bool = False,
         kv_cache_dtype: str = "auto",
         calculate_kv_scales: bool = False,
+        images_per_request: int = 1,
         ranks: Ranks = SINGLE_RANK,
         **settings: Any,
     ) -> None:
@@ -86,6 +87,7 @@ class WorkerRig:
                 enable_prefix_caching=prefix_caching,
                 kv_cache_dtype=kv_cache_dtype,
                 calculate_kv_scales=calculate_kv_scales,
+                cross_attention_images=images_per_request,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs,

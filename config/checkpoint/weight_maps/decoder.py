@@ -10,6 +10,7 @@ from config.checkpoint.weight_maps.base import (
     matrix,
     row_linear,
 )
+from config.checkpoint.weight_maps.cross import cross_weights
 from config.checkpoint.weight_maps.mla import mla_weights
 from config.checkpoint.weight_maps.mlp import merged_mlp_weights, mlp_weights
 from config.checkpoint.weight_maps.moe import moe_weights
@@ -29,7 +30,11 @@ def decoder_weight_map(
     that differ in the checkpoint."""
     hidden, vocab = Axis(config.hidden_size, "hidden_size"), Axis(config.vocab_size, "vocab_size")
     has_own_head = has_head and not config.tie_word_embeddings
-    embedding = matrix("model.embed_tokens.weight", vocab, hidden, shard_dim=0)
+    rows = vocab
+    if spec.num_further_embeddings:
+        count = spec.num_further_embeddings
+        rows = Axis(vocab.size + count, f"({vocab.fields} + {count})")
+    embedding = matrix("model.embed_tokens.weight", rows, hidden, shard_dim=0)
     outer = [
         embedding._replace(rounds_up=True),
         *_norm_weights("model.norm", hidden, spec),
@@ -80,8 +85,8 @@ def decoder_weight_map(
 
 def _named(weight: WeightSpec, spec: DecoderSpec) -> WeightSpec:
     """`weight` under the name that the checkpoint has for it."""
-    module, _, kind = weight.name.rpartition(".")
-    return weight._replace(name=f"{spec.names.get(module, module)}.{kind}")
+    module, dot, kind = weight.name.rpartition(".")
+    return weight._replace(name=f"{spec.names.get(module, module)}{dot}{kind}")
 
 
 def _norm_weights(name: str, size: Axis, spec: DecoderSpec) -> Iterator[WeightSpec]:
@@ -110,6 +115,8 @@ def _decoder_layers(
         by_kind["mla"] = tuple(mla_weights(config, spec, hidden))
     if spec.moe is not None:
         by_kind["moe"] = tuple(moe_weights(config, spec, hidden))
+    if spec.num_cross_layers:
+        by_kind["cross"] = tuple(cross_weights(config, hidden))
     if spec.mamba2 is not None:
         by_kind["mamba2"] = tuple(mamba2_weights(spec.mamba2, hidden))
     if spec.gated_delta is not None:

@@ -10,7 +10,7 @@ WHOLE_MODELS = frozenset(
     for name in (
         *("Gemma3", "Gemma3n", "Gemma4", "Idefics3", "InternVL", "Llama4", "Llava", "LlavaNext"),
         *("Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "SmolVLM"),
-        *("AyaVision", "DeepseekVL", "VipLlava"),
+        *("AyaVision", "DeepseekVL", "Mllama", "VipLlava"),
     )
 )
 """Their text model computes the same without images as a text model of its own."""
@@ -26,6 +26,7 @@ TEXT_MODELS = {
     "llama": "LlamaForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mllama_text_model": "MllamaForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_vl_text": "Qwen2ForCausalLM",

@@ -6,6 +6,15 @@ from config.model.json_fields import Fields
 
 
 @dataclass(frozen=True, slots=True)
+class CrossFacts:
+    """Images of a model with layers of cross attention. An image is one token in the prompt, and a
+    fixed number of tiles, of which the last ones may be padding."""
+
+    tiles_per_image: int
+    embeddings_per_tile: int
+
+
+@dataclass(frozen=True, slots=True)
 class VisionFacts:
     """What server, engine and worker have to agree on about images."""
 
@@ -25,9 +34,14 @@ class VisionFacts:
     """An image has so many further embeddings for each of its tokens, which are added to the
     outputs of the first layers (Meng et al., DeepStack, 2024)."""
 
+    cross: CrossFacts | None = None
+    """Of a model whose images are read by layers of their own, in place of tokens."""
+
     @property
-    def embeddings_per_token(self) -> int:
-        """Of an image."""
+    def embeddings_per_row(self) -> int:
+        """Of the encoder cache, whose rows are tokens of an image, or its tiles."""
+        if self.cross is not None:
+            return self.cross.embeddings_per_tile
         return 1 + self.num_deepstack_layers
 
 
@@ -39,6 +53,7 @@ class VisionFamily:
     whole_images: bool = False
     num_deepstack_layers: int = 0
     """Unless vision_config names them."""
+    has_cross_attention: bool = False
 
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
@@ -51,6 +66,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     "LlavaForConditionalGeneration": VisionFamily(),
     "LlavaNextForConditionalGeneration": VisionFamily(),
     "Mistral3ForConditionalGeneration": VisionFamily(),
+    "MllamaForConditionalGeneration": VisionFamily(has_cross_attention=True),
     "Qwen2VLForConditionalGeneration": VisionFamily(uses_mrope=True),
     "Qwen2_5_VLForConditionalGeneration": VisionFamily(uses_mrope=True),
     "Qwen3VLForConditionalGeneration": VisionFamily(uses_mrope=True, num_deepstack_layers=3),
@@ -66,10 +82,22 @@ MAX_IMAGE_ROWS = 16384
 """Embeddings of the largest image, at the limits that image processors usually have."""
 
 
+MAX_CROSS_REQUESTS = 16
+"""Requests whose images are cached for layers that read them. A Llama 3.2 Vision of 11B caches 210
+MB for each image."""
+
+
 def encoder_cache_rows(max_model_len: int, max_num_batched_tokens: int) -> int:
     """Embeddings of images that a worker keeps: those of a step's tokens, and of the largest image
     that a context holds."""
     return max(max_num_batched_tokens, min(max_model_len, MAX_IMAGE_ROWS))
+
+
+def cross_cache_tiles(facts: CrossFacts, images_per_request: int, max_num_seqs: int) -> int:
+    """Tiles of images that a worker keeps for layers that read images: those of each request, or of
+    as many requests as are worth their memory."""
+    num_requests = min(max_num_seqs, MAX_CROSS_REQUESTS)
+    return num_requests * images_per_request * facts.tiles_per_image
 
 
 def read_vision(whole: Fields) -> VisionFacts | None:
@@ -95,4 +123,11 @@ def read_vision(whole: Fields) -> VisionFacts | None:
         uses_mrope=family.uses_mrope,
         whole_images=family.whole_images,
         num_deepstack_layers=num_deepstack_layers,
+        cross=_cross_facts(vision) if family.has_cross_attention else None,
     )
+
+
+def _cross_facts(vision: Fields) -> CrossFacts:
+    """Each patch of a tile gives an embedding, and the tile as a whole one more."""
+    patches = vision.count("image_size", 448) // vision.count("patch_size", 14)
+    return CrossFacts(vision.count("max_num_tiles", 4), patches**2 + 1)

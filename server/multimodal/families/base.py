@@ -140,6 +140,11 @@ class PromptForm(Protocol):
         """Time, height and width in tokens; zeros unless positions have three axes."""
         ...
 
+    def num_rows(self, arrays: Arrays) -> int:
+        """Rows that the tower makes of the image, if not as many as it has image tokens; else
+        0."""
+        ...
+
 
 class NoGrid:
     """Defaults of the families whose positions have one axis."""
@@ -149,6 +154,9 @@ class NoGrid:
 
     def grid(self, arrays: Arrays) -> tuple[int, int, int]:
         return (0, 0, 0)
+
+    def num_rows(self, arrays: Arrays) -> int:
+        return 0
 
 
 def image_size(arrays: Arrays) -> tuple[int, int]:

@@ -32,6 +32,9 @@ class QwenVLForm:
         time, height, width = (int(length) for length in arrays["image_grid_thw"][0])
         return time, height // self.merge, width // self.merge
 
+    def num_rows(self, arrays: Arrays) -> int:
+        return 0
+
 
 class QwenVideoForm:
     """A patch of a video is of several frames, two in all checkpoints."""

@@ -11,6 +11,7 @@ from server.multimodal.families.idefics3 import Idefics3Form
 from server.multimodal.families.internvl import InternVLForm
 from server.multimodal.families.llama4 import Llama4Form
 from server.multimodal.families.llava import LlavaForm, LlavaNextForm
+from server.multimodal.families.mllama import MllamaForm
 from server.multimodal.families.pixtral import PixtralForm
 from server.multimodal.families.qwen_vl import QwenVLForm
 
@@ -28,6 +29,7 @@ _BY_PROCESSOR: dict[str, Callable[[ProcessorFiles], PromptForm]] = {
     "SmolVLMProcessor": Idefics3Form,
     "InternVLProcessor": InternVLForm,
     "Llama4Processor": Llama4Form,
+    "MllamaProcessor": MllamaForm,
 }
 _BY_MODEL_TYPE: dict[str, Callable[[ProcessorFiles], PromptForm]] = {
     "aya_vision": AyaVisionForm,
@@ -46,6 +48,7 @@ _BY_MODEL_TYPE: dict[str, Callable[[ProcessorFiles], PromptForm]] = {
     "smolvlm": Idefics3Form,
     "internvl": InternVLForm,
     "llama4": Llama4Form,
+    "mllama": MllamaForm,
 }
 
 

@@ -59,3 +59,16 @@ def test_images_keep_blocks_with_equal_tokens_apart() -> None:
     behind = [ImagePlacement(b"cat", 6, 2)]
     assert block_hashes(prompt, 2, images=behind)[:3] == block_hashes(prompt, 2)[:3]
     assert block_hashes(prompt, 2, images=behind)[3] != block_hashes(prompt, 2)[3]
+
+
+def test_where_all_tokens_see_images_those_in_front_are_apart_too() -> None:
+    prompt = raw([1, 2, 3, 4, 9, 9])
+
+    def hashes(*contents: bytes) -> list[bytes]:
+        images = [ImagePlacement(content, 4 + i, 1) for i, content in enumerate(contents)]
+        return block_hashes(prompt, 2, images=images, all_see_images=True)
+
+    assert hashes() == block_hashes(prompt, 2)
+    assert hashes(b"cat") == hashes(b"cat")
+    assert len({one[0] for one in (hashes(), hashes(b"cat"), hashes(b"dog"))}) == 3
+    assert hashes(b"cat", b"dog")[0] != hashes(b"dog", b"cat")[0]

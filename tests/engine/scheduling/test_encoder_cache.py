@@ -185,6 +185,11 @@ def test_an_abort_in_the_middle_of_an_image_releases_it() -> None:
             "an image has 6 tokens, which must be computed in one step, and "
             "max_num_batched_tokens is 5",
         ),
+        (
+            {"encoder_cache_tokens": 30, "request_tiles": 6},
+            (2, content(0), 1, content(1)),
+            "2 images have 12 tiles, the model reads at most 6 (--cross-attention-images)",
+        ),
     ],
 )
 def test_an_image_that_can_never_be_computed_is_refused(
@@ -208,17 +213,48 @@ def test_images_outside_of_their_prompt_are_refused() -> None:
         assert "the one before it ends at" in rig.error(1)
 
 
-@pytest.mark.parametrize("whole", [False, True])
+def test_layers_that_read_images_have_all_of_them_until_the_request_ends() -> None:
+    rig = CoreRig(budget=64, encoder_cache_tokens=12, request_tiles=12, prefix_caching=False)
+    add(rig, 1, 3, content(0), 2, content(1), 2, max_tokens=5)
+    add(rig, 2, 2, content(0), 2, max_tokens=2)
+    add(rig, 3, 2, content(2), 2, max_tokens=1)
+
+    rig.run()
+
+    # The third one waits for the first one's end, and the second one reads the same image.
+    assert encoded(rig) == [content(0), content(1), content(2)]
+    starts = [
+        (number, new.req_index) for number, plan in enumerate(rig.plans)
+        for new in plan.new_requests
+    ]  # fmt: skip
+    assert [number for number, _ in starts[:2]] == [0, 0] and starts[2][0] >= 5
+    assert [rig.reason(key) for key in (1, 2, 3)] == ["length"] * 3
+
+
+def test_layers_that_read_images_have_those_of_a_cached_prefix() -> None:
+    rig = CoreRig(budget=64, encoder_cache_tokens=6, request_tiles=6)
+    for key, number in enumerate((0, 1, 0)):
+        add(rig, key, 6, content(number), 6)
+        rig.run()
+
+    # No tokens are shared with another image, not even those in front of it.
+    cached = [new.num_computed_tokens for plan in rig.plans for new in plan.new_requests]
+    assert cached == [0, 0, 16]
+    assert encoded(rig) == [content(0), content(1), content(0)]
+
+
+@pytest.mark.parametrize("kind", ["parts", "whole", "tiles"])
 @pytest.mark.parametrize("seed", range(6))
-def test_random_requests_with_images_all_end(whole: bool, seed: int) -> None:
+def test_random_requests_with_images_all_end(kind: str, seed: int) -> None:
     chance = random.Random(seed)
     rig = CoreRig(
         num_blocks=chance.choice((14, 40)),
         budget=chance.choice((6, 13, 40)),
         max_num_seqs=chance.choice((2, 4)),
-        encoder_cache_tokens=chance.choice((6, 15, 60)),
+        encoder_cache_tokens=chance.choice((6, 15, 60) if kind != "tiles" else (18, 24, 60)),
         prefix_caching=chance.random() < 0.7,
-        whole_images=whole,
+        whole_images=kind == "whole",
+        request_tiles=18 if kind == "tiles" else 0,
         max_tokens_per_step=chance.choice((1, 3)),
     )
     for key in range(40):

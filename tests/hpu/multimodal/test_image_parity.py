@@ -32,6 +32,10 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(request.param, folder, whole, named)
 
 
+def make_rig(case: Case) -> WorkerRig:
+    return WorkerRig(case.folder, max_num_batched_tokens=1024, images_per_request=4)
+
+
 def prompts_of(case: Case) -> list[Prompt]:
     """With one image, with two behind a text, with none, with all four."""
     one, two, three, four = case.pictures
@@ -47,7 +51,7 @@ def test_a_batch_with_images_and_text_in_chunks_gives_the_tokens_of_transformers
     case: Case,
 ) -> None:
     prompts = prompts_of(case)
-    rig = WorkerRig(case.folder, max_num_batched_tokens=1024)
+    rig = make_rig(case)
     images = ImageRig(rig)
     try:
         for index, prompt in enumerate(prompts):
@@ -71,7 +75,7 @@ def test_chunks_within_images_and_a_cached_prefix_and_a_preemption(case: Case) -
     """Gemma 3 computes the rest of an image at once, and so do its chunks here."""
     prompt = prompts_of(case)[3]
     expected = case.expected(prompt)
-    rig = WorkerRig(case.folder, max_num_batched_tokens=1024)
+    rig = make_rig(case)
     images = ImageRig(rig)
     step = 7 if case.name != "gemma3" else 1000
     try:

@@ -118,7 +118,7 @@ def test_a_plan_with_another_number_of_embeddings_is_an_error(qwen: Model) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "mllama"])
 def test_two_ranks_have_a_tower_each(name: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     model = Model(name, tmp_path / "model")

@@ -1,0 +1,40 @@
+"""The text model of Llama 3.2 Vision: a Llama with further layers, which read images."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from config.errors import ConfigError
+from config.model.decoder_spec import DecoderSpec, Family, LayerSpec
+from config.model.families.dense import llama
+from config.model.json_fields import shown
+from config.model.model_config import ModelConfig
+
+IMAGE_EMBEDDINGS = 8
+"""Rows of the embedding behind the vocabulary: those of the tokens of images."""
+_DEFAULT_LAYERS = (3, 8, 13, 18, 23, 28, 33, 38)
+
+
+def _mllama(config: ModelConfig) -> DecoderSpec:
+    fields = config.fields
+    numbers = fields.get("cross_attention_layers", list, list(_DEFAULT_LAYERS))
+    # Of a model without layers only the rest is asked.
+    if config.num_layers and not all(
+        isinstance(number, int) and 0 <= number < config.num_layers for number in numbers
+    ):
+        raise ConfigError(
+            f"cross_attention_layers in {fields.file} is {shown(numbers)}, each must be a number "
+            f"below num_hidden_layers, {config.num_layers}"
+        )
+    spec = llama(config)
+    layers = [
+        LayerSpec(rope="none", attention="cross") if index in numbers else layer
+        for index, layer in enumerate(spec.layers)
+    ]
+    return replace(spec, layers=tuple(layers), num_further_embeddings=IMAGE_EMBEDDINGS)
+
+
+FAMILIES: Mapping[str, Family] = {
+    "MllamaForCausalLM": Family(
+        _mllama, "the text model of Llama 3.2 Vision 11B and 90B", "no pipeline stages"
+    ),
+}

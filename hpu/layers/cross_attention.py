@@ -1,0 +1,75 @@
+"""Cross attention: queries of tokens over the keys and values of images, which a cache holds tile
+by tile."""
+
+import torch
+from torch import Tensor, nn
+
+from hpu.layers.attention import HeadShape
+from hpu.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+)
+from hpu.layers.metadata import AttentionMetadata
+from hpu.layers.norm import RMSNorm
+from hpu.ops.attention import attend
+from hpu.ops.rope import Rotation
+
+
+class CrossAttention(nn.Module):
+    """One layer. Parameters are allocated, not filled; the caches are bound after loading."""
+
+    def __init__(
+        self,
+        shape: HeadShape,
+        *,
+        q_proj: ColumnParallelLinear,
+        kv_proj: MergedColumnParallelLinear,
+        o_proj: RowParallelLinear,
+        q_norm: RMSNorm,
+        k_norm: RMSNorm,
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        self.q_proj = q_proj
+        self.kv_proj = kv_proj
+        self.o_proj = o_proj
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+        self._keys = self._values = torch.empty(0)
+
+    def bind(self, keys: Tensor, values: Tensor) -> None:
+        """Use these caches, (tiles, embeddings of a tile, kv_heads, head_dim) each."""
+        self._keys, self._values = keys, values
+
+    def write(self, tiles: Tensor, embeddings: Tensor) -> None:
+        """Cache keys and values of `embeddings` (n, embeddings of a tile, hidden) as `tiles`
+        (n)."""
+        heads = self.kv_proj(embeddings).view(*embeddings.shape[:2], 2, -1, self.shape.head_dim)
+        keys, values = heads.unbind(2)
+        self._keys.index_copy_(0, tiles, self.k_norm(keys))
+        self._values.index_copy_(0, tiles, values.contiguous())
+
+    def forward(
+        self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
+    ) -> Tensor:
+        """(B, Q, hidden) to the same."""
+        cross, shape = metadata.cross, self.shape
+        assert cross is not None, "a launch whose tokens see images names them"
+        batch, length, _ = hidden.shape
+        query = self.q_norm(self.q_proj(hidden).view(batch, length, -1, shape.head_dim))
+        out, _ = attend(
+            query.transpose(1, 2),
+            _read(self._keys, cross.tiles, batch),
+            _read(self._values, cross.tiles, batch),
+            scale=shape.scale,
+            mask=cross.mask,
+        )
+        out = out.transpose(1, 2).reshape(batch, length, shape.query_size)
+        return self.o_proj(out)  # type: ignore[no-any-return]
+
+
+def _read(cache: Tensor, tiles: Tensor, batch: int) -> Tensor:
+    """(B, kv_heads, embeddings, head_dim)"""
+    found = cache.index_select(0, tiles)
+    return found.view(batch, -1, *found.shape[2:]).transpose(1, 2)

@@ -1,0 +1,19 @@
+"""Llama 3.2 Vision: one token for an image, which layers of the model read tile by tile."""
+
+import numpy as np
+
+from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
+
+
+class MllamaForm(NoGrid):
+    """The template writes the token."""
+
+    def __init__(self, files: ProcessorFiles) -> None:
+        self.mark = files.image_token
+
+    def text(self, arrays: Arrays) -> str:
+        return self.mark
+
+    def num_rows(self, arrays: Arrays) -> int:
+        """One for each tile, padding included."""
+        return int(np.shape(arrays["aspect_ratio_mask"])[-1])

@@ -1,0 +1,223 @@
+"""Images that layers read in place of tokens: what each token sees, beside transformers."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from image_traffic import ImageRig, Prompt, encoded, text, write
+from tiny_vision_models import (
+    IMAGE,
+    Picture,
+    cross_attention_mask,
+    generate,
+    make_tiny_vision,
+    prepare,
+)
+from worker_rig import WorkerRig
+
+from config.errors import ConfigError
+from config.model.architectures import decoder_spec
+from config.model.read_config import read_model_config
+from config.model.split import check_stages
+from hpu.model_loader.size_estimate import cross_tile_bytes
+from hpu.protocol import RequestSampling
+from hpu.worker.build import _fixed_bytes
+
+TOLD = RequestSampling(temperature=0.0, num_prompt_logprobs=0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("mllama")
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Any:
+    return make_tiny_vision("mllama", folder)
+
+
+@pytest.fixture(scope="module")
+def pictures(whole: Any) -> list[tuple[bytes, Picture]]:
+    return [(b"%d" % i, one) for i, one in enumerate(prepare("mllama", whole, [0, 1, 2, 3]))]
+
+
+@torch.inference_mode()
+def expected(whole: Any, prompt: Prompt) -> np.ndarray:
+    """(tokens - 1): log-probability of each prompt token behind the first."""
+    given: dict[str, Any] = {}
+    if prompt.pictures:
+        names = prompt.pictures[0].tensors
+        given = {n: torch.cat([one.tensors[n] for one in prompt.pictures], dim=1) for n in names}
+        given["cross_attention_mask"] = cross_attention_mask(prompt.tokens, prompt.pictures)
+    ids = torch.tensor([prompt.tokens])
+    logits = whole(input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits[0]
+    # The token of images has no logit.
+    known = torch.log_softmax(logits, dim=-1)
+    targets = ids[0, 1:].clamp_max(known.shape[-1] - 1)
+    return known[:-1].gather(1, targets.unsqueeze(1)).squeeze(1).numpy()
+
+
+def told(rig: WorkerRig, prompt: Prompt, chunk: int | None = None) -> np.ndarray:
+    images = ImageRig(rig)
+    images.admit(0, prompt, sampling=TOLD)
+    pieces = []
+    while (left := len(prompt.tokens) - rig.requests[0].computed) > 0:
+        rig.prefill({0: left if chunk is None else min(chunk, left)})
+        pieces += [one for _, one in rig.step().prompt_logprobs]
+    images.free_all()
+    rig.free(0)
+    return np.concatenate([np.frombuffer(one.values, "<f4") for one in pieces])
+
+
+def is_text(prompt: Prompt) -> np.ndarray:
+    return np.array(prompt.tokens[1:]) != IMAGE
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_each_token_sees_the_images_that_it_sees_in_transformers(
+    chunk: int | None, folder: Path, whole: Any, pictures: list[tuple[bytes, Picture]]
+) -> None:
+    one, two, three, four = pictures
+    prompts = [
+        write(text(1, 9)),
+        write(one, text(2, 6)),
+        write(text(1, 7), two, text(2, 6)),
+        # Neighbours are seen together, and no longer once there is another image.
+        write(text(1, 4), one, two, text(3, 5), three, four, one, text(4, 6), two, text(5, 3)),
+        write(text(6, 5), three),
+    ]
+    rig = WorkerRig(folder, images_per_request=6)
+    try:
+        found = [told(rig, prompt, chunk) for prompt in prompts]
+    finally:
+        rig.worker.close()
+
+    for prompt, values in zip(prompts, found, strict=True):
+        kept = is_text(prompt)
+        np.testing.assert_allclose(values[kept], expected(whole, prompt)[kept], atol=2e-5)
+        assert (values[~kept] == -np.inf).all()
+    # They differ where the pictures do, in front of them too.
+    other = write(text(1, 7), three, text(2, 6))
+    assert np.abs(expected(whole, other) - expected(whole, prompts[2]))[:6].max() > 1e-3
+
+
+def test_a_request_with_more_tiles_than_launches_have_is_an_error(
+    folder: Path, pictures: list[tuple[bytes, Picture]]
+) -> None:
+    rig = WorkerRig(folder, max_num_seqs=2)
+    try:
+        ImageRig(rig).admit(0, write(pictures[0], text(1, 3), pictures[1]))
+        rig.prefill({0: None})
+
+        with pytest.raises(RuntimeError, match="has 8 tiles of images, launches have 4"):
+            rig.step()
+    finally:
+        rig.worker.close()
+
+
+def test_a_placement_without_the_token_of_images_is_an_error(
+    folder: Path, pictures: list[tuple[bytes, Picture]]
+) -> None:
+    rig = WorkerRig(folder)
+    try:
+        prompt = write(text(1, 3), pictures[0])
+        rig.encode(encoded(*pictures[0]))
+        moved = replace(prompt, tokens=[*prompt.tokens[:-1], 5])
+        rig.admit(0, moved.tokens, images=moved.placements)
+        rig.prefill({0: None})
+
+        with pytest.raises(RuntimeError, match="an image has 1 tokens from 3 on"):
+            rig.step()
+    finally:
+        rig.worker.close()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_worker_that_slept_gives_the_same_tokens(
+    level: int, folder: Path, whole: Any, pictures: list[tuple[bytes, Picture]]
+) -> None:
+    prompt = write(text(1, 7), pictures[1], text(2, 6))
+    rig = WorkerRig(folder)
+    try:
+        before = told(rig, prompt)
+        rig.step()
+        before_sleep = layers(rig)
+        assert all(layer._keys.numel() for layer in before_sleep)
+        rig.sleep(level)
+        assert all(not layer._keys.numel() for layer in before_sleep)
+        rig.worker.wake_up(lambda progress: None)
+        after = told(rig, prompt)
+    finally:
+        rig.worker.close()
+
+    assert np.array_equal(before, after)
+
+
+def layers(rig: WorkerRig) -> list[Any]:
+    loaded = rig.worker._loaded
+    return [] if loaded is None else loaded.model.cross_attentions  # type: ignore[union-attr]
+
+
+def test_without_its_tower_the_model_takes_texts(
+    folder: Path, whole: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fields = json.loads((folder / "config.json").read_text())
+    del fields["vision_config"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    for file in folder.iterdir():
+        if file.name != "config.json":
+            (tmp_path / file.name).symlink_to(file)
+    tokens = text(3, 12)
+    rig = WorkerRig(tmp_path)
+    try:
+        assert rig.ready.encoder_cache_tokens == rig.ready.request_tiles == 0
+        rig.admit(0, tokens)
+        rig.prefill({0: None})
+        rig.step()
+        rig.run([0], 5)
+        found = rig.free(0)
+    finally:
+        rig.worker.close()
+
+    assert found == generate("mllama", whole, tokens, [], 6)
+
+
+def test_stages_are_refused(folder: Path, whole: Any) -> None:
+    facts = read_model_config(str(folder))
+
+    with pytest.raises(ConfigError, match="has layers that read images, which only the first of 2"):
+        check_stages(facts, 2)
+    check_stages(facts, 1)
+
+
+def test_a_wrong_layer_is_told(folder: Path, whole: Any, tmp_path: Path) -> None:
+    fields = json.loads((folder / "config.json").read_text())
+    fields["text_config"]["cross_attention_layers"] = [1, 9]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+
+    with pytest.raises(ConfigError, match="each must be a number below num_hidden_layers, 4"):
+        decoder_spec(read_model_config(str(tmp_path)))
+
+
+@pytest.mark.parametrize("images_per_request", [1, 3])
+def test_the_plan_counts_the_cache_of_images(
+    images_per_request: int, folder: Path, whole: Any
+) -> None:
+    rig = WorkerRig(folder, max_num_seqs=3, images_per_request=images_per_request)
+    try:
+        loaded = rig.worker._loaded
+        assert loaded is not None
+        images = rig.worker._components.images  # type: ignore[union-attr]
+        assert images is not None
+        # Keys and values of 4 tiles for each image, of padding, in 2 layers with 2 heads of 8.
+        tiles = 3 * images_per_request * 4
+        tile = 2 * 2 * 17 * 2 * 8 * 4
+        assert images.num_bytes == (tiles + 1) * tile
+        assert cross_tile_bytes(loaded.facts, num_cards=1, width=4) == tile
+        assert _fixed_bytes(loaded) == images.num_bytes
+    finally:
+        rig.worker.close()
