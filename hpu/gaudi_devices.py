@@ -83,6 +83,9 @@ KERNELS = {
     "convert_from_uint4": Kernel(BOTH, ()),
     # An argument. The bridge of 1.19 does not have it, vllm-gaudi passes it from 1.22 on.
     "convert_from_uint4.g_idx": Kernel(BOTH, (1, 22)),
+    # Intel Neural Compressor calls it from 3.5 on, which is for 1.22; the bridge of 1.19 does not
+    # have it.
+    "calculate_scale_for_cast": Kernel(BOTH, (1, 22)),
     "mixture_of_experts": Kernel(BOTH, ()),
     # vllm-gaudi calls it from its first release on, which is for 1.22; the bridge of 1.19 does not
     # have it.

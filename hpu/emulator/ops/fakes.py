@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.library import Library
 
 from hpu.emulator.ops.fp8_attention import fake_sdpa, fake_softmax
+from hpu.emulator.ops.quantized import MAX_OF_AXIS, MAX_OF_TENSOR
 
 
 def _sdpa(
@@ -78,6 +79,22 @@ def _cast_from_fp8(
     return x.new_empty(x.shape, dtype=out_dtype)
 
 
+def _scale_for_cast(
+    input: Tensor,
+    maxMode: int,
+    scaleMode: int,
+    reduceAxis: int = 0,
+    reduceKeepdim: bool = False,
+    fullscale: float = 1.0,
+    backoff: float = 1.0,
+) -> Tensor:
+    if maxMode == MAX_OF_TENSOR:
+        return input.new_empty(1)
+    return (
+        input.amax(reduceAxis, keepdim=reduceKeepdim) if maxMode == MAX_OF_AXIS else input.clone()
+    )
+
+
 def _fp8_gemm(
     A: Tensor,
     trans_A: bool,
@@ -115,6 +132,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "convert_from_int4": _from_four_bits,
     "cast_to_fp8_v2": _cast_to_fp8,
     "cast_from_fp8": _cast_from_fp8,
+    "calculate_scale_for_cast": _scale_for_cast,
     "fp8_gemm_v2": _fp8_gemm,
     "fp8_sdpa_recomp_fwd": fake_sdpa,
     "softmax_fp8": fake_softmax,

@@ -128,6 +128,8 @@ def define_ops(card: str, release: str, runs_eagerly: Callable[[], bool]) -> Lib
     }
     if has("block_softmax_adjustment"):
         table[BLOCK_SOFTMAX_ADJUSTMENT] = block_softmax_adjustment
+    if has("calculate_scale_for_cast"):
+        table[quantized.SCALE_FOR_CAST] = quantized.scale_for_cast
     if has("mixture_of_experts.fp8_fused_weights"):
         table[quantized.MOE_FP8] = fp8.experts
         table[measured_experts.SCALARS] = measured_experts.ScalarExperts(fp8).run

@@ -26,6 +26,14 @@ GEMM = (
     "ScalarType out_dtype, {scale} A_scale_inv=None, {scale} B_scale_inv=None, "
     "Tensor? bias=None, bool accumulate=False, int[]? B_scale_shape=None) -> Tensor"
 )
+SCALE_FOR_CAST = (
+    "calculate_scale_for_cast(Tensor input, int maxMode, int scaleMode, int reduceAxis=0, "
+    "bool reduceKeepdim=False, float fullscale=1.0, float backoff=1.0) -> Tensor"
+)
+NO_MAX, MAX_OF_TENSOR, MAX_OF_AXIS = range(3)
+"""Values of maxMode."""
+NO_ROUNDING, POWER_OF_2 = range(2)
+"""Values of scaleMode."""
 FROM_INT4 = (
     "convert_from_int4(Tensor input, Tensor scale, Tensor? zero_point, ScalarType out_dtype) "
     "-> Tensor"
@@ -242,6 +250,39 @@ class Fp8:
             raise RuntimeError(
                 f"{name}: an operand holds {worst}, the device's largest is {self._largest}"
             )
+
+
+def scale_for_cast(
+    input: Tensor,
+    maxMode: int,
+    scaleMode: int,
+    reduceAxis: int = 0,
+    reduceKeepdim: bool = False,
+    fullscale: float = 1.0,
+    backoff: float = 1.0,
+) -> Tensor:
+    """The scale with which the largest |input| becomes `fullscale` * `backoff`, in the dtype of
+    `input`: (1) of the whole tensor, or one along `reduceAxis`; `NO_MAX` takes `input` as scales.
+    `POWER_OF_2` rounds scales up to one. Scales of zeros are zeros.
+
+    Arguments, shapes and formula: hpu_ops/backend/calculate_scale_for_cast_gen.cpp and the test
+    test_hpu_calculate_scale_for_cast of HabanaAI/gaudi-pytorch-bridge. Intel Neural Compressor
+    calls it for dynamic quantization (_core/fp_utils.py of fp8_quant).
+    """
+    if maxMode not in (NO_MAX, MAX_OF_TENSOR, MAX_OF_AXIS):
+        raise RuntimeError(f"calculate_scale_for_cast: maxMode is {maxMode}, it is 0, 1 or 2")
+    if scaleMode not in (NO_ROUNDING, POWER_OF_2):
+        raise RuntimeError(f"calculate_scale_for_cast: scaleMode is {scaleMode}, it is 0 or 1")
+    scale = input.float()
+    if maxMode == MAX_OF_TENSOR:
+        scale = scale.abs().max().reshape(1)
+    elif maxMode == MAX_OF_AXIS:
+        scale = scale.abs().amax(reduceAxis, keepdim=reduceKeepdim)
+    if maxMode != NO_MAX:
+        scale = scale * (1.0 / (fullscale * backoff))
+    if scaleMode == POWER_OF_2:
+        scale = torch.exp2(torch.ceil(torch.log2(scale)))
+    return scale.to(input.dtype)
 
 
 def _scaled(weight: Tensor, scale: Tensor, is_permuted: bool) -> Tensor:

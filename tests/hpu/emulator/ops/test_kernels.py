@@ -174,6 +174,57 @@ def test_fp8_products_undo_their_scales() -> None:
         assert (out.item(), amax.item()) == (14.0, 4.0)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        # The largest |x| is 6.
+        ((1, 0, 0, False, 240.0, 0.5), [6 / 120]),
+        ((1, 1, 0, False, 240.0, 0.5), [2.0**-4]),
+        ((2, 0, -1, True, 240.0, 1.0), [[3 / 240], [6 / 240]]),
+        ((2, 1, 0, False, 1.0, 1.0), [2.0, 8.0, 4.0]),
+        # What is given are scales: their size stays.
+        ((0, 1, 0, False, 240.0, 0.5), [[1.0, 2.0, 4.0], [2.0, 8.0, 1.0]]),
+    ],
+    ids=["tensor", "tensor, power of 2", "rows", "columns, power of 2", "given, power of 2"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scales_for_a_cast_are_of_a_tensor_or_along_an_axis(
+    arguments: tuple[Any, ...], expected: list[Any], dtype: torch.dtype
+) -> None:
+    x = torch.tensor([[1.0, 2.0, 3.0], [-2.0, 6.0, 0.75]], dtype=dtype)
+    given = x.abs() if arguments[0] == 0 else x
+
+    with emulated():
+        scale = torch.ops.hpu.calculate_scale_for_cast(given.to("hpu"), *arguments).cpu()
+
+    assert scale.dtype == dtype
+    torch.testing.assert_close(scale, torch.tensor(expected, dtype=dtype), rtol=1e-6, atol=0)
+
+
+def test_rows_have_the_same_scales_compiled_and_zeros_a_scale_of_zero() -> None:
+    x = torch.tensor([[1.0, -7.0], [0.0, 0.0]])
+
+    def scales(x: Tensor) -> Tensor:
+        scale: Tensor = torch.ops.hpu.calculate_scale_for_cast(x, 2, 1, -1, True, 240.0, 1.0)
+        return scale
+
+    with emulated(lazy=False):
+        compiled = torch.compile(scales, backend="hpu_backend", fullgraph=True)(x.to("hpu")).cpu()
+
+    assert compiled.tolist() == [[2.0**-5], [0.0]]
+
+
+def test_scales_for_a_cast_have_known_modes_and_exist_in_later_releases() -> None:
+    x = torch.ones(2, 2)
+
+    with emulated():
+        for modes, text in (((3, 0), "maxMode is 3"), ((0, 2), "scaleMode is 2")):
+            with pytest.raises(RuntimeError, match=text):
+                torch.ops.hpu.calculate_scale_for_cast(x.to("hpu"), *modes)
+    with emulated(release="1.19.0"):
+        assert not hasattr(torch.ops.hpu, "calculate_scale_for_cast")
+
+
 def packed(values: Tensor) -> Tensor:
     """Eight 4-bit values of the last dimension in each int32, the first one lowest."""
     words = sum((values[..., lane::8].to(torch.int64) & 15) << (4 * lane) for lane in range(8))
