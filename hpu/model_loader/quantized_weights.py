@@ -21,6 +21,8 @@ from config.model.quantization.base import (
 
 NAN_CODE = 0x7F
 """Of e4m3, apart from the sign: not a number."""
+FLAT_FLOATS = ("blocks", "codes", "nested_blocks", "nested_codes")
+"""Roles of the scales of bitsandbytes in 4 bits, and of what its codes stand for."""
 
 
 def unpack_part(tensor: Tensor, shard: Shard) -> Tensor:
@@ -112,6 +114,9 @@ def check_part(tensor: Tensor, shard: Shard, where: str, sizes: tuple[int, ...])
     assert part is not None and scheme is not None
     if part.role in ("scales", "input_scale"):
         _check_scales(tensor, where)
+    elif part.role in FLAT_FLOATS and tensor.is_floating_point():
+        # A block of zeros has the scale 0.
+        _check_finite(tensor, where)
     elif part.role == "values" and scheme.is_float:
         if count := int((tensor.view(torch.uint8) & 0x7F == NAN_CODE).sum()):
             raise CheckpointError(f"{where} has {count} weights that are NaN")
@@ -134,9 +139,15 @@ def check_kv_scale(tensor: Tensor, where: str) -> None:
 
 
 def _check_scales(tensor: Tensor, where: str) -> None:
-    for wrong, what in ((~tensor.isfinite(), "NaN or infinite"), (tensor == 0, "zero")):
-        if count := int(wrong.sum()):
-            raise CheckpointError(f"{where} has {count} of {tensor.numel()} scales that are {what}")
+    _check_finite(tensor, where)
+    if count := int((tensor == 0).sum()):
+        raise CheckpointError(f"{where} has {count} of {tensor.numel()} scales that are zero")
+
+
+def _check_finite(tensor: Tensor, where: str) -> None:
+    if count := int((~tensor.isfinite()).sum()):
+        total = tensor.numel()
+        raise CheckpointError(f"{where} has {count} of {total} scales that are NaN or infinite")
 
 
 def dequantize(parts: Mapping[Role, Tensor], scheme: WeightScheme) -> Tensor:

@@ -4,6 +4,7 @@ The compressor binds the card when it is imported, and is imported anew for each
 """
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -252,6 +253,83 @@ def test_layers_of_a_kind_share_their_recipes(tmp_path: Path) -> None:
         numbers.append(served(folder, measure(folder, tmp_path / f"out{num_layers}"))[1])
 
     # Of an embedding, a layer and a head; weights are moved one by one.
+    assert numbers[0] == numbers[1]
+
+
+@pytest.fixture(scope="module")
+def dynamic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The configuration in the documentation."""
+    text = (ROOT / "docs" / "quantization.md").read_text("utf-8")
+    (block,) = re.findall(r"```json\n(.*?dynamic_quantization.*?)```", text, re.DOTALL)
+    path = tmp_path_factory.mktemp("dynamic") / "dynamic_quant.json"
+    path.write_text(block, "utf-8")
+    return path
+
+
+def power_of_2(scale: torch.Tensor) -> torch.Tensor:
+    return torch.exp2(torch.ceil(torch.log2(scale)))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("emulator", "largest"), [(STRICT, 240), (GAUDI3, 448)])
+def test_dynamic_scales_are_of_each_token_and_of_each_output(
+    llama: Path, dynamic: Path, emulator: EmulatorSettings, largest: int
+) -> None:
+    weights = load_decoder(llama).state_dict()
+    with working(
+        llama,
+        device="hpu-emulator",
+        dtype="bfloat16",
+        execution=GRAPHS,
+        emulator=emulator,
+        quantization="inc",
+        quant_config=str(dynamic),
+        warmup=WarmupConfig(mode="skip"),
+    ) as rig:
+        model = rig.worker._loaded.model  # type: ignore[union-attr]
+        names = {
+            name
+            for name, one in model.named_parameters()
+            if one.dtype == torch.float8_e4m3fn and one.dim() == 2
+        }
+        for name in names:
+            weight = weights[name].bfloat16().float()
+            x = torch.randn(3, 5, weight.shape[1]).bfloat16()
+            # Of tokens of different sizes.
+            x *= torch.logspace(-3, 3, 5).bfloat16().unsqueeze(1)
+            operands = []
+            for operand in (x.float(), weight):
+                # Half of the range is kept free, as the compressor does.
+                scale = power_of_2(operand.abs().amax(-1, keepdim=True) / (largest * 0.5))
+                operands.append((operand / scale).to(torch.float8_e4m3fn).float() * scale)
+            expected = operands[0] @ operands[1].T
+            found = model.get_submodule(name.removesuffix(".weight"))(x.to("hpu")).cpu().float()
+            torch.testing.assert_close(found, expected, rtol=0.01, atol=1e-5, msg=name)
+
+    paths = {f"model.layers.{layer}.{name}.weight" for layer in (0, 1) for name in LINEARS}
+    assert names == paths
+
+
+def test_dynamic_scales_give_the_same_tokens_in_each_mode(llama: Path, dynamic: Path) -> None:
+    found = {mode: served(llama, dynamic, ExecutionConfig(mode=mode))[0] for mode in MODES}
+
+    assert all(tokens == found["hpu-graphs"] for tokens in found.values())
+    assert len({token for tokens in found["hpu-graphs"] for token in tokens}) > 20
+
+
+def test_dynamic_scales_are_near_bfloat16_and_share_recipes(
+    llama: Path, dynamic: Path, tmp_path: Path
+) -> None:
+    found = logprobs(llama, quantization="inc", quant_config=str(dynamic))
+    # As static ones: each operand has four significant bits.
+    assert 0.01 < relative(found, logprobs(llama)) < 0.3
+
+    numbers = []
+    for num_layers in (2, 4):
+        folder = tmp_path / f"{num_layers}"
+        folder.mkdir()
+        make_tiny("llama", folder, num_hidden_layers=num_layers)
+        numbers.append(served(folder, dynamic)[1])
     assert numbers[0] == numbers[1]
 
 

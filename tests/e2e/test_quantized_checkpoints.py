@@ -34,7 +34,9 @@ def answer(server: LiveServer) -> str:
     [
         ("awq", "awq", ON_CPU),
         pytest.param("gptq, desc_act", "gptq", ON_CPU, marks=pytest.mark.slow),
+        pytest.param("fp8", "fp8", ON_CPU, marks=pytest.mark.slow),
         pytest.param("gptq", "gptq", ON_CARD, marks=pytest.mark.slow),
+        pytest.param("awq", "awq", ON_CARD, marks=pytest.mark.slow),
         pytest.param("fp8, blocks", "fp8", ON_CARD, marks=pytest.mark.slow),
     ],
 )

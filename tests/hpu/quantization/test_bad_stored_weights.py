@@ -105,6 +105,35 @@ def one_group_beyond(tensor: Tensor) -> Tensor:
         (f"{MOE}: fp8", f"{EXPERT}.w1.weight", with_first(torch.nan), "has 1 weights that are NaN"),
         (f"{MOE}: awq", f"{EXPERT}.w3.scales", with_first(0), "1 of 512 scales that are zero"),
         (f"{MOE}: gptq", f"{EXPERT}.w1.qweight", lambda one: one[:-1], "the files have 15x256"),
+        ("gptq", f"{UP}.scales", lambda one: None, "the files have no such tensor"),
+        ("gptq", f"{UP}.scales", with_first(-torch.inf), "1 of 512 scales that are NaN or"),
+        ("gptq", f"{UP}.scales", lambda one: one[:-1], "the files have 1x256"),
+        ("gptq, 8 bits", f"{UP}.scales", with_first(torch.nan), "1 of 512 scales that are NaN"),
+        ("awq", f"{UP}.scales", lambda one: None, "the files have no such tensor"),
+        ("awq", f"{UP}.qweight", lambda one: one.long(), "is I64, by the quantization_config"),
+        ("wna16", f"{UP}.weight_scale", lambda one: None, "the files have no such tensor"),
+        ("wna16", f"{UP}.weight_scale", with_first(0), "1 of 512 scales that are zero"),
+        ("wna16", f"{UP}.weight_packed", lambda one: one.short(), "is I16, by the quantization_"),
+        ("wna16, 8 bits", f"{UP}.weight_scale", with_first(torch.nan), "scales that are NaN"),
+        ("int-quantized", f"{UP}.weight_scale", with_first(0), "1 of 256 scales that are zero"),
+        ("int-quantized", f"{UP}.weight", lambda one: one.float(), "is F32, by the quantization_"),
+        ("float-quantized", f"{UP}.weight_scale", with_first(torch.inf), "scales that are NaN or"),
+        (
+            "float-quantized, channels",
+            f"{UP}.weight_scale",
+            lambda one: one[:-1],
+            "the files have 255x1",
+        ),
+        ("float-quantized, blocks", f"{UP}.weight_scale", with_first(torch.nan), "that are NaN"),
+        ("fp8, blocks", f"{UP}.weight_scale_inv", lambda one: None, "the files have no such"),
+        ("nf4", f"{UP}.weight.absmax", with_first(torch.nan), "scales that are NaN or infinite"),
+        ("nf4", f"{UP}.weight.absmax", with_first(torch.inf), "scales that are NaN or infinite"),
+        ("nf4", f"{UP}.weight.absmax", lambda one: None, "the files have no such tensor"),
+        ("nf4", f"{UP}.weight.absmax", lambda one: one[:-1], "the files have 511"),
+        ("nf4", f"{UP}.weight", lambda one: one[:-1], "the files have 16383x1"),
+        ("nf4, nested", f"{UP}.weight.nested_absmax", with_first(torch.nan), "NaN or infinite"),
+        ("bitsandbytes, 8 bits", f"{UP}.SCB", with_first(torch.nan), "1 of 256 scales that are"),
+        ("bitsandbytes, 8 bits", f"{UP}.SCB", lambda one: None, "the files have no such tensor"),
     ],
 )
 def test_a_wrong_tensor_is_named_with_its_file(
@@ -141,6 +170,13 @@ def test_a_wrong_tensor_is_named_with_its_file(
         ("wna16", {"ignore": ["re:("]}, r"ignore of .* is 're:\(', served is a regular expr"),
         ("wna16", {"config_groups": {}}, "config_groups of .* served is one group or several"),
         ("fp8", {"weight_block_size": [128]}, r"weight_block_size of .* is \[128\], served is two"),
+        ("awq", {"group_size": 32}, "a scale for 32 inputs.* the files have 2x16"),
+        ("wna16, 8 bits", {"quant_method": "gptq", "bits": 4}, "the files have no such tensor"),
+        (
+            "fp8, blocks",
+            {"weight_block_size": [64, 64]},
+            "a scale for 64 inputs.* the files have 1x1",
+        ),
         ("fp8", {"quant_method": "hqq"}, r"are quantized \(hqq\): served are"),
         ("awq", {"modules_to_not_convert": ["up_proj"]}, "up_proj.weight, the files have no such"),
     ],
@@ -162,9 +198,14 @@ def test_a_config_that_does_not_fit_is_refused(
     assert str(folder / "config.json") in str(refused.value)
 
 
-def test_a_truncated_file_is_named(originals: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["gptq", "awq", "wna16", "int-quantized", "fp8", "float-quantized, channels", "nf4"]
+)
+def test_a_truncated_file_is_named(
+    name: str, originals: Callable[[str], Path], tmp_path: Path
+) -> None:
     folder = tmp_path / "spoiled"
-    shutil.copytree(originals("gptq"), folder)
+    shutil.copytree(originals(name), folder)
     file = folder / WEIGHTS
     file.write_bytes(file.read_bytes()[:-1000])
 
