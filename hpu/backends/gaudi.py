@@ -36,7 +36,9 @@ from hpu.quantization.stored.fp8 import (
     Fp8LinearMethod,
     Fp8MoEMethod,
     can_multiply,
+    can_stay,
     has_blocks,
+    is_weight_only,
 )
 from hpu.quantization.stored.int8 import (
     Int8LinearMethod,
@@ -283,8 +285,10 @@ class GaudiBackend(Backend):
         card = self._generation()
         if dtype != torch.bfloat16 or card is None:
             return None
-        if has_blocks(weight) and not self._execution.force_channel_fp8:
+        if self._expands_fp8(weight):
             return Fp8BlockLinearMethod(weight, GENERATIONS[card].fp8_max)
+        if is_weight_only(weight):
+            return None
         if weight.scheme.is_float:
             return Fp8LinearMethod(weight, GENERATIONS[card].fp8_max)
         if can_expand(weight):
@@ -304,9 +308,11 @@ class GaudiBackend(Backend):
             return None
         if isinstance(experts, Mxfp4Experts):
             return None
-        blocks = all(has_blocks(weight) for _, weight in experts.products)
-        if can_multiply(experts) and blocks and not self._execution.force_channel_fp8:
+        weights = [weight for _, weight in experts.products]
+        if can_multiply(experts) and all(self._expands_fp8(weight) for weight in weights):
             return Fp8BlockMoEMethod(experts, GENERATIONS[card].fp8_max, self._end_recipe)
+        if any(is_weight_only(weight) for weight in weights):
+            return None
         if can_multiply(experts) and self._has_kernel("mixture_of_experts.fp8_fused_weights", card):
             return Fp8MoEMethod(experts, GENERATIONS[card].fp8_max)
         if can_expand_experts(experts):
@@ -315,6 +321,11 @@ class GaudiBackend(Backend):
         if can_convert_experts(experts, takes_groups=takes_groups):
             return Uint4MoEMethod(experts, self._end_recipe)
         return None
+
+    def _expands_fp8(self, weight: StoredWeight) -> bool:
+        """Whether each launch expands `weight`, and multiplies in the activations' dtype."""
+        keeps_blocks = has_blocks(weight) and not self._execution.force_channel_fp8
+        return can_stay(weight) and (keeps_blocks or is_weight_only(weight))
 
     @property
     def _end_recipe(self) -> Callable[[], None]:

@@ -86,7 +86,8 @@ def _card_bytes(spec: WeightSpec, width: int) -> int:
     if part.role != "scales":
         return inputs * 4 if part.role == "groups" else 0
     if scheme.is_float:
-        return outputs * 4
+        # Weights that are expanded in each launch keep theirs.
+        return outputs * 4 * (scheme.num_groups(inputs) if scheme.activations == "none" else 1)
     if scheme.bits == 8:
         has_zeros = any(one.role == "zeros" for one in scheme.parts)
         return outputs * scheme.num_groups(inputs) * (5 if has_zeros else 4)

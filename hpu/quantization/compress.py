@@ -1,6 +1,7 @@
 """Checkpoints with quantized weights, made by llmcompressor. Runs in a process of its own, in an
 environment that has it."""
 
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,27 +29,36 @@ def compress(
     scheme_name: str,
     modifier: str,
     samples: Sequence[str | list[dict[str, Any]]],
+    *,
     group_size: int | None,
     max_length: int,
+    ignored: Sequence[str] = (),
+    keeps_activations: bool = False,
 ) -> None:
     """Write the quantized checkpoint of `folder` to `output`. `scheme_name`: as compressed-tensors
     names it; `modifier`: llmcompressor's class; `samples`: texts and conversations to calibrate
-    with, none for a modifier that takes none; `group_size`: None for one that divides all layers.
-    Raises ConfigError for one that does not."""
+    with, none for a modifier that takes none; `group_size`: None for one that divides all layers;
+    `ignored`: paths of layers that stay as they are, or `re:` and a regular expression;
+    `keeps_activations`: those of the scheme are not to be quantized. Raises ConfigError for a size
+    that does not divide, and for a path of no layer."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        if type(module).__name__ == "Linear" and name != IGNORED[0]
+    }
+    _check_ignored(ignored, list(linears))
     scheme = preset_name_to_scheme(scheme_name, ["Linear"])
+    if keeps_activations:
+        scheme.input_activations = None
     if scheme.weights.group_size:
-        sizes = {
-            name: module.in_features
-            for name, module in model.named_modules()
-            if type(module).__name__ == "Linear" and name != IGNORED[0]
-        }
+        sizes = {name: module.in_features for name, module in linears.items()}
         scheme.weights.group_size = group_size or _common_group(sizes.values())
         _check_groups(scheme.weights.group_size, sizes)
     module = awq if modifier == "AWQModifier" else quantization
     kind = getattr(module, modifier)
-    recipe = kind(config_groups={"weights": scheme}, ignore=list(IGNORED))
+    recipe = kind(config_groups={"weights": scheme}, ignore=[*IGNORED, *ignored])
     if samples:
         if not torch.accelerator.is_available():
             # Release 0.14 pins memory for an accelerator that is not there.
@@ -89,6 +99,21 @@ def _check_groups(group_size: int, sizes: dict[str, int]) -> None:
     for name, size in sizes.items():
         if size % group_size:
             raise ConfigError(f"--group-size {group_size} does not divide the {size} of {name}")
+
+
+def _check_ignored(ignored: Sequence[str], names: list[str]) -> None:
+    for one in ignored:
+        if not one.startswith("re:"):
+            found = one in names
+        else:
+            try:
+                found = any(re.match(one[3:], name) for name in names)
+            except re.error as error:
+                raise ConfigError(f"--ignore {one} is no regular expression: {error}") from error
+        if not found:
+            raise ConfigError(
+                f"--ignore {one} is none of the {len(names)} linear layers, the first is {names[0]}"
+            )
 
 
 def _copy_other_files(source: Path, target: Path) -> None:

@@ -28,6 +28,8 @@ class Target(NamedTuple):
     """llmcompressor's class."""
     has_groups: bool
     text: str
+    keeps_activations: bool = False
+    """Whether the scheme's activations are not to be quantized."""
 
     @property
     def needs_data(self) -> bool:
@@ -38,6 +40,9 @@ class Target(NamedTuple):
 PLAIN = "QuantizationModifier"
 TARGETS = {
     "fp8": Target("FP8_DYNAMIC", PLAIN, False, "8 bits (e4m3), a scale per output"),
+    "fp8-weights": Target(
+        "FP8_DYNAMIC", PLAIN, False, "as fp8, and no product has activations in FP8", True
+    ),
     "int8": Target("W8A16", PLAIN, True, "8 bits, rounded"),
     "int4": Target("W4A16_ASYM", PLAIN, True, "4 bits, rounded"),
     "awq": Target("W4A16_ASYM", "AWQModifier", True, "4 bits, inputs rescaled (needs --data)"),
@@ -89,6 +94,15 @@ def quantize_parser() -> Parser:
         "128 that divides all layers",
     )
     parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="leave the layers of this path as they are: model.layers.29.mlp.down_proj, or re: and "
+        "a regular expression, re:.*layers\\.29\\..*; may be repeated; the head and routers stay "
+        "anyway",
+    )
+    parser.add_argument(
         "--text",
         type=Path,
         metavar="FILE",
@@ -108,11 +122,21 @@ def main(argv: list[str]) -> int:
     folder = resolve(options.model)
     samples = read_samples(options.data, options.max_samples) if target.needs_data else []
     text = (options.text or TEXT).read_text(encoding="utf-8")
-    sizes = options.group_size, options.max_length
     run = _in_own_process
     before = None if options.skip_perplexity else run(__name__, "predictions", folder, text)
     module = "hpu.quantization.compress"
-    run(module, "compress", folder, options.output, *target[:2], samples, *sizes)
+    run(
+        module,
+        "compress",
+        folder,
+        options.output,
+        *target[:2],
+        samples,
+        group_size=options.group_size,
+        max_length=options.max_length,
+        ignored=options.ignore,
+        keeps_activations=target.keeps_activations,
+    )
     if before is not None:
         after = run(__name__, "predictions", str(options.output), text)
         print(table(options.to, folder, str(options.output), before, after))
@@ -140,14 +164,14 @@ def _check_options(options: Any, target: Target) -> None:
         )
 
 
-def _in_own_process(module: str, function: str, *arguments: Any) -> Any:
+def _in_own_process(module: str, function: str, *arguments: Any, **named: Any) -> Any:
     """Its memory is free afterwards, and what it imports is not loaded here."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(_call, module, function, *arguments).result()
+        return pool.submit(_call, module, function, *arguments, **named).result()
 
 
-def _call(module: str, function: str, *arguments: Any) -> Any:
-    return getattr(importlib.import_module(module), function)(*arguments)
+def _call(module: str, function: str, *arguments: Any, **named: Any) -> Any:
+    return getattr(importlib.import_module(module), function)(*arguments, **named)
 
 
 def predictions(folder: str, text: str) -> Reading:

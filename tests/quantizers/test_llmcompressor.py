@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from compressed_tensors.quantization import disable_quantization
+from safetensors.torch import load_file
 from tiny_models import make_tiny
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
+from config.model.read_config import read_model_config
 from gaudiserve import LLM, SamplingParams
 from server.cli.main import main
 from server.cli.quantize import TARGETS
@@ -40,12 +42,55 @@ def test_the_served_model_is_that_of_the_library(kind: str, family: str, tmp_pat
     )
 
     expected = _logprobs_of_library(output)
-    with LLM(str(output), device="cpu", dtype="float32", max_model_len=64) as llm:
+    assert served_logprobs(output) == pytest.approx(expected, abs=1e-4)
+
+
+def served_logprobs(folder: Path) -> list[float]:
+    """Of each token of PROMPT but the first."""
+    with LLM(str(folder), device="cpu", dtype="float32", max_model_len=64) as llm:
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         (answer,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
     following = zip(PROMPT[1:], answer.prompt_logprobs[1:], strict=True)
-    found = [entries[token].logprob for token, entries in following]
-    assert found == pytest.approx(expected, abs=1e-4)
+    return [entries[token].logprob for token, entries in following]
+
+
+def test_ignored_layers_stay_and_the_model_is_that_of_the_library(tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path / "plain", **SHAPE)
+    output = tmp_path / "quantized"
+    flags = ["--ignore", r"re:.*layers\.1\..*", "--ignore", "model.layers.0.self_attn.o_proj"]
+
+    words = ["quantize", str(folder), "--to", "fp8", "-o", str(output), "--skip-perplexity"]
+    assert main([*words, *flags]) == 0
+
+    tensors = load_file(output / "model.safetensors")
+    narrow = {name for name, one in tensors.items() if one.dtype == torch.float8_e4m3fn}
+    attention = [f"self_attn.{name}_proj" for name in "qkv"]
+    mlp = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    assert narrow == {f"model.layers.0.{name}.weight" for name in (*attention, *mlp)}
+    assert served_logprobs(output) == pytest.approx(_logprobs_of_library(output), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["model.layers.7.mlp.up_proj", "re:.*experts.*", "re:("])
+def test_a_path_of_no_layer_is_an_error_that_names_it(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_tiny("llama", tmp_path / "plain", **SHAPE)
+    words = ["quantize", str(folder), "--to", "fp8", "-o", str(tmp_path / "out")]
+
+    assert main([*words, "--skip-perplexity", "--ignore", name]) == 2
+
+    assert f"--ignore {name} is no" in capsys.readouterr().err
+
+
+def test_weights_alone_are_quantized_where_activations_stay(tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path / "plain", **SHAPE)
+    output = tmp_path / "quantized"
+
+    words = ["quantize", str(folder), "--to", "fp8-weights", "-o", str(output)]
+    assert main([*words, "--skip-perplexity"]) == 0
+
+    rule = read_model_config(str(output)).quantization.rules[0]
+    assert rule.scheme.is_float and rule.scheme.activations == "none"
 
 
 def _logprobs_of_library(folder: Path) -> list[float]:

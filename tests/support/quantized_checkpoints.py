@@ -218,6 +218,7 @@ class Floats:
     static: bool = False
     has_head: bool = False
     block: tuple[int, int] = (128, 128)
+    weight_only: bool = False
 
     def pack(self, weight: Tensor, number: int) -> tuple[dict[str, Tensor], Tensor]:
         """As Integers.pack."""
@@ -257,6 +258,8 @@ class Floats:
         if self.strategy == "block":
             weights["block_structure"] = list(self.block)
         strategy = {"static": "tensor"}.get("static" if self.static else "", "token")
+        if self.weight_only:
+            return compressed_config("float-quantized", weights, None)
         activations = {"num_bits": 8, "type": "float", "dynamic": not self.static}
         return compressed_config("float-quantized", weights, {**activations, "strategy": strategy})
 
@@ -374,6 +377,8 @@ FORMATS: dict[str, Format] = {
     "float-quantized, channels": Floats("compressed-tensors", "channel"),
     "float-quantized, static": Floats("compressed-tensors", static=True),
     "float-quantized, blocks": Floats("compressed-tensors", "block"),
+    "float-quantized, weights": Floats("compressed-tensors", "channel", weight_only=True),
+    "float-quantized, weights in blocks": Floats("compressed-tensors", "block", weight_only=True),
 }
 
 

@@ -1,5 +1,6 @@
 """Fp8LinearMethod and Fp8MoEMethod: FP8 weights of a checkpoint on Gaudi, multiplied in FP8;
-Fp8BlockLinearMethod and Fp8BlockMoEMethod: with scales of blocks, expanded in each launch."""
+Fp8BlockLinearMethod and Fp8BlockMoEMethod: expanded in each launch, with their scales, of blocks or
+of outputs."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -231,11 +232,11 @@ def can_multiply(experts: StoredExperts) -> bool:
 
 
 class Fp8BlockLinearMethod(StoredMethod):
-    """A LinearMethod that keeps scales of blocks, and expands the weight to the dtype of the
+    """A LinearMethod that keeps the checkpoint's scales, and expands the weight to the dtype of the
     activations in each launch."""
 
     def __init__(self, weight: StoredWeight, largest: float) -> None:
-        """Of a weight that `has_blocks` accepts. `largest`: of the card's e4m3."""
+        """Of a weight that `can_stay` accepts. `largest`: of the card's e4m3."""
         super().__init__(weight)
         self._range = Range(largest)
 
@@ -260,7 +261,7 @@ class Fp8BlockMoEMethod(StoredMoEMethod):
         largest: float,
         end_slice: Callable[[], None] = lambda: None,
     ) -> None:
-        """Of experts that `can_multiply` and `has_blocks` accept. `end_slice`: as that of
+        """Of experts that `can_multiply` and `can_stay` accept. `end_slice`: as that of
         ExpandedExperts."""
         super().__init__(experts)
         self._range = Range(largest)
@@ -293,9 +294,16 @@ def expand_blocks(operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
     return grouped.view(values.shape).to(dtype)
 
 
+def can_stay(weight: StoredWeight) -> bool:
+    """Whether it can be expanded with its own scales: this rank has whole groups of inputs."""
+    return weight.scheme.is_float and weight.in_features % weight.num_groups == 0
+
+
 def has_blocks(weight: StoredWeight) -> bool:
-    """Whether its scales are of blocks, of which this rank has whole groups of inputs."""
-    scheme = weight.scheme
-    if not scheme.is_float or scheme.group_size is None:
-        return False
-    return weight.in_features % weight.num_groups == 0
+    """Whether its scales are of blocks."""
+    return weight.scheme.is_float and weight.scheme.group_size is not None
+
+
+def is_weight_only(weight: StoredWeight) -> bool:
+    """Whether the checkpoint has only weights in FP8: the activations are not to be quantized."""
+    return weight.scheme.is_float and weight.scheme.activations == "none"

@@ -22,7 +22,12 @@ from hpu.models.registry import build_model
 from hpu.quantization.base import LinearMethod
 from hpu.quantization.registry import process_weights
 from hpu.quantization.stored.checkpoint import CheckpointScheme, MakeMethod
-from hpu.quantization.stored.fp8 import Fp8BlockLinearMethod, Fp8LinearMethod, has_blocks
+from hpu.quantization.stored.fp8 import (
+    Fp8BlockLinearMethod,
+    Fp8LinearMethod,
+    has_blocks,
+    is_weight_only,
+)
 from hpu.quantization.stored.int8 import Int8LinearMethod, can_expand
 from hpu.quantization.stored.uint4 import Uint4LinearMethod, can_convert
 from hpu.quantization.stored.weights import StoredWeight
@@ -155,6 +160,7 @@ def test_scales_of_blocks_may_stay(generation: str, make: Make) -> None:
     [
         *("gptq", "awq", "wna16, symmetric", "wna16, 8 bits", "int-quantized"),
         *("fp8", "fp8, blocks", "float-quantized, channels", STACKING),
+        *("float-quantized, weights", "float-quantized, weights in blocks"),
     ],
 )
 def test_the_estimate_is_what_a_card_holds(name: str, make: Make) -> None:
@@ -190,6 +196,8 @@ def test_loading_takes_the_memory_of_the_quantized_weights(name: str, make: Make
 def method_of(weight: StoredWeight) -> LinearMethod | None:
     if weight.scheme.is_flat:
         return None
+    if is_weight_only(weight):
+        return Fp8BlockLinearMethod(weight, 240.0)
     if weight.scheme.is_float:
         return Fp8LinearMethod(weight, 240.0)
     if weight.scheme.bits == 8:
@@ -220,6 +228,25 @@ def test_four_bits_give_the_tokens_of_the_dequantized_model(make: Make) -> None:
 @pytest.mark.parametrize(
     ("name", "generation"),
     [
+        ("float-quantized, weights", "gaudi2"),
+        ("float-quantized, weights in blocks", "gaudi3"),
+        pytest.param("float-quantized, weights", "gaudi3", marks=pytest.mark.slow),
+        pytest.param("float-quantized, weights in blocks", "gaudi2", marks=pytest.mark.slow),
+    ],
+)
+def test_activations_stay_where_the_checkpoint_has_weights_alone_in_fp8(
+    name: str, generation: str, make: Make
+) -> None:
+    quantized = make(name)
+
+    found, _ = tokens_on_card(quantized.folder, generation)
+
+    assert found == tokens_on_card(quantized.reference, generation)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "generation"),
+    [
         *SHORT,
         *(
             pytest.param(*one, marks=pytest.mark.slow)
@@ -230,6 +257,7 @@ def test_four_bits_give_the_tokens_of_the_dequantized_model(make: Make) -> None:
                     *("wna16", "wna16, 8 bits", "int-quantized", "bitsandbytes, 8 bits", "nf4"),
                     *("fp8", "fp8, static", "fp8, blocks", "float-quantized"),
                     *("float-quantized, channels", "float-quantized, blocks", STACKING),
+                    "float-quantized, weights",
                 ]
                 for generation in GENERATIONS
                 if (form, generation) not in SHORT
