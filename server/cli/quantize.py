@@ -31,22 +31,39 @@ class Target(NamedTuple):
     keeps_activations: bool = False
     """Whether the scheme's activations are not to be quantized."""
 
+    calibrated: str | None = None
+    """llmcompressor's class for samples where it does not need them."""
+
     @property
     def needs_data(self) -> bool:
         """Whether the weights depend on what the layers get as inputs."""
         return self.modifier != PLAIN
 
+    def modifier_of(self, *, has_data: bool) -> str:
+        return self.calibrated if has_data and self.calibrated else self.modifier
 
-PLAIN = "QuantizationModifier"
+
+PLAIN, COMPENSATING = "QuantizationModifier", "GPTQModifier"
 TARGETS = {
-    "fp8": Target("FP8_DYNAMIC", PLAIN, False, "8 bits (e4m3), a scale per output"),
+    "fp8": Target(
+        "FP8_DYNAMIC",
+        PLAIN,
+        False,
+        "8 bits (e4m3), a scale per output; with --data errors are made up for",
+        calibrated=COMPENSATING,
+    ),
     "fp8-weights": Target(
-        "FP8_DYNAMIC", PLAIN, False, "as fp8, and no product has activations in FP8", True
+        "FP8_DYNAMIC",
+        PLAIN,
+        False,
+        "as fp8, and activations stay as they are",
+        keeps_activations=True,
+        calibrated=COMPENSATING,
     ),
     "int8": Target("W8A16", PLAIN, True, "8 bits, rounded"),
     "int4": Target("W4A16_ASYM", PLAIN, True, "4 bits, rounded"),
     "awq": Target("W4A16_ASYM", "AWQModifier", True, "4 bits, inputs rescaled (needs --data)"),
-    "gptq": Target("W4A16_ASYM", "GPTQModifier", True, "4 bits, errors made up for (needs --data)"),
+    "gptq": Target("W4A16_ASYM", COMPENSATING, True, "4 bits, errors made up for (needs --data)"),
 }
 
 
@@ -69,7 +86,8 @@ def quantize_parser() -> Parser:
         "--data",
         type=Path,
         metavar="FILE",
-        help="samples of what users will send, for awq and gptq: in each line of a .jsonl file a "
+        help="samples of what users will send, for awq and gptq, and optional for fp8: in each "
+        "line of a .jsonl file a "
         "string, or an object with `prompt`, `text` or `messages`; in each line of others a text",
     )
     parser.add_argument(
@@ -120,7 +138,8 @@ def main(argv: list[str]) -> int:
     target = TARGETS[options.to]
     _check_options(options, target)
     folder = resolve(options.model)
-    samples = read_samples(options.data, options.max_samples) if target.needs_data else []
+    has_data = options.data is not None and (target.needs_data or target.calibrated is not None)
+    samples = read_samples(options.data, options.max_samples) if has_data else []
     text = (options.text or TEXT).read_text(encoding="utf-8")
     run = _in_own_process
     before = None if options.skip_perplexity else run(__name__, "predictions", folder, text)
@@ -130,7 +149,8 @@ def main(argv: list[str]) -> int:
         "compress",
         folder,
         options.output,
-        *target[:2],
+        target.scheme,
+        target.modifier_of(has_data=has_data),
         samples,
         group_size=options.group_size,
         max_length=options.max_length,

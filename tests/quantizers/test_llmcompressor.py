@@ -54,6 +54,22 @@ def served_logprobs(folder: Path) -> list[float]:
     return [entries[token].logprob for token, entries in following]
 
 
+def test_fp8_with_samples_makes_up_for_errors_and_is_that_of_the_library(tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path / "plain", **SHAPE)
+    words = ["quantize", str(folder), "--to", "fp8", "--skip-perplexity", "--max-length=32"]
+    outputs = tmp_path / "rounded", tmp_path / "calibrated"
+
+    assert main([*words, "-o", str(outputs[0])]) == 0
+    assert main([*words, "-o", str(outputs[1]), "--data", str(TEXTS), "--max-samples=8"]) == 0
+
+    rounded, calibrated = (load_file(one / "model.safetensors") for one in outputs)
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert rounded.keys() == calibrated.keys()
+    assert calibrated[name].dtype == torch.float8_e4m3fn
+    assert not torch.equal(rounded[name].float(), calibrated[name].float())
+    assert served_logprobs(outputs[1]) == pytest.approx(_logprobs_of_library(outputs[1]), abs=1e-4)
+
+
 def test_ignored_layers_stay_and_the_model_is_that_of_the_library(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path / "plain", **SHAPE)
     output = tmp_path / "quantized"

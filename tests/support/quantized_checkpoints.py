@@ -259,7 +259,8 @@ class Floats:
             weights["block_structure"] = list(self.block)
         strategy = {"static": "tensor"}.get("static" if self.static else "", "token")
         if self.weight_only:
-            return compressed_config("float-quantized", weights, None)
+            # As llmcompressor names it.
+            return compressed_config("naive-quantized", weights, None)
         activations = {"num_bits": 8, "type": "float", "dynamic": not self.static}
         return compressed_config("float-quantized", weights, {**activations, "strategy": strategy})
 

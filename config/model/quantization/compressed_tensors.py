@@ -24,6 +24,8 @@ from config.model.quantization.fields import (
 from config.model.quantization.fp8 import fp8_scheme
 
 PACKED, INT8, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
+NAIVE = "naive-quantized"
+"""The form of INT8 or FLOAT, by the type: weights alone in FP8 get it."""
 
 
 def read_compressed_tensors(fields: Fields) -> QuantizationConfig:
@@ -56,6 +58,8 @@ def _rule(group: Fields, whole: Fields) -> Rule:
     if raw is None:
         raise refused(group, "weights", raw, "an object")
     weights = Fields(raw, group.file)
+    if form == NAIVE:
+        form = FLOAT if weights.get("type", str, "int") == "float" else INT8
     activations = group.get("input_activations", dict, None)
     if form == FLOAT:
         return Rule(targets, _float(weights, activations))
