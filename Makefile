@@ -64,7 +64,7 @@ test-slow: $(VENV)/.installed ## The tests that take minutes
 test-overload: $(VENV)/.installed ## Ten thousand requests of one API key beside a few of another, five minutes
 	@$(BIN)/python -m pytest -q -s -m slow tests/e2e/test_flood.py $(ARGS)
 
-test-resume: $(VENV)/.installed ## A hundred kills of engines and workers under streams, with one engine and with two; NUM_KILLS=12 SEED=7 for a part
+test-resume: $(VENV)/.installed ## A hundred kills under streams, with one engine and with two; NUM_KILLS=12 SEED=7 for a part
 	@$(BIN)/python -m pytest -q -s -m slow tests/e2e/test_resume_kills.py $(ARGS)
 
 $(CLIENTS)/.installed: pyproject.toml
