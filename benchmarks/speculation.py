@@ -9,7 +9,7 @@ always wrong, with 1 and 32 streams, against random prompts. The engines without
 speculation take turns. Run nothing else at the same time.
 
 With --draft-model also the prompts of benchmarks/truncated_draft.py, which makes such a folder,
-with one stream.
+with one stream, and random prompts: a draft model with random weights is always wrong there.
 """
 
 import argparse
@@ -122,7 +122,13 @@ def main() -> None:
         "wrong proposals, 32 streams": ({"is_wrong": True}, lambda llm: stream(llm, 32, 64)),
     }
     if args.draft_model:
-        workloads["draft model, 1 stream"] = ({"drafter": args.draft_model}, answer)
+        drafter = {"drafter": args.draft_model}
+        workloads["draft model, 1 stream"] = (drafter, answer)
+        for count, tokens in ((1, 256), (32, 64)):
+            workloads[f"draft model, random prompts, {count} streams"] = (
+                drafter,
+                lambda llm, count=count, tokens=tokens: stream(llm, count, tokens),  # type: ignore[misc]
+            )
     plain = make(model, 0)
     results: dict[str, dict[str, float]] = {}
     for name, (flags, run) in workloads.items():
