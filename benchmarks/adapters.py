@@ -2,9 +2,12 @@
 all, and with several mixed, by turns in one process.
 
     python benchmarks/adapters.py [--model FOLDER] [--streams 1 32] [--adapters 8] [--rank 16]
+    python benchmarks/adapters.py --server 'NAME=COMMAND --port {port} --lora-modules {modules}'
 
 The adapters have random weights for all linear layers. Streams decode greedily; the best of the
-rounds counts, since other work on the machine only takes time.
+rounds counts, since other work on the machine only takes time. With `--server` OpenAI servers do
+the same over HTTP, one after the other: each is started by its command, in which {modules} are the
+adapters as NAME=FOLDER. Run nothing else at the same time.
 """
 
 import argparse
@@ -12,6 +15,8 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -19,6 +24,9 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.asked import ask
+from benchmarks.machine import machine
+from benchmarks.started import started
 from config.checkpoint.demo import NAMES
 from config.checkpoint.resolve import resolve
 from config.lora.base_modules import BaseModules
@@ -46,19 +54,65 @@ def write_adapter(folder: Path, model: str, rank: int, seed: int) -> Path:
     return folder
 
 
-def rate(llm: LLM, num_streams: int, num_tokens: int, adapters: list[LoRARequest | None]) -> float:
-    """Output tokens per second of streams that use `adapters` in turn."""
+Rate = Callable[[int, list[str | None]], float]
+"""Output tokens per second of so many streams, which use the adapters of a list in turn."""
+
+
+def offline(stack: ExitStack, args: argparse.Namespace, model: str, modules: list[str]) -> Rate:
+    """Of this process."""
+    llm = stack.enter_context(
+        LLM(
+            model,
+            device="cpu",
+            max_model_len=256,
+            max_num_seqs=max(args.streams),
+            enable_prefix_caching=False,
+            enable_lora=True,
+            max_loras=args.adapters,
+            max_lora_rank=args.rank,
+            lora_modules=modules,
+        )
+    )
+    num_tokens: int = args.tokens
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-    requests = [adapters[index % len(adapters)] for index in range(num_streams)]
-    prompts = [f"{index} {PROMPT}" for index in range(num_streams)]
-    start = time.perf_counter()
-    llm.generate(prompts, params, use_tqdm=False, lora_request=requests)
-    return num_streams * num_tokens / (time.perf_counter() - start)
+
+    def rate(num_streams: int, names: list[str | None]) -> float:
+        adapters = [None if name is None else LoRARequest(name, 1) for name in names]
+        requests = [adapters[index % len(adapters)] for index in range(num_streams)]
+        prompts = [f"{index} {PROMPT}" for index in range(num_streams)]
+        start = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False, lora_request=requests)
+        return num_streams * num_tokens / (time.perf_counter() - start)
+
+    return rate
+
+
+def of_server(stack: ExitStack, command: str, num_tokens: int, modules: list[str]) -> Rate:
+    """Of the server that `command` starts."""
+    server = stack.enter_context(started(command.replace("{modules}", " ".join(modules))))
+    options = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+
+    def rate(num_streams: int, names: list[str | None]) -> float:
+        bodies: list[dict[str, object]] = [
+            {
+                "model": names[index % len(names)] or server.model,
+                "prompt": f"{index} {PROMPT}",
+                **options,
+            }
+            for index in range(num_streams)
+        ]
+        tokens, seconds = ask(server.port, "/v1/completions", bodies)
+        return tokens / seconds
+
+    return rate
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default=NAMES[0])
+    parser.add_argument("--server", action="append", default=[], metavar="NAME=COMMAND")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
@@ -68,38 +122,40 @@ def main() -> None:
     model = resolve(args.model, progress=False)
     with tempfile.TemporaryDirectory() as root:
         names = [f"adapter-{index}" for index in range(args.adapters)]
-        folders = [
-            write_adapter(Path(root, name), model, args.rank, seed)
+        modules = [
+            f"{name}={write_adapter(Path(root, name), model, args.rank, seed)}"
             for seed, name in enumerate(names)
         ]
-        with LLM(
-            model,
-            device="cpu",
-            max_model_len=256,
-            max_num_seqs=max(args.streams),
-            enable_prefix_caching=False,
-            enable_lora=True,
-            max_loras=args.adapters,
-            max_lora_rank=args.rank,
-            lora_modules=[f"{n}={f}" for n, f in zip(names, folders, strict=True)],
-        ) as llm:
-            some: list[LoRARequest | None] = [LoRARequest(name, 1) for name in names]
-            kinds: dict[str, list[LoRARequest | None]] = {
-                "none": [None],
-                "one": some[:1],
-                f"{len(some)} mixed": some,
-            }
-            print(f"{'streams':>8} {'adapters':>10} {'tokens/s':>9} {'of none':>8}")
-            for count in args.streams:
-                best = dict.fromkeys(kinds, 0.0)
-                for number in range(args.rounds + 1):
-                    for kind, adapters in kinds.items():
-                        found = rate(llm, count, args.tokens, adapters)
-                        # The first round loads the adapters.
-                        best[kind] = max(best[kind], found) if number else 0.0
-                for kind, found in best.items():
-                    share = found / best["none"]
-                    print(f"{count:8} {kind:>10} {found:9.1f} {share:8.3f}", flush=True)
+        print(
+            f"{machine()}\n{'server':>12} {'streams':>8} {'adapters':>10} {'tokens/s':>9} of none"
+        )
+        if not args.server:
+            with ExitStack() as stack:
+                measure("offline", offline(stack, args, model, modules), args, names)
+        for server in args.server:
+            name, command = server.split("=", 1)
+            with ExitStack() as stack:
+                rate = of_server(stack, command, args.tokens, modules)
+                measure(name, rate, args, names)
+
+
+def measure(server: str, rate: Rate, args: argparse.Namespace, names: list[str]) -> None:
+    """Print the best rates of a server."""
+    kinds: dict[str, list[str | None]] = {
+        "none": [None],
+        "one": [names[0]],
+        f"{len(names)} mixed": [*names],
+    }
+    for count in args.streams:
+        best = dict.fromkeys(kinds, 0.0)
+        for number in range(args.rounds + 1):
+            for kind, adapters in kinds.items():
+                found = rate(count, adapters)
+                # The first round loads the adapters.
+                best[kind] = max(best[kind], found) if number else 0.0
+        for kind, found in best.items():
+            share = found / best["none"]
+            print(f"{server:>12} {count:8} {kind:>10} {found:9.1f} {share:7.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,12 @@
     python benchmarks/speculation.py --draft-model FOLDER --drafts 4 --only draft
 
 Workloads: edits and quotes of a text in the prompt, greedily with one stream
-(`benchmarks/quoting.json`, which `gaudiserve bench` users may send as well); and drafts that are
+(`benchmarks/quoting.json`, which `benchmarks/quoting.py` asks any server); and drafts that are
 always wrong, with 1 and 32 streams, against random prompts. The engines without and with
 speculation take turns. Run nothing else at the same time.
 
 With --draft-model also the prompts of benchmarks/truncated_draft.py, which makes such a folder,
-with one stream.
+with one stream, and random prompts: a draft model with random weights is always wrong there.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.asked import quoting_messages
 from benchmarks.truncated_draft import NUM_TOKENS, PROMPTS
 from config.checkpoint.demo import fetch_demo
 from config.params.sampling import SamplingParams
@@ -33,8 +34,6 @@ from gaudiserve import LLM
 from hpu.spec_decode.base import Proposal, Proposer, Tokens
 from hpu.spec_decode.select import select_proposer
 from hpu.worker import drafting
-
-QUOTING = Path(__file__).with_name("quoting.json")
 
 
 class WrongProposer:
@@ -75,9 +74,9 @@ def make(model: str, drafts: int, *, is_wrong: bool = False, drafter: str = "") 
 def quote(llm: LLM) -> tuple[int, float]:
     """(tokens, seconds) of all prompts, one after the other."""
     tokens, start = 0, time.perf_counter()
-    for one in json.loads(QUOTING.read_text(encoding="utf-8")):
-        messages: Any = [{"role": "user", "content": f"{one['task']}\n\n{one['text']}"}]
-        params = SamplingParams(temperature=0, max_tokens=256)
+    params = SamplingParams(temperature=0, max_tokens=256)
+    chats: Any = quoting_messages()
+    for messages in chats:
         (output,) = llm.chat([messages], params, use_tqdm=False)
         tokens += len(output.outputs[0].token_ids)
     return tokens, time.perf_counter() - start
@@ -123,7 +122,13 @@ def main() -> None:
         "wrong proposals, 32 streams": ({"is_wrong": True}, lambda llm: stream(llm, 32, 64)),
     }
     if args.draft_model:
-        workloads["draft model, 1 stream"] = ({"drafter": args.draft_model}, answer)
+        drafter = {"drafter": args.draft_model}
+        workloads["draft model, 1 stream"] = (drafter, answer)
+        for count, tokens in ((1, 256), (32, 64)):
+            workloads[f"draft model, random prompts, {count} streams"] = (
+                drafter,
+                lambda llm, count=count, tokens=tokens: stream(llm, count, tokens),  # type: ignore[misc]
+            )
     plain = make(model, 0)
     results: dict[str, dict[str, float]] = {}
     for name, (flags, run) in workloads.items():

@@ -29,6 +29,8 @@ class Started:
 
     pid: int
     port: int
+    model: str
+    """Name in requests."""
     start_s: float
 
 
@@ -42,23 +44,23 @@ def started(command: str, model: str | None = None) -> Iterator[Started]:
     begun_s = time.monotonic()
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            shlex.split(command.format(port=port)),
+            shlex.split(command.replace("{port}", str(port))),
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         try:
             try:
-                _wait(process, port, model)
+                name = _wait(process, port, model)
             except NotStarted as error:
                 raise NotStarted(f"{error}; its last line: {_last_line(log)}") from None
-            yield Started(process.pid, port, time.monotonic() - begun_s)
+            yield Started(process.pid, port, name, time.monotonic() - begun_s)
         finally:
             _stop(process)
 
 
-def _wait(process: "subprocess.Popen[bytes]", port: int, model: str | None) -> None:
-    """Wait until the server answers a request."""
+def _wait(process: "subprocess.Popen[bytes]", port: int, model: str | None) -> str:
+    """Wait until the server answers a request; the model's name."""
     messages = [{"role": "user", "content": "Hello"}]
     end_s = time.monotonic() + READY_S
     last_error: Exception | None = None
@@ -66,15 +68,14 @@ def _wait(process: "subprocess.Popen[bytes]", port: int, model: str | None) -> N
         if process.poll() is not None:
             raise NotStarted(f"the server ended with {process.returncode}")
         try:
+            name = model or _listed(port)
             request = urllib.request.Request(
                 f"http://127.0.0.1:{port}/v1/chat/completions",
-                json.dumps(
-                    {"model": model or _listed(port), "messages": messages, "max_tokens": 1}
-                ).encode(),
+                json.dumps({"model": name, "messages": messages, "max_tokens": 1}).encode(),
                 {"content-type": "application/json"},
             )
             urllib.request.urlopen(request, timeout=300).read()
-            return
+            return name
         except (OSError, KeyError, IndexError, ValueError) as error:
             if isinstance(error, urllib.error.HTTPError) and error.code == 400:
                 answer = error.read().decode(errors="replace")

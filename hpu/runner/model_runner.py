@@ -304,6 +304,8 @@ class ModelRunner(StepRunner):
                 self._sampler.remove_request(req_index)
             if self._speculation is not None:
                 self._speculation.remove_request(req_index)
+            if self._device_speculation is not None:
+                self._device_speculation.remove_request(req_index)
         if self.offload is not None:
             self.offload.apply(plan)
         if plan.moved_from:

@@ -21,6 +21,7 @@ from hpu.protocol import Bucket
 from hpu.sampling.draft_rows import NO_TOKEN
 from hpu.spec_decode.acceptance_counts import AcceptanceCounts
 from hpu.spec_decode.base import Tokens
+from hpu.spec_decode.device_search import TextSearch
 
 
 class DraftInputs(NamedTuple):
@@ -126,8 +127,9 @@ class DeviceSpeculation:
         block_size: int,
         pad_block: int,
         drafter: DeviceDrafter | None = None,
+        search: TextSearch | None = None,
     ) -> None:
-        """`drafter`: None where the known tokens draft."""
+        """`drafter`, or `search`, which drafts from known tokens."""
         self.width = 1 + method.max_drafts
         """Rows of a request."""
         self.lookback = 0 if drafter is None else lookback(drafter.shift, drafter.num_rows)
@@ -151,24 +153,43 @@ class DeviceSpeculation:
         """Host tensors that uploads read, until a launch takes them along."""
         places = _Places(block_size, pad_block)
         compiled = backend.compiled
-        self._prepare = compiled(_Prepare(method, max_model_len, places))
-        self._verified = compiled(_Verified(places))
-        self._follow = compiled(_Follow(places))
+        self._search = search
+        if search is not None:
+            self._prepare = compiled(_Prepare(search, max_model_len, places))
+            self._promise = compiled(_Promise(search, max_model_len))
         if drafter is not None:
             drafter.read_text(self.next_tokens)
+            self._verified = compiled(_Verified(places))
+            self._follow = compiled(_Follow(places))
             self._begin = compiled(_Begin(method.max_drafts, max_model_len, drafter, places))
         self._accept = backend.compiled(_Accept(self.width, max_model_len, self._scratch))
         self._append = backend.compiled(_Append(max_model_len, self._scratch))
         self._learn = backend.compiled(_Learn(max_model_len, self._scratch))
         self._limit = backend.compiled(_limit)
-        self._promise = backend.compiled(_Promise(method, max_model_len))
         # Keep the zeros out of the recipe that each new request runs.
         backend.mark_step()
-        self._write_request(self._scratch, np.zeros(1, np.uint32))
+        self.add_request(self._scratch, np.zeros(1, np.uint32))
+        self.remove_request(self._scratch)
 
     def add_request(self, req_index: int, tokens: Tokens) -> None:
         """Upload the tokens of a request."""
         self._write_request(req_index, tokens)
+        if self._search is not None:
+            _, _, num_tokens, request = self._uploaded
+            self._search.add_request(request, num_tokens)
+            self._backend.mark_step()
+
+    def remove_request(self, req_index: int) -> None:
+        """A request has ended, or is preempted."""
+        if self._search is None or not self._search.tensors:
+            return
+        host = self._backend.host_tensor(1, self._backend.index_dtype)
+        host.numpy()[:] = req_index
+        request = self._uploaded[-1]
+        self._backend.upload(request, host)
+        self._host.append(host)
+        self._search.remove_request(request, self._history, self._num_tokens)
+        self._backend.mark_step()
 
     def next_tokens(self, inputs: PrefillAttentionInputs) -> Tensor:
         """(B, Q) the known tokens behind those of a prefill, whose `state_indices` name its
@@ -195,7 +216,9 @@ class DeviceSpeculation:
         """The rows of a launch in `bucket`, whose drafts are made here."""
         rows: Rows
         if self._drafter is None:
-            rows = self._prepare(self._history, self._num_tokens, *inputs)
+            assert self._search is not None, "known tokens draft"
+            searched = self._search.tensors
+            rows = self._prepare(self._history, self._num_tokens, *inputs, *searched)
             return rows
         first, last, newest, num_drafts = self._begin(self._history, self._num_tokens, *inputs)
         position, left = last - self._drafter.shift, num_drafts
@@ -239,7 +262,12 @@ class DeviceSpeculation:
     def promise(self, accepted: Tensor, req_indices: Tensor) -> Tensor:
         """What `accept` returned first, and behind it the drafts (B, `num_promised`) that `prepare`
         will make next of the same tokens; NO_TOKEN where it makes none."""
-        promised: Tensor = self._promise(self._history, self._num_tokens, accepted, req_indices)
+        assert self._search is not None, "known tokens draft"
+        promised: Tensor
+        promised, drafts, lengths = self._promise(
+            self._history, self._num_tokens, accepted, req_indices, *self._search.tensors
+        )
+        self._search.keep(req_indices, drafts, lengths)
         self._backend.mark_step()
         return promised
 
@@ -342,17 +370,18 @@ class _Prepare:
 
     __name__ = "prepare"
 
-    def __init__(self, method: SpeculationMethod, max_len: int, places: _Places) -> None:
-        self._method = method
+    def __init__(self, search: TextSearch, max_len: int, places: _Places) -> None:
+        self._search = search
         self._max_len = max_len
         self._verified = _Verified(places)
 
     def __call__(self, history: Tensor, num_tokens: Tensor, *inputs: Tensor) -> Rows:
+        """Behind the inputs the tensors of the search."""
+        inputs, searched = inputs[: len(DraftInputs._fields)], inputs[len(DraftInputs._fields) :]
         given = DraftInputs(*inputs)
         last = num_tokens.index_select(0, given.req_indices) - 1
         known = history.view(-1, self._max_len).index_select(0, given.req_indices)
-        drafts, is_found = lookup(known, last, self._method)
-        most = torch.where(is_found, self._method.max_drafts, 0).to(last.dtype)
+        drafts, most = self._search(known, last, given.req_indices, *searched)
         newest = known.gather(1, last.clamp(0, self._max_len - 1).unsqueeze(1).long())
         num_drafts = _num_drafts(given, last, most)
         return self._verified(newest, drafts, num_drafts, last, *inputs)
@@ -414,36 +443,6 @@ class _Follow:
         return read, position, left
 
 
-def lookup(known: Tensor, last: Tensor, method: SpeculationMethod) -> tuple[Tensor, Tensor]:
-    """(B, max_drafts) drafts, and (B,) whether they are any: as hpu/spec_decode/ngram.py, of the
-    longest n-gram up to `lookup_max`. `known` (B, L) tokens, of which `last` (B,) is the index of
-    the last one."""
-    length = known.shape[1]
-    index = torch.arange(length, dtype=last.dtype, device=last.device).unsqueeze(0)
-    end = last.unsqueeze(1)
-    agrees = index < end
-    size = torch.zeros_like(known)
-    for before in range(method.lookup_max):
-        token = known.gather(1, (end - before).clamp(0, length - 1).long())
-        shifted = known
-        if before:
-            shifted = torch.nn.functional.pad(known[:, : length - before], (before, 0), value=-1)
-        agrees = agrees & (shifted == token)
-        size = size + agrees.to(size.dtype)
-    longest = size.amax(dim=1, keepdim=True)
-    is_found = longest >= method.lookup_min
-    # The most recent of the longest.
-    found = torch.where(size == longest, index, -1).amax(dim=1, keepdim=True)
-    period = end - found
-    offset = torch.ones_like(found)
-    drafts = []
-    for _ in range(method.max_drafts):
-        drafts.append(known.gather(1, (found + offset).clamp(0, length - 1).long()))
-        # A continuation that reaches the last token goes on with itself.
-        offset = torch.where(offset >= period, 1, offset + 1)
-    return torch.cat(drafts, dim=1), is_found.squeeze(1)
-
-
 class _Accept:
     """Tokens of all rows to those that are accepted, and what is written to the known tokens."""
 
@@ -488,22 +487,28 @@ def _limit(num_drafts: Tensor, limits: Tensor) -> Tensor:
 
 
 class _Promise:
-    """As DeviceSpeculation.promise."""
+    """As DeviceSpeculation.promise; and the drafts, and (B,) behind how many known tokens."""
 
     __name__ = "promise"
 
-    def __init__(self, method: SpeculationMethod, max_len: int) -> None:
-        self._method = method
+    def __init__(self, search: TextSearch, max_len: int) -> None:
+        self._search = search
         self._max_len = max_len
 
     def __call__(
-        self, history: Tensor, num_tokens: Tensor, accepted: Tensor, requests: Tensor
-    ) -> Tensor:
-        last = num_tokens.index_select(0, requests) - 1
+        self,
+        history: Tensor,
+        num_tokens: Tensor,
+        accepted: Tensor,
+        requests: Tensor,
+        *searched: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        lengths = num_tokens.index_select(0, requests)
         known = history.view(-1, self._max_len).index_select(0, requests)
-        drafts, is_found = lookup(known, last, self._method)
-        drafts = torch.where(is_found.unsqueeze(1), drafts, NO_TOKEN)
-        return torch.cat((accepted, drafts), dim=1)
+        drafts, count = self._search(known, lengths - 1, requests, *searched)
+        offsets = torch.arange(drafts.shape[1], dtype=count.dtype, device=count.device)
+        drafts = torch.where(offsets < count.unsqueeze(1), drafts, NO_TOKEN)
+        return torch.cat((accepted, drafts), dim=1), drafts, lengths
 
 
 class _Learn:

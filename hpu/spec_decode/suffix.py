@@ -20,6 +20,8 @@ NO_TOKEN = np.uint32(2**32 - 1)
 """Between two outputs."""
 OVERLAP = 8
 """Last tokens of a prompt that are kept in front of its output."""
+ROUNDING = 1e-5
+"""Of products and sums of probabilities: so that equal ones are taken for equal."""
 
 
 class Outputs:
@@ -93,7 +95,7 @@ class SuffixProposer:
             # The request's own text counts where both are as likely.
             own, own_score = self._follow(history, history, limit)
             other, score = self._follow(self._outputs.tokens, history, limit)
-            proposals.append(other if score > own_score else own)
+            proposals.append(other if score > own_score + ROUNDING else own)
         return proposals
 
     def measure(self, max_num_seqs: int) -> DraftingCosts | None:
@@ -116,7 +118,7 @@ class SuffixProposer:
             # The lowest of equally frequent ones, so that all ranks draft the same.
             token = tokens[counts.argmax()]
             probability *= float(counts.max() / counts.sum())
-            if probability < self._min_prob:
+            if probability < self._min_prob - ROUNDING:
                 break
             drafts.append(int(token))
             score += probability

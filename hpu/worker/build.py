@@ -12,6 +12,7 @@ from config.errors import ConfigError
 from config.execution import WarmupConfig
 from config.model.multimodal.vision import cross_cache_tiles, encoder_cache_rows
 from config.model.window_cache import CacheSizes, rings_hold_more
+from config.params.speculation import SUFFIX
 from hpu.distributed.agreement import Agreement
 from hpu.distributed.process_groups import SINGLE
 from hpu.gaudi_devices import GIB
@@ -46,7 +47,6 @@ from hpu.spec_decode.speculation import Speculation
 from hpu.warmup.order import split_graphs
 from hpu.worker.block_offload import BlockOffload, check_offload
 from hpu.worker.drafting import (
-    drafts_on_device,
     keeping_hidden,
     make_draft_caches,
     make_speculations,
@@ -179,16 +179,17 @@ def check_speculation(loaded: LoadedModel) -> None:
             f"--speculative-config names the method {method.method}, and prompts of {what} have "
             "tokens of images, which are behind the vocabulary and would be drafted"
         )
-    if not (loaded.backend.shares_host_memory or drafts_on_device(method)):
-        raise ConfigError(
-            f"--speculative-config names the method {method.method}, and the device is "
-            f"{loaded.backend.name}: it searches texts on the host, which there does not know the "
-            "last tokens yet; ngram, draft models and heads draft on the device"
-        )
     if not (loaded.backend.shares_host_memory or loaded.backend.compiles):
         raise ConfigError(
             f"--speculative-config names the method {method.method}, and the device is "
             f"{loaded.backend.name}: drafts are verified on hpu and on cpu"
+        )
+    stages, cached = loaded.link.stage.size, method.suffix.max_cached_requests
+    if method.method == SUFFIX and stages > 1 and cached and not loaded.backend.shares_host_memory:
+        raise ConfigError(
+            f"suffix_decoding_max_cached_requests is {cached} and --pipeline-parallel-size is "
+            f"{stages}: on {loaded.backend.name} stages do not know all tokens of earlier "
+            "requests; with 0 they search the request's own text"
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from config.errors import ConfigError
-from config.params.speculation import NGRAM, SpeculationMethod
+from config.params.speculation import NGRAM, SUFFIX, SpeculationMethod
 from hpu.distributed.agreement import Agreement
 from hpu.layers.metadata import AttentionInputs
 from hpu.models.base import CausalLM
@@ -26,6 +26,8 @@ from hpu.runner.kv_cache import KVCache
 from hpu.sampling.sampler import Sampler
 from hpu.spec_decode.acceptance_counts import AcceptanceCounts
 from hpu.spec_decode.device import DeviceSpeculation
+from hpu.spec_decode.device_search import NgramSearch, TextSearch
+from hpu.spec_decode.device_suffix import SuffixSearch
 from hpu.spec_decode.draft_lengths import DraftLengths
 from hpu.spec_decode.select import select_proposer
 from hpu.spec_decode.speculation import Speculation
@@ -168,6 +170,16 @@ def make_speculations(
         )
         return Speculations(on_host, hidden_cache=None if caches is None else caches.hidden)
     drafter = _device_drafter(loaded, method, caches, sampler, graphs)
+    search: TextSearch | None = None
+    if method.method == NGRAM:
+        search = NgramSearch(method)
+    elif method.method == SUFFIX:
+        search = SuffixSearch(
+            method,
+            loaded.backend,
+            max_num_reqs=batch_state.max_num_reqs,
+            max_model_len=loaded.max_model_len,
+        )
     on_device = DeviceSpeculation(
         method,
         loaded.backend,
@@ -177,13 +189,9 @@ def make_speculations(
         block_size=loaded.block_size,
         pad_block=batch_state.pad_block,
         drafter=drafter,
+        search=search,
     )
     return Speculations(on_device=on_device, drafter=drafter)
-
-
-def drafts_on_device(method: SpeculationMethod) -> bool:
-    """Whether a device with its own memory can draft by `method`."""
-    return method.method == NGRAM or method.has_drafter
 
 
 def _draft_runner(

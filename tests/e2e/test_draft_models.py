@@ -150,8 +150,8 @@ def test_another_vocabulary_ends_the_start(folder: Path, tmp_path: Path) -> None
         run(folder, **drafts(other))
 
 
-def test_other_devices_refuse_what_the_host_searches(folder: Path) -> None:
-    suffix = {"speculative_config": {"method": "suffix"}}
+def test_stages_on_cards_do_not_search_outputs_of_earlier_requests(folder: Path) -> None:
+    suffix = {"speculative_config": {"method": "suffix"}, "pipeline_parallel_size": 2}
 
-    with pytest.raises(ConfigError, match=r"suffix, and the device is .*: it searches texts on"):
+    with pytest.raises(ConfigError, match=r"cached_requests is 10000 and --pipeline-parallel-size"):
         run(folder, device="hpu-emulator", dtype="bfloat16", **suffix)

@@ -204,7 +204,10 @@ def test_two_cards_draft_the_same(method: str, tmp_path: Path) -> None:
     check_nothing_was_compiled(stats)
 
 
-@pytest.mark.parametrize("method", ["eagle", pytest.param("mtp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "method",
+    ["eagle", *(pytest.param(method, marks=pytest.mark.slow) for method in ("eagle3", "mtp"))],
+)
 @pytest.mark.parametrize(
     "flags",
     [

@@ -37,6 +37,13 @@ CARD: dict[str, Any] = {
         "prompt_lookup_max": 3,
     },
 }
+SUFFIX: dict[str, Any] = {
+    "method": "suffix",
+    "num_speculative_tokens": 3,
+    "suffix_decoding_max_spec_factor": 4.0,
+    "suffix_decoding_max_cached_requests": 20,
+}
+METHODS = {"ngram": CARD["speculative_config"], "suffix": SUFFIX}
 
 
 def requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -80,15 +87,27 @@ def _rounded(logprobs: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "mode", ["hpu-graphs", pytest.param("torch-compile", marks=pytest.mark.slow)]
+    ("method", "mode"),
+    [
+        ("ngram", "hpu-graphs"),
+        *(
+            pytest.param(method, mode, marks=pytest.mark.slow)
+            for method, mode in (
+                ("suffix", "hpu-graphs"),
+                ("ngram", "torch-compile"),
+                ("suffix", "torch-compile"),
+            )
+        ),
+    ],
 )
 def test_the_card_gives_the_tokens_of_the_cpu_and_compiles_nothing(
-    mode: str, tmp_path: Path
+    method: str, mode: str, tmp_path: Path
 ) -> None:
     folder = make_tiny("llama", tmp_path, num_hidden_layers=1)
     expected, _ = run(folder, 80, device="cpu")
 
-    found, after = run(folder, 80, execution_mode=mode, **CARD)
+    card = {**CARD, "speculative_config": METHODS[method]}
+    found, after = run(folder, 80, execution_mode=mode, **card)
 
     assert found == expected
     assert after.spec_decode["num_accepted_tokens"] > 50
@@ -124,9 +143,17 @@ def test_drafts_of_requests_that_are_not_greedy_are_accepted(name: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    "mode", ["hpu-graphs", pytest.param("torch-compile", marks=pytest.mark.slow)]
+    ("method", "mode"),
+    [
+        ("ngram", "hpu-graphs"),
+        pytest.param("suffix", "hpu-graphs", marks=pytest.mark.slow),
+        pytest.param("ngram", "torch-compile", marks=pytest.mark.slow),
+        pytest.param("suffix", "torch-compile", marks=pytest.mark.slow),
+    ],
 )
-def test_drafts_behind_which_a_grammar_holds_are_accepted(mode: str, tmp_path: Path) -> None:
+def test_drafts_behind_which_a_grammar_holds_are_accepted(
+    method: str, mode: str, tmp_path: Path
+) -> None:
     folder = make_tiny("llama", tmp_path, num_hidden_layers=1)
     pairs = GrammarSpec("regex", "((a[b-d]|[0-9]{2}),){5,20}")
     params = [
@@ -142,7 +169,8 @@ def test_drafts_behind_which_a_grammar_holds_are_accepted(mode: str, tmp_path: P
     with LLM(str(folder), device="cpu", **flags) as llm:
         expected = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
 
-    few = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_prefill_batch": 1}
+    few: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 32}
+    few |= {"max_prefill_batch": 1, "speculative_config": METHODS[method]}
     with LLM(str(folder), **{**flags, **CARD, **few, "execution_mode": mode}) as llm:
         outputs = llm.generate(prompts, params)
         stats = llm._client.stats

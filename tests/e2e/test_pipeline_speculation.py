@@ -52,6 +52,23 @@ def test_stages_with_drafts_give_the_tokens_of_one_worker_without(
     assert stats.spec_decode["num_accepted_tokens"] > 20
 
 
+@pytest.mark.slow
+def test_two_stages_of_two_ranks_verify_the_same_drafts(folder: Path) -> None:
+    plain, _ = run(folder, SAMPLINGS)
+
+    found, stats = run(
+        folder,
+        SAMPLINGS,
+        speculative_config=NGRAM,
+        pipeline_parallel_size=2,
+        tensor_parallel_size=2,
+        compare_ranks=True,
+    )
+
+    assert choices(found) == choices(plain)
+    assert stats.spec_decode["num_accepted_tokens"] > 20
+
+
 PAIRS = SamplingParams(
     temperature=0,
     max_tokens=64,
@@ -82,10 +99,22 @@ CARD: dict[str, Any] = {
 }
 
 
+OWN_TEXT: dict[str, Any] = {
+    "method": "suffix",
+    "num_speculative_tokens": 4,
+    "suffix_decoding_max_cached_requests": 0,
+    "suffix_decoding_max_spec_factor": 4.0,
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize(
+    ("stages", "keys"),
+    [(2, NGRAM), (3, NGRAM), (2, OWN_TEXT)],
+    ids=["2 ngram", "3 ngram", "2 suffix"],
+)
 def test_stages_on_emulated_cards_draft_the_same_and_compile_nothing(
-    stages: int, folder: Path
+    stages: int, keys: dict[str, Any], folder: Path
 ) -> None:
     samplings = [PAIRS, *SAMPLINGS[1:]]
     flags: dict[str, Any] = {"skip_tokenizer_init": False}
@@ -96,7 +125,7 @@ def test_stages_on_emulated_cards_draft_the_same_and_compile_nothing(
         samplings,
         **CARD,
         **flags,
-        speculative_config={key: NGRAM[key] for key in NGRAM if key != "adaptive"},
+        speculative_config={key: keys[key] for key in keys if key != "adaptive"},
         pipeline_parallel_size=stages,
     )
 

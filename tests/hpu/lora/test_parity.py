@@ -155,6 +155,15 @@ def test_tensor_parallel_ranks_divide_adapters(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_tensor_parallel_ranks_divide_adapters_of_experts(tmp_path: Path) -> None:
+    base = make_tiny("qwen3_moe", tmp_path / "base")
+    one = write_adapter(tmp_path / "one", base, seed=1)
+    two = write_adapter(tmp_path / "two", base, targets=ATTENTION, seed=2)
+
+    check(tmp_path, base, {"one": one, "two": two}, tensor_parallel_size=2, compare_ranks=True)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["hpu-graphs", "torch-compile"])
 def test_on_the_emulated_card(mode: str, tmp_path: Path) -> None:
     base = make_tiny("llama", tmp_path / "base")

@@ -274,3 +274,34 @@ def test_a_card_verifies_drafts_by_the_adapter_of_their_request(tmp_path: Path) 
     assert found[0] == found[1]
     assert stats.spec_decode["num_accepted_tokens"] > 0
     assert (stats.recompilations, stats.cpu_fallbacks) == (0, 0)
+
+
+@pytest.mark.parametrize("method", ["ngram", pytest.param("draft_model", marks=pytest.mark.slow)])
+def test_drafts_of_adapters_with_prefix_hits_and_preemptions(method: str, tmp_path: Path) -> None:
+    base = make_tiny("llama", tmp_path / "base")
+    folders = [write_adapter(tmp_path / name, base, seed=ord(name)) for name in "ab"]
+    settings: dict[str, Any] = {**CPU, "enable_lora": True, "max_loras": 2, "block_size": 8}
+    settings["lora_modules"] = [f"{folder.name}={folder}" for folder in folders]
+    settings |= {"max_num_batched_tokens": 24, "max_model_len": 96}
+    shared = [5 + 7 * i % 301 for i in range(33)]
+    prompts = [{"prompt_token_ids": [*shared, 9 + i]} for i in range(9)]
+    names = [None, "a", "b"] * 3
+    requests = [None if name is None else LoRARequest(name, 1) for name in names]
+    greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    keys: dict[str, Any] = {"method": method, "num_speculative_tokens": 4, "adaptive": False}
+    keys |= {"model": str(base)} if method == "draft_model" else {"prompt_lookup_min": 1}
+
+    def answers(**flags: Any) -> tuple[list[Any], Any, int]:
+        with LLM(str(base), **{**settings, **flags}) as llm:
+            outputs = llm.generate(prompts, greedy, use_tqdm=False, lora_request=requests)
+            again = llm.generate(prompts, greedy, use_tqdm=False, lora_request=requests)
+            tokens = [output.outputs[0].token_ids for output in (*outputs, *again)]
+            return tokens, llm._client.stats, sum(o.num_cached_tokens or 0 for o in again)
+
+    expected, _, _ = answers()
+
+    found, stats, num_cached = answers(num_gpu_blocks_override=30, speculative_config=keys)
+
+    assert found == expected
+    assert stats.preemptions > 0 and num_cached > 0
+    assert stats.spec_decode["num_accepted_tokens"] > 0

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from config.params.speculation import SpeculationMethod
-from hpu.spec_decode.device import lookup
+from hpu.spec_decode.device_search import lookup
 from hpu.spec_decode.ngram import lookup as lookup_on_host
 
 LENGTH = 40

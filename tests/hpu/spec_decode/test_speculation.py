@@ -1,5 +1,7 @@
 """Verification gives the distribution of the target, whatever is drafted."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -8,13 +10,16 @@ from hpu.backends.cpu import CpuBackend
 from hpu.protocol import DECODE, Launch, NewRequest, RequestSampling
 from hpu.sampling.sampler import Sampler
 from hpu.spec_decode.acceptance_counts import AcceptanceCounts
-from hpu.spec_decode.base import Proposal, Tokens
+from hpu.spec_decode.base import Proposal, Proposer, Tokens
 from hpu.spec_decode.draft_lengths import DraftLengths
+from hpu.spec_decode.ngram import NgramProposer
 from hpu.spec_decode.speculation import Speculation
+from hpu.spec_decode.suffix import SuffixProposer
 
 CPU = CpuBackend(torch.get_num_threads())
 VOCAB = 6
-START = 2
+PROMPT = [2, 3, 2, 1, 2, 4, 0, 5, 1, 1, 2]
+START, END = PROMPT[-1], len(PROMPT) + 2
 NUM_REQUESTS, NUM_ROUNDS = 400, 50
 MAX_CHI_SQUARE = 75.0
 """Of 35 degrees of freedom: exceeded by chance once in ten thousand times."""
@@ -23,10 +28,10 @@ LOGITS = 0.6 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed
 
 
 class Chains:
-    """Requests whose histories are their tokens; all start with START."""
+    """Requests whose histories are their tokens; all start with PROMPT."""
 
     def __init__(self, num_requests: int) -> None:
-        self.chains = [[START] for _ in range(num_requests)]
+        self.chains = [[*PROMPT] for _ in range(num_requests)]
 
     def tokens(self, req_index: int) -> Tokens:
         return np.array(self.chains[req_index], np.uint32)
@@ -56,11 +61,27 @@ class FixedProposer:
         return None
 
 
+def suffixes() -> SuffixProposer:
+    return SuffixProposer(
+        max_depth=9, max_cached_requests=50, max_spec_factor=4.0, min_token_prob=0.1
+    )
+
+
 @pytest.mark.parametrize(
-    ("settings", "scale"),
-    [({}, 1.0), ({"temperature": 0.7}, 1 / 0.7), ({"temperature": 2.0}, 0.5)],
+    ("settings", "scale", "make_proposer"),
+    [
+        ({}, 1.0, FixedProposer),
+        ({"temperature": 0.7}, 1 / 0.7, FixedProposer),
+        ({"temperature": 2.0}, 0.5, FixedProposer),
+        ({}, 1.0, lambda: NgramProposer(3, 1)),
+        ({}, 1.0, suffixes),
+    ],
+    ids=["fixed", "fixed, 0.7", "fixed, 2.0", "ngram", "suffix"],
 )
-def test_pairs_of_tokens_are_drawn_by_the_target(settings: dict[str, float], scale: float) -> None:
+def test_pairs_of_tokens_are_drawn_by_the_target(
+    settings: dict[str, float], scale: float, make_proposer: Callable[[], Proposer]
+) -> None:
+    proposer = make_proposer()
     probabilities = torch.softmax(LOGITS * scale, dim=-1).numpy()
     expected = probabilities[START][:, None] * probabilities * NUM_REQUESTS * NUM_ROUNDS
     found = np.zeros((VOCAB, VOCAB))
@@ -73,21 +94,22 @@ def test_pairs_of_tokens_are_drawn_by_the_target(settings: dict[str, float], sca
         chains = Chains(NUM_REQUESTS)
         sampler = Sampler(NUM_REQUESTS, VOCAB, CPU, static_shapes=False)
         speculation = Speculation(
-            FixedProposer(), chains, sampler, DraftLengths(3, None), AcceptanceCounts(count)
+            proposer, chains, sampler, DraftLengths(3, None), AcceptanceCounts(count)
         )
         for index in range(NUM_REQUESTS):
             sampling = RequestSampling(seed=round_number * NUM_REQUESTS + index, **settings)
-            sampler.add_request(index, sampling, np.array([START], np.uint32), 1)
-            tokens = memoryview(np.array([START], "<u4").tobytes())
-            speculation.add_request(NewRequest(index, tokens, 1, 0, [], sampling))
-        while unfinished := [i for i, chain in enumerate(chains.chains) if len(chain) < 3]:
+            sampler.add_request(index, sampling, np.array(PROMPT, np.uint32), len(PROMPT))
+            tokens = memoryview(np.array(PROMPT, "<u4").tobytes())
+            speculation.add_request(NewRequest(index, tokens, len(PROMPT), 0, [], sampling))
+        while unfinished := [i for i, chain in enumerate(chains.chains) if len(chain) < END]:
             drafts = speculation.draft(Launch(DECODE, (len(unfinished), 1, 1), unfinished))
             rows = drafts.rows([chains.chains[i][-1] for i in unfinished])
             verified = speculation.verify(drafts, None, LOGITS[torch.from_numpy(rows)])
             for index, tokens_of_one in zip(unfinished, verified.tokens, strict=True):
                 chains.chains[index] += tokens_of_one
-        for chain in chains.chains:
-            found[chain[1], chain[2]] += 1
+        for index, chain in enumerate(chains.chains):
+            found[chain[END - 2], chain[END - 1]] += 1
+            speculation.remove_request(index)
 
     chi_square = float(((found - expected) ** 2 / expected).sum())
     assert found.sum() == NUM_REQUESTS * NUM_ROUNDS == 20_000

@@ -1,0 +1,191 @@
+"""SuffixSearch: suffix.py on a device with its own memory, by tensor operations of static shapes.
+
+Outputs of requests that have ended lie in a ring of tokens on the device: an output is copied there
+from the known tokens, whose length only the device knows then. Continuations are counted among the
+latest matches alone.
+"""
+
+import torch
+from torch import Tensor
+
+from config.params.speculation import SpeculationMethod
+from hpu.backends.base import Backend
+from hpu.sampling.draft_rows import NO_TOKEN
+from hpu.spec_decode.suffix import OVERLAP, ROUNDING
+
+MAX_OUTPUT_TOKENS = 1 << 15
+"""Of all outputs: each launch compares them with the last tokens of all its requests."""
+MAX_MATCHES = 64
+"""Of the longest matches, so many of the latest ones are counted."""
+
+
+class SuffixSearch:
+    """A TextSearch (hpu/spec_decode/device_search.py)."""
+
+    def __init__(
+        self, method: SpeculationMethod, backend: Backend, *, max_num_reqs: int, max_model_len: int
+    ) -> None:
+        self._backend = backend
+        self._limits = limits = method.suffix
+        self._max_drafts = method.max_drafts
+        self._max_len = max_model_len
+        # With room for what an output that does not fit at the end leaves there.
+        num_outputs = limits.max_cached_requests + 1 if limits.max_cached_requests else 0
+        self._size = min(MAX_OUTPUT_TOKENS, num_outputs * (max_model_len + 1))
+        """Tokens of the ring; 0: only the request's own text is searched."""
+
+        def zeros(count: int) -> Tensor:
+            return backend.zeros((count,), backend.index_dtype)
+
+        # One entry more: writes that are none go there.
+        self._outputs = zeros(self._size + 1)
+        self._writers = zeros(self._size + 1)
+        """Number of the output that each token of the ring is of, from 1; 0: of none."""
+        self._ring = zeros(2)
+        """Where the next output begins, and how many there were."""
+        self._prompt_lens = zeros(max_num_reqs + 1)
+        # What was promised of each request, and behind how many tokens.
+        self._promised = zeros((max_num_reqs + 1) * self._max_drafts)
+        self._promised_at = zeros(max_num_reqs + 1)
+        self._none = zeros(1)
+        self._remember = backend.compiled(_Remember(self._size, max_model_len))
+        backend.mark_step()
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self._outputs, self._writers, self._ring, self._promised, self._promised_at)
+
+    def add_request(self, req_index: Tensor, num_tokens: Tensor) -> None:
+        self._prompt_lens.index_copy_(0, req_index, num_tokens)
+        self._promised_at.index_copy_(0, req_index, self._none)
+
+    def remove_request(self, req_index: Tensor, history: Tensor, num_tokens: Tensor) -> None:
+        if not self._size:
+            return
+        index, tokens, writers, ring = self._remember(
+            history, num_tokens, self._prompt_lens, self._ring, req_index
+        )
+        self._outputs.index_copy_(0, index, tokens)
+        self._writers.index_copy_(0, index, writers)
+        self._ring.copy_(ring)
+
+    def keep(self, req_indices: Tensor, drafts: Tensor, num_tokens: Tensor) -> None:
+        # Another request may end before the next launch, and change what is found.
+        offsets = torch.arange(self._max_drafts, dtype=req_indices.dtype, device=drafts.device)
+        index = req_indices.unsqueeze(1) * self._max_drafts + offsets
+        self._promised.index_copy_(0, index.reshape(-1), drafts.reshape(-1))
+        self._promised_at.index_copy_(0, req_indices, num_tokens)
+
+    def __call__(
+        self, known: Tensor, last: Tensor, req_indices: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        outputs, writers, ring, promised, promised_at = tensors
+        length = known.shape[1]
+        ends = torch.arange(length, dtype=last.dtype, device=last.device).unsqueeze(0)
+        end = last.unsqueeze(1)
+        # The newest token first, NO_TOKEN in front of the first one.
+        depths = torch.arange(self._limits.max_depth - 1, dtype=last.dtype, device=last.device)
+        column = end - depths
+        recent = known.gather(1, column.clamp(0, length - 1).long())
+        recent = torch.where(column >= 0, recent, -1)
+        own = torch.where(ends <= end, known, NO_TOKEN)
+        drafts, count, score = self._follow(own, ends < end, recent)
+        if self._size:
+            first = ring[1] - self._limits.max_cached_requests
+            is_kept = (writers > 0) & (writers > first)
+            text = torch.where(is_kept, outputs, NO_TOKEN)[: self._size].unsqueeze(0)
+            others = self._follow(text.expand(len(known), -1), text >= 0, recent)
+            # The request's own text counts where both are as likely.
+            is_better = others[2] > score + ROUNDING
+            drafts = torch.where(is_better.unsqueeze(1), others[0], drafts)
+            count = torch.where(is_better, others[1], count)
+        stored = promised.view(-1, self._max_drafts).index_select(0, req_indices)
+        is_promised = promised_at.index_select(0, req_indices) == last + 1
+        drafts = torch.where(is_promised.unsqueeze(1), stored, drafts)
+        num_stored = (stored != NO_TOKEN).sum(1, dtype=count.dtype)
+        return drafts.clamp(min=0), torch.where(is_promised, num_stored, count)
+
+    def _follow(
+        self, text: Tensor, is_end: Tensor, recent: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, max_drafts) drafts behind the longest matches of the `recent` tokens (B, depth) in
+        `text` (B, T), which may end where `is_end`; (B,) how many; (B,) how many of them are
+        expected to be accepted."""
+        limits, width = self._limits, text.shape[1]
+        agrees, size = is_end, torch.zeros_like(text)
+        for depth in range(min(limits.max_depth - 1, width)):
+            shifted = text
+            if depth:
+                shifted = torch.nn.functional.pad(text[:, : width - depth], (depth, 0), value=-3)
+            agrees = agrees & (shifted == recent[:, depth : depth + 1])
+            size = size + agrees.to(size.dtype)
+        longest = size.amax(dim=1, keepdim=True)
+        index = torch.arange(width, dtype=torch.float32, device=text.device).unsqueeze(0)
+        latest = torch.where((size == longest) & (size > 0), index, -1.0)
+        found = latest.topk(min(MAX_MATCHES, width), dim=1).values
+        is_alive, position = found >= 0, found.to(text.dtype)
+        longest = longest.squeeze(1)
+        most = (longest * limits.max_spec_factor).to(text.dtype).clamp(max=self._max_drafts)
+        most = torch.minimum(most, limits.max_depth - longest)
+        is_going = longest > 0
+        probability = torch.ones_like(found[:, 0])
+        score, count = torch.zeros_like(probability), torch.zeros_like(longest)
+        drafts = []
+        for number in range(self._max_drafts):
+            position = position + 1
+            tokens = text.gather(1, position.clamp(max=width - 1).long())
+            is_alive = is_alive & (position < width) & (tokens >= 0)
+            is_same = tokens.unsqueeze(1) == tokens.unsqueeze(2)
+            counts = (is_same & is_alive.unsqueeze(1)).sum(2, dtype=torch.float32)
+            counts = torch.where(is_alive, counts, 0.0)
+            frequent, total = counts.amax(dim=1), is_alive.sum(1, dtype=torch.float32)
+            # The lowest of equally frequent ones, as on the host.
+            is_frequent = is_alive & (counts == frequent.unsqueeze(1))
+            token = torch.where(is_frequent, tokens, torch.iinfo(torch.int32).max).amin(dim=1)
+            probability = probability * frequent / total.clamp(min=1.0)
+            is_likely = probability >= limits.min_token_prob - ROUNDING
+            is_going = is_going & (frequent > 0) & is_likely
+            is_going = is_going & (most > number)
+            score = score + torch.where(is_going, probability, 0.0)
+            count = count + is_going.to(count.dtype)
+            drafts.append(torch.where(is_going, token, NO_TOKEN).unsqueeze(1))
+            is_alive = is_alive & (tokens == token.unsqueeze(1))
+        return torch.cat(drafts, dim=1), count, score
+
+
+class _Remember:
+    """A request that has ended to what is written to the ring."""
+
+    __name__ = "remember"
+
+    def __init__(self, size: int, max_model_len: int) -> None:
+        self._size = size
+        self._max_len = max_model_len
+
+    def __call__(
+        self,
+        history: Tensor,
+        num_tokens: Tensor,
+        prompt_lens: Tensor,
+        ring: Tensor,
+        req_index: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(L + 1,) indices, tokens and numbers of the output, and the new `ring`."""
+        length = self._max_len
+        known = history.view(-1, length).index_select(0, req_index).squeeze(0)
+        end = num_tokens.index_select(0, req_index).clamp(max=length)
+        prompt_len = prompt_lens.index_select(0, req_index)
+        start = (prompt_len - OVERLAP).clamp(min=0)
+        count = end - start
+        is_output = (end > prompt_len) & (count < self._size)
+        offsets = torch.arange(length + 1, dtype=end.dtype, device=end.device)
+        tokens = known.index_select(0, (start + offsets).clamp(max=length - 1))
+        # NO_TOKEN behind each output.
+        tokens = torch.where(offsets < count, tokens, NO_TOKEN)
+        begin, number = ring[0], ring[1] + 1
+        # In one piece: matches do not go on at the other end.
+        begin = torch.where(begin + count + 1 > self._size, 0, begin)
+        is_written = is_output & (offsets <= count)
+        index = torch.where(is_written, begin + offsets, self._size)
+        new = torch.cat((begin + count + 1, number.unsqueeze(0)))
+        return index, tokens, number.expand(length + 1), torch.where(is_output, new, ring)
