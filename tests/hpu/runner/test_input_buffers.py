@@ -33,7 +33,7 @@ def test_what_is_written_for_a_prefill_is_what_its_context_holds(kind: type[CpuB
         is_static=True,
         names_requests=True,
         has_adapters=True,
-        image_fields=ImageFields(True, True, True),
+        image_fields=ImageFields(True, True, True, num_tiles=5),
     )
     arrays = inputs.host_arrays()
     assert isinstance(arrays, PrefillArrays)
@@ -48,7 +48,7 @@ def test_what_is_written_for_a_prefill_is_what_its_context_holds(kind: type[CpuB
     assert inputs.last_token_indices is not None
     own, others = context[:5], context[5:]
     sent = [inputs.tokens, *own, inputs.last_token_indices, inputs.req_indices, *others]
-    assert [tensor.unique().tolist() for tensor in sent] == [[i] for i in range(13)]
+    assert [tensor.unique().tolist() for tensor in sent] == [[i] for i in range(15)]
     assert [tuple(tensor.shape) for tensor in sent] == [
         (2, 3),
         (2, 3),
@@ -63,6 +63,8 @@ def test_what_is_written_for_a_prefill_is_what_its_context_holds(kind: type[CpuB
         (2, 3),
         (2, 3),
         (3, 2, 3),
+        (2, 5),
+        (2, 2, 3),
     ]
 
 
@@ -82,8 +84,8 @@ def test_what_is_written_for_a_decode_is_what_its_context_holds(kind: type[CpuBa
     context = inputs.context
     assert isinstance(context, DecodeAttentionInputs)
     assert context.positions.shape == (2, 1)
-    *context, states, lora_slots, rope_positions = context
-    assert lora_slots is None and rope_positions is None
+    *context, states, lora_slots, rope_positions, cross_tiles, cross_spans = context
+    assert lora_slots is rope_positions is cross_tiles is cross_spans is None
     assert [t.unique().tolist() for t in [inputs.req_indices, *context]] == [[i] for i in range(7)]
     assert torch.equal(states, inputs.req_indices)
     assert inputs.tokens.shape == (2, 1)
