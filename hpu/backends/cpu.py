@@ -35,6 +35,7 @@ from hpu.native.library import (
     Stacks,
     has_experts_kernel,
     has_kernel,
+    multiplies_in_tiles,
     open_library,
 )
 from hpu.native.shared_sums import SharedSums
@@ -202,7 +203,14 @@ class CpuBackend(Backend):
         return model
 
     def prepare_tower(self, tower: nn.Module) -> None:
-        use_cpu_kernels_in_tower(tower)
+        library = self._library
+
+        def pack(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+            if library is not None and multiplies_in_tiles(library, weight):
+                return PackedLinear(library, weight, bias)
+            return packed_linear(weight, bias)
+
+        use_cpu_kernels_in_tower(tower, pack)
 
     def _multiplies(self, dtype: torch.dtype) -> bool:
         """Whether our kernels do, on a CPU without bfloat16 instructions as well."""

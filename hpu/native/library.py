@@ -18,7 +18,7 @@ from config.loading.env import cache_home
 from config.model.decoder_spec import ClampedSwiGLU
 from hpu.host import cpu_flags
 from hpu.native.pages import HugePages
-from hpu.native.panels import INT8_ROWS, PANEL, kind_of, to_panels
+from hpu.native.panels import INT8_ROWS, PANEL, TILE_INPUTS, kind_of, to_panels
 from hpu.quantization.quantized_weight import Mxfp4Weight, QuantizedWeight
 
 logger = logging.getLogger(__name__)
@@ -268,6 +268,12 @@ def has_kernel(weight: Tensor | QuantizedWeight) -> bool:
         return kind_of(weight) is not None
     out_features, in_features = weight.shape
     return out_features % PANEL == 0 and in_features % 2 == 0
+
+
+def multiplies_in_tiles(library: Library, weight: Tensor) -> bool:
+    """Whether products of many rows with `weight` (out, in) bfloat16 run in tiles: with fewer
+    inputs than fill one, and without tiles, torch's are faster."""
+    return library.has_tiles and has_kernel(weight) and weight.shape[1] % TILE_INPUTS == 0
 
 
 def has_experts_kernel(stacks: Stacks, activation: str | ClampedSwiGLU) -> bool:

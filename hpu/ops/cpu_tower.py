@@ -16,12 +16,16 @@ ATTENTIONS = ("VisionAttention", "Qwen2_5_VLVisionAttention", "Qwen3VLVisionAtte
 """Classes of transformers that cut the patches at `cu_seqlens` and attend within each part."""
 
 
-def use_cpu_kernels_in_tower(tower: nn.Module) -> int:
-    """Replace them in a loaded tower; gives their number. A packed product has its weight, its
-    module an empty one."""
+Pack = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
+"""As `packed_linear`."""
+
+
+def use_cpu_kernels_in_tower(tower: nn.Module, pack: Pack = packed_linear) -> int:
+    """Replace them in a loaded tower, products by what `pack` gives; gives their number. A packed
+    product has its weight, its module an empty one."""
     count = 0
     for module in tower.modules():
-        forward = _forward(module)
+        forward = _forward(module, pack)
         if forward is not None:
             replaced: Any = module
             replaced.forward = forward
@@ -29,19 +33,19 @@ def use_cpu_kernels_in_tower(tower: nn.Module) -> int:
     return count
 
 
-def _forward(module: Any) -> Forward | None:
+def _forward(module: Any, pack: Pack) -> Forward | None:
     if type(module).__name__ in ATTENTIONS and module.qkv.weight.dtype == torch.bfloat16:
         return _attention(module)
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or not can_pack(weight.dtype, weight.device):
         return None
     if type(module) is nn.Linear:
-        forward = packed_linear(weight.detach(), module.bias)
+        forward = pack(weight.detach(), module.bias)
         # Some ask for its data type.
         weight.data = weight.new_empty(0)
         return forward
     if isinstance(module, nn.Conv3d) and _is_whole(module):
-        return _patch_product(module)
+        return _patch_product(module, pack)
     if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
         return _rms_norm(weight, float(module.variance_epsilon))
     return None
@@ -56,11 +60,11 @@ def _is_whole(module: nn.Conv3d) -> bool:
     )
 
 
-def _patch_product(module: nn.Conv3d) -> Forward:
+def _patch_product(module: nn.Conv3d, pack: Pack) -> Forward:
     """Of patches (n, channels, time, height, width) of the size of the kernel, as (n, out, 1, 1,
     1): a convolution of torch takes many times as long."""
     original, size = module.forward, tuple(module.kernel_size)
-    multiply = packed_linear(module.weight.detach().flatten(1), module.bias)
+    multiply = pack(module.weight.detach().flatten(1), module.bias)
 
     def forward(patches: Tensor) -> Tensor:
         if tuple(patches.shape[2:]) != size:

@@ -9,8 +9,10 @@ from tiny_vision_models import make_tiny_vision, prepare
 from torch import nn
 
 from config.model.read_config import read_model_config
+from hpu.backends.cpu import CpuBackend
 from hpu.model_loader.loader import load_weights
 from hpu.multimodal.tower import VisionTower
+from hpu.native.library import PackedLinear
 from hpu.ops.cpu import can_pack
 from hpu.ops.cpu_tower import ATTENTIONS, _attend_within, use_cpu_kernels_in_tower
 
@@ -25,8 +27,9 @@ def load(folder: Path, dtype: torch.dtype) -> VisionTower:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("is_ours", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_embeddings_are_those_of_plain_modules(name: str, tmp_path: Path) -> None:
+def test_embeddings_are_those_of_plain_modules(name: str, is_ours: bool, tmp_path: Path) -> None:
     if not can_pack(torch.bfloat16, CPU):
         pytest.skip("no products in bfloat16")
     whole = make_tiny_vision(name, tmp_path)
@@ -37,10 +40,15 @@ def test_embeddings_are_those_of_plain_modules(name: str, tmp_path: Path) -> Non
     plain = tower(picture.tensors).float()
     num_linears = sum(type(one) is nn.Linear for one in tower.modules())
 
-    count = use_cpu_kernels_in_tower(tower)
+    if is_ours:
+        backend = CpuBackend()
+        backend.prepare_tower(tower)
+        ours = [isinstance(one.forward, PackedLinear) for one in tower.modules()]
+        assert any(ours) == (backend._library is not None and backend._library.has_tiles)
+    else:
+        assert use_cpu_kernels_in_tower(tower) >= num_linears > 0
 
     found = tower(picture.tensors).float()
-    assert count >= num_linears > 0
     if name.startswith("qwen"):
         assert any(type(one).__name__ in ATTENTIONS for one in tower.modules())
     assert found.shape == exact.shape
