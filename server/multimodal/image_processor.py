@@ -1,6 +1,7 @@
 """Decodes images and videos and preprocesses them with the image processor of transformers that a
 checkpoint names. For an isolated process only: it imports transformers."""
 
+import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ INPUTS = (
 )
 """Arguments of the towers; what else a processor gives, only the prompt's text needs."""
 _SHOWN = 200
+WARM_UP_PIXELS = 224
+"""On each side of the image that is processed at the start."""
 
 
 class ImageProcessor:
@@ -58,6 +61,12 @@ class ImageProcessor:
         except BadImage as error:
             answer = Answer(error=str(error))
         return msgspec.msgpack.encode(answer)
+
+    def warm_up(self) -> None:
+        """Process one image, so that forks of this process find imported what needs to be."""
+        file = io.BytesIO()
+        Image.new("RGB", (WARM_UP_PIXELS, WARM_UP_PIXELS)).save(file, "PNG")
+        self.call(IMAGE + file.getvalue())
 
     def process(self, image: Image.Image) -> Answer:
         """Preprocess an RGB image. Raises BadImage for one that the processor does not take."""

@@ -83,5 +83,6 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
         # Reported at the start, when the facts are asked for.
         facts = msgspec.msgpack.encode(ImageFacts(error=str(error)))
         return lambda data: facts
+    processor.warm_up()
     call: Callable[[bytes], bytes] = processor.call
     return call
