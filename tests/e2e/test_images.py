@@ -243,11 +243,15 @@ def test_a_request_with_an_image_goes_on_behind_a_killed_engine(live: LiveServer
     assert "goes on with 1 requests" in live.text()
 
 
-def shared_files() -> dict[str, list[str]]:
-    """Those of each daemon on this machine."""
-    folders = Path("/dev/shm").glob("gaudiserve-*")
-    return {one.name: [file.name for file in one.iterdir() if file.name[0] != "."]
-            for one in folders}  # fmt: skip
+def shared_folder(pid: int) -> Path:
+    """That of the daemon's files in shared memory, whose lock it holds."""
+    opened = (Path(os.readlink(one)) for one in Path(f"/proc/{pid}/fd").iterdir())
+    (lock,) = (one for one in opened if one.match("/dev/shm/gaudiserve-*/*"))
+    return lock.parent
+
+
+def files_in(folder: Path) -> list[str]:
+    return [file.name for file in folder.iterdir() if file.name[0] != "."]
 
 
 @pytest.mark.slow
@@ -259,24 +263,23 @@ def test_a_large_image_travels_in_shared_memory_of_which_nothing_is_left(
     flags = ("--dtype=float32", "--max-model-len=4096", "--served-model-name=tiny")
     large = ("--mm-processor-kwargs", '{"max_pixels": 4000000}')
     body = {"messages": [turn(image, "and?")], "temperature": 0, "max_tokens": 4}
-    before = shared_files()
     with running(str(folder), tmp_path / "log", *flags, *large) as server:
-        (ours,) = shared_files().keys() - before.keys()
+        ours = shared_folder(server.pid)
         first = server.ask("/v1/chat/completions", body).json()
         assert first["usage"]["prompt_tokens"] > 2400
-        assert shared_files()[ours] == []
+        assert files_in(ours) == []
         again = {**body, "messages": [turn(picture(1400, 1400, seed=2), "and?")]}
         with ThreadPoolExecutor(1) as thread:
             answering = thread.submit(server.http.post, "/v1/chat/completions", json=again)
             deadline_s = time.monotonic() + 30
-            while not shared_files()[ours] and time.monotonic() < deadline_s:
+            while not files_in(ours) and time.monotonic() < deadline_s:
                 time.sleep(0.0005)
-            assert shared_files()[ours], "no file was ever seen"
+            assert files_in(ours), "no file was ever seen"
             os.kill(server.find("engine.core.engine_process"), signal.SIGKILL)
             assert answering.result().status_code == 200
-        assert shared_files()[ours] == []
+        assert files_in(ours) == []
 
-    assert ours not in shared_files()
+    assert not ours.exists()
 
 
 def test_python_gives_the_same(folder: str) -> None:
