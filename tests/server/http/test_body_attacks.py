@@ -104,7 +104,7 @@ def rss_bytes() -> int:
 
 async def settled(most_bytes: int) -> int:
     """How much memory is held once no more than that is, or after a while."""
-    for _ in range(20):
+    for _ in range(60):
         gc.collect()
         if rss_bytes() <= most_bytes:
             break
