@@ -1,6 +1,8 @@
 """MetadataBuilder: `build_metadata` with what is the same for every launch of a model; a module, so
 that a back end compiles it like a layer."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from config.model.decoder_spec import TemperatureTuning
@@ -29,11 +31,8 @@ class MetadataBuilder(nn.Module):
         causal: bool,
         alibi_slopes: Tensor | None = None,
         temperature: TemperatureTuning | None = None,
-        has_states: bool = False,
-        embeddings_per_tile: int = 0,
     ) -> None:
-        """As the arguments of `build_metadata`. `has_states`: whether some layers have a state.
-        `embeddings_per_tile`: of images that some layers read; 0: none do."""
+        """As the arguments of `build_metadata`."""
         super().__init__()
         self.block_size = 0
         """Of the bound caches."""
@@ -45,8 +44,6 @@ class MetadataBuilder(nn.Module):
         self._causal = causal
         self._temperature = temperature
         self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
-        self._has_states = has_states
-        self._embeddings_per_tile = embeddings_per_tile
 
     def bind(self, block_size: int, num_rings: int) -> None:
         """The bound caches have blocks of this size; layers with a window have so many rings in
@@ -55,7 +52,7 @@ class MetadataBuilder(nn.Module):
         self._rings = make_rings(self._kinds, block_size, num_rings)
 
     def forward(self, inputs: AttentionInputs) -> AttentionMetadata:
-        metadata = build_metadata(
+        return build_metadata(
             inputs,
             self.block_size,
             self._kinds,
@@ -66,6 +63,28 @@ class MetadataBuilder(nn.Module):
             temperature=self._temperature,
             rings=self._rings,
         )
+
+
+class WiderMetadataBuilder(MetadataBuilder):
+    """A MetadataBuilder for models whose layers have states, or read images. Apart from it: a
+    compiled decoder checks every attribute that it reads in each launch."""
+
+    def __init__(
+        self,
+        kinds: tuple[Visibility, ...],
+        *,
+        has_states: bool,
+        embeddings_per_tile: int,
+        **arguments: Any,
+    ) -> None:
+        """`has_states`: whether some layers have a state. `embeddings_per_tile`: of images that
+        some layers read; 0: none do. `arguments`: as of MetadataBuilder."""
+        super().__init__(kinds, **arguments)
+        self._has_states = has_states
+        self._embeddings_per_tile = embeddings_per_tile
+
+    def forward(self, inputs: AttentionInputs) -> AttentionMetadata:
+        metadata = super().forward(inputs)
         if self._has_states:
             metadata = metadata._replace(states=state_metadata(inputs))
         if self._embeddings_per_tile:

@@ -40,7 +40,7 @@ from hpu.layers.metadata import (
     distinct,
     rotated_positions,
 )
-from hpu.layers.metadata_builder import MetadataBuilder
+from hpu.layers.metadata_builder import MetadataBuilder, WiderMetadataBuilder
 from hpu.layers.mla import MLAAttention
 from hpu.layers.mlp import MLP, GatedMLP
 from hpu.layers.moe import SWIGLU_OAI, Experts, MoE, SparseMixer, TopKRouter
@@ -219,14 +219,7 @@ class Decoder(LoadableModel):
             self._embedding(has_head=has_head),
             {i: self._placed_layer(i, layer) for i, layer in own.items()},
             self._norm() if stage.is_last else None,
-            MetadataBuilder(
-                self._kinds,
-                causal=config.is_causal,
-                alibi_slopes=self._alibi_slopes(),
-                temperature=spec.temperature,
-                has_states=bool(spec.states),
-                embeddings_per_tile=self._embeddings_per_tile,
-            ),
+            self._metadata_builder(),
             self._rotary_embs(length),
             [layer.rope for layer in own.values()],
             self._embed_positions(length) if spec.learned_positions and stage.is_first else None,
@@ -325,6 +318,19 @@ class Decoder(LoadableModel):
         if self.spec.norm == "layer":
             return LayerNorm(size, eps, bias=self.spec.norm_bias, **self._norm_options)
         return RMSNorm(size, eps, **self._norm_options)
+
+    def _metadata_builder(self) -> MetadataBuilder:
+        arguments: dict[str, Any] = {
+            "causal": self.config.is_causal,
+            "alibi_slopes": self._alibi_slopes(),
+            "temperature": self.spec.temperature,
+        }
+        size = self._embeddings_per_tile
+        if not (self.spec.states or size):
+            return MetadataBuilder(self._kinds, **arguments)
+        return WiderMetadataBuilder(
+            self._kinds, has_states=bool(self.spec.states), embeddings_per_tile=size, **arguments
+        )
 
     def _placed_layer(self, index: int, spec: LayerSpec) -> DecoderLayer:
         layer = self._layer(f"model.layers.{index}", spec)
