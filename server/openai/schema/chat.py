@@ -40,9 +40,9 @@ _MESSAGE = record(
     {
         "role": {**TEXT, "examples": ["system", "user", "assistant", "tool"]},
         "content": any_of(TEXT, array(record({"type": constant("text"), "text": TEXT})), NULL),
-        "name": TEXT,
-        "tool_calls": array(OBJECT),
-        "tool_call_id": TEXT,
+        "name": any_of(TEXT, NULL),
+        "tool_calls": any_of(array(OBJECT), NULL),
+        "tool_call_id": any_of(TEXT, NULL),
     },
     required=["role"],
 )
@@ -246,7 +246,10 @@ def _check_message(message: Any, where: str, kinds: Collection[bytes]) -> None:
     calls = message.get("tool_calls")
     if calls is not None:
         _check_calls(calls, f"{where}.tool_calls")
-    if role == "tool" and not isinstance(message.get("tool_call_id"), str):
+    for field in ("name", "tool_call_id"):
+        if not isinstance(message.get(field), str | None):
+            raise _bad(f"{where}.{field} must be a string")
+    if role == "tool" and message.get("tool_call_id") is None:
         raise _bad(f"{where} has role 'tool' and no tool_call_id")
     if content is None:
         if role == "assistant" and (calls or _has_other_content(message)):

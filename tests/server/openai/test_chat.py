@@ -260,6 +260,7 @@ async def test_priorities_reach_an_engine_that_has_them() -> None:
     "message",
     [
         {"role": "user", "content": "x", "name": "Bob", "zzz": 1},
+        {"role": "user", "content": "x", "name": None, "tool_calls": None, "tool_call_id": None},
         {"role": "user", "content": ""},
         {"role": "user", "content": []},
         {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]},
@@ -277,6 +278,12 @@ def test_messages_that_clients_really_send_pass(message: dict[str, Any]) -> None
 def test_a_refused_message_is_named_by_its_place() -> None:
     with pytest.raises(UserError, match=r"messages\[1\] has role 'user' and no content"):
         check_messages([{"role": "user", "content": "x"}, {"role": "user", "content": None}])
+
+
+@pytest.mark.parametrize("field", ["name", "tool_call_id"])
+def test_a_name_that_is_no_text_is_refused(field: str) -> None:
+    with pytest.raises(UserError, match=rf"messages\[0\]\.{field} must be a string"):
+        check_messages([{"role": "user", "content": "x", field: {"a": 1}}])
 
 
 def test_the_newer_name_of_the_limit_wins() -> None:
