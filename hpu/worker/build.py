@@ -329,6 +329,7 @@ def _make_images(loaded: LoadedModel, counters: Counters, *, captures: bool) -> 
         sizes=loaded.config.buckets.image_sizes,
         captures=captures,
         count=counters.add,
+        group=loaded.groups.tensor if loaded.config.parallel.divides_images else SINGLE,
     )
 
 
