@@ -2,6 +2,7 @@
 
 import sys
 from array import array
+from copy import copy
 from dataclasses import dataclass
 
 import msgspec
@@ -61,6 +62,7 @@ class Request:
         "guide",
         "images",
         "is_continuation",
+        "is_suspect",
         "key",
         "last_step",
         "lora_slot",
@@ -161,6 +163,8 @@ class Request:
         )
         self.num_prompt_logprobs = NEVER if params.prompt_logprobs is None else 0
         """Prompt positions whose log-probabilities were sent; NEVER when none were requested."""
+        self.is_suspect = False
+        """As Resumption.is_suspect."""
         if message.resumption is not None:
             self._resume(message.resumption)
 
@@ -189,6 +193,7 @@ class Request:
 
     def _resume(self, resumption: Resumption) -> None:
         """Take over the tokens that another engine generated, as if it had been preempted."""
+        self.is_suspect = resumption.is_suspect
         self.output_token_ids.frombytes(resumption.output)
         self.num_tokens += len(self.output_token_ids)
         if self.num_prompt_logprobs != NEVER:
@@ -196,6 +201,23 @@ class Request:
         if self.guide is not None:
             for token in self.output_token_ids:
                 self.guide.advance(token)
+
+    def restarted(self) -> "Request":
+        """The same request, waiting, with its tokens and nothing computed. This one ends."""
+        other = copy(self)
+        other.state = WAITING
+        other.req_index = other.last_step = -1
+        other.blocks, other.drafts, other.pending_hashes = [], [], []
+        other.num_computed_tokens = other.num_cached_tokens = 0
+        other.decode_limit = other.max_block_end = 0
+        other.next_cache_at = NEVER
+        other.num_preemptions += 1
+        return other
+
+    @property
+    def has_nothing(self) -> bool:
+        """Whether it has got no token since it was last scheduled from the waiting queue."""
+        return self.num_tokens == self.num_prefill_tokens
 
     @property
     def num_output_tokens(self) -> int:

@@ -2,7 +2,7 @@
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -113,6 +113,8 @@ class Scheduler:
         self._decoding: list[Request] = []
         self._prefilling: list[Request] = []
         self._draining: list[Request] = []
+        self._suspect: Request | None = None
+        """The request that nothing is started beside; see `_is_kept_apart`."""
         self._free_indices = list(range(config.max_num_seqs - 1, -1, -1))
         self._reservations: deque[int] = deque()
         """For each free index that is reserved for a continuation, the step at which that ends."""
@@ -172,6 +174,21 @@ class Scheduler:
                 self._lora.finish_request(request)
             if self._fair is not None and state != FINISHED:
                 self._fair.finish(request)
+
+    def restart_requests(self, blocks: Set[int]) -> list[Request]:
+        """Start the requests again whose tables name any of `blocks`, which hold wrong contents:
+        what was computed from these is dropped. Returns those that wait in their place."""
+        restarted = []
+        for request in self.requests_with_blocks:
+            if request.state == FINISHED or blocks.isdisjoint(request.blocks):
+                continue
+            is_running, request.state = request.state == RUNNING, FINISHED
+            restarted.append(request.restarted())
+            self.waiting.add(restarted[-1])
+            if is_running:
+                self._has_finished = True
+                self._remove(request)
+        return restarted
 
     def update_from_output(self, step: int) -> None:
         """All plans up to `step` have run: free what drained until then."""
@@ -320,6 +337,8 @@ class Scheduler:
         while budget > 0 and self._free_indices and (request := self.waiting.peek()) is not None:
             if output.num_tokens >= self._launch_tokens or not self._has_free_index(request):
                 break
+            if self._is_kept_apart(request):
+                break
             prefix = kv.find_prefix(request)
             if kv.should_wait_for_prefix(request, prefix):
                 break
@@ -351,6 +370,17 @@ class Scheduler:
             self._add_chunk(request, count, output)
             budget -= count
 
+    def _is_kept_apart(self, request: Request) -> bool:
+        """Whether a request has to wait so that the next death of an engine tells its cause: a
+        suspect starts once every running request has a token, and is the last to start until it
+        has one."""
+        suspect = self._suspect
+        if suspect is not None and suspect.state == RUNNING and suspect.has_nothing:
+            return True
+        self._suspect = None
+        running = (*self._decoding, *self._prefilling) if request.is_suspect else ()
+        return any(one.has_nothing for one in running)
+
     def _fit(self, request: Request, count: int, start: int | None = None) -> int:
         """How many of its next `count` tokens, behind the computed ones or from `start` on, can be
         scheduled with their images."""
@@ -374,6 +404,8 @@ class Scheduler:
         request.state = RUNNING
         request.num_prefill_tokens = request.num_tokens
         request.drafts = []
+        if request.is_suspect:
+            self._suspect = request
         insort(self._prefilling, request, key=_priority_key)
         output.new_requests.append(
             NewRequest(
