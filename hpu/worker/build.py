@@ -16,7 +16,11 @@ from config.params.speculation import SUFFIX
 from hpu.distributed.agreement import Agreement
 from hpu.distributed.process_groups import SINGLE
 from hpu.gaudi_devices import GIB
-from hpu.model_loader.size_estimate import activation_bytes, cross_tile_bytes
+from hpu.model_loader.size_estimate import (
+    activation_bytes,
+    cross_activation_bytes,
+    cross_tile_bytes,
+)
 from hpu.models.base import CausalLM
 from hpu.models.decoder import Decoder
 from hpu.models.pooling import PoolingModel
@@ -329,6 +333,7 @@ def _make_images(loaded: LoadedModel, counters: Counters, *, captures: bool) -> 
         sizes=loaded.config.buckets.image_sizes,
         captures=captures,
         count=counters.add,
+        group=loaded.groups.tensor if loaded.config.parallel.divides_images else SINGLE,
     )
 
 
@@ -502,12 +507,17 @@ def _largest_buckets(loaded: LoadedModel, max_blocks: int) -> list[Bucket]:
 
 def _estimated_activations(loaded: LoadedModel) -> int:
     scheduler = loaded.config.scheduler
-    return activation_bytes(
+    sizes = {
+        "num_cards": loaded.groups.tensor.size,
+        "width": loaded.dtype.itemsize,
+        "num_tokens": scheduler.max_num_batched_tokens,
+        "num_seqs": scheduler.max_num_seqs,
+    }
+    return activation_bytes(loaded.facts, **sizes) + cross_activation_bytes(
         loaded.facts,
-        num_cards=loaded.groups.tensor.size,
-        width=loaded.dtype.itemsize,
-        num_tokens=scheduler.max_num_batched_tokens,
-        num_seqs=scheduler.max_num_seqs,
+        **sizes,
+        num_prompts=scheduler.prefill_batch(),
+        images_per_request=loaded.config.cache.cross_attention_images,
     )
 
 
