@@ -26,6 +26,7 @@ from quantized_checkpoints import (
     Vectors,
     make_quantized,
     replace_tensor,
+    with_first,
 )
 from safetensors.torch import load_file, save_file
 from tiny_gguf import family_weights, write_gguf
@@ -132,16 +133,6 @@ CASES = {
     # A checkpoint need not have them.
     "scales of the KV cache": Case(scaled_cache, "", KEYS, unharmed=("no scales", "no floats")),
 }
-
-
-def with_first(value: float) -> Change:
-    def change(tensor: Tensor) -> Tensor:
-        # The power of MXFP4 that is no number.
-        number = value if tensor.is_floating_point() else 255
-        tensor.view(-1)[0] = number
-        return tensor
-
-    return change
 
 
 def short(tensor: Tensor) -> Tensor:
