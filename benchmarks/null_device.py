@@ -13,6 +13,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config.engine import EngineConfig
+from config.errors import EngineDied
 from engine.core.engine_process import EngineOrders
 from engine.core.engine_process import run as run_engine
 from engine.executors import worker_main as child
@@ -167,7 +168,7 @@ def _make_executor(
     step_s: float,
     config: EngineConfig,
     directory: str,
-    on_death: Callable[[str], None],
+    on_death: Callable[[EngineDied], None],
     ranks: Ranks,
 ) -> Executor:
     del ranks

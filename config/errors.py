@@ -98,6 +98,11 @@ class EngineDied(GaudiserveError):
     is_logged = False
     """Whether the process that failed has logged why, so that no other one has to."""
 
+    def __init__(self, message: str | None = None, *, is_external: bool = False) -> None:
+        """`is_external`: what the engine computed is not the cause."""
+        super().__init__(message)
+        self.is_external = is_external
+
 
 class RequestFailed(GaudiserveError):
     """One request failed in the engine, for example with NaN logits; others continue."""

@@ -61,6 +61,7 @@ class Request:
         "guide",
         "images",
         "is_continuation",
+        "is_suspect",
         "key",
         "last_step",
         "lora_slot",
@@ -161,6 +162,8 @@ class Request:
         )
         self.num_prompt_logprobs = NEVER if params.prompt_logprobs is None else 0
         """Prompt positions whose log-probabilities were sent; NEVER when none were requested."""
+        self.is_suspect = False
+        """As Resumption.is_suspect."""
         if message.resumption is not None:
             self._resume(message.resumption)
 
@@ -189,6 +192,7 @@ class Request:
 
     def _resume(self, resumption: Resumption) -> None:
         """Take over the tokens that another engine generated, as if it had been preempted."""
+        self.is_suspect = resumption.is_suspect
         self.output_token_ids.frombytes(resumption.output)
         self.num_tokens += len(self.output_token_ids)
         if self.num_prompt_logprobs != NEVER:
@@ -196,6 +200,11 @@ class Request:
         if self.guide is not None:
             for token in self.output_token_ids:
                 self.guide.advance(token)
+
+    @property
+    def has_nothing(self) -> bool:
+        """Whether it has got no token since it was last scheduled from the waiting queue."""
+        return self.num_tokens == self.num_prefill_tokens
 
     @property
     def num_output_tokens(self) -> int:

@@ -14,9 +14,10 @@ from config.lora.adapter import LoRAInfo
 from config.params.pooling import PoolingParams
 from config.params.sampling import SamplingParams
 from engine.client.output_queue import OutputRouter, QueueLimits, RequestOutputQueue
-from engine.client.resumer import Resumer
+from engine.client.resumer import Resumer, resume_order
 from engine.client.terms import NO_TERMS, RequestTerms
 from engine.client.ttft import Share, merged, tokens_ahead
+from engine.process.child_process import ProcessEnd
 from engine.transport.channels import HIGH_WATER
 from engine.transport.messages import (
     ENGINE_SHIFT,
@@ -45,6 +46,9 @@ CONTROL_TIMEOUT_S = 30.0
 SLOW_CONTROLS_S = {SLEEP: 600.0, WAKE_UP: 7200.0, LOAD_ADAPTER: 600.0}
 """Timeouts of the controls that move or read weights, or warm up."""
 
+CAUSE_GRACE_S = 0.5
+"""How long the cause of an end may take to arrive once the end was noticed."""
+
 RESTART_RETRY_S = 5
 MAX_RETRY_AFTER_S = 3600
 
@@ -62,6 +66,8 @@ class Failure(NamedTuple):
     """The engine said it itself, and has logged it."""
     may_follow: bool = False
     """The end of another engine may be the cause."""
+    is_external: bool | None = False
+    """What the engine computed is not the cause; None: that is not known yet."""
 
 
 class Pause(NamedTuple):
@@ -202,9 +208,13 @@ class SingleEngineClient:
         self._heard_at_s = 0.0
         self.pid = 0
         """Of the engine's process, on its host; 0 if it has not said."""
+        self.has_hung = False
+        """It is killed since it said nothing. To be set by whoever kills it."""
         self._resumer = Resumer(self._router, self._send)
         self._resumption: ResumptionObserver | None = None
         self._lost_at_s = 0.0
+        self._verdict: asyncio.TimerHandle | None = None
+        """Until the cause of a death is known."""
         self._num_lost = 0
         self._lost_adapters: dict[str, LoRAInfo] = {}
         self._reloading: asyncio.Task[None] | None = None
@@ -342,8 +352,6 @@ class SingleEngineClient:
         with a Finish of reason abort."""
         self._unsent_aborts += self._router.abort(keys)
         self._send_aborts()
-        if not self._resumer.is_done:
-            self._resumer.proceed()
 
     async def control(self, name: str, **arguments: Any) -> Any:
         """Call the engine and wait for its answer. Raises UserError when the engine refuses,
@@ -389,6 +397,7 @@ class SingleEngineClient:
         if self.lost is not None and self.lost.is_logged:
             failure = self.lost
         self.lost = None
+        self._cancel_verdict()
         if self.failure is None:
             self.failure, self.is_misconfigured = failure.message, failure.is_config
             self.is_failure_logged = failure.is_logged
@@ -410,19 +419,42 @@ class SingleEngineClient:
         assert self._resumption is not None
         self.lost, self._lost_at_s = failure, time.monotonic()
         self._resumer.withdraw()
-        num_poison = self._router.suspect()
-        self._num_lost = sum(1 for _ in self._router.queues)
         self._lost_adapters = dict(self.adapters)
         for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(self._restarting())
+        if failure.is_external is None:
+            loop = asyncio.get_running_loop()
+            self._verdict = loop.call_later(CAUSE_GRACE_S, self._judge, True)
+        else:
+            self._judge(failure.is_external)
+
+    def _judge(self, is_external: bool) -> None:
+        """End requests over which engines die; the others may go on."""
+        assert self._resumption is not None
+        self._cancel_verdict()
+        num_poison = self._router.suspect(is_external=is_external and not self.has_hung)
+        self._num_lost = sum(1 for _ in self._router.queues)
         self._resumption.engine_lost(self, num_poison)
 
-    def name_cause(self, message: str) -> None:
+    @property
+    def awaits_verdict(self) -> bool:
+        """Whether the engine has died, and why is not known yet."""
+        return self._verdict is not None
+
+    def _cancel_verdict(self) -> None:
+        if self._verdict is not None:
+            self._verdict.cancel()
+            self._verdict = None
+
+    def name_cause(self, end: ProcessEnd) -> None:
         """The engine's process ended in this way, and another one is started in its place."""
-        self._lose(Failure(message))
+        failure = Failure(end.description, is_external=end.is_external)
+        self._lose(failure)
         if self.lost is not None and not self.lost.is_logged:
-            self.lost = Failure(message)
+            self.lost = failure
+        if self.awaits_verdict:
+            self._judge(end.is_external)
 
     def _reload_adapters(self) -> None:
         """Load the adapters that the engine that died had loaded while it ran, then restore."""
@@ -444,9 +476,12 @@ class SingleEngineClient:
         """Another engine has taken the place of the one that died."""
         if self.lost is None or self._resumption is None:
             return
+        if self.awaits_verdict:
+            self._judge(True)
+        self.has_hung = False
         pause = Pause(self.lost, self._num_lost, time.monotonic() - self._lost_at_s)
         self.lost = None
-        self._resumer.adopt(list(self._router.queues), self._router)
+        self._resumer.adopt(self.queues, self._router)
         self._resumption.engine_restored(self, pause)
 
     def adopt(self, other: "SingleEngineClient", queues: "Sequence[RequestOutputQueue]") -> None:
@@ -455,8 +490,8 @@ class SingleEngineClient:
 
     @property
     def queues(self) -> "list[RequestOutputQueue]":
-        """Of the open requests, the first opened first."""
-        return list(self._router.queues)
+        """Of the open requests, in the order in which they go on in another engine."""
+        return sorted(self._router.queues, key=resume_order)
 
     def _restarting(self) -> Overloaded:
         reason = "" if self.lost is None else f": {self.lost.message}"
@@ -496,7 +531,13 @@ class SingleEngineClient:
             if self.lost is not None:
                 self._reload_adapters()
         elif isinstance(message, Failed):
-            failure = Failure(message.message, message.is_config, True, message.may_follow)
+            failure = Failure(
+                message.message,
+                message.is_config,
+                is_logged=True,
+                may_follow=message.may_follow,
+                is_external=message.is_external,
+            )
             (self._fail if message.is_stopped else self._lose)(failure)
         elif isinstance(message, PromptBlocks) and self._on_prompt is not None:
             self._on_prompt(message.hashes)

@@ -3,10 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
-from engine.client.base import Failure, SingleEngineClient
-
-CAUSE_GRACE_S = 0.5
-"""How long the cause may take to arrive, once an engine has failed that may only follow another."""
+from engine.client.base import CAUSE_GRACE_S, Failure, SingleEngineClient
 
 
 class CommonEnd:

@@ -29,7 +29,7 @@ class InprocClient(SingleEngineClient):
         self,
         config: EngineConfig,
         make_executor: Callable[
-            [EngineConfig, str, Callable[[str], None]], Executor
+            [EngineConfig, str, Callable[[EngineDied], None]], Executor
         ] = make_executor,
     ) -> None:
         super().__init__(
@@ -72,7 +72,7 @@ class InprocClient(SingleEngineClient):
             executor = self._make_executor(
                 self._config,
                 directory.path,
-                lambda message: self._engine.stop(EngineDied(message)),
+                self._engine.stop,
             )
             self._engine.run(executor)
         except Closed:

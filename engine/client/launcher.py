@@ -23,7 +23,13 @@ from engine.core.engine_process import (
     front_end_endpoint,
     ready_mark,
 )
-from engine.process.child_process import ChildProcess, exit_with_parent, python_command, read_orders
+from engine.process.child_process import (
+    ChildProcess,
+    ProcessEnd,
+    exit_with_parent,
+    python_command,
+    read_orders,
+)
 from engine.process.restarts import MAX_WAIT_S, RestartLimit
 from engine.transport.channels import SocketDirectory, new_token
 from hpu.host import usable_cores
@@ -31,6 +37,7 @@ from hpu.host import usable_cores
 __all__ = [
     "ChildProcess",
     "EngineProcesses",
+    "ProcessEnd",
     "RestartLimit",
     "SocketDirectory",
     "exit_with_parent",
@@ -55,7 +62,7 @@ def launch(
     num_front_ends: int,
     *,
     token: str,
-    on_exit: Callable[[str], None] | None = None,
+    on_exit: Callable[[ProcessEnd], None] | None = None,
     log: LogConfig = DEFAULT,
     command: Sequence[str] | None = None,
     engine: int = 0,
@@ -65,7 +72,7 @@ def launch(
     `front_end_endpoint` of each front end and presents `token` there. `remote_token`: what engines
     of other hosts present to it.
 
-    `on_exit(description)` is called on another thread when it ends without `close`. `command`
+    `on_exit` is called on another thread when it ends without `close`. `command`
     replaces the engine's entry. Raises ConfigError for an execution mode that is not possible, and
     when there are too few cards.
     """
@@ -113,11 +120,11 @@ class EngineProcesses:
         remote_token: str = "",
         max_restarts: int = 0,
         max_wait_s: float = MAX_WAIT_S,
-        on_restart: Callable[[int, str], None] = lambda engine, reason: None,
+        on_restart: Callable[[int, ProcessEnd], None] = lambda engine, end: None,
     ) -> None:
-        """Start them as `launch` does; `on_exit` gets the engine's number too. An engine that was
-        ready and ends is started again, if that did not happen `max_restarts` times in a row, at
-        most `max_wait_s` later, and `on_restart` gets the same."""
+        """Start them as `launch` does; `on_exit` gets the number of an engine that has ended, and
+        how. One that was ready is started again instead, if that did not happen `max_restarts`
+        times in a row, at most `max_wait_s` later, and `on_restart` is told."""
         config = share_cores(config)
         self._start = partial(
             launch,
@@ -167,16 +174,16 @@ class EngineProcesses:
     def _launch(self, engine: int) -> None:
         self.processes[engine] = self._start(on_exit=partial(self._ended, engine), engine=engine)
 
-    def _ended(self, engine: int, reason: str) -> None:
+    def _ended(self, engine: int, end: ProcessEnd) -> None:
         is_misconfigured = self.processes[engine].poll() == CONFIG_ERROR_EXIT
         wait_s = self._limits[engine].wait_s(is_misconfigured=is_misconfigured)
         if wait_s is not None:
-            self._on_restart(engine, reason)
+            self._on_restart(engine, end)
             # Not on this thread, which is the watcher of the one that has ended.
-            restart = partial(self._restart, engine, reason, wait_s)
+            restart = partial(self._restart, engine, end.description, wait_s)
             threading.Thread(target=restart, daemon=True).start()
             return
-        self._on_exit(engine, reason)
+        self._on_exit(engine, end.description)
         if self.are_coupled:
             # The others wait for its devices, some of them for ever. Not on this thread, which is
             # the watcher of the one that has ended.

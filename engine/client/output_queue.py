@@ -14,10 +14,11 @@ from engine.client.ttft import Share
 from engine.transport.messages import AddRequest, Finish, Resumption, StepOutput
 from hpu.protocol import TOKEN_BYTES, Logprobs
 
-MAX_DEATHS = 3
+MAX_DEATHS, MAX_EXTERNAL_DEATHS = 2, 3
 """So often in a row an engine may die while it computes the next token of this request and of no
-other whose next token it has not computed before: then the request is the cause. Two deaths
-may have another cause."""
+other whose next token it has not computed before: then the request is the cause. More often, if
+another one ended the engine at any of them, as a person or the kernel for want of memory: that may
+hit the same request twice by chance."""
 
 
 MIN_TIMEOUT_S = 1e-3
@@ -53,6 +54,7 @@ class RequestOutputQueue:
         "key",
         "message",
         "num_deaths",
+        "num_external_deaths",
         "num_waiting_tokens",
         "share",
     )
@@ -73,6 +75,8 @@ class RequestOutputQueue:
         self.num_deaths = 0
         """How often it was the only such request, since it last gained a token and since an engine
         died without any."""
+        self.num_external_deaths = 0
+        """At how many of these another one ended the engine."""
         self._output = array("I")
         """Its tokens, and the prompt positions with log-probabilities; counted if there is a
         message."""
@@ -128,7 +132,9 @@ class RequestOutputQueue:
         """What another engine has to be sent, under the key that it has now."""
         assert self.message is not None, f"request {self.key} cannot be resumed"
         self._num_resumed = len(self._output), self._num_prompt_logprobs
-        resumption = Resumption(memoryview(self._output.tobytes()), self._num_prompt_logprobs)
+        resumption = Resumption(
+            memoryview(self._output.tobytes()), self._num_prompt_logprobs, self.is_suspect
+        )
         timeout_s = self.message.timeout_s
         if self.deadline_s is not None:
             # One that has passed is the engine's to report.
@@ -294,25 +300,29 @@ class OutputRouter:
         self._close(queue.key)
         queue.unread().finish = Finish(queue.key, "error", error=error)
 
-    def suspect(self) -> int:
-        """The engine has died: suspect the requests that it had started and given nothing, and end
-        those of MAX_DEATHS. Returns their number."""
+    def suspect(self, *, is_external: bool) -> int:
+        """The engine has died, ended by another one if `is_external`: suspect the requests that it
+        had started and given nothing, and end the one that is the cause. Returns the number of
+        those that were ended."""
         suspects = []
         for queue in self._queues.values():
             if queue.has_gained:
-                queue.is_suspect, queue.num_deaths = False, 0
+                queue.is_suspect = False
+                queue.num_deaths = queue.num_external_deaths = 0
             elif queue.num_waiting_tokens < 0:
                 queue.is_suspect = True
                 suspects.append(queue)
         if not suspects:
             # Deaths have another cause than a request.
             for queue in self._queues.values():
-                queue.num_deaths = 0
+                queue.num_deaths = queue.num_external_deaths = 0
         if len(suspects) != 1:
             return 0
         (queue,) = suspects
         queue.num_deaths += 1
-        if queue.num_deaths < MAX_DEATHS:
+        queue.num_external_deaths += is_external
+        max_deaths = MAX_EXTERNAL_DEATHS if queue.num_external_deaths else MAX_DEATHS
+        if queue.num_deaths < max_deaths:
             return 0
         self.finish(
             queue,

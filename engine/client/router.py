@@ -273,7 +273,7 @@ class RouterClient:
         """It takes requests again, also those of engines that are still being restarted."""
         assert self._observer is not None
         for other in self._engines:
-            if other.lost is not None:
+            if other.lost is not None and not other.awaits_verdict:
                 for queue in other.queues:
                     self._hand_over(other, queue)
         self._observer.engine_restored(client, pause)

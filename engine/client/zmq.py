@@ -90,7 +90,7 @@ class ZmqClient(SingleEngineClient):
         self._on_rejected_peer()
 
     def _on_disconnect(self) -> None:
-        failure = Failure("the engine has disconnected")
+        failure = Failure("the engine has disconnected", is_external=None)
         # An engine that was never ready is not started again either.
         if self._resumption is None or self.ready is None:
             asyncio.get_running_loop().call_later(DISCONNECT_GRACE_S, self._lose, failure)

@@ -184,7 +184,7 @@ def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
             executor = make_executor(
                 orders.own_config,
                 orders.own_directory,
-                lambda message: loop.stop(EngineDied(message)),
+                loop.stop,
                 orders.ranks,
             )
             loop.run(executor, freeze_garbage=True, group=group)
@@ -248,7 +248,10 @@ class MessageSender:
                 for index in to:
                     socket = self._sockets[index]
                     if socket is not None and not socket.send(message):
-                        raise EngineDied(f"front end {index} left {HIGH_WATER} messages unread")
+                        raise EngineDied(
+                            f"front end {index} left {HIGH_WATER} messages unread",
+                            is_external=True,
+                        )
         except Exception as error:
             self.on_error(error)
 

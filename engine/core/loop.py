@@ -408,7 +408,13 @@ def describe_failure(error: Exception, engine: int = 0) -> Failed:
         logger.error("the engine cannot go on", exc_info=error)
     is_config = isinstance(error, ConfigError)
     is_setting = is_config and not isinstance(error, CheckpointError)
-    return Failed(engine, message, is_setting, may_follow=not (is_config or is_end_of_process))
+    return Failed(
+        engine,
+        message,
+        is_setting,
+        may_follow=not (is_config or is_end_of_process),
+        is_external=isinstance(error, EngineDied) and error.is_external,
+    )
 
 
 def make_table(config: EngineConfig, worker: WorkerReady) -> BucketTable:

@@ -12,6 +12,7 @@ from config.errors import ConfigError, EngineDied, RequestFailed, UserError
 from config.log import applied as applied_log
 from engine.executors.worker_launcher import WorkerLauncher
 from engine.executors.worker_main import WorkerOrders
+from engine.process.child_process import ProcessEnd
 from engine.transport.channels import PairSocket, Publisher, Waiter, ZmqContext, new_token
 from hpu.protocol import (
     WAKE_UP,
@@ -45,7 +46,10 @@ class WorkerProcess:
     """A worker's process, and what it has sent."""
 
     def __init__(
-        self, orders: WorkerOrders, launcher: WorkerLauncher, on_exit: Callable[[str], None]
+        self,
+        orders: WorkerOrders,
+        launcher: WorkerLauncher,
+        on_exit: Callable[[ProcessEnd], None],
     ) -> None:
         self.name = f"worker {orders.ranks.rank}"
         self.child = launcher.launch(self.name, orders, on_exit)
@@ -70,7 +74,7 @@ class MultiprocExecutor:
         self,
         config: EngineConfig,
         launcher: WorkerLauncher,
-        on_death: Callable[[str], None],
+        on_death: Callable[[EngineDied], None],
         *,
         num_workers: int = 1,
         output_rank: int = 0,
@@ -218,9 +222,9 @@ class MultiprocExecutor:
         self._context.close()
         self._launcher.close()
 
-    def _on_exit(self, description: str) -> None:
+    def _on_exit(self, end: ProcessEnd) -> None:
         if self._has_died.acquire(blocking=False):
-            self._on_death(description)
+            self._on_death(_death(end))
 
     def _send(self, message: ToWorker, what: str) -> None:
         if not self._plans.send(message):
@@ -233,7 +237,7 @@ class MultiprocExecutor:
                 return self._cause(received[1])
         for worker in self._workers:
             if worker.child.poll() is not None:
-                return EngineDied(worker.child.exit_description)
+                return _death(worker.child.end)
         return EngineDied(f"a worker does not read its {what}")
 
     def _call(self, call: WorkerCall) -> list[FromWorker]:
@@ -286,7 +290,7 @@ class MultiprocExecutor:
             waiter.wait()
             for worker in self._workers:
                 if worker.child.poll() is not None:
-                    raise EngineDied(worker.child.exit_description)
+                    raise _death(worker.child.end)
 
     def _wait(self) -> None:
         """Wait for a message of any worker. Raises EngineDied when one is dead."""
@@ -299,7 +303,7 @@ class MultiprocExecutor:
             if worker.child.poll() is not None:
                 Waiter([self._results]).wait(LAST_MESSAGE_S)
                 if not self._receive():
-                    raise EngineDied(worker.child.exit_description)
+                    raise _death(worker.child.end)
                 return
 
     def _receive(self) -> bool:
@@ -339,7 +343,7 @@ class MultiprocExecutor:
                     failures.append(received[1])
         for worker in self._workers:
             if (worker.child.poll() or 0) < 0:
-                return EngineDied(worker.child.exit_description)
+                return _death(worker.child.end)
         return _failure(min(failures, key=lambda one: one.time))
 
 
@@ -349,6 +353,10 @@ def _merged(answers: list[BlocksFetched]) -> BlocksFetched:
     missing = {index for answer in answers for index in answer.missing} - corrupt
     seconds = max(answer.seconds for answer in answers)
     return BlocksFetched(seconds, sorted(missing), sorted(corrupt))
+
+
+def _death(end: ProcessEnd) -> EngineDied:
+    return EngineDied(end.description, is_external=end.is_external)
 
 
 def _failure(message: WorkerFailed) -> ConfigError | EngineDied:

@@ -25,7 +25,13 @@ from config.errors import ConfigError
 from config.loading.env import card_environment, chosen_device, worker_environment
 from engine.executors.worker_launcher import LaunchedWorker
 from engine.executors.worker_main import WorkerOrders
-from engine.process.child_process import ChildProcess, describe_exit, python_command
+from engine.process.child_process import (
+    ChildProcess,
+    ProcessEnd,
+    describe_exit,
+    is_external_end,
+    python_command,
+)
 from hpu.protocol import Ranks
 
 logger = logging.getLogger(__name__)
@@ -110,7 +116,7 @@ class RayWorker:
         actor: Any,
         place: Place,
         orders: WorkerOrders,
-        on_exit: Callable[[str], None],
+        on_exit: Callable[[ProcessEnd], None],
     ) -> None:
         self._name = name
         self._actor = actor
@@ -127,13 +133,12 @@ class RayWorker:
         return self._code
 
     @property
-    def exit_description(self) -> str:
-        process = f"{self._name} (process {self.pid} on {self._place.address})"
-        if self._code is None:
-            return f"{process} has not ended"
+    def end(self) -> ProcessEnd:
+        ending = "has not ended" if self._code is None else describe_exit(self._code)
         if self._code == LOST:
-            return f"{process} is lost: Ray's node there, or the actor that started it, has ended"
-        return f"{process} {describe_exit(self._code)}"
+            ending = "is lost: Ray's node there, or the actor that started it, has ended"
+        process = f"{self._name} (process {self.pid} on {self._place.address})"
+        return ProcessEnd(f"{process} {ending}", is_external_end(self._code or 0), self.pid)
 
     def stop(self) -> None:
         if not self._is_closing:
@@ -158,7 +163,7 @@ class RayWorker:
             logger.debug("%s: %s", self._name, error)
         os.close(self._alive)
         if not self._is_closing:
-            self._on_exit(self.exit_description)
+            self._on_exit(self.end)
 
 
 class RayLauncher:
@@ -257,7 +262,7 @@ class RayLauncher:
         return f"tcp://{self._address}:*"
 
     def launch(
-        self, name: str, orders: WorkerOrders, on_exit: Callable[[str], None]
+        self, name: str, orders: WorkerOrders, on_exit: Callable[[ProcessEnd], None]
     ) -> LaunchedWorker:
         rank = orders.ranks.rank
         return RayWorker(name, self._actors[rank], self._places[rank], orders, on_exit)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from config.engine import EXTERNAL_LAUNCHER, RAY, EngineConfig
-from config.errors import ConfigError
+from config.errors import ConfigError, EngineDied
 from config.loading.env import (
     chosen_device,
     hpu_environment,
@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 def make_executor(
     config: EngineConfig,
     directory: str,
-    on_death: Callable[[str], None],
+    on_death: Callable[[EngineDied], None],
     ranks: Ranks = SINGLE_RANK,
 ) -> Executor:
     """The executor that `config.executor` names; `auto` runs the worker inline on CPU.
 
-    Sockets are created in `directory`. `on_death(message)` is called, on any thread, when a worker
-    process ends by itself. `ranks`: the first rank of this engine, where several share experts.
+    Sockets are created in `directory`. `on_death` is called, on any thread, when a worker process
+    ends by itself. `ranks`: the first rank of this engine, where several share experts.
     Raises ConfigError for an execution mode that is not possible.
     """
     device = chosen_device(config.device)

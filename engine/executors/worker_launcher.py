@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.executors.worker_main import WorkerOrders
-from engine.process.child_process import ChildProcess
+from engine.process.child_process import ChildProcess, ProcessEnd
 from engine.transport.channels import endpoint
 from hpu.protocol import SINGLE_RANK, Ranks
 
@@ -25,8 +25,8 @@ class LaunchedWorker(Protocol):
         ...
 
     @property
-    def exit_description(self) -> str:
-        """How it ended, with its name."""
+    def end(self) -> ProcessEnd:
+        """How it ended; to be called once it has."""
         ...
 
     def poll(self) -> int | None:
@@ -59,10 +59,9 @@ class WorkerLauncher(Protocol):
         ...
 
     def launch(
-        self, name: str, orders: WorkerOrders, on_exit: Callable[[str], None]
+        self, name: str, orders: WorkerOrders, on_exit: Callable[[ProcessEnd], None]
     ) -> LaunchedWorker:
-        """Start a worker. `on_exit(description)` is called on another thread when it ends by
-        itself."""
+        """Start a worker. `on_exit` is called on another thread when it ends by itself."""
         ...
 
     def close(self) -> None:
@@ -105,7 +104,7 @@ class LocalLauncher:
         return endpoint(self._directory, f"{name}.sock")
 
     def launch(
-        self, name: str, orders: WorkerOrders, on_exit: Callable[[str], None]
+        self, name: str, orders: WorkerOrders, on_exit: Callable[[ProcessEnd], None]
     ) -> LaunchedWorker:
         return ChildProcess(
             name, self._command, orders, environment=self._environment, on_exit=on_exit

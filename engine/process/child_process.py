@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -24,6 +24,11 @@ STOP = signal.SIGUSR1
 process of a service at once, and a child that exited then would lose running requests."""
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Signals that only the parent handles."""
+
+FAULTS = frozenset(
+    {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGTRAP}
+)
+"""Signals that a process gets because of what it executes."""
 
 _LENGTH = struct.Struct("<Q")
 
@@ -54,13 +59,28 @@ def describe_exit(code: int) -> str:
     return f"exited with code {code}"
 
 
+class ProcessEnd(NamedTuple):
+    """How a process ended by itself."""
+
+    description: str
+    """With its name: `worker 0 (process 17) was killed by SIGKILL`."""
+    is_external: bool
+    """Whether another one ended it: a person, or the kernel for want of memory."""
+    pid: int
+
+
+def is_external_end(code: int) -> bool:
+    """Whether this exit code is that of a process that another one ended by a signal."""
+    return code < 0 and -code not in FAULTS
+
+
 class Terminated(BaseException):
     """The parent sent STOP: raised in the main thread, at any instruction."""
 
 
 class ChildProcess:
     """The parent's view of a child. When the child ends by itself, `on_exit` is called once, on
-    another thread, with a description of its end; not after `stop` or `close`."""
+    another thread, with its end; not after `stop` or `close`."""
 
     def __init__(
         self,
@@ -69,7 +89,7 @@ class ChildProcess:
         orders: Any,
         *,
         environment: Mapping[str, str] | None = None,
-        on_exit: Callable[[str], None] | None = None,
+        on_exit: Callable[[ProcessEnd], None] | None = None,
         stop_signal: signal.Signals = STOP,
     ) -> None:
         """Start `command` and send it `orders` (anything msgspec can encode). `name` is for error
@@ -115,17 +135,18 @@ class ChildProcess:
                 self._process.stdin.close()
 
     @property
-    def exit_description(self) -> str:
-        """How it ended: `worker 0 (process 17) was killed by SIGKILL`."""
+    def end(self) -> ProcessEnd:
+        """How it ended; to be called once it has."""
         code = self._process.returncode
         ending = "has not ended" if code is None else describe_exit(code)
-        return f"{self._name} (process {self.pid}) {ending}"
+        description = f"{self._name} (process {self.pid}) {ending}"
+        return ProcessEnd(description, is_external_end(code or 0), self.pid)
 
     def _watch(self) -> None:
         self._process.wait()
         os.close(self._alive)
         if self._on_exit is not None and not self._closing:
-            self._on_exit(self.exit_description)
+            self._on_exit(self.end)
 
 
 def read_orders(kind: Any) -> Any:

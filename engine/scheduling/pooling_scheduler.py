@@ -34,6 +34,8 @@ class PoolingScheduler:
         self._max_tokens = config.max_num_batched_tokens
         self._max_texts = config.max_num_seqs
         self._running: set[int] = set()
+        self._suspect: int | None = None
+        """The request that nothing is started beside."""
 
     @property
     def num_running(self) -> int:
@@ -89,6 +91,9 @@ class PoolingScheduler:
             request = self.waiting.peek()
             if request is None or request.num_tokens > budget:
                 break
+            # The next death of an engine must tell its cause.
+            if self._suspect in self._running or (request.is_suspect and self._running):
+                break
             error = self._packer.refusal(PREFILL, request.num_tokens, 0)
             if error is not None:
                 output.failed.append((request, error, ""))
@@ -100,6 +105,8 @@ class PoolingScheduler:
             request.state = RUNNING
             request.req_index = len(output.chunks)
             self._running.add(request.key)
+            if request.is_suspect:
+                self._suspect = request.key
             if self._lora is not None:
                 request.lora_slot = self._lora.start(request)
             output.started.append((request, 0))

@@ -113,6 +113,8 @@ class Scheduler:
         self._decoding: list[Request] = []
         self._prefilling: list[Request] = []
         self._draining: list[Request] = []
+        self._suspect: Request | None = None
+        """The request that nothing is started beside; see `_is_kept_apart`."""
         self._free_indices = list(range(config.max_num_seqs - 1, -1, -1))
         self._reservations: deque[int] = deque()
         """For each free index that is reserved for a continuation, the step at which that ends."""
@@ -320,6 +322,8 @@ class Scheduler:
         while budget > 0 and self._free_indices and (request := self.waiting.peek()) is not None:
             if output.num_tokens >= self._launch_tokens or not self._has_free_index(request):
                 break
+            if self._is_kept_apart(request):
+                break
             prefix = kv.find_prefix(request)
             if kv.should_wait_for_prefix(request, prefix):
                 break
@@ -351,6 +355,17 @@ class Scheduler:
             self._add_chunk(request, count, output)
             budget -= count
 
+    def _is_kept_apart(self, request: Request) -> bool:
+        """Whether a request has to wait so that the next death of an engine tells its cause: a
+        suspect starts once every running request has a token, and is the last to start until it
+        has one."""
+        suspect = self._suspect
+        if suspect is not None and suspect.state == RUNNING and suspect.has_nothing:
+            return True
+        self._suspect = None
+        running = (*self._decoding, *self._prefilling) if request.is_suspect else ()
+        return any(one.has_nothing for one in running)
+
     def _fit(self, request: Request, count: int, start: int | None = None) -> int:
         """How many of its next `count` tokens, behind the computed ones or from `start` on, can be
         scheduled with their images."""
@@ -374,6 +389,8 @@ class Scheduler:
         request.state = RUNNING
         request.num_prefill_tokens = request.num_tokens
         request.drafts = []
+        if request.is_suspect:
+            self._suspect = request
         insort(self._prefilling, request, key=_priority_key)
         output.new_requests.append(
             NewRequest(

@@ -58,6 +58,9 @@ class Resumption(msgspec.Struct, array_like=True, gc=False):
     """Its tokens, uint32, little-endian."""
     num_prompt_logprobs: int = 0
     """Prompt positions whose log-probabilities it has."""
+    is_suspect: bool = False
+    """An engine died while it computed its next token: it starts when no other request may be the
+    cause of another death."""
 
 
 class AddRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=1):
@@ -316,6 +319,8 @@ class Failed(msgspec.Struct, array_like=True, gc=False, tag=9):
     """Where engines share experts, the end of another engine may be the cause."""
     is_stopped: bool = False
     """It was told to stop."""
+    is_external: bool = False
+    """What it computed is not the cause."""
 
 
 class PromptBlocks(msgspec.Struct, array_like=True, gc=False, tag=10):

@@ -54,7 +54,7 @@ class PrivateServer:
         having said why."""
         while True:
             if self.exit_code is not None:
-                raise EngineDied(self._child.exit_description)
+                raise EngineDied(self._child.end.description)
             try:
                 answer = await client.ask("GET", "/ready")
             except (OSError, HttpFailure):

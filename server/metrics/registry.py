@@ -132,7 +132,7 @@ class Metrics:
         )
         self._poison = counters(
             "gaudiserve:poison_requests",
-            "Sequences ended since an engine died over them twice.",
+            "Sequences ended since engines died over them.",
         )
         pauses = self._registry.histogram(
             "gaudiserve:engine_pause_seconds",

@@ -26,6 +26,7 @@ from config.model.read_config import read_model_config
 from config.server import ServerConfig
 from config.version import VERSION
 from engine.client.base import EngineClient, Pause, SingleEngineClient
+from engine.client.launcher import ProcessEnd
 from engine.client.output_queue import QueueLimits
 from engine.client.router import RouterClient
 from engine.client.zmq import ZmqClient
@@ -94,6 +95,8 @@ class ApiServerArgs(msgspec.Struct, frozen=True):
     """File with the supervisor's DownloadProgress, if there are several API servers."""
     end_paths: tuple[str, ...] = ()
     """The file of each engine that exists, and says why, once the supervisor has given it up."""
+    death_paths: tuple[str, ...] = ()
+    """The file of each engine with the ProcessEnd of the last one that was started again."""
     ready_path: str | None = None
     """File that it makes once it is ready."""
     restart: int = 0
@@ -218,10 +221,10 @@ class ApiServer:
         """An engine has died, and none takes its place. Call on the event loop's thread."""
         self._client.engines[engine].fail(reason)
 
-    def name_cause(self, engine: int, reason: str) -> None:
+    def name_cause(self, engine: int, end: ProcessEnd) -> None:
         """An engine has died in this way, and another one is started. Call on the event loop's
         thread."""
-        self._client.engines[engine].name_cause(reason)
+        self._client.engines[engine].name_cause(end)
 
     def engine_lost(self, client: SingleEngineClient, num_poison: int) -> None:
         """Count it; the launcher logs it."""
@@ -404,6 +407,7 @@ class ApiServer:
             if self._client.failure is not None:
                 return await self._end_without_engine()
             self._kill_silent_engines()
+            self._name_causes()
             self._end_lost_engines()
             self._log_lost_engines()
             if opening.done() and (error := opening.exception()) is not None:
@@ -433,7 +437,8 @@ class ApiServer:
     def _kill_silent_engines(self) -> None:
         limit_s, parallel = self.state.config.engine_timeout_s, self._args.engine.data_parallel
         for engine in self._client.engines[: parallel.num_local]:
-            if limit_s and engine.pid and engine.silent_s() > limit_s:
+            if limit_s and not engine.has_hung and engine.silent_s() > limit_s:
+                engine.has_hung = True
                 logger.error(
                     "engine %d has said nothing for %g s, it is killed (--engine-timeout)",
                     engine.engine,
@@ -441,7 +446,16 @@ class ApiServer:
                 )
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(engine.pid, signal.SIGKILL)
-                engine.pid = 0
+
+    def _name_causes(self) -> None:
+        """What the supervisor says of engines that have just died."""
+        for path, engine in zip(self._args.death_paths, self._client.engines, strict=False):
+            if engine.awaits_verdict:
+                with contextlib.suppress(OSError):
+                    end = msgspec.json.decode(Path(path).read_bytes(), type=ProcessEnd)
+                    # An earlier one may have ended otherwise.
+                    if end.pid == engine.pid:
+                        engine.name_cause(end)
 
     def _end_lost_engines(self) -> None:
         """End those of which the supervisor says that nothing takes their place."""

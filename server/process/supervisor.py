@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import NamedTuple, TypeVar
 
+import msgspec
 import uvloop
 
 from config.data_parallel import DataParallelConfig
@@ -29,6 +30,7 @@ from config.server import ServerConfig
 from engine.client.launcher import (
     ChildProcess,
     EngineProcesses,
+    ProcessEnd,
     RestartLimit,
     SocketDirectory,
     exit_with_parent,
@@ -187,8 +189,8 @@ def _serve_in_process(
                     remote_token=remote_token(engine_config.data_parallel),
                     max_restarts=max_restarts(engine_config, server_config),
                     max_wait_s=server_config.engine_restart_wait_s,
-                    on_restart=lambda engine, reason: _call_on_loop(
-                        loop, partial(api_server.name_cause, engine), reason
+                    on_restart=lambda engine, end: _call_on_loop(
+                        loop, partial(api_server.name_cause, engine), end
                     ),
                 )
             )
@@ -230,6 +232,13 @@ def _call_on_loop(
         logger.debug("after the event loop has ended: %s", argument)
 
 
+def _replace(path: str, content: bytes) -> None:
+    """Write a file that appears whole."""
+    new = Path(f"{path}.new")
+    new.write_bytes(content)
+    new.rename(path)
+
+
 class EngineExit(NamedTuple):
     """An engine's process has ended."""
 
@@ -266,10 +275,9 @@ class Supervisor:
         self._directory = directory
         self._token = token
         self._download_path = str(Path(directory, "checkpoint.json"))
-        self._end_paths = tuple(
-            str(Path(directory, f"e{engine}.ended"))
-            for engine in range(engine_config.data_parallel.data_parallel_size)
-        )
+        engines = range(engine_config.data_parallel.data_parallel_size)
+        self._end_paths = tuple(str(Path(directory, f"e{engine}.ended")) for engine in engines)
+        self._death_paths = tuple(str(Path(directory, f"e{engine}.died")) for engine in engines)
         self._created = int(time.time())
         self._engines: EngineProcesses | None = None
         count = server_config.api_server_count
@@ -329,14 +337,17 @@ class Supervisor:
             remote_token=remote_token(self._engine_config.data_parallel),
             max_restarts=max_restarts(self._engine_config, self._config),
             max_wait_s=self._config.engine_restart_wait_s,
+            on_restart=self._engine_died,
         )
 
     def _engine_ended(self, engine: int, reason: str) -> None:
         """Tell the API servers, which keep its requests, and this process."""
-        path = Path(self._end_paths[engine])
-        path.with_suffix(".new").write_text(reason)
-        path.with_suffix(".new").rename(path)
+        _replace(self._end_paths[engine], reason.encode())
         self._events.put(EngineExit(engine, reason))
+
+    def _engine_died(self, engine: int, end: ProcessEnd) -> None:
+        """Tell the API servers; another engine is started in its place."""
+        _replace(self._death_paths[engine], msgspec.json.encode(end))
 
     def _ready_path(self, index: int) -> str:
         return str(Path(self._directory, f"a{index}.ready"))
@@ -356,6 +367,7 @@ class Supervisor:
             remote_token(self._engine_config.data_parallel),
             self._download_path,
             self._end_paths,
+            self._death_paths,
             self._ready_path(index),
             self._num_restarts[index],
         )
@@ -364,7 +376,7 @@ class Supervisor:
             # Like a single API server, it drains on Ctrl-C and SIGTERM.
             python_command("server.process.supervisor", ignored=(signal.SIGINT,)),
             args,
-            on_exit=lambda reason: self._events.put(ApiServerExit(index, reason)),
+            on_exit=lambda end: self._events.put(ApiServerExit(index, end.description)),
             stop_signal=signal.SIGTERM,
         )
 

@@ -26,6 +26,45 @@ STREAM = {"model": "tiny", "ignore_eos": True, "stream": True, "seed": 3}
 KEY = {"Authorization": "Bearer secret"}
 """Where the server asks for one."""
 PROMPTS = ("one", "two", "three")
+POISON = [5] * 20
+"""A prompt over which an engine with FATAL_WORKER dies."""
+
+FATAL_WORKER = f"""
+import importlib.abc, importlib.util, os, sys, time
+from array import array
+
+POISON = array("I", {POISON}).tobytes()
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "hpu.worker.worker":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            submit = module.Worker.submit
+
+            def submit_or_end(worker, plan):
+                if any(POISON in one.tokens.tobytes() for one in plan.new_requests):
+                    time.sleep(0.02)  # no computation ends before the last message is sent
+                    if number := int(os.environ["END"]):
+                        os.kill(os.getpid(), number)
+                    raise MemoryError("no memory is left")
+                submit(worker, plan)
+
+            module.Worker.submit = submit_or_end
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, Finder())
+"""
+"""A sitecustomize.py: each interpreter runs it when it starts."""
 
 
 def until(check: Callable[[], bool], timeout_s: float) -> None:
@@ -153,3 +192,34 @@ def test_a_restart_on_the_emulated_card_compiles_nothing(tiny_model: str, tmp_pa
         # The counters are those of the engine that runs.
         assert value(live, misses) == 0, live.ask("/metrics").text
         assert value(live, "hpu_recipe_cache_lookups_total") > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "num_deaths", "count"), [(0, 2, 1), (signal.SIGABRT, 2, 2), (signal.SIGKILL, 3, 2)]
+)
+def test_a_request_over_which_engines_die_gets_a_500_and_the_others_go_on(
+    tiny_model: str, tmp_path: Path, end: int, num_deaths: int, count: int
+) -> None:
+    """`count` API servers: with several, another process tells them why the engine died."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(FATAL_WORKER)
+    env = {"PYTHONPATH": str(tmp_path / "site"), "END": str(int(end))}
+    flags = (*FLAGS, "--max-num-seqs=64", f"--api-server-count={count}")
+    bodies = [{**STREAM, "prompt": f"{n} {n}", "max_tokens": 150} for n in range(31)]
+    with running(tiny_model, tmp_path / "log", *flags, env=env) as live:
+        expected = contents(live, bodies)
+        answers = []
+
+        def poison(live: LiveServer) -> None:
+            body = {"model": "tiny", "prompt": POISON, "max_tokens": 5}
+            answers.append(httpx.post(f"{live.url}/v1/completions", json=body, timeout=60))
+
+        found = contents(live, bodies, poison)
+
+        assert_same(found, expected)
+        (answer,) = answers
+        assert answer.status_code == 500, answer.text
+        assert f"died {num_deaths} times" in answer.json()["error"]["message"]
+        assert value(live, "gaudiserve:poison_requests_total") == 1
+        assert value(live, "gaudiserve:engine_restarts_total") == num_deaths

@@ -14,7 +14,7 @@ from config.params.sampling import SamplingParams
 from engine.core.engine_core import EngineCore
 from engine.kv_cache.prefix_hashes import block_hashes
 from engine.structured_output.grammar import Grammar
-from engine.transport.messages import AddRequest, StepOutput
+from engine.transport.messages import AddRequest, Resumption, StepOutput
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.protocol import (
     PREFILL,
@@ -142,9 +142,11 @@ class CoreRig:
         images: Sequence[tuple[int, int, bytes]] = (),
         timeout_s: float = 0.0,
         tenant: int = 0,
+        is_suspect: bool = False,
         **sampling: object,
     ) -> None:
-        """Greedy unless told otherwise. `images`: offset, tokens and content of each."""
+        """Greedy unless told otherwise. `images`: offset, tokens and content of each. `is_suspect`:
+        an engine died over its first token."""
         params = SamplingParams(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
         self.ledger.open(key)
         self.asked[key] = (list(prompt), params)
@@ -152,6 +154,8 @@ class CoreRig:
             self.grammars[key] = grammar
         message = AddRequest(key, raw(list(prompt)), params, priority, salt)
         message.timeout_s, message.tenant = timeout_s, tenant
+        if is_suspect:
+            message.resumption = Resumption(raw([]), is_suspect=True)
         message.images = [ImagePlacement(name, start, count) for start, count, name in images]
         sizes = {name: count for _, count, name in images}
         message.encoded_images = [EncodedImage(name, n, []) for name, n in sizes.items()]

@@ -12,7 +12,7 @@ from typing import Any
 from fake_executor import FakeExecutor, worker_ready
 
 from config.engine import EngineConfig
-from config.errors import ConfigError, RequestFailed, UserError
+from config.errors import ConfigError, EngineDied, RequestFailed, UserError
 from config.owned_directory import LOCK
 from engine.core.engine_process import EngineOrders, ready_mark
 from engine.core.engine_process import run as run_engine
@@ -45,8 +45,9 @@ ROOT = Path(__file__).parents[2]
 class CountingWorker:
     """Takes `start_s` to start and `step_s` for a step; with `refuse` it raises ConfigError at
     start, with `refuse_if` if that file is there, with `crash_at` it breaks at that step, with
-    `poison` it is killed by a request with that token, with `several` a decode gives up to so many
-    tokens, with `later` it prepares so many buckets when idle, `later_s` each."""
+    `poison` it ends by `signal` (0: it raises) at a request with that token, with `several` a
+    decode gives up to so many tokens, with `later` it prepares so many buckets when idle, `later_s`
+    each."""
 
     def __init__(self, config: EngineConfig, ranks: Ranks = SINGLE_RANK) -> None:
         words = config.model.partition(":")[2]
@@ -73,7 +74,10 @@ class CountingWorker:
         if any(poison in request.tokens.cast("B").cast("I") for request in plan.new_requests):
             # No computation ends so soon that the engine's last message is not sent.
             time.sleep(0.02)
-            os.kill(os.getpid(), signal.SIGKILL)
+            number = int(self._manner("signal", signal.SIGKILL))
+            if not number:
+                raise MemoryError(NO_MEMORY)
+            os.kill(os.getpid(), number)
         self._executor.submit(plan)
 
     def mask(self, masks: GrammarMasks) -> None:
@@ -153,7 +157,7 @@ class CountingExecutor:
 def make_counting_executor(
     config: EngineConfig,
     directory: str,
-    on_death: Callable[[str], None],
+    on_death: Callable[[EngineDied], None],
     ranks: Ranks = SINGLE_RANK,
 ) -> Executor:
     """As engine.executors.select, for a CountingWorker."""

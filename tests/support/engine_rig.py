@@ -64,7 +64,7 @@ async def engine_rig(
         directory.path,
         1,
         token=TOKEN,
-        on_exit=lambda message: _tell(loop, client, message),
+        on_exit=lambda end: _tell(loop, client, end.description),
         log=LogConfig("warning"),
         command=counting_command("engine"),
     )

@@ -18,12 +18,20 @@ from config.data_parallel import DataParallelConfig
 from config.engine import EngineConfig
 from config.log import LogConfig
 from engine.client.launcher import front_end_endpoints, launch, share_cores
-from engine.process.child_process import STOP, ChildProcess, describe_exit, python_command
+from engine.process.child_process import (
+    FAULTS,
+    STOP,
+    ChildProcess,
+    ProcessEnd,
+    describe_exit,
+    is_external_end,
+    python_command,
+)
 
 
 def launched(directory: Path, endings: list[str], died: threading.Event) -> ChildProcess:
-    def on_exit(sentence: str) -> None:
-        endings.append(sentence)
+    def on_exit(end: ProcessEnd) -> None:
+        endings.append(end.description)
         died.set()
 
     return launch(
@@ -145,3 +153,9 @@ def test_each_engine_has_an_address_at_each_front_end() -> None:
         "tcp://10.0.0.1:29556",
         "tcp://10.0.0.1:29557",
     )
+
+
+@pytest.mark.parametrize("code", [0, 1, *(-number for number in sorted(FAULTS))])
+def test_an_end_is_external_only_by_a_signal_that_others_send(code: int) -> None:
+    assert not is_external_end(code)
+    assert is_external_end(-signal.SIGKILL) and is_external_end(-signal.SIGTERM)

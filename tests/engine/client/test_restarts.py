@@ -187,19 +187,37 @@ async def test_a_restart_that_its_settings_forbid_ends_the_server(tmp_path: Path
             await read_all(queue)
 
 
-async def test_a_request_that_kills_each_engine_ends_and_the_others_go_on() -> None:
-    async with restart_rig(f"step_s=0.01,poison={POISON}") as rig:
-        queues = await rig.streaming(4, 300)
+@pytest.mark.parametrize(
+    ("executor", "end", "num_deaths"),
+    [
+        ("uni", int(signal.SIGABRT), 2),
+        pytest.param("uni", 0, 2, marks=pytest.mark.slow),
+        pytest.param("uni", int(signal.SIGKILL), 3, marks=pytest.mark.slow),
+        ("mp", 0, 2),
+        pytest.param("mp", int(signal.SIGABRT), 2, marks=pytest.mark.slow),
+        ("mp", int(signal.SIGKILL), 3),
+    ],
+)
+async def test_a_request_that_kills_each_engine_ends_and_the_others_go_on(
+    executor: str, end: int, num_deaths: int
+) -> None:
+    """Two deaths are enough if the engine, or a worker, was not killed by another process."""
+    manners = f"step_s=0.01,poison={POISON},signal={end}"
+    async with restart_rig(manners, executor=executor) as rig:
+        queues = await rig.streaming(31, 200)
 
         poison = rig.client.add(prompt_of(POISON), asking(10))
+        # Beside requests that come while it is tried.
+        later = [rig.client.add(prompt_of(n), asking(5)) for n in range(8)]
         _, finish = await asyncio.wait_for(read_all(poison), 30)
 
         assert finish.reason == "error" and finish.error is not None
-        assert "the engine died 3 times while it computed this request" in finish.error
+        assert f"the engine died {num_deaths} times while it computed this" in finish.error
         for tokens, ending in await asyncio.gather(*map(read_all, queues)):
-            assert (tokens, ending.reason) == (list(range(300)), "length")
+            assert (tokens, ending.reason) == (list(range(200)), "length")
+        for tokens, _ in await asyncio.gather(*map(read_all, later)):
+            assert tokens == list(range(5))
         assert (rig.observer.num_poison, rig.ends) == (1, [])
-        assert rig.observer.num_lost == 3
 
 
 async def test_the_waits_between_restarts_have_a_limit() -> None:

@@ -5,8 +5,14 @@ from collections.abc import Sequence
 import pytest
 
 from config.params.sampling import SamplingParams
-from engine.client.output_queue import MAX_DEATHS, OutputRouter, QueueLimits, RequestOutputQueue
-from engine.client.resumer import Resumer
+from engine.client.output_queue import (
+    MAX_DEATHS,
+    MAX_EXTERNAL_DEATHS,
+    OutputRouter,
+    QueueLimits,
+    RequestOutputQueue,
+)
+from engine.client.resumer import Resumer, resume_order
 from engine.transport.messages import AddRequest, StepOutput
 
 LIMITS = {"max_requests": 100, "max_prompt_tokens": 1000}
@@ -44,13 +50,22 @@ class Front:
             StepOutput(0, keys=[queue.key], counts=[len(tokens)], tokens=list(tokens))
         )
 
-    def restart(self) -> int:
+    def restart(self, *, is_external: bool = True) -> int:
         """The engine dies, and another one is ready; the number of requests that were ended."""
         self.resumer.withdraw()
-        ended = self.router.suspect()
+        ended = self.router.suspect(is_external=is_external)
         self.sent.clear()
-        self.resumer.adopt(list(self.router.queues), self.router)
+        self.resumer.adopt(sorted(self.router.queues, key=resume_order), self.router)
         return ended
+
+    @property
+    def sent_keys(self) -> list[int]:
+        return [message.key for message in self.sent]
+
+    @property
+    def suspects(self) -> list[int]:
+        """Keys of those that the engine is to start one at a time."""
+        return [one.key for one in self.sent if one.resumption and one.resumption.is_suspect]
 
 
 @pytest.fixture
@@ -88,7 +103,7 @@ def test_requests_go_on_in_order_and_count_as_waiting_until_they_start(front: Fr
 
     front.restart()
 
-    assert [message.key for message in front.sent] == [first.key, second.key]
+    assert front.sent_keys == [first.key, second.key]
     assert front.router.num_waiting_tokens == 5
     front.says([first, second])
     assert front.router.num_waiting_tokens == 0
@@ -105,104 +120,90 @@ def test_what_the_engine_has_no_room_for_is_sent_later(front: Front) -> None:
     front.room = 100
     front.resumer.proceed()
     kept = [queues[i].key for i in (0, 1, 3, 4)]
-    assert [message.key for message in front.sent] == kept and front.resumer.is_done
+    assert front.sent_keys == kept and front.resumer.is_done
 
 
-def test_those_that_got_nothing_are_sent_one_at_a_time(front: Front) -> None:
-    running, first, second, third = (front.open(n) for n in range(4))
-    front.says([running, first, second, third])
+def test_those_that_got_nothing_are_suspects_and_go_before_those_that_waited(
+    front: Front,
+) -> None:
+    waiting, first, running, second = (front.open(n) for n in range(4))
+    front.says([running, first, second])
     front.gives(running, 7)
 
     assert front.restart() == 0
 
-    assert [message.key for message in front.sent] == [running.key]
-    front.gives(running, 8)
-    front.resumer.proceed()
-    assert [message.key for message in front.sent] == [running.key, first.key]
-    front.gives(running, 8)
-    front.resumer.proceed()
-    assert len(front.sent) == 2
-    front.gives(first, 9)
-    front.resumer.proceed()
-    assert front.sent[-1].key == second.key
-    front.router.abort([second.key])
-    front.resumer.proceed()
-    assert front.sent[-1].key == third.key
+    assert front.sent_keys == [running.key, first.key, second.key, waiting.key]
+    assert front.suspects == [first.key, second.key]
 
 
-def test_what_only_waited_is_not_waited_for(front: Front) -> None:
-    running, suspect, waiting = (front.open(n) for n in range(3))
-    front.says([running, suspect])
-    front.gives(running, 7)
-    front.restart()
-    assert [message.key for message in front.sent] == [running.key, waiting.key]
-
-    front.gives(running, 8)
-    front.resumer.proceed()
-
-    assert front.sent[-1].key == suspect.key and front.resumer.is_done
+async def assert_ended(queue: RequestOutputQueue, num_deaths: int) -> None:
+    finish = (await queue.get()).finish
+    assert finish is not None and finish.reason == "error"
+    assert finish.error is not None and f"died {num_deaths} times" in finish.error
 
 
-async def test_one_that_ends_three_engines_alone_is_not_sent_to_a_fourth(front: Front) -> None:
+@pytest.mark.parametrize(
+    "ends", [[False, False], [True, True, True], [True, False, False], [False, True, False]]
+)
+async def test_one_over_which_engines_die_alone_is_not_sent_again(
+    front: Front, ends: list[bool]
+) -> None:
+    """At two deaths, at three if another process ended any of the engines."""
     good, poison = front.open(1), front.open(2)
-    for _ in range(MAX_DEATHS - 1):
+    for is_external in ends[:-1]:
         front.says([good, poison])
         front.gives(good, 7)
-        front.resumer.proceed()
-        assert front.restart() == 0
+        assert front.restart(is_external=is_external) == 0
+        assert front.suspects == [poison.key]
     front.says([good, poison])
     front.gives(good, 7)
 
-    assert front.restart() == 1
+    assert front.restart(is_external=ends[-1]) == 1
 
-    assert [message.key for message in front.sent] == [good.key]
-    finish = (await poison.get()).finish
-    assert finish is not None and finish.reason == "error"
-    assert finish.error is not None and "died 3 times" in finish.error
+    assert front.sent_keys == [good.key]
+    await assert_ended(poison, len(ends))
 
 
 def test_a_death_without_any_clears_all(front: Front) -> None:
     running, suspect = front.open(1), front.open(2)
-    for _ in range(2 * MAX_DEATHS):
+    for _ in range(2 * MAX_EXTERNAL_DEATHS):
         front.says([running, suspect])
         front.gives(running, 7)
         assert front.restart() == 0
-        assert [message.key for message in front.sent] == [running.key]
+        assert front.sent_keys == [running.key, suspect.key]
         front.says([running])
         front.gives(running, 7)
         assert front.restart() == 0
-        front.gives(running, 7)
-        front.resumer.proceed()
-        assert front.sent[-1].key == suspect.key
 
 
-def test_one_that_was_alone_at_a_death_is_tried_behind_the_others(front: Front) -> None:
+@pytest.mark.parametrize("is_external", [False, True])
+def test_one_that_was_alone_at_a_death_is_tried_behind_the_others(
+    front: Front, is_external: bool
+) -> None:
     first, second = front.open(1), front.open(2)
     front.says([first, second])
-    front.restart()
+    front.restart(is_external=is_external)
+    max_deaths = MAX_EXTERNAL_DEATHS if is_external else MAX_DEATHS
     tried = []
-    for _ in range(2 * (MAX_DEATHS - 1)):
-        (message,) = front.sent
-        sent = first if message.key == first.key else second
-        tried.append(sent)
-        front.says([sent])
-        assert front.restart() == 0
+    for _ in range(2 * (max_deaths - 1)):
+        tried.append(first if front.sent_keys[0] == first.key else second)
+        front.says(tried[-1:])
+        assert front.restart(is_external=is_external) == 0
 
-    assert tried == [first, second] * (MAX_DEATHS - 1)
-    (message,) = front.sent
-    assert message.key == first.key
-    front.says([first])
-    assert front.restart() == 1 and front.sent[0].key == second.key
+    assert [tried.count(first), tried.count(second)] == [max_deaths - 1] * 2
+    last, other = (first, second) if front.sent_keys[0] == first.key else (second, first)
+    front.says([last])
+    assert front.restart(is_external=is_external) == 1 and front.sent_keys == [other.key]
 
 
 def test_a_token_clears_a_request(front: Front) -> None:
     queue = front.open(1)
     for token in range(5):
         front.says([queue])
-        assert front.restart() == 0
+        assert front.restart(is_external=False) == 0
         front.says([queue])
         front.gives(queue, token)
-        assert front.restart() == 0
+        assert front.restart(is_external=False) == 0
 
 
 def test_one_that_cannot_be_encoded_ends_alone(front: Front) -> None:
@@ -218,5 +219,5 @@ def test_one_that_cannot_be_encoded_ends_alone(front: Front) -> None:
 
     front.restart()
 
-    assert [message.key for message in front.sent] == [good.key]
+    assert front.sent_keys == [good.key]
     assert not front.router.is_open(wrong)

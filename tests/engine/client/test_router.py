@@ -10,7 +10,7 @@ from scripted_client import ready as ready_message
 
 from benchmarks.router import RoundRobin, Traffic, simulate
 from config.errors import ConfigError, EngineDied, Overloaded, UserError
-from engine.client.base import Failure, Pause, SingleEngineClient
+from engine.client.base import CAUSE_GRACE_S, Failure, Pause, SingleEngineClient
 from engine.client.output_queue import QueueLimits
 from engine.client.router import (
     BUSY,
@@ -27,6 +27,7 @@ from engine.client.router import (
     combined,
 )
 from engine.kv_cache.prefix_hashes import block_hashes
+from engine.process.child_process import ProcessEnd
 from engine.transport.messages import (
     ASLEEP,
     AWAKE,
@@ -333,20 +334,57 @@ async def test_when_all_engines_have_died_the_first_that_is_back_takes_all_reque
     assert (await queues[3].get()).tokens == [7]
 
 
-async def test_when_a_request_is_aborted_the_next_one_that_got_nothing_is_sent() -> None:
-    limits = QueueLimits(max_requests=100, max_prompt_tokens=1_000_000)
-    engine = FakeEngine(0, limits)
-    engine.resume(Restorations())
-    await engine.start()
-    first, second = (engine.add(chat(number, 8)) for number in range(2))
-    engine.says(StepOutput(0, started=[first.key, second.key], started_cached=[0, 0]))
-    engine._lose(Failure("killed"))
-    await engine.start()
-    assert [message.key for message in engine.added[2:]] == [first.key]
+SEGFAULT = ProcessEnd("engine 0 was killed by SIGSEGV", False, 7)
 
-    engine.abort([first.key])
 
-    assert [message.key for message in engine.added[3:]] == [second.key]
+async def test_a_request_that_ends_two_engines_is_not_handed_to_a_third() -> None:
+    """Once it is known that they ended by themselves; before, nothing is handed over."""
+    router, engines = await started(3)
+    router.resume(Restorations())
+    poison = router.add(chat(1, 8))
+    for _ in range(2):
+        (engine,) = (one for one in engines if one.queues)
+        engine.says(StepOutput(0, started=[poison.key], started_cached=[0]))
+        engine._lose(Failure("the engine has disconnected", is_external=None))
+        assert engine.queues and engine.awaits_verdict
+
+        engine.name_cause(SEGFAULT)
+
+    assert not any(one.queues for one in engines)
+    assert sum(len(one.added) for one in engines) == 2
+    assert "died 2 times" in ((await poison.get()).finish or Finish(0, "")).error  # type: ignore[operator]
+
+
+async def test_a_death_whose_cause_nobody_names_counts_as_external() -> None:
+    router, engines = await started(2)
+    noted = Restorations()
+    router.resume(noted)
+    queue = router.add(chat(1, 8))
+    for deaths in (1, 2):
+        (engine,) = (one for one in engines if one.queues)
+        engine.says(StepOutput(0, started=[queue.key], started_cached=[0]))
+        engine._lose(Failure("the engine has disconnected", is_external=None))
+        if deaths == 1:
+            await asyncio.sleep(CAUSE_GRACE_S + 0.1)
+        # A successor that is there before the cause is not waited with.
+        await engine.start()
+
+    assert (queue.num_deaths, queue.num_external_deaths) == (2, 2)
+    assert sum(len(one.queues) for one in engines) == 1 and len(noted.restored) == 2
+
+
+async def test_an_engine_that_is_killed_since_it_hangs_ended_by_itself() -> None:
+    router, engines = await started(1)
+    router.resume(Restorations())
+    queue = router.add(chat(1, 8))
+    engines[0].says(StepOutput(0, started=[queue.key], started_cached=[0]))
+    engines[0].has_hung = True
+
+    engines[0].name_cause(SEGFAULT._replace(is_external=True))
+    await engines[0].start()
+
+    assert (queue.num_deaths, queue.num_external_deaths) == (1, 0)
+    assert not engines[0].has_hung
 
 
 async def test_stats_are_summed_over_living_engines() -> None:

@@ -33,7 +33,7 @@ from hpu.protocol import (
 
 
 def executor_of(
-    manners: str, directory: object, deaths: list[str] | None = None, **group: int
+    manners: str, directory: object, deaths: list[EngineDied] | None = None, **group: int
 ) -> MultiprocExecutor:
     return MultiprocExecutor(
         counting_config(manners),
@@ -92,7 +92,7 @@ def test_an_idle_worker_prepares_what_was_left_and_tells_it_between_results(
 def test_a_worker_killed_while_collect_waits_is_noticed_at_once(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    deaths: list[str] = []
+    deaths: list[EngineDied] = []
     executor = executor_of("step_s=30", tmp_path_factory.mktemp("s"), deaths)
     executor.start(lambda progress: None)
     executor.submit(plan_of(0))
@@ -104,7 +104,7 @@ def test_a_worker_killed_while_collect_waits_is_noticed_at_once(
 
     assert time.monotonic() - began < 1.2
     executor.close()
-    assert len(deaths) == 1 and "SIGKILL" in deaths[0]
+    assert len(deaths) == 1 and "SIGKILL" in str(deaths[0])
 
 
 def test_a_worker_that_cannot_start_is_quoted(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -118,7 +118,7 @@ def test_a_worker_that_cannot_start_is_quoted(tmp_path_factory: pytest.TempPathF
 
 
 def test_a_closed_executor_reports_no_death(tmp_path_factory: pytest.TempPathFactory) -> None:
-    deaths: list[str] = []
+    deaths: list[EngineDied] = []
     executor = executor_of("", tmp_path_factory.mktemp("s"), deaths)
     executor.start(lambda progress: None)
 
@@ -253,7 +253,7 @@ def test_a_worker_that_waits_for_masks_leaves_when_it_is_told_to(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     first, second, _ = masked_plans()
-    deaths: list[str] = []
+    deaths: list[EngineDied] = []
     executor = executor_of("", tmp_path_factory.mktemp("s"), deaths)
     executor.start(lambda progress: None)
     executor.submit(first)
@@ -304,7 +304,7 @@ def test_a_group_of_workers_runs_every_plan_and_one_of_them_sends_the_results(
 def test_the_first_death_in_a_group_is_noticed_at_once_and_reported_once(
     rank: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    deaths: list[str] = []
+    deaths: list[EngineDied] = []
     executor = executor_of("step_s=60", tmp_path_factory.mktemp("s"), deaths, num_workers=2)
     executor.start(lambda progress: None)
     executor.submit(plan_of(0))
@@ -317,7 +317,7 @@ def test_the_first_death_in_a_group_is_noticed_at_once_and_reported_once(
     executor.close()
 
     assert waited_s < 2
-    assert len(deaths) == 1 and f"worker {rank} " in deaths[0]
+    assert len(deaths) == 1 and f"worker {rank} " in str(deaths[0])
 
 
 def test_a_follower_that_fails_is_quoted(tmp_path_factory: pytest.TempPathFactory) -> None:

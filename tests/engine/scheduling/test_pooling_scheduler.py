@@ -6,8 +6,9 @@ import pytest
 from pooling_core import FACTS, PoolingRig, vector
 from slow_model import raw
 
+from config.params.pooling import PoolingParams
 from config.params.sampling import SamplingParams
-from engine.transport.messages import AddRequest
+from engine.transport.messages import AddRequest, Resumption
 from hpu.protocol import DECODE
 
 
@@ -146,3 +147,18 @@ def test_a_shape_that_was_not_prepared_is_refused_where_the_operator_says_so() -
 
     assert set(rig.vectors) == {2}
     assert "no bucket that was warmed up holds that" in (rig.finished[1].error or "")
+
+
+def test_suspects_are_read_one_by_one_and_nothing_beside_them() -> None:
+    rig = PoolingRig()
+    for key in range(8):
+        message = AddRequest(key, raw([20 + key]), SamplingParams(), pooling=PoolingParams())
+        if key in (2, 3):
+            message.resumption = Resumption(raw([]), is_suspect=True)
+        rig.core.add_request(message, [])
+
+    rig.run()
+
+    texts = [[int(text.tokens.cast("I")[0]) - 20 for text in p.texts] for p in rig.executor.plans]
+    assert texts == [[0, 1], [2], [3], [4, 5, 6, 7]]
+    assert len(rig.vectors) == 8

@@ -1,7 +1,12 @@
 """engine/scheduling/scheduler.py: who runs when, seen in the plans that leave a real core."""
 
+import itertools
+import random
+
+import pytest
 from core_rig import CoreRig
 
+from engine.request import RUNNING
 from hpu.protocol import DECODE, PREFILL, StepPlan
 
 ENDLESS = {"ignore_eos": True, "max_tokens": None}
@@ -259,3 +264,57 @@ def test_who_waits_for_a_prefix_goes_on_when_its_maker_is_gone() -> None:
         rig.run()
 
         rig.check_output(1)
+
+
+def test_a_suspect_starts_behind_the_tokens_of_all_and_nothing_starts_before_its_own() -> None:
+    rig = CoreRig(budget=8, max_num_seqs=8)
+    rig.add(1, list(range(30)), **ENDLESS)
+    rig.add(2, [1, 2], is_suspect=True, **ENDLESS)
+    rig.add(3, [1, 3], is_suspect=True, **ENDLESS)
+    rig.add(4, [1, 4], **ENDLESS)
+    pending: list[list[int]] = []
+    rig.run(steps=1)
+
+    while not rig.tokens(4):
+        rig.step()
+        requests = rig.core._scheduler.requests_with_blocks
+        pending.append([one.key for one in requests if one.has_nothing])
+
+    assert [keys for keys, _ in itertools.groupby(pending) if keys] == [[1], [2], [3], [4]]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_suspects_are_alone_without_a_token_in_random_traffic(seed: int) -> None:
+    rng = random.Random(seed)
+    rig = CoreRig(
+        num_blocks=24,
+        budget=rng.choice([8, 32]),
+        depth=rng.choice([1, 2]),
+        policy=rng.choice(["fcfs", "priority"]),
+        fair_share=rng.random() < 0.5,
+    )
+    keys = range(40)
+    num_alone = 0
+    for key in keys:
+        prompt = [rng.randrange(5) for _ in range(rng.randint(1, 24))]
+        rig.add(
+            key,
+            prompt,
+            priority=rng.randrange(3),
+            tenant=rng.randrange(3),
+            is_suspect=rng.random() < 0.3,
+            max_tokens=rng.randint(1, 12),
+        )
+        for _ in range(rng.randrange(4)):
+            rig.step()
+            requests = rig.core._scheduler.requests_with_blocks
+            running = [one for one in requests if one.state == RUNNING]
+            pending = [one.is_suspect for one in running if one.has_nothing]
+            num_alone += pending == [True]
+            assert True not in pending or len(pending) == 1
+
+    rig.run()
+
+    assert num_alone
+    for key in keys:
+        rig.check_output(key)
