@@ -175,11 +175,26 @@ def _pieces(file: GgufFile, entry: _Entry) -> Iterator[npt.NDArray[Any]]:
     step = max(1, _PIECE_BYTES // row_bytes)
     for start in range(0, rows, step):
         try:
-            values = dequantize(data[start : start + step], entry.tensor.tensor_type)
+            # A damaged scale is found below.
+            with np.errstate(over="ignore", invalid="ignore"):
+                values = dequantize(data[start : start + step], entry.tensor.tensor_type)
         except NotImplementedError as error:
             kind = entry.tensor.tensor_type.name
             raise ConfigError(f"{file.path}: {entry.name} is stored as {kind}: {error}") from error
-        yield _as_stored(np.ascontiguousarray(values, dtype=np.float32), entry.dtype)
+        numbers = np.ascontiguousarray(values, dtype=np.float32)
+        _check_finite(numbers, f"{entry.name} in {file.path}")
+        yield _as_stored(numbers, entry.dtype)
+
+
+def _check_finite(numbers: npt.NDArray[np.float32], where: str) -> None:
+    """Raise ConfigError for what a damaged scale gives. `where`: names the tensor and its file."""
+    # The sum is a pass without a copy, and is finite for any weights of a model.
+    with np.errstate(over="ignore", invalid="ignore"):
+        is_finite = np.isfinite(numbers.sum(dtype=np.float64))
+    if is_finite:
+        return
+    count = numbers.size - int(np.isfinite(numbers).sum())
+    raise ConfigError(f"{where} has {count} of {numbers.size} weights that are NaN or infinite")
 
 
 def _rows(entry: _Entry) -> npt.NDArray[Any]:

@@ -3,7 +3,7 @@ environment that has it."""
 
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,15 @@ def compress(
     max_length: int,
     ignored: Sequence[str] = (),
     keeps_activations: bool = False,
+    keeps_last_layer: bool = False,
 ) -> None:
     """Write the quantized checkpoint of `folder` to `output`. `scheme_name`: as compressed-tensors
     names it; `modifier`: llmcompressor's class; `samples`: texts and conversations to calibrate
     with, none for a modifier that takes none; `group_size`: None for one that divides all layers;
     `ignored`: paths of layers that stay as they are, or `re:` and a regular expression;
-    `keeps_activations`: those of the scheme are not to be quantized. Raises ConfigError for a size
-    that does not divide, and for a path of no layer."""
+    `keeps_activations`: those of the scheme are not to be quantized; `keeps_last_layer`: the last
+    decoder layer stays as it is, too. Raises ConfigError for a size that does not divide, and for
+    a path of no layer."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     linears = {
@@ -58,7 +60,8 @@ def compress(
         _check_groups(scheme.weights.group_size, sizes)
     module = awq if modifier == "AWQModifier" else quantization
     kind = getattr(module, modifier)
-    recipe = kind(config_groups={"weights": scheme}, ignore=[*IGNORED, *ignored])
+    kept = [*IGNORED, *ignored, *(last_layer(linears) if keeps_last_layer else ())]
+    recipe = kind(config_groups={"weights": scheme}, ignore=kept)
     if samples:
         if not torch.accelerator.is_available():
             # Release 0.14 pins memory for an accelerator that is not there.
@@ -78,6 +81,16 @@ def compress(
     model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]  # theirs
     model.save_pretrained(output, save_compressed=True)
     _copy_other_files(Path(folder), output)
+
+
+def last_layer(names: Iterable[str]) -> list[str]:
+    """What `ignored` takes for the last decoder layer of the linear layers `names`: it loses most
+    in FP8. None of a model with one layer, of which nothing would be left."""
+    found = {match[0]: match for name in names if (match := re.match(r"(.*?\.)(\d+)\.", name))}
+    last = max(found.values(), key=lambda match: int(match[2]), default=None)
+    if last is None or int(last[2]) == 0:
+        return []
+    return ["re:" + re.escape(last[0]) + ".*"]
 
 
 def _tokens(tokenizer: Any, sample: str | list[dict[str, Any]], max_length: int) -> list[int]:

@@ -12,11 +12,11 @@ from config import log
 from config.errors import CheckpointError, ConfigError, GaudiserveError
 from config.loading.env import is_installed
 from config.loading.parser import Parser, number
-from config.model.kv_cache_dtype import FP8_INC
+from config.model.kv_cache_dtype import AUTO, FP8_INC
 from config.model.quantization.inc import INC, MODULE, PACKAGE, VARIABLE
 from config.params.sampling import SamplingParams
 from server.cli.samples import Sample, read_samples
-from server.offline.calibration import finish_measures, write_configs
+from server.offline.calibration import finish_measures, keep_least_losing, write_configs
 from server.offline.llm import LLM
 
 DEFAULT_SAMPLES = 512
@@ -83,9 +83,15 @@ def calibrate_parser() -> Parser:
     )
     add(
         "--kv-cache-dtype",
-        choices=(FP8_INC, "auto"),
-        default=FP8_INC,
-        help=f"{FP8_INC}: the KV cache in FP8, too; auto: in bfloat16 [{FP8_INC}]",
+        choices=(FP8_INC, AUTO),
+        default=AUTO,
+        help=f"{FP8_INC}: attention and the KV cache in FP8; auto: the cache in bfloat16 [auto]",
+    )
+    add(
+        "--all-modules",
+        action="store_true",
+        help="Quantize all linear layers and attention; without it only the first products of MLPs "
+        "and experts, but for the last layer, by which a small model loses less than 1 %%",
     )
     add(
         "--skip",
@@ -138,6 +144,8 @@ def _calibrate(args: argparse.Namespace) -> int:
         _answer(llm, samples, args.max_tokens)
     _say("2/3 repair and unify the measures")
     sizes = finish_measures(folder, num_ranks)
+    if not args.all_modules:
+        keep_least_losing(quantize_config, num_ranks, with_attention=args.kv_cache_dtype == FP8_INC)
     _say("3/3 quantize, and answer with the quantized model")
     with _model(args, quantize_config) as llm:
         _answer(llm, samples[:CHECKED_SAMPLES], args.max_tokens)

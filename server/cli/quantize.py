@@ -34,6 +34,9 @@ class Target(NamedTuple):
     calibrated: str | None = None
     """llmcompressor's class for samples where it does not need them."""
 
+    keeps_last_layer: bool = False
+    """Whether the last decoder layer stays as it is unless --all-layers is given."""
+
     @property
     def needs_data(self) -> bool:
         """Whether the weights depend on what the layers get as inputs."""
@@ -49,14 +52,16 @@ TARGETS = {
         "FP8_DYNAMIC",
         PLAIN,
         False,
-        "8 bits (e4m3), a scale per output; with --data errors are made up for",
+        "8 bits (e4m3), a scale per output, but for the last decoder layer; with --data errors are "
+        "made up for",
         calibrated=COMPENSATING,
+        keeps_last_layer=True,
     ),
     "fp8-weights": Target(
         "FP8_DYNAMIC",
         PLAIN,
         False,
-        "as fp8, and activations stay as they are",
+        "8 bits (e4m3), all layers, and activations stay as they are",
         keeps_activations=True,
         calibrated=COMPENSATING,
     ),
@@ -121,6 +126,11 @@ def quantize_parser() -> Parser:
         "anyway",
     )
     parser.add_argument(
+        "--all-layers",
+        action="store_true",
+        help="with --to fp8 quantize the last decoder layer, too, which loses most",
+    )
+    parser.add_argument(
         "--text",
         type=Path,
         metavar="FILE",
@@ -156,6 +166,7 @@ def main(argv: list[str]) -> int:
         max_length=options.max_length,
         ignored=options.ignore,
         keeps_activations=target.keeps_activations,
+        keeps_last_layer=target.keeps_last_layer and not options.all_layers,
     )
     if before is not None:
         after = run(__name__, "predictions", str(options.output), text)
@@ -177,6 +188,8 @@ def _check_options(options: Any, target: Target) -> None:
         raise ConfigError(
             f"--group-size is {options.group_size}, and --to {options.to} has a scale per output"
         )
+    if options.all_layers and not target.keeps_last_layer:
+        raise ConfigError(f"--all-layers is set, and --to {options.to} quantizes all layers anyway")
     if not is_installed(LIBRARY):
         raise ConfigError(
             f"{LIBRARY} is not installed here: pip install 'gaudiserve[cpu,quantize]' in an "

@@ -7,6 +7,7 @@ vllm-project/vllm-gaudi.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ STATS = "inc_output"
 MEASURE_FILE = "maxabs_measure.json"
 QUANTIZE_FILE = "maxabs_quant.json"
 CACHE_CLASS = "VLLMKVCache"
+ATTENTION_CLASSES = ("Matmul", "B2BMatmul", "Softmax", "ModuleFusedSDPA", CACHE_CLASS)
+LEAST_LOSING = (r"\.gate_up_proj$", r"\.experts\.")
+"""Regular expressions of the paths that `keep_least_losing` leaves."""
 CACHE_OF = {"matmul_qk": ("k_cache", "latent_cache_k"), "matmul_av": ("v_cache", "latent_cache_k")}
 """A product of attention -> the cache that its second input comes from."""
 
@@ -54,6 +58,28 @@ def write_configs(
     for path, fields in zip(paths, (measure, quantize), strict=True):
         path.write_text(json.dumps(fields, indent=4) + "\n", "utf-8")
     return paths
+
+
+def keep_least_losing(config: Path, num_ranks: int, *, with_attention: bool) -> None:
+    """Narrow a configuration that quantizes to the first products of MLPs and to experts, but for
+    those of the last layer: what the demo model loses least by (docs/quantization.md).
+    `with_attention`: and to the products of attention and the KV cache. Measures of `num_ranks`
+    ranks are there. Raises ConfigError if nothing would be quantized."""
+    nodes = read_measures(measure_path(config.parent, 0, num_ranks))["Nodes"]
+    layers = (re.search(r"\.layers\.(\d+)\.", name) for name in nodes)
+    last = max((int(match[1]) for match in layers if match), default=0)
+    kept = rf"\.layers\.{last}\."
+    fields = json.loads(config.read_text("utf-8"))
+    if last > 0:
+        fields["blocklist"]["names"].append(kept)
+    if not any(re.search(one, name) for one in LEAST_LOSING for name in nodes):
+        raise ConfigError(
+            f"of the {len(nodes)} modules that were measured none is a gate_up_proj or of experts: "
+            "--all-modules quantizes all of them"
+        )
+    types = list(ATTENTION_CLASSES) if with_attention else []
+    fields["allowlist"] = {"types": types, "names": list(LEAST_LOSING)}
+    config.write_text(json.dumps(fields, indent=4) + "\n", "utf-8")
 
 
 def measure_path(folder: Path, rank: int, num_ranks: int) -> Path:

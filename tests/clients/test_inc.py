@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from paged_harness import load_decoder
 from strict_card import COUNTERS, STRICT
 from tiny_models import make_tiny
 from two_prompts import greedy, random_traffic, working
+from worker_rig import WorkerRig
 
 from config.errors import ConfigError
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
@@ -73,6 +75,29 @@ def unbind() -> None:
             del sys.modules[name]
 
 
+NO_WARMUP = WarmupConfig(mode="skip")
+
+
+def compressed(
+    folder: Path,
+    config: Path,
+    execution: ExecutionConfig = GRAPHS,
+    emulator: EmulatorSettings = STRICT,
+    **settings: Any,
+) -> AbstractContextManager[WorkerRig]:
+    """A worker with a model that the compressor measures or quantizes."""
+    return working(
+        folder,
+        device="hpu-emulator",
+        dtype="bfloat16",
+        execution=execution,
+        emulator=emulator,
+        quantization="inc",
+        quant_config=str(config),
+        **settings,
+    )
+
+
 def measure(
     folder: Path, out: Path, emulator: EmulatorSettings = STRICT, **configured: Any
 ) -> Path:
@@ -80,17 +105,8 @@ def measure(
     out.mkdir()
     options: dict[str, Any] = {"quantizes_cache": True, "skipped": [], "scale_method": "maxabs_hw"}
     measuring, quantizing = write_configs(out, **{**options, **configured})
-    with working(
-        folder,
-        device="hpu-emulator",
-        dtype="bfloat16",
-        execution=ExecutionConfig(mode="lazy"),
-        emulator=emulator,
-        quantization="inc",
-        quant_config=str(measuring),
-        enforce_eager=True,
-        warmup=WarmupConfig(mode="skip"),
-    ) as rig:
+    lazy = ExecutionConfig(mode="lazy")
+    with compressed(folder, measuring, lazy, emulator, enforce_eager=True, warmup=NO_WARMUP) as rig:
         greedy(rig)
         random_traffic(rig)
     unbind()
@@ -116,15 +132,7 @@ def served(
 ) -> tuple[list[list[int]], int]:
     """Tokens of two prompts and of random traffic by the quantized model, without compilations
     after warm-up, and the number of its recipes."""
-    with working(
-        folder,
-        device="hpu-emulator",
-        dtype="bfloat16",
-        execution=execution,
-        emulator=emulator,
-        quantization="inc",
-        quant_config=str(quantizing),
-    ) as rig:
+    with compressed(folder, quantizing, execution, emulator) as rig:
         counters = torch.hpu.emulated.counters  # type: ignore[attr-defined]
         before = [counters.counts[name] for name in COUNTERS]
         found = greedy(rig) + random_traffic(rig)
@@ -193,16 +201,7 @@ def test_products_are_those_of_operands_that_are_rounded_with_the_scales(
     llama: Path, quantizing: Path
 ) -> None:
     weights = load_decoder(llama).state_dict()
-    with working(
-        llama,
-        device="hpu-emulator",
-        dtype="bfloat16",
-        execution=GRAPHS,
-        emulator=STRICT,
-        quantization="inc",
-        quant_config=str(quantizing),
-        warmup=WarmupConfig(mode="skip"),
-    ) as rig:
+    with compressed(llama, quantizing, warmup=NO_WARMUP) as rig:
         model = rig.worker._loaded.model  # type: ignore[union-attr]
         file = quantizing.parent / "inc_output_hooks_maxabs_MAXABS_HW_0_1.json"
         scales = json.loads(file.read_text())["Nodes"]
@@ -244,16 +243,16 @@ def test_each_mode_gives_the_same_tokens_and_compiles_nothing_after_warm_up(
     assert len({token for tokens in found["hpu-graphs"] for token in tokens}) > 20
 
 
+def of_two_and_four_layers(folder: Path) -> list[Path]:
+    return [make_tiny("llama", folder / f"{n}", num_hidden_layers=n) for n in (2, 4)]
+
+
 def test_layers_of_a_kind_share_their_recipes(tmp_path: Path) -> None:
-    numbers = []
-    for num_layers in (2, 4):
-        folder = tmp_path / f"{num_layers}"
-        folder.mkdir()
-        make_tiny("llama", folder, num_hidden_layers=num_layers)
-        numbers.append(served(folder, measure(folder, tmp_path / f"out{num_layers}"))[1])
+    small, large = of_two_and_four_layers(tmp_path)
 
     # Of an embedding, a layer and a head; weights are moved one by one.
-    assert numbers[0] == numbers[1]
+    recipes = [served(one, measure(one, one / "measured"))[1] for one in (small, large)]
+    assert recipes[0] == recipes[1]
 
 
 @pytest.fixture(scope="module")
@@ -276,16 +275,7 @@ def test_dynamic_scales_are_of_each_token_and_of_each_output(
     llama: Path, dynamic: Path, emulator: EmulatorSettings, largest: int
 ) -> None:
     weights = load_decoder(llama).state_dict()
-    with working(
-        llama,
-        device="hpu-emulator",
-        dtype="bfloat16",
-        execution=GRAPHS,
-        emulator=emulator,
-        quantization="inc",
-        quant_config=str(dynamic),
-        warmup=WarmupConfig(mode="skip"),
-    ) as rig:
+    with compressed(llama, dynamic, emulator=emulator, warmup=NO_WARMUP) as rig:
         model = rig.worker._loaded.model  # type: ignore[union-attr]
         names = {
             name
@@ -324,19 +314,12 @@ def test_dynamic_scales_are_near_bfloat16_and_share_recipes(
     # As static ones: each operand has four significant bits.
     assert 0.01 < relative(found, logprobs(llama)) < 0.3
 
-    numbers = []
-    for num_layers in (2, 4):
-        folder = tmp_path / f"{num_layers}"
-        folder.mkdir()
-        make_tiny("llama", folder, num_hidden_layers=num_layers)
-        numbers.append(served(folder, dynamic)[1])
-    assert numbers[0] == numbers[1]
+    recipes = [served(one, dynamic)[1] for one in of_two_and_four_layers(tmp_path)]
+    assert recipes[0] == recipes[1]
 
 
 def test_experts_are_quantized_with_the_kernel(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    make_tiny("mixtral", folder)
+    folder = make_tiny("mixtral", tmp_path / "model")
     quantizing = measure(folder, tmp_path / "out")
 
     found, _ = served(folder, quantizing)
@@ -370,9 +353,7 @@ def test_a_gaudi_3_multiplies_by_scales_of_its_own_range(llama: Path, tmp_path: 
 
 
 def test_latent_attention_is_quantized_with_its_cache(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    make_tiny("deepseek_v3", folder)
+    folder = make_tiny("deepseek_v3", tmp_path / "model")
     quantizing = measure(folder, tmp_path / "out")
 
     found, _ = served(folder, quantizing)
@@ -390,16 +371,7 @@ def test_weights_are_one_byte_on_the_card_and_a_cache_that_is_skipped_stays(
     config = with_blocked(quantizing, tmp_path / "c.json", "VLLMKVCache", names=("lm_head",))
     found = {}
     for path in (quantizing, config):
-        with working(
-            llama,
-            device="hpu-emulator",
-            dtype="bfloat16",
-            execution=GRAPHS,
-            emulator=STRICT,
-            quantization="inc",
-            quant_config=str(path),
-            warmup=WarmupConfig(mode="skip"),
-        ) as rig:
+        with compressed(llama, path, warmup=NO_WARMUP) as rig:
             model = rig.worker._loaded.model  # type: ignore[union-attr]
             weights = dict(model.named_parameters())
             cache = rig.worker._components.cache._layers[0][0]  # type: ignore[union-attr]
@@ -446,15 +418,7 @@ def test_while_it_is_loaded_the_card_holds_the_quantized_weights_and_one_more(
 
 
 def test_a_model_wakes_up_as_it_was(llama: Path, quantizing: Path) -> None:
-    with working(
-        llama,
-        device="hpu-emulator",
-        dtype="bfloat16",
-        execution=GRAPHS,
-        emulator=STRICT,
-        quantization="inc",
-        quant_config=str(quantizing),
-    ) as rig:
+    with compressed(llama, quantizing) as rig:
         expected = greedy(rig)
         rig.sleep(1)
         rig.worker.wake_up(lambda progress: None)

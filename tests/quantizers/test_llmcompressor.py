@@ -76,13 +76,35 @@ def test_ignored_layers_stay_and_the_model_is_that_of_the_library(tmp_path: Path
     flags = ["--ignore", r"re:.*layers\.1\..*", "--ignore", "model.layers.0.self_attn.o_proj"]
 
     words = ["quantize", str(folder), "--to", "fp8", "-o", str(output), "--skip-perplexity"]
-    assert main([*words, *flags]) == 0
+    assert main([*words, "--all-layers", *flags]) == 0
 
-    tensors = load_file(output / "model.safetensors")
-    narrow = {name for name, one in tensors.items() if one.dtype == torch.float8_e4m3fn}
+    narrow = narrow_weights(output)
     attention = [f"self_attn.{name}_proj" for name in "qkv"]
     mlp = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
     assert narrow == {f"model.layers.0.{name}.weight" for name in (*attention, *mlp)}
+    assert served_logprobs(output) == pytest.approx(_logprobs_of_library(output), abs=1e-4)
+
+
+def narrow_weights(folder: Path) -> set[str]:
+    """The names of those in FP8."""
+    tensors = load_file(folder / "model.safetensors")
+    return {name for name, one in tensors.items() if one.dtype == torch.float8_e4m3fn}
+
+
+@pytest.mark.parametrize(
+    ("flags", "layers"), [((), {"0", "1"}), (("--all-layers",), {"0", "1", "2"})]
+)
+def test_fp8_keeps_the_last_layer_unless_all_are_asked_for(
+    flags: tuple[str, ...], layers: set[str], tmp_path: Path
+) -> None:
+    folder = make_tiny("llama", tmp_path / "plain", **{**SHAPE, "num_hidden_layers": 3})
+    output = tmp_path / "quantized"
+    words = ["quantize", str(folder), "--to", "fp8", "-o", str(output), "--skip-perplexity"]
+
+    assert main([*words, *flags]) == 0
+
+    narrow = narrow_weights(output)
+    assert {name.split(".")[2] for name in narrow} == layers and len(narrow) == 7 * len(layers)
     assert served_logprobs(output) == pytest.approx(_logprobs_of_library(output), abs=1e-4)
 
 

@@ -469,3 +469,14 @@ def replace_tensor(folder: Path, name: str, change: Callable[[Tensor], Tensor | 
     if changed is not None:
         tensors[name] = changed.contiguous()
     save_file(tensors, folder / WEIGHTS)
+
+
+def with_first(value: float) -> Callable[[Tensor], Tensor]:
+    """A change for `replace_tensor`: of the first number. `value`: of a tensor of floats; bytes are
+    the powers of MXFP4, and get the one that is no number."""
+
+    def change(tensor: Tensor) -> Tensor:
+        tensor.view(-1)[0] = value if tensor.is_floating_point() else 255
+        return tensor
+
+    return change

@@ -24,6 +24,7 @@ def data(tmp_path: Path) -> Path:
     [
         ("--to awq", "--to awq needs --data, a file with texts"),
         ("--to fp8 --group-size 32", "--group-size is 32, and --to fp8 has a scale per output"),
+        ("--to awq --all-layers --data {folder}/data.txt", "--to awq quantizes all layers anyway"),
         ("--to int4 --data {folder}/none.txt", "{folder}/none.txt is no file"),
         ("--to int4 -o {folder}", "--output {folder} exists and is no empty folder"),
         ("--to int3", "argument --to: invalid choice: 'int3'"),

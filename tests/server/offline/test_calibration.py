@@ -1,6 +1,7 @@
 """Files of a calibration, by hand-made measures."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ from config.errors import ConfigError
 from server.offline.calibration import (
     Record,
     finish_measures,
+    keep_least_losing,
     measure_path,
     repair,
     unify,
     write_configs,
+    write_measures,
 )
 
 IMPL = "model.layers.0.self_attn.attn.impl"
@@ -122,3 +125,37 @@ def test_configurations_differ_in_mode_and_cache(
     assert quantize["blocklist"] == {"types": types, "names": ["lm_head"]}
     assert quantize["scale_method"] == "maxabs_pow2"
     assert measure["dump_stats_path"] == quantize["dump_stats_path"] == f"{tmp_path}/inc_output"
+
+
+def test_what_loses_least_is_what_stays(tmp_path: Path) -> None:
+    names = ("self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj", "mlp.experts.moe_op")
+    measures = {f"model.layers.{layer}.{name}": {} for layer in (2, 10) for name in names}
+    write_measures(measure_path(tmp_path, 0, 1), {"Nodes": {**measures, "lm_head": {}}})
+    _, config = write_configs(
+        tmp_path, quantizes_cache=True, skipped=["mlp.up"], scale_method="maxabs_hw"
+    )
+
+    for with_attention in (False, True):
+        keep_least_losing(config, 1, with_attention=with_attention)
+
+        fields = json.loads(config.read_text())
+        assert ("VLLMKVCache" in fields["allowlist"]["types"]) == with_attention
+        assert fields["blocklist"]["names"][0] == "mlp.up"
+        # As the compressor reads them.
+        found = {
+            name
+            for name in measures
+            if any(re.search(one, name) for one in fields["allowlist"]["names"])
+            and not any(re.search(one, name) for one in fields["blocklist"]["names"])
+        }
+        assert found == {
+            f"model.layers.2.mlp.{name}" for name in ("gate_up_proj", "experts.moe_op")
+        }
+
+
+def test_a_model_with_none_of_these_modules_is_told_of_the_flag(tmp_path: Path) -> None:
+    write_measures(measure_path(tmp_path, 0, 1), {"Nodes": {"model.layers.1.mlp.fc1": {}}})
+    _, config = write_configs(tmp_path, quantizes_cache=True, skipped=[], scale_method="maxabs_hw")
+
+    with pytest.raises(ConfigError, match=r"of the 1 modules .* none .*: --all-modules quantizes"):
+        keep_least_losing(config, 1, with_attention=False)
