@@ -268,6 +268,8 @@ def load(
         )
         if kv_cache_format is not None:
             decoder.use_kv_cache_format(kv_cache_format)
+        if stage.is_last and not stage.is_first and config.speculation.reads_embedding:
+            decoder.keep_embedding()
         tower = build_tower(facts, dtype=dtype, device=backend.device, stage=stage)
         loadable = (decoder,) if tower is None else (decoder, tower)
         if offloaded is not None:
