@@ -294,6 +294,24 @@ void pack(const bf16* weight, int64_t outputs, int64_t inputs, bf16* packed, int
                     weight + (p * PANEL + n) * inputs + 2 * k, 2 * sizeof(bf16));
 }
 
+// Like `pack`, in integers of 12 bits and a sign, of which the largest of each output takes 12, times
+// its scale, a power of two. Adds up the squares of the weights and of what rounding changes, into
+// squares[0] and [1]. inputs is a multiple of 32.
+void pack_integers(const bf16* weight, int64_t outputs, int64_t inputs, int16_t* packed, float* scales,
+                   double* squares, int64_t threads) {
+#ifndef __AVX512BF16__
+  double all = 0, lost = 0;
+#pragma omp parallel for num_threads(threads) reduction(+ : all, lost)
+  for (int64_t p = 0; p < outputs / PANEL; ++p)
+    for (int64_t n = 0; n < PANEL; ++n) {
+      const Loss loss = round_output(weight + (p * PANEL + n) * inputs, inputs,
+                                     packed + p * PANEL * inputs + 2 * n, scales + p * PANEL + n);
+      all += loss.all, lost += loss.lost;
+    }
+  squares[0] += all, squares[1] += lost;
+#endif
+}
+
 // (rows, inputs) to (rows, outputs).
 void multiply_all(const Product* by, const bf16* x, int64_t rows, bf16* out, int64_t threads) {
 #pragma omp parallel num_threads(threads)

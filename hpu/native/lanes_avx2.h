@@ -277,6 +277,31 @@ inline Lanes to_lanes(Words words) {
   return {_mm256_cvtepi32_ps(words.low), _mm256_cvtepi32_ps(words.high)};
 }
 
+inline Lanes magnitude(Lanes x) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, x.low), _mm256_andnot_ps(sign, x.high)};
+}
+inline Lanes power_below(Lanes x) {
+  const __m256 exponent = _mm256_castsi256_ps(_mm256_set1_epi32(0x7f800000));
+  return {_mm256_and_ps(x.low, exponent), _mm256_and_ps(x.high, exponent)};
+}
+
+inline Words to_pairs(Lanes value) {
+  const auto of = [](__m256 half) {
+    const __m256i words = _mm256_cvtps_epi32(half);
+    return _mm256_blend_epi16(words, _mm256_slli_epi32(words, 16), 0xaa);
+  };
+  return {of(value.low), of(value.high)};
+}
+
+template <int MOVED>
+inline Words scaled_pair(Words value, Words by, Words plus) {
+  const auto of = [](__m256i a, __m256i b, __m256i c) {
+    return _mm256_add_epi16(_mm256_mulhrs_epi16(_mm256_slli_epi16(a, MOVED), b), c);
+  };
+  return {of(value.low, by.low, plus.low), of(value.high, by.high, plus.high)};
+}
+
 inline Words dot(Words sum, Words a, Words b) {
   sum.low = _mm256_add_epi32(sum.low, _mm256_madd_epi16(a.low, b.low));
   sum.high = _mm256_add_epi32(sum.high, _mm256_madd_epi16(a.high, b.high));
@@ -284,6 +309,57 @@ inline Words dot(Words sum, Words a, Words b) {
   asm volatile("" : "+x"(sum.low), "+x"(sum.high));
   return sum;
 }
+
+template <int ROWS>
+inline void dot_pairs(const int16_t* x, int64_t stride, const int16_t* weights, int64_t pairs,
+                      Words (&sums)[ROWS]) {
+#pragma GCC unroll 6
+  for (int r = 0; r < ROWS; ++r) sums[r] = no_words();
+  for (int64_t k = 0; k < pairs; ++k, x += 2, weights += 32) {
+    Words pair = load_words(weights);
+    // Compilers read the weights again for each row.
+    asm volatile("" : "+x"(pair.low), "+x"(pair.high));
+#pragma GCC unroll 6
+    for (int r = 0; r < ROWS; ++r) {
+      const float* both = (const float*)(x + r * stride);
+      const __m256i repeated = _mm256_castps_si256(_mm256_broadcast_ss(both));
+      sums[r] = dot(sums[r], pair, {repeated, repeated});
+    }
+  }
+}
+
+// Six rows take all registers: compilers keep some of the sums in memory.
+#define ROW_OF_PAIR(X, LOW, HIGH)               \
+  "vbroadcastss " X ",%[both]\n\t"              \
+  "vpmaddwd %[both],%[near],%[product]\n\t"     \
+  "vpmaddwd %[both],%[far],%[both]\n\t"         \
+  "vpaddd %[product],%[" LOW "],%[" LOW "]\n\t" \
+  "vpaddd %[both],%[" HIGH "],%[" HIGH "]\n\t"
+inline void dot_pairs(const int16_t* x, int64_t stride, const int16_t* weights, int64_t pairs,
+                      Words (&sums)[6]) {
+  const int16_t* fourth = x + 3 * stride;
+  __m256i near, far, both, product;
+  asm volatile(
+      "vpxor %[a],%[a],%[a]\n\tvpxor %[b],%[b],%[b]\n\tvpxor %[c],%[c],%[c]\n\t"
+      "vpxor %[d],%[d],%[d]\n\tvpxor %[e],%[e],%[e]\n\tvpxor %[f],%[f],%[f]\n\t"
+      "vpxor %[g],%[g],%[g]\n\tvpxor %[h],%[h],%[h]\n\tvpxor %[i],%[i],%[i]\n\t"
+      "vpxor %[j],%[j],%[j]\n\tvpxor %[k],%[k],%[k]\n\tvpxor %[l],%[l],%[l]\n\t"
+      "1:\n\tvmovdqu (%[weights]),%[near]\n\tvmovdqu 32(%[weights]),%[far]\n\t"
+      ROW_OF_PAIR("(%[x])", "a", "b") ROW_OF_PAIR("(%[x],%[stride])", "c", "d")
+      ROW_OF_PAIR("(%[x],%[stride],2)", "e", "f") ROW_OF_PAIR("(%[fourth])", "g", "h")
+      ROW_OF_PAIR("(%[fourth],%[stride])", "i", "j")
+      ROW_OF_PAIR("(%[fourth],%[stride],2)", "k", "l")
+      "add $64,%[weights]\n\tadd $4,%[x]\n\tadd $4,%[fourth]\n\tdec %[pairs]\n\tjnz 1b"
+      : [a] "=&x"(sums[0].low), [b] "=&x"(sums[0].high), [c] "=&x"(sums[1].low),
+        [d] "=&x"(sums[1].high), [e] "=&x"(sums[2].low), [f] "=&x"(sums[2].high),
+        [g] "=&x"(sums[3].low), [h] "=&x"(sums[3].high), [i] "=&x"(sums[4].low),
+        [j] "=&x"(sums[4].high), [k] "=&x"(sums[5].low), [l] "=&x"(sums[5].high),
+        [near] "=&x"(near), [far] "=&x"(far), [both] "=&x"(both), [product] "=&x"(product),
+        [weights] "+r"(weights), [x] "+r"(x), [fourth] "+r"(fourth), [pairs] "+r"(pairs)
+      : [stride] "r"(stride * int64_t(sizeof(int16_t)))
+      : "cc", "memory");
+}
+#undef ROW_OF_PAIR
 
 inline Words int4_pair(Words words, int pair) {
   const auto of = [&](__m256i half) {

@@ -240,11 +240,42 @@ inline void store(int16_t* to, Words words) { _mm512_storeu_si512(to, words); }
 inline Words repeat_word(int32_t word) { return _mm512_set1_epi32(word); }
 inline Lanes to_lanes(Words words) { return _mm512_cvtepi32_ps(words); }
 
+inline Lanes magnitude(Lanes x) { return _mm512_abs_ps(x); }
+inline Lanes power_below(Lanes x) {
+  return _mm512_and_ps(x, _mm512_castsi512_ps(_mm512_set1_epi32(0x7f800000)));
+}
+
+inline Words to_pairs(Lanes value) {
+  const __m512i words = _mm512_cvtps_epi32(value);
+  return _mm512_mask_blend_epi16(0xaaaaaaaa, words, _mm512_slli_epi32(words, 16));
+}
+
+template <int MOVED>
+inline Words scaled_pair(Words value, Words by, Words plus) {
+  return _mm512_add_epi16(_mm512_mulhrs_epi16(_mm512_slli_epi16(value, MOVED), by), plus);
+}
+
 inline Words dot(Words sum, Words a, Words b) {
   sum = _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
   // Compilers add integers in another order, which takes more registers than there are.
   asm volatile("" : "+v"(sum));
   return sum;
+}
+
+template <int ROWS>
+inline void dot_pairs(const int16_t* x, int64_t stride, const int16_t* weights, int64_t pairs,
+                      Words (&sums)[ROWS]) {
+#pragma GCC unroll 6
+  for (int r = 0; r < ROWS; ++r) sums[r] = no_words();
+  for (int64_t k = 0; k < pairs; ++k) {
+    const Words pair = load_words(weights + k * 32);
+#pragma GCC unroll 6
+    for (int r = 0; r < ROWS; ++r) {
+      int32_t both;
+      std::memcpy(&both, x + r * stride + 2 * k, 4);
+      sums[r] = dot(sums[r], pair, repeat_word(both));
+    }
+  }
 }
 
 inline Words int4_pair(Words words, int pair) {

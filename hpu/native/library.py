@@ -18,8 +18,8 @@ from config.loading.env import cache_home
 from config.model.decoder_spec import ClampedSwiGLU
 from hpu.host import cpu_flags
 from hpu.native.pages import HugePages
-from hpu.native.panels import INT8_ROWS, PANEL, TILE_INPUTS, kind_of, to_panels
-from hpu.quantization.quantized_weight import Mxfp4Weight, QuantizedWeight
+from hpu.native.panels import INT8_ROWS, INT16_ROWS, PANEL, TILE_INPUTS, kind_of, to_panels
+from hpu.quantization.quantized_weight import GROUP_SIZE, Mxfp4Weight, QuantizedWeight
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,9 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC")
 NEEDED = frozenset(("avx2", "fma", "f16c"))
 """At least. -march=native selects AVX-512, its BF16 and AMX where the CPU has them."""
 COMPILE_TIMEOUT_S = 120.0
+MOST_LOST = 2.0**-11
+"""Of the root of the sum of the squares of a weight, what its integers may change: a half of what
+rounding of float32 numbers to bfloat16 changes."""
 
 
 class Product(ctypes.Structure):
@@ -65,7 +68,8 @@ class PackedLinear:
             scales = weight.scales.flatten() if kind == INT8_ROWS else None
             group, order, width = weight.group_size, weight.order, weight.num_inputs
         else:
-            packed = library.pack(weight)
+            packed, scales = library.pack(weight)
+            kind = 0 if scales is None else INT16_ROWS
         # `product` holds their addresses.
         self._tensors = (packed, bias, scales, order)
         self.product = Product(
@@ -205,6 +209,8 @@ class Library:
         """Whether the machine multiplies in tiles (AMX)."""
         self.instruction_set: str = self._code.instruction_set().decode()
         """That it was compiled for, AMX apart: AVX512-BF16, AVX-512 or AVX2."""
+        self.has_integers = self.instruction_set == "AVX2"
+        """Whether products with weights in bfloat16 are faster in integers of 16 bits."""
         self.pages = HugePages()
         """Memory of the weights."""
 
@@ -217,13 +223,22 @@ class Library:
         """Run later calls on so many threads."""
         self._threads = ctypes.c_int64(num_threads)
 
-    def pack(self, weight: Tensor) -> Tensor:
-        """A copy of `weight` (out, in) bfloat16 in panels."""
+    def pack(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        """A copy of `weight` (out, in) bfloat16 in panels. Where integers are faster and change
+        little, these and their scales (out,) float32, of kind INT16_ROWS."""
         packed = self.pages.allocate(weight.shape, weight.dtype)
         weight = weight.contiguous()
-        rows, columns = map(ctypes.c_int64, weight.shape)
-        self._code.pack(_address(weight), rows, columns, _address(packed), self._threads)
-        return packed
+        arguments = (_address(weight), *map(ctypes.c_int64, weight.shape), _address(packed))
+        if self.has_integers and weight.shape[1] % GROUP_SIZE == 0:
+            scales, squares = (
+                weight.new_empty(len(weight), dtype=torch.float32),
+                (ctypes.c_double * 2)(),
+            )
+            self._code.pack_integers(*arguments, _address(scales), squares, self._threads)
+            if squares[1] <= MOST_LOST**2 * squares[0]:
+                return packed, scales
+        self._code.pack(*arguments, self._threads)
+        return packed, None
 
     def multiply(self, by: Product, x: Tensor, rows: int, out: Tensor) -> None:
         """`x` (rows, in) times `by` into `out` (rows, out), both contiguous bfloat16."""
@@ -325,8 +340,9 @@ class _PackedStack(NamedTuple):
 def _pack_stack(library: Library, stack: Stack, bias: Tensor | None) -> _PackedStack:
     if isinstance(stack, Tensor):
         # The rows of an expert are a whole number of panels, so experts are packed one by one.
-        packed = library.pack(stack.flatten(0, 1)).view(stack.shape)
-        return _PackedStack(packed, stack.shape[2], bias)
+        packed, scales = library.pack(stack.flatten(0, 1))
+        kind = 0 if scales is None else INT16_ROWS
+        return _PackedStack(packed.view(stack.shape), stack.shape[2], bias, kind, scales)
     kind, first = to_panels(stack[0])
     packed = library.pages.allocate((len(stack), *first.shape), first.dtype)
     for target, weight in zip(packed, stack, strict=True):

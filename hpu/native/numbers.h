@@ -34,9 +34,13 @@
 // Without them, where Words are also pairs of integers of 16 bits:
 //
 // dot(c, a, b)   c plus the sums of the products of pairs; no_words(): zero; repeat_word(w): one in all
+// dot_pairs(x, stride, w, n, c)   of each row of x with n pairs of 16 outputs, into c
 // int4_pair(w, i), fp4_pair(w, i)   pair i of four; of 4-bit floats twice the numbers
 // int8_pair      pairs of the i-th of 16 bytes and the i-th of the next 16
 // to_lanes       the words as float32; store_int16: of whole numbers, after rounding
+// to_pairs       lanes, after rounding, in both numbers of a pair
+// scaled_pair<m>(v, a, b)   (v * 2^m * a) / 2^15, rounded, plus b
+// magnitude, power_below   of lanes; the power of two at most as large
 //
 // Sums over tokens take TOKENS tokens at once: `split` makes factors of 32 numbers of each, store_split
 // stores the sums of both in the order of the numbers; store_halves stores those of factors of Lanes,

@@ -9,7 +9,7 @@ PANEL = 16
 """Outputs that are stored side by side."""
 TILE_INPUTS = 32
 """Inputs of a step of a product in tiles."""
-INT8_ROWS, INT8_GROUPS, INT4_GROUPS, INT8_STORED, INT4_STORED, MXFP4 = range(1, 7)
+INT8_ROWS, INT8_GROUPS, INT4_GROUPS, INT8_STORED, INT4_STORED, MXFP4, INT16_ROWS = range(1, 8)
 """As `Kind` in hpu/native/products.h."""
 
 

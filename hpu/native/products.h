@@ -25,13 +25,14 @@ enum Kind : int64_t {
   INT8_STORED,   // likewise
   INT4_STORED,
   MXFP4,         // 4-bit float * power of two of the group
+  INT16_ROWS,    // value * scale of the output, in the layout of BFLOAT16
 };
 
 struct Product {
   const bf16* weight;
   const bf16* bias;
   int64_t outputs, inputs, kind;
-  const float* scales;  // of the outputs, for INT8_ROWS
+  const float* scales;  // of the outputs, for INT8_ROWS and INT16_ROWS
   int64_t group;         // inputs, a multiple of 32, for INT8_STORED and INT4_STORED
   const int32_t* order;  // (inputs) which entry of x each input is, -1: a zero; or null: the same
   int64_t width;         // entries of a row of x
@@ -117,7 +118,7 @@ inline Panels panels_of(const Product& by, Range range) {
 
 // Prefetches the start of this thread's share, which is multiplied after the next barrier.
 inline void expect(const Product& by, bool gated) {
-  if (by.kind != BFLOAT16) return;
+  if (by.kind != BFLOAT16 && by.kind != INT16_ROWS) return;
   const int64_t panel = by.inputs * PANEL;
   const Panels from = panels_of(by, share_of(by, gated));
   const int64_t far = gated ? from.partner : 2 * panel;

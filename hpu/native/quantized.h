@@ -31,6 +31,9 @@ void multiply(const Product& by, const bf16* x, int64_t rows, const End& end) {
     case INT8_STORED: return multiply_quantized<INT8_STORED>(by, x, rows, end, range);
     case INT4_STORED: return multiply_quantized<INT4_STORED>(by, x, rows, end, range);
     case MXFP4: return multiply_quantized<MXFP4>(by, x, rows, end, range);
+#ifndef __AVX512BF16__
+    case INT16_ROWS: return multiply_quantized<INT16_ROWS>(by, x, rows, end, range);
+#endif
     default: return multiply_wide(by, panels_of(by, range), x, rows, end, range);
   }
 }

@@ -4,6 +4,9 @@
 //
 // x is rounded to 16 bits in runs of inputs that share a power of two. Numbers within 2^-7 of the
 // largest one of a run stay what they are in bfloat16; the error of others is at most 2^-15 of it.
+// Weights in 16 bits (INT16_ROWS) have 12 and a sign, and x then has 13: 2^-5 and 2^-13. So have those
+// of groups where they are unpacked for many rows: they then share the scale of their output, a power of
+// two, and 64 inputs in place of a group are summed in integers.
 
 #pragma once
 
@@ -23,12 +26,19 @@ struct IntegerRows {
   }
 };
 
-constexpr int64_t MOST_PACKED = 12;  // rows up to which unpacking once gains nothing
-constexpr int64_t MOST_RUN = 4;  // blocks; sums of 128 products of 8 and 16 bits fit into 32 bits
+// Rows up to which unpacking once gains nothing; weights in 16 bits are not packed.
+constexpr int64_t most_packed(int64_t kind) { return kind == INT16_ROWS ? 6 : 8; }
+// What packed weights become.
+constexpr int64_t unpacked_kind(int64_t kind) { return has_row_scales(kind) ? kind : INT16_ROWS; }
+// Magnitudes of x are below 2 to this power.
+constexpr int bits_of_x(int64_t kind) { return kind == INT16_ROWS ? 13 : 15; }
+// Blocks whose sums of products fit into 32 bits: 64 of 12 and 13 bits, or 128 of 8 and 15 bits.
+constexpr int64_t most_run(int64_t kind) { return kind == INT16_ROWS ? 2 : 4; }
 
 // Blocks of inputs that are summed in integers, of groups of `blocks`.
+template <int KIND>
 inline int64_t run_of(int64_t blocks) {
-  int64_t run = MOST_RUN;
+  int64_t run = most_run(KIND);
   while (blocks % run) run /= 2;
   return run;
 }
@@ -63,9 +73,10 @@ inline void round_run(const bf16* x, int64_t size, int16_t* to, float* scale, fl
     return;
   }
   const int biased = std::max(exponent, 16);  // so that the scale is a normal number
-  const Lanes by = set1(power_of_two(268 - biased));
+  const int power = bits_of_x(KIND) - 1;
+  const Lanes by = set1(power_of_two(254 + power - biased));
   for (int64_t i = 0; i < size; i += 16) store_int16(to + i, mul(load(x + i), by));
-  *scale = power_of_two(biased - (KIND == MXFP4 ? 15 : 14));
+  *scale = power_of_two(biased - power - (KIND == MXFP4 ? 1 : 0));
   if constexpr (has_minima(KIND)) {
     Words total = no_words();
     const Words ones = repeat_word(0x00010001);
@@ -74,10 +85,39 @@ inline void round_run(const bf16* x, int64_t size, int16_t* to, float* scale, fl
   }
 }
 
+// Sums of squares: of an output's weights, and of what rounding changes.
+struct Loss {
+  double all, lost;
+};
+
+// Rounds an output's weights for INT16_ROWS; pairs of inputs are a panel's pairs apart.
+inline Loss round_output(const bf16* weight, int64_t inputs, int16_t* to, float* scale) {
+  constexpr int BITS = 12;
+  const int exponent = largest_bits(weight, inputs) >> 7;
+  // Infinity and NaN have no integer: they are lost.
+  if (exponent == 255) return {0, INFINITY};
+  const int biased = std::max(exponent, 16);
+  const Lanes by = set1(power_of_two(253 + BITS - biased));
+  *scale = power_of_two(biased - BITS + 1);
+  const Lanes back = set1(*scale);
+  alignas(64) int16_t rounded[PANEL];
+  Lanes all = zero(), lost = zero();
+  for (int64_t i = 0; i < inputs; i += PANEL) {
+    const Lanes exact = load(weight + i), scaled = nearest(mul(exact, by));
+    store_int16(rounded, scaled);
+    for (int n = 0; n < PANEL; n += 2)
+      std::memcpy(to + (i + n) * PANEL, rounded + n, 2 * sizeof(int16_t));
+    const Lanes change = sub(exact, mul(scaled, back));
+    all = fmadd(exact, exact, all), lost = fmadd(change, change, lost);
+  }
+  return {reduce_add(all), reduce_add(lost)};
+}
+
 // Pair t of four of the inputs 8q to 8q + 7 of a block.
 template <int KIND>
 inline Words pair_of(const uint8_t* block, int q, int t) {
-  if constexpr (KIND == MXFP4) return fp4_pair(load_words(block + q * 64), t);
+  if constexpr (KIND == INT16_ROWS) return load_words(block + q * 256 + t * 64);
+  else if constexpr (KIND == MXFP4) return fp4_pair(load_words(block + q * 64), t);
   else if constexpr (has_4_bits(KIND)) return int4_pair(load_words(block + q * 64), t);
   else return int8_pair(block + q * 128 + t * 32);
 }
@@ -88,13 +128,11 @@ inline Words pair_of(const int16_t* x) {
   return repeat_word(both);
 }
 
-// Runs of some panels. Where the weights are unpacked, `numbers` are those of the only panel.
+// Runs of some panels.
 struct Part {
   const uint8_t* const* panels;
   int64_t blocks, run;  // of a group, of a run
   int64_t first, last;  // runs
-  const int16_t* numbers;
-  const uint8_t* next;  // to prefetch, if any
 };
 
 // Where run `i` of a panel has its tables and its values.
@@ -103,6 +141,7 @@ struct RunPlace {
 };
 template <int KIND>
 inline RunPlace place_of(const Part& part, int64_t i) {
+  if constexpr (has_row_scales(KIND)) return {0, i * part.run * block_bytes(KIND)};
   const int64_t each = part.blocks / part.run, at = i / each * group_bytes<KIND>(part.blocks);
   return {at, at + table_bytes(KIND) + i % each * part.run * block_bytes(KIND)};
 }
@@ -115,14 +154,14 @@ inline void add_run(const IntegerRows& rows, const Part& part, int64_t i, Words 
 #pragma GCC unroll 4
   for (int p = 0; p < PANELS; ++p) {
     Lanes scales = set1(1), least = zero();
-    if constexpr (KIND != INT8_ROWS) scales = scales_of<KIND>(part.panels[p] + tables);
+    if constexpr (!has_row_scales(KIND)) scales = scales_of<KIND>(part.panels[p] + tables);
     if constexpr (has_minima(KIND)) least = minima_of<KIND>(part.panels[p] + tables);
 #pragma GCC unroll 6
     for (int r = 0; r < ROWS; ++r) {
       float* to = sums + r * apart + p * PANEL;
       const Lanes by = set1(rows.scales[r * rows.runs + i]), sum = to_lanes(inner[p][r]);
       Lanes total = load(to);
-      if constexpr (KIND == INT8_ROWS) total = fmadd(sum, by, total);
+      if constexpr (has_row_scales(KIND)) total = fmadd(sum, by, total);
       else total = fmadd(mul(sum, by), scales, total);
       if constexpr (has_minima(KIND))
         total = fmadd(least, set1(rows.sums[r * rows.runs + i]), total);
@@ -144,7 +183,7 @@ void packed_dots(const IntegerRows& rows, const Part& part, float* sums, int64_t
       for (int r = 0; r < ROWS; ++r) inner[p][r] = no_words();
     const int16_t* x = rows.x + i * part.run * BLOCK;
     for (int64_t b = 0; b < part.run; ++b, x += BLOCK) {
-      for (int p = 0; p < PANELS; ++p)
+      for (int p = 0; KIND != INT16_ROWS && p < PANELS; ++p)
         for (int64_t byte = 0; byte < block_bytes(KIND); byte += 64)
           _mm_prefetch((const char*)from[p] + AHEAD + byte, _MM_HINT_T0);
       for (int q = 0; q < 4; ++q)
@@ -152,6 +191,8 @@ void packed_dots(const IntegerRows& rows, const Part& part, float* sums, int64_t
         for (int t = 0; t < 4; ++t)
 #pragma GCC unroll 4
           for (int p = 0; p < PANELS; ++p) {
+            if constexpr (KIND == INT16_ROWS)
+              _mm_prefetch((const char*)from[p] + AHEAD + q * 256 + t * 64, _MM_HINT_T0);
             const Words weights = pair_of<KIND>(from[p], q, t);
 #pragma GCC unroll 6
             for (int r = 0; r < ROWS; ++r)
@@ -163,39 +204,77 @@ void packed_dots(const IntegerRows& rows, const Part& part, float* sums, int64_t
   }
 }
 
-// Like `packed_dots`, of one panel whose weights are unpacked.
-template <int KIND, int ROWS>
-void unpacked_dots(const IntegerRows& rows, const Part& part, float* sums, int64_t apart) {
-  const int64_t pairs = part.run * BLOCK / 2;
+// Runs of one panel whose weights are `numbers`, in the layout of BFLOAT16, and as many bytes to
+// prefetch for each, if any.
+struct UnpackedPart {
+  const int16_t* numbers;
+  int64_t first, last, inputs;  // runs; of a run
+  const uint8_t* next;
+  int64_t bytes;
+};
+
+// Like `packed_dots`, without the scales of the outputs.
+template <int ROWS>
+void unpacked_dots(const IntegerRows& rows, const UnpackedPart& part, float* sums, int64_t apart) {
   const int16_t* weights = part.numbers;
-  for (int64_t i = part.first; i < part.last; ++i, weights += pairs * 2 * PANEL) {
+  for (int64_t i = part.first; i < part.last; ++i, weights += part.inputs * PANEL) {
     if (part.next) {
-      const char* next = (const char*)part.next + (i - part.first) * group_bytes<KIND>(part.run);
-      for (int64_t byte = 0; byte < group_bytes<KIND>(part.run); byte += 64)
-        _mm_prefetch(next + byte, _MM_HINT_T1);
+      const char* next = (const char*)part.next + (i - part.first) * part.bytes;
+      for (int64_t byte = 0; byte < part.bytes; byte += 64) _mm_prefetch(next + byte, _MM_HINT_T1);
     }
-    Words inner[1][ROWS];
+    Words inner[ROWS];
+    dot_pairs(rows.x + i * part.inputs, rows.inputs, weights, part.inputs / 2, inner);
 #pragma GCC unroll 6
-    for (int r = 0; r < ROWS; ++r) inner[0][r] = no_words();
-    const int16_t* x = rows.x + i * pairs * 2;
-    for (int64_t k = 0; k < pairs; ++k) {
-      const Words pair = load_words(weights + k * 2 * PANEL);
-#pragma GCC unroll 6
-      for (int r = 0; r < ROWS; ++r)
-        inner[0][r] = dot(inner[0][r], pair, pair_of(x + r * rows.inputs + 2 * k));
+    for (int r = 0; r < ROWS; ++r) {
+      float* to = sums + r * apart;
+      store(to, fmadd(to_lanes(inner[r]), set1(rows.scales[r * rows.runs + i]), load(to)));
     }
-    add_run<KIND, ROWS, 1>(rows, part, i, inner, sums, apart);
   }
 }
 
+// The scales of the outputs of a panel of groups: the largest number that a group can hold has 12 bits.
 template <int KIND>
-void unpack(const Part& part, int16_t* out) {
-  for (int64_t i = part.first; i < part.last; ++i) {
-    const uint8_t* block = *part.panels + place_of<KIND>(part, i).values;
-    for (int64_t b = 0; b < part.run; ++b, block += block_bytes(KIND))
-      for (int q = 0; q < 4; ++q)
-        for (int t = 0; t < 4; ++t, out += 2 * PANEL) store(out, pair_of<KIND>(block, q, t));
+Lanes unit_of(const uint8_t* panel, int64_t groups, int64_t blocks) {
+  constexpr float LEAST = KIND == INT4_GROUPS || KIND == INT4_STORED ? 0 : KIND == MXFP4 ? -6 : -128;
+  constexpr float MOST = KIND == INT4_GROUPS || KIND == INT4_STORED ? 15 : KIND == MXFP4 ? 6 : 127;
+  Lanes most = set1(0x1p-100f);
+  for (int64_t g = 0; g < groups; ++g, panel += group_bytes<KIND>(blocks)) {
+    const Lanes scales = scales_of<KIND>(panel);
+    Lanes minima = zero();
+    if constexpr (has_minima(KIND)) minima = minima_of<KIND>(panel);
+    const Lanes low = fmadd(scales, set1(LEAST), minima), high = fmadd(scales, set1(MOST), minima);
+    most = max(most, max(magnitude(low), magnitude(high)));
   }
+  return mul(power_below(most), set1(0x1p-11f));
+}
+
+// Blocks `first` to `last` of a panel of groups, in multiples of `unit`.
+template <int KIND>
+void unpack(const uint8_t* panel, int64_t blocks, int64_t first, int64_t last, Lanes unit,
+            int16_t* out) {
+  // A value is moved to the highest bits; the product with its scale keeps the high 16 bits of 31.
+  constexpr int MOVED = has_4_bits(KIND) ? 11 : 7;
+  const Lanes per_unit = div(set1(1), unit);
+  const Lanes fine = mul(per_unit, set1(float(1 << (15 - MOVED)) / (KIND == MXFP4 ? 2 : 1)));
+  for (int64_t b = first; b < last; ++b) {
+    const uint8_t* group = panel + b / blocks * group_bytes<KIND>(blocks);
+    const uint8_t* block = group + table_bytes(KIND) + b % blocks * block_bytes(KIND);
+    const Words scales = to_pairs(mul(scales_of<KIND>(group), fine));
+    Words minima = no_words();
+    if constexpr (has_minima(KIND)) minima = to_pairs(mul(minima_of<KIND>(group), per_unit));
+    for (int q = 0; q < 4; ++q)
+#pragma GCC unroll 4
+      for (int t = 0; t < 4; ++t, out += 2 * PANEL)
+        store(out, scaled_pair<MOVED>(pair_of<KIND>(block, q, t), scales, minima));
+  }
+}
+
+// Blocks `first` to `last` of a panel of bytes, whose outputs have scales.
+void unpack_bytes(const uint8_t* panel, int64_t first, int64_t last, int16_t* out) {
+  const uint8_t* block = panel + first * block_bytes(INT8_ROWS);
+  for (int64_t b = first; b < last; ++b, block += block_bytes(INT8_ROWS))
+    for (int q = 0; q < 4; ++q)
+      for (int t = 0; t < 4; ++t, out += 2 * PANEL) store(out, pair_of<INT8_ROWS>(block, q, t));
 }
 
 // Like `packed_dots`, of 1, 2 or 4 panels.
@@ -224,13 +303,12 @@ auto packed_tile_of(int64_t count) {
 }
 
 // Two tiles of rows and more have three rows or more.
-template <int KIND>
-auto unpacked_dots_of(int64_t count) {
+inline auto unpacked_dots_of(int64_t count) {
   switch (count) {
-    case 3: return unpacked_dots<KIND, 3>;
-    case 4: return unpacked_dots<KIND, 4>;
-    case 5: return unpacked_dots<KIND, 5>;
-    default: return unpacked_dots<KIND, 6>;
+    case 3: return unpacked_dots<3>;
+    case 4: return unpacked_dots<4>;
+    case 5: return unpacked_dots<5>;
+    default: return unpacked_dots<6>;
   }
 }
 
@@ -245,37 +323,58 @@ void multiply_packed(const IntegerRows& rows, int64_t num_rows, const Part& part
   }
 }
 
-// For more rows a part of a panel is unpacked in the L1 cache and multiplied by all of them.
+// For more rows a part of a panel is multiplied by all of them in the L1 cache, where it is unpacked
+// unless it has 16 bits. `run` blocks of inputs are a run, of `all` a group.
 template <int KIND>
-void multiply_unpacked(const IntegerRows& rows, int64_t num_rows, Part part, int wide, int64_t most,
+void multiply_unpacked(const IntegerRows& rows, int64_t num_rows, const Part& all, int64_t run, int wide,
                        float* sums) {
   thread_local Scratch kept;
-  int16_t* numbers = kept.room<int16_t>(most * part.run * BLOCK * PANEL);
-  const int64_t tiles = (num_rows + 5) / 6, apart = wide * PANEL, end = part.last;
-  part.numbers = numbers;
-  for (; part.first < end; part.first = part.last) {
-    part.last = std::min(end, part.first + most);
+  const int64_t most = std::max<int64_t>(1, 2 * MOST_PAIRS / (run * BLOCK));
+  const int64_t tiles = (num_rows + 5) / 6, apart = wide * PANEL, blocks = rows.runs * run;
+  const int64_t bytes = panel_bytes<KIND>(rows.inputs, all.blocks) / rows.runs;
+  int16_t* numbers = kept.room<int16_t>(KIND == INT16_ROWS ? 0 : most * run * BLOCK * PANEL);
+  Lanes units[4];
+  if constexpr (!has_row_scales(KIND))
+    for (int q = 0; q < wide; ++q)
+      units[q] = unit_of<KIND>(all.panels[q], blocks / all.blocks, all.blocks);
+  for (int64_t first = 0; first < rows.runs; first += most) {
+    const int64_t last = std::min(rows.runs, first + most);
     for (int q = 0; q < wide; ++q) {
-      Part one = part;
-      one.panels += q;
-      unpack<KIND>(one, numbers);
+      const uint8_t* panel = all.panels[q];
       const bool is_last = q + 1 == wide;
-      one.next = is_last ? *part.panels + place_of<KIND>(part, part.last).values
-                         : part.panels[q + 1] + place_of<KIND>(part, part.first).values;
-      for (int64_t t = 0; t < tiles; ++t, one.next = nullptr) {
+      const uint8_t* next = is_last ? *all.panels + last * bytes : all.panels[q + 1] + first * bytes;
+      UnpackedPart part{numbers, first, last, run * BLOCK, next, bytes};
+      if constexpr (KIND == INT16_ROWS) part.numbers = (const int16_t*)(panel + first * bytes);
+      else if constexpr (KIND == INT8_ROWS) unpack_bytes(panel, first * run, last * run, numbers);
+      else unpack<KIND>(panel, all.blocks, first * run, last * run, units[q], numbers);
+      for (int64_t t = 0; t < tiles; ++t, part.next = nullptr) {
         const int64_t begin = num_rows * t / tiles, count = num_rows * (t + 1) / tiles - begin;
-        unpacked_dots_of<KIND>(count)(rows.from(begin), one, sums + begin * apart + q * PANEL, apart);
+        unpacked_dots_of(count)(rows.from(begin), part, sums + begin * apart + q * PANEL, apart);
       }
     }
   }
+  if constexpr (!has_row_scales(KIND))
+    for (int64_t r = 0; r < num_rows; ++r)
+      for (int q = 0; q < wide; ++q) {
+        float* at = sums + r * apart + q * PANEL;
+        store(at, mul(load(at), units[q]));
+      }
 }
 
-// At most 6 * MOST_TILES rows, from `first_row` on.
-template <int KIND>
-void multiply_integers(const Product& by, const IntegerRows& rows, int64_t num_rows, int64_t blocks,
-                       int64_t run, int64_t first_row, const End& end, Range range) {
+// At most 6 * MOST_TILES rows, from `first_row` on. UNPACKED: what x is rounded for.
+template <int KIND, int UNPACKED>
+void multiply_integers(const Product& by, const bf16* x, int64_t num_rows, int64_t first_row,
+                       const End& end, Range range) {
+  const int64_t blocks = has_row_scales(KIND) ? by.inputs / BLOCK : blocks_of<KIND>(by);
+  const int64_t run = run_of<UNPACKED>(KIND == UNPACKED ? blocks : by.inputs / BLOCK);
+  const int64_t size = run * BLOCK, runs = by.inputs / size;
+  thread_local Scratch numbers, tables;
+  int16_t* rounded = numbers.room<int16_t>(num_rows * by.inputs);
+  float *scales = tables.room<float>(2 * num_rows * runs), *totals = scales + num_rows * runs;
+  for (int64_t i = 0; i < num_rows * runs; ++i)
+    round_run<UNPACKED>(x + i * size, size, rounded + i * size, scales + i, totals + i);
+  const IntegerRows rows{rounded, scales, totals, by.inputs, runs};
   const int64_t panel = panel_bytes<KIND>(by.inputs, blocks);
-  const int64_t most = std::max<int64_t>(1, 2 * MOST_PAIRS / (run * BLOCK));
   alignas(64) float sums[MOST_TILES * 6 * 4 * PANEL];
   for (int64_t p = range.first; p < range.last;) {
     const auto [wide, step] = width_of(range.last - p, end, 4);
@@ -284,9 +383,9 @@ void multiply_integers(const Product& by, const IntegerRows& rows, int64_t num_r
     const uint8_t* panels[4];
     for (int q = 0; q < wide; ++q)
       panels[q] = (const uint8_t*)by.weight + (p + q % near + q / near * far) * panel;
-    const Part all{panels, blocks, run, 0, rows.runs, nullptr, nullptr};
+    const Part all{panels, blocks, run, 0, runs};
     std::fill_n(sums, num_rows * apart, 0.0f);
-    if (num_rows > MOST_PACKED) multiply_unpacked<KIND>(rows, num_rows, all, wide, most, sums);
+    if (num_rows > most_packed(KIND)) multiply_unpacked<KIND>(rows, num_rows, all, run, wide, sums);
     else multiply_packed<KIND>(rows, num_rows, all, wide, sums);
     for (int64_t r = 0; r < num_rows; ++r)
       finish(by, end, sums + r * apart, PANEL, first_row + r, p, wide);
@@ -298,19 +397,12 @@ template <int KIND>
 void multiply_quantized(const Product& by, const bf16* x, int64_t rows, const End& end,
                         Range range) {
   if (range.first == range.last) return;
-  const int64_t blocks = KIND == INT8_ROWS ? by.inputs / BLOCK : blocks_of<KIND>(by);
-  const int64_t run = run_of(blocks), size = run * BLOCK, runs = by.inputs / size;
-  const int64_t most = std::min(rows, 6 * MOST_TILES);
-  thread_local Scratch numbers, tables;
-  int16_t* rounded = numbers.room<int16_t>(most * by.inputs);
-  float *scales = tables.room<float>(2 * most * runs), *sums = scales + most * runs;
+  const int64_t most = 6 * MOST_TILES;
   for (int64_t begin = 0; begin < rows; begin += most) {
     const int64_t count = std::min(rows - begin, most);
-    for (int64_t i = 0; i < count * runs; ++i)
-      round_run<KIND>(x + begin * by.inputs + i * size, size, rounded + i * size, scales + i,
-                      sums + i);
-    const IntegerRows some{rounded, scales, sums, by.inputs, runs};
-    multiply_integers<KIND>(by, some, count, blocks, run, begin, end, range);
+    const auto kernel = count > most_packed(KIND) ? multiply_integers<KIND, unpacked_kind(KIND)>
+                                                  : multiply_integers<KIND, KIND>;
+    kernel(by, x + begin * by.inputs, count, begin, end, range);
   }
 }
 

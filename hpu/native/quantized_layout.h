@@ -12,13 +12,16 @@ constexpr bool has_4_bits(int64_t kind) {
   return kind == INT4_GROUPS || kind == INT4_STORED || kind == MXFP4;
 }
 constexpr bool is_stored(int64_t kind) { return kind == INT8_STORED || kind == INT4_STORED; }
+constexpr bool has_row_scales(int64_t kind) { return kind == INT8_ROWS || kind == INT16_ROWS; }
 constexpr bool has_minima(int64_t kind) { return kind == INT4_GROUPS || is_stored(kind); }
 constexpr int64_t table_bytes(int64_t kind) {
   if (kind == MXFP4) return PANEL;
   const int64_t width = is_stored(kind) ? 4 : 2;
-  return kind == INT8_ROWS ? 0 : PANEL * width * (has_minima(kind) ? 2 : 1);
+  return has_row_scales(kind) ? 0 : PANEL * width * (has_minima(kind) ? 2 : 1);
 }
-constexpr int64_t block_bytes(int64_t kind) { return PANEL * BLOCK / (has_4_bits(kind) ? 2 : 1); }
+constexpr int64_t block_bytes(int64_t kind) {
+  return kind == INT16_ROWS ? PANEL * BLOCK * 2 : PANEL * BLOCK / (has_4_bits(kind) ? 2 : 1);
+}
 
 // Blocks of a group.
 template <int KIND>

@@ -49,10 +49,15 @@ def lone(built: Library) -> Iterator[Library]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=["tiles", "dots"])
-def library(built: Library, request: pytest.FixtureRequest) -> Iterator[Library]:
+@pytest.fixture(params=["tiles", "dots", "integers"])
+def library(
+    built: Library, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Library]:
     if request.param == "tiles" and not built.has_tiles:
         pytest.skip("this CPU has no AMX")
+    if request.param == "integers" and not built.has_integers:
+        pytest.skip("weights in bfloat16 are not multiplied in integers")
+    monkeypatch.setattr(built, "has_integers", request.param == "integers")
     built.use_tiles(request.param == "tiles")
     yield built
     built.use_tiles(True)

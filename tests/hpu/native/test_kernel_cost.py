@@ -3,6 +3,7 @@ slows both."""
 
 import time
 from collections.abc import Callable
+from itertools import cycle
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hpu.native.library import Library, PackedLinear
 from hpu.quantization.int4 import quantize_int4
 from hpu.quantization.int8 import quantize_int8
 
-OUT, SIZE, ROUNDS = 8192, 1024, 40
+OUT, SIZE, ROUNDS, LAYERS = 8192, 1024, 40, 16
 
 
 def least(*calls: Callable[[Tensor], Tensor], given: Tensor) -> list[float]:
@@ -46,11 +47,19 @@ def test_one_row_costs_less_in_fewer_bits_and_no_more_than_torchs_product(lone: 
 def test_many_rows_cost_no_more_in_fewer_bits(rows: int, lone: Library) -> None:
     if lone.instruction_set == "AVX512-BF16":
         pytest.skip("weights are rounded to bfloat16 first, which takes longer")
-    weight = torch.randn(2048, SIZE).bfloat16()
-    wide = PackedLinear(lone, weight, None)
-    four = PackedLinear(lone, quantize_int4(weight), None)
-    eight = PackedLinear(lone, quantize_int8(weight), None)
+    weights = [torch.randn(2048, SIZE).bfloat16() for _ in range(LAYERS)]
+    wide, four, eight = (
+        in_turn([PackedLinear(lone, change(weight), None) for weight in weights])
+        for change in (torch.clone, quantize_int4, quantize_int8)
+    )
 
     wide_s, four_s, eight_s = least(wide, four, eight, given=torch.randn(rows, SIZE).bfloat16())
 
-    assert four_s < wide_s and eight_s < wide_s
+    # Products of many rows are bound by the same instructions: 5 % is noise.
+    assert max(four_s, eight_s) < 1.05 * wide_s
+
+
+def in_turn(layers: list[PackedLinear]) -> Callable[[Tensor], Tensor]:
+    """Each call is one of the next layer, whose weights are no longer in the caches."""
+    left = cycle(layers)
+    return lambda x: next(left)(x)

