@@ -10,7 +10,7 @@ from benchmarks.null_device import null_engine_command
 from config.parallel import ParallelConfig
 from config.params.sampling import SamplingParams
 from engine.client.launcher import launch
-from engine.client.output_queue import QueueLimits
+from engine.client.queue_limits import QueueLimits
 from engine.client.zmq import ZmqClient
 from engine.core.engine_process import front_end_endpoint
 from engine.transport.channels import SocketDirectory, new_token

@@ -29,7 +29,8 @@ from config.buckets import BucketConfig
 from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.params.sampling import SamplingParams
 from engine.client.base import EngineClient, SingleEngineClient
-from engine.client.output_queue import QueueLimits, RequestOutputQueue
+from engine.client.output_queue import RequestOutputQueue
+from engine.client.queue_limits import QueueLimits
 from engine.client.router import RouterClient
 from engine.core.engine_core import EngineCore
 from engine.core.loop import make_ready, make_table

@@ -13,8 +13,10 @@ from config.errors import ConfigError, EngineDied, Overloaded, RequestFailed, Us
 from config.lora.adapter import LoRAInfo
 from config.params.pooling import PoolingParams
 from config.params.sampling import SamplingParams
-from engine.client.output_queue import OutputRouter, QueueLimits, RequestOutputQueue
-from engine.client.resumer import Resumer, resume_order
+from engine.client.output_queue import OutputRouter, RequestOutputQueue
+from engine.client.queue_limits import QueueLimits
+from engine.client.resumer import Resumer
+from engine.client.suspects import find_cause, resume_order
 from engine.client.terms import NO_TERMS, RequestTerms
 from engine.client.ttft import Share, merged, tokens_ahead
 from engine.process.child_process import ProcessEnd
@@ -82,8 +84,8 @@ class Pause(NamedTuple):
 class ResumptionObserver(Protocol):
     """Is told of engines that die and are replaced."""
 
-    def engine_lost(self, client: "SingleEngineClient", num_poison: int) -> None:
-        """Its requests are kept, but for `num_poison` over which it died repeatedly."""
+    def engine_lost(self, client: "SingleEngineClient", *, has_poison: bool) -> None:
+        """Its requests are kept, but, with `has_poison`, for one over which engines have died."""
 
     def engine_restored(self, client: "SingleEngineClient", pause: Pause) -> None:
         """Its requests go on."""
@@ -433,9 +435,16 @@ class SingleEngineClient:
         """End requests over which engines die; the others may go on."""
         assert self._resumption is not None
         self._cancel_verdict()
-        num_poison = self._router.suspect(is_external=is_external and not self.has_hung)
-        self._num_lost = sum(1 for _ in self._router.queues)
-        self._resumption.engine_lost(self, num_poison)
+        is_external = is_external and not self.has_hung
+        cause = find_cause(self._router.queues, is_external=is_external)
+        if cause is not None:
+            self._router.finish(
+                cause,
+                f"the engine died {cause.num_deaths} times while it computed this request, which "
+                "is not tried again",
+            )
+        self._num_lost = len(self._router.queues)
+        self._resumption.engine_lost(self, has_poison=cause is not None)
 
     @property
     def awaits_verdict(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from config.engine import EngineConfig
 from config.errors import EngineDied
 from engine.client.base import SingleEngineClient
-from engine.client.output_queue import QueueLimits
+from engine.client.queue_limits import QueueLimits
 from engine.core.loop import EngineLoop, describe_failure
 from engine.executors.base import Executor
 from engine.executors.select import make_executor

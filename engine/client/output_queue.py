@@ -5,21 +5,15 @@ import asyncio
 import itertools
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import msgspec
 
-from config.errors import EngineDied, Overloaded
+from config.errors import EngineDied
+from engine.client.queue_limits import QueueLimits
 from engine.client.ttft import Share
 from engine.transport.messages import AddRequest, Finish, Resumption, StepOutput
 from hpu.protocol import TOKEN_BYTES, Logprobs
-
-MAX_DEATHS, MAX_EXTERNAL_DEATHS = 2, 3
-"""So often in a row an engine may die while it computes the next token of this request and of no
-other whose next token it has not computed before: then the request is the cause. More often, if
-another one ended the engine at any of them, as a person or the kernel for want of memory: that may
-hit the same request twice by chance."""
-
 
 MIN_TIMEOUT_S = 1e-3
 
@@ -150,70 +144,6 @@ class RequestOutputQueue:
             self._reader = None
 
 
-class QueueLimits:
-    """The waiting requests of one front end, over all of its engines, and their limits.
-
-    With `fair_share` a tenant may exceed what is left of a limit up to its share of the whole, the
-    limit divided by the tenants that wait: one that fills the queue keeps no other out. So at most
-    limit * (1 + 1/2 + 1/3 + ...) requests wait, over the tenants.
-    """
-
-    def __init__(
-        self, *, max_requests: int, max_prompt_tokens: int, fair_share: bool = False
-    ) -> None:
-        self._max_requests = max_requests
-        self._max_prompt_tokens = max_prompt_tokens
-        self._num_requests = 0
-        self._num_tokens = 0
-        self._tenants: dict[int, list[int]] | None = {} if fair_share else None
-        """Waiting requests and tokens of each tenant that has any."""
-
-    def enter(self, num_tokens: int, *, is_continuation: bool = False, tenant: int = 0) -> None:
-        """Count a request with so many prompt tokens. Raises Overloaded when too many requests or
-        tokens wait, unless it continues a request that was accepted before."""
-        num_waiting = self._num_tokens + num_tokens
-        is_full = self._num_requests >= self._max_requests or num_waiting > self._max_prompt_tokens
-        if is_full and not is_continuation:
-            self._check_share(num_tokens, tenant)
-        self._num_requests += 1
-        self._num_tokens = num_waiting
-        if self._tenants is not None:
-            counts = self._tenants.setdefault(tenant, [0, 0])
-            counts[0] += 1
-            counts[1] += num_tokens
-
-    def leave(self, num_tokens: int, *, tenant: int = 0) -> None:
-        """Undo `enter`."""
-        self._num_requests -= 1
-        self._num_tokens -= num_tokens
-        if self._tenants is not None:
-            counts = self._tenants[tenant]
-            counts[0] -= 1
-            counts[1] -= num_tokens
-            if not counts[0]:
-                del self._tenants[tenant]
-
-    def _check_share(self, num_tokens: int, tenant: int) -> None:
-        """Raise Overloaded for a request beyond a limit, and beyond its tenant's share of it."""
-        num_requests, num_waiting, num_tenants, whose = self._num_requests, self._num_tokens, 1, ""
-        if self._tenants is not None:
-            num_requests, num_waiting = self._tenants.get(tenant, (0, 0))
-            num_tenants = len(self._tenants) + (tenant not in self._tenants)
-            whose = " of this API key"
-        max_requests = max(1, self._max_requests // num_tenants)
-        if num_requests >= max_requests and self._num_requests >= self._max_requests:
-            raise Overloaded(
-                f"{num_requests} requests{whose} are waiting, and at most {max_requests} may."
-            )
-        max_tokens = self._max_prompt_tokens // num_tenants
-        is_full = self._num_tokens + num_tokens > self._max_prompt_tokens
-        if num_waiting + num_tokens > max_tokens and is_full:
-            raise Overloaded(
-                f"{num_waiting} prompt tokens{whose} are waiting and this request has "
-                f"{num_tokens}, and at most {max_tokens} may wait."
-            )
-
-
 class OutputRouter:
     """The output queues of one front end for one engine.
 
@@ -283,7 +213,7 @@ class OutputRouter:
         self._close(key)
 
     @property
-    def queues(self) -> Iterable[RequestOutputQueue]:
+    def queues(self) -> Collection[RequestOutputQueue]:
         """Those that are open, the first opened first."""
         return self._queues.values()
 
@@ -299,37 +229,6 @@ class OutputRouter:
         """End an open queue with an error."""
         self._close(queue.key)
         queue.unread().finish = Finish(queue.key, "error", error=error)
-
-    def suspect(self, *, is_external: bool) -> int:
-        """The engine has died, ended by another one if `is_external`: suspect the requests that it
-        had started and given nothing, and end the one that is the cause. Returns the number of
-        those that were ended."""
-        suspects = []
-        for queue in self._queues.values():
-            if queue.has_gained:
-                queue.is_suspect = False
-                queue.num_deaths = queue.num_external_deaths = 0
-            elif queue.num_waiting_tokens < 0:
-                queue.is_suspect = True
-                suspects.append(queue)
-        if not suspects:
-            # Deaths have another cause than a request.
-            for queue in self._queues.values():
-                queue.num_deaths = queue.num_external_deaths = 0
-        if len(suspects) != 1:
-            return 0
-        (queue,) = suspects
-        queue.num_deaths += 1
-        queue.num_external_deaths += is_external
-        max_deaths = MAX_EXTERNAL_DEATHS if queue.num_external_deaths else MAX_DEATHS
-        if queue.num_deaths < max_deaths:
-            return 0
-        self.finish(
-            queue,
-            f"the engine died {queue.num_deaths} times while it computed this request, which is "
-            "not tried again",
-        )
-        return 1
 
     def move(self, queue: RequestOutputQueue, other: "OutputRouter") -> None:
         """Give an open queue, which waits from now on, to `other` or to this router, with a new

@@ -47,13 +47,3 @@ class Resumer:
             # It was accepted while no engine ran, before anyone tried to encode it.
             self._router.finish(queue, f"the request cannot be encoded: {error}")
             return True
-
-
-def resume_order(queue: RequestOutputQueue) -> tuple[int, int]:
-    """The smallest goes on first: requests that had started, then those over which an engine may
-    have died, which the engine starts one at a time, then those that only waited. Of the suspects
-    those that were alone at a death come last: if deaths have another cause than a request, it is
-    another one that is alone at the next."""
-    if queue.is_suspect:
-        return 1, queue.num_deaths
-    return (0 if queue.has_started else 2), 0

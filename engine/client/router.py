@@ -261,10 +261,10 @@ class RouterClient:
         for engine in self._engines:
             engine.resume(self)
 
-    def engine_lost(self, client: SingleEngineClient, num_poison: int) -> None:
+    def engine_lost(self, client: SingleEngineClient, *, has_poison: bool) -> None:
         """Its requests go on in other engines."""
         assert self._observer is not None
-        self._observer.engine_lost(client, num_poison)
+        self._observer.engine_lost(client, has_poison=has_poison)
         self._prefixes[client.engine].clear()
         for queue in client.queues:
             self._hand_over(client, queue)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from engine.client.base import Failure, SingleEngineClient
-from engine.client.output_queue import QueueLimits
+from engine.client.queue_limits import QueueLimits
 from engine.transport.channels import RouterSocket, ZmqContext, rejection_warning
 from engine.transport.messages import FromEngine, Hello, Ready, ToEngine
 

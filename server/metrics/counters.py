@@ -5,7 +5,6 @@ token, and share values between processes by memory-mapped files that are chosen
 """
 
 import bisect
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -13,6 +12,8 @@ from pathlib import Path
 import msgspec
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
+
+from server.process.whole_files import write_whole
 
 Labels = tuple[str, ...]
 Values = list[float]
@@ -155,9 +156,7 @@ class SharedSnapshots:
         data = msgspec.msgpack.encode(snapshot)
         if data == self._published:
             return
-        partial = self._path.with_suffix(".partial")
-        partial.write_bytes(data)
-        os.replace(partial, self._path)
+        write_whole(str(self._path), data)
         self._published = data
 
     def others(self) -> list[Snapshot]:

@@ -142,9 +142,9 @@ class Metrics:
         )
         self._pauses = [pauses.labels(self._model_name, str(engine)) for engine in engines]
 
-    def engine_lost(self, engine: int, num_poison: int) -> None:
-        """Count the sequences that were ended since engines died over them."""
-        self._poison[engine].inc(num_poison)
+    def engine_lost(self, engine: int, *, has_poison: bool) -> None:
+        """An engine has died; with `has_poison` a sequence was ended since engines died over it."""
+        self._poison[engine].inc(has_poison)
 
     def requests_resumed(self, engine: int, count: int) -> None:
         """Count sequences that go on; `engine` is the one that died."""

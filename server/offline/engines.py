@@ -15,7 +15,7 @@ from engine.client.launcher import (
     front_end_endpoints,
     new_token,
 )
-from engine.client.output_queue import QueueLimits
+from engine.client.queue_limits import QueueLimits
 from engine.client.router import RouterClient
 from engine.client.zmq import ZmqClient
 

@@ -27,7 +27,7 @@ from config.server import ServerConfig
 from config.version import VERSION
 from engine.client.base import EngineClient, Pause, SingleEngineClient
 from engine.client.launcher import ProcessEnd
-from engine.client.output_queue import QueueLimits
+from engine.client.queue_limits import QueueLimits
 from engine.client.router import RouterClient
 from engine.client.zmq import ZmqClient
 from server.app.application import create_app
@@ -226,13 +226,11 @@ class ApiServer:
         thread."""
         self._client.engines[engine].name_cause(end)
 
-    def engine_lost(self, client: SingleEngineClient, num_poison: int) -> None:
+    def engine_lost(self, client: SingleEngineClient, *, has_poison: bool) -> None:
         """Count it; the launcher logs it."""
-        self.state.metrics.engine_lost(client.engine, num_poison)
-        if num_poison:
-            logger.error(
-                "%d requests are ended and not tried again: the engine died over them", num_poison
-            )
+        self.state.metrics.engine_lost(client.engine, has_poison=has_poison)
+        if has_poison:
+            logger.error("a request is ended and not tried again: engines have died over it")
         others = [one for one in self._client.engines if one.lost is None and one.failure is None]
         if others:
             count = len(client.queues)
@@ -437,7 +435,9 @@ class ApiServer:
     def _kill_silent_engines(self) -> None:
         limit_s, parallel = self.state.config.engine_timeout_s, self._args.engine.data_parallel
         for engine in self._client.engines[: parallel.num_local]:
-            if limit_s and not engine.has_hung and engine.silent_s() > limit_s:
+            if not limit_s or not engine.pid or engine.has_hung:
+                continue
+            if engine.silent_s() > limit_s:
                 engine.has_hung = True
                 logger.error(
                     "engine %d has said nothing for %g s, it is killed (--engine-timeout)",

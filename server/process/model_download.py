@@ -14,6 +14,7 @@ from typing import NoReturn
 import msgspec
 
 from config.progress import Report
+from server.process.whole_files import write_whole
 
 REPORT_INTERVAL_S = 0.2
 """Between two progress reports."""
@@ -99,9 +100,7 @@ def end_process(code: int) -> NoReturn:
 
 def write_progress(path: str, progress: DownloadProgress) -> None:
     """Write `progress` to `path` atomically, for the API servers."""
-    partial = f"{path}.partial"
-    Path(partial).write_bytes(msgspec.json.encode(progress))
-    os.replace(partial, path)
+    write_whole(path, msgspec.json.encode(progress))
 
 
 def read_progress(path: str) -> DownloadProgress:

@@ -62,6 +62,7 @@ from server.process.model_download import (
     write_progress,
 )
 from server.process.open_files import raise_limit, warn_if_low
+from server.process.whole_files import write_whole
 
 T = TypeVar("T")
 
@@ -232,13 +233,6 @@ def _call_on_loop(
         logger.debug("after the event loop has ended: %s", argument)
 
 
-def _replace(path: str, content: bytes) -> None:
-    """Write a file that appears whole."""
-    new = Path(f"{path}.new")
-    new.write_bytes(content)
-    new.rename(path)
-
-
 class EngineExit(NamedTuple):
     """An engine's process has ended."""
 
@@ -342,12 +336,12 @@ class Supervisor:
 
     def _engine_ended(self, engine: int, reason: str) -> None:
         """Tell the API servers, which keep its requests, and this process."""
-        _replace(self._end_paths[engine], reason.encode())
+        write_whole(self._end_paths[engine], reason.encode())
         self._events.put(EngineExit(engine, reason))
 
     def _engine_died(self, engine: int, end: ProcessEnd) -> None:
         """Tell the API servers; another engine is started in its place."""
-        _replace(self._death_paths[engine], msgspec.json.encode(end))
+        write_whole(self._death_paths[engine], msgspec.json.encode(end))
 
     def _ready_path(self, index: int) -> str:
         return str(Path(self._directory, f"a{index}.ready"))

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -91,7 +92,10 @@ async def test_every_kind_of_stream_goes_on_behind_a_killed_engine(live: LiveSer
     assert values(live, "gaudiserve:resumed_requests_total") - before > 6
     assert restarts(live) == 2
     await until(lambda: values(live, *IDLE) == 0)
-    assert live.text().count("is back after") == 2
+    line = r"the engine is back after [\d.]+ s and goes on with (\d+) requests: .*killed by SIGKILL"
+    counts = re.findall(line, live.text())
+    assert len(counts) == 2 and int(counts[0]) > 6, live.text()
+    assert values(live, "gaudiserve:engine_pause_seconds_count") == 2
     # During the pauses, which are longer than any wait for a token.
     assert sum(raw.count(b": keep-alive") for raw in found) > 6
 
@@ -120,6 +124,24 @@ async def test_a_background_response_goes_on_behind_a_killed_engine(live: LiveSe
     assert restarts(live) == before + 1
     usage = (response(name)["usage"], response(twin["id"])["usage"])
     assert usage[0]["output_tokens"] == usage[1]["output_tokens"]
+
+
+async def test_a_stored_response_is_found_whole_behind_a_killed_engine(live: LiveServer) -> None:
+    body = {"input": "kept", "max_output_tokens": 300, "temperature": 0, "stream": True}
+    asks = [("/v1/responses", {**body, "store": True})]
+    (expected,) = await answers_of(live, asks)
+
+    (found,) = await killed_while(live, asks, [0.3])
+
+    assert differences(content_of(found), content_of(expected)) == []
+    names = [re.findall(rb'"(resp_\w+)"', raw)[0].decode() for raw in (expected, found)]
+    twin, kept = (live.ask(f"/v1/responses/{name}").json() for name in names)
+    assert kept["status"] in ("completed", "incomplete") and len(kept["output"]) == 1
+    assert kept["output"][0]["content"] == twin["output"][0]["content"]
+    assert kept["usage"]["output_tokens"] == twin["usage"]["output_tokens"] == 300
+    # It can be continued.
+    more = {"input": "more", "previous_response_id": kept["id"], "max_output_tokens": 3}
+    assert live.ask("/v1/responses", more).status_code == 200
 
 
 async def test_while_an_engine_starts_again_requests_wait_and_probes_tell(live: LiveServer) -> None:

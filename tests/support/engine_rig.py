@@ -13,7 +13,8 @@ from config.log import LogConfig
 from config.params.sampling import SamplingParams
 from engine.client.base import EngineClient
 from engine.client.launcher import launch
-from engine.client.output_queue import QueueLimits, RequestOutputQueue
+from engine.client.output_queue import RequestOutputQueue
+from engine.client.queue_limits import QueueLimits
 from engine.client.zmq import ZmqClient
 from engine.core.engine_process import front_end_endpoint
 from engine.process.child_process import ChildProcess

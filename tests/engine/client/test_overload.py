@@ -4,7 +4,7 @@ import pytest
 
 from config.errors import Overloaded
 from engine.client.base import SingleEngineClient
-from engine.client.output_queue import QueueLimits
+from engine.client.queue_limits import QueueLimits
 from engine.client.router import RouterClient
 from engine.client.terms import RequestTerms
 from engine.client.ttft import merged, tokens_ahead

@@ -18,7 +18,8 @@ from config.errors import EngineDied
 from config.log import LogConfig
 from engine.client.base import Pause, SingleEngineClient
 from engine.client.launcher import EngineProcesses
-from engine.client.output_queue import QueueLimits, RequestOutputQueue
+from engine.client.output_queue import RequestOutputQueue
+from engine.client.queue_limits import QueueLimits
 from engine.client.zmq import ZmqClient
 from engine.core.engine_process import front_end_endpoint
 from engine.transport.channels import SocketDirectory
@@ -32,9 +33,9 @@ class Observer:
     def __init__(self) -> None:
         self.num_lost = self.num_restored = self.num_poison = 0
 
-    def engine_lost(self, client: SingleEngineClient, num_poison: int) -> None:
+    def engine_lost(self, client: SingleEngineClient, *, has_poison: bool) -> None:
         self.num_lost += 1
-        self.num_poison += num_poison
+        self.num_poison += has_poison
 
     def engine_restored(self, client: SingleEngineClient, pause: Pause) -> None:
         self.num_restored += 1

@@ -5,14 +5,10 @@ from collections.abc import Sequence
 import pytest
 
 from config.params.sampling import SamplingParams
-from engine.client.output_queue import (
-    MAX_DEATHS,
-    MAX_EXTERNAL_DEATHS,
-    OutputRouter,
-    QueueLimits,
-    RequestOutputQueue,
-)
-from engine.client.resumer import Resumer, resume_order
+from engine.client.output_queue import OutputRouter, RequestOutputQueue
+from engine.client.queue_limits import QueueLimits
+from engine.client.resumer import Resumer
+from engine.client.suspects import MAX_DEATHS, MAX_EXTERNAL_DEATHS, find_cause, resume_order
 from engine.transport.messages import AddRequest, StepOutput
 
 LIMITS = {"max_requests": 100, "max_prompt_tokens": 1000}
@@ -25,6 +21,7 @@ class Front:
         self.router = OutputRouter(1 << 20, QueueLimits(**LIMITS))
         self.sent: list[AddRequest] = []
         self.room = 100
+        self.cause: RequestOutputQueue | None = None
         self.resumer = Resumer(self.router, self._send)
 
     def _send(self, message: AddRequest) -> bool:
@@ -50,13 +47,15 @@ class Front:
             StepOutput(0, keys=[queue.key], counts=[len(tokens)], tokens=list(tokens))
         )
 
-    def restart(self, *, is_external: bool = True) -> int:
-        """The engine dies, and another one is ready; the number of requests that were ended."""
+    def restart(self, *, is_external: bool = True) -> bool:
+        """The engine dies, and another one is ready; whether a request was ended."""
         self.resumer.withdraw()
-        ended = self.router.suspect(is_external=is_external)
+        self.cause = find_cause(self.router.queues, is_external=is_external)
+        if self.cause is not None:
+            self.router.finish(self.cause, "the cause")
         self.sent.clear()
         self.resumer.adopt(sorted(self.router.queues, key=resume_order), self.router)
-        return ended
+        return self.cause is not None
 
     @property
     def sent_keys(self) -> list[int]:
@@ -130,38 +129,30 @@ def test_those_that_got_nothing_are_suspects_and_go_before_those_that_waited(
     front.says([running, first, second])
     front.gives(running, 7)
 
-    assert front.restart() == 0
+    assert not front.restart()
 
     assert front.sent_keys == [running.key, first.key, second.key, waiting.key]
     assert front.suspects == [first.key, second.key]
 
 
-async def assert_ended(queue: RequestOutputQueue, num_deaths: int) -> None:
-    finish = (await queue.get()).finish
-    assert finish is not None and finish.reason == "error"
-    assert finish.error is not None and f"died {num_deaths} times" in finish.error
-
-
 @pytest.mark.parametrize(
     "ends", [[False, False], [True, True, True], [True, False, False], [False, True, False]]
 )
-async def test_one_over_which_engines_die_alone_is_not_sent_again(
-    front: Front, ends: list[bool]
-) -> None:
+def test_one_over_which_engines_die_alone_is_not_sent_again(front: Front, ends: list[bool]) -> None:
     """At two deaths, at three if another process ended any of the engines."""
     good, poison = front.open(1), front.open(2)
     for is_external in ends[:-1]:
         front.says([good, poison])
         front.gives(good, 7)
-        assert front.restart(is_external=is_external) == 0
+        assert not front.restart(is_external=is_external)
         assert front.suspects == [poison.key]
     front.says([good, poison])
     front.gives(good, 7)
 
-    assert front.restart(is_external=ends[-1]) == 1
+    assert front.restart(is_external=ends[-1])
 
     assert front.sent_keys == [good.key]
-    await assert_ended(poison, len(ends))
+    assert front.cause is poison and poison.num_deaths == len(ends)
 
 
 def test_a_death_without_any_clears_all(front: Front) -> None:
@@ -169,11 +160,11 @@ def test_a_death_without_any_clears_all(front: Front) -> None:
     for _ in range(2 * MAX_EXTERNAL_DEATHS):
         front.says([running, suspect])
         front.gives(running, 7)
-        assert front.restart() == 0
+        assert not front.restart()
         assert front.sent_keys == [running.key, suspect.key]
         front.says([running])
         front.gives(running, 7)
-        assert front.restart() == 0
+        assert not front.restart()
 
 
 @pytest.mark.parametrize("is_external", [False, True])
@@ -188,22 +179,22 @@ def test_one_that_was_alone_at_a_death_is_tried_behind_the_others(
     for _ in range(2 * (max_deaths - 1)):
         tried.append(first if front.sent_keys[0] == first.key else second)
         front.says(tried[-1:])
-        assert front.restart(is_external=is_external) == 0
+        assert not front.restart(is_external=is_external)
 
     assert [tried.count(first), tried.count(second)] == [max_deaths - 1] * 2
     last, other = (first, second) if front.sent_keys[0] == first.key else (second, first)
     front.says([last])
-    assert front.restart(is_external=is_external) == 1 and front.sent_keys == [other.key]
+    assert front.restart(is_external=is_external) and front.sent_keys == [other.key]
 
 
 def test_a_token_clears_a_request(front: Front) -> None:
     queue = front.open(1)
     for token in range(5):
         front.says([queue])
-        assert front.restart(is_external=False) == 0
+        assert not front.restart(is_external=False)
         front.says([queue])
         front.gives(queue, token)
-        assert front.restart(is_external=False) == 0
+        assert not front.restart(is_external=False)
 
 
 def test_one_that_cannot_be_encoded_ends_alone(front: Front) -> None:

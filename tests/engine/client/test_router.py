@@ -11,7 +11,7 @@ from scripted_client import ready as ready_message
 from benchmarks.router import RoundRobin, Traffic, simulate
 from config.errors import ConfigError, EngineDied, Overloaded, UserError
 from engine.client.base import CAUSE_GRACE_S, Failure, Pause, SingleEngineClient
-from engine.client.output_queue import QueueLimits
+from engine.client.queue_limits import QueueLimits
 from engine.client.router import (
     BUSY,
     BUSY_RATIO,
@@ -306,7 +306,7 @@ class Restorations:
     def __init__(self) -> None:
         self.restored: list[tuple[int, int]] = []
 
-    def engine_lost(self, client: SingleEngineClient, num_poison: int) -> None:
+    def engine_lost(self, client: SingleEngineClient, *, has_poison: bool) -> None:
         """Not noted."""
 
     def engine_restored(self, client: SingleEngineClient, pause: Pause) -> None:

@@ -13,7 +13,7 @@ from engine_rig import asking, engine_rig, eventually, generate, prompt_of, read
 from config.errors import EngineDied, Overloaded, UserError
 from config.params.pooling import PoolingParams
 from config.params.sampling import SamplingParams
-from engine.client.output_queue import QueueLimits
+from engine.client.queue_limits import QueueLimits
 from engine.client.zmq import ZmqClient
 from engine.transport.channels import PairSocket, ZmqContext, endpoint
 from engine.transport.messages import (

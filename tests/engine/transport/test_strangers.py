@@ -24,7 +24,7 @@ from engine_rig import (
 )
 from strangers import all_strangers, connect_and_leave, connected, counting, forgers
 
-from engine.client.output_queue import QueueLimits
+from engine.client.queue_limits import QueueLimits
 from engine.client.zmq import ZmqClient
 from engine.transport import channels as wire
 from engine.transport.channels import Waiter, ZmqContext, endpoint

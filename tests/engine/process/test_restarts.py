@@ -1,0 +1,47 @@
+"""How often a process is started again, and after which wait."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.process.restarts import MAX_WAIT_S, STABLE_S, RestartLimit
+
+
+@pytest.fixture
+def mark(tmp_path: Path) -> Path:
+    return tmp_path / "ready"
+
+
+def test_waits_double_until_their_limit_and_restarts_end_at_theirs(mark: Path) -> None:
+    limit = RestartLimit(mark, 9)
+    waits = []
+    for _ in range(10):
+        mark.touch()
+        waits.append(limit.wait_s())
+
+    assert waits == [0, 0.5, 1, 2, 4, 8, 16, MAX_WAIT_S, MAX_WAIT_S, None]
+
+
+def test_a_process_that_lived_for_long_is_restarted_as_a_new_one(mark: Path) -> None:
+    limit = RestartLimit(mark, 2)
+    for _ in range(6):
+        mark.touch()
+        limit.wait_s()
+        mark.touch()
+        then = time.time() - STABLE_S - 1
+        os.utime(mark, (then, then))
+
+        assert limit.wait_s() == 0
+
+
+def test_a_first_start_that_fails_is_not_repeated_and_a_later_one_is(mark: Path) -> None:
+    limit = RestartLimit(mark, 3, max_wait_s=0)
+    assert limit.wait_s() is None
+
+    mark.touch()
+    assert limit.wait_s() == 0
+    # Killed while it starts again, or a setting is wrong.
+    assert limit.wait_s() == 0
+    assert limit.wait_s(is_misconfigured=True) is None
