@@ -146,6 +146,8 @@ def main() -> None:
         medians["ratio"] = medians["with"] / medians["without"]
         results[name] = medians
         print(name, {key: round(value, 3) for key, value in medians.items()}, flush=True)
+        # One slow turn says something of the machine, slow turns of one engine of that engine.
+        print({key: [round(rate, 1) for rate in found] for key, found in rates.items()})
         print(other._client.stats.spec_decode)
         other.close()
     plain.close()

@@ -417,14 +417,7 @@ class EngineConfig:
                 )
 
     def _check_speculation(self) -> None:
-        stages, engines = self.parallel.pipeline_parallel_size, self.num_coupled_engines
-        method = self.speculation.choose()
-        if stages > 1 and method is not None and method.has_drafter:
-            raise ConfigError(
-                f"speculative_config names the method {method.method} and pipeline_parallel_size "
-                f"is {stages}: a drafter needs the embedding and the hidden states of a model with "
-                "1 stage; draft with ngram, or on cpu with suffix"
-            )
+        engines = self.num_coupled_engines
         if engines > 1:
             raise ConfigError(
                 f"speculative_config is set and {engines} engines step together "

@@ -6,6 +6,8 @@ from typing import NamedTuple
 from config.errors import ConfigError
 from config.setting import check_settings, setting
 
+DATA = "data"
+
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
@@ -25,6 +27,12 @@ class ParallelConfig:
         "Distribute whole experts over the tensor-parallel devices, in place of dividing each one; "
         "with --data-parallel-size over those of all engines, which then step together",
     )
+    mm_encoder_tp_mode: str = setting(
+        "replicated",
+        "How tensor-parallel devices, each of which has the whole vision tower, encode images; "
+        "data: each a part of them, which it sends to the others; replicated: each all of them",
+        choices=("replicated", DATA, "weights"),
+    )
     compare_ranks: bool = setting(
         False,
         "Debugging: compare the tokens that the tensor-parallel ranks sample, and stop at the "
@@ -33,6 +41,16 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if self.mm_encoder_tp_mode == "weights":
+            raise ConfigError(
+                "mm_encoder_tp_mode is weights, and the weights of vision towers are not divided "
+                "among devices: data divides the images"
+            )
+
+    @property
+    def divides_images(self) -> bool:
+        """Whether each tensor-parallel device encodes a part of the images."""
+        return self.mm_encoder_tp_mode == DATA and self.tensor_parallel_size > 1
 
     @property
     def world_size(self) -> int:

@@ -73,7 +73,13 @@ def check_model_config(
     facts = read_model_config(folder)
     pooler = choose_pooler(config, facts)
     is_built_in = pooler is not None or is_native(facts, config.model_impl)
-    if facts.encoder is None and (is_built_in or not _is_in_transformers(facts)):
+    is_known = is_built_in or _is_in_transformers(facts)
+    if not is_known and facts.fields.raw.get("auto_map"):
+        raise ConfigError(
+            f"{folder} is a {facts.architecture}, which is neither built in nor in transformers: "
+            "its code is in the checkpoint (auto_map in config.json), and such code is never run"
+        )
+    if facts.encoder is None and (is_built_in or not is_known):
         # For the name alone: it may say 10^9 layers, which the weights will show to be wrong.
         decoder_spec(
             replace(facts, num_layers=0, layer_types=(), rope_layers=()), has_head=pooler is None

@@ -2,6 +2,7 @@
 
 import sys
 from array import array
+from copy import copy
 from dataclasses import dataclass
 
 import msgspec
@@ -200,6 +201,18 @@ class Request:
         if self.guide is not None:
             for token in self.output_token_ids:
                 self.guide.advance(token)
+
+    def restarted(self) -> "Request":
+        """The same request, waiting, with its tokens and nothing computed. This one ends."""
+        other = copy(self)
+        other.state = WAITING
+        other.req_index = other.last_step = -1
+        other.blocks, other.drafts, other.pending_hashes = [], [], []
+        other.num_computed_tokens = other.num_cached_tokens = 0
+        other.decode_limit = other.max_block_end = 0
+        other.next_cache_at = NEVER
+        other.num_preemptions += 1
+        return other
 
     @property
     def has_nothing(self) -> bool:

@@ -309,6 +309,8 @@ class StepResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     """(index of a sampling request, tokens): what its next decode may verify. Of requests with a
     grammar, so that the engine sends bitmasks for it; with pipeline stages of all, which get it
     with the plan of that decode."""
+    corrupt_loads: list[int] = []
+    """Indices into the plan's `loaded_blocks`: what was in host memory had a wrong checksum."""
 
 
 class WorkerFailed(msgspec.Struct, array_like=True, gc=False, tag=3):

@@ -106,7 +106,8 @@ def draft_config(
         max_model_len=min(longest, facts.max_position, method.max_model_len or longest),
         quantization=None,
         quant_config=None,
-        parallel=replace(config.parallel, enable_expert_parallel=False),
+        # It is whole on the last pipeline stage.
+        parallel=replace(config.parallel, enable_expert_parallel=False, pipeline_parallel_size=1),
         lora=LoRAConfig(),
         speculation=SpeculationConfig(),
     )

@@ -164,7 +164,7 @@ ABSENT = (
     ),
     ("ray-workers-use-nsight worker-extension-cls", "Ray and workers of your own are not built"),
     (
-        "enable-lora-bias lora-extra-vocab-size default-mm-loras long-lora-scaling-factors "
+        "enable-lora-bias lora-extra-vocab-size long-lora-scaling-factors "
         "qlora-adapter-name-or-path enable-prompt-adapter max-prompt-adapters "
         "max-prompt-adapter-token",
         "adapters are low-rank weights alone (--enable-lora)",
@@ -176,7 +176,7 @@ ABSENT = (
         "drafts are accepted without loss, and how many there are adapts to load and acceptance",
     ),
     (
-        "mm-processor-cache-type mm-shm-cache-* mm-encoder-* mm-tensor-ipc "
+        "mm-processor-cache-type mm-shm-cache-* mm-encoder-attn-* mm-tensor-ipc "
         "interleave-mm-strings video-pruning-rate enable-mm-embeds "
         "disable-mm-preprocessor-cache disable-chunked-mm-input "
         "enable-multimodal-encoder-data-parallel language-model-only",

@@ -38,6 +38,8 @@ class LoRAInfo(NamedTuple):
     num_bytes: int
     parent: str | None = None
     """Name of the base model as its owner gave it; None: the served model's."""
+    kind: str = ""
+    """As NamedAdapter.kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +203,8 @@ def content_hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def lora_info(adapter: Adapter, name: str, parent: str | None = None) -> LoRAInfo:
+def lora_info(adapter: Adapter, name: str, parent: str | None = None, kind: str = "") -> LoRAInfo:
     """The adapter under `name`, with the hash of its files."""
     content = content_hash(adapter.folder)
     path = str(adapter.folder)
-    return LoRAInfo(name, path, content, adapter.rank, adapter.num_bytes, parent)
+    return LoRAInfo(name, path, content, adapter.rank, adapter.num_bytes, parent, kind)

@@ -1,4 +1,5 @@
-"""The adapters of --lora-modules: where they are, and what a server must reserve for them."""
+"""The adapters of --lora-modules and --default-mm-loras: where they are, and what a server must
+reserve for them."""
 
 from pathlib import Path
 
@@ -6,25 +7,40 @@ from config.checkpoint.hub import download_files, is_hub_id
 from config.errors import ConfigError
 from config.lora.adapter import FILES, read_adapter
 from config.lora.base_modules import BaseModules
+from config.lora.peft_config import CONFIG_FILE
 from config.params.lora import AUTO, EXTRA_TARGETS, LoRAConfig, NamedAdapter
+
+IMAGE_ADAPTER = "vision-lora"
+"""Folder of a checkpoint with an adapter that its text model has for images, as that of
+Phi-4-multimodal."""
+
+
+def unused_image_adapter(config: LoRAConfig, checkpoint: str) -> Path | None:
+    """The folder of the checkpoint's adapter for images, if requests with images do not have it
+    unasked."""
+    folder = Path(checkpoint, IMAGE_ADAPTER)
+    if config.default_mm_loras or not (folder / CONFIG_FILE).is_file():
+        return None
+    return folder
 
 
 def configured_adapters(
     config: LoRAConfig, download_dir: str | None = None
 ) -> tuple[NamedAdapter, ...]:
-    """The adapters of --lora-modules with their folders; those of the hub are downloaded to
+    """The adapters of the two flags with their folders; those of the hub are downloaded to
     `download_dir` (None: the hub's own cache). Raises ConfigError."""
-    return tuple(one._replace(path=str(_folder(one.path, download_dir))) for one in config.adapters)
+    return tuple(one._replace(path=str(_folder(one, download_dir))) for one in config.adapters)
 
 
-def _folder(path: str, download_dir: str | None) -> Path:
-    folder = Path(path)
-    if folder.exists() or not is_hub_id(path):
+def _folder(adapter: NamedAdapter, download_dir: str | None) -> Path:
+    folder = Path(adapter.path)
+    if folder.exists() or not is_hub_id(adapter.path):
         return folder
     try:
-        return download_files(path, None, download_dir, FILES)
+        return download_files(adapter.path, None, download_dir, FILES)
     except ConfigError as error:
-        raise ConfigError(f"an adapter of --lora-modules: {error}") from error
+        flag = "--default-mm-loras" if adapter.kind else "--lora-modules"
+        raise ConfigError(f"an adapter of {flag}: {error}") from error
 
 
 def extra_targets(

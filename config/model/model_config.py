@@ -133,7 +133,7 @@ class ModelConfig:
     num_parameters: int | None = None
     """In the files, where they were counted: the size of a model that is not built in."""
     num_tower_parameters: int = 0
-    """Likewise, of the vision tower, which each card has."""
+    """Likewise, of the vision tower, which each card has; without files by its code."""
     cached_numbers: int | None = None
     """In the keys and values of a token in all layers, where they were counted: layers of a model
     that is not built in may share them, or have heads of several sizes."""

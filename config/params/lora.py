@@ -10,6 +10,7 @@ from config.setting import check_settings, setting
 EMBEDDING, HEAD, EXPERTS = EXTRA_TARGETS = ("embedding", "head", "experts")
 """Parts of a model that adapters change less often, and that have buffers only on demand."""
 AUTO = "auto"
+IMAGE = "image"
 
 
 class NamedAdapter(NamedTuple):
@@ -19,6 +20,8 @@ class NamedAdapter(NamedTuple):
     path: str
     base_model_name: str | None = None
     """The parent that the list of models shows; None: the served model."""
+    kind: str = ""
+    """IMAGE: requests with images have it that name no adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,11 @@ class LoRAConfig:
         "Adapters to serve from the start: name=folder or name=hub id, or JSON with name, path and "
         "base_model_name; several after each other",
         takes_several=True,
+    )
+    default_mm_loras: str = setting(
+        "",
+        "An adapter for requests with images that name none, as JSON with a folder or hub id: "
+        '{"image": "/models/phi-4/vision-lora"}; it is served as the model image, too',
     )
     max_loras: int = setting(
         1, "Maximum number of adapters whose requests run at once", minimum=1, maximum=1024
@@ -66,6 +74,10 @@ class LoRAConfig:
             raise ConfigError(
                 f"lora_modules names {len(self.lora_modules)} adapters, and enable_lora is off"
             )
+        if self.default_mm_loras and not self.enable_lora:
+            raise ConfigError(
+                f"default_mm_loras is {self.default_mm_loras!r}, and enable_lora is off"
+            )
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ConfigError(
                 f"max_cpu_loras is {self.max_cpu_loras}, it must be at least max_loras, which is "
@@ -78,15 +90,18 @@ class LoRAConfig:
 
     @property
     def adapters(self) -> tuple[NamedAdapter, ...]:
-        """Those of `lora_modules`."""
-        return tuple(map(_named_adapter, self.lora_modules))
+        """Those of `lora_modules`, and of `default_mm_loras`."""
+        return (
+            *map(_named_adapter, self.lora_modules),
+            *_default_adapters(self.default_mm_loras),
+        )
 
     @property
     def num_cpu_loras(self) -> int:
         """`max_cpu_loras` or its default."""
         if self.max_cpu_loras is not None:
             return self.max_cpu_loras
-        return max(self.max_loras, len(self.lora_modules))
+        return max(self.max_loras, len(self.adapters))
 
 
 def _named_adapter(word: str) -> NamedAdapter:
@@ -99,7 +114,7 @@ def _named_adapter(word: str) -> NamedAdapter:
         fields = json.loads(word)
     except ValueError as error:
         raise ConfigError(f"lora_modules has {word!r}, which is not JSON: {error}") from None
-    known = set(NamedAdapter._fields)
+    known = {"name", "path", "base_model_name"}
     if not (
         {"name", "path"} <= set(fields) <= known
         and all(isinstance(fields[one], str) and fields[one] for one in ("name", "path"))
@@ -110,3 +125,17 @@ def _named_adapter(word: str) -> NamedAdapter:
             "base_model_name"
         )
     return NamedAdapter(**fields)
+
+
+def _default_adapters(text: str) -> tuple[NamedAdapter, ...]:
+    if not text:
+        return ()
+    try:
+        paths = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"default_mm_loras is {text!r}, which is not JSON: {error}") from None
+    if not isinstance(paths, dict) or set(paths) != {IMAGE} or not isinstance(paths[IMAGE], str):
+        raise ConfigError(
+            f"default_mm_loras is {text!r}, it must be an object with the text {IMAGE} alone"
+        )
+    return (NamedAdapter(IMAGE, paths[IMAGE], kind=IMAGE),)

@@ -141,6 +141,12 @@ class SpeculationConfig:
         check_settings(self)
         self.choose()
 
+    @property
+    def reads_embedding(self) -> bool:
+        """Whether the method drafts with the target's embedding."""
+        method = self.choose()
+        return method is not None and method.method in (EAGLE, EAGLE3, MTP)
+
     def choose(self) -> SpeculationMethod | None:
         """The method with its limits; None: off. Raises ConfigError."""
         options = _parse(self.speculative_config)

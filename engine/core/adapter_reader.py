@@ -30,10 +30,10 @@ class AdapterReader:
         """Raises ConfigError for an adapter that cannot be served."""
         if not self._config.lora.enable_lora:
             raise ConfigError("this server serves no adapters: start it with --enable-lora")
-        name, path, parent = adapter
+        name, path, parent, kind = adapter
         found = read_adapter(Path(path), self._base)
         check_limits(found, self._config.lora.max_lora_rank, self._extra_targets)
-        return lora_info(found, name, parent)
+        return lora_info(found, name, parent, kind)
 
     def read_configured(self) -> list[LoRAInfo]:
         """Those of --lora-modules. Raises ConfigError."""

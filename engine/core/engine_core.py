@@ -622,6 +622,8 @@ class EngineCore:
         output = self._inflight.popleft()
         assert output.plan is not None, f"step {output.step} was never submitted"
         now = self._clock()
+        if self._offload is not None:
+            self._drop_corrupt(self._offload.on_loaded(output.step, result.corrupt_loads))
         finished = self._outputs.process(output, result, now)
         self._scheduler.finish_requests(finished)
         for request in finished:
@@ -649,6 +651,15 @@ class EngineCore:
             self._has_output = True
         if not self._requests and not self._inflight:
             self._check_idle()
+
+    def _drop_corrupt(self, blocks: list[tuple[int, bytes]]) -> None:
+        """(block, hash) of blocks that came from the host with wrong contents, in the plan whose
+        result is next: forget them, and what requests have computed from them."""
+        for block, block_hash in blocks:
+            self._kv.drop(block, block_hash)
+        if blocks:
+            for request in self._scheduler.restart_requests({block for block, _ in blocks}):
+                self._requests[request.key] = request
 
     def _submit_deferred_masks(self) -> None:
         """Send the grammar masks of the running plan that depend on the result just processed:

@@ -112,6 +112,8 @@ class MultiprocExecutor:
         self._sentinels = [worker.child.sentinel for worker in self._workers]
         self._waiter = Waiter([self._results], self._sentinels)
         self._on_progress: Callable[[WarmupProgress], None] = lambda progress: None
+        self._loads: deque[bool] = deque()
+        """Of each plan in flight whether it loads blocks: then every worker sends its result."""
         self._is_closed = False
 
     @property
@@ -127,6 +129,7 @@ class MultiprocExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         self._send(plan, "plans")
+        self._loads.append(bool(plan.loaded_blocks))
 
     def submit_masks(self, masks: GrammarMasks) -> None:
         self._send(masks, "masks")
@@ -138,8 +141,11 @@ class MultiprocExecutor:
         return True
 
     def collect(self) -> StepResult:
-        result = self._next_message(self._output)
-        assert isinstance(result, StepResult), f"{result} in place of a step's result"
+        result = self._next_result(self._output)
+        if self._loads.popleft() and len(self._workers) > 1:
+            others = [self._next_result(one) for one in self._workers if one is not self._output]
+            parts = [set(one.corrupt_loads) for one in (result, *others)]
+            result.corrupt_loads = sorted(set().union(*parts))
         return result
 
     def call(self, name: str, level: int = 0) -> str:
@@ -267,6 +273,11 @@ class MultiprocExecutor:
                 )
         output.ranks = ranks if len(ranks) > 1 else []
         return output
+
+    def _next_result(self, worker: WorkerProcess) -> StepResult:
+        result = self._next_message(worker)
+        assert isinstance(result, StepResult), f"{result} in place of a step's result"
+        return result
 
     def _next_answer(self, worker: WorkerProcess) -> FromWorker:
         """Its next answer, which may overtake the results of plans in flight."""

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -186,13 +187,13 @@ def _serve(
 ) -> None:
     """`depth`: plans that the engine keeps in flight. `is_alone`: whether the worker may warm up
     when it is idle, because no other one must do the same."""
-    in_flight = 0
+    in_flight: deque[bool] = deque()
+    """Of each plan whether its result is sent."""
     may_idle, is_quiet = is_alone, False
     plan_is_due = 0.0
     while True:
         if in_flight and worker.has_result():
-            _finish_step(worker, channel, sends_results)
-            in_flight -= 1
+            _finish_step(worker, channel, sends=in_flight.popleft())
             plan_is_due = time.monotonic() + PLAN_DUE_S
         if serves_adapters:
             for loaded in worker.take_loaded():
@@ -220,22 +221,21 @@ def _serve(
         elif isinstance(message, DropFiles):
             worker.drop_files(message)
         elif message is not None:
-            if in_flight == depth:
+            if len(in_flight) == depth:
                 # Another rank has sent the result. The runner counts on it: with speculation a plan
                 # fits what at most `depth` launches in flight may have accepted.
-                _finish_step(worker, channel, sends_results)
-                in_flight -= 1
+                _finish_step(worker, channel, sends=in_flight.popleft())
             worker.submit(message)
-            in_flight += 1
+            # Each rank has copied its part of blocks, and tells whether that was whole.
+            in_flight.append(sends_results or bool(message.loaded_blocks))
             is_quiet = False
             plan_is_due = time.monotonic() + PLAN_DUE_S
         elif in_flight and not worker.lacks_masks:
-            if in_flight < depth and time.monotonic() < plan_is_due:
+            if len(in_flight) < depth and time.monotonic() < plan_is_due:
                 # Waiting for the device now would delay the next launch until the device is idle.
                 time.sleep(POLL_S)
                 continue
-            _finish_step(worker, channel, sends_results)
-            in_flight -= 1
+            _finish_step(worker, channel, sends=in_flight.popleft())
             plan_is_due = time.monotonic() + PLAN_DUE_S
         elif may_idle and is_quiet:
             warmed = worker.idle()
@@ -248,9 +248,9 @@ def _serve(
             is_quiet = not in_flight
 
 
-def _finish_step(worker: "Worker", channel: StepChannel, sends_results: bool) -> None:
+def _finish_step(worker: "Worker", channel: StepChannel, *, sends: bool) -> None:
     result = worker.collect()
-    if sends_results:
+    if sends:
         channel.send(result)
 
 

@@ -114,12 +114,14 @@ class BlockPool:
         return True
 
     def evict(self, block: int) -> None:
-        """Remove a used block's hash, if it has one."""
-        assert self._ref_count[block] > 0, f"block {block} is evicted and has no reference"
+        """Remove a block's hash, if it has one."""
         block_hash = self._hash_of[block]
         if block_hash is not None:
             del self._cached_blocks[block_hash]
             self._hash_of[block] = None
+            if not self._ref_count[block]:
+                del self._free_cached[block]
+                self._push_uncached(block)
 
     def get_cached_block(self, block_hash: bytes) -> int | None:
         """The block with these contents, used or free."""

@@ -132,7 +132,7 @@ class KVCacheManager:
         # Pinned first: the blocks that are evicted for them go to the host, too.
         slots = offload.pin(hashes)
         loaded = self.pool.allocate(len(hashes))
-        offload.load(slots, loaded)
+        offload.load(slots, loaded, hashes)
         for block, block_hash in zip(loaded, hashes, strict=True):
             self.pool.cache_block(block, block_hash)
         rest = iter(loaded)
@@ -209,6 +209,14 @@ class KVCacheManager:
         if self.offload is not None:
             for block_hash in request.block_hashes[: len(request.blocks)]:
                 self.offload.drop(block_hash)
+
+    def drop(self, block: int, block_hash: bytes) -> None:
+        """Remove a block whose contents are wrong, and copies of it, from all caches. It may be
+        free or have other contents by now."""
+        if self.pool.get_cached_block(block_hash) == block:
+            self.pool.evict(block)
+        if self.offload is not None:
+            self.offload.drop(block_hash)
 
     def free(self, request: Request) -> None:
         """Free all its blocks, the tail first: a prefix is evicted after what follows it."""

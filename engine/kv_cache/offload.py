@@ -35,8 +35,10 @@ class KVOffload:
         self._block_bytes = facts.block_bytes
         self._stores: list[tuple[int, int, bytes]] = []
         """(block, slot, hash) of the next plan."""
-        self._loads: list[tuple[int, int]] = []
-        """(slot, block) of the next plan."""
+        self._loads: list[tuple[int, int, bytes]] = []
+        """(slot, block, hash) of the next plan."""
+        self._loading: dict[int, list[tuple[int, bytes]]] = {}
+        """By step: (block, hash) of plans in flight."""
         self._preempted: Counter[bytes] = Counter()
         """Hashes of the blocks of requests that were preempted and wait."""
         self._preempted_requests: dict[int, list[bytes]] = {}
@@ -81,9 +83,15 @@ class KVOffload:
         """The slots of blocks that the next plan loads."""
         return [self._index.use(block_hash) for block_hash in block_hashes]
 
-    def load(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
-        """The next plan copies pinned `slots` to `blocks`."""
-        self._loads.extend(zip(slots, blocks, strict=True))
+    def load(self, slots: Sequence[int], blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """The next plan copies pinned `slots`, which hold blocks of `hashes`, to `blocks`."""
+        self._loads.extend(zip(slots, blocks, hashes, strict=True))
+
+    def on_loaded(self, step: int, corrupt: Sequence[int]) -> list[tuple[int, bytes]]:
+        """A plan has run; the (block, hash) of those of its loads whose contents were wrong."""
+        loaded = self._loading.pop(step, [])
+        self._counts["corrupt"] += len(corrupt)
+        return [loaded[index] for index in corrupt]
 
     def must_wait(self, key: int, block_hashes: Sequence[bytes], num_found: int) -> bool:
         """Whether request `key` waits for files with the blocks behind the `num_found` that it
@@ -174,8 +182,9 @@ class KVOffload:
             self._counts["stored"] += len(stores)
             self._stores = []
         if loads:
-            plan.loaded_slots = [slot for slot, _ in loads]
-            plan.loaded_blocks = [block for _, block in loads]
+            plan.loaded_slots = [slot for slot, _, _ in loads]
+            plan.loaded_blocks = [block for _, block, _ in loads]
+            self._loading[plan.step] = [(block, block_hash) for _, block, block_hash in loads]
             self._counts["loaded"] += len(loads)
             self._loads = []
             self._index.unpin_all()
@@ -214,4 +223,5 @@ class KVOffload:
 
 
 COUNTS = ("stored", "loaded", "fetched", "corrupt", "missing")
-"""Blocks copied to the host and from it, read from files, and not read from files."""
+"""Blocks copied to the host and from it, read from files, found with a wrong checksum in either
+place, and without a file."""

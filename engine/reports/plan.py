@@ -62,13 +62,16 @@ class Plan:
 
 
 def with_sizes(facts: ModelConfig, model_impl: str) -> ModelConfig:
-    """`facts` with the sizes that are needed for a plan: those of a model that is not built in are
-    only known to its code in transformers. Raises ConfigError."""
-    if is_native(facts, model_impl):
-        return facts
-    # Not at the top of the file: it loads torch and transformers, for few models.
-    completed: ModelConfig = import_module("hpu.models.registry").transformers_facts(facts)
-    return completed
+    """`facts` with the sizes that are needed for a plan: those of a model that is not built in, and
+    without its files those of a vision tower, are only known to the code of transformers. Raises
+    ConfigError."""
+    # Not at the top of the file: they load torch and transformers, for few models.
+    if not is_native(facts, model_impl):
+        facts = import_module("hpu.models.registry").transformers_facts(facts)
+    if facts.vision is not None and not facts.num_tower_parameters:
+        count: int = import_module("hpu.multimodal.select").count_tower(facts)
+        facts = replace(facts, num_tower_parameters=count)
+    return facts
 
 
 def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
@@ -101,6 +104,7 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
         kv_bytes=cache.kv_cache_memory_bytes,
         card_bytes=target.card_bytes,
         cross_images=cache.cross_attention_images,
+        max_prefill_batch=schedule.prefill_batch(),
         prefix_caching=cache.enable_prefix_caching,
         distributes_experts=config.parallel.enable_expert_parallel,
         offload=config.offload,

@@ -1,6 +1,6 @@
 """PoolingScheduler: which texts a pooling model reads in a step, and which requests it rejects."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from config.engine import SchedulerConfig
 from config.params.pooling import EMBED, TOKEN_EMBED, PoolingFacts, PoolingParams
@@ -74,6 +74,10 @@ class PoolingScheduler:
                 self._lora.finish_request(request)
             if self._fair is not None and state != FINISHED:
                 self._fair.finish(request)
+
+    def restart_requests(self, blocks: Set[int]) -> list[Request]:
+        """None: there are no blocks."""
+        return []
 
     def update_from_output(self, step: int) -> None:
         """All plans up to `step` have run: there is nothing to free."""

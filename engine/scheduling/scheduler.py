@@ -2,7 +2,7 @@
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -174,6 +174,21 @@ class Scheduler:
                 self._lora.finish_request(request)
             if self._fair is not None and state != FINISHED:
                 self._fair.finish(request)
+
+    def restart_requests(self, blocks: Set[int]) -> list[Request]:
+        """Start the requests again whose tables name any of `blocks`, which hold wrong contents:
+        what was computed from these is dropped. Returns those that wait in their place."""
+        restarted = []
+        for request in self.requests_with_blocks:
+            if request.state == FINISHED or blocks.isdisjoint(request.blocks):
+                continue
+            is_running, request.state = request.state == RUNNING, FINISHED
+            restarted.append(request.restarted())
+            self.waiting.add(restarted[-1])
+            if is_running:
+                self._has_finished = True
+                self._remove(request)
+        return restarted
 
     def update_from_output(self, step: int) -> None:
         """All plans up to `step` have run: free what drained until then."""

@@ -205,10 +205,14 @@ class CpuBackend(Backend):
     def prepare_tower(self, tower: nn.Module) -> None:
         library = self._library
 
-        def pack(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        def pack(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
             if library is not None and multiplies_in_tiles(library, weight):
                 return PackedLinear(library, weight, bias)
-            return packed_linear(weight, bias)
+            if can_pack(weight.dtype, weight.device):
+                return packed_linear(weight, bias)
+            if library is not None and has_kernel(weight):
+                return PackedLinear(library, weight, bias)
+            return None
 
         use_cpu_kernels_in_tower(tower, pack)
 

@@ -251,6 +251,32 @@ def cross_tile_bytes(config: ModelConfig, *, num_cards: int, width: int) -> int:
     return cross_layers_of(config) * rows * _kv_size(config, num_cards) * width
 
 
+def cross_activation_bytes(
+    config: ModelConfig,
+    *,
+    num_cards: int,
+    width: int,
+    num_tokens: int,
+    num_seqs: int,
+    num_prompts: int,
+    images_per_request: int,
+) -> int:
+    """Estimate of what one layer that reads images adds to the largest launch: a prefill of
+    `num_tokens` in `num_prompts` rows or a decode of `num_seqs`, each row of which reads the tiles
+    of `images_per_request`. Scores are in float32, three times while they are normalized."""
+    vision = config.vision
+    if vision is None or vision.cross is None or not cross_layers_of(config):
+        return 0
+    cross = vision.cross
+    seen = images_per_request * cross.tiles_per_image * cross.embeddings_per_tile
+    read = seen * _kv_size(config, num_cards) * width
+    scores = 4 * seen * (1 + 3 * config.num_heads // num_cards)
+    return max(
+        num_tokens * scores + num_prompts * read,
+        num_seqs * (scores + read),
+    )
+
+
 def _kv_size(config: ModelConfig, num_cards: int) -> int:
     """Numbers in the keys and values of a token, in one layer on one card, as attention over
     prompts takes them: latents are expanded to all heads."""

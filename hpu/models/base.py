@@ -54,8 +54,14 @@ class CausalLM(nn.Module):
     @property
     def kept_hidden_states(self) -> Tensor | None:
         """(B, Q, layers * hidden) of the last `forward`, those of the layers side by side; None
-        without `keep_hidden_states`."""
+        without `keep_hidden_states`, and on a pipeline stage that is not the last."""
         return None
+
+    @property
+    def received_width(self) -> int:
+        """Numbers of each token that a pipeline stage receives in place of tokens: hidden states,
+        and behind them those of earlier stages that `keep_hidden_states` names."""
+        return self.config.hidden_size
 
     def cache_shapes(
         self, num_blocks: int, block_size: int, num_rings: int = 0
@@ -102,6 +108,11 @@ class LoadableModel(CausalLM):
     """A model as it is built: its parameters are allocated, and a checkpoint fills them."""
 
     weight_map: WeightMap
+
+    def keep_embedding(self) -> None:
+        """Have the embedding of tokens on this pipeline stage, whichever it is. Once, before the
+        weights are loaded."""
+        raise NotImplementedError
 
     def use_kv_cache_format(self, format: KVCacheFormat) -> None:
         """Cache keys and values in `format`. Once, before the weights are loaded."""

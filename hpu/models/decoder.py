@@ -88,6 +88,7 @@ class DecoderModel(nn.Module):
         self.input_width = hidden_size
         """What the first layer reads of each token."""
         self.kept_layers: tuple[int, ...] = ()
+        self._numbers = tuple(layers)
         self.kept: Tensor | None = None
         """As CausalLM.kept_hidden_states."""
 
@@ -100,14 +101,16 @@ class DecoderModel(nn.Module):
     def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
         """(B, Q), or embeddings or hidden states (B, Q, hidden), to (B, Q, hidden). Of wider
         embeddings (B, Q, n * hidden) the first layer reads the first `hidden` numbers, and the next
-        ones are added to the output of each layer in turn (Meng et al., DeepStack, 2024)."""
+        ones are added to the output of each layer in turn (Meng et al., DeepStack, 2024). With
+        `kept_layers` a pipeline stage passes on, behind its hidden states, those in front of the
+        layers of `kept_layers` up to its end."""
         rotations = self._rotations(inputs)
         metadata: AttentionMetadata = self.metadata(inputs)
         is_embedded = tokens.dim() > 2
         hidden = tokens if is_embedded else self._embed(tokens, inputs.positions)
         if is_embedded and hidden.shape[-1] != self.input_width:
-            hidden, *added = torch.split(hidden, self.input_width, dim=-1)
-            return self._one_by_one(hidden, rotations, metadata, added)
+            hidden, *further = torch.split(hidden, self.input_width, dim=-1)
+            return self._one_by_one(hidden, rotations, metadata, further)
         if self.kept_layers:
             return self._one_by_one(hidden, rotations, metadata, [])
         for layer, rope in zip(self.layers, self._ropes, strict=True):
@@ -140,20 +143,30 @@ class DecoderModel(nn.Module):
         hidden: Tensor,
         rotations: dict[str, Rotation],
         metadata: AttentionMetadata,
-        added: list[Tensor],
+        further: list[Tensor],
     ) -> Tensor:
-        """Through layers and norm, adding `added` to the outputs of the first layers and keeping
-        what is in front of `kept_layers`."""
-        kept = {}
-        for number, (layer, rope) in enumerate(zip(self.layers, self._ropes, strict=True)):
+        """Through layers and norm, keeping what is in front of `kept_layers`. `further`: what
+        earlier stages have kept, then what is added to the outputs of the first layers."""
+        kept = dict(zip(self.received_layers, further, strict=False))
+        added = further[len(self.received_layers) :]
+        columns = zip(self._numbers, self.layers, self._ropes, strict=True)
+        for index, (number, layer, rope) in enumerate(columns):
             if number in self.kept_layers:
                 kept[number] = hidden
             hidden = layer(hidden, rotations.get(rope), metadata)
-            if number < len(added):
-                hidden = hidden + added[number]
-        if kept:
-            self.kept = torch.cat([kept[number] for number in self.kept_layers], dim=-1)
-        return hidden if self.norm is None else self.norm(hidden)
+            if index < len(added):
+                hidden = hidden + added[index]
+        all_kept = [kept[number] for number in self.kept_layers if number in kept]
+        if self.norm is None:
+            return torch.cat((hidden, *all_kept), dim=-1) if all_kept else hidden
+        if all_kept:
+            self.kept = torch.cat(all_kept, dim=-1)
+        return self.norm(hidden)  # type: ignore[no-any-return]
+
+    @property
+    def received_layers(self) -> list[int]:
+        """Those of `kept_layers` on earlier pipeline stages."""
+        return [number for number in self.kept_layers if number < self._numbers[0]]
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         assert self.embed_tokens is not None, "the first stage has the embedding"
@@ -244,10 +257,13 @@ class Decoder(LoadableModel):
 
     def _embedding(self, *, has_head: bool) -> VocabParallelEmbedding | None:
         """That of the first stage, and that of a head that has the same weights."""
-        config = self.config
-        is_tied = has_head and config.tie_word_embeddings
+        is_tied = has_head and self.config.tie_word_embeddings
         if not self.stage.is_first and not (self.stage.is_last and is_tied):
             return None
+        return self._new_embedding()
+
+    def _new_embedding(self) -> VocabParallelEmbedding:
+        config = self.config
         return VocabParallelEmbedding(
             config.vocab_size + self.spec.num_further_embeddings,
             config.hidden_size,
@@ -681,6 +697,14 @@ class Decoder(LoadableModel):
     @property
     def kept_hidden_states(self) -> Tensor | None:
         return self.model.kept
+
+    @property
+    def received_width(self) -> int:
+        return (1 + len(self.model.received_layers)) * self.config.hidden_size
+
+    def keep_embedding(self) -> None:
+        if self.model.embed_tokens is None:
+            self.model.embed_tokens = self._new_embedding()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As CausalLM.logits, in the model's dtype."""

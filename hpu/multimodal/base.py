@@ -9,12 +9,10 @@ from torch import Tensor, nn
 
 from config.checkpoint.weight_maps.base import WeightMap
 
-NEWLINE = -1
-"""In Tiles.layout: the embedding that ends a row of an image."""
 TILED = frozenset(
     (
         *("aya_vision", "deepseek_vl", "gemma3", "idefics3", "internvl", "llava"),
-        *("llava_next", "smolvlm", "vipllava"),
+        *("llava_next", "phi4_multimodal", "smolvlm", "vipllava"),
     )
 )
 """model_type of the models whose images consist of tiles of one size, which devices need that
@@ -26,34 +24,47 @@ PATCHED = frozenset(("mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
+Shapes = tuple[tuple[tuple[int, ...], torch.dtype | None], ...]
+"""Of inputs of a tower, and their dtypes; None: integers."""
+
+
 class Tiles(Protocol):
     """A tower whose images consist of tiles of one size."""
 
-    shape: tuple[int, int, int]
-    """Channels, height and width."""
-    dtype: torch.dtype
+    shapes: Shapes
+    """Of the inputs of `features`, for one tile."""
 
     @property
-    def newline(self) -> Tensor | None:
-        """(hidden): the embedding that ends a row, where there is one."""
+    def separators(self) -> Tensor | None:
+        """(n, hidden): embeddings between those of tiles, which are the same for all images: ends
+        of rows, for example. None: there are none."""
         ...
 
-    def features(self, pixels: Tensor) -> Tensor:
-        """(n, *shape) on the device to (n, rows, hidden)."""
+    def features(self, *inputs: Tensor) -> Tensor:
+        """(n, ...) each on the device, for n tiles, to (n, rows, hidden)."""
         ...
 
-    def pixels(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The tiles (n, *shape) of one image, on the host. RuntimeError for other images."""
+    def prepare(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """The inputs of `features` for the tiles of one image, on the host. RuntimeError for other
+        images."""
         ...
 
     def layout(self, tensors: Mapping[str, Tensor], num_tiles: int, num_rows: int) -> Integers:
-        """Of the embeddings of its tiles, numbered through, those that the image has, in order; and
-        NEWLINE."""
+        """Of the embeddings of its tiles, numbered through, those that the image has, in order; -1
+        for the first of the separators, -2 for the second."""
         ...
 
 
 PAD_SEGMENT = -1
 """Of patches that are padding: they see each other alone."""
+
+MASKED = -1e30
+"""Is added to the scores of what is not seen. Not infinite: a row may see nothing."""
+
+
+def segment_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
+    """(n, n) of `segments` (n): patches of one segment see each other."""
+    return torch.where(segments.unsqueeze(1) == segments, 0.0, MASKED).to(dtype)
 
 
 class PatchInput(NamedTuple):
@@ -91,8 +102,8 @@ WHOLE = frozenset(("mllama",))
 class WholeImages(Protocol):
     """A tower whose images have one shape."""
 
-    shapes: tuple[tuple[tuple[int, ...], torch.dtype | None], ...]
-    """Of the inputs of `features`, and their dtypes; None: integers."""
+    shapes: Shapes
+    """Of the inputs of `features`."""
 
     def features(self, *inputs: Tensor) -> Tensor:
         """Of one image, on the device: (rows, n * hidden)."""

@@ -2,17 +2,30 @@
 which is a graph."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hpu.backends.base import Backend, Event, Graph
-from hpu.multimodal.base import Integers
+from hpu.distributed.process_groups import SINGLE, ProcessGroup
+from hpu.multimodal.base import Integers, Shapes
 from hpu.multimodal.encoder_cache import EncoderCache
 
-Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
-"""Of the inputs of a launch, and their dtypes."""
+
+class LaunchOptions(NamedTuple):
+    """What the launches of all kinds of images have."""
+
+    cache: EncoderCache
+    backend: Backend
+    multiplier: float = 1
+    """Of all embeddings."""
+    captures: bool = False
+    """Whether each size is captured as a graph."""
+    group: ProcessGroup = SINGLE
+    """Ranks that divide the images, and write the embeddings of all. They make the same launches,
+    of inputs of their own."""
 
 
 class DeviceLaunches:
@@ -23,18 +36,14 @@ class DeviceLaunches:
         self,
         features: Callable[..., Tensor],
         shapes: Callable[[int], Shapes],
-        cache: EncoderCache,
-        backend: Backend,
-        *,
-        multiplier: float,
-        captures: bool,
+        options: LaunchOptions,
     ) -> None:
-        """`features`: of the inputs of one size, (rows, hidden). `shapes`: those of a size.
-        `multiplier`: of all embeddings."""
+        """`features`: of the inputs of one size, (rows, hidden). `shapes`: those of a size."""
+        cache, backend, multiplier, self._captures, group = options
         self._shapes = shapes
         self._cache = cache
         self._backend = backend
-        self._captures = captures
+        self._group = group
         self._inputs: dict[int, tuple[Tensor, ...]] = {}
         self._graphs: dict[int, Graph] = {}
         self._hosts: list[Tensor] = []
@@ -43,7 +52,7 @@ class DeviceLaunches:
 
         def scaled(*inputs: Tensor) -> Tensor:
             found = features(*inputs)
-            return found if multiplier == 1 else found * multiplier
+            return group.all_gather(found if multiplier == 1 else found * multiplier, dim=0)
 
         def write(embeddings: Tensor, rows: Tensor) -> None:
             cache.write(rows, embeddings)
@@ -53,17 +62,18 @@ class DeviceLaunches:
         self._write = backend.compiled(write)
 
     def warm_up(self, size: int, on_capture: Callable[[int], None]) -> int:
-        """Run a size, and capture it where launches are; gives its rows. `on_capture` gets the
-        bytes of the graph."""
+        """Run a size, and capture it where launches are; gives its rows on one rank. `on_capture`
+        gets the bytes of the graph."""
         inputs = self._inputs_of(size)
         num_rows = len(self._run(*inputs))
         if self._captures:
             self._capture(size, inputs, on_capture)
         self.launch(size, (), np.full(num_rows, self._cache.pad_row))
-        return num_rows
+        return num_rows // self._group.size
 
     def launch(self, size: int, given: tuple[Tensor, ...], rows: Integers) -> None:
-        """Encode tensors of the host, of the shapes of `size`, and write to `rows`."""
+        """Encode tensors of the host, of the shapes of `size`, and write to `rows`, those of all
+        ranks in their order. Nothing given: what the launch before it had, for padding."""
         inputs = self._inputs_of(size)
         for device, source in zip(inputs, given, strict=False):
             host = self._backend.host_tensor(device.numel(), device.dtype)
@@ -92,7 +102,11 @@ class DeviceLaunches:
     def _inputs_of(self, size: int) -> tuple[Tensor, ...]:
         inputs = self._inputs.get(size)
         if inputs is None:
-            inputs = tuple(self._backend.zeros(*one) for one in self._shapes(size))
+            index = self._backend.index_dtype
+            inputs = tuple(
+                self._backend.zeros(shape, index if dtype is None else dtype)
+                for shape, dtype in self._shapes(size)
+            )
             self._inputs[size] = inputs
         return inputs
 

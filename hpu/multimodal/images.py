@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -10,11 +9,13 @@ from torch import Tensor
 
 from config.model.multimodal.vision import VisionFacts
 from hpu.backends.base import Backend
+from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.models.base import CausalLM
 from hpu.multimodal.base import Integers, Tower
 from hpu.multimodal.cross.cache import CrossCache
 from hpu.multimodal.cross.encoder import WholeEncoder
 from hpu.multimodal.cross.inputs import CrossInputs
+from hpu.multimodal.device_launches import LaunchOptions
 from hpu.multimodal.encoder_cache import EncoderCache
 from hpu.multimodal.image_inputs import ImageInputs
 from hpu.multimodal.merge import Forward, merged, shortened
@@ -38,30 +39,31 @@ class Images:
         sizes: tuple[int, ...],
         captures: bool,
         count: Callable[[str, float], None],
+        group: ProcessGroup = SINGLE,
     ) -> None:
         """`tower`: None on a pipeline stage that embeds no tokens. `sizes`: tiles or patches in a
         launch on a device that compiles each shape, empty for the defaults; `captures`: whether
-        these are graphs. `count`: adds to a counter."""
+        these are graphs. `count`: adds to a counter. `group`: ranks that the images of a plan are
+        divided among; all have the same plans."""
+        self._group = group
         self._model = model
         self._tower = tower
         self._backend = backend
+        self._width = model.config.hidden_size * facts.embeddings_per_row
         self._count = count
         self.cache: EncoderCache | None = None
         if tower is not None:
             self.cache = _make_cache(facts, model, num_rows, tower.dtype, backend)
         self._encoder: TileEncoder | PatchEncoder | WholeEncoder | None = None
         if tower is not None and self.cache is not None and backend.compiles:
-            options: dict[str, Any] = {
-                "multiplier": model.image_multiplier,
-                "captures": captures,
-            }
+            options = LaunchOptions(self.cache, backend, model.image_multiplier, captures, group)
             tiles, patches, whole = tower.tiles(), tower.patches(), tower.whole_images()
             if tiles is not None:
-                self._encoder = TileEncoder(tiles, self.cache, backend, sizes, **options)
+                self._encoder = TileEncoder(tiles, sizes, options)
             elif patches is not None:
-                self._encoder = PatchEncoder(patches, self.cache, backend, sizes, **options)
+                self._encoder = PatchEncoder(patches, sizes, options)
             elif whole is not None:
-                self._encoder = WholeEncoder(whole, self.cache, backend, **options)
+                self._encoder = WholeEncoder(whole, options)
         self.inputs: ImageInputs | CrossInputs
         if isinstance(self.cache, CrossCache):
             self.inputs = CrossInputs(facts, self.cache)
@@ -104,8 +106,11 @@ class Images:
         if prepared and self._encoder is not None:
             self._encoder.encode(prepared)
             return
+        if prepared and self._group.size > 1:
+            self._encode_part(prepared, self.cache)
+            return
         for given, rows in prepared:
-            self._encode(given, rows, self.cache)
+            self.cache.write(self._on_device(rows), self._embeddings(given, rows))
 
     def close(self) -> None:
         """Free the cache; no launch may run until other images are made for the model."""
@@ -118,17 +123,53 @@ class Images:
         if self._encoder is not None:
             self._encoder.warm_up(on_capture)
 
-    def _encode(self, tensors: Mapping[str, Tensor], rows: Integers, cache: EncoderCache) -> None:
-        """One image, in its own shape."""
+    def _embeddings(self, tensors: Mapping[str, Tensor], rows: Integers) -> Tensor:
+        """Of one image, in its own shape."""
         assert self._tower is not None
         device = self._backend.device
         # The launch before it may have been too short for all threads.
         self._backend.expect(len(rows), 0)
-        embeddings = self._tower({name: one.to(device) for name, one in tensors.items()})
+        embeddings: Tensor = self._tower({name: one.to(device) for name, one in tensors.items()})
         check_count(len(embeddings), rows)
         if self._model.image_multiplier != 1:
             embeddings = embeddings * self._model.image_multiplier
-        cache.write(torch.from_numpy(rows).to(device), embeddings)
+        return embeddings
+
+    def _encode_part(self, images: list[Prepared], cache: EncoderCache) -> None:
+        """Encode this rank's images, and write those of all ranks."""
+        group = self._group
+        owners = divided([len(rows) for _, rows in images], group.size)
+        own = [image for image, owner in zip(images, owners, strict=True) if owner == group.rank]
+        parts: list[list[Integers]] = [[] for _ in range(group.size)]
+        for (_, rows), owner in zip(images, owners, strict=True):
+            parts[owner].append(rows)
+        longest = max(sum(map(len, part)) for part in parts)
+        target = np.full((group.size, longest), cache.pad_row)
+        for place, part in zip(target, parts, strict=True):
+            place[: sum(map(len, part))] = np.concatenate([np.empty(0, np.int64), *part])
+        assert self._tower is not None
+        embeddings = self._backend.zeros((longest, self._width), self._tower.dtype)
+        done = 0
+        for image in own:
+            found = self._embeddings(*image)
+            embeddings[done : done + len(found)] = found
+            done += len(found)
+        gathered = group.all_gather(embeddings, dim=0)
+        cache.write(self._on_device(target.ravel()), gathered)
+
+    def _on_device(self, rows: Integers) -> Tensor:
+        return torch.from_numpy(rows).to(self._backend.device)
+
+
+def divided(sizes: list[int], num_parts: int) -> list[int]:
+    """The part of each, so that parts have about the same sum: the largest go first, each to the
+    smallest part."""
+    sums = [0] * num_parts
+    found = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        found[index] = sums.index(min(sums))
+        sums[found[index]] += sizes[index]
+    return found
 
 
 def _make_cache(

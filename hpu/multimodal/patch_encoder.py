@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpu.backends.base import Backend
 from hpu.multimodal.base import Integers, Patches
-from hpu.multimodal.device_launches import DeviceLaunches
-from hpu.multimodal.encoder_cache import EncoderCache
+from hpu.multimodal.device_launches import DeviceLaunches, LaunchOptions
 from hpu.multimodal.tile_encoder import Prepared, check_count
 
 logger = logging.getLogger(__name__)
+
+_Sized = tuple[int, Mapping[str, Tensor], Integers]
+"""Patches of the launch of an image, its tensors and its rows."""
 
 DEFAULT_SIZES = (256, 576, 1024, 1600, 3136, 6400, 12544)
 """Patches in a launch."""
@@ -25,31 +26,20 @@ class PatchEncoder:
     image: they do not see each other. A larger image than all of them runs in a multiple of the
     largest, which compiles when it comes first."""
 
-    def __init__(
-        self,
-        patches: Patches,
-        cache: EncoderCache,
-        backend: Backend,
-        sizes: tuple[int, ...],
-        *,
-        multiplier: float,
-        captures: bool,
-    ) -> None:
-        """`sizes`: empty for DEFAULT_SIZES. `multiplier`: of all embeddings."""
+    def __init__(self, patches: Patches, sizes: tuple[int, ...], options: LaunchOptions) -> None:
+        """`sizes`: empty for DEFAULT_SIZES."""
+        self._group = options.group
         self._patches = patches
-        self._cache = cache
-        merged, index = patches.merged, backend.index_dtype
+        self._pad_row = options.cache.pad_row
+        merged = patches.merged
         self._sizes = sorted({-(-size // merged) * merged for size in sizes or DEFAULT_SIZES})
         self._launches = DeviceLaunches(
             patches.features,
             lambda size: tuple(
-                ((size, *one.shape), index if one.is_index else patches.dtype)
+                ((size, *one.shape), None if one.is_index else patches.dtype)
                 for one in patches.inputs
             ),
-            cache,
-            backend,
-            multiplier=multiplier,
-            captures=captures,
+            options,
         )
 
     def warm_up(self, on_capture: Callable[[int], None]) -> None:
@@ -59,28 +49,46 @@ class PatchEncoder:
         self._launches.end()
 
     def encode(self, images: list[Prepared]) -> None:
-        """As TileEncoder.encode."""
-        for tensors, rows in (one for image in images for one in _times(*image)):
+        """As TileEncoder.encode. Of several ranks each takes one image of a launch, all of which
+        have about as many patches."""
+        sized = [
+            (self._size(rows), tensors, rows)
+            for tensors, rows in (one for image in images for one in _times(*image))
+        ]
+        sized.sort(key=lambda one: one[0], reverse=True)
+        for begin in range(0, len(sized), self._group.size):
+            self._encode_together(sized[begin : begin + self._group.size])
+        self._launches.end()
+
+    def _encode_together(self, images: list[_Sized]) -> None:
+        """One image on each rank, as far as there are any."""
+        size = images[0][0]
+        target = np.full((self._group.size, size // self._patches.merged), self._pad_row)
+        padded: tuple[Tensor, ...] = ()
+        for rank, (_, tensors, rows) in enumerate(images):
             given, order = self._patches.prepare(tensors)
             check_count(len(order), rows)
-            count = len(order) * self._patches.merged
-            size = next((one for one in self._sizes if one >= count), 0)
-            if not size:
-                size = -(-count // self._sizes[-1]) * self._sizes[-1]
-                logger.warning(
-                    "An image of %d patches is larger than the largest of --multimodal-buckets, "
-                    "%d: its launch may be compiled now",
-                    count,
-                    self._sizes[-1],
+            target[rank, : len(order)] = rows[order]
+            if rank == self._group.rank:
+                padded = tuple(
+                    _padded(one, size, form.padding)
+                    for one, form in zip(given, self._patches.inputs, strict=True)
                 )
-            padded = tuple(
-                _padded(one, size, form.padding)
-                for one, form in zip(given, self._patches.inputs, strict=True)
+        self._launches.launch(size, padded, target.ravel())
+
+    def _size(self, rows: Integers) -> int:
+        """Of the launch for an image with so many rows."""
+        count = len(rows) * self._patches.merged
+        size = next((one for one in self._sizes if one >= count), 0)
+        if not size:
+            size = -(-count // self._sizes[-1]) * self._sizes[-1]
+            logger.warning(
+                "An image of %d patches is larger than the largest of --multimodal-buckets, "
+                "%d: its launch may be compiled now",
+                count,
+                self._sizes[-1],
             )
-            target = np.full(size // self._patches.merged, self._cache.pad_row, np.int64)
-            target[: len(order)] = rows[order]
-            self._launches.launch(size, padded, target)
-        self._launches.end()
+        return size
 
 
 def _times(tensors: Mapping[str, Tensor], rows: Integers) -> list[Prepared]:

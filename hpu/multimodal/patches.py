@@ -16,11 +16,8 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from hpu.multimodal.base import PAD_SEGMENT, Integers, Patches, PatchInput
+from hpu.multimodal.base import PAD_SEGMENT, Integers, Patches, PatchInput, segment_mask
 from hpu.multimodal.pixtral_patches import PixtralPatches
-
-MASKED = -1e30
-
 
 NUM_TAPS = 4
 """Learned positions that the position of a patch is interpolated from."""
@@ -59,8 +56,8 @@ class WindowPatches(Patches):
         # A convolution whose steps are as wide as its kernel.
         hidden = functional.linear(pixels, visual.patch_embed.proj.weight.flatten(1))
         rotation = visual.rotary_pos_emb(hidden, positions)
-        full = _mask(segments, self.dtype)
-        windowed = _mask(windows, self.dtype) if self._has_windows else full
+        full = segment_mask(segments, self.dtype)
+        windowed = segment_mask(windows, self.dtype) if self._has_windows else full
         for number, block in enumerate(visual.blocks):
             mask = full if number in self._full_blocks else windowed
             hidden = hidden + _attend(block.attn, block.norm1(hidden), rotation, mask)
@@ -114,7 +111,7 @@ class DeepstackPatches(Patches):
         learned = visual.pos_embed(taps.reshape(-1)).view(*taps.shape, -1)
         hidden = hidden + (learned * weights.unsqueeze(-1)).sum(1)
         rotation = visual.rotary_pos_emb(hidden, positions)
-        mask = _mask(segments, self.dtype)
+        mask = segment_mask(segments, self.dtype)
         further = []
         for number, block in enumerate(visual.blocks):
             hidden = hidden + _attend(block.attn, block.norm1(hidden), rotation, mask)
@@ -150,11 +147,6 @@ def _read(tensors: Mapping[str, Tensor], width: int) -> tuple[Tensor, Tensor, Te
             f"an image has {len(pixels)} patches, its grid is {time} x {rows} x {columns}"
         )
     return grid, pixels, torch.arange(len(pixels)) // (rows * columns)
-
-
-def _mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
-    """(n, n): patches of one segment see each other."""
-    return torch.where(segments.unsqueeze(1) == segments, 0.0, MASKED).to(dtype)
 
 
 def _attend(

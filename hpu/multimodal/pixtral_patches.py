@@ -9,9 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.models.pixtral.modeling_pixtral import apply_rotary_pos_emb
 
-from hpu.multimodal.base import PAD_SEGMENT, Integers, Patches, PatchInput
-
-MASKED = -1e30
+from hpu.multimodal.base import PAD_SEGMENT, Integers, Patches, PatchInput, segment_mask
 
 
 class PixtralPatches(Patches):
@@ -39,7 +37,7 @@ class PixtralPatches(Patches):
         # A convolution whose steps are as wide as its kernel.
         hidden = tower.ln_pre(functional.linear(pixels, tower.patch_conv.weight.flatten(1)))
         rotation = tower.patch_positional_embedding(hidden, positions)
-        mask = torch.where(segments.unsqueeze(1) == segments, 0.0, MASKED).to(self.dtype)
+        mask = segment_mask(segments, self.dtype)
         states = [hidden]
         for layer in tower.transformer.layers:
             hidden = hidden + _attend(layer.attention, layer.attention_norm(hidden), rotation, mask)

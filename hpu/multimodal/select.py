@@ -50,3 +50,11 @@ def build_tower(
     from hpu.multimodal.tower import VisionTower
 
     return VisionTower(config, dtype=dtype, device=device)
+
+
+def count_tower(config: ModelConfig) -> int:
+    """Parameters of the vision tower of a model that takes images, built without memory.
+    ConfigError as in build_tower."""
+    tower = build_tower(config, dtype=torch.bfloat16, device=torch.device("meta"), stage=Stage())
+    assert tower is not None, "a model that takes images"
+    return sum(parameter.numel() for parameter in tower.parameters())

@@ -7,13 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpu.backends.base import Backend
-from hpu.multimodal.base import NEWLINE, Integers, Tiles
-from hpu.multimodal.device_launches import DeviceLaunches
-from hpu.multimodal.encoder_cache import EncoderCache
+from hpu.multimodal.base import Integers, Tiles
+from hpu.multimodal.device_launches import DeviceLaunches, LaunchOptions
 
-NEWLINES_AT_ONCE = 64
-"""Rows that one copy of the embedding at the end of a row is written to."""
+SEPARATORS_AT_ONCE = 64
+"""Rows that one copy of an embedding between those of tiles is written to."""
 
 DEFAULT_SIZES = (1, 2, 4, 8)
 """Tiles in a launch."""
@@ -23,88 +21,89 @@ Prepared = tuple[Mapping[str, Tensor], Integers]
 
 
 class TileEncoder:
-    """Cuts tiles into launches of `sizes`, the largest first; only the last launch has padding."""
+    """Cuts tiles into launches of `sizes`, the largest first; only the last launch has padding. Of
+    several ranks each takes as many tiles of a launch."""
 
-    def __init__(
-        self,
-        tiles: Tiles,
-        cache: EncoderCache,
-        backend: Backend,
-        sizes: tuple[int, ...],
-        *,
-        multiplier: float,
-        captures: bool,
-    ) -> None:
-        """`sizes`: empty for DEFAULT_SIZES. `multiplier`: of all embeddings."""
+    def __init__(self, tiles: Tiles, sizes: tuple[int, ...], options: LaunchOptions) -> None:
+        """`sizes`: empty for DEFAULT_SIZES."""
+        self._group = options.group
         self._tiles = tiles
-        self._cache = cache
+        self._pad_row = options.cache.pad_row
         self._sizes = sorted(sizes or DEFAULT_SIZES, reverse=True)
         self._num_rows = 0
         """Embeddings of a tile; known after the warm-up."""
         self._launches = DeviceLaunches(
-            lambda pixels: tiles.features(pixels).flatten(0, 1),
-            lambda size: (((size, *tiles.shape), tiles.dtype),),
-            cache,
-            backend,
-            multiplier=multiplier,
-            captures=captures,
+            lambda *inputs: tiles.features(*inputs).flatten(0, 1),
+            lambda size: tuple(((size, *shape), dtype) for shape, dtype in tiles.shapes),
+            options,
         )
-        newline = tiles.newline
-        self._newlines: Tensor | None = None
-        if newline is not None:
-            self._newlines = (newline * multiplier).expand(NEWLINES_AT_ONCE, -1).contiguous()
+        separators = tiles.separators
+        self._separators = [
+            (one * options.multiplier).expand(SEPARATORS_AT_ONCE, -1).contiguous()
+            for one in (() if separators is None else separators)
+        ]
 
     def warm_up(self, on_capture: Callable[[int], None]) -> None:
         """Run each size, and capture it where launches are. `on_capture` gets the bytes of each
         graph."""
         for size in self._sizes:
             self._num_rows = self._launches.warm_up(size, on_capture) // size
-        if self._newlines is not None:
-            self._write_newlines(np.full(1, self._cache.pad_row))
+        for embeddings in self._separators:
+            self._write_separator(embeddings, np.full(1, self._pad_row))
         self._launches.end()
 
     def encode(self, images: list[Prepared]) -> None:
         """Write the embeddings of the images to their rows; does not wait for the device.
         RuntimeError where an image has another number of embeddings than rows."""
-        pixels, targets, newlines = [], [], [np.empty(0, np.int64)]
+        inputs, targets = [], []
+        ends: list[list[Integers]] = [[] for _ in self._separators]
         for tensors, rows in images:
-            tiles = self._tiles.pixels(tensors)
-            layout = self._tiles.layout(tensors, len(tiles), self._num_rows)
+            tiles = self._tiles.prepare(tensors)
+            layout = self._tiles.layout(tensors, len(tiles[0]), self._num_rows)
             check_count(len(layout), rows)
             # What the image leaves out is written where padding is.
-            target = np.full(len(tiles) * self._num_rows, self._cache.pad_row, np.int64)
-            is_tile = layout != NEWLINE
+            target = np.full(len(tiles[0]) * self._num_rows, self._pad_row, np.int64)
+            is_tile = layout >= 0
             target[layout[is_tile]] = rows[is_tile]
-            pixels.append(tiles)
+            inputs.append(tiles)
             targets.append(target)
-            newlines.append(rows[~is_tile])
-        self._encode_tiles(torch.cat(pixels), np.concatenate(targets))
-        ends = np.concatenate(newlines)
-        if len(ends):
-            self._write_newlines(ends)
+            for number, own in enumerate(ends):
+                own.append(rows[layout == -1 - number])
+        joined = tuple(torch.cat(parts) for parts in zip(*inputs, strict=True))
+        self._encode_tiles(joined, np.concatenate(targets))
+        for embeddings, parts in zip(self._separators, ends, strict=True):
+            self._write_separator(embeddings, np.concatenate(parts))
         self._launches.end()
 
-    def _encode_tiles(self, pixels: Tensor, target: Integers) -> None:
-        done = 0
-        while done < len(pixels):
-            left = len(pixels) - done
-            size = next((one for one in self._sizes if one <= left), self._sizes[-1])
-            part = torch.zeros(size, *self._tiles.shape, dtype=pixels.dtype)
-            real = pixels[done : done + size]
-            part[: len(real)] = real
-            rows = np.full(size * self._num_rows, self._cache.pad_row, np.int64)
-            own = target[done * self._num_rows : (done + size) * self._num_rows]
-            rows[: len(own)] = own
-            self._launches.launch(size, (part,), rows)
-            done += size
+    def _encode_tiles(self, inputs: tuple[Tensor, ...], target: Integers) -> None:
+        num_ranks, done, count = self._group.size, 0, len(inputs[0])
+        while done < count:
+            left = count - done
+            size = next((one for one in self._sizes if one * num_ranks <= left), self._sizes[-1])
+            own = done + self._group.rank * size
+            parts = tuple(_padded(one[own : own + size], size) for one in inputs)
+            end = done + num_ranks * size
+            rows = np.full(num_ranks * size * self._num_rows, self._pad_row, np.int64)
+            real = target[done * self._num_rows : end * self._num_rows]
+            rows[: len(real)] = real
+            self._launches.launch(size, parts, rows)
+            done = end
 
-    def _write_newlines(self, rows: Integers) -> None:
-        assert self._newlines is not None
-        for begin in range(0, len(rows), NEWLINES_AT_ONCE):
-            part = np.full(NEWLINES_AT_ONCE, self._cache.pad_row, np.int64)
-            own = rows[begin : begin + NEWLINES_AT_ONCE]
+    def _write_separator(self, embeddings: Tensor, rows: Integers) -> None:
+        for begin in range(0, len(rows), SEPARATORS_AT_ONCE):
+            part = np.full(SEPARATORS_AT_ONCE, self._pad_row, np.int64)
+            own = rows[begin : begin + SEPARATORS_AT_ONCE]
             part[: len(own)] = own
-            self._launches.write(self._newlines, part)
+            self._launches.write(embeddings, part)
+
+
+def _padded(tensor: Tensor, size: int) -> Tensor:
+    """With zeros behind, to `size` tiles."""
+    if len(tensor) == size:
+        return tensor
+    out = tensor.new_zeros(size, *tensor.shape[1:])
+    out[: len(tensor)] = tensor
+    return out
 
 
 def check_count(found: int, rows: Integers) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers.models.llava.modeling_llava import LlavaModel
 
-from hpu.multimodal.base import NEWLINE, Integers, Tiles
+from hpu.multimodal.base import Integers, Tiles
+from hpu.multimodal.phi4_tiles import Phi4Tiles
 
 
 def _all(whole: Any, tensors: Mapping[str, Tensor], numbers: Tensor) -> Tensor:
@@ -21,7 +22,7 @@ class _Family(NamedTuple):
     """Of the whole model and tiles (n, channels, height, width): (n, rows, hidden)."""
     layout: Callable[[Any, Mapping[str, Tensor], Tensor], Tensor]
     """Of the numbers (tiles, rows, 1) of all embeddings of an image: those that it has, in order;
-    NEWLINE for the embedding that ends a row."""
+    -1 for the embedding that ends a row."""
 
 
 def _features(whole: Any, pixels: Tensor) -> Tensor:
@@ -40,7 +41,7 @@ def _packed(whole: Any, tensors: Mapping[str, Tensor], numbers: Tensor) -> Tenso
         [numbers],
         tensors["image_sizes"],
         vision_feature_select_strategy=whole.config.vision_feature_select_strategy,
-        image_newline=torch.full((1,), float(NEWLINE)),
+        image_newline=torch.full((1,), -1.0),
     )
     return packed[0]  # type: ignore[no-any-return]
 
@@ -70,8 +71,14 @@ _FAMILIES: dict[str, _Family] = {
 """By the model_type of whole models; the same names as in hpu/multimodal/base.py."""
 
 
+def make_tiles(whole: Any, dtype: torch.dtype) -> Tiles:
+    """Of a model of transformers."""
+    kind = Phi4Tiles if hasattr(whole.model, "embed_tokens_extend") else TowerTiles
+    return kind(whole, dtype)
+
+
 class TowerTiles(Tiles):
-    """The tiles of a model of transformers."""
+    """Tiles of which a tower reads the pixels alone."""
 
     def __init__(self, whole: Any, dtype: torch.dtype) -> None:
         self._whole = whole
@@ -79,26 +86,27 @@ class TowerTiles(Tiles):
         vision = whole.config.vision_config
         size = vision.image_size
         height, width = size if isinstance(size, list | tuple) else (size, size)
-        self.shape = (int(getattr(vision, "num_channels", 3)), int(height), int(width))
-        self.dtype = dtype
+        self._shape = (int(getattr(vision, "num_channels", 3)), int(height), int(width))
+        self.shapes = ((self._shape, dtype),)
 
     @property
-    def newline(self) -> Tensor | None:
-        return getattr(self._whole.model, "image_newline", None)
+    def separators(self) -> Tensor | None:
+        newline = getattr(self._whole.model, "image_newline", None)
+        return None if newline is None else newline.unsqueeze(0)
 
-    def features(self, pixels: Tensor) -> Tensor:
-        return self._family.features(self._whole, pixels)
+    def features(self, *inputs: Tensor) -> Tensor:
+        return self._family.features(self._whole, *inputs)
 
-    def pixels(self, tensors: Mapping[str, Tensor]) -> Tensor:
+    def prepare(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         mask = tensors.get("pixel_attention_mask")
         if mask is not None and not mask.all():
             raise RuntimeError("an image has padding within its tiles, which a device cannot leave")
         pixels = tensors["pixel_values"]
-        if tuple(pixels.shape[-3:]) != self.shape:
+        if tuple(pixels.shape[-3:]) != self._shape:
             raise RuntimeError(
-                f"an image has tiles of {tuple(pixels.shape[-3:])}, the tower takes {self.shape}"
+                f"an image has tiles of {tuple(pixels.shape[-3:])}, the tower takes {self._shape}"
             )
-        return pixels.reshape(-1, *self.shape)
+        return (pixels.reshape(-1, *self._shape),)
 
     def layout(self, tensors: Mapping[str, Tensor], num_tiles: int, num_rows: int) -> Integers:
         count = num_tiles * num_rows

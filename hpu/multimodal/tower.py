@@ -24,12 +24,23 @@ from hpu.models.transformers_fallback import allocate, register_stored_buffers
 from hpu.multimodal.base import PATCHED, TILED, WHOLE, Patches, Tiles, Tower, WholeImages
 from hpu.multimodal.cross.tower import MllamaImages
 from hpu.multimodal.patches import make_patches
-from hpu.multimodal.tiles import TowerTiles
+from hpu.multimodal.tiles import make_tiles
 
 logger = logging.getLogger(__name__)
 
-LANGUAGE_MODELS = ("language_model", "text_model", "lm_head")
-"""What the parts of a model are called that are not built here."""
+LANGUAGE_MODELS = (
+    *("language_model", "text_model", "lm_head"),
+    *("layers", "embed_tokens", "norm", "rotary_emb"),
+)
+"""What the parts of a model are called that are not built here. The second ones are those of
+language models which their towers are parts of."""
+
+UNUSED = (
+    "model.embed_tokens_extend.audio_embed",
+    "model.embed_tokens_extend.image_embed.img_processor.head",
+    "model.embed_tokens_extend.image_embed.img_processor.post_layernorm",
+)
+"""Further parts that make no embeddings of images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +109,9 @@ class VisionTower(Tower):
         images = self.whole_images()
         if images is not None:
             return images.features(*images.prepare(given))
+        tiles = self.tiles()
+        if tiles is not None and not hasattr(whole.model, "get_image_features"):
+            return _by_tiles(tiles, given)
         # Some whole models leave it to the model without a head.
         source = whole if hasattr(whole, "get_image_features") else whole.model
         output = source.get_image_features(**given)
@@ -115,7 +129,7 @@ class VisionTower(Tower):
     def tiles(self) -> Tiles | None:
         if self.facts.model_type not in TILED:
             return None
-        return TowerTiles(self.__dict__["_whole"], self.dtype)
+        return make_tiles(self.__dict__["_whole"], self.dtype)
 
     def patches(self) -> Patches | None:
         if self.facts.model_type not in PATCHED:
@@ -126,6 +140,17 @@ class VisionTower(Tower):
         if self.facts.model_type not in WHOLE:
             return None
         return MllamaImages(self.__dict__["_whole"], self.dtype)
+
+
+def _by_tiles(tiles: Tiles, tensors: Mapping[str, Tensor]) -> Tensor:
+    """(embeddings, hidden) of one image."""
+    features = tiles.features(*tiles.prepare(tensors))
+    layout = torch.from_numpy(tiles.layout(tensors, *features.shape[:2])).to(features.device)
+    parts = [features.flatten(0, 1)]
+    if tiles.separators is not None:
+        # Their numbers are negative, so they count from the end.
+        parts.append(tiles.separators.flip(0))
+    return torch.cat(parts)[layout]
 
 
 PROJECTED_APART = frozenset({"llama4"})
@@ -160,3 +185,8 @@ def _drop_language_model(whole: Any) -> None:
         for name in LANGUAGE_MODELS:
             if parent is not None and isinstance(getattr(parent, name, None), nn.Module):
                 setattr(parent, name, None)
+    modules = dict(whole.named_modules())
+    for path in UNUSED:
+        parent, _, name = path.rpartition(".")
+        if path in modules:
+            setattr(modules[parent], name, None)

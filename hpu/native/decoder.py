@@ -220,6 +220,10 @@ class CompiledDecoder(CausalLM):
     def kept_hidden_states(self) -> Tensor | None:
         return self.model.kept_hidden_states
 
+    @property
+    def received_width(self) -> int:
+        return self.model.received_width
+
     def logits(self, hidden: Tensor) -> Tensor:
         """As CausalLM.logits, in float32 where the head has a PackedLinear: in bfloat16 the largest
         logits are often equal."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hpu.backends.base import Backend, Event
+from hpu.offload.host_blocks import HostBlocks
 from hpu.offload.sizes import MAX_GATHERS, copy_sizes
 from hpu.runner.block_lists import BlockLists
 
@@ -33,7 +34,7 @@ def layout_of(caches: Sequence[Tensor], block_size: int) -> Layout:
 
 
 class BlockCopies(Protocol):
-    """Copies to and from `pool` (slots, slot_bytes) uint8, in the order of the device's work."""
+    """Copies to and from host memory, in the order of the device's work. Slots are sealed."""
 
     def store(self, step: int, blocks: list[int], slots: list[int], hashes: list[bytes]) -> None:
         """Copy blocks to slots, and write them to files by their `hashes`, if there are files. On a
@@ -81,7 +82,7 @@ class DirectCopies:
         self,
         caches: Sequence[Tensor],
         block_size: int,
-        pool: Tensor,
+        memory: HostBlocks,
         files: Files | None,
     ) -> None:
         self._layout = layout_of(caches, block_size)
@@ -91,7 +92,8 @@ class DirectCopies:
         ]
         self._pad_block = len(self._caches[0]) - 1
         parts = zip(self._layout.offsets, self._layout.widths, strict=True)
-        self._parts = [pool[:, offset : offset + width] for offset, width in parts]
+        self._parts = [memory.pool[:, offset : offset + width] for offset, width in parts]
+        self._memory = memory
         self._files = files
 
     def store(self, step: int, blocks: list[int], slots: list[int], hashes: list[bytes]) -> None:
@@ -100,6 +102,7 @@ class DirectCopies:
         for block, slot in zip(blocks, slots, strict=True):
             for cache, part in zip(self._caches, self._parts, strict=True):
                 part[slot].copy_(cache[block])
+        self._memory.seal(slots)
         if self._files is not None:
             self._files.write(hashes, slots)
 
@@ -143,14 +146,15 @@ class StagedCopies:
         self,
         caches: Sequence[Tensor],
         block_size: int,
-        pool: Tensor,
+        memory: HostBlocks,
         files: Files | None,
         backend: Backend,
     ) -> None:
         self._caches = list(caches)
         self._layout = layout_of(caches, block_size)
         parts = zip(self._layout.offsets, self._layout.widths, strict=True)
-        self._parts = [pool[:, offset : offset + width] for offset, width in parts]
+        self._parts = [memory.pool[:, offset : offset + width] for offset, width in parts]
+        self._memory = memory
         self._pad_block = len(caches[0]) // block_size - 1
         self._block_size = block_size
         self._files = files
@@ -240,6 +244,7 @@ class StagedCopies:
             for row, slot in zip(flat, stored.slots, strict=False):
                 rows[slot].copy_(row)
             flat.zero_()
+        self._memory.seal(stored.slots)
         if self._files is not None:
             self._files.write(stored.hashes, stored.slots)
 

@@ -13,11 +13,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from threading import Condition, Thread
-from typing import Any
-
-import numpy.typing as npt
 
 from config.errors import ConfigError
+from hpu.offload.host_blocks import HostBlocks, Row
 from hpu.protocol import HASH_BYTES, BlocksFetched, FetchBlocks
 
 logger = logging.getLogger(__name__)
@@ -33,22 +31,22 @@ CLOSE_S = 5.0
 """How long the end of a process waits for files that are still to be written."""
 FOLDER = re.compile(r"kv-[0-9a-f]{32}")
 
-Row = npt.NDArray[Any]
-
 
 class BlockFiles:
-    """Files of blocks in a folder that this process has alone. `pool` (slots, slot_bytes) is host
-    memory, from which blocks are written and into which they are read.
+    """Files of blocks in a folder that this process has alone. `memory` is where blocks are written
+    from, if they are whole there, and where they are read to.
 
     A file has a header with the hash of the block and a checksum; it appears at once, whole, or
     not at all. What cannot be written is not there later, which is no error.
     """
 
-    def __init__(self, folder: Path, lock: int, pool: Row, on_fetched: Callable[[], None]) -> None:
+    def __init__(
+        self, folder: Path, lock: int, memory: HostBlocks, on_fetched: Callable[[], None]
+    ) -> None:
         """`lock`: that of the folder, from `acquire`. `on_fetched` is called on another thread when
         `take_fetched` has something."""
         self._folder = folder
-        self._pool = pool
+        self._memory = memory
         self._on_fetched = on_fetched
         self._lock = lock
         self._known = _files_of(folder)
@@ -162,7 +160,7 @@ class BlockFiles:
                 self._known.pop(one, None)
                 with contextlib.suppress(OSError):
                     self._path(one).unlink()
-            if slot >= 0:
+            if slot >= 0 and self._memory.is_whole(slot):
                 self._write(block_hash, slot)
             with self._changed:
                 self._writing = -1
@@ -171,7 +169,7 @@ class BlockFiles:
     def _write(self, block_hash: bytes, slot: int) -> None:
         path = self._path(block_hash)
         temporary = self._folder / f"{block_hash.hex()}{TEMPORARY}"
-        row = self._pool[slot]
+        row = self._memory.rows[slot]
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             with open(temporary, "wb", buffering=0, opener=_private) as file:
@@ -218,14 +216,17 @@ class BlockFiles:
 
     def _read(self, block_hash: bytes, slot: int) -> bool:
         """Whether the file is that of the block, and whole. Raises OSError if there is none."""
-        path, row = self._path(block_hash), self._pool[slot]
+        path, row = self._path(block_hash), self._memory.rows[slot]
         with open(path, "rb", buffering=0) as file:
             head = file.read(HEADER_BYTES)
             num_read = _read_fully(file, row)
             is_longer = bool(file.read(1))
         os.utime(path)
         expected = MAGIC + block_hash + _digest(block_hash, row)
-        return num_read == len(row) and not is_longer and head == expected
+        is_block = num_read == len(row) and not is_longer and head == expected
+        if is_block:
+            self._memory.seal([slot])
+        return is_block
 
     def _path(self, block_hash: bytes) -> Path:
         name = block_hash.hex()

@@ -153,6 +153,8 @@ class ForwardOutput:
     """With speculation, of a decode: what its rows are."""
     rows: Rows | None = None
     """The same on a device with its own memory."""
+    promises: bool = False
+    """With `rows`: whether it drafts for the next decode of its requests."""
     num_generated: Integers | None = None
     """With `rows`: the generated tokens of each request that are known to be there."""
     prompt_targets: list[PromptTargets] = field(default_factory=list)
@@ -198,10 +200,9 @@ class AsyncStepOutput:
             if launch.accepted is not None:
                 rows = launch.accepted[:num_tokens].tolist()
                 end = launch.accepted.shape[1] - launch.num_promised
-                several = [[token for token in row[1:end] if token != NO_TOKEN] for row in rows]
-                launch.promised = [
-                    (i, rows[i][end:]) for i in launch.promising if rows[i][end] != NO_TOKEN
-                ]
+                several = [_tokens_of(row[1:end]) for row in rows]
+                promised = [(i, _tokens_of(rows[i][end:])) for i in launch.promising]
+                launch.promised = [(i, tokens) for i, tokens in promised if tokens]
                 launch.draft_counts = [row[0] for row in rows]
                 launch.token_counts = [len(one) for one in several]
                 tokens = torch.tensor([token for one in several for token in one])
@@ -238,6 +239,10 @@ class AsyncStepOutput:
         if has_counts:
             result.token_counts = counts
         return result
+
+
+def _tokens_of(row: list[int]) -> list[int]:
+    return [token for token in row if token != NO_TOKEN]
 
 
 def _logprobs(top: TopLogprobs, start: int, end: int, k: int) -> Logprobs:

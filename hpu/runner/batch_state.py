@@ -8,6 +8,7 @@ from hpu.multimodal.image_inputs import NO_IMAGE
 from hpu.protocol import NO_SLOT, Launch, NewRequest
 from hpu.runner.draft_buffers import DraftArrays
 from hpu.runner.input_buffers import DecodeArrays, PrefillArrays
+from hpu.sampling.draft_rows import NO_TOKEN
 
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Tokens = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
@@ -293,6 +294,8 @@ class BatchState:
         if out.num_tokens is not None and out.last_tokens is not None:
             out.num_tokens[:] = 1
             out.last_tokens[:] = 0
+        if out.drafts is not None:
+            out.drafts[:] = NO_TOKEN
 
     def advance_decode(self, req_index: int, count: int) -> None:
         """A decode of `fill_drafts` has accepted `count` tokens, the one behind them included."""

@@ -28,6 +28,8 @@ class DraftArrays(NamedTuple):
     """(B,): known tokens of each request, on a pipeline stage that is not the last; so the next."""
     last_tokens: Array | None = None
     """(B, width): the newest ones, as in KnownTokens."""
+    drafts: Array | None = None
+    """(B, width - 1): what is verified, NO_TOKEN behind it, where the plan says so."""
     lora_slots: Array | None = None
     """(B,): the slot of each request's adapter, where adapters are served."""
 
@@ -47,10 +49,11 @@ class DraftBuffers(InputBuffers):
         has_adapters: bool = False,
         hidden_buffers: HiddenBuffers | None = None,
         learns: bool = False,
+        plans_drafts: bool = False,
     ) -> None:
         """`window`: blocks of a request that its next tokens may lie in. `has_adapters`: rows name
         the slots of adapters. `hidden_buffers`: as InputBuffers. `learns`: whether tokens are
-        uploaded that another pipeline stage has sampled."""
+        uploaded that another pipeline stage has sampled. `plans_drafts`: whether drafts are."""
         _, batch, _, blocks = bucket
         self._width = width
         self._names_slots = has_adapters
@@ -61,6 +64,10 @@ class DraftBuffers(InputBuffers):
         if learns:
             shapes += [(batch,), (batch, width)]
             names += ["num_tokens", "last_tokens"]
+        self._plans_drafts = plans_drafts
+        if plans_drafts:
+            shapes.append((batch, width - 1))
+            names.append("drafts")
         if has_adapters:
             shapes.append((batch,))
             names.append("lora_slots")
@@ -89,6 +96,13 @@ class DraftBuffers(InputBuffers):
             return None
         first = len(DraftInputs._fields)
         return self._current.tensors.rest[first : first + 2]
+
+    @property
+    def planned_drafts(self) -> Tensor | None:
+        """`drafts` of the last upload, where they are uploaded."""
+        if not self._plans_drafts:
+            return None
+        return self._current.tensors.rest[len(DraftInputs._fields) + 2 * self._learns]
 
     @property
     def graph_inputs(self) -> tuple[Tensor, ...]:

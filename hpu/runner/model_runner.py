@@ -240,6 +240,10 @@ class ModelRunner(StepRunner):
             forward.prompt_targets = [PromptTargets(0, self.dummy_req_index, MAX_LOGPROBS, target)]
         # Kept until the device is done: it reads and writes their host tensors.
         output.launches.append(self._finish(forward, output))
+        speculation = self._device_speculation
+        if isinstance(inputs, DraftBuffers) and speculation and speculation.has_two_ways:
+            promising = self._forward_drafts(inputs, [self.dummy_req_index], (), promises=True)
+            output.launches.append(self._finish(promising, output))
         self._backend.synchronize()
         return forward.hidden if self._link.stage.size == 1 else None
 
@@ -340,7 +344,7 @@ class ModelRunner(StepRunner):
             tokens = np.frombuffer(known.last_tokens, "<u4").reshape(len(decodes), -1)
             for req_index, count, last in zip(decodes, known.num_tokens, tokens, strict=True):
                 self._batch_state.set_known(req_index, count, last)
-        if self._device_speculation is None:
+        if self._device_speculation is None or self._device_speculation.plans_drafts:
             self._planned = dict(zip(decodes, known.drafts, strict=True))
 
     def _drafts_of(self, launch: Launch) -> Drafts | None:
@@ -369,7 +373,8 @@ class ModelRunner(StepRunner):
     def _begin(self, launch: Launch, output: AsyncStepOutput) -> ForwardOutput:
         """Fill the bucket's inputs and run the forward pass."""
         start = time.perf_counter()
-        drafts = self._drafts_of(launch) if launch.phase == DECODE else None
+        is_on_host = launch.phase == DECODE and self._device_speculation is None
+        drafts = self._drafts_of(launch) if is_on_host else None
         # Without any it is a launch like others.
         if drafts is not None and any(drafts.tokens):
             return self._begin_drafts(launch, output, drafts, start)
@@ -391,6 +396,10 @@ class ModelRunner(StepRunner):
             assert self._device_speculation is not None
             lookback = self._device_speculation.lookback
             self._batch_state.fill_drafts(launch, num_pending, lookback, arrays)
+            if arrays.drafts is not None and self._planned is not None:
+                for row, req_index in zip(arrays.drafts, sampling, strict=False):
+                    tokens = self._planned[req_index]
+                    row[: len(tokens)] = tokens
             if self._samples:
                 num_generated = self._sampler.num_generated(sampling) + num_pending
                 self._num_pending[sampling] += 1
@@ -483,7 +492,8 @@ class ModelRunner(StepRunner):
         `sampling`. `hidden`: that of an earlier output for these inputs, instead of a run.
         `tokens`: a decode's, in place of those sampled last."""
         if isinstance(inputs, DraftBuffers):
-            return self._forward_drafts(inputs, sampling, req_indices)
+            promises = any(map(self._sampler.has_grammar, sampling))
+            return self._forward_drafts(inputs, sampling, req_indices, promises=promises)
         stage = self._link.stage
         start = self._backend.event()
         if hidden is None:
@@ -516,17 +526,28 @@ class ModelRunner(StepRunner):
         )
 
     def _forward_drafts(
-        self, inputs: DraftBuffers, sampling: list[int], req_indices: Sequence[int]
+        self,
+        inputs: DraftBuffers,
+        sampling: list[int],
+        req_indices: Sequence[int],
+        *,
+        promises: bool,
     ) -> ForwardOutput:
         """As `_forward`: logits of all rows, which the device computes first. Each pipeline stage
-        computes the same rows."""
+        computes the same rows. `promises`: the host learns of drafts, those of this launch among
+        them, before they are verified."""
         assert self._device_speculation is not None
         stage = self._link.stage
         start = self._backend.event()
         self._backend.mark_step()
         if inputs.known is not None:
             self._device_speculation.learn(inputs.draft_inputs.req_indices, *inputs.known)
-        rows = self._device_speculation.prepare(inputs.draft_inputs, inputs.bucket)
+        if inputs.planned_drafts is not None:
+            promises = True
+            self._device_speculation.plan(inputs.draft_inputs.req_indices, inputs.planned_drafts)
+        rows = self._device_speculation.prepare(
+            inputs.draft_inputs, inputs.bucket, from_promised=promises
+        )
         inputs.set_rows(rows)
         self._backend.mark_step()
         if not stage.is_first:
@@ -542,7 +563,9 @@ class ModelRunner(StepRunner):
         logits = self._logits(hidden)
         num_logprobs = self._batch_state.num_logprobs[sampling].tolist()
         launch = AsyncLaunchOutput(sampling, num_logprobs, start)
-        return ForwardOutput(inputs, hidden, None, logits, None, launch, rows=rows)
+        return ForwardOutput(
+            inputs, hidden, None, logits, None, launch, rows=rows, promises=promises
+        )
 
     def _run_model(
         self, inputs: InputBuffers, req_indices: Sequence[int], tokens: Tensor | None
@@ -629,12 +652,16 @@ class ModelRunner(StepRunner):
         if limits is not None:
             rows = self._device_speculation.limit(rows, limits)
         accepted, tokens = self._device_speculation.accept(rows, sampled.tokens, req_indices)
-        num_promised = self._device_speculation.num_promised
-        if limits is not None and num_promised:
-            accepted = self._device_speculation.promise(accepted, req_indices)
-            done.num_promised = num_promised
+        if forward.promises:
+            accepted = self._device_speculation.promise(
+                accepted, inputs.draft_inputs, inputs.bucket
+            )
+            done.num_promised = self._device_speculation.num_promised
+            plans = self._device_speculation.plans_drafts
             done.promising = [
-                i for i, one in enumerate(done.req_indices) if self._sampler.has_grammar(one)
+                i
+                for i, one in enumerate(done.req_indices)
+                if plans or self._sampler.has_grammar(one)
             ]
         if append is not None:
             append(tokens)

@@ -16,8 +16,8 @@ class Offload(Protocol):
         """Launch the copies of a plan, before its launches."""
         ...
 
-    def land(self, step: int) -> None:
-        """The device is done with all steps up to this one."""
+    def land(self, step: int) -> list[int]:
+        """The device is done with all steps up to this one; its StepResult.corrupt_loads."""
         ...
 
 
@@ -51,7 +51,7 @@ class StepRunner:
         result = output.to_result()
         self._on_result(output, result)
         if self.offload is not None:
-            self.offload.land(output.step)
+            result.corrupt_loads = self.offload.land(output.step)
         result.host_s = output.host_s + time.perf_counter() - start
         return result
 

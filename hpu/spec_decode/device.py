@@ -100,8 +100,8 @@ class DeviceDrafter(Protocol):
     from other hidden states."""
     max_model_len: int
 
-    def read_text(self, next_tokens: Callable[[PrefillAttentionInputs], Tensor]) -> None:
-        """`next_tokens`: as DeviceSpeculation.next_tokens."""
+    def read_text(self, tokens: Callable[[PrefillAttentionInputs, int], Tensor]) -> None:
+        """`tokens`: as DeviceSpeculation.prompt_tokens."""
         ...
 
     def draft(
@@ -126,17 +126,20 @@ class DeviceSpeculation:
         max_model_len: int,
         block_size: int,
         pad_block: int,
+        search: TextSearch,
         drafter: DeviceDrafter | None = None,
-        search: TextSearch | None = None,
+        plans_drafts: bool = False,
     ) -> None:
-        """`drafter`, or `search`, which drafts from known tokens."""
+        """`search`: drafts from known tokens; KeptDrafts where a `drafter` does, here or on another
+        pipeline stage. `plans_drafts`: whether the drafts of each launch are set with `plan`."""
         self.width = 1 + method.max_drafts
         """Rows of a request."""
         self.lookback = 0 if drafter is None else lookback(drafter.shift, drafter.num_rows)
         """How far before the last known token positions are computed."""
         self._drafter = drafter
-        self.num_promised = 0 if drafter is not None else method.max_drafts
-        """Columns of `promise`. A drafter makes its drafts when their launch begins."""
+        self.num_promised = method.max_drafts
+        """Columns of `promise`."""
+        self.plans_drafts = plans_drafts
         self.counts = counts
         self._backend = backend
         self._max_len = max_model_len
@@ -154,12 +157,13 @@ class DeviceSpeculation:
         places = _Places(block_size, pad_block)
         compiled = backend.compiled
         self._search = search
-        if search is not None:
-            self._prepare = compiled(_Prepare(search, max_model_len, places))
+        self._prepare = compiled(_Prepare(search, max_model_len, places))
+        if drafter is None:
             self._promise = compiled(_Promise(search, max_model_len))
-        if drafter is not None:
-            drafter.read_text(self.next_tokens)
+        else:
+            drafter.read_text(self.prompt_tokens)
             self._verified = compiled(_Verified(places))
+            self._promised = compiled(_promised)
             self._follow = compiled(_Follow(places))
             self._begin = compiled(_Begin(method.max_drafts, max_model_len, drafter, places))
         self._accept = backend.compiled(_Accept(self.width, max_model_len, self._scratch))
@@ -174,14 +178,13 @@ class DeviceSpeculation:
     def add_request(self, req_index: int, tokens: Tokens) -> None:
         """Upload the tokens of a request."""
         self._write_request(req_index, tokens)
-        if self._search is not None:
-            _, _, num_tokens, request = self._uploaded
-            self._search.add_request(request, num_tokens)
-            self._backend.mark_step()
+        _, _, num_tokens, request = self._uploaded
+        self._search.add_request(request, num_tokens)
+        self._backend.mark_step()
 
     def remove_request(self, req_index: int) -> None:
         """A request has ended, or is preempted."""
-        if self._search is None or not self._search.tensors:
+        if not self._search.remembers:
             return
         host = self._backend.host_tensor(1, self._backend.index_dtype)
         host.numpy()[:] = req_index
@@ -191,8 +194,8 @@ class DeviceSpeculation:
         self._search.remove_request(request, self._history, self._num_tokens)
         self._backend.mark_step()
 
-    def next_tokens(self, inputs: PrefillAttentionInputs) -> Tensor:
-        """(B, Q) the known tokens behind those of a prefill, whose `state_indices` name its
+    def prompt_tokens(self, inputs: PrefillAttentionInputs, shift: int) -> Tensor:
+        """(B, Q) the known tokens `shift` behind those of a prefill, whose `state_indices` name its
         requests; any token where there is none."""
         positions, requests = inputs.positions, inputs.state_indices
         assert requests is not None, "the launch names its requests"
@@ -204,7 +207,7 @@ class DeviceSpeculation:
             requests = requests.index_select(0, owners).unsqueeze(0)
         else:
             requests = requests.unsqueeze(1)
-        index = requests * self._max_len + (positions + 1).clamp(max=self._max_len - 1)
+        index = requests * self._max_len + (positions + shift).clamp(max=self._max_len - 1)
         return self._history.index_select(0, index.reshape(-1)).view(positions.shape)
 
     def take_host_tensors(self) -> list[Tensor]:
@@ -212,16 +215,35 @@ class DeviceSpeculation:
         taken, self._host = self._host, []
         return taken
 
-    def prepare(self, inputs: DraftInputs, bucket: Bucket) -> Rows:
-        """The rows of a launch in `bucket`, whose drafts are made here."""
+    @property
+    def has_two_ways(self) -> bool:
+        """Whether a drafter drafts when a launch begins, or for the next one when it ends."""
+        return self._drafter is not None and not self.plans_drafts
+
+    def plan(self, req_indices: Tensor, drafts: Tensor) -> None:
+        """Draft these (B, max_drafts), NO_TOKEN behind them, when the next launch of the requests
+        (B,) is prepared."""
+        self._search.keep(req_indices, drafts, self._num_tokens.index_select(0, req_indices))
+        self._backend.mark_step()
+
+    def prepare(self, inputs: DraftInputs, bucket: Bucket, *, from_promised: bool) -> Rows:
+        """The rows of a launch in `bucket`. Its drafts are made here, or are those that were
+        promised, if any: a search finds these again, a drafter makes others if not `from_promised`.
+        """
         rows: Rows
-        if self._drafter is None:
-            assert self._search is not None, "known tokens draft"
+        if self._drafter is None or from_promised:
             searched = self._search.tensors
             rows = self._prepare(self._history, self._num_tokens, *inputs, *searched)
-            return rows
+        else:
+            rows = self._verified(*self._draft(self._drafter, inputs, bucket), *inputs)
+        return rows
+
+    def _draft(
+        self, drafter: DeviceDrafter, inputs: DraftInputs, bucket: Bucket
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What `_Verified` takes in front of the inputs."""
         first, last, newest, num_drafts = self._begin(self._history, self._num_tokens, *inputs)
-        position, left = last - self._drafter.shift, num_drafts
+        position, left = last - drafter.shift, num_drafts
         self._backend.mark_step()
 
         def follow(drafts: Tensor) -> ReadRows:
@@ -230,9 +252,7 @@ class DeviceSpeculation:
             read, position, left = self._follow(position, left, drafts, *inputs)
             return read
 
-        drafts = self._drafter.draft(bucket, first, follow)
-        rows = self._verified(newest, drafts, num_drafts, last, *inputs)
-        return rows
+        return newest, drafter.draft(bucket, first, follow), num_drafts, last
 
     def learn(self, req_indices: Tensor, num_tokens: Tensor, last_tokens: Tensor) -> None:
         """Set the known tokens of requests (B,) to `num_tokens` (B,), the newest of which are
@@ -259,15 +279,19 @@ class DeviceSpeculation:
         """`rows` of which at most `limits` (B,) drafts count."""
         return rows._replace(num_drafts=self._limit(rows.num_drafts, limits))
 
-    def promise(self, accepted: Tensor, req_indices: Tensor) -> Tensor:
+    def promise(self, accepted: Tensor, inputs: DraftInputs, bucket: Bucket) -> Tensor:
         """What `accept` returned first, and behind it the drafts (B, `num_promised`) that `prepare`
-        will make next of the same tokens; NO_TOKEN where it makes none."""
-        assert self._search is not None, "known tokens draft"
+        will make next of the same tokens; NO_TOKEN where it makes none. `inputs`: of the launch in
+        `bucket` that has accepted them."""
         promised: Tensor
-        promised, drafts, lengths = self._promise(
-            self._history, self._num_tokens, accepted, req_indices, *self._search.tensors
-        )
-        self._search.keep(req_indices, drafts, lengths)
+        if self._drafter is None:
+            promised, drafts, lengths = self._promise(
+                self._history, self._num_tokens, accepted, inputs.req_indices, *self._search.tensors
+            )
+        else:
+            _, drafts, num_drafts, last = self._draft(self._drafter, inputs, bucket)
+            promised, drafts, lengths = self._promised(accepted, drafts, num_drafts, last)
+        self._search.keep(inputs.req_indices, drafts, lengths)
         self._backend.mark_step()
         return promised
 
@@ -417,6 +441,8 @@ class _Begin:
         tokens = known.gather(1, ends.t().clamp(0, self._max_len - 1).long())
         positions = ends - self._shift
         is_valid = (positions >= 0) & (positions < self._drafter_len) & (num_drafts >= 0)
+        # Behind accepted drafts the request may have no block yet.
+        is_valid = is_valid & (positions < given.limits)
         read = self._places.rows(given, tokens.t(), positions, is_valid)
         return read, last, tokens[:, -1:].clone(), num_drafts
 
@@ -486,6 +512,16 @@ def _limit(num_drafts: Tensor, limits: Tensor) -> Tensor:
     return torch.minimum(num_drafts, limits)
 
 
+def _promised(
+    accepted: Tensor, drafts: Tensor, count: Tensor, last: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`accepted` and the first `count` (B,) of the `drafts` behind the positions `last`; these
+    alone; and (B,) behind how many known tokens."""
+    offsets = torch.arange(drafts.shape[1], dtype=count.dtype, device=count.device)
+    drafts = torch.where(offsets < count.unsqueeze(1), drafts, NO_TOKEN)
+    return torch.cat((accepted, drafts), dim=1), drafts, last + 1
+
+
 class _Promise:
     """As DeviceSpeculation.promise; and the drafts, and (B,) behind how many known tokens."""
 
@@ -506,9 +542,7 @@ class _Promise:
         lengths = num_tokens.index_select(0, requests)
         known = history.view(-1, self._max_len).index_select(0, requests)
         drafts, count = self._search(known, lengths - 1, requests, *searched)
-        offsets = torch.arange(drafts.shape[1], dtype=count.dtype, device=count.device)
-        drafts = torch.where(offsets < count.unsqueeze(1), drafts, NO_TOKEN)
-        return torch.cat((accepted, drafts), dim=1), drafts, lengths
+        return _promised(accepted, drafts, count, lengths - 1)
 
 
 class _Learn:

@@ -7,10 +7,15 @@ import torch
 from torch import Tensor
 
 from config.params.speculation import SpeculationMethod
+from hpu.backends.base import Backend
+from hpu.sampling.draft_rows import NO_TOKEN
 
 
 class TextSearch(Protocol):
     """Drafts from the known tokens of requests, and what it knows beside them."""
+
+    remembers: bool
+    """Whether it keeps anything of requests that have ended."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -43,6 +48,7 @@ class TextSearch(Protocol):
 class NgramSearch:
     """As hpu/spec_decode/ngram.py. It knows nothing beside the known tokens."""
 
+    remembers = False
     tensors: tuple[Tensor, ...] = ()
 
     def __init__(self, method: SpeculationMethod) -> None:
@@ -63,6 +69,53 @@ class NgramSearch:
     def keep(self, req_indices: Tensor, drafts: Tensor, num_tokens: Tensor) -> None:
         # It finds the same drafts again.
         return
+
+
+class KeptDrafts:
+    """No search: drafts that were kept, of a drafter on this pipeline stage or on the last one.
+    None behind other known tokens."""
+
+    remembers = False
+
+    def __init__(self, backend: Backend, *, max_num_reqs: int, max_drafts: int) -> None:
+        def zeros(count: int) -> Tensor:
+            return backend.zeros((count,), backend.index_dtype)
+
+        self._max_drafts = max_drafts
+        self._drafts = zeros((max_num_reqs + 1) * max_drafts)
+        self._lengths = zeros(max_num_reqs + 1)
+        """Behind how many tokens."""
+        self._none = zeros(1)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self._drafts, self._lengths
+
+    def add_request(self, req_index: Tensor, num_tokens: Tensor) -> None:
+        self._lengths.index_copy_(0, req_index, self._none)
+
+    def remove_request(self, req_index: Tensor, history: Tensor, num_tokens: Tensor) -> None:
+        return
+
+    def keep(self, req_indices: Tensor, drafts: Tensor, num_tokens: Tensor) -> None:
+        offsets = torch.arange(self._max_drafts, dtype=req_indices.dtype, device=drafts.device)
+        index = req_indices.unsqueeze(1) * self._max_drafts + offsets
+        self._drafts.index_copy_(0, index.reshape(-1), drafts.reshape(-1))
+        self._lengths.index_copy_(0, req_indices, num_tokens)
+
+    def __call__(
+        self, known: Tensor, last: Tensor, req_indices: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        stored, is_kept = self.find(last, req_indices, *tensors)
+        num_stored = (stored != NO_TOKEN).sum(1, dtype=last.dtype)
+        return stored.clamp(min=0), torch.where(is_kept, num_stored, 0)
+
+    def find(
+        self, last: Tensor, req_indices: Tensor, drafts: Tensor, lengths: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(B, max_drafts) what was kept, NO_TOKEN behind it, and (B,) whether it holds."""
+        stored = drafts.view(-1, self._max_drafts).index_select(0, req_indices)
+        return stored, lengths.index_select(0, req_indices) == last + 1
 
 
 def lookup(known: Tensor, last: Tensor, method: SpeculationMethod) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from config.params.speculation import SpeculationMethod
 from hpu.backends.base import Backend
 from hpu.sampling.draft_rows import NO_TOKEN
+from hpu.spec_decode.device_search import KeptDrafts
 from hpu.spec_decode.suffix import OVERLAP, ROUNDING
 
 MAX_OUTPUT_TOKENS = 1 << 15
@@ -21,6 +22,8 @@ MAX_MATCHES = 64
 
 class SuffixSearch:
     """A TextSearch (hpu/spec_decode/device_search.py)."""
+
+    remembers = True
 
     def __init__(
         self, method: SpeculationMethod, backend: Backend, *, max_num_reqs: int, max_model_len: int
@@ -44,20 +47,18 @@ class SuffixSearch:
         self._ring = zeros(2)
         """Where the next output begins, and how many there were."""
         self._prompt_lens = zeros(max_num_reqs + 1)
-        # What was promised of each request, and behind how many tokens.
-        self._promised = zeros((max_num_reqs + 1) * self._max_drafts)
-        self._promised_at = zeros(max_num_reqs + 1)
-        self._none = zeros(1)
+        # Another request may end before the next launch, and change what is found.
+        self._kept = KeptDrafts(backend, max_num_reqs=max_num_reqs, max_drafts=self._max_drafts)
         self._remember = backend.compiled(_Remember(self._size, max_model_len))
         backend.mark_step()
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return (self._outputs, self._writers, self._ring, self._promised, self._promised_at)
+        return (self._outputs, self._writers, self._ring, *self._kept.tensors)
 
     def add_request(self, req_index: Tensor, num_tokens: Tensor) -> None:
         self._prompt_lens.index_copy_(0, req_index, num_tokens)
-        self._promised_at.index_copy_(0, req_index, self._none)
+        self._kept.add_request(req_index, num_tokens)
 
     def remove_request(self, req_index: Tensor, history: Tensor, num_tokens: Tensor) -> None:
         if not self._size:
@@ -70,16 +71,12 @@ class SuffixSearch:
         self._ring.copy_(ring)
 
     def keep(self, req_indices: Tensor, drafts: Tensor, num_tokens: Tensor) -> None:
-        # Another request may end before the next launch, and change what is found.
-        offsets = torch.arange(self._max_drafts, dtype=req_indices.dtype, device=drafts.device)
-        index = req_indices.unsqueeze(1) * self._max_drafts + offsets
-        self._promised.index_copy_(0, index.reshape(-1), drafts.reshape(-1))
-        self._promised_at.index_copy_(0, req_indices, num_tokens)
+        self._kept.keep(req_indices, drafts, num_tokens)
 
     def __call__(
         self, known: Tensor, last: Tensor, req_indices: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        outputs, writers, ring, promised, promised_at = tensors
+        outputs, writers, ring, *kept = tensors
         length = known.shape[1]
         ends = torch.arange(length, dtype=last.dtype, device=last.device).unsqueeze(0)
         end = last.unsqueeze(1)
@@ -99,8 +96,7 @@ class SuffixSearch:
             is_better = others[2] > score + ROUNDING
             drafts = torch.where(is_better.unsqueeze(1), others[0], drafts)
             count = torch.where(is_better, others[1], count)
-        stored = promised.view(-1, self._max_drafts).index_select(0, req_indices)
-        is_promised = promised_at.index_select(0, req_indices) == last + 1
+        stored, is_promised = self._kept.find(last, req_indices, *kept)
         drafts = torch.where(is_promised.unsqueeze(1), stored, drafts)
         num_stored = (stored != NO_TOKEN).sum(1, dtype=count.dtype)
         return drafts.clamp(min=0), torch.where(is_promised, num_stored, count)

@@ -29,6 +29,10 @@ cost and acceptance are not exact."""
 
 TRY_SHARE = 0.005
 """Share of the time that tries may take."""
+LEAST_TRY = 0.2
+"""What the first try of a launch counts for at least, of the time of the launch: so much a row more
+may take (a tile of a matrix unit), whatever was measured. A disturbed measurement would make tries
+free, and each launch would have some (0.83 of the tokens a second without drafts)."""
 MAX_SAVED = 200
 """Launches whose share may be saved."""
 MAX_STEADY_ROWS = 8
@@ -85,9 +89,12 @@ class DraftLengths:
         self._states: dict[int, _State] = {}
         self._saved_s = 0.0
         """Time that tries may take."""
+        self._has_try = False
+        """Whether the launch has one."""
 
     def begin_launch(self, num_requests: int) -> None:
         """Called once for each launch, before `wanted`."""
+        self._has_try = False
         if self.costs is not None:
             share = TRY_SHARE * self.costs.seconds(num_requests)
             self._saved_s = min(self._saved_s + share, MAX_SAVED * share)
@@ -141,8 +148,7 @@ class DraftLengths:
                 if not planned[i]:
                     state.wait = state.pause
                 continue
-            rows = num_requests + sum(planned)
-            verified_s = costs.seconds(rows + 1) - costs.seconds(rows)
+            verified_s = self._try_s(1, num_requests + sum(planned), num_requests)
             drafted_s = drafting.launches.seconds(pending[i])
             if verified_s + drafted_s <= self._saved_s:
                 self._saved_s -= drafted_s
@@ -179,13 +185,20 @@ class DraftLengths:
 
     def _may_try(self, count: int, num_chosen: int, states: Sequence[_State]) -> bool:
         """Whether the time for `count` drafts more is saved, which is then taken."""
-        assert self.costs is not None
-        rows = len(states) + num_chosen
-        needed = self.costs.seconds(rows + count) - self.costs.seconds(rows)
+        needed = self._try_s(count, len(states) + num_chosen, len(states))
         if not count or needed > self._saved_s:
             return False
         self._saved_s -= needed
+        self._has_try = True
         return True
+
+    def _try_s(self, count: int, rows: int, num_requests: int) -> float:
+        """What `count` drafts that are tried take, beside the `rows` of a launch."""
+        assert self.costs is not None
+        needed = self.costs.seconds(rows + count) - self.costs.seconds(rows)
+        if self._has_try:
+            return needed
+        return max(needed, LEAST_TRY * self.costs.seconds(num_requests))
 
     def verified(self, req_index: int, num_drafts: int, num_accepted: int) -> None:
         """A launch verified `num_drafts` of the request, and accepted the first `num_accepted`."""

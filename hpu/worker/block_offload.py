@@ -26,6 +26,7 @@ from hpu.offload.block_copies import (
     layout_of,
 )
 from hpu.offload.block_files import HEADER_BYTES, BlockFiles, acquire, remove_others
+from hpu.offload.host_blocks import HostBlocks
 from hpu.offload.sizes import MIN_SLOTS
 from hpu.protocol import (
     HASH_BYTES,
@@ -71,7 +72,9 @@ class BlockOffload:
             pool = backend.host_tensor(self._num_slots * slot_bytes, torch.uint8)
             pool = pool.view(self._num_slots, slot_bytes)
         self._agreement = agreement
-        self._memory = pool.numpy()
+        self._memory = HostBlocks(pool)
+        self._corrupt: dict[int, list[int]] = {}
+        """By step: StepResult.corrupt_loads, if there are any."""
         self._num_filled = 0
         """Slots, from the first on, that may hold anything: the engine takes the lowest first."""
         self._deletes_files = config.kv_offloading_delete_files
@@ -87,9 +90,11 @@ class BlockOffload:
             self._files = BlockFiles(folder, lock, self._memory, lambda: self.on_fetched())
         self._copies: BlockCopies
         if backend.shares_host_memory:
-            self._copies = DirectCopies(caches, loaded.block_size, pool, self._files)
+            self._copies = DirectCopies(caches, loaded.block_size, self._memory, self._files)
         else:
-            self._copies = StagedCopies(caches, loaded.block_size, pool, self._files, backend)
+            self._copies = StagedCopies(
+                caches, loaded.block_size, self._memory, self._files, backend
+            )
         self._synchronize = backend.synchronize
         logger.info(
             "KV offload: %d blocks in %.2f GiB of host memory%s",
@@ -139,11 +144,19 @@ class BlockOffload:
             self._num_filled = max(self._num_filled, max(plan.stored_slots) + 1)
             self._copies.store(plan.step, plan.stored_blocks, plan.stored_slots, plan.stored_hashes)
         if plan.loaded_blocks:
+            self._copies.settle(plan.loaded_slots)
+            if corrupt := self._memory.corrupt(plan.loaded_slots):
+                logger.warning(
+                    "%d KV blocks in host memory have a wrong checksum: they are computed again",
+                    len(corrupt),
+                )
+                self._corrupt[plan.step] = corrupt
             self._copies.load(plan.loaded_slots, plan.loaded_blocks)
 
-    def land(self, step: int) -> None:
-        """The device is done with all steps up to this one."""
+    def land(self, step: int) -> list[int]:
+        """The device is done with all steps up to this one; its StepResult.corrupt_loads."""
         self._copies.land(step)
+        return self._corrupt.pop(step, [])
 
     def fetch(self, message: FetchBlocks) -> None:
         """Read blocks from files to host memory; `take_fetched` has the answer."""
@@ -170,7 +183,7 @@ class BlockOffload:
         if self._files is not None:
             self._files.close(deletes=self._deletes_files)
         # No others: the system gives pages to a slot when it is written first.
-        self._memory[: self._num_filled].fill(0)
+        self._memory.rows[: self._num_filled].fill(0)
         self._num_filled = 0
 
 

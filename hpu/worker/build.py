@@ -12,11 +12,14 @@ from config.errors import ConfigError
 from config.execution import WarmupConfig
 from config.model.multimodal.vision import cross_cache_tiles, encoder_cache_rows
 from config.model.window_cache import CacheSizes, rings_hold_more
-from config.params.speculation import SUFFIX
 from hpu.distributed.agreement import Agreement
 from hpu.distributed.process_groups import SINGLE
 from hpu.gaudi_devices import GIB
-from hpu.model_loader.size_estimate import activation_bytes, cross_tile_bytes
+from hpu.model_loader.size_estimate import (
+    activation_bytes,
+    cross_activation_bytes,
+    cross_tile_bytes,
+)
 from hpu.models.base import CausalLM
 from hpu.models.decoder import Decoder
 from hpu.models.pooling import PoolingModel
@@ -184,13 +187,6 @@ def check_speculation(loaded: LoadedModel) -> None:
             f"--speculative-config names the method {method.method}, and the device is "
             f"{loaded.backend.name}: drafts are verified on hpu and on cpu"
         )
-    stages, cached = loaded.link.stage.size, method.suffix.max_cached_requests
-    if method.method == SUFFIX and stages > 1 and cached and not loaded.backend.shares_host_memory:
-        raise ConfigError(
-            f"suffix_decoding_max_cached_requests is {cached} and --pipeline-parallel-size is "
-            f"{stages}: on {loaded.backend.name} stages do not know all tokens of earlier "
-            "requests; with 0 they search the request's own text"
-        )
 
 
 def make_sampler(loaded: LoadedModel) -> Sampler | None:
@@ -251,7 +247,7 @@ def make_runner(
     states = RequestStates(model, backend, num_requests) if loaded.has_states else None
     hidden_buffers = None
     if not stage.is_first:
-        hidden_buffers = HiddenBuffers(backend, loaded.facts.hidden_size, loaded.dtype)
+        hidden_buffers = HiddenBuffers(backend, model.received_width, loaded.dtype)
     make = partial(
         InputBuffers,
         prompts_per_row=loaded.prompts_per_row,
@@ -329,6 +325,7 @@ def _make_images(loaded: LoadedModel, counters: Counters, *, captures: bool) -> 
         sizes=loaded.config.buckets.image_sizes,
         captures=captures,
         count=counters.add,
+        group=loaded.groups.tensor if loaded.config.parallel.divides_images else SINGLE,
     )
 
 
@@ -502,12 +499,17 @@ def _largest_buckets(loaded: LoadedModel, max_blocks: int) -> list[Bucket]:
 
 def _estimated_activations(loaded: LoadedModel) -> int:
     scheduler = loaded.config.scheduler
-    return activation_bytes(
+    sizes = {
+        "num_cards": loaded.groups.tensor.size,
+        "width": loaded.dtype.itemsize,
+        "num_tokens": scheduler.max_num_batched_tokens,
+        "num_seqs": scheduler.max_num_seqs,
+    }
+    return activation_bytes(loaded.facts, **sizes) + cross_activation_bytes(
         loaded.facts,
-        num_cards=loaded.groups.tensor.size,
-        width=loaded.dtype.itemsize,
-        num_tokens=scheduler.max_num_batched_tokens,
-        num_seqs=scheduler.max_num_seqs,
+        **sizes,
+        num_prompts=scheduler.prefill_batch(),
+        images_per_request=loaded.config.cache.cross_attention_images,
     )
 
 

@@ -18,6 +18,7 @@ from hpu.gaudi_devices import GENERATIONS, GIB, generation
 from hpu.model_loader.size_estimate import (
     activation_bytes,
     context_bytes,
+    cross_activation_bytes,
     cross_tile_bytes,
     kv_block_bytes,
     kv_cache_sizes,
@@ -69,6 +70,8 @@ class CardDemand:
     """Memory of a card; None: the generation's."""
     cross_images: int = 1
     """Images of a request that layers read."""
+    max_prefill_batch: int = 1
+    """Prompts in a launch."""
     prefix_caching: bool = True
     distributes_experts: bool = False
     """Whole experts on each card, in place of a part of each."""
@@ -200,6 +203,15 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
         max_model_len=demand.max_model_len,
         block_size=demand.block_size,
         slices=demand.slices,
+    )
+    activations += cross_activation_bytes(
+        facts,
+        num_cards=demand.num_cards,
+        width=demand.width,
+        num_tokens=demand.max_num_batched_tokens,
+        num_seqs=demand.max_num_seqs,
+        num_prompts=demand.max_prefill_batch,
+        images_per_request=demand.cross_images,
     )
     states = state_bytes(
         facts,

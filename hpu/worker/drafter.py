@@ -9,14 +9,15 @@ from config.checkpoint.weight_maps.hidden_heads import read_head_sizes
 from config.engine import DUMMY, EngineConfig
 from config.model.model_config import ModelConfig
 from config.model.pooler import PoolerConfig
-from config.params.speculation import DRAFT_MODEL
+from config.parallel import WHOLE, Stage
+from config.params.speculation import DRAFT_MODEL, EAGLE3
 from hpu.backends.base import Backend
 from hpu.distributed.process_groups import ProcessGroups
 from hpu.gaudi_devices import GIB
 from hpu.model_loader.dummy_weights import fill_dummy
 from hpu.model_loader.loader import load_weights
 from hpu.models.base import CausalLM
-from hpu.models.draft.heads import DraftHead, build_draft_head
+from hpu.models.draft.heads import DraftHead, build_draft_head, eagle3_kept_layers
 from hpu.models.draft.hidden_heads import HIDDEN_HEADS, HiddenHead
 from hpu.protocol import WarmupProgress
 from hpu.quantization.registry import process_weights
@@ -31,13 +32,15 @@ def load_drafter(
     pooler: PoolerConfig | None,
     backend: Backend,
     groups: ProcessGroups,
+    stage: Stage = WHOLE,
 ) -> LoadedModel | None:
     """What --speculative-config names to draft, this rank's part of it; None if it names nothing,
-    or where it will be refused for the target or the device. Raises ConfigError when it does not
-    fit the target."""
+    where it will be refused for the target or the device, and on a pipeline `stage` that is not the
+    last: the last one samples, and has the hidden states. Raises ConfigError when it does not fit
+    the target."""
     method = config.speculation.choose()
     refused = pooler is not None or not (backend.shares_host_memory or backend.compiles)
-    if method is None or not method.has_drafter or refused:
+    if method is None or not method.has_drafter or refused or not stage.is_last:
         return None
     folder = draft_folder(config, method) if method.model else config.model
     logger.info("Speculation: the method %s drafts with %s", method.method, folder)
@@ -49,7 +52,7 @@ def load_drafter(
         return replace(loaded, draft_method=method.method)
     start = time.perf_counter()
     # Hidden states are the target's.
-    dtype = served_dtype(config, target, None, backend, groups)
+    dtype = served_dtype(config, target, None, backend, groups, stage)
     head: DraftHead | HiddenHead
     if method.method in HIDDEN_HEADS:
         sizes = read_head_sizes(method, folder, target)
@@ -107,6 +110,18 @@ def with_drafter(target: LoadedModel, drafter: LoadedModel) -> LoadedModel:
                 ", ".join(map(str, head.kept_layers)),
             )
     return replace(target, drafter=drafter)
+
+
+def keep_for_last_stage(target: LoadedModel) -> LoadedModel:
+    """`target`, a pipeline stage before the last one, which from now on sends the hidden states
+    that a head there reads. Before its graphs are made."""
+    config = target.config
+    method = config.speculation.choose()
+    if method is not None and method.method == EAGLE3 and isinstance(target.model, CausalLM):
+        facts = draft_facts(config, method, draft_folder(config, method), target.facts)
+        layers = eagle3_kept_layers(facts, target.facts.num_layers)
+        target.model.keep_hidden_states(layers)
+    return target
 
 
 def _ignore(progress: WarmupProgress) -> None:

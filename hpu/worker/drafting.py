@@ -26,7 +26,7 @@ from hpu.runner.kv_cache import KVCache
 from hpu.sampling.sampler import Sampler
 from hpu.spec_decode.acceptance_counts import AcceptanceCounts
 from hpu.spec_decode.device import DeviceSpeculation
-from hpu.spec_decode.device_search import NgramSearch, TextSearch
+from hpu.spec_decode.device_search import KeptDrafts, NgramSearch, TextSearch
 from hpu.spec_decode.device_suffix import SuffixSearch
 from hpu.spec_decode.draft_lengths import DraftLengths
 from hpu.spec_decode.select import select_proposer
@@ -120,10 +120,14 @@ def with_draft_buffers(
             f"positions with three axes: its drafts are verified on cpu, not on "
             f"{loaded.backend.name}"
         )
+    stage = loaded.link.stage
     width, max_inflight = 1 + method.max_drafts, loaded.config.max_inflight_steps
     sampler.expect_drafts(method.max_drafts, max_inflight)
     # A launch before may have accepted none or all of its drafts; a drafter looks back as far.
     reach = width * (max_inflight + 1)
+    if method.has_drafter:
+        # It may draft behind what a launch accepts when that one ends.
+        reach += width
     window = -(-reach // loaded.block_size) + 1
     make_decode = partial(
         DraftBuffers,
@@ -131,10 +135,11 @@ def with_draft_buffers(
         window=window,
         has_adapters=loaded.lora is not None,
         hidden_buffers=hidden_buffers,
-        learns=not loaded.link.stage.is_last,
+        learns=not stage.is_last,
+        plans_drafts=_plans_drafts(loaded, method),
     )
     drafter = loaded.drafter
-    if drafter is not None and isinstance(drafter.model, DraftHead):
+    if drafter is not None and (isinstance(drafter.model, DraftHead) or not stage.is_first):
         # It reads the known tokens of each request.
         make = partial(make, names_requests=True)
 
@@ -142,6 +147,12 @@ def with_draft_buffers(
         return (make if bucket[0] == PREFILL else make_decode)(bucket, *args, **flags)
 
     return made
+
+
+def _plans_drafts(loaded: LoadedModel, method: SpeculationMethod) -> bool:
+    """Whether a device gets its drafts with the plans: those of the last pipeline stage, which
+    alone has the drafter, or the outputs of earlier requests."""
+    return loaded.link.stage.size > 1 and method.method != NGRAM
 
 
 def make_speculations(
@@ -170,15 +181,19 @@ def make_speculations(
         )
         return Speculations(on_host, hidden_cache=None if caches is None else caches.hidden)
     drafter = _device_drafter(loaded, method, caches, sampler, graphs)
-    search: TextSearch | None = None
+    search: TextSearch
     if method.method == NGRAM:
         search = NgramSearch(method)
-    elif method.method == SUFFIX:
+    elif method.method == SUFFIX and stage.is_last:
         search = SuffixSearch(
             method,
             loaded.backend,
             max_num_reqs=batch_state.max_num_reqs,
             max_model_len=loaded.max_model_len,
+        )
+    else:
+        search = KeptDrafts(
+            loaded.backend, max_num_reqs=batch_state.max_num_reqs, max_drafts=method.max_drafts
         )
     on_device = DeviceSpeculation(
         method,
@@ -188,8 +203,9 @@ def make_speculations(
         max_model_len=loaded.max_model_len,
         block_size=loaded.block_size,
         pad_block=batch_state.pad_block,
-        drafter=drafter,
         search=search,
+        drafter=drafter,
+        plans_drafts=_plans_drafts(loaded, method),
     )
     return Speculations(on_device=on_device, drafter=drafter)
 
@@ -227,7 +243,9 @@ def _device_drafter(
     if drafter is None or caches is None:
         return None
     assert isinstance(drafter.model, CausalLM), "a drafter generates"
-    functions = CapturedFunctions(loaded.backend, graphs, loaded.agreement, "drafting")
+    functions = CapturedFunctions(
+        loaded.backend, graphs, Agreement(loaded.groups.stage_host), "drafting"
+    )
     return DEVICE_DRAFTERS[drafter.draft_method](
         drafter.model,
         loaded.backend,

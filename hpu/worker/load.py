@@ -16,6 +16,7 @@ from config.checkpoint.safetensors_files import folder_shapes, weight_files
 from config.checkpoint.shapes import model_shapes, weight_map_of
 from config.engine import DUMMY, EngineConfig
 from config.errors import ConfigError
+from config.lora.configured import unused_image_adapter
 from config.model.architectures import decoder_spec, is_native
 from config.model.kv_cache_dtype import AUTO
 from config.model.model_config import ModelConfig
@@ -267,6 +268,8 @@ def load(
         )
         if kv_cache_format is not None:
             decoder.use_kv_cache_format(kv_cache_format)
+        if stage.is_last and not stage.is_first and config.speculation.reads_embedding:
+            decoder.keep_embedding()
         tower = build_tower(facts, dtype=dtype, device=backend.device, stage=stage)
         loadable = (decoder,) if tower is None else (decoder, tower)
         if offloaded is not None:
@@ -290,6 +293,7 @@ def load(
         if tower is not None:
             logger.info("Images: the vision tower has %.2f GiB of weights", tower_bytes / GIB)
             backend.prepare_tower(tower)
+            _log_image_adapter(config)
         if config.lora.enable_lora:
             keep_adapted_experts(config.lora, facts, decoder, config.download_dir)
         ring = weights.make_ring(decoder)
@@ -359,6 +363,16 @@ def load(
     if loaded.has_states:
         _log_states(config)
     return loaded
+
+
+def _log_image_adapter(config: EngineConfig) -> None:
+    folder = unused_image_adapter(config.lora, config.model)
+    if folder is not None:
+        logger.warning(
+            "Images are answered without the adapter that the checkpoint has for them, %s: "
+            '--enable-lora, --max-lora-rank and --default-mm-loras \'{"image": "..."}\' apply it',
+            folder,
+        )
 
 
 def served_dtype(

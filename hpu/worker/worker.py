@@ -52,7 +52,7 @@ from hpu.warmup import report
 from hpu.warmup.warmup import Warmup
 from hpu.worker.block_offload import BlockOffload
 from hpu.worker.build import Components, build, num_cache_rows, num_request_tiles
-from hpu.worker.drafter import load_drafter, with_drafter
+from hpu.worker.drafter import keep_for_last_stage, load_drafter, with_drafter
 from hpu.worker.kv_scales import calculate_kv_scales
 from hpu.worker.load import LoadedModel, dtype_name, load
 from hpu.worker.profile_run import profile_launches, profiled_buckets
@@ -367,7 +367,8 @@ class Worker:
         assert facts is not None and backend is not None, "load before start"
         pooler = choose_pooler(config, facts)
         # Before the target, whose costs the back end then plans its threads by.
-        drafter = load_drafter(config, facts, pooler, backend, self._groups)
+        stage = self._link.stage
+        drafter = load_drafter(config, facts, pooler, backend, self._groups, stage)
         loaded = load(
             config,
             facts,
@@ -380,6 +381,8 @@ class Worker:
         )
         if drafter is not None:
             loaded = with_drafter(loaded, drafter)
+        elif not stage.is_last:
+            loaded = keep_for_last_stage(loaded)
         if loaded.lora is not None:
             loaded.lora.on_loaded = lambda: self.on_loaded()
         if config.cache.calculate_kv_scales and loaded.pooler is None:

@@ -139,14 +139,13 @@ class BeamSearchGeneration:
         self._pipeline = pipeline
         self._prompts = prompts
         self._visible_special_ids = visible_special_ids
-        self._images = [prompt.image_fields(cache_salt) for prompt in prompts]
+        self._images = [pipeline.image_fields(prompt, cache_salt, adapter) for prompt in prompts]
         self._prompt_bytes = [np.asarray(p.token_ids, dtype="<u4").tobytes() for p in prompts]
         self._add_request = partial(
             pipeline.client.add,
             priority=priority,
             cache_salt=cache_salt,
             name=name,
-            adapter=adapter,
             terms=terms,
         )
         self._step_params = SamplingParams(

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from server.multimodal.parts import PromptImages
 
@@ -57,13 +57,6 @@ class Prompt:
     """The text that it was encoded from, if any."""
     images: PromptImages | None = None
     """The images in it, if any."""
-
-    def image_fields(self, cache_salt: str) -> dict[str, Any]:
-        """Arguments of EngineClient.add: the images under contents of this salt."""
-        if self.images is None:
-            return {}
-        images = self.images.salted(cache_salt)
-        return {"images": images.placements, "encoded_images": images.encoded}
 
 
 @dataclass(slots=True)

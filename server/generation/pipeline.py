@@ -3,10 +3,12 @@ deltas."""
 
 import asyncio
 import time
+from typing import Any
 
 import numpy as np
 
 from config.errors import DeadlineExceeded, EngineDied, Overloaded, RequestFailed, UserError
+from config.params.lora import IMAGE
 from config.params.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
 from config.server import ServerConfig
 from engine.client.base import EngineClient
@@ -59,7 +61,7 @@ class Pipeline:
         try:
             for prompt_index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
                 tokens = np.asarray(prompt.token_ids, dtype="<u4").tobytes()
-                images = prompt.image_fields(cache_salt)
+                images = self.image_fields(prompt, cache_salt, adapter)
                 for choice in range(params.n):
                     sampling = _choice_params(params, choice, limit)
                     queue = None
@@ -70,7 +72,6 @@ class Pipeline:
                             priority=priority,
                             cache_salt=cache_salt,
                             name=name,
-                            adapter=adapter,
                             terms=terms,
                             **images,
                         )
@@ -81,6 +82,20 @@ class Pipeline:
             generation.abort()
             raise
         return generation
+
+    def image_fields(self, prompt: Prompt, cache_salt: str, adapter: str) -> dict[str, Any]:
+        """Arguments of EngineClient.add: the images of a prompt, and the adapter, which is
+        `adapter` or that of --default-mm-loras."""
+        if prompt.images is None:
+            return {"adapter": adapter}
+        infos = self.client.adapters.values()
+        default = next((info.content for info in infos if info.kind == IMAGE), "")
+        images = prompt.images.salted(cache_salt)
+        return {
+            "images": images.placements,
+            "encoded_images": images.encoded,
+            "adapter": adapter or default,
+        }
 
     @property
     def ready(self) -> Ready:

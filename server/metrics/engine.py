@@ -245,7 +245,7 @@ class _EngineMetrics:
             ("stored", "KV blocks copied to host memory."),
             ("loaded", "KV blocks copied from host memory to the device."),
             ("fetched", "KV blocks read from files."),
-            ("corrupt", "KV blocks whose file had a wrong checksum; they were computed again."),
+            ("corrupt", "KV blocks with a wrong checksum; they were computed again."),
             ("missing", "KV blocks whose file was not there; they were computed again."),
         ):
             yield self._counters(

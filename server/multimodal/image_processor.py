@@ -18,13 +18,19 @@ from server.multimodal.families.base import ProcessorFiles
 from server.multimodal.families.registry import prompt_form
 from server.multimodal.isolated import IMAGE, Answer, ImageFacts, Setup, Video
 from server.multimodal.llama4_images import Llama4ImageProcessor
+from server.multimodal.phi4_images import Phi4ImageProcessor
 from server.multimodal.video import Frames, read_frames
 
 INPUTS = (
     *("pixel_values", "image_sizes", "image_grid_thw", "pixel_attention_mask"),
-    *("aspect_ratio_ids", "aspect_ratio_mask"),
+    *("aspect_ratio_ids", "aspect_ratio_mask", "image_pixel_values", "image_attention_mask"),
 )
 """Arguments of the towers; what else a processor gives, only the prompt's text needs."""
+OWN_PROCESSORS: Mapping[str, Callable[[dict[str, Any]], Callable[..., Any]]] = {
+    "llama4": Llama4ImageProcessor,
+    "phi4_multimodal": Phi4ImageProcessor,
+}
+"""By model_type: in place of those of transformers that need torchvision."""
 _SHOWN = 200
 WARM_UP_PIXELS = 224
 """On each side of the image that is processed at the start."""
@@ -116,8 +122,9 @@ def _image_processor(
 ) -> Callable[..., Any]:
     """Raises ConfigError."""
     try:
-        if files.config.get("model_type") == "llama4":
-            return Llama4ImageProcessor({**files.processor, **options})
+        own = OWN_PROCESSORS.get(str(files.config.get("model_type")))
+        if own is not None:
+            return own({**files.processor, **options})
         make: Any = AutoImageProcessor.from_pretrained
         made: Callable[..., Any] = make(folder, backend="pil", local_files_only=True, **options)
     except ConfigError:

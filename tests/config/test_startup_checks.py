@@ -1,6 +1,7 @@
 """config/startup_checks.py: what is refused before a process is started."""
 
 import importlib.util
+import json
 import subprocess
 import sys
 from importlib.metadata import version
@@ -16,12 +17,25 @@ from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.model.read_config import read_model_config
 from config.parallel import ParallelConfig
+from config.params.speculation import SpeculationConfig
 from config.startup_checks import check_checkpoint, check_device, choose_max_model_len
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_tiny("llama", tmp_path_factory.mktemp("models") / "tiny"))
+
+
+def test_a_draft_model_has_no_stages(folder: str, tmp_path: Path) -> None:
+    small = make_tiny("llama", tmp_path, num_hidden_layers=1)
+    method = {"method": "draft_model", "model": str(small), "num_speculative_tokens": 2}
+    speculation = SpeculationConfig(speculative_config=json.dumps(method))
+    two = ParallelConfig(pipeline_parallel_size=2)
+
+    check_checkpoint(EngineConfig(folder, parallel=two, speculation=speculation), folder)
+
+    with pytest.raises(ConfigError, match="has 1 layers, and 2 stages"):
+        check_checkpoint(EngineConfig(str(small), parallel=two), str(small))
 
 
 def test_a_context_longer_than_the_checkpoints_is_refused_with_both_numbers(folder: str) -> None:

@@ -133,7 +133,6 @@ def test_tensor_parallel_ranks_draft_the_same(folder: Path, plain: list[Any]) ->
     [
         ({"model": "/no/such"}, {}, "model of --speculative-config: no such file or folder"),
         ({"draft_tensor_parallel_size": 3}, {}, "is 3 and --tensor-parallel-size is 1"),
-        ({}, {"pipeline_parallel_size": 2}, "pipeline-parallel-size is 2"),
     ],
 )
 def test_what_does_not_fit_ends_the_start(
@@ -148,10 +147,3 @@ def test_another_vocabulary_ends_the_start(folder: Path, tmp_path: Path) -> None
 
     with pytest.raises(ConfigError, match=r"has 400 tokens in its vocabulary, and .* has 320"):
         run(folder, **drafts(other))
-
-
-def test_stages_on_cards_do_not_search_outputs_of_earlier_requests(folder: Path) -> None:
-    suffix = {"speculative_config": {"method": "suffix"}, "pipeline_parallel_size": 2}
-
-    with pytest.raises(ConfigError, match=r"cached_requests is 10000 and --pipeline-parallel-size"):
-        run(folder, device="hpu-emulator", dtype="bfloat16", **suffix)

@@ -2,24 +2,19 @@
 nothing is compiled after the warm-up, and the drafts are those of dense code."""
 
 import random
-from collections.abc import Callable
+import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 from adapters import write_adapter
-from draft_heads import (
-    Draft,
-    add_mtp_layer,
-    make_eagle,
-    make_eagle3,
-    make_medusa,
-    make_mlp_speculator,
-)
+from draft_heads import make_head
+from msgspec.structs import replace
 from tiny_models import make_tiny
 
 from config.params.sampling import SamplingParams
+from config.params.structured_output import GrammarSpec
 from engine.transport.messages import EngineStats
 from gaudiserve import LLM, LoRARequest
 from hpu.protocol import Bucket
@@ -100,21 +95,6 @@ def test_a_draft_model_on_a_card_changes_no_token(mode: str, tmp_path: Path) -> 
     check_nothing_was_compiled(stats)
 
 
-def make_head(method: str, folder: Path, head: Path) -> tuple[Path, dict[str, Any], Draft]:
-    """The target, keys of the config, and the drafts that are expected."""
-    if method == "mtp":
-        target = make_tiny("deepseek_v3", folder)
-        return target, {}, add_mtp_layer(target)
-    target = make_tiny("llama", folder, num_hidden_layers=3)
-    makers: dict[str, Callable[[], Draft]] = {
-        "eagle": lambda: make_eagle(target, head),
-        "eagle3": lambda: make_eagle3(target, head, [0, 1, 2]),
-        "medusa": lambda: make_medusa(target, head, is_original=False),
-        "mlp_speculator": lambda: make_mlp_speculator(target, head, is_tied=True),
-    }
-    return target, {"model": str(head)}, makers[method]()
-
-
 HEADS = [
     "eagle",
     *(
@@ -170,6 +150,59 @@ def test_a_head_on_a_card_compiles_nothing(
     check_nothing_was_compiled(stats)
 
 
+ASCII = GrammarSpec("regex", "[ -~]{1,200}")
+"""Half of the tokens."""
+
+
+@pytest.mark.parametrize(
+    ("method", "mode"),
+    [
+        ("draft_model", "hpu-graphs"),
+        *(
+            pytest.param(method, mode, marks=pytest.mark.slow)
+            for method, mode in (
+                *((head, "hpu-graphs") for head in ("eagle", "eagle3", "mtp", "medusa")),
+                ("mlp_speculator", "hpu-graphs"),
+                ("draft_model", "torch-compile"),
+            )
+        ),
+    ],
+)
+def test_drafts_behind_which_a_grammar_holds_are_verified(
+    method: str, mode: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    if method == "draft_model":
+        target = make_tiny("llama", tmp_path, num_hidden_layers=1)
+        keys = {"model": str(target)}
+    else:
+        target, keys, _ = make_head(method, tmp_path, tmp_path_factory.mktemp("head"))
+    greedy = SamplingParams(temperature=0, max_tokens=40)
+    params = [
+        replace(greedy, structured_outputs=ASCII),
+        replace(greedy, ignore_eos=True),
+        replace(greedy, temperature=0.3, seed=2, structured_outputs=ASCII),
+    ] * 2
+    prompts = [[number, 9 + number, number] for number in range(len(params))]
+    text = {"skip_tokenizer_init": False}
+    with LLM(str(target), device="cpu", **{**SHAPE, **text}) as llm:
+        expected = [one.outputs[0].token_ids for one in llm.generate(prompts, params)]
+
+    flags = {**SHAPE, **CARD, **text, "execution_mode": mode, **speculation(method, **keys)}
+    with LLM(str(target), **flags) as llm:
+        outputs = llm.generate(prompts, params)
+        stats = llm._client.stats
+
+    assert [one.outputs[0].token_ids for one in outputs] == expected
+    for one, param in zip(outputs, params, strict=True):
+        if param.structured_outputs is not None:
+            assert re.fullmatch("[ -~]+", one.outputs[0].text)
+    assert stats.spec_decode["num_draft_tokens"] > 50
+    if method == "draft_model":
+        # The target itself.
+        assert stats.spec_decode["num_accepted_tokens"] > 50
+    check_nothing_was_compiled(stats)
+
+
 @pytest.mark.slow
 def test_a_drafter_with_a_short_context_stops_there(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path, num_hidden_layers=1)
@@ -184,11 +217,15 @@ def test_a_drafter_with_a_short_context_stops_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model"])
 def test_two_cards_draft_the_same(method: str, tmp_path: Path) -> None:
     folder = make_tiny("qwen3", tmp_path, num_hidden_layers=1)
     expected, _ = run(folder, device="cpu")
-    keys = {"model": str(folder)} if method == "draft_model" else {"prompt_lookup_min": 1}
+    keys: dict[str, Any] = {
+        "ngram": {"prompt_lookup_min": 1},
+        "suffix": {"suffix_decoding_max_spec_factor": 4.0},
+        "draft_model": {"model": str(folder)},
+    }[method]
     flags = {name: value for name, value in CARD.items() if name != "executor"}
 
     found, stats = run(

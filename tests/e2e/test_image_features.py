@@ -57,6 +57,35 @@ def test_an_adapter_of_the_text_model_is_applied_behind_pictures(
     assert plain != found
 
 
+def test_phi_4_has_an_adapter_of_its_own_for_prompts_with_pictures(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_tiny_vision("phi4_multimodal", tmp_path / "phi")
+    # The projections of layers alone: parts of the audio tower have the same names.
+    pattern = r"model\.layers\.\d+\.(self_attn\.(qkv|o)_proj|mlp\.(gate_up|down)_proj)"
+    parts = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    targets = [f"model.layers.{layer}.{part}" for layer in range(2) for part in parts]
+    adapter = write_adapter(folder / "vision-lora", folder, targets=targets, target_modules=pattern)
+    whole = merge(tmp_path / "merged", folder, adapter)
+    prompts = [prompt(PICTURES[0]), "text alone"]
+    for one in prompts[:1]:
+        one["prompt"] = one["prompt"].replace("<image>", "<|image|>")
+    with LLM(str(whole), **OPTIONS) as llm:
+        adapted = tokens_of(llm, prompts)
+    with LLM(str(folder), **OPTIONS) as llm:
+        plain = tokens_of(llm, prompts)
+    assert f"without the adapter that the checkpoint has for them, {adapter}" in caplog.text
+
+    options = {"enable_lora": True, "default_mm_loras": json.dumps({"image": str(adapter)})}
+    with LLM(str(folder), **OPTIONS, **options) as llm:
+        found = tokens_of(llm, prompts)
+        asked = tokens_of(llm, prompts, lora_request=[LoRARequest("image", 1)] * 2)
+
+    assert found == [adapted[0], plain[1]]
+    assert asked == adapted
+    assert plain[0] != adapted[0] and plain[1] != adapted[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
 def test_pipeline_stages_give_the_same_tokens_for_pictures_and_videos(

@@ -1,5 +1,5 @@
 """Images with two ranks, each of which has the whole tower: the tokens of one, on the CPU and on
-emulated cards."""
+emulated cards, whether each rank encodes all images or a part of them."""
 
 from pathlib import Path
 from typing import Any
@@ -48,12 +48,15 @@ def run(folder: Path, family: str, **options: Any) -> tuple[list[list[int]], Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
-def test_two_ranks_give_the_tokens_of_one(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "mode"), [("llava", "replicated"), ("qwen2_vl", "replicated"), ("qwen2_vl", "data")]
+)
+def test_two_ranks_give_the_tokens_of_one(family: str, mode: str, tmp_path: Path) -> None:
     folder = make_tiny_vision(family, tmp_path)
     expected, _ = run(folder, family, **CPU)
 
-    found, stats = run(folder, family, **CPU, tensor_parallel_size=2, compare_ranks=True)
+    ranks = {"tensor_parallel_size": 2, "compare_ranks": True, "mm_encoder_tp_mode": mode}
+    found, stats = run(folder, family, **CPU, **ranks)
 
     assert found == expected
     assert stats.encoded_images == len(PICTURES)
@@ -61,9 +64,18 @@ def test_two_ranks_give_the_tokens_of_one(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "sizes"), [("llava", "1"), ("qwen2_vl", "16,32,64")])
+@pytest.mark.parametrize(
+    ("family", "sizes", "mode"),
+    [
+        ("llava", "1", "replicated"),
+        ("qwen2_vl", "16,32,64", "replicated"),
+        ("llava", "1,2", "data"),
+        ("qwen2_vl", "16,32,64", "data"),
+        ("mllama", "auto", "data"),
+    ],
+)
 def test_two_emulated_cards_give_the_tokens_of_one_and_compile_nothing_after_warmup(
-    family: str, sizes: str, tmp_path: Path
+    family: str, sizes: str, mode: str, tmp_path: Path
 ) -> None:
     folder = make_tiny_vision(family, tmp_path)
     expected, _ = run(folder, family, **CPU)
@@ -75,6 +87,7 @@ def test_two_emulated_cards_give_the_tokens_of_one_and_compile_nothing_after_war
         multimodal_buckets=sizes,
         tensor_parallel_size=2,
         compare_ranks=True,
+        mm_encoder_tp_mode=mode,
     )
 
     assert found == expected

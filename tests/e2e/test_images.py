@@ -1,6 +1,7 @@
 """Images over HTTP and from Python, from the bytes to the tokens, against transformers."""
 
 import base64
+import json
 import operator
 import os
 import re
@@ -20,6 +21,7 @@ from tiny_vision import FAMILIES as TINY
 from tiny_vision import clip, gif_bytes, image_bytes, make_tiny_vision, picture
 from transformers import (
     AutoImageProcessor,
+    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoProcessor,
     AutoTokenizer,
@@ -32,13 +34,16 @@ from transformers.models.mllama.processing_mllama import (
 from gaudiserve import LLM, SamplingParams
 from server.multimodal.image_processor import ImageProcessor
 from server.multimodal.isolated import Setup, Video
+from server.multimodal.phi4_images import Phi4ImageProcessor
 from server.multimodal.video import read_frames
 
 FAMILIES = ["llava", "qwen2_vl"]
 FAMILIES += [
-    pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_vl", "gemma3", "mllama")
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("qwen3_vl", "gemma3", "mllama", "phi4_multimodal")
 ]
 NUM_TOKENS = 12
+QUESTION = "Who?"
 FLAGS = ("--served-model-name=tiny", "--dtype=float32", "--max-model-len=512")
 FLAGS += ("--cross-attention-images=2",)
 
@@ -75,6 +80,8 @@ def processed(folder: str, text: str, images: list[Image.Image]) -> dict[str, An
     """By the processor of transformers, or without torchvision by the half of it for images."""
     if "mllama" in folder:
         return seen_by_layers(folder, text, images)
+    if "phi4" in folder:
+        return with_crops(folder, text, images)
     if "qwen" not in folder:
         processor = AutoProcessor.from_pretrained(folder, backend="pil")
         return dict(processor(text=text, images=images or None, return_tensors="pt"))
@@ -108,9 +115,38 @@ def seen_by_layers(folder: str, text: str, images: list[Image.Image]) -> dict[st
     return {**inputs, "input_ids": ids, "cross_attention_mask": torch.from_numpy(mask)}
 
 
+def with_crops(folder: str, text: str, images: list[Image.Image]) -> dict[str, Any]:
+    """By our image processor, each image with as many crops as the largest."""
+    fields = json.loads(Path(folder, "preprocessor_config.json").read_text())
+    found = [Phi4ImageProcessor(fields)(images=[image]) for image in images]
+    inputs: dict[str, Any] = {}
+    if found:
+        most = max(one["image_pixel_values"].shape[1] for one in found)
+        for name in ("image_pixel_values", "image_attention_mask"):
+            tensors = [torch.from_numpy(one[name]) for one in found]
+            inputs[name] = torch.cat(
+                [
+                    torch.cat((one, one.new_ones(1, most - one.shape[1], *one.shape[2:])), dim=1)
+                    for one in tensors
+                ]
+            )
+        inputs["image_sizes"] = torch.cat([torch.from_numpy(one["image_sizes"]) for one in found])
+    mark = "<|image|>"
+    first, *others = text.split(mark)
+    counts = [one["num_img_tokens"][0] for one in found]
+    text = first + "".join(mark * n + one for n, one in zip(counts, others, strict=True))
+    return {
+        **inputs,
+        "input_ids": AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")["input_ids"],
+    }
+
+
 def expected(folder: str, parts: tuple[Any, ...]) -> tuple[list[int], int]:
     """(greedy tokens of transformers, number of prompt tokens)."""
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    kind = AutoModelForCausalLM if "phi4" in folder else AutoModelForImageTextToText
+    # With sdpa, transformers' tower of Phi-4 is causal where an image has no padding.
+    options = {"attn_implementation": "eager"} if "phi4" in folder else {}
+    model = kind.from_pretrained(folder, dtype=torch.float32, **options).eval()
     content = [
         {"type": "text", "text": one} if isinstance(one, str) else {"type": "image"}
         for one in parts
@@ -154,7 +190,10 @@ def test_a_chat_with_a_video_gives_the_tokens_of_transformers(
     frames = gif_bytes(clip(100, 90, 5))
     url = f"data:image/gif;base64,{base64.b64encode(frames).decode()}"
     content = [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": "Then?"}]
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    kind = AutoModelForCausalLM if "phi4" in folder else AutoModelForImageTextToText
+    # With sdpa, transformers' tower of Phi-4 is causal where an image has no padding.
+    options = {"attn_implementation": "eager"} if "phi4" in folder else {}
+    model = kind.from_pretrained(folder, dtype=torch.float32, **options).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     # The class of transformers needs torchvision.
     own = ImageProcessor(Setup(folder, "<|image_pad|>", {}, "<|video_pad|>"))
@@ -284,10 +323,10 @@ def test_a_large_image_travels_in_shared_memory_of_which_nothing_is_left(
 
 def test_python_gives_the_same(folder: str) -> None:
     image = picture(70, 50)
-    tokens, _ = expected(folder, (image, "What?"))
+    tokens, _ = expected(folder, (image, QUESTION))
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
     with LLM(folder, dtype="float32", max_model_len=512) as llm:
-        content = [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": "What?"}]
+        content = [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": QUESTION}]
         (output,) = llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
 
     assert list(output.outputs[0].token_ids) == tokens

@@ -4,13 +4,20 @@ one worker without."""
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import pytest
+from draft_heads import make_head
 from drafting import MIXED, choices, run
 from tiny_models import make_tiny
 
 from config.params.sampling import SamplingParams
 from config.params.structured_output import GrammarSpec
+from engine.request import Request
+from engine.scheduling import scheduler
+from engine.scheduling.known_tokens import known_tokens
+from hpu.protocol import KnownTokens
 
 NGRAM = {
     "method": "ngram",
@@ -69,6 +76,68 @@ def test_two_stages_of_two_ranks_verify_the_same_drafts(folder: Path) -> None:
     assert stats.spec_decode["num_accepted_tokens"] > 20
 
 
+def drafter(method: str, **keys: Any) -> dict[str, Any]:
+    own = {"method": method, "num_speculative_tokens": 3, "adaptive": False, **keys}
+    return {"speculative_config": own}
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_draft_model_on_the_last_stage_changes_no_token(ranks: int, folder: Path) -> None:
+    plain, _ = run(folder, SAMPLINGS)
+    flags = {"tensor_parallel_size": 2, "compare_ranks": True} if ranks > 1 else {}
+
+    found, stats = run(
+        folder,
+        SAMPLINGS,
+        pipeline_parallel_size=2,
+        **flags,
+        **drafter("draft_model", model=str(folder)),
+    )
+
+    assert choices(found) == choices(plain)
+    assert stats.preemptions > 0
+    # The target itself drafts; drawn tokens are others.
+    counts = stats.spec_decode
+    assert counts["num_accepted_tokens"] > 0.2 * counts["num_draft_tokens"] > 50
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "eagle3",
+        *(
+            pytest.param(method, marks=pytest.mark.slow)
+            for method in ("eagle", "mtp", "medusa", "mlp_speculator")
+        ),
+    ],
+)
+def test_a_head_on_the_last_stage_reads_hidden_states_of_all_stages(
+    method: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    target, keys, draft = make_head(method, tmp_path, tmp_path_factory.mktemp("head"))
+    plain, _ = run(target, MIXED)
+    kept: list[tuple[list[int], list[int]]] = []
+
+    def recorded(decodes: list[Request], width: int) -> KnownTokens:
+        for one in decodes:
+            if one.drafts:
+                text = np.frombuffer(one.token_bytes(0, one.num_tokens), "<u4").tolist()
+                kept.append((text, one.drafts))
+        return known_tokens(decodes, width)
+
+    with patch.object(scheduler, "known_tokens", recorded):
+        found, stats = run(target, MIXED, pipeline_parallel_size=2, **drafter(method, **keys))
+
+    assert choices(found) == choices(plain)
+    assert stats.preemptions > 0
+    checked = kept[::7]
+    assert len(checked) > 20
+    # As in tests/e2e/test_draft_heads.py: sequences that share a block and go on differently.
+    wrong = [one for one in checked if one[1] != draft(one[0], len(one[1]))]
+    has_cache = method in ("eagle", "eagle3", "mtp")
+    assert len(wrong) <= (len(checked) // 7 if has_cache else 0)
+
+
 PAIRS = SamplingParams(
     temperature=0,
     max_tokens=64,
@@ -99,18 +168,46 @@ CARD: dict[str, Any] = {
 }
 
 
-OWN_TEXT: dict[str, Any] = {
+EARLIER_OUTPUTS: dict[str, Any] = {
     "method": "suffix",
     "num_speculative_tokens": 4,
-    "suffix_decoding_max_cached_requests": 0,
+    "suffix_decoding_max_cached_requests": 20,
     "suffix_decoding_max_spec_factor": 4.0,
 }
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "mtp", "medusa"])
+def test_the_last_of_two_emulated_cards_drafts_and_nothing_compiles(
+    method: str, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    target, keys = folder, {"model": str(folder)}
+    if method != "draft_model":
+        head = tmp_path_factory.mktemp("head")
+        target, keys, _ = make_head(method, tmp_path_factory.mktemp("target"), head)
+    samplings = [PAIRS, *SAMPLINGS[1:]]
+    flags: dict[str, Any] = {"skip_tokenizer_init": False}
+    plain, _ = run(target, samplings, **flags)
+    config = drafter(method, **keys)["speculative_config"]
+    del config["adaptive"]
+
+    found, stats = run(
+        target, samplings, **CARD, **flags, speculative_config=config, pipeline_parallel_size=2
+    )
+
+    assert choices(found) == choices(plain)
+    assert stats.spec_decode["num_draft_tokens"] > 100
+    if method == "draft_model":
+        assert stats.spec_decode["num_accepted_tokens"] > 20
+    while_serving = [name for name in stats.compilations if not name.endswith(".warmup")]
+    assert stats.compilations and while_serving == []
+    assert (stats.recompilations, stats.cpu_fallbacks) == (0, 0)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "keys"),
-    [(2, NGRAM), (3, NGRAM), (2, OWN_TEXT)],
+    [(2, NGRAM), (3, NGRAM), (2, EARLIER_OUTPUTS)],
     ids=["2 ngram", "3 ngram", "2 suffix"],
 )
 def test_stages_on_emulated_cards_draft_the_same_and_compile_nothing(

@@ -46,7 +46,8 @@ class CountingWorker:
     """Takes `start_s` to start and `step_s` for a step; with `refuse` it raises ConfigError at
     start, with `refuse_if` if that file is there, with `crash_at` it breaks at that step, with
     `poison` it ends by `signal` (0: it raises) at a request with that token, with `several` a
-    decode gives up to so many tokens, with `later` it prepares so many buckets when idle, `later_s`
+    decode gives up to so many tokens, with `corrupt` the worker of that rank finds a wrong checksum
+    in the first block of each load, with `later` it prepares so many buckets when idle, `later_s`
     each."""
 
     def __init__(self, config: EngineConfig, ranks: Ranks = SINGLE_RANK) -> None:
@@ -57,6 +58,8 @@ class CountingWorker:
         )
         self._executor = FakeExecutor(ready, config.scheduler.max_num_seqs, count)
         ready.max_tokens_per_step = int(self._manner("several", 1))
+        self._is_corrupt = self._manner("corrupt", -1) == ranks.rank
+        self._executor.host[0] = [0] * ready.block_size
         self._calls: list[str] = []
         self._left = ready.num_later = int(self._manner("later"))
 
@@ -92,7 +95,10 @@ class CountingWorker:
 
     def collect(self) -> StepResult:
         time.sleep(self._manner("step_s"))
-        return self._executor.collect()
+        result = self._executor.collect()
+        if self._is_corrupt and self._executor.plans[result.step].loaded_blocks:
+            result.corrupt_loads = [0]
+        return result
 
     def idle(self) -> Warmed | None:
         assert self._executor.num_in_flight == 0, "idle with plans in flight"

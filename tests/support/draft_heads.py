@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_models import make_tiny
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Model
@@ -310,3 +311,18 @@ def make_mlp_speculator(target_folder: Path, folder: Path, *, is_tied: bool) -> 
         return drafts[1:]
 
     return draft
+
+
+def make_head(method: str, folder: Path, head: Path) -> tuple[Path, dict[str, Any], Draft]:
+    """The target, keys of the config, and the drafts that are expected."""
+    if method == "mtp":
+        target = make_tiny("deepseek_v3", folder)
+        return target, {}, add_mtp_layer(target)
+    target = make_tiny("llama", folder, num_hidden_layers=3)
+    makers: dict[str, Callable[[], Draft]] = {
+        "eagle": lambda: make_eagle(target, head),
+        "eagle3": lambda: make_eagle3(target, head, [0, 1, 2]),
+        "medusa": lambda: make_medusa(target, head, is_original=False),
+        "mlp_speculator": lambda: make_mlp_speculator(target, head, is_tied=True),
+    }
+    return target, {"model": str(head)}, makers[method]()

@@ -35,6 +35,10 @@ NextToken = Callable[[int, int, RequestSampling], int]
 """(fingerprint of the whole history, tokens generated so far, sampling) to the next token."""
 
 
+WRONG = -2
+"""What a slot holds whose contents were changed on the host."""
+
+
 def fingerprint(before: int, token: int) -> int:
     """Of a history that ends with `token`: another token, order or length gives another one."""
     return (before * 6364136223846793005 + token * 1442695040888963407 + 1) % (2**61 - 1)
@@ -52,6 +56,8 @@ class LiveRequest:
     marks: list[int] = field(default_factory=list)
     """Fingerprint of the history up to each token."""
     images: list[ImagePlacement] = field(default_factory=list)
+    is_wrong: bool = False
+    """It has read a block with wrong contents: what it computes is wrong, too."""
 
     def image_at(self, position: int) -> ImagePlacement | None:
         inside = (i for i in self.images if i.offset <= position < i.offset + i.length)
@@ -105,6 +111,9 @@ class FakeExecutor:
         """Files that were to be deleted."""
         self.bad_files: set[bytes] = set()
         """Files that are found corrupt."""
+        self.corrupt_every = 0
+        """If not 0: of so many blocks that come from the host, the last has wrong contents."""
+        self.num_loaded = 0
         self.fetched: deque[BlocksFetched] = deque()
         self.fetch_delay = 0
         """How often `take_fetched` has nothing before an answer is there."""
@@ -192,7 +201,7 @@ class FakeExecutor:
         for req_index in plan.freed_requests:
             assert req_index in self.requests, f"request {req_index} is freed, and nobody is in it"
             del self.requests[req_index]
-        self._copy_blocks(plan)
+        corrupt = self._copy_blocks(plan)
         self._move(dict(zip(plan.moved_from, plan.moved_to, strict=True)))
         for new in plan.new_requests:
             self._enter(new)
@@ -213,6 +222,7 @@ class FakeExecutor:
         assert max(used.values(), default=1) == 1, f"a request is launched twice: {used}"
         result = StepResult(plan.step, [], seconds=[0.001] * len(plan.launches))
         result.counters, self.counters = self.counters, {}
+        result.corrupt_loads = corrupt
         for launch in plan.launches:
             if not launch.req_indices:
                 continue  # padding for other engines
@@ -224,7 +234,9 @@ class FakeExecutor:
         assert not self._masks, f"requests {list(self._masks)} have a mask and did not sample"
         return result
 
-    def _copy_blocks(self, plan: StepPlan) -> None:
+    def _copy_blocks(self, plan: StepPlan) -> list[int]:
+        """The indices of loads with wrong contents."""
+        corrupt = []
         size = self.ready.block_size
         # Plans that were submitted before a read have been run when it begins.
         number = self.collected - 1
@@ -237,12 +249,18 @@ class FakeExecutor:
             self.host[slot] = [self.slots[block, offset] for offset in range(size)]
             if name:
                 self.files[name] = self.host[slot]
-        for slot, block in zip(plan.loaded_slots, plan.loaded_blocks, strict=True):
+        for index, slot in enumerate(plan.loaded_slots):
+            block = plan.loaded_blocks[index]
             assert slot not in reserved, f"slot {slot} is loaded while a file is read to it"
             holders = sum(block in other.blocks for other in self.requests.values())
             assert not holders, f"block {block} is loaded to, and {holders} requests hold it"
             for offset, mark in enumerate(self.host[slot]):
                 self.slots[block, offset] = mark
+            self.num_loaded += 1
+            if self.corrupt_every and self.num_loaded % self.corrupt_every == 0:
+                self.slots[block, 0] = WRONG
+                corrupt.append(index)
+        return corrupt
 
     def fetch_blocks(self, message: FetchBlocks) -> None:
         # What is in flight was submitted before, and runs before.
@@ -343,7 +361,8 @@ class FakeExecutor:
         for position in range(request.computed):
             place = (request.blocks[position // size], position % size)
             found = self.slots.get(place)
-            assert found == request.marks[position], (
+            request.is_wrong |= found == WRONG
+            assert found in (WRONG, request.marks[position]) or request.is_wrong, (
                 f"slot {place} for position {position} holds the wrong history"
             )
 
@@ -355,7 +374,8 @@ class FakeExecutor:
             assert num_references == 1, (
                 f"block {block} is written, and {num_references} requests hold it"
             )
-            self.slots[block, position % size] = request.marks[position]
+            mark = WRONG if request.is_wrong else request.marks[position]
+            self.slots[block, position % size] = mark
         request.computed += count
 
     def _check_bucket(self, launch: Launch) -> None:
@@ -437,6 +457,8 @@ class FakeExecutor:
         request = self.requests[req_index]
         generated = len(request.tokens) - request.num_prompt
         token = self.next_token(request.marks[-1], generated, request.sampling)
+        if request.is_wrong and token >= 0:
+            token = (token + 1) % self.ready.vocab_size
         if request.sampling.masked:
             bits = np.unpackbits(self._masks.pop(req_index), bitorder="little")
             allowed = np.flatnonzero(bits[: self.ready.vocab_size])

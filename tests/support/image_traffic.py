@@ -1,5 +1,6 @@
 """Prompts with pictures for a worker driven by hand-made plans."""
 
+import random
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,35 @@ class ImageRig:
         """Have the next plan drop all pictures."""
         self.rig.free_images(*self.encoded)
         self.encoded.clear()
+
+
+def random_images(
+    rig: WorkerRig, pictures: list[Picture], *, max_chunk: int, rounds: int = 5
+) -> list[list[int]]:
+    """Two requests at a time, one of which may be text alone: prefills in chunks, then decodes."""
+    luck = random.Random(3)
+    images = ImageRig(rig)
+    found = []
+    for number in range(rounds):
+        for req_index in range(2):
+            parts: list[Any] = [text(luck.randrange(99), luck.randint(1, 9))]
+            if req_index == 0 or number % 2:
+                index = luck.randrange(len(pictures))
+                parts += [(b"picture %d" % index, pictures[index]), text(1, luck.randint(1, 9))]
+            images.admit(req_index, write(*parts))
+        while any(one.computed < one.known - len(one.sampled) for one in rig.requests.values()):
+            left = {
+                index: one.known - one.computed
+                for index, one in rig.requests.items()
+                if not one.sampled and one.computed < one.known
+            }
+            rig.prefill({index: min(count, max_chunk) for index, count in left.items()})
+            rig.step()
+        rig.run([0, 1], luck.randint(1, 4))
+        found += [rig.free(0), rig.free(1)]
+        if number % 2:
+            images.free_all()
+    return found
 
 
 def run_rank(group: ProcessGroup, folder: str, store: str, prompt: Prompt, count: int) -> list[int]:

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from tiny_models import COMMON, IM_START, VOCAB_SIZE, rope_fields, write_tokenizer
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 PATCH = 14
 MAX_PIXELS = 28 * 28 * 64
@@ -50,6 +50,62 @@ class _Family:
     named_tokens: dict[str, str] = field(default_factory=dict)
     """Of tokenizer_config.json."""
     video_mark: str = ""
+    is_flat: bool = False
+    """The fields of the text model are beside those of the whole."""
+
+
+_QWEN_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+_QWEN_IDS = dict(
+    zip(
+        ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+        _QWEN_TOKENS,
+        strict=True,
+    )
+)
+_QWEN_PREPROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "min_pixels": 28 * 28 * 4,
+    "max_pixels": MAX_PIXELS,
+    "patch_size": PATCH,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+}
+_SQUARE = {"height": 56, "width": 56}
+PHI4_AUDIO: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_blocks": 1,
+    "num_attention_heads": 2,
+    "ext_pw_out_channel": 16,
+    "depthwise_separable_out_channel": 16,
+    "nemo_conv_channels": 16,
+}
+"""Fields of the audio tower of a Phi-4-multimodal."""
+
+
+def _mrope(*section: int) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": list(section)}
+
+
+def _qwen(version: str, vision: dict[str, Any], text: dict[str, Any]) -> _Family:
+    return _Family(
+        tokens=_QWEN_TOKENS,
+        mark="<|vision_start|><|image_pad|><|vision_end|>",
+        fields={
+            "vision_config": {
+                **vision,
+                "num_heads": 2,
+                "patch_size": PATCH,
+                "spatial_merge_size": 2,
+                "temporal_patch_size": 2,
+            },
+            **_QWEN_IDS,
+        },
+        preprocessor=_QWEN_PREPROCESSOR,
+        processor={"processor_class": f"{version}Processor"},
+        text=text,
+        video_mark="<|vision_start|><|video_pad|><|vision_end|>",
+    )
 
 
 FAMILIES = {
@@ -65,7 +121,7 @@ FAMILIES = {
         preprocessor={
             "image_processor_type": "CLIPImageProcessor",
             "size": {"shortest_edge": 56},
-            "crop_size": {"height": 56, "width": 56},
+            "crop_size": _SQUARE,
         },
         processor={
             "processor_class": "LlavaProcessor",
@@ -76,84 +132,22 @@ FAMILIES = {
         },
         text={"model_type": "llama"},
     ),
-    "qwen2_vl": _Family(
-        tokens=("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
-        mark="<|vision_start|><|image_pad|><|vision_end|>",
-        fields={
-            "vision_config": {
-                "depth": 2,
-                "embed_dim": 32,
-                "hidden_size": 64,
-                "num_heads": 2,
-                "mlp_ratio": 2,
-                "patch_size": PATCH,
-                "spatial_merge_size": 2,
-                "temporal_patch_size": 2,
-            },
-            "image_token_id": "<|image_pad|>",
-            "video_token_id": "<|video_pad|>",
-            "vision_start_token_id": "<|vision_start|>",
-            "vision_end_token_id": "<|vision_end|>",
-        },
-        preprocessor={
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "min_pixels": 28 * 28 * 4,
-            "max_pixels": MAX_PIXELS,
-            "patch_size": PATCH,
-            "merge_size": 2,
-            "temporal_patch_size": 2,
-        },
-        processor={"processor_class": "Qwen2VLProcessor"},
-        text={
-            "model_type": "qwen2_vl_text",
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10_000.0,
-                "mrope_section": [2, 3, 3],
-            },
-        },
-        video_mark="<|vision_start|><|video_pad|><|vision_end|>",
+    "qwen2_vl": _qwen(
+        "Qwen2VL",
+        {"depth": 2, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
+        {"model_type": "qwen2_vl_text", "rope_parameters": _mrope(2, 3, 3)},
     ),
-    "qwen3_vl": _Family(
-        tokens=("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
-        mark="<|vision_start|><|image_pad|><|vision_end|>",
-        fields={
-            "vision_config": {
-                "depth": 3,
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_heads": 2,
-                "out_hidden_size": 64,
-                "patch_size": PATCH,
-                "num_position_embeddings": 25,
-                "deepstack_visual_indexes": [0, 1],
-                "spatial_merge_size": 2,
-                "temporal_patch_size": 2,
-            },
-            "image_token_id": "<|image_pad|>",
-            "video_token_id": "<|video_pad|>",
-            "vision_start_token_id": "<|vision_start|>",
-            "vision_end_token_id": "<|vision_end|>",
+    "qwen3_vl": _qwen(
+        "Qwen3VL",
+        {
+            "depth": 3,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 25,
+            "deepstack_visual_indexes": [0, 1],
         },
-        preprocessor={
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "min_pixels": 28 * 28 * 4,
-            "max_pixels": MAX_PIXELS,
-            "patch_size": PATCH,
-            "merge_size": 2,
-            "temporal_patch_size": 2,
-        },
-        processor={"processor_class": "Qwen3VLProcessor"},
-        text={
-            "model_type": "qwen3_vl_text",
-            "head_dim": 16,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10_000.0,
-                "mrope_section": [4, 2, 2],
-            },
-        },
-        video_mark="<|vision_start|><|video_pad|><|vision_end|>",
+        {"model_type": "qwen3_vl_text", "head_dim": 16, "rope_parameters": _mrope(4, 2, 2)},
     ),
     "mllama": _Family(
         tokens=("<|image|>",),
@@ -178,7 +172,7 @@ FAMILIES = {
         },
         preprocessor={
             "image_processor_type": "MllamaImageProcessor",
-            "size": {"height": 56, "width": 56},
+            "size": _SQUARE,
             "max_image_tiles": 4,
         },
         processor={"processor_class": "MllamaProcessor"},
@@ -197,7 +191,7 @@ FAMILIES = {
         },
         preprocessor={
             "image_processor_type": "GotOcr2ImageProcessor",
-            "size": {"height": 56, "width": 56},
+            "size": _SQUARE,
             "crop_to_patches": True,
             "min_patches": 1,
             "max_patches": 3,
@@ -219,11 +213,33 @@ FAMILIES = {
         },
         preprocessor={
             "image_processor_type": "DeepseekVLImageProcessor",
-            "size": {"height": 56, "width": 56},
+            "size": _SQUARE,
         },
         processor={"processor_class": "DeepseekVLProcessor", "num_image_tokens": 16},
         text={"model_type": "llama"},
         named_tokens={"image_token": "<image_placeholder>"},
+    ),
+    "phi4_multimodal": _Family(
+        tokens=("<|image|>", "<|audio|>"),
+        mark="<|image|>",
+        fields={
+            "vision_config": {**_PLAIN, "crop_size": 56, "image_token_id": "<|image|>"},
+            "audio_config": {**PHI4_AUDIO, "audio_token_id": "<|audio|>"},
+        },
+        preprocessor={
+            "image_processor_type": "Phi4MultimodalImageProcessor",
+            "size": _SQUARE,
+            "dynamic_hd": 6,
+        },
+        processor={"processor_class": "Phi4MultimodalProcessor"},
+        text={
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "partial_rotary_factor": 0.75,
+            }
+        },
+        is_flat=True,
     ),
     "gemma3": _Family(
         tokens=("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
@@ -237,7 +253,7 @@ FAMILIES = {
         },
         preprocessor={
             "image_processor_type": "Gemma3ImageProcessor",
-            "size": {"height": 56, "width": 56},
+            "size": _SQUARE,
             "image_mean": [0.5, 0.5, 0.5],
             "image_std": [0.5, 0.5, 0.5],
         },
@@ -265,13 +281,12 @@ def make_tiny_vision(
     # Of Llama 3.2 Vision the token of images is behind the vocabulary.
     vocab_size = VOCAB_SIZE + (0 if family == "mllama" else 8)
     text = rope_fields({**COMMON, **made.text, **overrides, "vocab_size": vocab_size})
-    fields = {name: ids.get(value, value) if isinstance(value, str) else value
-              for name, value in made.fields.items()}  # fmt: skip
-    config = AutoConfig.for_model(family, text_config=text, **fields)
+    fields = _with_ids(made.fields, ids) | (text if made.is_flat else {"text_config": text})
+    config = AutoConfig.for_model(family, **fields)
     if weights:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model: Any = AutoModelForImageTextToText.from_config(config).float()  # type: ignore[no-untyped-call]  # theirs
+            model = _build(config).float()
             for name, parameter in model.named_parameters():
                 if "norm" in name or name.endswith("bias") or "gate" in name.split("_"):
                     parameter.data += 0.2 * torch.randn_like(parameter)
@@ -287,10 +302,23 @@ def make_tiny_vision(
     return folder
 
 
+def _with_ids(fields: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
+    return {
+        name: _with_ids(value, ids) if isinstance(value, dict)
+        else ids.get(value, value) if isinstance(value, str) else value
+        for name, value in fields.items()
+    }  # fmt: skip
+
+
+def _build(config: Any) -> Any:
+    is_flat = FAMILIES[config.model_type].is_flat
+    kind: Any = AutoModelForCausalLM if is_flat else AutoModelForImageTextToText
+    return kind.from_config(config)
+
+
 def _architecture(config: Any) -> str:
     with torch.device("meta"):
-        model: Any = AutoModelForImageTextToText.from_config(config)  # type: ignore[no-untyped-call]  # theirs
-    return type(model).__name__
+        return type(_build(config)).__name__
 
 
 def _write_tokenizer(folder: Path, family: _Family) -> dict[str, int]:

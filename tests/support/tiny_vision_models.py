@@ -11,8 +11,9 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB_SIZE, write_tokenizer
+from tiny_vision import PHI4_AUDIO
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -27,6 +28,8 @@ from transformers.models.mllama.processing_mllama import (
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+from server.multimodal.phi4_images import Phi4ImageProcessor
 
 IMAGE, BREAK, START, VIDEO, END = 310, 311, 312, 313, 314
 """Tokens of the checkpoints."""
@@ -124,6 +127,8 @@ class VisionFamily:
         name: torch.cat([tensors[name] for tensors in all_tensors]) for name in all_tensors[0]
     }
     """Of all images of a prompt, as transformers takes them."""
+    is_flat: bool = False
+    """The fields of the text model are beside those of the whole."""
     grid: Callable[[dict[str, Tensor]], tuple[int, int, int]] = lambda tensors: (0, 0, 0)
 
 
@@ -181,6 +186,27 @@ def _joined_tiles(all_tensors: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     }
 
 
+def _phi4(images: list[Image.Image]) -> list[dict[str, Tensor]]:
+    processor = Phi4ImageProcessor({**_SQUARE, "patch_size": 7, "dynamic_hd": 6})
+    names = ("image_pixel_values", "image_sizes", "image_attention_mask")
+    found = [processor(images=[image]) for image in images]
+    return [{name: torch.from_numpy(one[name]) for name in names} for one in found]
+
+
+def _with_all_crops(all_tensors: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Images with as many crops as the one that has most, padded behind."""
+    most = max(tensors["image_pixel_values"].shape[1] for tensors in all_tensors)
+    found: dict[str, list[Tensor]] = {name: [] for name in all_tensors[0]}
+    for tensors in all_tensors:
+        for name, tensor in tensors.items():
+            if name != "image_sizes":
+                shape = (1, most - tensor.shape[1], *tensor.shape[2:])
+                # Of the mask as of the pixels: what is padding is left out behind.
+                tensor = torch.cat((tensor, torch.ones(shape)), dim=1)
+            found[name].append(tensor)
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
 def _qwen_grid(tensors: dict[str, Tensor]) -> tuple[int, int, int]:
     time, height, width = tensors["image_grid_thw"][0].tolist()
     return time, height // 2, width // 2
@@ -213,6 +239,19 @@ _NEXT_WHOLE = {
     "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
     "image_seq_length": 16,
 }
+
+
+def _qwen(model_type: str, text: dict[str, Any], vision: dict[str, Any]) -> VisionFamily:
+    return VisionFamily(
+        model_type,
+        text,
+        vision,
+        _QWEN,
+        {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START},
+        lambda tensors, count: [START, *[IMAGE] * count, END],
+        grid=_qwen_grid,
+    )
+
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
     "llava": VisionFamily(
@@ -350,6 +389,22 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         {"image_token_id": IMAGE, "image_seq_length": 4},
         lambda tensors, count: [START, *[IMAGE] * count, END],
     ),
+    "phi4_multimodal": VisionFamily(
+        "phi4_multimodal",
+        {
+            "original_max_position_embeddings": 512,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+            },
+        },
+        {**VISION, "num_hidden_layers": 3, "crop_size": 28, "image_token_id": IMAGE},
+        _phi4,
+        {"audio_config": {**PHI4_AUDIO, "audio_token_id": VIDEO}},
+        joined=_with_all_crops,
+        is_flat=True,
+    ),
     "llama4": VisionFamily(
         "llama4",
         {
@@ -374,14 +429,10 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         _tiles,
         {"image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END},
     ),
-    "qwen2_vl": VisionFamily(
+    "qwen2_vl": _qwen(
         "qwen2_vl",
         {**_MROPE, "model_type": "qwen2_vl_text"},
         {"depth": 2, "embed_dim": 32, "num_heads": 2, "hidden_size": 32, "mlp_ratio": 2},
-        _QWEN,
-        {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START},
-        lambda tensors, count: [START, *[IMAGE] * count, END],
-        grid=_qwen_grid,
     ),
     "mllama": VisionFamily(
         "mllama",
@@ -401,21 +452,14 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         ),
         {"image_token_index": IMAGE},
         lambda tensors, count: [IMAGE],
-        lambda all_tensors: {
-            name: torch.cat([tensors[name] for tensors in all_tensors], dim=1)
-            for name in all_tensors[0]
-        },
+        _joined_tiles,
     ),
-    "qwen3_vl": VisionFamily(
+    "qwen3_vl": _qwen(
         "qwen3_vl",
         {**_INTERLEAVED, "model_type": "qwen3_vl_text", "num_hidden_layers": 3, "head_dim": 16},
         _DEEPSTACK,
-        _QWEN,
-        {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START},
-        lambda tensors, count: [START, *[IMAGE] * count, END],
-        grid=_qwen_grid,
     ),
-    "qwen3_vl_moe": VisionFamily(
+    "qwen3_vl_moe": _qwen(
         "qwen3_vl_moe",
         {
             **_INTERLEAVED,
@@ -427,12 +471,8 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             "moe_intermediate_size": 32,
         },
         _DEEPSTACK,
-        _QWEN,
-        {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START},
-        lambda tensors, count: [START, *[IMAGE] * count, END],
-        grid=_qwen_grid,
     ),
-    "qwen2_5_vl": VisionFamily(
+    "qwen2_5_vl": _qwen(
         "qwen2_5_vl",
         {**_MROPE, "model_type": "qwen2_5_vl_text"},
         {
@@ -444,10 +484,6 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             "window_size": 56,
             "fullatt_block_indexes": [1],
         },
-        _QWEN,
-        {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START},
-        lambda tensors, count: [START, *[IMAGE] * count, END],
-        grid=_qwen_grid,
     ),
 }
 
@@ -458,14 +494,16 @@ def make_tiny_vision(
     """Write a checkpoint of the family, of which `text` replaces fields of the text model and
     `vision` those of the tower. Gives transformers' whole model, in float32."""
     family = VISION_FAMILIES[name]
+    text = {**TEXT, **family.text, **text}
+    whole_fields = {"tie_word_embeddings": False, **family.whole}
     config = AutoConfig.for_model(
         family.model_type,
-        text_config={**TEXT, **family.text, **text},
         vision_config={**family.vision, **(vision or {})},
-        **{"tie_word_embeddings": False, **family.whole},
+        **({**text, **whole_fields} if family.is_flat else {"text_config": text, **whole_fields}),
     )
+    kind: Any = AutoModelForCausalLM if family.is_flat else AutoModelForImageTextToText
     torch.manual_seed(4)
-    whole = AutoModelForImageTextToText.from_config(config).float().eval()  # type: ignore[no-untyped-call]  # theirs
+    whole = kind.from_config(config).float().eval()
     for parameter in whole.parameters():
         if not parameter.any():
             torch.nn.init.normal_(parameter.data, std=0.2)
@@ -473,6 +511,11 @@ def make_tiny_vision(
     if name == "qwen3_vl_moe":
         _write_published_experts(folder / "model.safetensors")
     write_tokenizer(folder)
+    if name == "phi4_multimodal":
+        # Its layers say that they are causal. With sdpa transformers 5.24 believes it where an
+        # image has no padding, and not where it has some.
+        tower = whole.model.embed_tokens_extend.image_embed.img_processor
+        tower.set_attn_implementation("eager")
     if name == "llama4":
         # The forward pass of transformers 5.24 reads `image_outputs` of its language model's
         # output, which no language model sets, and fails with and without images.
@@ -519,6 +562,8 @@ def count_embeddings(whole: Any, tensors: dict[str, Tensor]) -> int:
     """Rows that the model makes of one image."""
     if whole.config.model_type == "mllama":
         return int(tensors["aspect_ratio_mask"].shape[-1])
+    if whole.config.model_type == "phi4_multimodal":
+        return _count_of_phi4(tensors)
     source = whole if hasattr(whole, "get_image_features") else whole.model
     output = source.get_image_features(**tensors)
     features = output.last_hidden_state if whole.config.model_type == "llama4" else None
@@ -527,6 +572,14 @@ def count_embeddings(whole: Any, tensors: dict[str, Tensor]) -> int:
     if isinstance(features, list | tuple):
         return sum(len(one) for one in features)
     return int(features.shape[:-1].numel())
+
+
+def _count_of_phi4(tensors: dict[str, Tensor]) -> int:
+    """As its processor counts: those of patches, an end for each row, and one between."""
+    rows, columns = (tensors["image_sizes"][0] // 28).tolist()
+    crops = tensors["image_attention_mask"][0, 1:, ::2, ::2]
+    seen = crops.view(rows, columns, 2, 2).transpose(1, 2).reshape(2 * rows, 2 * columns)
+    return int(2 * (2 + 1) + 1 + seen.sum() + seen[:, 0].sum())
 
 
 @torch.inference_mode()

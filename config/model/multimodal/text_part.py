@@ -12,7 +12,7 @@ WHOLE_MODELS = frozenset(
         *("Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "SmolVLM"),
         *("AyaVision", "DeepseekVL", "Mllama", "VipLlava"),
     )
-)
+) | {"Phi4MultimodalForCausalLM"}
 """Their text model computes the same without images as a text model of its own."""
 TEXT_MODELS = {
     "cohere": "CohereForCausalLM",
@@ -60,9 +60,10 @@ the values of transformers' classes."""
 _WITHOUT_TEXT_CONFIG = {
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
+    "Phi4MultimodalForCausalLM": "phi3",
 }
-"""Architectures whose first checkpoints have the fields of the text model beside the others -> its
-model_type."""
+"""Architectures whose first checkpoints, or all, have the fields of the text model beside the
+others -> its model_type."""
 
 _INTERLEAVED = ("qwen3_vl_text", "qwen3_vl_moe_text")
 """model_type of the text models whose three axes take turns in the frequencies, whether the rope
@@ -91,7 +92,8 @@ def text_part(fields: Fields) -> Fields | None:
         text = fields.get("text_config", dict, {})
     elif names[0] in _WITHOUT_TEXT_CONFIG:
         text = {**fields.raw, "model_type": _WITHOUT_TEXT_CONFIG[names[0]]}
-        text.pop("vision_config", None)
+        for name in ("vision_config", "audio_config"):
+            text.pop(name, None)
     else:
         return None
     model_type = text.get("model_type")

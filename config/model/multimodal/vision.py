@@ -54,6 +54,8 @@ class VisionFamily:
     num_deepstack_layers: int = 0
     """Unless vision_config names them."""
     has_cross_attention: bool = False
+    image_token_id: int | None = None
+    """Set where vision_config has the id: this one, unless it says another."""
 
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
@@ -67,6 +69,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     "LlavaNextForConditionalGeneration": VisionFamily(),
     "Mistral3ForConditionalGeneration": VisionFamily(),
     "MllamaForConditionalGeneration": VisionFamily(has_cross_attention=True),
+    "Phi4MultimodalForCausalLM": VisionFamily(image_token_id=200010),
     "Qwen2VLForConditionalGeneration": VisionFamily(uses_mrope=True),
     "Qwen2_5_VLForConditionalGeneration": VisionFamily(uses_mrope=True),
     "Qwen3VLForConditionalGeneration": VisionFamily(uses_mrope=True, num_deepstack_layers=3),
@@ -109,9 +112,12 @@ def read_vision(whole: Fields) -> VisionFacts | None:
     family = VISION_FAMILIES.get(names[0]) if isinstance(names[0], str) else None
     if family is None or "vision_config" not in whole.raw:
         return None
-    old_name = "image_token_index"
-    token_id = whole.count("image_token_id" if "image_token_id" in whole.raw else old_name)
     vision = Fields(whole.get("vision_config", dict, {}), whole.file)
+    if family.image_token_id is not None:
+        token_id = vision.count("image_token_id", family.image_token_id)
+    else:
+        old_name = "image_token_index"
+        token_id = whole.count("image_token_id" if "image_token_id" in whole.raw else old_name)
     num_deepstack_layers = family.num_deepstack_layers
     if "deepstack_visual_indexes" in vision.raw:
         num_deepstack_layers = len(vision.numbers("deepstack_visual_indexes"))

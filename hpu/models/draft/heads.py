@@ -202,7 +202,7 @@ class Eagle3Head(DraftHead):
         self.model.norm = None
         self.lm_head = ParallelLMHead(config.hidden_size, vocab_size, group=group, **options)
         self._vocab_size = config.vocab_size
-        self._kept_layers = _kept_layers(config, target.num_layers)
+        self._kept_layers = eagle3_kept_layers(config, target.num_layers)
         d2t = _read_d2t(config.path, vocab_size, config.vocab_size)
         self.d2t = d2t.to(decoder.device, torch.int32)
 
@@ -289,8 +289,9 @@ def build_draft_head(
     return HEADS[method](decoder, target)
 
 
-def _kept_layers(config: ModelConfig, num_layers: int) -> tuple[int, ...]:
-    """As DraftHead.kept_layers, of an EAGLE-3 head for a target of `num_layers`."""
+def eagle3_kept_layers(config: ModelConfig, num_layers: int) -> tuple[int, ...]:
+    """As DraftHead.kept_layers, of an EAGLE-3 head for a target of `num_layers`. Raises
+    ConfigError."""
     names = "eagle_aux_hidden_state_layer_ids"
     raw = config.fields.raw
     own = raw.get("eagle_config")

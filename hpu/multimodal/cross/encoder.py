@@ -2,41 +2,23 @@
 
 from collections.abc import Callable
 
-from hpu.backends.base import Backend
+import numpy as np
+
 from hpu.multimodal.base import WholeImages
-from hpu.multimodal.device_launches import DeviceLaunches
-from hpu.multimodal.encoder_cache import EncoderCache
+from hpu.multimodal.device_launches import DeviceLaunches, LaunchOptions
 from hpu.multimodal.tile_encoder import Prepared, check_count
 
 
 class WholeEncoder:
-    """Runs each image by itself."""
+    """Runs each image by itself, one on each of several ranks."""
 
-    def __init__(
-        self,
-        images: WholeImages,
-        cache: EncoderCache,
-        backend: Backend,
-        *,
-        multiplier: float,
-        captures: bool,
-    ) -> None:
-        """`multiplier`: of all embeddings."""
+    def __init__(self, images: WholeImages, options: LaunchOptions) -> None:
+        self._group = options.group
         self._images = images
-        shapes = tuple(
-            (shape, backend.index_dtype if dtype is None else dtype)
-            for shape, dtype in images.shapes
-        )
+        self._pad_row = options.cache.pad_row
         self._num_rows = 0
         """Of an image; known after the warm-up."""
-        self._launches = DeviceLaunches(
-            images.features,
-            lambda size: shapes,
-            cache,
-            backend,
-            multiplier=multiplier,
-            captures=captures,
-        )
+        self._launches = DeviceLaunches(images.features, lambda size: images.shapes, options)
 
     def warm_up(self, on_capture: Callable[[int], None]) -> None:
         """As TileEncoder.warm_up."""
@@ -45,7 +27,13 @@ class WholeEncoder:
 
     def encode(self, images: list[Prepared]) -> None:
         """As TileEncoder.encode."""
-        for tensors, rows in images:
-            check_count(self._num_rows, rows)
-            self._launches.launch(1, self._images.prepare(tensors), rows)
+        num_ranks, rank = self._group.size, self._group.rank
+        for begin in range(0, len(images), num_ranks):
+            together = images[begin : begin + num_ranks]
+            target = np.full((num_ranks, self._num_rows), self._pad_row)
+            for number, (_, rows) in enumerate(together):
+                check_count(self._num_rows, rows)
+                target[number] = rows
+            own = [self._images.prepare(tensors) for tensors, _ in together[rank : rank + 1]]
+            self._launches.launch(1, own[0] if own else (), target.ravel())
         self._launches.end()

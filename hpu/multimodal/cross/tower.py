@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hpu.multimodal.base import WholeImages
+from hpu.multimodal.base import MASKED, WholeImages
 
-MASKED = -1e30
 MULTIPLE = 8
 """Patches of a tile are padded to it."""
 

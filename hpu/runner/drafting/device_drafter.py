@@ -59,13 +59,13 @@ class DeviceDrafter:
         self._max_drafts = max_drafts
         self._is_shorter = is_shorter
         self._hidden_cache = hidden_cache
-        self._next_tokens: Callable[[PrefillAttentionInputs], Tensor] | None = None
+        self._text: Callable[[PrefillAttentionInputs, int], Tensor] | None = None
         self._inputs: dict[tuple[Bucket, bool], tuple[Tensor, ...]] = {}
         """Of captured graphs, by bucket and whether it is the first launch."""
 
-    def read_text(self, next_tokens: Callable[[PrefillAttentionInputs], Tensor]) -> None:
-        """`next_tokens`: from a prefill to the tokens (B, Q) behind its own."""
-        self._next_tokens = next_tokens
+    def read_text(self, tokens: Callable[[PrefillAttentionInputs, int], Tensor]) -> None:
+        """`tokens`: from a prefill to the tokens (B, Q) so many behind its own."""
+        self._text = tokens
 
     def prefill(self, inputs: InputBuffers) -> None:
         """Compute what the target just has: the uploaded `inputs` of a prefill."""
@@ -127,8 +127,16 @@ class DeviceDrafter:
 
     def _prefill(self, inputs: InputBuffers, tokens: Tensor, context: AttentionInputs) -> Tensor:
         """Returns anything: what matters is in the cache then."""
+        if tokens.dim() > 2:
+            # A later pipeline stage has hidden states in their place.
+            tokens = self._prompt_tokens(context)
         hidden: Tensor = self._model(tokens, self._within(context))
         return hidden.reshape(-1, hidden.shape[-1])[:1].clone()
+
+    def _prompt_tokens(self, context: AttentionInputs) -> Tensor:
+        """(B, Q) the tokens that the drafter's positions of a prefill have."""
+        assert isinstance(context, PrefillAttentionInputs) and self._text is not None
+        return self._text(context, self.shift)
 
     def _first(self, tokens: Tensor, *rows: Tensor) -> Found:
         batch = len(tokens) // self.num_rows
@@ -174,9 +182,9 @@ class DeviceHeadDrafter(DeviceDrafter):
         self._head = self._model
 
     def _prefill(self, inputs: InputBuffers, tokens: Tensor, context: AttentionInputs) -> Tensor:
-        assert isinstance(context, PrefillAttentionInputs) and self._next_tokens is not None
-        following = self._next_tokens(context)
-        out, _ = self._head.draft(following, self._within(context), self._known(tokens, context))
+        following = self._prompt_tokens(context)
+        known = self._known(following, context)
+        out, _ = self._head.draft(following, self._within(context), known)
         return out.reshape(-1, out.shape[-1])[:1].clone()
 
     def _first(self, tokens: Tensor, *rows: Tensor) -> Found:

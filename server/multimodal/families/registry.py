@@ -12,6 +12,7 @@ from server.multimodal.families.internvl import InternVLForm
 from server.multimodal.families.llama4 import Llama4Form
 from server.multimodal.families.llava import LlavaForm, LlavaNextForm
 from server.multimodal.families.mllama import MllamaForm
+from server.multimodal.families.phi4 import Phi4Form
 from server.multimodal.families.pixtral import PixtralForm
 from server.multimodal.families.qwen_vl import QwenVLForm
 
@@ -30,6 +31,7 @@ _BY_PROCESSOR: dict[str, Callable[[ProcessorFiles], PromptForm]] = {
     "InternVLProcessor": InternVLForm,
     "Llama4Processor": Llama4Form,
     "MllamaProcessor": MllamaForm,
+    "Phi4MultimodalProcessor": Phi4Form,
 }
 _BY_MODEL_TYPE: dict[str, Callable[[ProcessorFiles], PromptForm]] = {
     "aya_vision": AyaVisionForm,
@@ -49,6 +51,7 @@ _BY_MODEL_TYPE: dict[str, Callable[[ProcessorFiles], PromptForm]] = {
     "internvl": InternVLForm,
     "llama4": Llama4Form,
     "mllama": MllamaForm,
+    "phi4_multimodal": Phi4Form,
 }
 
 

@@ -209,6 +209,10 @@ def test_the_hash_is_of_the_contents(base_folder: Path, tmp_path: Path) -> None:
         ({"enable_lora": True, "lora_modules": ('{"name": "a"}',)}, "must have the texts"),
         ({"enable_lora": True, "lora_modules": ("{",)}, "which is not JSON"),
         ({"enable_lora": True, "lora_modules": ("a=b", "a=c")}, "names 'a' 2 times"),
+        ({"default_mm_loras": '{"image": "a"}'}, "default_mm_loras is .* and enable_lora is off"),
+        ({"enable_lora": True, "default_mm_loras": "{"}, "default_mm_loras is .* is not JSON"),
+        ({"enable_lora": True, "default_mm_loras": '{"audio": "a"}'}, "with the text image alone"),
+        ({"enable_lora": True, "default_mm_loras": '{"image": 1}'}, "with the text image alone"),
         ({"max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras is 2, .* max_loras, which is 4"),
         ({"max_lora_rank": 0}, "max_lora_rank is 0"),
         ({"lora_extra_targets": ("tail",)}, "lora_extra_targets has 'tail'"),
@@ -225,5 +229,14 @@ def test_modules_in_json() -> None:
         lora_modules=('{"name": "a", "path": "b", "base_model_name": "c"}', "d=e=f"),
     )
 
-    assert config.adapters == (("a", "b", "c"), ("d", "e=f", None))
+    assert config.adapters == (("a", "b", "c", ""), ("d", "e=f", None, ""))
+    assert config.num_cpu_loras == 2
+
+
+def test_an_adapter_for_images_is_one_of_the_adapters() -> None:
+    config = LoRAConfig(
+        enable_lora=True, lora_modules=("a=b",), default_mm_loras='{"image": "c"}', max_loras=1
+    )
+
+    assert config.adapters == (("a", "b", None, ""), ("image", "c", None, "image"))
     assert config.num_cpu_loras == 2

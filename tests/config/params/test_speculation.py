@@ -4,10 +4,8 @@ import json
 
 import pytest
 
-from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.loading.sources import from_keywords
-from config.parallel import ParallelConfig
 from config.params.speculation import SpeculationConfig, SpeculationMethod, SuffixLimits
 
 
@@ -146,12 +144,3 @@ def test_two_flags_that_disagree_are_refused() -> None:
         SpeculationConfig(speculative_config=text, num_speculative_tokens=3)
     with pytest.raises(ConfigError, match="draft_tensor_parallel_size, which the method ngram"):
         SpeculationConfig(speculative_config=text, speculative_draft_tensor_parallel_size=1)
-
-
-def test_drafters_between_pipeline_stages_are_refused() -> None:
-    stages = ParallelConfig(pipeline_parallel_size=2)
-    draft = config(method="draft_model", model="small", num_speculative_tokens=2)
-
-    with pytest.raises(ConfigError, match=r"draft_model and pipeline_parallel_size is 2.*ngram"):
-        EngineConfig("m", parallel=stages, speculation=draft)
-    EngineConfig("m", parallel=stages, speculation=config(method="ngram", num_speculative_tokens=2))

@@ -330,3 +330,22 @@ def test_a_follower_that_fails_is_quoted(tmp_path_factory: pytest.TempPathFactor
     with pytest.raises(EngineDied, match=r"worker [01]: ValueError: step 1 is one too many"):
         executor.collect()
     executor.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_block_that_any_rank_finds_wrong_is_wrong(
+    rank: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Every rank has its part of a block, and only one sends the results of other plans."""
+    executor = executor_of(f"corrupt={rank}", tmp_path_factory.mktemp("s"), num_workers=3)
+    executor.start(lambda progress: None)
+    corrupt = []
+    for step in range(4):
+        plan = plan_of(step)
+        if step % 2:
+            plan.loaded_slots, plan.loaded_blocks = [0], [5]
+        executor.submit(plan)
+        corrupt.append(executor.collect().corrupt_loads)
+    executor.close()
+
+    assert corrupt == [[], [0], [], [0]]

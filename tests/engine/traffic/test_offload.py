@@ -20,13 +20,19 @@ places = st.fixed_dictionaries(
 
 
 @settings(PROFILE, max_examples=150)
-@given(rigs, places, st.sampled_from([0, 0, 3]), schedules)
+@given(rigs, places, st.sampled_from([0, 0, 3]), st.sampled_from([0, 1, 3]), schedules)
 def test_every_request_gets_what_it_gets_alone(
-    shape: dict[str, Any], place: dict[str, Any], fetch_delay: int, schedule_moves: list[Move]
+    shape: dict[str, Any],
+    place: dict[str, Any],
+    fetch_delay: int,
+    corrupt_every: int,
+    schedule_moves: list[Move],
 ) -> None:
+    """Also where every block, or each third one, comes back from the host with other contents."""
     shape = {**shape, "prefix_caching": True, "num_blocks": min(shape["num_blocks"], 20)}
     rig = CoreRig(**shape, **place)
     rig.executor.fetch_delay = fetch_delay
+    rig.executor.corrupt_every = corrupt_every
 
     play(rig, schedule_moves)
 
@@ -84,6 +90,24 @@ def test_a_block_with_a_bad_file_is_computed_again_and_its_file_forgotten() -> N
 
     num_corrupt = rig.core.stats().kv_offload["corrupt"]
     assert num_corrupt > 0 and len(bad & rig.executor.dropped) == num_corrupt
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_block_that_comes_back_with_other_contents_is_computed_again(depth: int) -> None:
+    rig = CoreRig(num_blocks=16, host_slots=60, depth=depth)
+    talks(rig, rounds=1)
+    before = computed(rig)
+    rig.executor.corrupt_every = 4
+
+    rig.add(10, TALKS[0][:45], max_tokens=3, ignore_eos=True)
+    rig.add(11, TALKS[0][:43], max_tokens=3, ignore_eos=True)  # shares what the first one loads
+    rig.run()
+
+    for key in (10, 11):
+        rig.check_output(key)
+    counts = rig.core.stats().kv_offload
+    assert counts["corrupt"] == rig.executor.num_loaded // 4 > 0
+    assert computed(rig) > before + 20
 
 
 def test_what_is_slower_to_copy_than_to_compute_is_computed() -> None:

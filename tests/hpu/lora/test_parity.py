@@ -1,11 +1,15 @@
 """Adapters against the same merged into the weights, in float32."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from adapters import ATTENTION, LINEAR, MLP, merge, write_adapter
+from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny
+from torch import nn
 
 from gaudiserve import LLM, LoRARequest, SamplingParams
 
@@ -242,4 +246,49 @@ def test_adapters_that_peft_writes_are_as_it_merges_them(
     ) as llm:
         found = mixed(llm, ["one", None])
 
+    assert found["one"] == expected != found[None]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_experts_that_peft_adapts_one_by_one_are_as_it_merges_them(
+    ranks: int, tmp_path: Path
+) -> None:
+    peft: Any = pytest.importorskip("peft")
+    base = make_tiny("qwen3_moe", tmp_path / "base")
+    weights = load_file(base / "model.safetensors")
+    # Transformers merges experts, peft adapts linear layers: these are those of the checkpoint.
+    layers = nn.Module()
+    for name, weight in weights.items():
+        if name.endswith("_proj.weight"):
+            *path, last = name.removesuffix(".weight").split(".")
+            parent = layers
+            for part in path:
+                if part not in dict(parent.named_children()):
+                    parent.add_module(part, nn.Module())
+                parent = parent.get_submodule(part)
+            linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+            linear.weight = nn.Parameter(weight)
+            parent.add_module(last, linear)
+    torch.manual_seed(1)
+    adapted = peft.get_peft_model(
+        layers, peft.LoraConfig(r=4, init_lora_weights=False, target_modules=[*LINEAR])
+    )
+    adapted.save_pretrained(tmp_path / "adapter")
+    merged = shutil.copytree(base, tmp_path / "merged")
+    weights |= adapted.merge_and_unload().state_dict()
+    save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
+    with LLM(str(merged), **SETTINGS) as llm:
+        expected = answers(llm, PROMPTS)
+
+    flags: dict[str, Any] = {"tensor_parallel_size": 2, "compare_ranks": True} if ranks > 1 else {}
+    modules = [f"one={tmp_path / 'adapter'}"]
+    with LLM(str(base), enable_lora=True, lora_modules=modules, **SETTINGS, **flags) as llm:
+        found = mixed(llm, ["one", None])
+
+    assert any(
+        ".experts." in name
+        for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    )
     assert found["one"] == expected != found[None]

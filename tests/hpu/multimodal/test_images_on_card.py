@@ -1,18 +1,15 @@
 """Requests with images on the strict emulated card: the tokens of the CPU, and nothing compiles
 after the warm-up."""
 
-import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from image_traffic import ImageRig, text, write
+from image_traffic import random_images
 from strict_card import COUNTERS, STRICT
-from tiny_vision_models import Picture, make_tiny_vision, prepare
+from tiny_vision_models import make_tiny_vision, prepare
 from two_prompts import TABLE, working
-from worker_rig import WorkerRig
 
 SLOW = pytest.mark.slow
 FAMILIES = ["llava_next", *(pytest.param(name, marks=SLOW) for name in ("llava", "gemma3"))]
@@ -20,36 +17,7 @@ FAMILIES += [pytest.param(name, marks=SLOW) for name in ("granite_vision", "idef
 FAMILIES += ["qwen2_5_vl", pytest.param("qwen2_vl", marks=SLOW)]
 FAMILIES += ["qwen3_vl", *(pytest.param(name, marks=SLOW) for name in ("qwen3_vl_moe", "mistral3"))]
 FAMILIES += [pytest.param(name, marks=SLOW) for name in ("aya_vision", "deepseek_vl", "vipllava")]
-FAMILIES += ["mllama"]
-
-
-def random_images(
-    rig: WorkerRig, pictures: list[Picture], *, max_chunk: int, rounds: int = 5
-) -> list[list[int]]:
-    """Two requests at a time, one of which may be text alone: prefills in chunks, then decodes."""
-    luck = random.Random(3)
-    images = ImageRig(rig)
-    found = []
-    for number in range(rounds):
-        for req_index in range(2):
-            parts: list[Any] = [text(luck.randrange(99), luck.randint(1, 9))]
-            if req_index == 0 or number % 2:
-                index = luck.randrange(len(pictures))
-                parts += [(b"picture %d" % index, pictures[index]), text(1, luck.randint(1, 9))]
-            images.admit(req_index, write(*parts))
-        while any(one.computed < one.known - len(one.sampled) for one in rig.requests.values()):
-            left = {
-                index: one.known - one.computed
-                for index, one in rig.requests.items()
-                if not one.sampled and one.computed < one.known
-            }
-            rig.prefill({index: min(count, max_chunk) for index, count in left.items()})
-            rig.step()
-        rig.run([0, 1], luck.randint(1, 4))
-        found += [rig.free(0), rig.free(1)]
-        if number % 2:
-            images.free_all()
-    return found
+FAMILIES += ["mllama", pytest.param("phi4_multimodal", marks=SLOW)]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

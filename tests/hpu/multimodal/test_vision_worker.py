@@ -1,6 +1,7 @@
 """A worker that takes images: its memory, older names of tensors, sleep, ranks and bad plans."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from worker_rig import WorkerRig
 
 from config.checkpoint.facts import model_facts
 from config.errors import ConfigError
+from engine.reports.plan import with_sizes
 from hpu.protocol import EncodedImage
 
 NEW_TOKENS = 4
@@ -131,3 +133,25 @@ def test_two_ranks_have_a_tower_each(name: str, tmp_path: Path) -> None:
         )
 
     assert found == [model.expected, model.expected]
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "phi4_multimodal"])
+def test_a_plan_without_files_counts_the_tower_that_a_worker_loads(
+    name: str, tmp_path: Path
+) -> None:
+    model = Model(name, tmp_path / "model")
+    rig = WorkerRig(model.folder)
+    try:
+        tower = rig.worker._loaded.tower  # type: ignore[union-attr]
+        assert tower is not None
+        count = sum(one.numel() for one in tower.parameters())
+    finally:
+        rig.worker.close()
+    (tmp_path / "alone").mkdir()
+    shutil.copy(model.folder / "config.json", tmp_path / "alone")
+
+    facts = model_facts(
+        str(tmp_path / "alone" / "config.json"), complete=lambda one: with_sizes(one, "auto")
+    )
+
+    assert facts.num_tower_parameters == count > 0

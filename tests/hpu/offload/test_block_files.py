@@ -7,9 +7,11 @@ from threading import Event, Thread
 
 import numpy as np
 import pytest
+import torch
 
 from hpu.offload import block_files
-from hpu.offload.block_files import HEADER_BYTES, BlockFiles, Row, acquire, remove_others
+from hpu.offload.block_files import HEADER_BYTES, BlockFiles, acquire, remove_others
+from hpu.offload.host_blocks import HostBlocks, Row
 from hpu.protocol import BlocksFetched, FetchBlocks
 
 SLOTS, SIZE = 6, 100
@@ -18,7 +20,9 @@ NAMES = [bytes([i]) * 32 for i in range(20)]
 
 def opened(folder: Path, pool: Row) -> BlockFiles:
     _, lock = acquire([folder])
-    return BlockFiles(folder, lock, pool, lambda: None)
+    memory = HostBlocks(torch.from_numpy(pool))
+    memory.seal(range(SLOTS))
+    return BlockFiles(folder, lock, memory, lambda: None)
 
 
 @pytest.fixture
@@ -50,6 +54,14 @@ def test_a_block_is_read_as_it_was_written(files: BlockFiles, pool: Row) -> None
 
     assert answer.missing == answer.corrupt == []
     assert (pool[0] == before[3]).all() and (pool[1] == before[4]).all()
+
+
+def test_what_has_changed_in_host_memory_is_not_written(files: BlockFiles, pool: Row) -> None:
+    pool[3, 50] ^= 1
+    files.write(NAMES[:2], [3, 4])
+    files.flush(10)
+
+    assert files.hashes == [NAMES[1]]
 
 
 @pytest.mark.parametrize("change", ["flip", "head", "cut", "longer", "other", "gone"])

@@ -33,7 +33,7 @@ from engine.kv_cache.copy_rates import CopyRates
 from engine.kv_cache.prefix_hashes import block_hashes
 from engine.transport.messages import AddRequest
 from hpu.offload.block_copies import StagedCopies
-from hpu.offload.block_files import Row
+from hpu.offload.host_blocks import Row
 from hpu.worker.block_offload import BlockOffload
 
 NGRAM = SpeculationConfig(speculative_config='{"method": "ngram", "num_speculative_tokens": 3}')
@@ -152,7 +152,7 @@ def test_host_memory_is_wiped_when_it_is_given_back(device: str, tmp_path: Path)
     ) as core:
         converse(core, rounds=2)
         offload = offload_of(core)
-        memory = [offload._memory, *staged(offload)]
+        memory = [offload._memory.rows, *staged(offload)]
         held = [bool(part.any()) for part in memory]
         num_filled = offload._num_filled
 
@@ -164,7 +164,7 @@ def test_host_memory_is_wiped_when_it_is_given_back(device: str, tmp_path: Path)
 def test_a_sleep_wipes_host_memory(tmp_path: Path) -> None:
     with engine(make_tiny("llama", tmp_path), IN_MEMORY) as core:
         converse(core, rounds=1)
-        memory = offload_of(core)._memory
+        memory = offload_of(core)._memory.rows
         assert memory.any()
 
         core.control("sleep", {})
@@ -245,6 +245,34 @@ def test_a_flipped_byte_in_a_file_is_found_and_the_block_computed_again(tmp_path
     assert counts["corrupt"] == 2
     # It was evicted again, and written anew.
     assert flipped.read_bytes() != bytes(content)
+
+
+@pytest.mark.parametrize("device", ["cpu", "hpu-emulator"])
+def test_a_flipped_byte_in_host_memory_is_found_and_the_block_computed_again(
+    device: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    card: dict[str, Any] = {
+        "device": device,
+        "buckets": BucketConfig(strategy="exponential"),
+        "emulator": EmulatorSettings(is_strict=True, memory_bytes=4 << 30),
+    }
+    with engine(
+        make_tiny("llama", tmp_path), IN_MEMORY, **(card if device != "cpu" else {})
+    ) as core:
+        first = converse(core, rounds=1)
+        assert core._offload is not None
+        slot = core._offload._index.slot(block_hashes(raw(TALKS[0][:LENGTH]), BLOCK_SIZE)[3])
+        assert slot is not None
+        row = offload_of(core)._memory.rows[slot]
+        row[len(row) // 2] ^= 1
+
+        again = converse(core, rounds=1)
+        counts = core.stats().kv_offload
+        third = converse(core, rounds=1)
+
+    assert tokens_of(again) == tokens_of(third) == tokens_of(first)
+    assert counts["corrupt"] == core.stats().kv_offload["corrupt"] == 1
+    assert "1 KV blocks in host memory have a wrong checksum" in caplog.text
 
 
 @pytest.mark.usefixtures("reads_files")

@@ -110,6 +110,17 @@ async def test_images_are_taken_in_every_role(rig: Rig) -> None:
     assert len(rig.client.queues[0].images) == 3
 
 
+@pytest.mark.parametrize("detail", ["auto", "low", "high", "original"])
+async def test_detail_changes_nothing(detail: str, rig: Rig) -> None:
+    named = {"type": "image_url", "image_url": {"url": data_url(), "detail": detail}}
+    await chat(rig, part())
+    await chat(rig, named)
+
+    plain, detailed = rig.client.queues
+    assert detailed.prompt == plain.prompt
+    assert detailed.images == plain.images
+
+
 async def test_all_choices_have_the_image(rig: Rig) -> None:
     await chat(rig, part(), text("x"), n=3)
 

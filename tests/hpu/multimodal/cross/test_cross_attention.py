@@ -1,8 +1,10 @@
 """Images that layers read in place of tokens: what each token sees, beside transformers."""
 
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,15 +19,21 @@ from tiny_vision_models import (
     make_tiny_vision,
     prepare,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 from worker_rig import WorkerRig
 
+from config.checkpoint.facts import model_facts
 from config.errors import ConfigError
 from config.model.architectures import decoder_spec
 from config.model.read_config import read_model_config
 from config.model.split import check_stages
-from hpu.model_loader.size_estimate import cross_tile_bytes
+from hpu.layers.metadata import cross_metadata
+from hpu.model_loader.size_estimate import cross_activation_bytes, cross_tile_bytes
+from hpu.models.decoder import Decoder
+from hpu.ops.attention import attend_unfused
 from hpu.protocol import RequestSampling
 from hpu.worker.build import _fixed_bytes
+from hpu.worker.card_plan import CardDemand, plan_card
 
 TOLD = RequestSampling(temperature=0.0, num_prompt_logprobs=0)
 
@@ -221,3 +229,87 @@ def test_the_plan_counts_the_cache_of_images(
         assert _fixed_bytes(loaded) == images.num_bytes
     finally:
         rig.worker.close()
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # theirs
+    """Counts the memory of tensors that operations make, as long as it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return made
+
+    def _count(self, storage: Any) -> None:
+        address, size = storage.data_ptr(), storage.nbytes()
+        if address in self._known or not size:
+            return
+        self._known.add(address)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._free, address, size)
+
+    def _free(self, address: int, size: int) -> None:
+        self._known.discard(address)
+        self.live -= size
+
+
+@pytest.mark.parametrize(("rows", "length"), [(1, 256), (48, 1)], ids=["prefill", "decode"])
+def test_the_estimate_of_a_launch_is_what_a_layer_takes(
+    rows: int, length: int, whole: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the products and the softmax that devices have, one by one."""
+    monkeypatch.setattr("hpu.layers.cross_attention.attend", attend_unfused)
+    rig = WorkerRig(folder, max_num_seqs=3, images_per_request=3)
+    try:
+        loaded = rig.worker._loaded
+        assert loaded is not None and isinstance(loaded.model, Decoder)
+        layer = loaded.model.cross_attentions[0]
+        tiles = torch.zeros((rows, 12), dtype=torch.int64)
+        spans = torch.tensor([0, 12]).view(2, 1, 1).expand(2, rows, length)
+        hidden = torch.randn(rows, length, loaded.facts.hidden_size)
+        estimated = cross_activation_bytes(
+            loaded.facts,
+            num_cards=1,
+            width=4,
+            num_tokens=rows * length if length > 1 else 0,
+            num_seqs=rows if length == 1 else 0,
+            num_prompts=rows,
+            images_per_request=3,
+        )
+
+        with torch.inference_mode(), LiveBytes() as measured:
+            cross = cross_metadata(tiles, spans, embeddings_per_tile=17)
+            layer(hidden, None, SimpleNamespace(cross=cross))
+
+        # Beside these there are queries and outputs, which other layers have, too.
+        other = 4 * rows * length * (4 * loaded.facts.hidden_size)
+        assert measured.peak - other <= estimated <= 1.1 * measured.peak
+    finally:
+        rig.worker.close()
+
+
+def test_a_plan_counts_what_layers_that_read_images_take(folder: Path, whole: Any) -> None:
+    facts = model_facts(str(folder))
+    text = replace(facts, vision=None)
+    settings: dict[str, Any] = {
+        "device": "gaudi2", "num_cards": 1, "width": 2, "kv_width": 2, "max_model_len": 512,
+        "max_num_seqs": 4, "max_num_batched_tokens": 128, "block_size": 128, "utilization": 0.9,
+        "graph_reserved": 0.4, "cross_images": 2, "max_prefill_batch": 1,
+    }  # fmt: skip
+
+    with_images, without = (plan_card(one, CardDemand(**settings)) for one in (facts, text))
+
+    seen = 2 * 4 * 17
+    assert with_images.activation_bytes - without.activation_bytes == (
+        # Of 4 heads, and a mask; and keys and values of 2 heads of 8.
+        128 * 4 * seen * (1 + 3 * 4) + seen * 2 * 2 * 8 * 2
+    )

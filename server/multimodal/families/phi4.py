@@ -1,0 +1,13 @@
+"""Phi-4-multimodal: an image token for each embedding, ends of rows included."""
+
+from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
+
+
+class Phi4Form(NoGrid):
+    """The template writes one image token."""
+
+    def __init__(self, files: ProcessorFiles) -> None:
+        self.mark = files.image_token
+
+    def text(self, arrays: Arrays) -> str:
+        return self.mark * int(arrays["num_img_tokens"][0])

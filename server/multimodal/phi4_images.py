@@ -1,0 +1,141 @@
+"""Preprocesses images as Phi4MultimodalImageProcessor of transformers does, which needs
+torchvision: crops of one size in rows and columns with white behind the image, and before them the
+whole of it as one tile."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from config.errors import ConfigError
+
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+MIN_SIDE = 10
+"""Pixels of the shorter side of an image that was resized."""
+_SHARPNESS = -0.75
+"""Of the cubic kernel, as torch has it."""
+
+
+class Phi4ImageProcessor:
+    """Called like the image processors of transformers, for images of Pillow."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        """`fields` of preprocessor_config.json. Raises ConfigError."""
+        size = fields.get("size") or {"height": 448, "width": 448}
+        if not isinstance(size, dict) or size.get("height") != size.get("width"):
+            raise ConfigError(f"the size of crops is {size!r}, height and width must be equal")
+        self._side = int(size["height"])
+        self._patch = int(fields.get("patch_size", 14))
+        self._most = int(fields.get("dynamic_hd", 36))
+        self._mean = np.array(fields.get("image_mean") or [0.5] * 3, np.float32)
+        self._deviation = np.array(fields.get("image_std") or [0.5] * 3, np.float32)
+
+    def __call__(self, images: Sequence[Image.Image], **options: Any) -> dict[str, Any]:
+        """Of one image: image_pixel_values (1, tiles, 3, side, side); image_attention_mask (1,
+        tiles, rows, columns), 1 for each patch that is no padding; height and width with padding;
+        and how many embeddings it has."""
+        (image,) = images
+        columns, rows = self._grid(image.width, image.height)
+        width, height = columns * self._side, rows * self._side
+        padded, mask = self._padded(image, width, height)
+        pixels = np.transpose(np.asarray(padded, np.float32), (2, 0, 1))
+        mean, deviation = (one[:, None, None] * 255 for one in (self._mean, self._deviation))
+        pixels = ((pixels - mean) / deviation).astype(np.float32)
+        whole = resized(pixels, self._side, self._side)
+        tiles = _crops(pixels, rows, columns)
+        num_patches = self._side // self._patch
+        masks = _crops(mask[None], rows, columns)[:, 0]
+        seen = mask_rows(masks[:, ::2, ::2], rows, columns)
+        half = -(-num_patches // 2)
+        count = half * (half + 1) + 1 + int(seen.sum()) + int(seen[:, 0].sum())
+        all_masks = np.concatenate([np.ones((1, num_patches, num_patches), np.float32), masks])
+        return {
+            "image_pixel_values": np.concatenate([whole[None], tiles])[None],
+            "image_sizes": np.array([[height, width]], np.int64),
+            "image_attention_mask": all_masks[None],
+            "num_img_tokens": [count],
+        }
+
+    def _grid(self, width: int, height: int) -> tuple[int, int]:
+        """Columns and rows of crops."""
+        columns, rows = math.ceil(width / self._side), math.ceil(height / self._side)
+        if columns * rows <= self._most:
+            return columns, rows
+        return closest_grid(width, height, self._side, self._most)
+
+    def _padded(self, image: Image.Image, width: int, height: int) -> tuple[Image.Image, Floats]:
+        """The image in width x height pixels without distortion, and the mask of its patches."""
+        by_width, by_height = width / image.width, height / image.height
+        if by_width < by_height:
+            size = (width, int(image.height * by_width))
+        else:
+            size = (int(image.width * by_height), height)
+        if min(size) < MIN_SIDE:
+            raise ValueError(f"its sides are too different: it would have {size[0]} x {size[1]}")
+        mask = np.ones((height // self._patch, width // self._patch), np.float32)
+        right, below = (width - size[0]) // self._patch, (height - size[1]) // self._patch
+        mask[:, mask.shape[1] - right :] = 0
+        mask[mask.shape[0] - below :] = 0
+        padded = Image.new("RGB", (width, height), (255, 255, 255))
+        padded.paste(image.resize(size, Image.Resampling.BILINEAR))
+        return padded, mask
+
+
+def closest_grid(width: int, height: int, side: int, most: int) -> tuple[int, int]:
+    """Columns and rows, at most `most` crops, whose aspect ratio is closest to the image's; of
+    several the last that the image would fill by half."""
+    # Numbers of equal products stay in the order of a set, as transformers has them.
+    grids = sorted(
+        {
+            (i, j)
+            for n in range(1, most + 1)
+            for i in range(1, n + 1)
+            for j in range(1, n + 1)
+            if 1 <= i * j <= most
+        },
+        key=lambda grid: grid[0] * grid[1],
+    )
+    best, least = (1, 1), float("inf")
+    for grid in grids:
+        difference = abs(width / height - grid[0] / grid[1])
+        fills = width * height > 0.5 * side * side * grid[0] * grid[1]
+        if difference < least or (difference == least and fills):
+            best, least = grid, difference
+    return best
+
+
+def mask_rows(masks: Floats, rows: int, columns: int) -> Floats:
+    """(crops, height, width) as they lie in the image."""
+    _, height, width = masks.shape
+    grid = np.swapaxes(masks.reshape(rows, columns, height, width), 1, 2)
+    return np.reshape(grid, (rows * height, columns * width))
+
+
+def resized(pixels: Floats, height: int, width: int) -> Floats:
+    """(channels, height, width) by cubic interpolation of torch, without smoothing."""
+    down = _taps(pixels.shape[1], height)
+    across = _taps(pixels.shape[2], width)
+    found = sum(weights[:, None] * pixels[:, places] for places, weights in zip(*down, strict=True))
+    found = sum(weights * found[:, :, places] for places, weights in zip(*across, strict=True))
+    return np.asarray(found, np.float32)
+
+
+def _taps(source: int, target: int) -> tuple[Any, Any]:
+    """The 4 places (4, target) that each new one is made of, and their weights (4, target)."""
+    centers = ((np.arange(target) + 0.5) * (source / target) - 0.5).astype(np.float32)
+    first = np.floor(centers).astype(np.int64)
+    distances = np.abs(centers - first + np.array([[1.0], [0.0], [-1.0], [-2.0]], np.float32))
+    near = ((_SHARPNESS + 2) * distances - (_SHARPNESS + 3)) * distances**2 + 1
+    far = ((_SHARPNESS * (distances - 5)) * distances + 8 * _SHARPNESS) * distances - 4 * _SHARPNESS
+    places = np.clip(first + np.arange(-1, 3)[:, None], 0, source - 1)
+    return places, np.where(distances <= 1, near, far).astype(np.float32)
+
+
+def _crops(grid: Floats, rows: int, columns: int) -> Floats:
+    """(channels, rows * height, columns * width) to (rows * columns, channels, height, width)."""
+    channels, height, width = grid.shape
+    parts = grid.reshape(channels, rows, height // rows, columns, width // columns)
+    shape = (rows * columns, channels, height // rows, width // columns)
+    return np.reshape(np.transpose(parts, (1, 3, 0, 2, 4)), shape)
