@@ -105,6 +105,13 @@ def write_random(folder: Path, architecture: str, **overrides: Any) -> Path:
     return folder
 
 
+def write_mxfp4(folder: Path) -> Path:
+    """A tiny gpt-oss with experts in MXFP4. All of them are chosen: rounding changes no choice."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_experts_per_tok": 4}
+    config = {"quantization_config": {"quant_method": "mxfp4"}}
+    return write_random(folder, "GptOssForCausalLM", **sizes, **config)
+
+
 def _tensor(spec: WeightSpec, generator: torch.Generator) -> Tensor:
     if spec.mxfp4:
         # Blocks are any bytes; a scale is a power of two, which 127 makes 1.

@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_checkpoints import FORMATS, make_quantized
+from quantized_checkpoints import FORMATS, STACKING, Integers, Vectors, make_quantized
+from random_checkpoint import write_mxfp4
 from rank_pool import RankPool, generate
 from stored_ranks import prefill_packed
 
 from hpu.distributed.process_groups import SINGLE
 from hpu.native.library import Library
 
+MOE, MXFP4 = "qwen3_moe", "mxfp4"
 NAMES = [
     "gptq",
     "gptq, desc_act",
@@ -24,10 +26,32 @@ NAMES = [
     "fp8, blocks",
     "float-quantized, channels",
 ]
-
-
-MOE = "qwen3_moe"
+OTHERS = [*(name for name in FORMATS if name not in (*NAMES, STACKING)), STACKING, MXFP4]
 EXPERTS = ["gptq", "wna16, 8 bits", "fp8, blocks"]
+OTHER_EXPERTS = ["awq", "gptq, desc_act", "wna16", "fp8", "float-quantized, channels"]
+LLAMA4 = {"num_hidden_layers": 2, "intermediate_size": 128, "intermediate_size_mlp": 256}
+
+
+def integers(names: list[str]) -> list[str]:
+    """Those whose weights stay packed on a CPU."""
+    return [name for name in names if isinstance(FORMATS.get(name), Integers | Vectors)]
+
+
+def slow(names: list[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def make_checkpoint(name: str, folder: Path) -> Path:
+    """Of a format, or of a family and a format."""
+    if name == MXFP4:
+        return write_mxfp4(folder)
+    if name == STACKING:
+        return make_quantized(FORMATS[name], folder, "llama4_text", **LLAMA4).folder
+    fields: dict[str, Any] = {"num_hidden_layers": 1}
+    family, _, form = name.rpartition(": ")
+    if family == MOE:
+        fields |= {"num_experts": 4, "moe_intermediate_size": 128}
+    return make_quantized(FORMATS[form], folder, family or "llama", **fields).folder
 
 
 @pytest.fixture(scope="module")
@@ -36,18 +60,13 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
     def make(name: str) -> str:
         if name not in made:
-            folder = tmp_path_factory.mktemp("checkpoint")
-            fields: dict[str, Any] = {"num_hidden_layers": 1}
-            family, _, form = name.rpartition(": ")
-            if family == MOE:
-                fields |= {"num_experts": 4, "moe_intermediate_size": 128}
-            made[name] = make_quantized(FORMATS[form], folder, family or "llama", **fields).folder
+            made[name] = make_checkpoint(name, tmp_path_factory.mktemp("checkpoint"))
         return str(made[name])
 
     return make
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *slow(OTHERS)])
 def test_ranks_give_the_tokens_of_one(
     name: str, make: Callable[[str], str], pool: RankPool
 ) -> None:
@@ -60,7 +79,7 @@ def test_ranks_give_the_tokens_of_one(
     torch.testing.assert_close(found[0].logits, expected.logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "f" not in name])
+@pytest.mark.parametrize("name", [*integers(NAMES), *slow(integers(OTHERS))])
 def test_ranks_multiply_by_packed_shards(
     name: str, make: Callable[[str], str], pool: RankPool
 ) -> None:
@@ -75,7 +94,7 @@ def test_ranks_multiply_by_packed_shards(
 
 
 @pytest.mark.parametrize("distributes", [False, True])
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", [*EXPERTS, *slow(OTHER_EXPERTS)])
 def test_ranks_with_quantized_experts_give_the_tokens_of_one(
     name: str,
     distributes: bool,

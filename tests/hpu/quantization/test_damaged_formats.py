@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import random_checkpoint
 import torch
 from gguf import GGMLQuantizationType
 from live import LiveServer
@@ -28,6 +27,7 @@ from quantized_checkpoints import (
     replace_tensor,
     with_first,
 )
+from random_checkpoint import write_mxfp4
 from safetensors.torch import load_file, save_file
 from tiny_gguf import family_weights, write_gguf
 from tiny_models import make_tiny
@@ -100,12 +100,6 @@ def regrouped(form: Integers | Floats | Blocks | Vectors) -> dict[str, Any] | No
     return config
 
 
-def mxfp4(folder: Path) -> Path:
-    config = {"quantization_config": {"quant_method": "mxfp4"}}
-    sizes = {"hidden_size": 64, "intermediate_size": 128}
-    return random_checkpoint.write_random(folder, "GptOssForCausalLM", **sizes, **config)
-
-
 KEYS = "model.layers.0.self_attn.k_proj.k_scale"
 
 
@@ -129,7 +123,7 @@ CASES = {
         values=STACKED, scales=f"{STACKED}_scale"
     ),
     # Its scales are powers of two in bytes, of which one is no number.
-    "mxfp4": Case(mxfp4, f"{SHARED}_blocks", f"{SHARED}_scales", unharmed=NO_FLOATS),
+    "mxfp4": Case(write_mxfp4, f"{SHARED}_blocks", f"{SHARED}_scales", unharmed=NO_FLOATS),
     # A checkpoint need not have them.
     "scales of the KV cache": Case(scaled_cache, "", KEYS, unharmed=("no scales", "no floats")),
 }

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pytest
-import random_checkpoint
 import torch
 from quantized_checkpoints import FORMATS, STACKING, make_quantized
+from random_checkpoint import write_mxfp4
 from rank_pool import RankPool
 from two_prompts import working
 
@@ -102,9 +102,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 
 def make(name: str, folder: Path) -> Path:
     if name == MXFP4:
-        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_experts_per_tok": 4}
-        config = {"quantization_config": {"quant_method": "mxfp4"}}
-        return random_checkpoint.write_random(folder, "GptOssForCausalLM", **sizes, **config)
+        return write_mxfp4(folder)
     fields: dict[str, Any] = {"num_hidden_layers": 1}
     if not name.startswith(MOE):
         return make_quantized(FORMATS[name], folder, **fields).folder
