@@ -150,9 +150,9 @@ def with_draft_buffers(
 
 
 def _plans_drafts(loaded: LoadedModel, method: SpeculationMethod) -> bool:
-    """Whether a device gets its drafts with the plans: those of the last pipeline stage, which
-    alone has the drafter, or the outputs of earlier requests."""
-    return loaded.link.stage.size > 1 and method.method != NGRAM
+    """Whether a device gets its drafts with the plans: those of the last pipeline stage, where the
+    drafter is."""
+    return method.has_drafter and loaded.link.stage.size > 1
 
 
 def make_speculations(
@@ -184,7 +184,7 @@ def make_speculations(
     search: TextSearch
     if method.method == NGRAM:
         search = NgramSearch(method)
-    elif method.method == SUFFIX and stage.is_last:
+    elif method.method == SUFFIX:
         search = SuffixSearch(
             method,
             loaded.backend,

@@ -147,3 +147,10 @@ def test_another_vocabulary_ends_the_start(folder: Path, tmp_path: Path) -> None
 
     with pytest.raises(ConfigError, match=r"has 400 tokens in its vocabulary, and .* has 320"):
         run(folder, **drafts(other))
+
+
+def test_stages_on_cards_do_not_search_outputs_of_earlier_requests(folder: Path) -> None:
+    suffix = {"speculative_config": {"method": "suffix"}, "pipeline_parallel_size": 2}
+
+    with pytest.raises(ConfigError, match=r"cached_requests is 10000 and --pipeline-parallel-size"):
+        run(folder, device="hpu-emulator", dtype="bfloat16", **suffix)

@@ -168,10 +168,10 @@ CARD: dict[str, Any] = {
 }
 
 
-EARLIER_OUTPUTS: dict[str, Any] = {
+OWN_TEXT: dict[str, Any] = {
     "method": "suffix",
     "num_speculative_tokens": 4,
-    "suffix_decoding_max_cached_requests": 20,
+    "suffix_decoding_max_cached_requests": 0,
     "suffix_decoding_max_spec_factor": 4.0,
 }
 
@@ -207,7 +207,7 @@ def test_the_last_of_two_emulated_cards_drafts_and_nothing_compiles(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "keys"),
-    [(2, NGRAM), (3, NGRAM), (2, EARLIER_OUTPUTS)],
+    [(2, NGRAM), (3, NGRAM), (2, OWN_TEXT)],
     ids=["2 ngram", "3 ngram", "2 suffix"],
 )
 def test_stages_on_emulated_cards_draft_the_same_and_compile_nothing(
