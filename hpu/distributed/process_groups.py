@@ -34,10 +34,10 @@ class ProcessGroup:
         mark_step: Callable[[], None] | None = None,
     ) -> None:
         """`ranks`: global rank of each member; `rank`: this process's index in `ranks`; `group`:
-        of torch.distributed, None for the world; `mark_step`: called before each collective, on a
-        device that compiles and collects operations into recipes. There a collective is never part
-        of a compiled function: the vendor's software keeps torch.distributed out of dynamo's graphs
-        (hccl of HabanaAI/gaudi-pytorch-bridge)."""
+        of torch.distributed, None for the world; `mark_step`: called before each collective, and
+        after those between two ranks, on a device that compiles and collects operations into
+        recipes. There a collective is never part of a compiled function: the vendor's software
+        keeps torch.distributed out of dynamo's graphs (hccl of HabanaAI/gaudi-pytorch-bridge)."""
         self._ranks = tuple(ranks)
         self._group = group
         self._mark_step = mark_step
@@ -105,16 +105,24 @@ class ProcessGroup:
 
     def send(self, tensor: Tensor, target: int) -> None:
         """Send `tensor` to rank `target` of the group, which must be another rank."""
-        self._run(dist.send, tensor, dst=self._ranks[target])
+        self._transfer(dist.send, tensor, dst=self._ranks[target])
 
     def isend(self, tensor: Tensor, target: int) -> Any:
         """As `send`, without waiting: `tensor` must not change before `wait` of the result."""
-        return self._run(dist.isend, tensor, dst=self._ranks[target])
+        return self._transfer(dist.isend, tensor, dst=self._ranks[target])
 
     def recv(self, tensor: Tensor, source: int) -> Tensor:
         """Fill `tensor` with what rank `source` of the group sends."""
-        self._run(dist.recv, tensor, src=self._ranks[source])
+        self._transfer(dist.recv, tensor, src=self._ranks[source])
         return tensor
+
+    def _transfer(self, collective: Callable[..., Any], tensor: Tensor, **options: Any) -> Any:
+        """Between two ranks. A recipe of its own: a pipeline stage sends and receives tokens beside
+        the last launch of a step alone, and what follows is the same recipe with and without."""
+        work = self._run(collective, tensor, **options)
+        if self._mark_step is not None:
+            self._mark_step()
+        return work
 
     def _run_now(self, collective: Callable[..., Any], *tensors: Any, **options: Any) -> Any:
         if self._mark_step is not None:
@@ -217,8 +225,8 @@ def group_members(tensor: int, pipeline: int, data: int) -> dict[str, list[list[
 
 
 def join(backend: str, ranks: Ranks, mark_step: Callable[[], None] | None = None) -> ProcessGroup:
-    """Meet the other ranks, over `backend` of torch.distributed; the group of all of them, which
-    calls `mark_step` before each collective. RuntimeError when they do not come in time."""
+    """Meet the other ranks, over `backend` of torch.distributed; the group of all of them, with
+    `mark_step` as in ProcessGroup. RuntimeError when they do not come in time."""
     if ranks.global_size == 1:
         return SINGLE
     store = _tcp_store(ranks) if ranks.init_method.startswith(TCP) else None

@@ -125,8 +125,13 @@ def test_stages_follow_a_grammar(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_two_emulated_cards_give_the_tokens_of_one_and_compile_nothing_after_warmup(
-    folder: str,
+@pytest.mark.parametrize(
+    ("stages", "graph_memory"),
+    [(2, 0.1), (2, 0.0), (3, 0.0)],
+    ids=["graphs", "no graphs", "3 without graphs"],
+)
+def test_emulated_cards_give_the_tokens_of_one_and_compile_nothing_after_warmup(
+    stages: int, graph_memory: float, folder: str
 ) -> None:
     prompts = [{"prompt_token_ids": list(range(20))}, {"prompt_token_ids": [40, 41]}] * 2
     sampling = [
@@ -135,7 +140,9 @@ def test_two_emulated_cards_give_the_tokens_of_one_and_compile_nothing_after_war
     sampling = [one for one in sampling for _ in range(2)]
     with LLM(folder, **CPU) as llm:
         expected = llm.generate(prompts, sampling, use_tqdm=False)
-    with LLM(folder, **CARD, execution_mode="hpu-graphs", pipeline_parallel_size=2) as llm:
+    flags = {"execution_mode": "hpu-graphs", "graph_reserved_mem": graph_memory}
+    # Strict: a recipe that is compiled while serving ends the engine.
+    with LLM(folder, **CARD, **flags, pipeline_parallel_size=stages) as llm:
         found = llm.generate(prompts, sampling, use_tqdm=False)
         compilations = llm._client.stats.compilations
 

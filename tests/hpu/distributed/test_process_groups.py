@@ -148,3 +148,26 @@ def test_experts_get_the_tokens_of_all_engines_and_each_engine_gets_its_sums(
     for rank, (gathered, sums) in enumerate(found):
         assert torch.equal(gathered, torch.cat((FIRST, SECOND)))
         assert torch.equal(sums, 10 * tensor_of(rank // 2))
+
+
+def test_a_transfer_between_two_ranks_is_a_recipe_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    for name in ("send", "isend", "recv"):
+
+        def record(tensor: Tensor, name: str = name, **options: object) -> None:
+            calls.append(name)
+
+        monkeypatch.setattr(torch.distributed, name, record)
+    group = ProcessGroup(range(2), mark_step=lambda: calls.append("mark_step"))
+
+    group.recv(FIRST, 1)
+    group.isend(FIRST, 1)
+    group.send(FIRST, 1)
+
+    assert calls == [
+        *("mark_step", "recv", "mark_step"),
+        *("mark_step", "isend", "mark_step"),
+        *("mark_step", "send", "mark_step"),
+    ]
