@@ -116,7 +116,10 @@ def test_random_requests_get_the_tokens_that_they_get_without(
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_inc"])
-def test_copies_on_a_warm_card_compile_nothing(kv_cache_dtype: str, tmp_path: Path) -> None:
+def test_copies_on_a_warm_card_compile_nothing(
+    kv_cache_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CopyRates, "fetches", True)
     folder = make_tiny("llama", tmp_path)
     card_settings: dict[str, Any] = {
         "device": "hpu-emulator",

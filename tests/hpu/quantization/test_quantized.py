@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
+from kernel_rows import MOST_PACKED
 from paged_harness import PagedHarness
 from tiny_gguf import family_weights, write_gguf
 from tiny_models import make_tiny
@@ -32,8 +33,6 @@ from hpu.quantization.registry import SCHEMES, process_weights
 OUT, SIZE = 176, 160
 KINDS = ["int8", "int4", "Q8_0"]
 FEW_AND_MANY_ROWS = [1, 2, 3, 4, 5, 33]
-MOST_PACKED = 8
-"""Rows, as hpu/native/quantized_integers.h."""
 
 
 def weight_of(kind: str) -> QuantizedWeight:
