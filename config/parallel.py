@@ -43,7 +43,7 @@ class ParallelConfig:
         check_settings(self)
         if self.mm_encoder_tp_mode == "weights":
             raise ConfigError(
-                "mm_encoder_tp_mode is weights, and the weights of vision towers are not divided "
+                "--mm-encoder-tp-mode is weights, and the weights of vision towers are not divided "
                 "among devices: data divides the images"
             )
 

@@ -2,11 +2,13 @@
 
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Row = npt.NDArray[Any]
 
@@ -19,7 +21,7 @@ class HostBlocks:
     """`pool` (slots, slot_bytes) uint8, with the checksums of what was copied there. What changes a
     slot calls `seal` behind that."""
 
-    def __init__(self, pool: Tensor) -> None:
+    def __init__(self, pool: "Tensor") -> None:
         self.pool = pool
         self.rows: Row = pool.numpy()
         """The same memory."""

@@ -25,6 +25,7 @@ from config.data_parallel import DataParallelConfig
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.loading.env import data_parallel_token
+from config.loading.whole_files import write_whole
 from config.log import setup as setup_log
 from config.server import ServerConfig
 from engine.client.launcher import (
@@ -62,7 +63,6 @@ from server.process.model_download import (
     write_progress,
 )
 from server.process.open_files import raise_limit, warn_if_low
-from server.process.whole_files import write_whole
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        ("capital of France", "The capital of France is Paris."),
+        ("capital of Japan", "The capital of Japan is Tokyo."),
         ("three fruits", "Bananas"),
         ("about the sea", "The sea is"),
         ("get_weather", '"city": ?"Oslo"'),

@@ -132,7 +132,10 @@ def has_answer(live: LiveServer) -> bool:
 
 def test_one_that_dies_too_often_ends_the_server(daemon: LiveServer) -> None:
     for number in range(2):
-        os.kill(api_servers(daemon)[-1], signal.SIGKILL)
+        killed = api_servers(daemon)[-1]
+        os.kill(killed, signal.SIGKILL)
+        # A request to the one that dies would end without an answer.
+        wait_for(lambda: killed not in api_servers(daemon))  # noqa: B023 waited for here
         wait_for(lambda: len(api_servers(daemon)) == 2)
         restarts = "gaudiserve:api_server_restarts_total"
         wait_for(lambda: metric(daemon, restarts) == number + 1)  # noqa: B023 waited for here
