@@ -29,7 +29,6 @@ from config.params.sampling import SamplingParams
 from config.params.speculation import SpeculationConfig
 from engine.core.engine_core import EngineCore
 from engine.executors.inproc import InprocExecutor
-from engine.kv_cache.copy_rates import CopyRates
 from engine.kv_cache.prefix_hashes import block_hashes
 from engine.transport.messages import AddRequest
 from hpu.offload.block_copies import StagedCopies
@@ -95,10 +94,7 @@ def mixed(core: EngineCore, count: int) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("place", ["memory", "files"])
-def test_random_requests_get_the_tokens_that_they_get_without(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(CopyRates, "fetches", True)
+def test_random_requests_get_the_tokens_that_they_get_without(place: str, tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path / "model")
     # In files nearly all blocks: host memory has room for a few.
     few = {"kv_offloading_size": 0.0004, "kv_offloading_dir": str(tmp_path / "kv")}
@@ -116,10 +112,7 @@ def test_random_requests_get_the_tokens_that_they_get_without(
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_inc"])
-def test_copies_on_a_warm_card_compile_nothing(
-    kv_cache_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(CopyRates, "fetches", True)
+def test_copies_on_a_warm_card_compile_nothing(kv_cache_dtype: str, tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path)
     card_settings: dict[str, Any] = {
         "device": "hpu-emulator",
@@ -193,12 +186,6 @@ def staged(offload: BlockOffload) -> list[Row]:
     return [one for one in used if one.any()]
 
 
-@pytest.fixture
-def reads_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of so small a model are computed sooner than their files are read."""
-    monkeypatch.setattr(CopyRates, "fetches", True)
-
-
 def files(parent: Path) -> list[Path]:
     return sorted(parent.glob("kv-*/*/*/*.kv"))
 
@@ -207,7 +194,6 @@ def in_files(parent: Path, **settings: Any) -> OffloadConfig:
     return OffloadConfig(kv_offloading_size=0.01, kv_offloading_dir=str(parent), **settings)
 
 
-@pytest.mark.usefixtures("reads_files")
 def test_a_restart_finds_the_blocks_in_files(tmp_path: Path) -> None:
     folder, parent = make_tiny("llama", tmp_path / "model"), tmp_path / "kv"
     with engine(folder, in_files(parent)) as core:
@@ -225,7 +211,6 @@ def test_a_restart_finds_the_blocks_in_files(tmp_path: Path) -> None:
     assert counts["fetched"] >= 6 and counts["corrupt"] == counts["missing"] == 0
 
 
-@pytest.mark.usefixtures("reads_files")
 def test_a_flipped_byte_in_a_file_is_found_and_the_block_computed_again(tmp_path: Path) -> None:
     folder, parent = make_tiny("llama", tmp_path / "model"), tmp_path / "kv"
     with engine(folder, in_files(parent)) as core:
@@ -278,7 +263,6 @@ def test_a_flipped_byte_in_host_memory_is_found_and_the_block_computed_again(
     assert "1 KV blocks in host memory have a wrong checksum" in caplog.text
 
 
-@pytest.mark.usefixtures("reads_files")
 def test_another_model_in_the_same_folder_finds_nothing(tmp_path: Path) -> None:
     parent = tmp_path / "kv"
     with engine(make_tiny("llama", tmp_path / "a"), in_files(parent)) as core:
@@ -294,7 +278,6 @@ def test_another_model_in_the_same_folder_finds_nothing(tmp_path: Path) -> None:
     assert len(old) == len(new) == 1 and old != new
 
 
-@pytest.mark.usefixtures("reads_files")
 def test_files_that_are_not_kept_are_gone_when_the_engine_stops_and_sleeps(tmp_path: Path) -> None:
     folder, parent = make_tiny("llama", tmp_path / "model"), tmp_path / "kv"
     offload = in_files(parent, kv_offloading_delete_files=True)
