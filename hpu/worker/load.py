@@ -51,7 +51,7 @@ from hpu.quantization.base import ModelPatcher
 from hpu.quantization.kv_cache import KVCacheFormat
 from hpu.quantization.registry import process_weights, select_patcher, select_quantization
 from hpu.runner.kv_cache import reads_contiguously
-from hpu.worker.weight_offload import weights_in_host_memory
+from hpu.worker.weight_offload import WeightsInHostMemory, weights_in_host_memory
 
 logger = logging.getLogger(__name__)
 
@@ -202,6 +202,17 @@ class LoadedModel:
         return BucketTable.make(self.bucket_config, limits)
 
 
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What is loaded of a model, before its adapters."""
+
+    model: CausalLM | PoolingModel
+    weight_bytes: int
+    kv_cache_format: KVCacheFormat | None = None
+    tower: Tower | None = None
+    weight_ring: WeightRing | None = None
+
+
 def load(
     config: EngineConfig,
     facts: ModelConfig,
@@ -218,7 +229,6 @@ def load(
     if pooler is None:
         facts = served_facts(facts, backend, is_native=is_built_in)
     stage = link.stage
-    expert_group = groups.expert if config.parallel.enable_expert_parallel else SINGLE
     dtype = served_dtype(config, facts, pooler, backend, groups, stage)
     max_model_len = choose_context(config, facts, pooler)
     _log_model(config, facts, pooler, backend, dtype, max_model_len)
@@ -238,131 +248,189 @@ def load(
         )
         on_device = num_weights * width - weights.freed_bytes
         check_memory(facts, backend, max_model_len, on_device)
-    is_dummy = config.load_format == DUMMY
-    if is_dummy:
+    if config.load_format == DUMMY:
         logger.warning(
             "Weights: random, no files are read (--load-format dummy); the output means nothing"
         )
-
-    def report(done: int, total: int) -> None:
-        on_progress(WarmupProgress("load", done, total))
-
+    loading = _Loading(
+        config,
+        facts,
+        backend,
+        dtype,
+        max_model_len,
+        groups,
+        stage,
+        offloaded,
+        lambda done, total: on_progress(WarmupProgress("load", done, total)),
+    )
     block_size = config.cache.block_size or backend.default_block_size
-    model: CausalLM | PoolingModel
-    kv_cache_format = tower = ring = None
     if pooler is None:
+        parts = loading.decoder(patcher, weights)
+    else:
+        parts = loading.pooling_model(pooler)
+        block_size = config.cache.block_size or min(block_size, MAX_POOLING_STEP)
+    lora = loading.adapters(parts.model) if config.lora.enable_lora else None
+    load_s = time.perf_counter() - start
+    logger.info("Weights: %.2f GiB in %.1f s", parts.weight_bytes / GIB, load_s)
+    loaded = LoadedModel(
+        config=config,
+        backend=backend,
+        facts=facts,
+        pooler=pooler,
+        model=parts.model,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        weight_bytes=parts.weight_bytes,
+        load_s=load_s,
+        groups=groups,
+        link=link,
+        patcher=patcher,
+        kv_cache_format=parts.kv_cache_format,
+        lora=lora,
+        tower=parts.tower,
+        weight_ring=parts.weight_ring,
+    )
+    if loaded.has_states:
+        _log_states(config)
+    return loaded
+
+
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    """What models of both kinds are loaded with."""
+
+    config: EngineConfig
+    facts: ModelConfig
+    backend: Backend
+    dtype: torch.dtype
+    max_model_len: int
+    groups: ProcessGroups
+    stage: Stage
+    offloaded: OffloadedWeights | None
+    report: Callable[[int, int], None]
+
+    @property
+    def expert_group(self) -> ProcessGroup:
+        return self.groups.expert if self.config.parallel.enable_expert_parallel else SINGLE
+
+    def decoder(self, patcher: ModelPatcher | None, weights: WeightsInHostMemory) -> _Parts:
+        """A model that generates, and its tower."""
+        config, backend = self.config, self.backend
         # A compressor patches the caches itself.
         kv_cache_dtype = config.cache.kv_cache_dtype if patcher is None else AUTO
-        kv_cache_format = backend.kv_cache_format(kv_cache_dtype, dtype)
+        kv_cache_format = backend.kv_cache_format(kv_cache_dtype, self.dtype)
         backend.begin_load(patcher)
-        decoder = _build_decoder(
-            config,
-            facts,
-            backend,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            group=groups.tensor,
-            expert_group=expert_group,
-            stage=stage,
-            place_layer=weights.place_layer,
-        )
+        decoder = self._empty_decoder(weights.place_layer)
         if kv_cache_format is not None:
             decoder.use_kv_cache_format(kv_cache_format)
-        if stage.is_last and not stage.is_first and config.speculation.reads_embedding:
+        if self.stage.is_last and not self.stage.is_first and config.speculation.reads_embedding:
             decoder.keep_embedding()
-        tower = build_tower(facts, dtype=dtype, device=backend.device, stage=stage)
-        loadable = (decoder,) if tower is None else (decoder, tower)
-        if offloaded is not None:
-            restore(offloaded, loadable)
-        elif is_dummy:
-            fill_dummy(loadable, on_progress=report)
-        else:
-            load_weights(
-                decoder,
-                config.model,
-                on_progress=report,
-                group=groups.tensor,
-                expert_group=expert_group,
-                is_stage=stage.size > 1,
-            )
-            if tower is not None:
-                load_weights(tower, config.model, on_progress=report)
-        weight_bytes = process_weights(decoder, chosen_quantization(config.quantization, facts))
+        tower = build_tower(self.facts, dtype=self.dtype, device=backend.device, stage=self.stage)
+        self._fill(decoder, tower)
+        weight_bytes = process_weights(
+            decoder, chosen_quantization(config.quantization, self.facts)
+        )
         weight_bytes += _num_bytes(decoder)
         tower_bytes = 0 if tower is None else _num_bytes(tower)
         if tower is not None:
             logger.info("Images: the vision tower has %.2f GiB of weights", tower_bytes / GIB)
             backend.prepare_tower(tower)
             _log_image_adapter(config)
-        if config.lora.enable_lora:
-            keep_adapted_experts(config.lora, facts, decoder, config.download_dir)
+        self._keep_adapted_experts(decoder)
         ring = weights.make_ring(decoder)
         if ring is not None:
             weight_bytes += ring.device_bytes - ring.host_bytes
         prepared = backend.prepare(decoder, patcher)
         if patcher is not None:
             weight_bytes = _num_bytes(decoder)
-        weight_bytes += tower_bytes
         assert isinstance(prepared, CausalLM), "a decoder stays a decoder"
-        model = prepared
-        if reads_contiguously(config, backend, has_states=bool(model.state_specs())):
-            model.read_contiguously()
-    else:
+        if reads_contiguously(config, backend, has_states=bool(prepared.state_specs())):
+            prepared.read_contiguously()
+        return _Parts(prepared, weight_bytes + tower_bytes, kv_cache_format, tower, ring)
+
+    def pooling_model(self, pooler: PoolerConfig) -> _Parts:
+        """A model that does not generate."""
         model = load_pooling_model(
-            facts,
+            self.facts,
             pooler,
-            dtype=dtype,
-            device=backend.device,
-            max_model_len=max_model_len,
-            on_progress=report,
-            offloaded=offloaded,
-            is_dummy=is_dummy,
-            group=groups.tensor,
+            dtype=self.dtype,
+            device=self.backend.device,
+            max_model_len=self.max_model_len,
+            on_progress=self.report,
+            offloaded=self.offloaded,
+            is_dummy=self.config.load_format == DUMMY,
+            group=self.groups.tensor,
         )
         weight_bytes = sum(map(_num_bytes, model.modules))
-        if config.lora.enable_lora:
-            keep_adapted_experts(config.lora, facts, model.body, config.download_dir)
-        prepared = backend.prepare(model.body)
+        self._keep_adapted_experts(model.body)
+        prepared = self.backend.prepare(model.body)
         assert prepared is model.body, "no back end replaces a pooling model"
-        block_size = config.cache.block_size or min(block_size, MAX_POOLING_STEP)
-    lora = None
-    if config.lora.enable_lora:
-        body = model.body if isinstance(model, PoolingModel) else model
+        return _Parts(model, weight_bytes)
+
+    def adapters(self, model: CausalLM | PoolingModel) -> LoRAManager:
+        """Of the loaded model, with the slots of adapters warmed up."""
         lora = LoRAManager(
-            config.lora,
-            facts,
-            body,
-            backend,
-            dtype,
-            group=groups.tensor,
-            expert_group=expert_group,
-            download_dir=config.download_dir,
+            self.config.lora,
+            self.facts,
+            model.body if isinstance(model, PoolingModel) else model,
+            self.backend,
+            self.dtype,
+            group=self.groups.tensor,
+            expert_group=self.expert_group,
+            download_dir=self.config.download_dir,
         )
         lora.warm_up()
-    load_s = time.perf_counter() - start
-    logger.info("Weights: %.2f GiB in %.1f s", weight_bytes / GIB, load_s)
-    loaded = LoadedModel(
-        config=config,
-        backend=backend,
-        facts=facts,
-        pooler=pooler,
-        model=model,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        block_size=block_size,
-        weight_bytes=weight_bytes,
-        load_s=load_s,
-        groups=groups,
-        link=link,
-        patcher=patcher,
-        kv_cache_format=kv_cache_format,
-        lora=lora,
-        tower=tower,
-        weight_ring=ring,
-    )
-    if loaded.has_states:
-        _log_states(config)
-    return loaded
+        return lora
+
+    def _empty_decoder(self, place_layer: PlaceLayer | None) -> LoadableModel:
+        build: Callable[..., LoadableModel] = partial(
+            build_model, stage=self.stage, place_layer=place_layer
+        )
+        if not is_native(self.facts, self.config.model_impl):
+            has_files = self.config.load_format != DUMMY
+            build = partial(build_transformers_model, has_files=has_files)
+        quantization = select_quantization(
+            self.config,
+            self.facts,
+            self.dtype,
+            self.backend.device,
+            lambda weight: self.backend.linear_method(weight, self.dtype),
+            lambda experts: self.backend.moe_method(experts, self.dtype),
+        )
+        return build(
+            self.facts,
+            dtype=self.dtype,
+            device=self.backend.device,
+            max_model_len=self.max_model_len,
+            quantization=quantization,
+            group=self.groups.tensor,
+            expert_group=self.expert_group,
+        )
+
+    def _fill(self, decoder: LoadableModel, tower: Tower | None) -> None:
+        """From host memory, with random weights, or from the checkpoint."""
+        loadable = (decoder,) if tower is None else (decoder, tower)
+        if self.offloaded is not None:
+            restore(self.offloaded, loadable)
+            return
+        if self.config.load_format == DUMMY:
+            fill_dummy(loadable, on_progress=self.report)
+            return
+        load_weights(
+            decoder,
+            self.config.model,
+            on_progress=self.report,
+            group=self.groups.tensor,
+            expert_group=self.expert_group,
+            is_stage=self.stage.size > 1,
+        )
+        if tower is not None:
+            load_weights(tower, self.config.model, on_progress=self.report)
+
+    def _keep_adapted_experts(self, body: nn.Module) -> None:
+        if self.config.lora.enable_lora:
+            keep_adapted_experts(self.config.lora, self.facts, body, self.config.download_dir)
 
 
 def _log_image_adapter(config: EngineConfig) -> None:
@@ -392,41 +460,6 @@ def served_dtype(
     is_quantized = quantization is not None and facts.quantization is None and pooler is None
     configured = "bfloat16" if is_quantized else config.dtype
     return choose_dtype(configured, facts, backend, is_plain=pooler is None and is_whole)
-
-
-def _build_decoder(
-    config: EngineConfig,
-    facts: ModelConfig,
-    backend: Backend,
-    *,
-    dtype: torch.dtype,
-    max_model_len: int,
-    group: ProcessGroup,
-    expert_group: ProcessGroup,
-    stage: Stage,
-    place_layer: PlaceLayer | None,
-) -> LoadableModel:
-    """With empty weights."""
-    build: Callable[..., LoadableModel] = partial(build_model, stage=stage, place_layer=place_layer)
-    if not is_native(facts, config.model_impl):
-        build = partial(build_transformers_model, has_files=config.load_format != DUMMY)
-    quantization = select_quantization(
-        config,
-        facts,
-        dtype,
-        backend.device,
-        lambda weight: backend.linear_method(weight, dtype),
-        lambda experts: backend.moe_method(experts, dtype),
-    )
-    return build(
-        facts,
-        dtype=dtype,
-        device=backend.device,
-        max_model_len=max_model_len,
-        quantization=quantization,
-        group=group,
-        expert_group=expert_group,
-    )
 
 
 def _num_weights_here(

@@ -61,11 +61,13 @@ def engine(
         executor.close()
 
 
-def ask(core: EngineCore, key: int, tokens: list[int], salt: str = "") -> tuple[list[int], int]:
+def ask(
+    core: EngineCore, key: int, tokens: list[int], salt: str = "", max_tokens: int = 6
+) -> tuple[list[int], int]:
     """(tokens, prompt tokens that were found) of a greedy request that runs alone."""
     ledger, prompt = Ledger(), raw(tokens)
     ledger.open(key)
-    sampling = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     core.add_request(
         AddRequest(key, prompt, sampling, cache_salt=salt),
         block_hashes(prompt, BLOCK_SIZE, salt),

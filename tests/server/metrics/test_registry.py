@@ -152,6 +152,10 @@ async def test_a_finished_request_is_counted_once_a_sequence() -> None:
 
 
 async def test_the_engines_numbers_are_its_latest() -> None:
+    per_position = (
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="demo",'
+        'position="{}"'
+    )
     async with in_memory() as rig:
         rig.client.stats = EngineStats(
             running=3,
@@ -166,6 +170,13 @@ async def test_the_engines_numbers_are_its_latest() -> None:
             recompilations=4,
             cpu_fallbacks=6,
             recipes={"hit": 8, "miss": 2},
+            spec_decode={
+                "num_drafts": 4,
+                "num_draft_tokens": 12,
+                "num_accepted_tokens": 5,
+                "accepted.0": 3,
+                "accepted.1": 2,
+            },
         )
         rig.state.metrics.observe_stats(
             0, EngineStats(step_tokens=[5, 600], step_seconds=[(0, 0.5), (1, 0.004), (1, 0.004)])
@@ -190,6 +201,11 @@ async def test_the_engines_numbers_are_its_latest() -> None:
             'hpu_recipe_cache_lookups_total{engine="0",model_name="demo",result="hit"': 8,
             'hpu_step_seconds_count{engine="0",model_name="demo",phase="decode"': 2,
             'hpu_step_seconds_sum{engine="0",model_name="demo",phase="prefill"': 0.5,
+            "vllm:spec_decode_num_drafts_total": 4,
+            "vllm:spec_decode_num_draft_tokens_total": 12,
+            "vllm:spec_decode_num_accepted_tokens_total": 5,
+            per_position.format(0): 3,
+            per_position.format(1): 2,
         }.items():
             assert await rig.metric(name) == pytest.approx(value), name
 
