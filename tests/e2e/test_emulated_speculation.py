@@ -104,13 +104,13 @@ def test_the_card_gives_the_tokens_of_the_cpu_and_compiles_nothing(
     method: str, mode: str, tmp_path: Path
 ) -> None:
     folder = make_tiny("llama", tmp_path, num_hidden_layers=1)
-    expected, _ = run(folder, 80, device="cpu")
+    expected, _ = run(folder, 36, device="cpu")
 
     card = {**CARD, "speculative_config": METHODS[method]}
-    found, after = run(folder, 80, execution_mode=mode, **card)
+    found, after = run(folder, 36, execution_mode=mode, **card)
 
     assert found == expected
-    assert after.spec_decode["num_accepted_tokens"] > 50
+    assert after.spec_decode["num_accepted_tokens"] > 40
     while_serving = [name for name in after.compilations if not name.endswith(".warmup")]
     assert after.compilations and while_serving == []
     assert (after.recompilations, after.cpu_fallbacks) == (0, 0)
@@ -163,7 +163,7 @@ def test_drafts_behind_which_a_grammar_holds_are_accepted(
         SamplingParams(
             temperature=0, frequency_penalty=0.1, max_tokens=64, structured_outputs=pairs
         ),
-    ] * 3
+    ] * 2
     prompts = [[number, 9 + number, number] for number in range(len(params))]
     flags = {**SHAPE, "skip_tokenizer_init": False}
     with LLM(str(folder), device="cpu", **flags) as llm:
