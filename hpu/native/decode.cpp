@@ -60,15 +60,15 @@ void file_group(const Model& m, const Layer& layer, const Step& s, int64_t row, 
 // Token embeddings, the start of the residual stream.
 void embed(const Model& m, const Step& s) {
   if (s.embeddings) {
-#pragma omp for
+#pragma omp for nowait
     for (int64_t r = 0; r < s.rows; ++r)
       std::memcpy(s.total + r * m.hidden, s.embeddings + r * m.hidden, m.hidden * sizeof(bf16));
-    return;
+    return wait_for_all();
   }
   if (m.group) {
     const Lanes by = set1(m.embedding_multiplier);
     float* own = slot_of(*m.group, m.group->rank);
-#pragma omp for
+#pragma omp for nowait
     for (int64_t r = 0; r < s.rows; ++r) {
       const int64_t token = s.tokens[r] - m.first_token;
       const bool is_own = token >= 0 && token < m.num_tokens;
@@ -76,10 +76,11 @@ void embed(const Model& m, const Step& s) {
         store(own + r * m.hidden + i,
               is_own ? mul(load(m.embedding + token * m.hidden + i), by) : zero());
     }
+    wait_for_all();
     return sum_over_ranks(*m.group, s.rows * m.hidden,
                           [&](int64_t i, Lanes sum) { store(s.total + i, sum); });
   }
-#pragma omp for
+#pragma omp for nowait
   for (int64_t r = 0; r < s.rows; ++r) {
     const bf16* from = m.embedding + s.tokens[r] * m.hidden;
     bf16* to = s.total + r * m.hidden;
@@ -89,12 +90,14 @@ void embed(const Model& m, const Step& s) {
       for (int64_t i = 0; i < m.hidden; i += 16)
         store(to + i, mul(load(from + i), set1(m.embedding_multiplier)));
   }
+  wait_for_all();
 }
 
 void norm_rows(const Model& m, const Step& s, const bf16* weight) {
-#pragma omp for
+#pragma omp for nowait
   for (int64_t r = 0; r < s.rows; ++r)
     rms_norm(s.total + r * m.hidden, weight, s.hidden + r * m.hidden, m.hidden, m.eps);
+  wait_for_all();
 }
 
 // The first low-rank products of x, if the launch has adapters and the product takes any. They are
@@ -112,7 +115,7 @@ void project(const Model& m, const Layer& layer, const Step& s, bf16* heads) {
   end.low = adapted(s, layer.low_qkv, s.hidden, m.hidden, low);
   multiply(layer.qkv, s.hidden, s.rows, end);
   expect(layer.out, false);
-#pragma omp barrier
+  wait_for_all();
 }
 
 void add_sums_of_ranks(const Model& m, const Step& s) {
@@ -131,7 +134,7 @@ void add_product(const Model& m, const Step& s, const Product& by, const bf16* x
   end.low = adapted(s, low_rank, x, by.width, low);
   multiply(by, x, s.rows, end);
   if (next) expect(*next, gated);
-#pragma omp barrier
+  wait_for_all();
   if (m.group) add_sums_of_ranks(m, s);
 }
 
@@ -145,22 +148,23 @@ void add(const Model& m, const Layer& layer, const Step& s, const bf16* attended
     mix_routed(*layer.mixture, s.hidden, s.rows, g, inside);
     if (m.group) {
       float* own = slot_of(*m.group, m.group->rank);
-#pragma omp for
+#pragma omp for nowait
       for (int64_t i = 0; i < s.rows * m.hidden; i += 16) store(own + i, load(g.sums + i));
+      wait_for_all();
       return add_sums_of_ranks(m, s);
     }
     const Lanes alpha = set1(m.multiplier);
-#pragma omp for
+#pragma omp for nowait
     for (int64_t i = 0; i < s.rows * m.hidden; i += 16)
       store(s.total + i, fmadd(alpha, load(g.sums + i), load(s.total + i)));
-    return;
+    return wait_for_all();
   }
   LowSums low;
   End end{inside, nullptr, 0, true};
   end.low = adapted(s, layer.low_gate_up, s.hidden, m.hidden, low);
   multiply(layer.gate_up, s.hidden, s.rows, end);
   expect(layer.down, false);
-#pragma omp barrier
+  wait_for_all();
   const bool is_last = &layer + 1 == m.layers + m.num_layers;
   add_product(m, s, layer.down, inside, is_last ? nullptr : &(&layer + 1)->qkv, false,
               layer.low_down);
@@ -209,21 +213,24 @@ void decode_in(const Model& m, Step s, int64_t threads) {
   s.total = stream.room<bf16>(s.rows * m.hidden);
   bf16* wide = first.room<bf16>(s.rows * heads);
   bf16* inside = second.room<bf16>(s.rows * std::max(query, m.inner));
+  Barrier barrier;
 #pragma omp parallel num_threads(threads)
   {
+    own_barrier = &barrier;
     embed(m, s);
     for (int64_t l = 0; l < m.num_layers; ++l) {
       const Layer& layer = m.layers[l];
       project(m, layer, s, wide);
       if (chained) {
-#pragma omp for
+#pragma omp for nowait
         for (int64_t i = 0; i < s.rows * m.kv_heads; ++i)
           file_group<Format>(m, layer, s, i / m.kv_heads, i % m.kv_heads,
                              wide + i / m.kv_heads * heads);
+        wait_for_all();
       }
       begin_scores();
       std::vector<Tile> tiles;
-#pragma omp for schedule(dynamic, at_once)
+#pragma omp for schedule(dynamic, at_once) nowait
       for (int64_t i = 0; i < s.rows * m.kv_heads; ++i) {
         const int64_t row = i / m.kv_heads, kv = i % m.kv_heads;
         bf16* mine = wide + row * heads;
@@ -232,6 +239,7 @@ void decode_in(const Model& m, Step s, int64_t threads) {
         attend<Format>(m, layer, tiles, mine + kv * group, inside + row * query + kv * group);
       }
       end_scores();
+      wait_for_all();
       add(m, layer, s, inside, inside, g);
     }
     norm_rows(m, s, m.norm);
@@ -250,15 +258,18 @@ void prompt_in(const Model& m, Step s, const Prompts& prompts, int64_t threads) 
   bf16* wide = first.room<bf16>(s.rows * heads);
   bf16* inside = second.room<bf16>(s.rows * std::max(query, m.inner));
   Scratch& laid = third;
+  Barrier barrier;
 #pragma omp parallel num_threads(threads)
   {
+    own_barrier = &barrier;
     embed(m, s);
     for (int64_t l = 0; l < m.num_layers; ++l) {
       const Layer& layer = m.layers[l];
       project(m, layer, s, wide);
-#pragma omp for
+#pragma omp for nowait
       for (int64_t i = 0; i < s.rows * m.kv_heads; ++i)
         file_group<Format>(m, layer, s, i / m.kv_heads, i % m.kv_heads, wide + i / m.kv_heads * heads);
+      wait_for_all();
       attend_prompts<Format>(m, layer, s, prompts, wide, inside, laid);
       add(m, layer, s, inside, inside, g);
     }
@@ -352,10 +363,12 @@ void mix_experts(const Experts* experts, const Choice* choice, bf16* out, int64_
   Groups& g = groups;
   g.sort(*experts, *choice);
   const int64_t size = choice->rows * experts->hidden;
+  Barrier barrier;
 #pragma omp parallel num_threads(threads)
   {
+    own_barrier = &barrier;
     mix(*experts, *choice, g);
-#pragma omp barrier
+    wait_for_all();
 #pragma omp for
     for (int64_t i = 0; i < size; i += 16) store(out + i, load(g.sums + i));
   }

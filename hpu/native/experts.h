@@ -189,15 +189,16 @@ void multiply_chosen(const Experts& e, const Groups& g, const Stacked& stacked, 
 void mix(const Experts& e, const Choice& c, const Groups& g) {
 #pragma omp for nowait
   for (int64_t r = 0; r < c.rows; ++r) std::fill_n(g.sums + r * e.hidden, e.hidden, 0.0f);
-#pragma omp for
+#pragma omp for nowait
   for (int64_t i = 0; i < g.starts[e.count]; ++i)
     std::memcpy(g.gathered + i * e.hidden, c.x + g.tokens[i] * e.hidden, e.hidden * sizeof(bf16));
+  wait_for_all();
   multiply_chosen(e, g, e.gate_up, 2 * e.inner, e.hidden, true, g.gathered, [&](int64_t begin) {
     End end{g.inside + begin * e.inner, nullptr, 0, true};
     end.swiglu = e.swiglu;
     return end;
   });
-#pragma omp barrier
+  wait_for_all();
   // A thread has the same outputs of every expert, so no two add to the same number.
   multiply_chosen(e, g, e.down, e.hidden, e.inner, false, g.inside, [&](int64_t begin) {
     End end;
@@ -210,27 +211,28 @@ void mix(const Experts& e, const Choice& c, const Groups& g) {
 // threads of a parallel region. `inside`: room for (rows, inner size of the shared expert).
 void mix_routed(const Mixture& m, const bf16* x, int64_t rows, Groups& g, bf16* inside) {
   const int64_t hidden = m.experts.hidden;
-#pragma omp single
-  g.make_room(rows, m.top_k);
-#pragma omp for
+  if (omp_get_thread_num() == 0) g.make_room(rows, m.top_k);
+  wait_for_all();
+#pragma omp for nowait
   for (int64_t r = 0; r < rows; ++r) {
     const bf16* token = x + r * hidden;
     route(m, token, g.ids + r * m.top_k, g.weights + r * m.top_k);
     g.rows[r] = r;
     g.shared[r] = m.shared_gate ? sigmoid(product_of(m.shared_gate, token, hidden)) : 1;
   }
+  wait_for_all();
   const Choice choice{rows, m.top_k, g.ids, g.weights, x};
-#pragma omp single
-  g.sort(m.experts, choice);
+  if (omp_get_thread_num() == 0) g.sort(m.experts, choice);
+  wait_for_all();
   mix(m.experts, choice, g);
   if (m.shared_down.outputs) {
     multiply(m.shared_gate_up, x, rows, End{inside, nullptr, 0, true});
-#pragma omp barrier
+    wait_for_all();
     End end;
     end.mixed = g.sums, end.tokens = g.rows, end.shares = g.shared;
     multiply(m.shared_down, inside, rows, end);
   }
-#pragma omp barrier
+  wait_for_all();
 }
 
 }  // namespace

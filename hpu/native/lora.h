@@ -5,6 +5,7 @@
 
 #include <omp.h>
 
+#include "barrier.h"
 #include "numbers.h"
 
 extern "C" {
@@ -128,9 +129,10 @@ inline const Input* low_sums(const LowRank& by, const AdapterRows& rows, int64_t
       low_chunk(by, rows, x, inputs, i / by.count, i % by.count, own);
     return own;
   }
-#pragma omp for
+#pragma omp for nowait
   for (int64_t i = 0; i < items; ++i)
     low_chunk(by, rows, x, inputs, i / by.count, i % by.count, shared);
+  wait_for_all();
   return shared;
 }
 

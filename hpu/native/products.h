@@ -11,6 +11,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "barrier.h"
 #include "lora.h"
 #include "numbers.h"
 

@@ -276,7 +276,7 @@ void attend_prompts(const Model& m, const Layer& layer, const Step& s, const Pro
     // Enough work for one key head per thread, whose panels then stay in its core's cache.
     thread_local Scratch own;
     const Laid laid{span, own.room<bf16>(each)};
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic) nowait
     for (int64_t i = 0; i < of.batch * m.kv_heads; ++i) {
       const int64_t prompt = i / m.kv_heads, kv = i % m.kv_heads;
       lay_out<Format>(m, layer, s, of, prompt, kv, 0, tokens_of(of, prompt), laid);
@@ -284,25 +284,27 @@ void attend_prompts(const Model& m, const Layer& layer, const Step& s, const Pro
         attend_block(m, layer, of, laid, prompt, kv * group + j / blocks, j % blocks * QUERIES,
                      heads, out);
     }
-    return;
+    return wait_for_all();
   }
-  bf16* all = nullptr;
-#pragma omp single copyprivate(all)
-  all = kept.room<bf16>(each * of.batch * m.kv_heads);
-#pragma omp for
+  if (omp_get_thread_num() == 0) kept.room<bf16>(each * of.batch * m.kv_heads);
+  wait_for_all();
+  bf16* all = kept.room<bf16>(each * of.batch * m.kv_heads);
+#pragma omp for nowait
   for (int64_t i = 0; i < of.batch * m.kv_heads * parts; ++i) {
     const int64_t at = i / parts, prompt = at / m.kv_heads, begin = i % parts * PART;
     const int64_t end = std::min<int64_t>(begin + PART, tokens_of(of, prompt));
     lay_out<Format>(m, layer, s, of, prompt, at % m.kv_heads, begin, end, {span, all + at * each});
   }
+  wait_for_all();
   // Longest first, for balance: the last pieces of work are short.
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic) nowait
   for (int64_t i = 0; i < of.batch * m.heads * blocks; ++i) {
     const int64_t head = i % m.heads, prompt = i / m.heads % of.batch;
     const int64_t block = blocks - 1 - i / m.heads / of.batch;
     const Laid laid{span, all + (prompt * m.kv_heads + head / group) * each};
     attend_block(m, layer, of, laid, prompt, head, block * QUERIES, heads, out);
   }
+  wait_for_all();
 }
 
 }  // namespace

@@ -77,16 +77,17 @@ inline void meet(Group& g) {
 // order on all ranks. Called by all threads of a parallel region, after a barrier.
 template <typename Take>
 void sum_over_ranks(Group& g, int64_t count, Take take) {
-#pragma omp single
-  meet(g);
-#pragma omp for
+  if (omp_get_thread_num() == 0) meet(g);
+  wait_for_all();
+#pragma omp for nowait
   for (int64_t i = 0; i < count; i += 16) {
     Lanes sum = load(slot_of(g, 0) + i);
     for (int64_t rank = 1; rank < g.size; ++rank) sum = add(sum, load(slot_of(g, rank) + i));
     take(i, sum);
   }
-#pragma omp single
-  ++g.meetings;
+  wait_for_all();
+  if (omp_get_thread_num() == 0) ++g.meetings;
+  wait_for_all();
 }
 
 }  // namespace
