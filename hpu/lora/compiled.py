@@ -11,8 +11,9 @@ from hpu.layers.linear import LinearBase
 class CompiledAdapters(Protocol):
     """The slots of a compiled model."""
 
-    def pack(self, staged: Sequence[Tensor]) -> Any:
-        """What GroupedSlots.stage gives, as `set` takes it: made on the thread that reads it."""
+    def pack(self, staged: Mapping[str, Sequence[Tensor]]) -> Mapping[str, Any]:
+        """What GroupedSlots.stage gives of an adapter, by the names of products, as `set` takes it:
+        made on the thread that reads it."""
         ...
 
     def set(self, slot: int, packed: Mapping[str, Any], *, is_whole: bool) -> None:

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,7 +54,7 @@ class Staged(NamedTuple):
 
     layers: dict[str, list[Tensor]]
     """By the path of the layer: as Slots.set takes them."""
-    packed: dict[str, Any]
+    packed: Mapping[str, Any]
     """By the name of a compiled model's product: as CompiledAdapters.set takes them."""
 
 
@@ -238,14 +238,12 @@ class LoRAManager:
             for path, weights in by_layer.items()
             if path in self.slots
         }
-        packed = {}
+        packed: Mapping[str, Any] = {}
         if self._compiled is not None:
             names = self._compiled_names
-            packed = {
-                names[path]: self._compiled.pack(staged)
-                for path, staged in layers.items()
-                if path in names
-            }
+            packed = self._compiled.pack(
+                {names[path]: staged for path, staged in layers.items() if path in names}
+            )
         return Staged(layers, packed)
 
     def _wrap(self, model: nn.Module, facts: ModelConfig) -> None:

@@ -2,22 +2,37 @@
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hpu.native.panels import PANEL
+from hpu.native.pages import LINE_BYTES, HugePages
+from hpu.native.panels import PANEL, TILE_INPUTS
 
-CHUNK_ROWS = 4
-"""Rows of one adapter that are multiplied at once, as `AdapterRows` in hpu/native/lora.h."""
+CHUNK_ROWS, CHUNK_ROWS_OF_TILES = 4, 16
+"""Rows of one adapter that are multiplied at once, without and with tiles."""
+BLOCK_ROWS, TILE_ROWS = 32, 16
+"""Rows that a product in tiles multiplies at once, and those of a tile."""
+OVERREAD = 1024
+"""Bytes behind the last matrix that a tile may read."""
+RANKS = 8
+"""Ranks are rounded up to a multiple."""
 PRODUCTS = ("qkv", "out", "gate_up", "down")
 MAX_OUTPUTS = 3
 
-Packed = list[tuple[Tensor, Tensor] | None]
-"""Of each output of a product (rank, in) and panels of (out, rank), the rank rounded up to PANEL;
-None: the adapter has no weights for it."""
 
+class LowRankPair(NamedTuple):
+    """The matrices of an output, in the layout of hpu/native/lora.h."""
+
+    a: Tensor
+    b: Tensor
+    rank: int
+
+
+Packed = Sequence[LowRankPair | None]
+"""Of each output of a product; None: the adapter has no weights for it."""
 
 Slots = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
@@ -42,7 +57,7 @@ class AdapterRows(ctypes.Structure):
     """As `AdapterRows` there."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("slots", "order", "starts")),
+        *((name, ctypes.c_void_p) for name in ("slots", "order", "starts", "places", "tiles")),
         *((name, ctypes.c_int64) for name in ("chunks", "max_rank")),
     )
 
@@ -71,18 +86,37 @@ class ProductSlots:
             part = self._parts[slot * self._count + output]
             part.a, part.b, part.rank = None, None, 0
             if pair is not None:
-                part.a, part.b, part.rank = pair[0].data_ptr(), pair[1].data_ptr(), len(pair[0])
+                part.a, part.b, part.rank = pair.a.data_ptr(), pair.b.data_ptr(), pair.rank
 
 
-def pack(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """`a` (rank, in) and `b` (out, rank), bfloat16, as Packed has them."""
-    rank = -(-a.shape[0] // PANEL) * PANEL
-    rows = a.new_zeros((rank, a.shape[1]))
+def pack(a: Tensor, b: Tensor) -> LowRankPair:
+    """Of `a` (rank, in) and `b` (out, rank), bfloat16."""
+    rank, size = -(-len(a) // RANKS) * RANKS, a.shape[1]
+    rows = a.new_zeros((rank, size))
     rows[: len(a)] = a
     columns = b.new_zeros((b.shape[0], rank))
     columns[:, : b.shape[1]] = b
-    panels = columns.view(-1, PANEL, rank // 2, 2).permute(0, 2, 1, 3).contiguous()
-    return rows, panels
+    steps = [rows[:, k : k + TILE_INPUTS].reshape(-1) for k in range(0, size, TILE_INPUTS)]
+    panels = columns.view(-1, PANEL, rank // 2, 2).permute(0, 2, 1, 3)
+    return LowRankPair(torch.cat(steps), panels.contiguous(), rank)
+
+
+def _together(products: Mapping[str, Packed]) -> dict[str, Packed]:
+    """Copies of the matrices behind each other in huge pages, those of a product adjacent."""
+    pairs = [pair for packed in products.values() for pair in packed if pair is not None]
+    pages = HugePages(sum(one.nbytes + LINE_BYTES for pair in pairs for one in pair[:2]) + OVERREAD)
+
+    def moved(one: Tensor) -> Tensor:
+        return pages.allocate(one.shape, one.dtype).copy_(one)
+
+    found: dict[str, Packed] = {}
+    for name, packed in products.items():
+        firsts = [None if pair is None else moved(pair.a) for pair in packed]
+        found[name] = [
+            None if pair is None or a is None else LowRankPair(a, moved(pair.b), pair.rank)
+            for a, pair in zip(firsts, packed, strict=True)
+        ]
+    return found
 
 
 def can_pack(output_sizes: Sequence[int]) -> bool:
@@ -94,22 +128,34 @@ class NativeAdapters:
     """The slots of all products of a compiled decoder."""
 
     def __init__(
-        self, products: Mapping[str, Sequence[int]], max_loras: int, max_rank: int
+        self,
+        products: Mapping[str, Sequence[int]],
+        max_loras: int,
+        max_rank: int,
+        *,
+        has_tiles: bool,
     ) -> None:
         """`products`: the sizes of the outputs of each, by a name."""
+        self._chunk_rows = CHUNK_ROWS_OF_TILES if has_tiles else CHUNK_ROWS
         self.slots = {name: ProductSlots(sizes, max_loras) for name, sizes in products.items()}
         self._max_rank = -(-max_rank // PANEL) * PANEL
         self._foreign: set[int] = set()
         """Slots of adapters with weights that the library does not multiply."""
-        self._last: tuple[bytes, int, tuple[AdapterRows, object] | None] = (b"", 0, None)
+        self._last: tuple[bytes, int, tuple[AdapterRows, tuple[Slots, ...]] | None] = (b"", 0, None)
         """Slots and length of the last launch, and its rows: those of most decodes are the same."""
 
-    def pack(self, staged: Sequence[Tensor]) -> Packed:
-        """Of what GroupedSlots holds of an adapter: `a` and `b` of each output, empty for none."""
-        pairs = zip(staged[::2], staged[1::2], strict=True)
-        return [
-            pack(a.to(torch.bfloat16), b.to(torch.bfloat16)) if len(a) else None for a, b in pairs
-        ]
+    def pack(self, staged: Mapping[str, Sequence[Tensor]]) -> Mapping[str, Packed]:
+        """Of what GroupedSlots holds of an adapter for each product: `a` and `b` of each output,
+        empty for none."""
+        return _together(
+            {
+                name: [
+                    pack(a.to(torch.bfloat16), b.to(torch.bfloat16)) if len(a) else None
+                    for a, b in zip(matrices[::2], matrices[1::2], strict=True)
+                ]
+                for name, matrices in staged.items()
+            }
+        )
 
     def set(self, slot: int, packed: Mapping[str, Packed], *, is_whole: bool) -> None:
         """Put an adapter into `slot`. `is_whole`: the products have all of its weights."""
@@ -121,7 +167,7 @@ class NativeAdapters:
         """Whether the library multiplies all weights of the adapters in `slots` (B)."""
         return not self._foreign or self._foreign.isdisjoint(slots.tolist())
 
-    def rows(self, slots: Tensor, length: int) -> "tuple[AdapterRows, object] | None":
+    def rows(self, slots: Tensor, length: int) -> "tuple[AdapterRows, tuple[Slots, ...]] | None":
         """The rows of a launch of `length` tokens of each of `slots` (B), and what they refer to;
         None if none has an adapter."""
         by_row = slots.numpy()
@@ -130,23 +176,34 @@ class NativeAdapters:
             self._last = (key, length, self._rows(by_row, length))
         return self._last[2]
 
-    def _rows(self, by_row: Slots, length: int) -> "tuple[AdapterRows, object] | None":
+    def _rows(self, by_row: Slots, length: int) -> "tuple[AdapterRows, tuple[Slots, ...]] | None":
         if (by_row < 0).all():
             return None
         if length > 1:
             by_row = np.repeat(by_row, length)
         by_row = np.ascontiguousarray(by_row, np.int64)
-        order = np.argsort(by_row, kind="stable")
-        order = order[np.count_nonzero(by_row < 0) :]
-        sorted_slots = by_row[order]
-        firsts = np.flatnonzero(np.diff(sorted_slots, prepend=-1))
-        ends = np.append(firsts[1:], len(order))
-        starts = [
-            start
-            for first, end in zip(firsts.tolist(), ends.tolist(), strict=True)
-            for start in range(first, end, CHUNK_ROWS)
-        ]
-        starts_array = np.array([*starts, len(order)], np.int64)
-        kept = (by_row, np.ascontiguousarray(order, np.int64), starts_array)
+        blocks = np.arange(len(by_row)) // BLOCK_ROWS
+        order = np.lexsort((by_row, blocks))
+        order = order[by_row[order] >= 0]
+        blocks = blocks[order]
+        in_block = _since_change(blocks)
+        in_group = _since_change(blocks * (by_row.max() + 1) + by_row[order])
+        begins = (in_group % self._chunk_rows == 0) | (in_block % TILE_ROWS == 0)
+        starts = np.flatnonzero(begins)
+        places = np.zeros(len(by_row), np.int64)
+        places[order] = np.arange(len(order))
+        tiles = blocks * 2 + in_block // TILE_ROWS
+        num_tiles = 2 * -(-len(by_row) // BLOCK_ROWS)
+        columns = (
+            *(by_row, order, np.append(starts, len(order)), places),
+            np.searchsorted(tiles[starts], np.arange(num_tiles + 1)),
+        )
+        kept = tuple(np.ascontiguousarray(column, np.int64) for column in columns)
         addresses = (array.ctypes.data for array in kept)
         return AdapterRows(*addresses, len(starts), self._max_rank), kept
+
+
+def _since_change(values: Slots) -> Slots:
+    """How many places each value is behind the first of those equal to it, which are adjacent."""
+    firsts = np.flatnonzero(np.diff(values, prepend=-1))
+    return np.arange(len(values)) - np.repeat(firsts, np.diff(firsts, append=len(values)))

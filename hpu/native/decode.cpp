@@ -5,6 +5,7 @@
 // Activations in memory are bfloat16, as on the torch path; sums are float32.
 
 #include "attend.h"
+#include "lora_tiles.h"
 #include "prompt.h"
 
 namespace {
@@ -104,7 +105,7 @@ void norm_rows(const Model& m, const Step& s, const bf16* weight) {
 // read until the product's barrier.
 const LowSums* adapted(const Step& s, const LowRank* by, const bf16* x, int64_t inputs, LowSums& low) {
   if (!s.adapters || !by) return nullptr;
-  low = {by, s.adapters, low_sums(*by, *s.adapters, s.rows, x, inputs, s.low)};
+  low = low_sums(*by, *s.adapters, x, inputs, s.low);
   return &low;
 }
 

@@ -189,7 +189,9 @@ class CompiledDecoder(CausalLM):
         """The slots of adapters, which launches read from now on. Once, before caches are bound."""
         products = self.adapter_products()
         sizes = {name: linear.output_sizes for linear, name in products.items()}
-        self._adapters = NativeAdapters(sizes, max_loras, max_rank)
+        self._adapters = NativeAdapters(
+            sizes, max_loras, max_rank, has_tiles=self._library.has_tiles
+        )
         return self._adapters
 
     def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:

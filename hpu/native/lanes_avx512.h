@@ -113,13 +113,46 @@ inline void store_pairs(bf16* to, const bf16* first, const bf16* second) {
   _mm512_storeu_si512(to, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
 }
 
+// Transposes 16 x 16 words.
+inline void transpose(__m512i* v) {
+  __m512i t[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    v[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    v[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    v[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    v[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    t[j] = _mm512_shuffle_i32x4(v[j], v[4 + j], 0x88);
+    t[4 + j] = _mm512_shuffle_i32x4(v[j], v[4 + j], 0xdd);
+    t[8 + j] = _mm512_shuffle_i32x4(v[8 + j], v[12 + j], 0x88);
+    t[12 + j] = _mm512_shuffle_i32x4(v[8 + j], v[12 + j], 0xdd);
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    v[j] = _mm512_shuffle_i32x4(t[j], t[8 + j], 0x88);
+    v[4 + j] = _mm512_shuffle_i32x4(t[4 + j], t[12 + j], 0x88);
+    v[8 + j] = _mm512_shuffle_i32x4(t[j], t[8 + j], 0xdd);
+    v[12 + j] = _mm512_shuffle_i32x4(t[4 + j], t[12 + j], 0xdd);
+  }
+}
+
 inline void store_transposed(bf16* to, const bf16* const* rows, int64_t size) {
-  const __m512i low = _mm512_loadu_si512(rows), high = _mm512_loadu_si512(rows + 8);
-  for (int64_t d = 0; d < size; d += 2) {
-    const __m512i by = _mm512_set1_epi64(d * sizeof(bf16));
-    const __m256i a = _mm512_i64gather_epi32(_mm512_add_epi64(low, by), nullptr, 1);
-    const __m256i b = _mm512_i64gather_epi32(_mm512_add_epi64(high, by), nullptr, 1);
-    _mm512_storeu_si512(to + d * 16, _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1));
+  for (int64_t d = 0; d < size; d += 32) {
+    const int64_t pairs = std::min<int64_t>((size - d + 1) / 2, 16);
+    const __mmask16 mask = (1 << pairs) - 1;
+    __m512i words[16];
+#pragma GCC unroll 16
+    for (int r = 0; r < 16; ++r) words[r] = _mm512_maskz_loadu_epi32(mask, rows[r] + d);
+    transpose(words);
+    for (int i = 0; i < pairs; ++i) _mm512_storeu_si512(to + d * 16 + i * 32, words[i]);
   }
 }
 

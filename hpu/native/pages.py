@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 MAP_BYTES = 64 << 20
+PAGE_BYTES = 2 << 20
 LINE_BYTES = 64
 """Of a cache line."""
 
@@ -17,7 +18,9 @@ LINE_BYTES = 64
 class HugePages:
     """Allocates tensors from large maps. A map is unmapped with the last tensor in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, map_bytes: int = MAP_BYTES) -> None:
+        """`map_bytes`: of a map, at least."""
+        self._map_bytes = map_bytes
         self._free = torch.empty(0, dtype=torch.uint8)
         """The unused rest of the newest map."""
 
@@ -26,12 +29,14 @@ class HugePages:
         size = math.prod(shape) * dtype.itemsize
         padded_size = -(-size // LINE_BYTES) * LINE_BYTES
         if padded_size > len(self._free):
-            self._free = _map(max(padded_size, MAP_BYTES))
+            self._free = _map(max(padded_size, self._map_bytes))
         tensor, self._free = self._free[:size], self._free[padded_size:]
         return tensor.view(dtype).view(*shape)
 
 
 def _map(size: int) -> Tensor:
+    # The kernel aligns maps to huge pages that are a whole number of them.
+    size = -(-size // PAGE_BYTES) * PAGE_BYTES
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # the kernel may have no huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)

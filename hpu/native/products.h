@@ -414,15 +414,29 @@ inline void ask_for_tile(const bf16* from) {
     _mm_prefetch((const char*)(from + i * TILE_INPUTS), _MM_HINT_T0);
 }
 
-// Up to 16 rows times 4 panels. `next`: address of the panels after them.
+// Loads the sums of panels side by side of up to 16 rows, and of 16 more rows or 2 more panels.
+inline void load_sums(const float* from, bool both) {
+  _tile_loadd(0, from, 64);
+  _tile_loadd(1, from + 256, 64);
+  if (!both) return;
+  _tile_loadd(2, from + 512, 64);
+  _tile_loadd(3, from + 768, 64);
+}
+
+// Up to 16 rows times 4 panels. `next`: address of the panels after them. `begin`: what is added to the
+// sums, or none.
 template <typename Finish>
 void tiles_by_four(const bf16* a, int64_t stride, const bf16* w, int64_t panel, int64_t far,
-                   int64_t steps, const bf16* next, Unfinished<Finish>& before) {
+                   int64_t steps, const bf16* next, const float* begin, Unfinished<Finish>& before) {
   const int each = (32 + steps - 1) / steps;
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+  if (begin) {
+    load_sums(begin, true);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
   for (int64_t k = 0; k < steps; ++k) {
     const bf16 *at = w + k * 512, *later = k + 1 < steps ? at + 512 : next;
     _tile_loadd(4, a + k * 32, stride);
@@ -500,10 +514,7 @@ void tiles_by_two(const bf16* a, int64_t stride, int count, const bf16* w, int64
     _tile_zero(2);
     _tile_zero(3);
   } else {
-    _tile_loadd(0, partial, 64);
-    _tile_loadd(1, partial + 256, 64);
-    if (count > 16) _tile_loadd(2, partial + 512, 64);
-    if (count > 16) _tile_loadd(3, partial + 768, 64);
+    load_sums(partial, count > 16);
   }
   for (int64_t k = 0; k < steps; ++k) {
     const bf16* at = w + k * 512;
@@ -519,10 +530,88 @@ void tiles_by_two(const bf16* a, int64_t stride, int count, const bf16* w, int64
 // MOST_STEPS, whose rows stay in the L1 cache. A larger one gains nothing from that.
 constexpr int64_t MOST_SMALL = 48, MOST_STEPS = 20;
 
-// This many panels stay in the L2 cache while all rows are multiplied.
+// Tiles of low-rank products: 0 and 1 hold sums of `rows` rows, 4 first products with `ranks` ranks,
+// and 6 and 7 as many ranks of a panel.
+void configure_low(int rows, int ranks) {
+  TileConfig config;
+  for (int t : {0, 1}) config.bytes[t] = 64, config.rows[t] = rows;
+  config.bytes[4] = ranks * sizeof(bf16), config.rows[4] = rows;
+  for (int t : {6, 7}) config.bytes[t] = 64, config.rows[t] = ranks / 2;
+  asm volatile("" ::"r"(&config) : "memory");
+  _tile_loadconfig(&config);
+}
+
+// The second low-rank products of up to 32 rows from `row` and the panels `begin` to `stop`, as the sums
+// that tiles of at most `most` panels begin with. Changes the configuration of the tiles.
+void low_begins(const LowSums& low, const Product& by, const End& end, int64_t row, int count,
+                int64_t begin, int64_t stop, int most, float* sums) {
+  constexpr int64_t AHEAD_BYTES = 2048;
+  const int64_t half = by.outputs / PANEL / 2;
+  const AdapterRows& rows = *low.rows;
+  const auto place = [&](int64_t r) { return (r - row) / 16 * 512 + (r - row) % 16 * 16; };
+  // Calls use(first panel, how many at once, how many of these in the first half, their sums).
+  const auto for_each = [&](auto use) {
+    float* to = sums;
+    for (int64_t p = begin; p < stop; to += 1024) {
+      const auto [wide, step] = width_of(stop - p, end, most);
+      use(p, wide, step, to);
+      p += step;
+    }
+  };
+  for (int64_t r = row; r < row + count; ++r)
+    if (rows.slots[r] < 0)
+      for_each([&](int64_t, int wide, int, float* to) {
+        for (int q = 0; q < wide; ++q) store(to + q * 256 + place(r), zero());
+      });
+  int configured = 0;
+  alignas(64) float found[4][256];
+  for (int64_t c = rows.tiles[row / 16]; c < rows.tiles[row / 16 + 2]; ++c) {
+    const int64_t at = rows.starts[c], own = rows.starts[c + 1] - at;
+    const LowRankPart* parts = low.by->parts + rows.slots[rows.order[at]] * low.by->count;
+    int64_t places[16];
+    for (int64_t r = 0; r < own; ++r) places[r] = place(rows.order[at + r]);
+    for_each([&](int64_t first, int wide, int near, float* to) {
+      for (int q = 0; q < wide; ++q) {
+        int64_t panel = q < near ? first + q : half + first + q - near;
+        const int64_t output = low.output_of(panel);
+        const LowRankPart& part = parts[output];
+        const int ranks = part.rank % 32 == 0 ? 32 : part.rank % 16 == 0 ? 16 : 8;
+        if (configured != own * 64 + ranks) configure_low(own, ranks), configured = own * 64 + ranks;
+        const bf16* b = part.b + panel * part.rank * PANEL;
+        const Input* t = low.of(at, output);
+        const int64_t stride = LOW_OUTPUTS * rows.max_rank * sizeof(Input);
+        for (int64_t k = 0; k < part.rank; k += 2)
+          _mm_prefetch((const char*)(b + k * PANEL) + AHEAD_BYTES, _MM_HINT_T0);
+        if (q % 2 == 0) {
+          _tile_zero(0);
+          for (int64_t k = 0; k < part.rank; k += ranks) {
+            _tile_loadd(4, t + k, stride);
+            _tile_loadd(6, b + k * PANEL, 64);
+            _tile_dpbf16ps(0, 4, 6);
+          }
+          _tile_stored(0, found[q], 64);
+        } else {
+          _tile_zero(1);
+          for (int64_t k = 0; k < part.rank; k += ranks) {
+            _tile_loadd(4, t + k, stride);
+            _tile_loadd(7, b + k * PANEL, 64);
+            _tile_dpbf16ps(1, 4, 7);
+          }
+          _tile_stored(1, found[q], 64);
+        }
+      }
+      for (int q = 0; q < wide; ++q)
+        for (int64_t r = 0; r < own; ++r) store(to + q * 256 + places[r], load(found[q] + r * 16));
+    });
+  }
+  // The tile-load intrinsic does not tell the compiler which memory it reads.
+  asm volatile("" ::"r"(sums) : "memory");
+}
+
+// This many panels stay in the L2 cache while all rows are multiplied. `low`: of adapters, or none.
 template <typename Finish>
 void multiply_tiles(const Product& by, const Panels& from, const bf16* x, int64_t rows,
-                    const End& end, Range range) {
+                    const End& end, Range range, const LowSums* low) {
   const int64_t panel = by.inputs * PANEL, steps = by.inputs / TILE_INPUTS;
   const int64_t stride = by.inputs * sizeof(bf16);
   const int64_t bytes = panel * sizeof(bf16) * (end.gated ? 2 : 1);
@@ -530,7 +619,8 @@ void multiply_tiles(const Product& by, const Panels& from, const bf16* x, int64_
   const bool small = steps <= MOST_SMALL;
   const int64_t blocks = small && rows > 32 ? (steps + MOST_STEPS - 1) / MOST_STEPS : 1;
   thread_local Scratch kept;
-  float* partial = blocks > 1 ? kept.room<float>(most * (end.gated ? 2 : 1) * 32 * PANEL) : nullptr;
+  float* partial =
+      blocks > 1 || low ? kept.room<float>(most * (end.gated ? 2 : 1) * 32 * PANEL) : nullptr;
   Unfinished<Finish> before{&by, &end};
   int shape = 0;
   for (int64_t begin = range.first; begin < range.last; begin += most) {
@@ -538,19 +628,22 @@ void multiply_tiles(const Product& by, const Panels& from, const bf16* x, int64_
     for (int64_t row = 0; row < rows; row += 32) {
       const int count = std::min<int64_t>(rows - row, 32);
       const int r0 = std::min(count, 16), r1 = count > 16 ? count - 16 : r0;
+      const int most_wide = count <= 16 && blocks == 1 ? 4 : 2;
+      if (low) low_begins(*low, by, end, row, count, begin, stop, most_wide, partial), shape = 0;
       if (shape != r0 * 32 + r1) configure(r0, r1), shape = r0 * 32 + r1;
       const auto by_two = row == 0 || !small ? tiles_by_two<true, Finish> : tiles_by_two<false, Finish>;
       for (int64_t b = 0; b < blocks; ++b) {
         const int64_t k = steps * b / blocks, size = steps * (b + 1) / blocks - k;
-        const bool begins = b == 0, ends = b + 1 == blocks;
+        const bool begins = b == 0 && !low, ends = b + 1 == blocks;
         float* sums = partial;
         for (int64_t p = begin; p < stop;) {
-          const auto [wide, step] = width_of(stop - p, end, count <= 16 && blocks == 1 ? 4 : 2);
+          const auto [wide, step] = width_of(stop - p, end, most_wide);
           const int64_t far = end.gated ? from.partner : wide / 2 * panel;
           const bf16* a = x + row * by.inputs + k * TILE_INPUTS;
           const bf16* w = from.first + (p - range.first) * panel + k * 512;
           const bf16* next = w + step * panel;
-          if (wide == 4) tiles_by_four(a, stride, w, panel, far, size, next, before);
+          const float* low_sums = low ? sums : nullptr;
+          if (wide == 4) tiles_by_four(a, stride, w, panel, far, size, next, low_sums, before);
           else by_two(a, stride, count, w, far, size, wide, next, sums, begins, ends, before);
           if (ends) {
             before.row = row, before.panel = p, before.wide = wide, before.count = count;
@@ -567,12 +660,16 @@ void multiply_tiles(const Product& by, const Panels& from, const bf16* x, int64_
 
 void multiply_tiles(const Product& by, const Panels& from, const bf16* x, int64_t rows,
                     const End& end, Range range) {
-  const bool bare = !by.bias && !by.scales && !end.low && !end.best && !end.exact && !end.mixed;
+  // Sums that are scaled are finished before those of adapters are added.
+  const LowSums* low = by.scales || !std::is_same_v<Input, bf16> ? nullptr : end.low;
+  End own = end;
+  if (low) own.low = nullptr;
+  const bool bare = !by.bias && !by.scales && !own.low && !end.best && !end.exact && !end.mixed;
   const auto kernel = !bare || end.swiglu.limit ? multiply_tiles<AnyEnd>
                       : end.gated               ? multiply_tiles<GatedEnd>
                       : end.total               ? multiply_tiles<AddedEnd>
                                                 : multiply_tiles<StoredEnd>;
-  kernel(by, from, x, rows, end, range);
+  kernel(by, from, x, rows, own, range, low);
 }
 #endif
 

@@ -1,5 +1,6 @@
 """Low-rank products in the library: a decoder with adapters, against merged weights."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from adapters import LINEAR, merge, write_adapter
 from tiny_models import make_tiny
 
 from gaudiserve import LLM, LoRARequest, RequestOutput, SamplingParams
+from hpu.native.adapters import NativeAdapters
 from hpu.native.decoder import CompiledDecoder
 
 SETTINGS: dict[str, Any] = {
@@ -40,7 +42,7 @@ def test_the_compiled_decoder_adds_adapters_in_bfloat16(
     experts = {"num_experts_per_tok": 4} if family == "mixtral" else {}
     base = make_tiny(family, tmp_path / "base", head_dim=32, **experts)
     targets = LINEAR if family != "mixtral" else LINEAR[:4]
-    one = write_adapter(tmp_path / "one", base, targets=targets, seed=1)
+    one = write_adapter(tmp_path / "one", base, targets=targets, rank=32, alpha=24.0, seed=1)
     two = write_adapter(tmp_path / "two", base, targets=targets[:3], rank=24, seed=2)
     expected = {}
     for name, adapter in (("one", one), ("two", two)):
@@ -59,7 +61,7 @@ def test_the_compiled_decoder_adds_adapters_in_bfloat16(
         str(base),
         enable_lora=True,
         max_loras=2,
-        max_lora_rank=24,
+        max_lora_rank=32,
         lora_modules=[f"one={one}", f"two={two}"],
         **SETTINGS,
     ) as llm:
@@ -81,3 +83,26 @@ def test_the_compiled_decoder_adds_adapters_in_bfloat16(
         torch.testing.assert_close(ours[1], plain[index], atol=0.25, rtol=0.02)
         torch.testing.assert_close(ours[2], expected["two"][index], atol=0.25, rtol=0.02)
         assert (ours[0] - ours[1]).abs().max() > 0.5
+
+
+@pytest.mark.parametrize("has_tiles", [False, True])
+def test_rows_are_grouped_by_adapter_within_blocks(has_tiles: bool) -> None:
+    adapters = NativeAdapters({}, max_loras=4, max_rank=8, has_tiles=has_tiles)
+    # Of the first 32 rows 20 have an adapter, of the second all have the same one.
+    slots = torch.tensor([-1, 2, 0, 3, -1, 3, 3, 3] * 4 + [1] * 32 + [-1, 0, 1])
+    found = adapters.rows(slots, 1)
+    assert found is not None
+    by_row, order, starts, places, tiles = (column.tolist() for column in found[1])
+    assert by_row == slots.tolist()
+    assert sorted(order) == [row for row, slot in enumerate(by_row) if slot >= 0]
+    assert [places[row] for row in order] == list(range(len(order)))
+    assert starts[0] == 0 and starts[-1] == len(order)
+    for begin, end in itertools.pairwise(starts):
+        assert len({by_row[row] for row in order[begin:end]}) == 1
+        assert end - begin <= (16 if has_tiles else 4)
+    # Two tiles of at most 16 rows for each block of 32.
+    assert len(tiles) == 2 * 3 + 1 and tiles[-1] == len(starts) - 1
+    for tile, (begin, end) in enumerate(itertools.pairwise(tiles)):
+        rows = order[starts[begin] : starts[end]]
+        assert len(rows) <= 16 and {row // 32 for row in rows} <= {tile // 2}
+    assert adapters.rows(torch.tensor([-1, -1]), 1) is None
