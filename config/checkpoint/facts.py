@@ -13,6 +13,7 @@ from config.checkpoint.hub import download_files, is_hub_id
 from config.checkpoint.resolve import no_such_model
 from config.checkpoint.safetensors_files import folder_shapes
 from config.checkpoint.shapes import check_shapes, model_shapes
+from config.checkpoint.weight_maps.text_part import UNLOADED
 from config.errors import ConfigError
 from config.model.model_config import ModelConfig, check_limits
 from config.model.read_config import read_model_config
@@ -48,7 +49,8 @@ def model_facts(
     if path.is_dir() and any(path.glob("*.safetensors")):
         shapes = folder_shapes(path)
         own = model_shapes(facts, shapes)
-        count, total = (sum(map(math.prod, one.values())) for one in (own, shapes))
+        loaded = {name: one for name, one in shapes.items() if not name.startswith(UNLOADED)}
+        count, total = (sum(map(math.prod, one.values())) for one in (own, loaded))
         if facts.vision is not None:
             facts = replace(facts, num_tower_parameters=total - count)
         # Of quantized weights the files hold other tensors than are counted.

@@ -14,7 +14,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
 from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
-from config.checkpoint.weight_maps.text_part import OUTSIDE
+from config.checkpoint.weight_maps.text_part import OUTSIDE, UNLOADED
 from config.errors import ConfigError
 from config.model.json_fields import read_json
 from config.model.model_config import ModelConfig
@@ -34,13 +34,6 @@ LANGUAGE_MODELS = (
 )
 """What the parts of a model are called that are not built here. The second ones are those of
 language models which their towers are parts of."""
-
-UNUSED = (
-    "model.embed_tokens_extend.audio_embed",
-    "model.embed_tokens_extend.image_embed.img_processor.head",
-    "model.embed_tokens_extend.image_embed.img_processor.post_layernorm",
-)
-"""Further parts that make no embeddings of images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +179,7 @@ def _drop_language_model(whole: Any) -> None:
             if parent is not None and isinstance(getattr(parent, name, None), nn.Module):
                 setattr(parent, name, None)
     modules = dict(whole.named_modules())
-    for path in UNUSED:
+    for path in UNLOADED:
         parent, _, name = path.rpartition(".")
         if path in modules:
             setattr(modules[parent], name, None)

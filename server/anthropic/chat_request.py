@@ -6,10 +6,10 @@ from typing import Any
 from config.errors import UserError
 from server.anthropic.schema import CountBody, MessagesBody
 from server.http.body_bounds import MAX_PARTS
-from server.openai.schema.chat import ChatBody, Message
+from server.openai.schema.chat import AUDIO_PARTS, ChatBody, Message
 
 _SHOWN = 40
-_MEDIA = ("image", "document", "container_upload", "video", "audio", "file")
+_MEDIA = ("image", "document", "container_upload", "video", "file")
 _SEPARATOR = "\n"
 """Separates consecutive messages of one role, which are joined."""
 _ROLES = ("user", "assistant", "system")
@@ -244,6 +244,8 @@ def _image(block: Any, where: str) -> Part:
 
 def _text(block: Any, where: str) -> Part:
     kind = block["type"]
+    if kind in AUDIO_PARTS:
+        raise _bad(f"{where} has type {kind!r}, audio is not supported")
     if kind in _MEDIA:
         raise _bad(f"{where} has type {kind!r}, this model takes text only")
     if kind != "text":

@@ -15,6 +15,13 @@ _PREFIXES = {
 }
 """Of the tensors of the text model -> those in a checkpoint of a text model."""
 
+UNLOADED = (
+    "model.embed_tokens_extend.audio_embed",
+    "model.embed_tokens_extend.image_embed.img_processor.head",
+    "model.embed_tokens_extend.image_embed.img_processor.post_layernorm",
+)
+"""Modules that make neither text nor embeddings of images."""
+
 
 def text_part_name(name: str) -> str:
     """The name in a checkpoint of the text model alone; with OUTSIDE before it if it is none of

@@ -15,7 +15,7 @@ PREFIXES = {
     "reasoning": "rs",
 }
 ROLES = ("user", "system", "developer", "assistant")
-_MEDIA = ("input_image", "input_file", "input_audio")
+_MEDIA = ("input_image", "input_file")
 _SHOWN = 40
 
 

@@ -33,7 +33,9 @@ Message = dict[str, Any]
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Text part types, and the key of the text."""
-MEDIA_PARTS = (*KINDS, "input_audio", "audio_url", "file")
+MEDIA_PARTS = (*KINDS, "file")
+AUDIO_PARTS = ("input_audio", "audio_url", "audio")
+"""Part types that no model takes."""
 _NAMES_SHOWN = 40
 
 _MESSAGE = record(
@@ -293,6 +295,8 @@ def part_text(
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
         raise UserError(f"{where} must be an object with a type, such as {example!r}", param=param)
+    if kind in AUDIO_PARTS:
+        raise UserError(f"{where} has type {kind!r}, audio is not supported", param=param)
     if kind in media:
         taken = " and ".join(["text", *(NOUNS[one] for one in kinds)])
         raise UserError(f"{where} has type {kind!r}, this model takes {taken} only", param=param)

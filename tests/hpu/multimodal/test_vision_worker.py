@@ -136,7 +136,7 @@ def test_two_ranks_have_a_tower_each(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "phi4_multimodal"])
-def test_a_plan_without_files_counts_the_tower_that_a_worker_loads(
+def test_a_plan_counts_the_tower_that_a_worker_loads_with_and_without_files(
     name: str, tmp_path: Path
 ) -> None:
     model = Model(name, tmp_path / "model")
@@ -155,3 +155,4 @@ def test_a_plan_without_files_counts_the_tower_that_a_worker_loads(
     )
 
     assert facts.num_tower_parameters == count > 0
+    assert model_facts(str(model.folder)).num_tower_parameters == count

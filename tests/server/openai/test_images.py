@@ -204,7 +204,7 @@ async def test_an_image_that_does_not_fit_the_context_is_told_in_tokens(rig: Rig
         ({"type": "image_url", "image_url": 5}, "no image_url with a url"),
         (part(detail="x"), "detail 'x', it must be one of auto, low, high"),
         (part(uuid=5), "a uuid that is no string"),
-        ({"type": "input_audio"}, "takes text and images and videos only"),
+        ({"type": "file"}, "takes text and images and videos only"),
     ],
 )
 async def test_a_wrong_image_is_refused_and_the_reason_told(
@@ -217,6 +217,32 @@ async def test_a_wrong_image_is_refused_and_the_reason_told(
     assert why in error["message"]
     assert error["message"].startswith("messages[0].content[1]")
     assert error["param"] == "messages"
+    assert not rig.client.queues
+
+
+AUDIO = base64.b64encode(b"RIFF").decode()
+
+
+@pytest.mark.parametrize(
+    "audio",
+    [
+        {"type": "input_audio", "input_audio": {"data": AUDIO, "format": "wav"}},
+        {"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{AUDIO}"}},
+        {"type": "audio", "audio": AUDIO},
+    ],
+)
+async def test_audio_is_refused_beside_an_image_in_all_apis(
+    audio: dict[str, Any], rig: Rig
+) -> None:
+    content = [{"type": "text", "text": "what is said?"}, audio]
+    messages = [{"role": "user", "content": content}]
+    chatted = await chat(rig, part(), *content)
+    answered = await rig.post("/v1/responses", {"input": messages})
+    messaged = await rig.post("/v1/messages", {"messages": messages, "max_tokens": 8})
+
+    for answer in (chatted, answered, messaged):
+        assert answer.status_code == 400
+        assert f"has type '{audio['type']}', audio is not supported" in answer.text
     assert not rig.client.queues
 
 
