@@ -351,7 +351,8 @@ def _environment(given: Mapping[str, str]) -> dict[str, str]:
 def _report(channel: socket.socket, kind: bytes, data: bytes = b"") -> None:
     # The parent may have closed the channel.
     with contextlib.suppress(OSError):
-        channel.sendall(_FRAME.pack(kind, len(data)) + data)
+        channel.sendall(_FRAME.pack(kind, len(data)))
+        channel.sendall(data)
 
 
 def _receive_frame(channel: socket.socket) -> tuple[bytes, bytes]:
@@ -360,10 +361,11 @@ def _receive_frame(channel: socket.socket) -> tuple[bytes, bytes]:
 
 
 def _receive(channel: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        piece = channel.recv(min(size - len(data), 1 << 20))
+    pieces = []
+    while size:
+        piece = channel.recv(min(size, 1 << 18))
         if not piece:
             raise ConnectionError("the other end is closed")
-        data += piece
-    return bytes(data)
+        pieces.append(piece)
+        size -= len(piece)
+    return b"".join(pieces)

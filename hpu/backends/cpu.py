@@ -35,12 +35,12 @@ from hpu.native.library import (
     Stacks,
     has_experts_kernel,
     has_kernel,
-    multiplies_in_tiles,
     open_library,
 )
 from hpu.native.shared_sums import SharedSums
+from hpu.native.tower import NativeTowerKernels
 from hpu.ops.cpu import MirroredRMSNorm, can_pack, packed_linear, quantized_linear
-from hpu.ops.cpu_tower import use_cpu_kernels_in_tower
+from hpu.ops.cpu_tower import TowerKernels, use_cpu_kernels_in_tower
 from hpu.quantization.base import LinearMethod, ModelPatcher, MoEMethod
 from hpu.quantization.kv_cache import KVCacheFormat, plain_format
 from hpu.quantization.stored.mxfp4 import Mxfp4Experts, Mxfp4MoEMethod
@@ -204,17 +204,8 @@ class CpuBackend(Backend):
 
     def prepare_tower(self, tower: nn.Module) -> None:
         library = self._library
-
-        def pack(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-            if library is not None and multiplies_in_tiles(library, weight):
-                return PackedLinear(library, weight, bias)
-            if can_pack(weight.dtype, weight.device):
-                return packed_linear(weight, bias)
-            if library is not None and has_kernel(weight):
-                return PackedLinear(library, weight, bias)
-            return None
-
-        use_cpu_kernels_in_tower(tower, pack)
+        kernels = TowerKernels() if library is None else NativeTowerKernels(library)
+        use_cpu_kernels_in_tower(tower, kernels)
 
     def _multiplies(self, dtype: torch.dtype) -> bool:
         """Whether our kernels do, on a CPU without bfloat16 instructions as well."""

@@ -6,7 +6,7 @@
 
 #include "attend.h"
 #include "lora_tiles.h"
-#include "prompt.h"
+#include "patches.h"
 
 namespace {
 
@@ -329,6 +329,21 @@ void multiply_all(const Product* by, const bf16* x, int64_t rows, bf16* out, int
 #pragma omp parallel num_threads(threads)
   multiply(*by, x, rows, End{out});
 }
+
+// Likewise to (rows, outputs / 2): silu(first half) * second half.
+void gate_all(const Product* by, const bf16* x, int64_t rows, bf16* out, int64_t threads) {
+#pragma omp parallel num_threads(threads)
+  multiply(*by, x, rows, End{out, nullptr, 0, true});
+}
+
+// RMS norms of the rows of x, times the weight; `size` is a multiple of 16.
+void norm_all(const bf16* x, const bf16* weight, bf16* out, int64_t rows, int64_t size, float eps,
+              int64_t threads) {
+#pragma omp parallel for num_threads(threads)
+  for (int64_t r = 0; r < rows; ++r) rms_norm(x + r * size, weight, out + r * size, size, eps);
+}
+
+void attend_patches(const Patches* of, int64_t threads) { attend_parts(*of, threads); }
 
 // Like `multiply_all`, without rounding the sums.
 void exact_all(const Product* by, const bf16* x, int64_t rows, float* out, int64_t threads) {

@@ -90,6 +90,13 @@ class PackedLinear:
         self._library.multiply(self.product, x, x.numel() // self.product.width, out)
         return out
 
+    def gate(self, x: Tensor) -> Tensor:
+        """(..., in) to (..., out / 2): silu of the first outputs times the second ones."""
+        x = x.contiguous()
+        out = x.new_empty((*x.shape[:-1], self.product.outputs // 2))
+        self._library.gate(self.product, x, x.numel() // self.product.width, out)
+        return out
+
     def multiply_float32(self, x: Tensor) -> Tensor:
         """(M, in) to (M, out) in float32: the sums before they are rounded to bfloat16."""
         out = x.new_empty((len(x), self.product.outputs), dtype=torch.float32)
@@ -245,6 +252,19 @@ class Library:
         count = ctypes.c_int64(rows)
         self._code.multiply_all(ctypes.byref(by), _address(x), count, _address(out), self._threads)
 
+    def gate(self, by: Product, x: Tensor, rows: int, out: Tensor) -> None:
+        """As `multiply`, into `out` (rows, out / 2): silu of the first half times the second."""
+        count = ctypes.c_int64(rows)
+        self._code.gate_all(ctypes.byref(by), _address(x), count, _address(out), self._threads)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Of the rows of a contiguous `x` (..., size), whose size is a multiple of 16."""
+        out, size = torch.empty_like(x), x.shape[-1]
+        sizes = (ctypes.c_int64(x.numel() // size), ctypes.c_int64(size))
+        addresses = (_address(x), _address(weight), _address(out))
+        self._code.norm_all(*addresses, *sizes, ctypes.c_float(eps), self._threads)
+        return out
+
     def multiply_float32(self, by: Product, x: Tensor, rows: int, out: Tensor) -> None:
         """As `multiply`, into a float32 `out`."""
         count = ctypes.c_int64(rows)
@@ -262,6 +282,10 @@ class Library:
         """The weighted sum of each token's experts into `out` (rows, hidden) bfloat16."""
         pointers = (ctypes.byref(experts), ctypes.byref(choice), _address(out))
         self._code.mix_experts(*pointers, self._threads)
+
+    def attend_patches(self, patches: ctypes.Structure) -> None:
+        """Attention of a tower, as hpu/native/tower.py fills the structure."""
+        self._code.attend_patches(ctypes.byref(patches), self._threads)
 
     # The structures below are defined in hpu/native/decoder.py.
 

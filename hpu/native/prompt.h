@@ -58,8 +58,7 @@ void find(const Model& m, const Layer& layer, const Step& s, const Prompts& of, 
   }
 }
 
-void lay_out(const Model& m, const Sources<bf16>& from, int64_t begin, const Laid& laid) {
-  const int64_t size = m.head_dim;
+void lay_out(int64_t size, const Sources<bf16>& from, int64_t begin, const Laid& laid) {
   for (int64_t p = 0; p < PACKED; p += PANEL)
     store_transposed(laid.keys + (begin + p) * size, from.keys + p, size);
   bf16* to = laid.values(size) + begin * PANEL;
@@ -96,7 +95,7 @@ void lay_out(const Model& m, const Layer& layer, const Step& s, const Prompts& o
   for (int64_t turn = 0; begin < end; begin += PACKED, turn ^= 1) {
     if (begin + PACKED < end)
       find<Format>(m, layer, s, of, prompt, kv, begin + PACKED, both[turn ^ 1]);
-    lay_out(m, as_bfloat16<Format>(m, layer, both[turn], room), begin, laid);
+    lay_out(m.head_dim, as_bfloat16<Format>(m, layer, both[turn], room), begin, laid);
   }
 }
 
@@ -158,15 +157,14 @@ struct Softmax {
   alignas(64) float sums[QUERIES * 16];
 };
 
-// Columns that each row attends to: up to `end`, which grows by one per row, from `begin`, which also
-// grows, or from 0.
+// Columns that each row attends to: from `begin` up to `end`, which both grow by `step` per row.
 struct Seen {
-  int64_t begin, end;
+  int64_t begin, end, step = 1;
 };
 
 inline Mask mask_of(int64_t i, const Seen& of, int64_t r) {
-  const int64_t low = std::clamp<int64_t>(of.begin + r - i, 0, 16);
-  const int64_t high = std::clamp<int64_t>(of.end + r - i, 0, 16);
+  const int64_t low = std::clamp<int64_t>(of.begin + r * of.step - i, 0, 16);
+  const int64_t high = std::clamp<int64_t>(of.end + r * of.step - i, 0, 16);
   return between(low, high);
 }
 
@@ -212,38 +210,28 @@ inline bool weigh(const float* scores, const Seen& of, int64_t first, int64_t wi
   return any(moved);
 }
 
-// Up to 32 new tokens of a prompt from `begin`, for one query head, over all visible keys.
-void attend_block(const Model& m, const Layer& layer, const Prompts& of, const Laid& laid,
-                  int64_t prompt, int64_t head, int64_t begin, const bf16* heads, bf16* out) {
-  const int64_t size = m.head_dim, all = (m.heads + 2 * m.kv_heads) * size, query = m.heads * size;
-  const int64_t count = std::clamp<int64_t>(of.query_lens[prompt] - begin, 0, QUERIES);
-  const int64_t padded = std::min<int64_t>(of.length - begin, QUERIES);
-  bf16* to = out + (prompt * of.length + begin) * query + head * size;
-  for (int64_t r = count; r < padded; ++r) std::memset(to + r * query, 0, size * sizeof(bf16));
-  if (count == 0) return;
+// Up to 32 queries of `size` numbers, a multiple of 32, over the keys from `first` to `end` that they
+// see: their means of the values, in rows of `size`.
+void attend_keys(const Rows& x, int64_t count, int64_t size, const Laid& laid, int64_t first,
+                 int64_t end, const Seen& seen, float scale, float* means) {
 #ifdef __AMX_BF16__
   if (has_tiles) configure(std::min<int64_t>(count, 16), count > 16 ? count - 16 : count);
 #endif
-  thread_local Scratch kept;
-  const Rows x = rows_of(heads + (prompt * of.length + begin) * all + head * size, all, count, size, kept);
   const bf16 *keys = laid.keys, *values = laid.values(size);
-  const int64_t own = of.context_lens[prompt] + begin;  // position of the first row
-  const int64_t first = layer.window ? std::max<int64_t>(0, own - layer.window + 1) / 32 * 32 : 0;
-  const float scale = m.scale * TO_POWERS;
-  alignas(64) float scores[QUERIES * KEYS], means[QUERIES * MOST_HEAD];
+  alignas(64) float scores[QUERIES * KEYS];
   alignas(64) Input powers[QUERIES * KEYS];
   Softmax rows;
   std::fill(rows.top, rows.top + QUERIES, -INFINITY);
   std::fill(rows.sums, rows.sums + QUERIES * 16, 0.0f);
-  for (int64_t k = first; k < own + count; k += KEYS) {
-    const int64_t width = std::min<int64_t>(KEYS, (own + count - k + 31) / 32 * 32);
+  for (int64_t k = first; k < end; k += KEYS) {
+    const int64_t width = std::min<int64_t>(KEYS, (end - k + 31) / 32 * 32);
     product(x, count, keys + k * size, PANEL * size, width, size, scores, KEYS, false);
-    const Seen of_rows{layer.window ? own + 1 - layer.window - k : -QUERIES, own + 1 - k};
-    const bool all = of_rows.begin + count <= 1 && of_rows.end >= width;
+    const Seen here{seen.begin - k, seen.end - k, seen.step};
+    const bool all = here.begin + (count - 1) * here.step <= 0 && here.end >= width;
     const auto kernel = all ? weigh<true> : weigh<false>;
     for (int64_t r = 0; r < count; r += 16) {
       alignas(64) float shares[16];
-      if (!kernel(scores, of_rows, r, width, scale, rows, powers, shares) || k == first) continue;
+      if (!kernel(scores, here, r, width, scale, rows, powers, shares) || k == first) continue;
       for (int64_t i = 0; i < 16 * size; i += 16) {
         float* mean = means + r * size + i;
         store(mean, mul(load(mean), set1(shares[i / size])));
@@ -260,8 +248,28 @@ void attend_block(const Model& m, const Layer& layer, const Prompts& of, const L
   for (int64_t r = 0; r < count; ++r) {
     const Lanes share = set1(1.0f / reduce_add(load(rows.sums + r * 16)));
     for (int64_t d = 0; d < size; d += 16)
-      store(to + r * query + d, mul(load(means + r * size + d), share));
+      store(means + r * size + d, mul(load(means + r * size + d), share));
   }
+}
+
+// Up to 32 new tokens of a prompt from `begin`, for one query head, over all visible keys.
+void attend_block(const Model& m, const Layer& layer, const Prompts& of, const Laid& laid,
+                  int64_t prompt, int64_t head, int64_t begin, const bf16* heads, bf16* out) {
+  const int64_t size = m.head_dim, all = (m.heads + 2 * m.kv_heads) * size, query = m.heads * size;
+  const int64_t count = std::clamp<int64_t>(of.query_lens[prompt] - begin, 0, QUERIES);
+  const int64_t padded = std::min<int64_t>(of.length - begin, QUERIES);
+  bf16* to = out + (prompt * of.length + begin) * query + head * size;
+  for (int64_t r = count; r < padded; ++r) std::memset(to + r * query, 0, size * sizeof(bf16));
+  if (count == 0) return;
+  thread_local Scratch kept;
+  const Rows x = rows_of(heads + (prompt * of.length + begin) * all + head * size, all, count, size, kept);
+  const int64_t own = of.context_lens[prompt] + begin;  // position of the first row
+  const int64_t first = layer.window ? std::max<int64_t>(0, own - layer.window + 1) / 32 * 32 : 0;
+  const Seen seen{layer.window ? own + 1 - layer.window : -QUERIES, own + 1};
+  alignas(64) float means[QUERIES * MOST_HEAD];
+  attend_keys(x, count, size, laid, first, own + count, seen, m.scale * TO_POWERS, means);
+  for (int64_t r = 0; r < count; ++r)
+    for (int64_t d = 0; d < size; d += 16) store(to + r * query + d, load(means + r * size + d));
 }
 
 // All new tokens of all prompts: `heads` (tokens, heads + 2 * kv_heads, head_dim), rotated and written

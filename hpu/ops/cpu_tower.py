@@ -1,5 +1,5 @@
 """Faster forms of what vision towers are made of, on a CPU in bfloat16: products with packed
-weights, patch embeddings as products, RMS norms and rotations in fewer passes, windows in batches.
+weights, patch embeddings as products, RMS norms, gated MLPs and attention in fewer passes.
 
 Without bfloat16 instructions torch's own products take about six times as long as packed ones.
 """
@@ -16,23 +16,50 @@ from hpu.ops.cpu import can_pack, packed_linear
 Forward = Callable[..., Tensor]
 ATTENTIONS = ("VisionAttention", "Qwen2_5_VLVisionAttention", "Qwen3VLVisionAttention")
 """Classes of transformers that cut the patches at `cu_seqlens` and attend within each part."""
+GATED_MLPS = ("Qwen2_5_VLMLP", "PixtralMLP")
+"""Those that multiply an activation of `gate_proj` with `up_proj`."""
+SILU = ("SiLU", "SiLUActivation")
 
 
-Pack = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor] | None]
-"""As `packed_linear`; None: torch's product is as fast."""
+class TowerKernels:
+    """By torch's own operators."""
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+        """As `packed_linear`; None: torch's product is as fast."""
+        return packed_linear(weight, bias) if can_pack(weight.dtype, weight.device) else None
+
+    def gated_mlp(
+        self, gate: nn.Linear, up: nn.Linear, down: nn.Linear
+    ) -> Callable[[Tensor], Tensor] | None:
+        """down(silu(gate(x)) * up(x)); None: module by module is as fast."""
+        return None
+
+    def rms_norm(self, weight: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
+        """As transformers' modules compute it: in float32, rounded before it is scaled by the
+        weight."""
+
+        def forward(hidden: Tensor) -> Tensor:
+            norms = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)
+            scales = torch.rsqrt(norms.square() / hidden.shape[-1] + eps)
+            return (hidden * scales).to(hidden.dtype) * weight
+
+        return forward
+
+    def attend(
+        self, qkv: Tensor, cosines: Tensor, sines: Tensor, ends: Tensor, scale: float
+    ) -> Tensor:
+        """(n, 3, heads, size) to (n, heads, size): patches between two of `ends` see each other.
+        Queries and keys are rotated by the angles (n, size / 2) float32, in float32."""
+        rotated = _rotated(qkv[:, :2], cosines, sines)
+        return _attend_within(rotated[:, 0], rotated[:, 1], qkv[:, 2], ends, scale)
 
 
-def pack_if_possible(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-    """By torch's own kernels."""
-    return packed_linear(weight, bias) if can_pack(weight.dtype, weight.device) else None
-
-
-def use_cpu_kernels_in_tower(tower: nn.Module, pack: Pack = pack_if_possible) -> int:
-    """Replace them in a loaded tower in bfloat16, products by what `pack` gives; gives their
-    number. A packed product has its weight, its module an empty one."""
+def use_cpu_kernels_in_tower(tower: nn.Module, kernels: TowerKernels | None = None) -> int:
+    """Replace them in a loaded tower in bfloat16 by what `kernels` give; gives their number. A
+    packed product has its weight, its module an empty one."""
     count = 0
     for module in tower.modules():
-        forward = _forward(module, pack)
+        forward = _forward(module, kernels or TowerKernels())
         if forward is not None:
             replaced: Any = module
             replaced.forward = forward
@@ -40,23 +67,31 @@ def use_cpu_kernels_in_tower(tower: nn.Module, pack: Pack = pack_if_possible) ->
     return count
 
 
-def _forward(module: Any, pack: Pack) -> Forward | None:
-    if type(module).__name__ in ATTENTIONS and module.qkv.weight.dtype == torch.bfloat16:
-        return _attention(module)
+def _forward(module: Any, kernels: TowerKernels) -> Forward | None:
+    kind = type(module).__name__
+    if kind in ATTENTIONS and module.qkv.weight.dtype == torch.bfloat16:
+        return _attention(module, kernels)
+    if kind in GATED_MLPS and module.gate_proj.weight.dtype == torch.bfloat16:
+        return _gated_mlp(module, kernels)
     weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or weight.dtype != torch.bfloat16:
+    # Empty: it is packed already.
+    if not isinstance(weight, Tensor) or weight.dtype != torch.bfloat16 or not weight.numel():
         return None
     if type(module) is nn.Linear:
-        forward = pack(weight.detach(), module.bias)
+        forward = kernels.pack(weight.detach(), module.bias)
         if forward is not None:
-            # Some ask for its data type.
-            weight.data = weight.new_empty(0)
+            _empty(module)
         return forward
     if isinstance(module, nn.Conv3d) and _is_whole(module):
-        return _patch_product(module, pack)
-    if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-        return _rms_norm(weight, float(module.variance_epsilon))
+        return _patch_product(module, kernels)
+    if kind.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+        return kernels.rms_norm(weight.detach(), float(module.variance_epsilon))
     return None
+
+
+def _empty(linear: nn.Linear) -> None:
+    """Free its weight. Some ask for its data type."""
+    linear.weight.data = linear.weight.new_empty(0)
 
 
 def _is_whole(module: nn.Conv3d) -> bool:
@@ -68,11 +103,11 @@ def _is_whole(module: nn.Conv3d) -> bool:
     )
 
 
-def _patch_product(module: nn.Conv3d, pack: Pack) -> Forward | None:
+def _patch_product(module: nn.Conv3d, kernels: TowerKernels) -> Forward | None:
     """Of patches (n, channels, time, height, width) of the size of the kernel, as (n, out, 1, 1,
     1): a convolution of torch takes many times as long."""
     original, size = module.forward, tuple(module.kernel_size)
-    multiply = pack(module.weight.detach().flatten(1), module.bias)
+    multiply = kernels.pack(module.weight.detach().flatten(1), module.bias)
     if multiply is None:
         return None
 
@@ -84,19 +119,18 @@ def _patch_product(module: nn.Conv3d, pack: Pack) -> Forward | None:
     return forward
 
 
-def _rms_norm(weight: Tensor, eps: float) -> Forward:
-    """As transformers' modules compute it: in float32, rounded before it is scaled by the
-    weight."""
-
-    def forward(hidden: Tensor) -> Tensor:
-        norms = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)
-        scales = torch.rsqrt(norms.square() / hidden.shape[-1] + eps)
-        return (hidden * scales).to(hidden.dtype) * weight
-
+def _gated_mlp(module: Any, kernels: TowerKernels) -> Forward | None:
+    if type(module.act_fn).__name__ not in SILU:
+        return None
+    linears = (module.gate_proj, module.up_proj, module.down_proj)
+    forward = kernels.gated_mlp(*linears)
+    if forward is not None:
+        for linear in linears:
+            _empty(linear)
     return forward
 
 
-def _attention(module: Any) -> Forward:
+def _attention(module: Any, kernels: TowerKernels) -> Forward:
     num_heads, scale = int(module.num_heads), float(module.scaling)
 
     def forward(
@@ -106,9 +140,11 @@ def _attention(module: Any) -> Forward:
         **_: Any,
     ) -> Tensor:
         length = len(hidden)
-        parts = module.qkv(hidden).view(length, 3, num_heads, -1)
-        rotated = _rotated(parts[:, :2], *position_embeddings)
-        found = _attend_within(rotated[:, 0], rotated[:, 1], parts[:, 2], cu_seqlens, scale)
+        qkv = module.qkv(hidden).view(length, 3, num_heads, -1)
+        half = qkv.shape[-1] // 2
+        # Both halves of the angles are equal.
+        cosines, sines = (one[:, :half].float().contiguous() for one in position_embeddings)
+        found = kernels.attend(qkv, cosines, sines, cu_seqlens, scale)
         output: Tensor = module.proj(found.reshape(length, -1))
         return output
 
@@ -116,9 +152,9 @@ def _attention(module: Any) -> Forward:
 
 
 def _rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """x (n, parts, heads, size) by the angles (n, size), whose halves are equal; in float32."""
+    """x (n, parts, heads, size) by the angles (n, size / 2), in float32."""
     half = x.shape[-1] // 2
-    cos, sin = (one[:, None, None, :half].float() for one in (cosines, sines))
+    cos, sin = cosines[:, None, None], sines[:, None, None]
     first, second = x[..., :half], x[..., half:]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     out[..., :half] = first * cos - second * sin

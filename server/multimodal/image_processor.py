@@ -151,7 +151,8 @@ def _tensor(name: str, values: Any) -> InputTensor:
     if array.dtype == np.bool_:
         dtype = "bool"
     elif name == "pixel_attention_mask" or array.dtype.kind in "iu":
-        array, dtype = array.astype("<i8"), "int64"
+        array, dtype = array.astype("<i8", copy=False), "int64"
     else:
-        array, dtype = array.astype("<f4"), "float32"
-    return InputTensor(name, dtype, array.shape, memoryview(array.tobytes()))
+        array, dtype = array.astype("<f4", copy=False), "float32"
+    raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return InputTensor(name, dtype, array.shape, raw.data)

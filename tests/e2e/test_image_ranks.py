@@ -26,6 +26,8 @@ CARD: dict[str, Any] = {
     "prompt_bs_bucket_max": 1,
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+READS_TWO = {"mllama": {"cross_attention_images": 2}}
+"""Options of families whose layers read images: the second prompt has two."""
 PICTURES = [picture(60, 40), picture(40, 60, seed=3), picture(56, 56, seed=5)]
 
 
@@ -41,7 +43,7 @@ def prompts_of(family: str) -> list[Any]:
 
 
 def run(folder: Path, family: str, **options: Any) -> tuple[list[list[int]], Any]:
-    with LLM(str(folder), **options) as llm:
+    with LLM(str(folder), **options, **READS_TWO.get(family, {})) as llm:
         outputs = llm.generate(prompts_of(family), GREEDY, use_tqdm=False)
         stats = llm._client.stats
     return [list(one.outputs[0].token_ids) for one in outputs], stats

@@ -2,19 +2,28 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny_vision_models import make_tiny_vision, prepare
 from torch import nn
+from torch.nn import functional
 
 from config.model.read_config import read_model_config
 from hpu.backends.cpu import CpuBackend
 from hpu.model_loader.loader import load_weights
 from hpu.multimodal.tower import VisionTower
 from hpu.native.library import PackedLinear
+from hpu.native.tower import NativeTowerKernels
 from hpu.ops.cpu import can_pack
-from hpu.ops.cpu_tower import ATTENTIONS, _attend_within, use_cpu_kernels_in_tower
+from hpu.ops.cpu_tower import (
+    ATTENTIONS,
+    GATED_MLPS,
+    TowerKernels,
+    _attend_within,
+    use_cpu_kernels_in_tower,
+)
 
 FAMILIES = ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "llava", "mistral3"]
 CPU = torch.device("cpu")
@@ -70,11 +79,105 @@ def test_without_bfloat16_instructions_the_products_are_ours(
     monkeypatch.setattr("hpu.backends.cpu.can_pack", lambda dtype, device: False)
     make_tiny_vision("qwen2_5_vl", tmp_path)
     tower = load(tmp_path, torch.bfloat16)
-    linears = [one for one in tower.modules() if type(one) is nn.Linear]
+    gated: list[Any] = [one for one in tower.modules() if type(one).__name__ in GATED_MLPS]
+    inside = {id(part) for one in gated for part in one.children()}
+    linears = [one for one in tower.modules() if type(one) is nn.Linear and id(one) not in inside]
 
     backend.prepare_tower(tower)
 
     assert linears and all(isinstance(one.forward, PackedLinear) for one in linears)
+    assert gated and all(not one.gate_proj.weight.numel() for one in gated)
+
+
+@pytest.fixture
+def native(kernel_folder: Path) -> NativeTowerKernels:
+    backend = CpuBackend(kernels=kernel_folder)
+    if backend._library is None:
+        pytest.skip("no compiler")
+    return NativeTowerKernels(backend._library)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("size", [16, 64, 72, 80, 128])
+@pytest.mark.parametrize(
+    "ends", [[0, 1], [0, 130], [0, 64, 128], [0, 5, 5, 38, 70, 199], [0, 300]], ids=str
+)
+def test_our_attention_of_patches_is_that_of_torch(
+    size: int, ends: list[int], native: NativeTowerKernels
+) -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(ends[-1], 3, 2, size).bfloat16()
+    angles = torch.rand(ends[-1], size // 2) * 6
+    arguments = (angles.cos(), angles.sin(), torch.tensor(ends, dtype=torch.int32), size**-0.5)
+    exact = TowerKernels().attend(qkv.float(), *arguments)
+    plain = TowerKernels().attend(qkv, *arguments)
+
+    found = native.attend(qkv, *arguments)
+
+    assert found.shape == exact.shape
+    error, allowed = ((one.float() - exact).abs() for one in (found, plain))
+    assert error.max() <= 2 * allowed.max() + 1e-3
+    assert error.square().mean().sqrt() <= 1.2 * allowed.square().mean().sqrt() + 1e-4
+
+
+@torch.inference_mode()
+def test_our_attention_of_patches_is_the_same_with_more_threads(
+    native: NativeTowerKernels,
+) -> None:
+    qkv, angles = torch.randn(200, 3, 1, 64).bfloat16(), torch.rand(200, 32)
+    arguments = (angles.cos(), angles.sin(), torch.tensor([0, 200]), 0.125)
+    found = []
+    for num_threads in (1, 3):
+        native._library.use_threads(num_threads)
+        found.append(native.attend(qkv, *arguments))
+
+    assert torch.equal(*found)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("inner", [32, 44, 100])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_our_gated_mlp_is_that_of_torch(
+    inner: int, has_bias: bool, native: NativeTowerKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Everywhere, also where torch's products would be taken.
+    monkeypatch.setattr("hpu.native.tower.can_pack", lambda dtype, device: False)
+    torch.manual_seed(0)
+    gate, up, down = (
+        nn.Linear(*shape, bias=has_bias).bfloat16()
+        for shape in ((64, inner), (64, inner), (inner, 64))
+    )
+    x = torch.randn(70, 64).bfloat16()
+    exact = _gated(x, gate, up, down, torch.float32)
+    plain = _gated(x, gate, up, down, torch.bfloat16)
+
+    forward = native.gated_mlp(gate, up, down)
+
+    assert forward is not None
+    error, allowed = ((one.float() - exact).square().mean().sqrt() for one in (forward(x), plain))
+    assert error < 1.2 * allowed + 1e-4
+
+
+def _gated(
+    x: torch.Tensor, gate: nn.Linear, up: nn.Linear, down: nn.Linear, dtype: torch.dtype
+) -> torch.Tensor:
+    def product(x: torch.Tensor, by: nn.Linear) -> torch.Tensor:
+        bias = None if by.bias is None else by.bias.to(dtype)
+        return functional.linear(x.to(dtype), by.weight.to(dtype), bias)
+
+    return product(functional.silu(product(x, gate)) * product(x, up), down)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("size", [48, 50])
+def test_our_rms_norm_is_that_of_transformers(size: int, native: NativeTowerKernels) -> None:
+    x, weight = torch.randn(3, 7, size).bfloat16() * 5, torch.rand(size).bfloat16()
+    exact = functional.rms_norm(x.float(), (size,), weight.float(), 1e-6)
+
+    found = native.rms_norm(weight, 1e-6)(x)
+
+    assert found.shape == x.shape
+    assert torch.allclose(found.float(), exact, rtol=2**-7, atol=1e-3)
 
 
 def test_a_tower_in_float32_stays_as_it_is(tmp_path: Path) -> None:
