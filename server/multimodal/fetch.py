@@ -22,7 +22,7 @@ import httpcore
 import msgspec
 
 from config.errors import UserError
-from server.multimodal.isolated import IMAGE, VIDEO, Video
+from server.multimodal.messages import IMAGE, VIDEO, Video
 
 MAX_IMAGE_BYTES = 20 * 2**20
 """Of one file."""

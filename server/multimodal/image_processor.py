@@ -16,8 +16,8 @@ from engine.transport.messages import InputTensor
 from server.multimodal.decode import BadImage, decode
 from server.multimodal.families.base import ProcessorFiles
 from server.multimodal.families.registry import prompt_form
-from server.multimodal.isolated import IMAGE, Answer, ImageFacts, Setup, Video
 from server.multimodal.llama4_images import Llama4ImageProcessor
+from server.multimodal.messages import IMAGE, Answer, ImageFacts, Setup, Video
 from server.multimodal.phi4_images import Phi4ImageProcessor
 from server.multimodal.video import Frames, read_frames
 

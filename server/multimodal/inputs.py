@@ -7,7 +7,7 @@ from config.errors import ConfigError, UserError
 from config.model.multimodal.vision import VisionFacts
 from config.server import ServerConfig
 from server.multimodal.fetch import MediaFetcher
-from server.multimodal.isolated import IMAGE, VIDEO
+from server.multimodal.messages import IMAGE, VIDEO
 from server.multimodal.parts import MediaSource, check_count
 from server.multimodal.processor import ImagePreprocessor, ProcessedImage, image_processes
 from server.text.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from config.errors import UserError
 from engine.transport.messages import EncodedImage, ImagePlacement
-from server.multimodal.isolated import IMAGE, VIDEO
+from server.multimodal.messages import IMAGE, VIDEO
 from server.multimodal.processor import ProcessedImage
 from server.text.messages import IMAGE_PART, VIDEO_PART
 

@@ -14,7 +14,7 @@ import msgspec
 from config.errors import ConfigError, EngineDied, Overloaded, UserError
 from engine.process.isolation import CallBroken, CallKilled, ForkServer, Limits
 from engine.transport.messages import InputTensor
-from server.multimodal.isolated import IMAGE, VIDEO, Answer, ImageFacts, Setup
+from server.multimodal.messages import IMAGE, VIDEO, Answer, ImageFacts, Setup
 
 LIMITS = Limits(cpu_s=20.0, wall_s=30.0, memory_bytes=3 * 2**30, stack_bytes=8 * 2**20)
 MAX_PENDING = 256

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image, ImageSequence, UnidentifiedImageError
 
 from server.multimodal.decode import MAX_PIXELS, BadImage, check_size, decode, to_rgb
-from server.multimodal.isolated import Video
+from server.multimodal.messages import Video
 
 ANIMATIONS = ("GIF", "WEBP", "PNG")
 """Formats that Pillow reads frame by frame."""

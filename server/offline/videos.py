@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from config.errors import UserError
-from server.multimodal.isolated import VIDEO, Video
+from server.multimodal.messages import VIDEO, Video
 from server.multimodal.parts import MediaSource
 
 _CHANNELS = 3

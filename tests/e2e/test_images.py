@@ -33,7 +33,7 @@ from transformers.models.mllama.processing_mllama import (
 
 from gaudiserve import LLM, SamplingParams
 from server.multimodal.image_processor import ImageProcessor
-from server.multimodal.isolated import Setup, Video
+from server.multimodal.messages import Setup, Video
 from server.multimodal.phi4_images import Phi4ImageProcessor
 from server.multimodal.video import read_frames
 

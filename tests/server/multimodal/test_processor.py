@@ -15,7 +15,7 @@ from transformers import AutoImageProcessor, AutoProcessor
 from config.errors import ConfigError, UserError
 from engine.process.isolation import ForkServer, Limits
 from server.multimodal.image_processor import ImageProcessor
-from server.multimodal.isolated import IMAGE, Answer, Setup
+from server.multimodal.messages import IMAGE, Answer, Setup
 from server.multimodal.processor import ImagePreprocessor, ProcessedImage, image_processes
 
 
@@ -215,7 +215,8 @@ def test_neither_side_imports_torch(folder: Path) -> None:
         "import sys, msgspec\n"
         "import server.multimodal.processor, server.multimodal.parts, server.multimodal.fetch\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
-        "from server.multimodal.isolated import Setup, prepare\n"
+        "from server.multimodal.isolated import prepare\n"
+        "from server.multimodal.messages import Setup\n"
         f"setup = Setup({str(folder)!r}, '<|image_pad|>', {{}})\n"
         "call = prepare(msgspec.msgpack.encode(setup))\n"
         f"assert b'error' not in call({IMAGE + image_bytes(picture(40, 40))!r})[:9]\n"

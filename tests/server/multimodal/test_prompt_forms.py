@@ -14,8 +14,8 @@ from transformers import AutoImageProcessor
 from server.multimodal.families.base import ProcessorFiles
 from server.multimodal.families.registry import prompt_form
 from server.multimodal.image_processor import ImageProcessor
-from server.multimodal.isolated import Setup
 from server.multimodal.llama4_images import Llama4ImageProcessor
+from server.multimodal.messages import Setup
 
 SIZES = [(64, 64), (300, 90), (90, 300), (333, 217), (57, 112), (500, 500)]
 _SQUARE = {"height": 56, "width": 56}

@@ -16,7 +16,7 @@ from server.multimodal import video as module
 from server.multimodal.decode import BadImage
 from server.multimodal.families.base import ProcessorFiles
 from server.multimodal.image_processor import ImageProcessor, video_size
-from server.multimodal.isolated import VIDEO, Answer, ImageFacts, Setup, Video
+from server.multimodal.messages import VIDEO, Answer, ImageFacts, Setup, Video
 from server.multimodal.video import Frames, container, read_frames, sampled
 
 SETUP = ("<|image_pad|>", {}, "<|video_pad|>")

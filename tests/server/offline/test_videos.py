@@ -10,7 +10,7 @@ from tiny_vision import clip, make_tiny_vision, picture
 
 from config.errors import UserError
 from gaudiserve import LLM, SamplingParams
-from server.multimodal.isolated import VIDEO, Video
+from server.multimodal.messages import VIDEO, Video
 from server.offline.prompts import parse_prompt
 from server.offline.videos import given_video, is_video
 

@@ -17,7 +17,7 @@ from tiny_vision import image_bytes, make_tiny_vision, picture
 from config.model.multimodal.vision import VisionFacts
 from config.server import ServerConfig
 from server.multimodal.inputs import ImageInputs, make_image_inputs
-from server.multimodal.isolated import IMAGE
+from server.multimodal.messages import IMAGE
 from server.text.tokenizer import Tokenizer
 
 LIMIT = 4

@@ -14,7 +14,7 @@ from tiny_vision import clip, gif_bytes, image_bytes, make_tiny_vision, mp4_byte
 from config.model.multimodal.vision import VisionFacts
 from config.server import ServerConfig
 from server.multimodal.inputs import ImageInputs, make_image_inputs
-from server.multimodal.isolated import IMAGE, VIDEO
+from server.multimodal.messages import IMAGE, VIDEO
 from server.text.tokenizer import Tokenizer
 
 IMAGE_PAD, VIDEO_PAD = 320, 321
