@@ -15,8 +15,11 @@ from hpu.native.library import COMPILERS, NEEDED, Library, open_library
 
 @pytest.fixture(scope="session")
 def kernel_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that `built` is compiled into."""
-    return tmp_path_factory.mktemp("kernels")
+    """The folder that `built` is compiled into: that of the servers, which the tests start too, as
+    a compilation takes longer than most files of tests."""
+    if os.environ.get("KERNEL_FLAGS"):
+        return tmp_path_factory.mktemp("kernels")
+    return module.kernel_folder(None)
 
 
 @pytest.fixture(scope="session")

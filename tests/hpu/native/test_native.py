@@ -543,14 +543,12 @@ def test_arrangements_that_the_library_lacks_run_on_torch(
     assert_as_accurate(found, decoded(packed(folder, None)), exact)
 
 
-def test_a_second_start_compiles_nothing(built: Library, kernel_folder: Path) -> None:
-    (file,) = kernel_folder.iterdir()
-    made = file.stat().st_mtime_ns
+def test_a_second_start_compiles_nothing(
+    built: Library, kernel_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library_module, "COMPILERS", ("no-such-compiler",))
 
-    second = open_library(kernel_folder, 1)
-
-    assert second is not None
-    assert [path.stat().st_mtime_ns for path in kernel_folder.iterdir()] == [made]
+    assert open_library(kernel_folder, 1) is not None
 
 
 def test_without_a_working_compiler_torchs_operators_are_used(
