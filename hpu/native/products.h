@@ -233,6 +233,7 @@ inline void finish(const Product& by, const End& end, const float* sums, int64_t
 struct Weights {
   const bf16* from;
   int64_t panel, far;
+  const bf16* next;  // the panels that are read after them
 
   const bf16* of(int q, int near) const { return from + q % near * panel + q / near * far; }
 };
@@ -250,21 +251,30 @@ inline void dots(const Rows& rows, const Weights& by, int64_t pairs, float* sums
                  bool adds, const Ahead& ahead) {
   constexpr int NEAR = PANELS > 1 ? PANELS / 2 : 1;
   if constexpr (PANELS > 1 && ROWS * PANELS > MOST_SUMS) {
-    for (int q = 0; q < PANELS; q += NEAR)
-      dots<ROWS, NEAR>(rows, {by.of(q, NEAR), by.panel, by.panel}, pairs, sums + q * 16, apart, adds,
-                       q ? Ahead{} : ahead);
+    for (int q = 0; q < PANELS; q += NEAR) {
+      const bf16* next = q ? by.next : by.of(NEAR, NEAR);
+      dots<ROWS, NEAR>(rows, {by.of(q, NEAR), by.panel, by.panel, next}, pairs, sums + q * 16, apart,
+                       adds, q ? Ahead{} : ahead);
+    }
     return;
   }
   Lanes acc[ROWS][PANELS];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
     for (int p = 0; p < PANELS; ++p)
       acc[r][p] = adds ? load(sums + r * apart + p * 16) : zero();
+  // What to prefetch: within the panels, and towards their ends the first lines of the next ones.
+  const bf16* soon[PANELS];
+  for (int p = 0; p < PANELS; ++p) soon[p] = by.of(p, NEAR) + AHEAD / int64_t(sizeof(bf16));
+  const int64_t last = pairs - AHEAD / 64;
   for (int64_t k = 0; k < pairs; ++k) {
+    if (k == last)
+#pragma GCC unroll 4
+      for (int p = 0; p < PANELS; ++p) soon[p] += by.next - by.from - pairs * 2 * PANEL;
 #pragma GCC unroll 4
     for (int p = 0; p < PANELS; ++p)
-      _mm_prefetch((const char*)(by.of(p, NEAR) + k * 2 * PANEL) + AHEAD, _MM_HINT_T0);
+      _mm_prefetch((const char*)(soon[p] + k * 2 * PANEL), _MM_HINT_T0);
     for (int q = 0; q < ahead.count; ++q)
       _mm_prefetch((const char*)(ahead.from + q * ahead.panel + k * 2 * PANEL), _MM_HINT_T1);
 #pragma GCC unroll 2
@@ -272,7 +282,7 @@ inline void dots(const Rows& rows, const Weights& by, int64_t pairs, float* sums
       Factor w[PANELS];
 #pragma GCC unroll 4
       for (int p = 0; p < PANELS; ++p) w[p] = factor(by.of(p, NEAR) + k * 2 * PANEL, turn);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
       for (int r = 0; r < ROWS; ++r) {
         const Factor x = repeat(rows.x + r * rows.stride + 2 * k, turn);
 #pragma GCC unroll 4
@@ -280,11 +290,14 @@ inline void dots(const Rows& rows, const Weights& by, int64_t pairs, float* sums
       }
     }
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
     for (int p = 0; p < PANELS; ++p) store(sums + r * apart + p * 16, acc[r][p]);
 }
+
+// Of one tile: where the registers hold the sums of so many by two panels, weights are read once.
+constexpr int MOST_ROWS = MOST_SUMS >= 24 ? 12 : 6;
 
 template <int PANELS>
 void dots_of(int64_t count, const Rows& rows, const Weights& by, int64_t pairs, float* sums,
@@ -295,7 +308,15 @@ void dots_of(int64_t count, const Rows& rows, const Weights& by, int64_t pairs, 
     case 3: return dots<3, PANELS>(rows, by, pairs, sums, apart, adds, ahead);
     case 4: return dots<4, PANELS>(rows, by, pairs, sums, apart, adds, ahead);
     case 5: return dots<5, PANELS>(rows, by, pairs, sums, apart, adds, ahead);
-    default: return dots<6, PANELS>(rows, by, pairs, sums, apart, adds, ahead);
+    case 6: return dots<6, PANELS>(rows, by, pairs, sums, apart, adds, ahead);
+  }
+  if constexpr (MOST_ROWS > 6) switch (count) {
+    case 7: return dots<7, PANELS>(rows, by, pairs, sums, apart, adds, ahead);
+    case 8: return dots<8, PANELS>(rows, by, pairs, sums, apart, adds, ahead);
+    case 9: return dots<9, PANELS>(rows, by, pairs, sums, apart, adds, ahead);
+    case 10: return dots<10, PANELS>(rows, by, pairs, sums, apart, adds, ahead);
+    case 11: return dots<11, PANELS>(rows, by, pairs, sums, apart, adds, ahead);
+    default: return dots<12, PANELS>(rows, by, pairs, sums, apart, adds, ahead);
   }
 }
 
@@ -306,7 +327,8 @@ constexpr int64_t MOST_TILES = 16;   // with more tiles of rows, blocks gain not
 // reading takes as long as multiplying.
 void multiply_dots(const Product& by, const Panels& from, const Rows& rows, int64_t num_rows,
                    int64_t first_row, const End& end, Range range) {
-  const int64_t tiles = (num_rows + 5) / 6, panel = by.inputs * PANEL, pairs = by.inputs / 2;
+  const int64_t tiles = num_rows <= MOST_ROWS ? 1 : (num_rows + 5) / 6;
+  const int64_t panel = by.inputs * PANEL, pairs = by.inputs / 2;
   const bool has_blocks = tiles > 1 && tiles <= MOST_TILES;
   const int64_t blocks = has_blocks ? (pairs + MOST_PAIRS - 1) / MOST_PAIRS : 1;
   // One tile prefetches within its panels.
@@ -319,11 +341,12 @@ void multiply_dots(const Product& by, const Panels& from, const Rows& rows, int6
     const bf16* w = from.first + (p - range.first) * panel;
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t k = pairs * b / blocks, stop = pairs * (b + 1) / blocks;
-      const Weights block{w + k * 2 * PANEL, panel, far};
       const bf16* after = b + 1 < blocks ? w + stop * 2 * PANEL : w + step * panel;
       for (int64_t t = 0; t < tiles; ++t) {
         const int64_t begin = num_rows * t / tiles, count = num_rows * (t + 1) / tiles - begin;
         const int64_t q = t * fetched;
+        const bf16* at = w + k * 2 * PANEL;
+        const Weights block{at, panel, far, t + 1 < tiles ? at : after};
         const Ahead ahead{Weights{after, panel, far}.of(q, 2), panel, q < 4 ? fetched : 0};
         float* to = sums + (has_blocks ? begin * apart : 0);
         const Rows tile{rows.x + begin * rows.stride + 2 * k, rows.stride};
