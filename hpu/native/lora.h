@@ -61,10 +61,11 @@ struct LowSums {
   }
 };
 
-// Of LOW_BLOCK ranks from `first` on.
+// Of LOW_BLOCK ranks from `first` on. `fetches`: all ranks are prefetched, which the next calls read.
 template <int ROWS>
 void low_lanes(const bf16* const* x, const LowRankPart& part, int64_t first, int64_t inputs,
-               float (*to)[LOW_LANES]) {
+               bool fetches, float (*to)[LOW_LANES]) {
+  constexpr int64_t NEXT = 2048;  // numbers
   Lanes sums[ROWS][LOW_BLOCK];
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; ++r)
@@ -73,6 +74,9 @@ void low_lanes(const bf16* const* x, const LowRankPart& part, int64_t first, int
   const bf16* a = part.a + first * 32;
   int64_t k = 0;
   for (; k + 32 <= inputs; k += 32, a += part.rank * 32) {
+    if (fetches)
+      for (int64_t q = 0; q < part.rank; ++q)
+        _mm_prefetch((const char*)(a + NEXT + q * 32), _MM_HINT_T0);
 #pragma GCC unroll 2
     for (int turn = 0; turn < TURNS; ++turn) {
       Factor weights[LOW_BLOCK];
@@ -118,9 +122,64 @@ inline void low_chunk(const LowRank& by, const AdapterRows& rows, const bf16* x,
       alignas(64) float sums[LOW_BLOCK][LOW_LANES] = {};
       const int64_t stop = std::min<int64_t>(part.rank, rank + LOW_LANES);
       for (int64_t first = rank; first < stop; first += LOW_BLOCK)
-        kernel(from, part, first, inputs, sums);
+        kernel(from, part, first, inputs, begin == rows.starts[chunk] && first == 0, sums);
       for (int64_t r = 0; r < count; ++r)
         store(out + ((begin + r) * LOW_OUTPUTS + output) * rows.max_rank + rank, load(sums[r]));
+    }
+  }
+}
+
+// Second products of rows with one adapter and of a panel; `t` and `to` are of each row. What is `ahead`
+// of the panel is read next.
+template <int ROWS>
+inline void low_rows(const bf16* b, int64_t rank, int64_t ahead, const Input* const* t,
+                     float* const* to) {
+  Lanes sums[ROWS];
+  for (int r = 0; r < ROWS; ++r) sums[r] = zero();
+  for (int64_t k = 0; k < rank; k += 2) {
+    _mm_prefetch((const char*)(b + k * LOW_LANES + ahead), _MM_HINT_T0);
+#pragma GCC unroll 2
+    for (int turn = 0; turn < TURNS; ++turn) {
+      const Factor weights = factor(b + k * LOW_LANES, turn);
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; ++r) sums[r] = dot(sums[r], weights, repeat(t[r] + k, turn));
+    }
+  }
+  for (int r = 0; r < ROWS; ++r) store(to[r], sums[r]);
+}
+
+// The second products of `count` rows from `first` on, which begins a tile of 32 rows, and of the
+// panels `of`, as the sums that a product of these panels begins with: rows are `apart`. The panels after
+// them are `step` further.
+inline void begin_low_sums(const LowSums& low, const int64_t* of, int wide, int step, int64_t first,
+                           int64_t count, float* sums, int64_t apart) {
+  const AdapterRows& rows = *low.rows;
+  for (int64_t r = 0; r < count; ++r)
+    if (rows.slots[first + r] < 0)
+      for (int q = 0; q < wide; ++q) store(sums + r * apart + q * LOW_LANES, zero());
+  const int64_t begin = first / 16, end = (first + count + 31) / 32 * 2;
+  for (int64_t c = rows.tiles[begin]; c < rows.tiles[end]; ++c) {
+    const int64_t last = rows.starts[c + 1];
+    const LowRankPart* parts = low.by->parts + rows.slots[rows.order[rows.starts[c]]] * low.by->count;
+    for (int q = 0; q < wide; ++q) {
+      int64_t panel = of[q];
+      const int64_t output = low.output_of(panel);
+      const LowRankPart& part = parts[output];
+      const bf16* b = part.b + panel * part.rank * LOW_LANES;
+      for (int64_t at = rows.starts[c]; at < last; at += LOW_BLOCK) {
+        const int64_t own = std::min<int64_t>(last - at, LOW_BLOCK);
+        const Input* t[LOW_BLOCK];
+        float* to[LOW_BLOCK];
+        for (int64_t r = 0; r < own; ++r) {
+          t[r] = low.of(at + r, output);
+          to[r] = sums + (rows.order[at + r] - first) * apart + q * LOW_LANES;
+        }
+        const auto kernel = own == 1   ? low_rows<1>
+                            : own == 2 ? low_rows<2>
+                            : own == 3 ? low_rows<LOW_BLOCK == 4 ? 3 : 1>
+                                       : low_rows<LOW_BLOCK>;
+        kernel(b, part.rank, step * part.rank * LOW_LANES, t, to);
+      }
     }
   }
 }

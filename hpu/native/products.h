@@ -139,6 +139,17 @@ inline Width width_of(int64_t left, const End& end, int most) {
   return {wide, end.gated ? wide / 2 : wide};
 }
 
+// The q-th of the panels that are multiplied at once from `panel` on, `near` of them in the first half.
+inline int64_t panel_at(const Product& by, int64_t panel, int q, int near) {
+  return q < near ? panel + q : by.outputs / PANEL / 2 + panel + q - near;
+}
+
+// The low-rank sums that a product's sums begin with, if its end adds any. Sums that are scaled are
+// finished before those of adapters are added.
+inline const LowSums* low_to_begin_with(const Product& by, const End& end) {
+  return by.scales ? nullptr : end.low;
+}
+
 inline Lanes sum_of(const Product& by, const float* from, int64_t at) {
   Lanes sum = load(from);
   if (by.scales) sum = mul(sum, load(by.scales + at));
@@ -167,7 +178,7 @@ inline void finish(const Product& by, const End& end, const float* sums, int64_t
   alignas(64) float own[4 * PANEL];
   const int near = end.gated ? wide / 2 : wide;
   for (int q = 0; q < wide; ++q) {
-    const int64_t at = q < near ? panel + q : by.outputs / PANEL / 2 + panel + q - near;
+    const int64_t at = panel_at(by, panel, q, near);
     const Lanes sum = sum_of(by, sums + q * apart, at * PANEL);
     store(own + q * PANEL, with_low_rank(*end.low, row, at, sum));
   }
@@ -326,7 +337,10 @@ constexpr int64_t MOST_TILES = 16;   // with more tiles of rows, blocks gain not
 // While the rows are multiplied by four panels, the next weights are prefetched: with few rows,
 // reading takes as long as multiplying.
 void multiply_dots(const Product& by, const Panels& from, const Rows& rows, int64_t num_rows,
-                   int64_t first_row, const End& end, Range range) {
+                   int64_t first_row, const End& given, Range range) {
+  const LowSums* low = low_to_begin_with(by, given);
+  End end = given;
+  if (low) end.low = nullptr;
   const int64_t tiles = num_rows <= MOST_ROWS ? 1 : (num_rows + 5) / 6;
   const int64_t panel = by.inputs * PANEL, pairs = by.inputs / 2;
   const bool has_blocks = tiles > 1 && tiles <= MOST_TILES;
@@ -339,6 +353,11 @@ void multiply_dots(const Product& by, const Panels& from, const Rows& rows, int6
     const int64_t far = end.gated ? from.partner : wide / 2 * panel, apart = wide * PANEL;
     const auto kernel = wide == 4 ? dots_of<4> : wide == 2 ? dots_of<2> : dots_of<1>;
     const bf16* w = from.first + (p - range.first) * panel;
+    if (low) {
+      int64_t of[4];
+      for (int q = 0; q < wide; ++q) of[q] = panel_at(by, p, q, step);
+      begin_low_sums(*low, of, wide, step, first_row, num_rows, sums, apart);
+    }
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t k = pairs * b / blocks, stop = pairs * (b + 1) / blocks;
       const bf16* after = b + 1 < blocks ? w + stop * 2 * PANEL : w + step * panel;
@@ -350,7 +369,7 @@ void multiply_dots(const Product& by, const Panels& from, const Rows& rows, int6
         const Ahead ahead{Weights{after, panel, far}.of(q, 2), panel, q < 4 ? fetched : 0};
         float* to = sums + (has_blocks ? begin * apart : 0);
         const Rows tile{rows.x + begin * rows.stride + 2 * k, rows.stride};
-        kernel(count, tile, block, stop - k, to, apart, b > 0, ahead);
+        kernel(count, tile, block, stop - k, to, apart, low || b > 0, ahead);
         if (b + 1 == blocks)
           for (int64_t r = 0; r < count; ++r)
             finish(by, end, to + r * apart, PANEL, first_row + begin + r, p, wide);
@@ -569,7 +588,6 @@ void configure_low(int rows, int ranks) {
 void low_begins(const LowSums& low, const Product& by, const End& end, int64_t row, int count,
                 int64_t begin, int64_t stop, int most, float* sums) {
   constexpr int64_t AHEAD_BYTES = 2048;
-  const int64_t half = by.outputs / PANEL / 2;
   const AdapterRows& rows = *low.rows;
   const auto place = [&](int64_t r) { return (r - row) / 16 * 512 + (r - row) % 16 * 16; };
   // Calls use(first panel, how many at once, how many of these in the first half, their sums).
@@ -595,7 +613,7 @@ void low_begins(const LowSums& low, const Product& by, const End& end, int64_t r
     for (int64_t r = 0; r < own; ++r) places[r] = place(rows.order[at + r]);
     for_each([&](int64_t first, int wide, int near, float* to) {
       for (int q = 0; q < wide; ++q) {
-        int64_t panel = q < near ? first + q : half + first + q - near;
+        int64_t panel = panel_at(by, first, q, near);
         const int64_t output = low.output_of(panel);
         const LowRankPart& part = parts[output];
         const int ranks = part.rank % 32 == 0 ? 32 : part.rank % 16 == 0 ? 16 : 8;
@@ -683,8 +701,7 @@ void multiply_tiles(const Product& by, const Panels& from, const bf16* x, int64_
 
 void multiply_tiles(const Product& by, const Panels& from, const bf16* x, int64_t rows,
                     const End& end, Range range) {
-  // Sums that are scaled are finished before those of adapters are added.
-  const LowSums* low = by.scales || !std::is_same_v<Input, bf16> ? nullptr : end.low;
+  const LowSums* low = std::is_same_v<Input, bf16> ? low_to_begin_with(by, end) : nullptr;
   End own = end;
   if (low) own.low = nullptr;
   const bool bare = !by.bias && !by.scales && !own.low && !end.best && !end.exact && !end.mixed;
@@ -705,8 +722,10 @@ void multiply_wide(const Product& by, const Panels& from, const bf16* x, int64_t
     return multiply_tiles(by, from, x, rows, end, range);
 #endif
   thread_local Scratch kept;
-  // Rows that are converted stay in the cache while all panels are multiplied.
-  const int64_t most = std::is_same_v<Input, bf16> ? rows : 6 * MOST_TILES;
+  // Rows that are converted stay in the cache while all panels are multiplied; so do the sums that begin
+  // with low-rank ones.
+  const bool all = std::is_same_v<Input, bf16> && !low_to_begin_with(by, end);
+  const int64_t most = all ? rows : 6 * MOST_TILES;
   for (int64_t r = 0; r < rows; r += most) {
     const int64_t count = std::min(rows - r, most);
     const Rows some = rows_of(x + r * by.inputs, by.inputs, count, by.inputs, kept);
