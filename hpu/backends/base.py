@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from config.errors import ConfigError
 from config.model.kv_cache_dtype import AUTO
 from config.model.model_config import ModelConfig
+from hpu.backends.pages_ahead import PagesAhead
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.ops.kernels import Kernels
 from hpu.quantization.base import LinearMethod, ModelPatcher, MoEMethod
@@ -142,6 +143,11 @@ class Backend(Protocol):
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A zeroed device tensor; if the device can, a page uses memory only when it is written."""
         ...
+
+    def pages_ahead(self, caches: Sequence[Tensor], num_blocks: int) -> PagesAhead | None:
+        """What gives caches of `zeros`, of so many blocks each, memory before it is written; None:
+        they have it."""
+        return None
 
     def host_tensor(self, size: int, dtype: torch.dtype) -> Tensor:
         """A flat host tensor that `upload` reads fast (pinned, if that helps)."""

@@ -5,8 +5,9 @@ It gives the layers of a loaded model their packed products, and compiles decode
 
 import logging
 import math
+import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from config.malloc import retain_freed_memory
 from config.model.kv_cache_dtype import AUTO
 from config.model.model_config import ModelConfig
 from hpu.backends.base import Backend
+from hpu.backends.pages_ahead import PagesAhead
 from hpu.distributed.agreement import Agreement
 from hpu.distributed.process_groups import SINGLE_RANK, Ranks, join, leave
 from hpu.host import has_fast_bfloat16, usable_cores, usable_memory
@@ -163,6 +165,9 @@ class CpuBackend(Backend):
         raw = np.zeros(size + ALIGNMENT, dtype=np.uint8)
         start = -raw.ctypes.data % ALIGNMENT
         return torch.from_numpy(raw[start : start + size]).view(dtype).view(shape)
+
+    def pages_ahead(self, caches: Sequence[Tensor], num_blocks: int) -> PagesAhead | None:
+        return PagesAhead(caches, num_blocks) if platform.system() == "Linux" and caches else None
 
     def host_tensor(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype)

@@ -100,6 +100,7 @@ class KVCache:
         self._model = model
         self._offsets = torch.arange(block_size, dtype=backend.index_dtype).to(backend.device)
         """(block_size,)"""
+        self.pages_ahead = backend.pages_ahead(self._paged, num_blocks + 1)
         self._moves: dict[int, BlockLists] = {}
         self._scrubbed = BlockLists(SCRUB_SIZE, 1, backend)
 
@@ -110,6 +111,8 @@ class KVCache:
 
     def close(self) -> None:
         """Free the memory; the model must not run until another cache is bound."""
+        if self.pages_ahead is not None:
+            self.pages_ahead.close()
         none = torch.empty(0)
         self._model.bind_caches(
             [tuple(none for _ in caches) for caches in self._layers], self.block_size

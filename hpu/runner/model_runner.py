@@ -296,6 +296,14 @@ class ModelRunner(StepRunner):
             if num_drafts > 0:
                 self._device_speculation.counts.add(num_drafts, count - 1)
 
+    def submit(self, plan: StepPlan) -> AsyncStepOutput:
+        pages = self._cache.pages_ahead
+        if pages is None:
+            return super().submit(plan)
+        new_blocks = itertools.chain(plan.grown_blocks, *(new.blocks for new in plan.new_requests))
+        with pages.step(max(new_blocks, default=-1)):
+            return super().submit(plan)
+
     def _apply(self, plan: StepPlan) -> None:
         for req_index in plan.freed_requests:
             if req_index in self._non_finite:

@@ -96,10 +96,16 @@ class Components:
         caches = (self.cache, self.states, *self.draft_caches)
         return sum(0 if one is None else one.bytes for one in caches)
 
-    def close(self) -> None:
-        """Free caches and states."""
+    def end_threads(self) -> None:
+        """Of the offload and of the cache."""
         if self.offload is not None:
             self.offload.close()
+        if self.cache is not None and self.cache.pages_ahead is not None:
+            self.cache.pages_ahead.close()
+
+    def close(self) -> None:
+        """Free caches and states."""
+        self.end_threads()
         for one in (self.cache, self.states, self.images, *self.draft_caches):
             if one is not None:
                 one.close()

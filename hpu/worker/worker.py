@@ -299,8 +299,8 @@ class Worker:
         """Drop everything and close the device; safe to call twice."""
         self._in_flight.clear()
         self._close_profiler()
-        if self._components is not None and self._components.offload is not None:
-            self._components.offload.close()
+        if self._components is not None:
+            self._components.end_threads()
         if self._loaded is not None:
             self._loaded.finish()
             if self._loaded.lora is not None:
@@ -457,6 +457,8 @@ class Worker:
         if self._diagnostics is not None:
             self._diagnostics.reset()
         self._profiler = self._make_profiler(backend)
+        if cache is not None and cache.pages_ahead is not None:
+            cache.pages_ahead.start()
         return WorkerReady(
             num_blocks=components.num_blocks,
             block_size=loaded.block_size,

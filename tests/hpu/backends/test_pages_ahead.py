@@ -1,0 +1,85 @@
+"""PagesAhead: what has memory, by mincore."""
+
+import ctypes
+import mmap
+import platform
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpu.backends import pages_ahead
+from hpu.backends.pages_ahead import PAGE_BYTES, PagesAhead
+
+NUM_BLOCKS, BLOCK_BYTES = 24, 1 << 20
+AHEAD = 4
+HUGE = 2
+"""Blocks of a huge page, which are mapped together."""
+
+pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="madvise of Linux")
+
+
+@pytest.fixture
+def caches(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    monkeypatch.setattr(pages_ahead, "START_S", 0.0)
+    monkeypatch.setattr(pages_ahead, "AHEAD_BYTES", 2 * AHEAD * BLOCK_BYTES)
+    # An allocator may hand out memory that was used before.
+    maps = [mmap.mmap(-1, NUM_BLOCKS * BLOCK_BYTES) for _ in range(2)]
+    return [torch.frombuffer(one, dtype=torch.uint8).view(NUM_BLOCKS, BLOCK_BYTES) for one in maps]
+
+
+def has_memory(cache: Tensor, block: int) -> bool:
+    """Whether all pages do that lie within a block."""
+    start = -(-(cache.data_ptr() + block * BLOCK_BYTES) // PAGE_BYTES) * PAGE_BYTES
+    count = BLOCK_BYTES // PAGE_BYTES - 1
+    found = (ctypes.c_ubyte * count)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(count * PAGE_BYTES), found) == 0
+    return all(byte & 1 for byte in found)
+
+
+def wait_for(caches: list[Tensor], block: int) -> None:
+    deadline = time.monotonic() + 20
+    while not all(has_memory(cache, block) for cache in caches):
+        assert time.monotonic() < deadline, f"block {block} has no memory"
+        time.sleep(0.01)
+
+
+def test_blocks_get_memory_ahead_of_their_use(caches: list[Tensor]) -> None:
+    caches[0][1] = 7
+    pages = PagesAhead(caches, NUM_BLOCKS)
+    assert not has_memory(caches[1], 0)
+    pages.start()
+    try:
+        wait_for(caches, AHEAD - 1)
+        assert not has_memory(caches[1], AHEAD + HUGE)
+        with pages.step(9):
+            pass
+        wait_for(caches, 9 + AHEAD)
+        assert not has_memory(caches[1], 10 + AHEAD + HUGE)
+        with pages.step(-1):
+            pass
+        with pages.step(NUM_BLOCKS - 1):
+            pass
+        wait_for(caches, NUM_BLOCKS - 1)
+    finally:
+        pages.close()
+    assert caches[0].sum(dtype=torch.int64) == 7 * BLOCK_BYTES and not caches[1].any()
+
+
+def test_nothing_happens_while_a_step_runs(caches: list[Tensor]) -> None:
+    pages = PagesAhead(caches, NUM_BLOCKS)
+    with pages.step(0):
+        pages.start()
+        time.sleep(3 * pages_ahead.QUIET_S)
+        assert not any(has_memory(cache, block) for cache in caches for block in range(NUM_BLOCKS))
+    wait_for(caches, AHEAD)
+    pages.close()
+
+
+def test_close_before_the_start_and_twice(caches: list[Tensor]) -> None:
+    pages = PagesAhead(caches, NUM_BLOCKS)
+    pages.close()
+    pages.close()
+    assert not has_memory(caches[0], 0)
