@@ -280,6 +280,10 @@ class EngineCore:
         if error is not None:
             self._outputs.reject(key, error)
             return
+        if message.images and (error := self._images_error(message)) is not None:
+            # The client's fault: it sent too many images, or too large ones.
+            self._outputs.reject(key, error, param="")
+            return
         refusal = pooling_refusal(message.pooling, self._pooling, num_prompt_tokens(message))
         if refusal is not None:
             self._outputs.reject(key, *refusal)
@@ -322,8 +326,6 @@ class EngineCore:
 
     def _admission_error(self, message: AddRequest) -> str | None:
         error = admission_error(message, self._limits, None if self._pooling else self._kv)
-        if error is None and message.images:
-            error = self._images_error(message)
         num_waiting = len(self._scheduler.waiting)
         is_new = message.resumption is None
         if error is None and is_new and num_waiting >= self._max_queue_len:

@@ -1,15 +1,15 @@
 """From a Messages API body to the equivalent chat request."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from config.errors import UserError
 from server.anthropic.schema import CountBody, MessagesBody
 from server.http.body_bounds import MAX_PARTS
-from server.openai.schema.chat import AUDIO_PARTS, ChatBody, Message
+from server.multimodal.parts import wrong_type
+from server.openai.schema.chat import ChatBody, Message
 
 _SHOWN = 40
-_MEDIA = ("image", "document", "container_upload", "video", "file")
 _SEPARATOR = "\n"
 """Separates consecutive messages of one role, which are joined."""
 _ROLES = ("user", "assistant", "system")
@@ -95,7 +95,8 @@ class _MessageBuilder:
     """Builds chat messages; consecutive messages of one role are joined."""
 
     def __init__(self, takes_images: bool) -> None:
-        self._takes_images = takes_images
+        self._taken = ("text", "image") if takes_images else ("text",)
+        """Types of the blocks of a user message, but for results of tools."""
         self.messages: list[Message] = []
         self._tools: dict[str, str] = {}
         """Tool names by tool_use id."""
@@ -151,7 +152,7 @@ class _MessageBuilder:
                 self.messages.append(self._result(block, where))
                 has_results = True
             else:
-                parts.append(self._part(block, where))
+                parts.append(self._part(block, where, "tool_result"))
         if parts or not has_results:
             self._append("user", parts or [{"type": "text", "text": ""}])
 
@@ -163,18 +164,18 @@ class _MessageBuilder:
             elif block["type"] == "thinking":
                 reasoning.append(_string(block, "thinking", where))
             else:
-                parts.append(_text(block, where))
+                parts.append(_text(block, where, ("text", "thinking", "tool_use")))
         message = self._append("assistant", parts)
         if calls:
             message.setdefault("tool_calls", []).extend(calls)
         if reasoning:
             message["reasoning"] = "".join([message.get("reasoning", ""), *reasoning])
 
-    def _part(self, block: Any, where: str) -> Part:
-        """A text, or an image if the model takes them."""
-        if self._takes_images and block["type"] == "image":
+    def _part(self, block: Any, where: str, *others: str) -> Part:
+        """A text, or an image if the model takes them. `others`: types that may be there too."""
+        if "image" in self._taken and block["type"] == "image":
             return _image(block, where)
-        return _text(block, where)
+        return _text(block, where, (*self._taken, *others))
 
     def _append(self, role: str, parts: list[Part]) -> Message:
         last = self.messages[-1] if self.messages else {}
@@ -242,14 +243,10 @@ def _image(block: Any, where: str) -> Part:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def _text(block: Any, where: str) -> Part:
-    kind = block["type"]
-    if kind in AUDIO_PARTS:
-        raise _bad(f"{where} has type {kind!r}, audio is not supported")
-    if kind in _MEDIA:
-        raise _bad(f"{where} has type {kind!r}, this model takes text only")
-    if kind != "text":
-        raise _bad(f"{where} has type {kind[:_SHOWN]!r}, which is not supported here")
+def _text(block: Any, where: str, taken: Sequence[str] = ("text",)) -> Part:
+    """A text. Raises UserError for another block; `taken`: the types that may be there."""
+    if block["type"] != "text":
+        raise wrong_type(block["type"], where, taken)
     return {"type": "text", "text": _string(block, "text", where)}
 
 

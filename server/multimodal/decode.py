@@ -41,11 +41,13 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
 def check_size(width: int, height: int, max_pixels: int = MAX_PIXELS) -> None:
     """Raise BadImage for an image, or a frame, that is too large to be decoded, or empty."""
-    if width * height > max_pixels or max(width, height) > MAX_SIDE:
+    if width * height > max_pixels:
         raise BadImage(
             f"the image has {width} x {height} = {width * height} pixels, at most {max_pixels} are "
             "taken"
         )
+    if max(width, height) > MAX_SIDE:
+        raise BadImage(f"the image has {width} x {height} pixels, a side has at most {MAX_SIDE}")
     if not width or not height:
         raise BadImage(f"the image has {width} x {height} pixels")
 

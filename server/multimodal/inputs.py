@@ -57,7 +57,9 @@ class ImageInputs:
     async def _load(self, source: MediaSource, owner: str, param: str) -> ProcessedImage:
         kind = source.kind
         if kind not in self.marks:
-            raise UserError(f"{source.where} is a video, this model takes images only", param=param)
+            raise UserError(
+                f"{source.where} is a video, this model takes text and images", param=param
+            )
         if source.data is None and not source.url:
             found = self.preprocessor.named(owner, source.uuid, kind)
             if found is None:

@@ -21,7 +21,9 @@ KINDS: Mapping[str, bytes] = {
 """By the type of a content part."""
 _FIELDS = {IMAGE: ("image_url", "image", "url"), VIDEO: ("video_url", "video", "url")}
 """Where its URL is. The last two names are those of transformers."""
-NOUNS = {IMAGE: "images", VIDEO: "videos"}
+_NOUNS = {IMAGE: "images", VIDEO: "videos"}
+PART_TYPES = {IMAGE: "image_url", VIDEO: "video_url"}
+"""Of the types in KINDS, those that errors name."""
 MAX_UUID_CHARACTERS = 200
 _DETAILS = ("auto", "low", "high", "original")
 _SHOWN = 40
@@ -70,6 +72,16 @@ def media_source(part: Mapping[str, Any], where: str, param: str = "messages") -
     return MediaSource(where, given, uuid=uuid or "", kind=kind)
 
 
+def wrong_type(given: str, where: str, taken: Sequence[str], param: str = "messages") -> UserError:
+    """The error for a content part of type `given`, where the model takes the types `taken`."""
+    *most, last = taken
+    listed = f"{', '.join(most)} and {last}" if most else last
+    return UserError(
+        f"{where} has type {given[:_SHOWN]!r}, this model takes content of type {listed} here",
+        param=param,
+    )
+
+
 def take_media(messages: Sequence[Any]) -> tuple[list[Message], list[MediaSource]]:
     """Messages with each image as {"type": "image"} and each video as {"type": "video"}, as
     templates expect it, and their sources in order. Raises UserError."""
@@ -97,7 +109,7 @@ def check_count(
         count = sum(source.kind == kind for source in sources)
         if count > limit:
             raise UserError(
-                f"the prompt has {count} {NOUNS[kind]}, at most {limit} are taken "
+                f"the prompt has {count} {_NOUNS[kind]}, at most {limit} are taken "
                 "(--limit-mm-per-prompt)",
                 param=param,
             )
@@ -119,10 +131,10 @@ def with_image_texts(
         given = sum(image.kind == kind for image in images)
         if shown != given:
             raise UserError(
-                f"the prompt shows {shown} of {given} {NOUNS[kind]}: the chat template takes them "
+                f"the prompt shows {shown} of {given} {_NOUNS[kind]}: the chat template takes them "
                 "in other messages, or not at all"
                 if param == "messages"
-                else f"the prompt has {mark} {shown} times, and there are {given} {NOUNS[kind]}",
+                else f"the prompt has {mark} {shown} times, and there are {given} {_NOUNS[kind]}",
                 param=param,
             )
     if [kinds[match.group()] for match in found] != [image.kind for image in images]:

@@ -56,7 +56,7 @@ async def render(state: AppState, body: ChatPromptBody, owner: str = "") -> Rend
     check = partial(
         body.check_conversation,
         trust_template=state.config.trust_request_chat_template,
-        kinds=() if inputs is None else tuple(inputs.marks),
+        kinds=state.media_kinds,
     )
     if body.has_more_than(INLINE_PARTS):
         await asyncio.to_thread(check)

@@ -112,6 +112,11 @@ class AppState:
         self.pipeline = Pipeline(self.client, tokenizer, self.config)
 
     @property
+    def media_kinds(self) -> tuple[bytes, ...]:
+        """What the model takes besides text."""
+        return () if self.images is None else tuple(self.images.marks)
+
+    @property
     def pools(self) -> bool:
         """Whether the engine runs a pooling model."""
         ready = self.client.ready

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from config.errors import NotFound, UserError
@@ -50,16 +50,22 @@ def as_response_fields() -> Iterator[None]:
 
 
 async def resolve_request(
-    store: ResponseStore, body: ResponseBody, num_bytes: int, number: str, owner: str
+    store: ResponseStore,
+    body: ResponseBody,
+    num_bytes: int,
+    number: str,
+    owner: str,
+    kinds: Collection[bytes],
 ) -> ResponseRequest:
-    """The request for response `number` from `body`, which had `num_bytes`. Raises UserError, and
-    NotFound for a response or an item that is not stored for `owner`."""
+    """The request for response `number` from `body`, which had `num_bytes`. `kinds`: what the model
+    takes besides text. Raises UserError, and NotFound for a response or an item that is not stored
+    for `owner`."""
     body.check()
     before = None if body.previous_response_id is None else previous(store, body, owner)
     if num_bytes <= MANY_BYTES:
-        items = read_items(body.input, number)
+        items = read_items(body.input, number, kinds)
     else:
-        items = await asyncio.to_thread(read_items, body.input, number)
+        items = await asyncio.to_thread(read_items, body.input, number, kinds)
     items = _with_references(store, items, owner)
     if num_bytes + (0 if before is None else before.num_bytes) <= MANY_BYTES:
         return _resolve(body, items, before, number)

@@ -1,9 +1,12 @@
 """Input items of a response: checked, normalized, with ids."""
 
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 from config.errors import UserError
 from server.http.body_bounds import MAX_MESSAGES, MAX_PARTS
+from server.multimodal.messages import IMAGE
 from server.openai.schema.chat import part_text
 
 Item = dict[str, Any]
@@ -15,7 +18,8 @@ PREFIXES = {
     "reasoning": "rs",
 }
 ROLES = ("user", "system", "developer", "assistant")
-_MEDIA = ("input_image", "input_file")
+_OURS = ("output_text",)
+"""Part types of a message of the assistant."""
 _SHOWN = 40
 
 
@@ -37,8 +41,9 @@ def is_reference(item: Item) -> bool:
     return kind == "item_reference" or (kind is None and "role" not in item)
 
 
-def read_items(given: Any, number: str) -> list[Item]:
-    """The items of the `input` of response `number`; references stay. Raises UserError."""
+def read_items(given: Any, number: str, kinds: Collection[bytes] = ()) -> list[Item]:
+    """The items of the `input` of response `number`; references stay. `kinds`: what the model takes
+    besides text. Raises UserError."""
     if given is None:
         return []
     if isinstance(given, str):
@@ -47,12 +52,14 @@ def read_items(given: Any, number: str) -> list[Item]:
         raise _bad("input must be a string or a list of items")
     if len(given) > MAX_MESSAGES:
         raise _bad(f"input has {len(given)} items, at most {MAX_MESSAGES} are taken")
+    taken = ("input_text", "input_image") if IMAGE in kinds else ("input_text",)
     return [
-        _read(item, f"input[{place}]", f"in{place}", number) for place, item in enumerate(given)
+        _read(item, f"input[{place}]", f"in{place}", number, taken)
+        for place, item in enumerate(given)
     ]
 
 
-def _read(item: Any, where: str, place: str, number: str) -> Item:
+def _read(item: Any, where: str, place: str, number: str, taken: tuple[str, ...]) -> Item:
     if not isinstance(item, dict):
         raise _bad(f"{where} is not an object")
     # Only a missing type means message; {} and "" are invalid.
@@ -71,21 +78,22 @@ def _read(item: Any, where: str, place: str, number: str) -> Item:
             f"{where} has type {str(kind)[:_SHOWN]!r}, it must be one of {', '.join(PREFIXES)} or "
             "item_reference"
         )
-    read = {
-        "message": _message,
+    readers: dict[str, Callable[[Item, str], Item]] = {
+        "message": partial(_message, taken=taken),
         "function_call": _call,
-        "function_call_output": _output,
+        "function_call_output": partial(_output, taken=taken),
         "reasoning": _reasoning,
-    }[kind]
-    return {"id": given_id or item_id(kind, number, place), "type": kind, **read(item, where)}
+    }
+    fields = readers[kind](item, where)
+    return {"id": given_id or item_id(kind, number, place), "type": kind, **fields}
 
 
-def _message(item: Item, where: str) -> Item:
+def _message(item: Item, where: str, taken: tuple[str, ...]) -> Item:
     role = item.get("role")
     if role not in ROLES:
         shown = repr(role[:_SHOWN]) if isinstance(role, str) else "no role"
         raise _bad(f"{where} has {shown}, the role must be one of {', '.join(ROLES)}")
-    is_ours = role == "assistant"
+    taken = _OURS if role == "assistant" else taken
     content = item.get("content")
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
@@ -93,26 +101,25 @@ def _message(item: Item, where: str) -> Item:
         raise _bad(f"{where}.content must be a string or a list of parts")
     if len(content) > MAX_PARTS:
         raise _bad(f"{where}.content has {len(content)} parts, at most {MAX_PARTS} are taken")
-    parts = [_part(part, f"{where}.content[{i}]", is_ours) for i, part in enumerate(content)]
+    parts = [_part(part, f"{where}.content[{i}]", taken) for i, part in enumerate(content)]
     return {"role": role, "status": "completed", "content": parts}
 
 
-def _part(part: Any, where: str, is_ours: bool) -> Item:
-    if not is_ours and isinstance(part, dict) and part.get("type") == "input_image":
+def _part(part: Any, where: str, taken: tuple[str, ...]) -> Item:
+    if "input_image" in taken and isinstance(part, dict) and part.get("type") == "input_image":
         if part.get("file_id") is not None:
             raise _bad(f"{where} has a file_id, this server keeps no files: send an image_url")
         if not isinstance(part.get("image_url"), str):
             raise _bad(f"{where} has type 'input_image' and no image_url that is a string")
-        # Whether the model takes it is checked with the messages.
         return {
             "type": "input_image",
             "image_url": part["image_url"],
             "detail": part.get("detail") or "auto",
         }
-    kind, text = part_text(part, where, param="input", example="input_text", media=_MEDIA)
+    kind, text = part_text(part, where, taken, "input")
     if kind == "refusal":
         return {"type": kind, "refusal": text}
-    if is_ours:
+    if taken == _OURS:
         return {"type": "output_text", "text": text, "annotations": []}
     return {"type": "input_text", "text": text}
 
@@ -125,12 +132,12 @@ def _call(item: Item, where: str) -> Item:
     return {**fields, "status": _status(item)}
 
 
-def _output(item: Item, where: str) -> Item:
+def _output(item: Item, where: str, taken: tuple[str, ...]) -> Item:
     call_id, output = item.get("call_id"), item.get("output")
     if not isinstance(call_id, str) or not call_id:
         raise _bad(f"{where} has type 'function_call_output' and no call_id")
     if isinstance(output, list):
-        output = [_part(part, f"{where}.output[{i}]", False) for i, part in enumerate(output)]
+        output = [_part(part, f"{where}.output[{i}]", taken) for i, part in enumerate(output)]
     elif not isinstance(output, str):
         raise _bad(f"{where}.output must be a string or a list of parts")
     return {"call_id": call_id, "output": output, "status": "completed"}

@@ -59,7 +59,9 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
             return ForwardedResponse(peer, request, sent.fields)
         is_stored = _is_stored(store, body)
         owner = record_of(request.scope).owner
-        resolved = await resolve_request(store, body, sent.num_bytes, state.peers.new_id(), owner)
+        resolved = await resolve_request(
+            store, body, sent.num_bytes, state.peers.new_id(), owner, state.media_kinds
+        )
         if body.background:
             # A record of its own: the job continues when this request has ended.
             attach_record(request.scope, replace(record_of(request.scope)))
@@ -93,7 +95,9 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
         if (peer := state.peers.peer_of(previous_number(body))) is not None:
             return ForwardedResponse(peer, request, sent.fields)
         owner = record_of(request.scope).owner
-        resolved = await resolve_request(store, body, sent.num_bytes, state.peers.new_id(), owner)
+        resolved = await resolve_request(
+            store, body, sent.num_bytes, state.peers.new_id(), owner, state.media_kinds
+        )
         with as_response_fields():
             count = await count_prompt_tokens(state, resolved.chat, owner)
         return json_response({"object": "response.input_tokens", "input_tokens": count})

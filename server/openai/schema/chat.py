@@ -1,6 +1,6 @@
 """The body of /v1/chat/completions, and the checks of its messages."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, WithJsonSchema
@@ -9,7 +9,7 @@ from config.errors import UserError
 from config.params.sampling import MAX_LOGPROBS
 from config.params.structured_output import GrammarSpec
 from server.http.body_bounds import MAX_PARTS, Documents, Messages, Strings, Tools, Variables
-from server.multimodal.parts import KINDS, NOUNS, media_source
+from server.multimodal.parts import KINDS, PART_TYPES, media_source, wrong_type
 from server.openai.schema.generation import (
     UNSUPPORTED,
     Body,
@@ -33,9 +33,6 @@ Message = dict[str, Any]
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Text part types, and the key of the text."""
-MEDIA_PARTS = (*KINDS, "file")
-AUDIO_PARTS = ("input_audio", "audio_url", "audio")
-"""Part types that no model takes."""
 _NAMES_SHOWN = 40
 
 _MESSAGE = record(
@@ -262,12 +259,13 @@ def _check_message(message: Any, where: str, kinds: Collection[bytes]) -> None:
     if not isinstance(content, list):
         raise _bad(f"{where}.content must be a string or a list of parts")
     _check_many(content, f"{where}.content")
+    taken = ("text", *(PART_TYPES[one] for one in kinds))
     for number, part in enumerate(content):
         path = f"{where}.content[{number}]"
         if kinds and isinstance(part, dict) and KINDS.get(str(part.get("type"))) in kinds:
             media_source(part, path)
         else:
-            part_text(part, path, kinds=kinds)
+            part_text(part, path, taken)
 
 
 def _check_many(entries: list[Any], where: str) -> None:
@@ -285,23 +283,16 @@ def _has_other_content(message: Mapping[str, Any]) -> bool:
 def part_text(
     part: Any,
     where: str,
-    *,
+    taken: Sequence[str],
     param: str = "messages",
-    example: str = "text",
-    media: Collection[str] = MEDIA_PARTS,
-    kinds: Collection[bytes] = (),
 ) -> tuple[str, str]:
-    """Type and text of a content part. Raises UserError for one that is no text."""
+    """Type and text of a content part. Raises UserError for one that is no text; `taken`: the types
+    that the model takes there, for the error."""
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
-        raise UserError(f"{where} must be an object with a type, such as {example!r}", param=param)
-    if kind in AUDIO_PARTS:
-        raise UserError(f"{where} has type {kind!r}, audio is not supported", param=param)
-    if kind in media:
-        taken = " and ".join(["text", *(NOUNS[one] for one in kinds)])
-        raise UserError(f"{where} has type {kind!r}, this model takes {taken} only", param=param)
+        raise UserError(f"{where} must be an object with a type, such as {taken[0]!r}", param=param)
     if kind not in TEXT_PARTS:
-        raise UserError(f"{where} has the unknown type {kind[:_NAMES_SHOWN]!r}", param=param)
+        raise wrong_type(kind, where, taken, param)
     text = part.get(TEXT_PARTS[kind])
     if not isinstance(text, str):
         raise UserError(f"{where} has type {kind!r} and no {TEXT_PARTS[kind]}", param=param)

@@ -201,6 +201,8 @@ def test_an_image_that_can_never_be_computed_is_refused(
     rig.run()
 
     assert error in rig.error(1)
+    finish = rig.ledger.requests[1].finish
+    assert finish is not None and finish.param == "", "the client is told, by status 400"
     assert not rig.plans
 
 

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from tiny_vision import image_bytes, picture
 
-from server.multimodal.decode import BadImage, decode
+from server.multimodal.decode import BadImage, check_size, decode
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF", "BMP", "JPEG"])
@@ -119,6 +119,13 @@ def test_a_bomb_in_the_text_of_a_png_is_refused() -> None:
 
     with pytest.raises(BadImage):
         decode(data[:33] + chunk + data[33:])
+
+
+def test_a_side_that_is_too_long_is_told_by_its_own_limit() -> None:
+    with pytest.raises(BadImage, match=r"has 65536 x 1 pixels, a side has at most 65535"):
+        check_size(65_536, 1)
+
+    check_size(65_535, 1)
 
 
 def test_a_limit_of_pixels_is_exact() -> None:

@@ -204,7 +204,10 @@ async def test_an_image_that_does_not_fit_the_context_is_told_in_tokens(rig: Rig
         ({"type": "image_url", "image_url": 5}, "no image_url with a url"),
         (part(detail="x"), "detail 'x', it must be one of auto, low, high"),
         (part(uuid=5), "a uuid that is no string"),
-        ({"type": "file"}, "takes text and images and videos only"),
+        (
+            {"type": "file", "file": {"file_id": "f"}},
+            "takes content of type text, image_url and vi",
+        ),
     ],
 )
 async def test_a_wrong_image_is_refused_and_the_reason_told(
@@ -224,26 +227,61 @@ AUDIO = base64.b64encode(b"RIFF").decode()
 
 
 @pytest.mark.parametrize(
-    "audio",
+    "other",
     [
         {"type": "input_audio", "input_audio": {"data": AUDIO, "format": "wav"}},
         {"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{AUDIO}"}},
         {"type": "audio", "audio": AUDIO},
+        {"type": "file", "file": {"file_data": "data:application/pdf;base64,AAAA"}},
+        {"type": "input_file", "file_id": "file-1"},
+        {"type": "document", "source": {"type": "text", "data": "x"}},
+        {"type": "hologram"},
     ],
 )
-async def test_audio_is_refused_beside_an_image_in_all_apis(
-    audio: dict[str, Any], rig: Rig
+async def test_other_parts_are_refused_with_the_types_that_the_model_takes(
+    other: dict[str, Any], rig: Rig
 ) -> None:
-    content = [{"type": "text", "text": "what is said?"}, audio]
-    messages = [{"role": "user", "content": content}]
-    chatted = await chat(rig, part(), *content)
+    content = [{"type": "text", "text": "what is it?"}, other]
+    messages = [{"role": "user", "content": "x"}, {"role": "user", "content": content}]
+    chatted = await rig.post("/v1/chat/completions", {"messages": messages})
     answered = await rig.post("/v1/responses", {"input": messages})
     messaged = await rig.post("/v1/messages", {"messages": messages, "max_tokens": 8})
 
-    for answer in (chatted, answered, messaged):
-        assert answer.status_code == 400
-        assert f"has type '{audio['type']}', audio is not supported" in answer.text
+    sent = f"[1].content[1] has type '{other['type']}', this model takes content of type"
+    expected = [
+        f"messages{sent} text, image_url and video_url here",
+        f"input{sent} input_text and input_image here",
+        f"messages{sent} text, image and tool_result here",
+    ]
+    answers = (chatted, answered, messaged)
+    assert [one.status_code for one in answers] == [400] * 3
+    assert [one.json()["error"]["message"] for one in answers] == expected
+    assert chatted.json()["error"] == {
+        "message": expected[0],
+        "type": "invalid_request_error",
+        "param": "messages",
+        "code": None,
+    }
     assert not rig.client.queues
+
+
+async def test_images_of_the_assistant_are_refused_where_only_texts_are_taken(rig: Rig) -> None:
+    image = {"type": "input_image", "image_url": data_url()}
+    answered = await rig.post(
+        "/v1/responses", {"input": [{"role": "assistant", "content": [image]}]}
+    )
+    block = {"type": "image", "source": {}}
+    said = [{"role": "assistant", "content": [block]}]
+    messaged = await rig.post("/v1/messages", {"messages": said, "max_tokens": 8})
+
+    takes = "this model takes content of type"
+    assert (answered.status_code, messaged.status_code) == (400, 400)
+    assert answered.json()["error"]["message"] == (
+        f"input[0].content[0] has type 'input_image', {takes} output_text here"
+    )
+    assert messaged.json()["error"]["message"] == (
+        f"messages[0].content[0] has type 'image', {takes} text, thinking and tool_use here"
+    )
 
 
 async def test_too_many_images_are_refused_with_both_numbers(rig: Rig) -> None:
@@ -282,25 +320,23 @@ async def test_a_bad_image_disturbs_no_other_client(rig: Rig) -> None:
     assert [answer.status_code for answer in answers] == [200] * 4 + [400] * 4 + [200]
 
 
-async def test_models_without_vision_refuse_images_as_before() -> None:
+async def test_models_without_vision_refuse_all_but_text() -> None:
+    image = {"type": "input_image", "image_url": data_url()}
+    response = {"input": [{"role": "user", "content": "x"}, {"role": "user", "content": [image]}]}
     async with in_memory() as rig:
-        answer = await chat(rig, part())
-        typed = await chat(rig, {"type": "image"})
-        response = await rig.post(
-            "/v1/responses",
-            {
-                "input": [
-                    {
-                        "role": "user",
-                        "content": [{"type": "input_image", "image_url": data_url()}],
-                    }
-                ]
-            },
-        )
+        answers = [
+            await chat(rig, part()),
+            await chat(rig, {"type": "image"}),
+            await chat(rig, {"type": "file", "file": {"file_id": "file-1"}}),
+            await rig.post("/v1/responses", response),
+        ]
 
-    for one in (answer, typed, response):
-        assert one.status_code == 400
-        assert "this model takes text only" in one.json()["error"]["message"]
+    assert [one.status_code for one in answers] == [400] * 4
+    sent = [("messages[0]", kind, "text") for kind in ("image_url", "image", "file")]
+    assert [one.json()["error"]["message"] for one in answers] == [
+        f"{where}.content[0] has type '{kind}', this model takes content of type {taken} here"
+        for where, kind, taken in [*sent, ("input[1]", "input_image", "input_text")]
+    ]
 
 
 async def test_responses_take_input_image(rig: Rig) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from config.errors import UserError
+from server.multimodal.messages import IMAGE
 from server.openai.responses.items import number_in, read_items
 from server.openai.responses.messages import messages_of
 
@@ -99,8 +100,8 @@ def test_several_parts_stay_parts_and_results_become_one_text() -> None:
         ([{"role": "tool", "content": "x"}], "'tool', the role must be one of"),
         ([{"role": "user"}], "input[0].content must be"),
         ([{"role": "user", "content": [{"type": "input_image"}]}], "no image_url"),
-        ([{"role": "user", "content": [{"type": "input_file"}]}], "text only"),
-        ([{"role": "user", "content": [{"type": "what"}]}], "unknown type 'what'"),
+        ([{"role": "user", "content": [{"type": "input_file"}]}], "input_text and input_image"),
+        ([{"role": "user", "content": [{"type": "what"}]}], "has type 'what', this model takes"),
         ([{"role": "user", "content": [{"type": "input_text"}]}], "no text"),
         ([{"role": "user", "content": ["x"]}], "input[0].content[0] must be an object"),
         ([{"type": "web_search_call", "id": "ws_1"}], "'web_search_call'"),
@@ -115,7 +116,7 @@ def test_several_parts_stay_parts_and_results_become_one_text() -> None:
 )
 def test_items_that_are_none_are_refused_by_their_place(given: Any, words: str) -> None:
     with pytest.raises(UserError) as caught:
-        read_items(given, "n")
+        read_items(given, "n", (IMAGE,))
 
     assert words in caught.value.message
     assert caught.value.param == "input"
