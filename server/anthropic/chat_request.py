@@ -123,7 +123,7 @@ class _MessageBuilder:
             self._append("system", [_text(block, path) for block, path in blocks])
 
     def close(self) -> bool:
-        """Finish; rebuilder whether the answer continues the last message."""
+        """Finish; returns whether the answer continues the last message."""
         last = self.messages[-1]
         if last["role"] == "assistant":
             if last.get("tool_calls"):
