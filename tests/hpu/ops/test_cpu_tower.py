@@ -76,7 +76,7 @@ def test_without_bfloat16_instructions_the_products_are_ours(
     backend = CpuBackend(kernels=kernel_folder)
     if backend._library is None:
         pytest.skip("no compiler")
-    monkeypatch.setattr("hpu.backends.cpu.can_pack", lambda dtype, device: False)
+    monkeypatch.setattr("hpu.native.tower.can_pack", lambda dtype, device: False)
     make_tiny_vision("qwen2_5_vl", tmp_path)
     tower = load(tmp_path, torch.bfloat16)
     gated: list[Any] = [one for one in tower.modules() if type(one).__name__ in GATED_MLPS]
