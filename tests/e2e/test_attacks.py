@@ -22,6 +22,8 @@ LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% end
 def attacked(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     log: Path = tmp_path_factory.mktemp("attacked") / "log"
     flags = ("--served-model-name=tiny", "--dtype=float32", "--trust-request-chat-template")
+    # A larger cache would get its memory while the tests run.
+    flags += ("--kv-cache-memory-bytes=8M",)
     with running(tiny_model, log, *flags) as live:
         warm_up = {"messages": MESSAGES, "max_tokens": 1, "chat_template": "x"}
         assert live.ask("/v1/chat/completions", warm_up).status_code == 200
