@@ -17,7 +17,17 @@ AHEAD = 4
 HUGE = 2
 """Blocks of a huge page, which are mapped together."""
 
-pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="madvise of Linux")
+
+def can_populate() -> bool:
+    """Whether the kernel maps pages on demand: Linux 5.14 or newer."""
+    if platform.system() != "Linux":
+        return False
+    page = torch.frombuffer(mmap.mmap(-1, PAGE_BYTES), dtype=torch.uint8)
+    size, advice = ctypes.c_size_t(PAGE_BYTES), pages_ahead.MADV_POPULATE_WRITE
+    return not ctypes.CDLL(None).madvise(ctypes.c_void_p(page.data_ptr()), size, advice)
+
+
+pytestmark = pytest.mark.skipif(not can_populate(), reason="the kernel maps no pages ahead")
 
 
 @pytest.fixture
