@@ -266,19 +266,25 @@ def test_a_request_with_an_image_goes_on_behind_a_killed_engine(live: LiveServer
     body = {
         "messages": [turn(picture(80, 60, seed=3), "and?")],
         **{"temperature": 0, "max_tokens": 350, "ignore_eos": True, "return_token_ids": True},
+        "stream": True,
     }
 
-    def tokens() -> list[int]:
-        choice = live.http.post("/v1/chat/completions", json=body).json()["choices"][0]
-        return list(choice["token_ids"])
+    def tokens(*, kills: bool) -> list[int]:
+        found: list[int] = []
+        with live.http.stream("POST", "/v1/chat/completions", json=body) as answer:
+            for line in answer.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                    found += choice.get("token_ids") or []
+                if found and kills:
+                    os.kill(live.find("engine.core.engine_process"), signal.SIGKILL)
+                    kills = False
+        return found
 
-    expected = tokens()
-    with ThreadPoolExecutor(1) as thread:
-        answering = thread.submit(tokens)
-        time.sleep(0.3)
-        os.kill(live.find("engine.core.engine_process"), signal.SIGKILL)
+    expected = tokens(kills=False)
 
-        assert answering.result() == expected
+    assert tokens(kills=True) == expected and len(expected) == 350
     assert "goes on with 1 requests" in live.text()
 
 
