@@ -328,7 +328,8 @@ def test_a_large_image_travels_in_shared_memory_of_which_nothing_is_left(
 
 
 def test_python_gives_the_same(folder: str) -> None:
-    image = picture(70, 50)
+    # With seed 0 Phi-4 generates the mark of an image, behind which transformers cannot go on.
+    image = picture(70, 50, seed=1)
     tokens, _ = expected(folder, (image, QUESTION))
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
     with LLM(folder, dtype="float32", max_model_len=512) as llm:
