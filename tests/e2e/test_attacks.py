@@ -7,12 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from costly_bodies import ATTACKS as BODIES
 from live import LiveServer, children_of, command_of, running
 from watch import Family, SecondClient
 
 ATTEMPTS = 3
 """A machine shared with other work may pause for a tenth of a second by itself."""
+
+LEFT_BYTES = 50 * 2**20
+"""Of all bodies together, once what they took has been given back."""
+SETTLE_S = 15.0
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -83,6 +89,21 @@ def test_an_attack_is_refused_quickly_without_delaying_other_clients(
     assert answer.status_code == 400, answer.text
     assert other.failures == []
     assert family.resident_bytes() - before < 50 * 2**20
+
+
+def test_costly_bodies_leave_no_memory_behind(attacked: LiveServer) -> None:
+    family = Family(attacked.pid)
+    before = family.resident_bytes()
+
+    for path, make, _ in BODIES.values():
+        headers = {"content-type": "application/json"}
+        answer = httpx.post(attacked.url + path, content=make(), headers=headers, timeout=60)
+        assert answer.status_code == 400, answer.text
+
+    end_s = time.monotonic() + SETTLE_S
+    while family.resident_bytes() - before > LEFT_BYTES and time.monotonic() < end_s:
+        time.sleep(0.1)
+    assert family.resident_bytes() - before <= LEFT_BYTES
 
 
 def test_requests_succeed_after_the_isolation_processes_are_killed(attacked: LiveServer) -> None:
