@@ -9,18 +9,6 @@ from torch import Tensor, nn
 
 from config.checkpoint.weight_maps.base import WeightMap
 
-TILED = frozenset(
-    (
-        *("aya_vision", "deepseek_vl", "gemma3", "idefics3", "internvl", "llava"),
-        *("llava_next", "phi4_multimodal", "smolvlm", "vipllava"),
-    )
-)
-"""model_type of the models whose images consist of tiles of one size, which devices need that
-compile each shape."""
-
-PATCHED = frozenset(("mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"))
-"""Likewise, of those whose images have any number of patches."""
-
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
@@ -33,6 +21,8 @@ class Tiles(Protocol):
 
     shapes: Shapes
     """Of the inputs of `features`, for one tile."""
+    is_for_all_devices: bool
+    """Images are computed by it on a CPU too, where others run the forward pass of transformers."""
 
     @property
     def separators(self) -> Tensor | None:
@@ -95,12 +85,8 @@ class Patches(Protocol):
         ...
 
 
-WHOLE = frozenset(("mllama",))
-"""Likewise, of those whose images have one shape, and are not divided."""
-
-
 class WholeImages(Protocol):
-    """A tower whose images have one shape."""
+    """A tower whose images have one shape, and are not divided."""
 
     shapes: Shapes
     """Of the inputs of `features`."""
@@ -115,7 +101,8 @@ class WholeImages(Protocol):
 
 
 class Tower(nn.Module):
-    """A vision tower and its projector, which a checkpoint fills. Each rank has the whole of it."""
+    """A vision tower and its projector, which a checkpoint fills. Each rank has the whole of it.
+    One of `tiles`, `patches` and `whole_images` is set, for a device that compiles each shape."""
 
     weight_map: WeightMap
     dtype: torch.dtype
@@ -126,13 +113,13 @@ class Tower(nn.Module):
         raise NotImplementedError
 
     def tiles(self) -> Tiles | None:
-        """Set for a model that is TILED."""
+        """Set where images consist of tiles of one size."""
         return None
 
     def patches(self) -> Patches | None:
-        """Set for a model that is PATCHED."""
+        """Set where images have any number of patches."""
         return None
 
     def whole_images(self) -> WholeImages | None:
-        """Set for a model that is WHOLE."""
+        """Set where images have one shape."""
         return None

@@ -2,7 +2,7 @@
 on the size of an image, and the device reads it. Transformers' own forward pass cuts tensors by
 values."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,13 +23,10 @@ NUM_TAPS = 4
 """Learned positions that the position of a patch is interpolated from."""
 
 
-def make_patches(whole: Any, dtype: torch.dtype) -> Patches:
-    """Of a model of transformers."""
-    if whole.config.vision_config.model_type == "pixtral":
-        return PixtralPatches(whole, dtype)
-    if hasattr(whole.model.visual, "deepstack_merger_list"):
-        return DeepstackPatches(whole, dtype)
-    return WindowPatches(whole, dtype)
+def make_patches(whole: Any, dtype: torch.dtype) -> Patches | None:
+    """Of a model of transformers; None where images have no patches of their own number."""
+    kind = _KINDS.get(type(whole.config.vision_config).model_type)
+    return None if kind is None else kind(whole, dtype)
 
 
 class WindowPatches(Patches):
@@ -163,3 +160,13 @@ def _attend(
         scale=attention.scaling,
     )
     return attention.proj(found.squeeze(0).transpose(0, 1).flatten(1))  # type: ignore[no-any-return]
+
+
+_KINDS: dict[str, Callable[[Any, torch.dtype], Patches]] = {
+    "pixtral": PixtralPatches,
+    "qwen2_vl_vision": WindowPatches,
+    "qwen2_5_vl_vision": WindowPatches,
+    "qwen3_vl_vision": DeepstackPatches,
+    "qwen3_vl_moe_vision": DeepstackPatches,
+}
+"""By the model_type of towers."""

@@ -19,6 +19,8 @@ class Phi4Tiles(Tiles):
     """The whole image is the first tile, its crops follow in rows. Transformers has no method of
     this tower alone, and its forward pass counts padding on the device."""
 
+    is_for_all_devices = True
+
     def __init__(self, whole: Any, dtype: torch.dtype) -> None:
         self._embed = embed = whole.model.embed_tokens_extend.image_embed
         vision = whole.config.vision_config

@@ -1,4 +1,5 @@
-"""The tower of Pixtral in fixed shapes, with the projector of Mistral 3, which merges patches."""
+"""The tower of Pixtral in fixed shapes, with the projector of LLaVA, or that of Mistral 3, which
+merges patches."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from hpu.multimodal.base import PAD_SEGMENT, Integers, Patches, PatchInput, segm
 
 
 class PixtralPatches(Patches):
-    """The patches that the projector merges follow each other."""
+    """The patches that a projector merges follow each other."""
 
     def __init__(self, whole: Any, dtype: torch.dtype) -> None:
         self._tower = whole.model.vision_tower
@@ -21,7 +22,8 @@ class PixtralPatches(Patches):
         layers = whole.config.vision_feature_layer
         self._feature_layers = [layers] if isinstance(layers, int) else list(layers)
         self.dtype = dtype
-        self._merge = projector.patch_merger.spatial_merge_size
+        self._is_merged = hasattr(projector, "patch_merger")
+        self._merge = projector.patch_merger.spatial_merge_size if self._is_merged else 1
         self.merged = self._merge**2
         width = self._tower.patch_conv.weight[0].numel()
         self.inputs = (
@@ -44,6 +46,8 @@ class PixtralPatches(Patches):
             hidden = hidden + layer.feed_forward(layer.ffn_norm(hidden))
             states.append(hidden)
         features = torch.cat([states[number] for number in self._feature_layers], dim=-1)
+        if not self._is_merged:
+            return projector(features)  # type: ignore[no-any-return]
         squares = projector.norm(features).view(-1, self.merged, features.shape[-1])
         # As a convolution has them: the places of a square within each channel.
         merged = projector.patch_merger.merging_layer(squares.transpose(1, 2).flatten(1))

@@ -8,26 +8,21 @@ import torch
 from config.errors import ConfigError
 from config.model.model_config import ModelConfig
 from config.parallel import Stage
-from hpu.backends.base import Backend
-from hpu.multimodal.base import PATCHED, TILED, WHOLE, Tower
+from hpu.multimodal.base import Tower
 
 logger = logging.getLogger(__name__)
 
 
-def served_facts(config: ModelConfig, backend: Backend, *, is_native: bool) -> ModelConfig:
+def served_facts(config: ModelConfig, *, is_native: bool) -> ModelConfig:
     """`config`, without the facts of images where they cannot be served, which is logged."""
     vision = config.vision
-    if vision is None:
-        return config
-    reason = ""
-    if backend.compiles and vision.model_type not in TILED | PATCHED | WHOLE:
-        reason = f"its tower has no fixed shapes, which {backend.name} needs"
-    elif vision.uses_mrope and not is_native:
-        reason = "the code of transformers (--model-impl) takes positions with one axis"
-    if not reason:
+    if vision is None or is_native or not vision.uses_mrope:
         return config
     logger.warning(
-        "Images are not served: %s is a %s, and %s", config.path, vision.architecture, reason
+        "Images are not served: %s is a %s, and the code of transformers (--model-impl) takes "
+        "positions with one axis",
+        config.path,
+        vision.architecture,
     )
     return replace(config, vision=None)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.models.llava.modeling_llava import LlavaModel
 
 from hpu.multimodal.base import Integers, Tiles
+from hpu.multimodal.llama4_tiles import Llama4Tiles
 from hpu.multimodal.phi4_tiles import Phi4Tiles
 
 
@@ -68,21 +69,26 @@ _FAMILIES: dict[str, _Family] = {
     "smolvlm": _Family(_whole_tiles, _all),
     "vipllava": _Family(_features, _all),
 }
-"""By the model_type of whole models; the same names as in hpu/multimodal/base.py."""
+"""By the model_type of whole models."""
 
 
-def make_tiles(whole: Any, dtype: torch.dtype) -> Tiles:
-    """Of a model of transformers."""
-    kind = Phi4Tiles if hasattr(whole.model, "embed_tokens_extend") else TowerTiles
-    return kind(whole, dtype)
+def make_tiles(whole: Any, dtype: torch.dtype) -> Tiles | None:
+    """Of a model of transformers; None where images do not consist of tiles of one size."""
+    model_type = type(whole.config).model_type
+    own = _OWN.get(model_type)
+    if own is not None:
+        return own(whole, dtype)
+    return TowerTiles(whole, dtype) if model_type in _FAMILIES else None
 
 
 class TowerTiles(Tiles):
     """Tiles of which a tower reads the pixels alone."""
 
+    is_for_all_devices = False
+
     def __init__(self, whole: Any, dtype: torch.dtype) -> None:
         self._whole = whole
-        self._family = _FAMILIES[whole.config.model_type]
+        self._family = _FAMILIES[type(whole.config).model_type]
         vision = whole.config.vision_config
         size = vision.image_size
         height, width = size if isinstance(size, list | tuple) else (size, size)
@@ -113,3 +119,11 @@ class TowerTiles(Tiles):
         numbers = torch.arange(count, dtype=torch.float32).view(num_tiles, num_rows, 1)
         found: Integers = self._family.layout(self._whole, tensors, numbers).view(-1).numpy()
         return found.astype(np.int64)
+
+
+_OWN: dict[str, Callable[[Any, torch.dtype], Tiles]] = {
+    "llama4": Llama4Tiles,
+    "phi4_multimodal": Phi4Tiles,
+}
+"""By the model_type of whole models whose towers read more than pixels, or compute otherwise than
+in the code of transformers."""

@@ -21,8 +21,9 @@ from config.model.model_config import ModelConfig
 from config.model.multimodal.vision import VisionFacts
 from hpu.models.transformers_attention import Unsupported
 from hpu.models.transformers_fallback import allocate, register_stored_buffers
-from hpu.multimodal.base import PATCHED, TILED, WHOLE, Patches, Tiles, Tower, WholeImages
+from hpu.multimodal.base import Patches, Tiles, Tower, WholeImages
 from hpu.multimodal.cross.tower import MllamaImages
+from hpu.multimodal.llama4_tiles import use_real_rotation
 from hpu.multimodal.patches import make_patches
 from hpu.multimodal.tiles import make_tiles
 
@@ -70,6 +71,7 @@ class VisionTower(Tower):
             one for one in get_model_conversion_mapping(whole) if isinstance(one, WeightRenaming)
         ]
         _drop_language_model(whole)
+        rotation = use_real_rotation(whole)
         register_stored_buffers(whole)
         shapes = {name: tuple(one.shape) for name, one in whole.named_parameters()}
         self.weight_map = TowerWeightMap(
@@ -79,7 +81,7 @@ class VisionTower(Tower):
             has_tower=True,
         )
         try:
-            allocate(whole, device, {})
+            allocate(whole, device, rotation)
         except Unsupported as error:
             raise ConfigError(
                 f"{config.path} is a {self.facts.architecture}, whose vision tower cannot be "
@@ -103,15 +105,12 @@ class VisionTower(Tower):
         if images is not None:
             return images.features(*images.prepare(given))
         tiles = self.tiles()
-        if tiles is not None and not hasattr(whole.model, "get_image_features"):
+        if tiles is not None and tiles.is_for_all_devices:
             return _by_tiles(tiles, given)
         # Some whole models leave it to the model without a head.
         source = whole if hasattr(whole, "get_image_features") else whole.model
         output = source.get_image_features(**given)
-        if self.facts.model_type in PROJECTED_APART:
-            features = whole.multi_modal_projector(output.last_hidden_state)
-        else:
-            features = output.pooler_output
+        features = output.pooler_output
         if isinstance(features, list | tuple):
             features = torch.cat(tuple(features), dim=0)
         if self.facts.num_deepstack_layers:
@@ -120,19 +119,18 @@ class VisionTower(Tower):
         return features.reshape(-1, self._hidden_size)  # type: ignore[no-any-return]
 
     def tiles(self) -> Tiles | None:
-        if self.facts.model_type not in TILED:
+        # LLaVA has tiles, unless its tower is that of Pixtral.
+        if self.patches() is not None:
             return None
         return make_tiles(self.__dict__["_whole"], self.dtype)
 
     def patches(self) -> Patches | None:
-        if self.facts.model_type not in PATCHED:
-            return None
         return make_patches(self.__dict__["_whole"], self.dtype)
 
     def whole_images(self) -> WholeImages | None:
-        if self.facts.model_type not in WHOLE:
-            return None
-        return MllamaImages(self.__dict__["_whole"], self.dtype)
+        whole: Any = self.__dict__["_whole"]
+        is_mllama = type(whole.config).model_type == "mllama"
+        return MllamaImages(whole, self.dtype) if is_mllama else None
 
 
 def _by_tiles(tiles: Tiles, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -144,10 +142,6 @@ def _by_tiles(tiles: Tiles, tensors: Mapping[str, Tensor]) -> Tensor:
         # Their numbers are negative, so they count from the end.
         parts.append(tiles.separators.flip(0))
     return torch.cat(parts)[layout]
-
-
-PROJECTED_APART = frozenset({"llama4"})
-"""Models of which `get_image_features` gives what the projector reads."""
 
 
 def _build(config: ModelConfig, facts: VisionFacts, dtype: torch.dtype) -> Any:

@@ -225,6 +225,11 @@ _IDEFICS = _each(
     "pixel_attention_mask",
 )
 _IDEFICS_WHOLE = {"scale_factor": 2, "image_token_id": IMAGE}
+_PIXTRAL = _each(
+    PixtralImageProcessorPil(size={"longest_edge": 56}, patch_size={"height": 14, "width": 14}),
+    "pixel_values",
+    "image_sizes",
+)
 _NEXT = _each(
     LlavaNextImageProcessorPil(
         size={"shortest_edge": 28},
@@ -311,14 +316,21 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         "mistral3",
         {"model_type": "mistral", "sliding_window": None, "head_dim": 16},
         {**VISION, "model_type": "pixtral", "head_dim": 16, "image_size": 56},
-        _each(
-            PixtralImageProcessorPil(
-                size={"longest_edge": 56}, patch_size={"height": 14, "width": 14}
-            ),
-            "pixel_values",
-            "image_sizes",
-        ),
+        _PIXTRAL,
         {"image_token_index": IMAGE, "spatial_merge_size": 2, "vision_feature_layer": -1},
+        _rows_of_pixtral,
+        _padded,
+    ),
+    "pixtral": VisionFamily(
+        "llava",
+        {"model_type": "mistral", "sliding_window": None, "head_dim": 16},
+        {**VISION, "model_type": "pixtral", "head_dim": 16, "image_size": 56, "patch_size": 14},
+        _PIXTRAL,
+        {
+            "image_token_index": IMAGE,
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
+        },
         _rows_of_pixtral,
         _padded,
     ),

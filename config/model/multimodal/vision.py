@@ -20,8 +20,6 @@ class VisionFacts:
 
     architecture: str
     """Of the whole model: LlavaForConditionalGeneration."""
-    model_type: str
-    """Of the whole model: llava."""
     image_token_id: int
     """Each token with this id takes one row of an image's embeddings."""
     video_token_id: int | None = None
@@ -123,7 +121,6 @@ def read_vision(whole: Fields) -> VisionFacts | None:
         num_deepstack_layers = len(vision.numbers("deepstack_visual_indexes"))
     return VisionFacts(
         architecture=names[0],
-        model_type=whole.get("model_type", str, ""),
         image_token_id=token_id,
         video_token_id=whole.get("video_token_id", int, None),
         uses_mrope=family.uses_mrope,

@@ -8,8 +8,12 @@ import pytest
 import torch
 from image_traffic import random_images
 from strict_card import COUNTERS, STRICT
-from tiny_vision_models import make_tiny_vision, prepare
+from tiny_vision_models import VISION_FAMILIES, make_tiny_vision, prepare
 from two_prompts import TABLE, working
+
+from config.model.multimodal.vision import VISION_FAMILIES as SERVED
+from config.model.read_config import read_model_config
+from hpu.multimodal.tower import VisionTower
 
 SLOW = pytest.mark.slow
 FAMILIES = ["llava_next", *(pytest.param(name, marks=SLOW) for name in ("llava", "gemma3"))]
@@ -17,7 +21,8 @@ FAMILIES += [pytest.param(name, marks=SLOW) for name in ("granite_vision", "idef
 FAMILIES += ["qwen2_5_vl", pytest.param("qwen2_vl", marks=SLOW)]
 FAMILIES += ["qwen3_vl", *(pytest.param(name, marks=SLOW) for name in ("qwen3_vl_moe", "mistral3"))]
 FAMILIES += [pytest.param(name, marks=SLOW) for name in ("aya_vision", "deepseek_vl", "vipllava")]
-FAMILIES += ["mllama", pytest.param("phi4_multimodal", marks=SLOW)]
+FAMILIES += ["mllama", pytest.param("phi4_multimodal", marks=SLOW), "llama4"]
+FAMILIES += [pytest.param("pixtral", marks=SLOW)]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -29,7 +34,8 @@ def test_nothing_compiles_for_images_after_the_warm_up(name: str, tmp_path: Path
     with working(tmp_path) as on_cpu:
         expected = random_images(on_cpu, pictures, max_chunk=max_chunk)
 
-    sizes = "16,48" if name.startswith("qwen") or name == "mistral3" else "auto"
+    has_patches = name.startswith("qwen") or name in ("mistral3", "pixtral")
+    sizes = "16,48" if has_patches else "auto"
     table = replace(TABLE, images=sizes)
     with working(tmp_path, device="hpu-emulator", emulator=STRICT, buckets=table) as rig:
         counts = torch.hpu.emulated.counters.counts  # type: ignore[attr-defined]
@@ -44,16 +50,15 @@ def test_nothing_compiles_for_images_after_the_warm_up(name: str, tmp_path: Path
     assert rig.ready.encoder_cache_tokens == (8 if name == "mllama" else 128)
 
 
-def test_a_tower_without_fixed_shapes_is_not_served_on_a_card_and_text_is(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    make_tiny_vision("llama4", tmp_path)
-
-    with working(tmp_path, device="hpu-emulator", emulator=STRICT) as rig:
-        rig.admit(0, [5, 6, 7])
-        rig.prefill({0: None})
-        rig.step()
-
-        assert rig.ready.encoder_cache_tokens == 0
-        assert len(rig.free(0)) == 1
-    assert "Images are not served" in caplog.text and "has no fixed shapes" in caplog.text
+def test_each_tower_that_is_served_has_fixed_shapes(tmp_path: Path) -> None:
+    seen = set()
+    for name in VISION_FAMILIES:
+        folder = tmp_path / name
+        make_tiny_vision(name, folder)
+        config = read_model_config(str(folder))
+        assert config.vision is not None
+        seen.add(config.vision.architecture)
+        tower = VisionTower(config, dtype=torch.float32, device=torch.device("meta"))
+        forms = (tower.tiles(), tower.patches(), tower.whole_images())
+        assert sum(form is not None for form in forms) == 1, name
+    assert seen == set(SERVED)

@@ -146,7 +146,7 @@ def test_heads_that_do_not_divide_are_refused() -> None:
 
 
 def test_each_card_of_the_first_stage_holds_the_tower_and_embeddings_of_images() -> None:
-    vision = VisionFacts("LlavaForConditionalGeneration", "llava", 7)
+    vision = VisionFacts("LlavaForConditionalGeneration", 7)
     seeing = replace(SMALL, vision=vision, num_tower_parameters=300_000_000)
     rows = max(2048, 8192)
 

@@ -23,7 +23,7 @@ from server.text.tokenizer import Tokenizer
 LIMIT = 4
 PAD, START, END = 320, 322, 323
 """<|image_pad|>, <|vision_start|>, <|vision_end|>"""
-VISION = VisionFacts("Qwen2VLForConditionalGeneration", "qwen2_vl", PAD, 321, uses_mrope=True)
+VISION = VisionFacts("Qwen2VLForConditionalGeneration", PAD, 321, uses_mrope=True)
 
 
 def data_url(width: int = 56, height: int = 56, seed: int = 0) -> str:

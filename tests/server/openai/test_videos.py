@@ -18,9 +18,7 @@ from server.multimodal.messages import IMAGE, VIDEO
 from server.text.tokenizer import Tokenizer
 
 IMAGE_PAD, VIDEO_PAD = 320, 321
-VISION = VisionFacts(
-    "Qwen2VLForConditionalGeneration", "qwen2_vl", IMAGE_PAD, VIDEO_PAD, uses_mrope=True
-)
+VISION = VisionFacts("Qwen2VLForConditionalGeneration", IMAGE_PAD, VIDEO_PAD, uses_mrope=True)
 CLIP = clip(56, 84, 5)
 
 
@@ -181,7 +179,7 @@ async def test_too_many_videos_are_refused_with_both_numbers(rig: Rig) -> None:
 async def test_a_model_of_images_alone_refuses_videos(tmp_path: Path) -> None:
     folder = make_tiny_vision("llava", tmp_path, weights=False)
     tokenizer = Tokenizer.load(str(folder), 2, Path(folder))
-    facts = VisionFacts("LlavaForConditionalGeneration", "llava", 320)
+    facts = VisionFacts("LlavaForConditionalGeneration", 320)
     images = make_image_inputs(str(folder), facts, ServerConfig(), tokenizer)
     try:
         client = TalkingClient(vocab_size=328, max_model_len=512)

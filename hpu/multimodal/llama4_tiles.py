@@ -1,0 +1,112 @@
+"""The tower of Llama 4 with its projector: tiles of one size, rotated by sines and cosines."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.models.llama4.modeling_llama4 import Llama4VisionRotaryEmbedding
+
+from hpu.multimodal.base import Integers, Tiles
+
+
+class Llama4Tiles(Tiles):
+    """Transformers rotates complex numbers, which a Gaudi does not have, and its forward pass needs
+    a `RealRotation` in their place."""
+
+    is_for_all_devices = True
+    separators = None
+
+    def __init__(self, whole: Any, dtype: torch.dtype) -> None:
+        self._tower = tower = whole.vision_model
+        self._projector = whole.multi_modal_projector
+        self._patch = tower.patch_size
+        self._side = tower.image_size // tower.patch_size
+        size = tower.image_size
+        self._shape = (tower.num_channels, size, size)
+        self.shapes = ((self._shape, dtype),)
+
+    def features(self, *inputs: Tensor) -> Tensor:
+        (pixels,) = inputs
+        tower = self._tower
+        hidden = tower.patch_embedding.linear(self._patches(pixels))
+        # The class is the last one.
+        own = tower.class_embedding.expand(len(hidden), 1, hidden.shape[-1])
+        hidden = torch.cat((hidden, own), dim=1) + tower.positional_embedding_vlm
+        hidden = tower.layernorm_pre(hidden)
+        cosines, sines = tower.rotary_embedding.table.unbind(0)
+        for layer in tower.model.layers:
+            normed = layer.input_layernorm(hidden)
+            hidden = hidden + _attend(layer.self_attn, normed, cosines, sines)
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        patches = tower.layernorm_post(hidden)[:, :-1]
+        return self._projector(tower.vision_adapter(patches))  # type: ignore[no-any-return]
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        pixels = tensors["pixel_values"]
+        if tuple(pixels.shape[-3:]) != self._shape:
+            raise RuntimeError(
+                f"an image has tiles of {tuple(pixels.shape[-3:])}, the tower takes {self._shape}"
+            )
+        return (pixels.reshape(-1, *self._shape),)
+
+    def layout(self, tensors: Mapping[str, Tensor], num_tiles: int, num_rows: int) -> Integers:
+        return np.arange(num_tiles * num_rows)
+
+    def _patches(self, pixels: Tensor) -> Tensor:
+        """(tiles, patches, channels * height * width of a patch)"""
+        side, patch = self._side, self._patch
+        cut = pixels.view(len(pixels), -1, side, patch, side, patch)
+        return cut.permute(0, 2, 4, 1, 3, 5).reshape(len(pixels), side * side, -1)
+
+
+class RealRotation(nn.Module):
+    """In place of the tower's own rotary embedding, whose buffer has complex numbers. `table` of
+    (2, patches + 1, head_dim / 2) has cosines and sines, in float32."""
+
+    table: Tensor
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.empty(shape, device="meta"), persistent=False)
+
+
+def use_real_rotation(whole: Any) -> dict[nn.Module, Tensor]:
+    """Replace the rotary embedding of the tower of a model of transformers. Returns the replacement
+    with the values of its buffer; nothing for other models than Llama 4."""
+    tower = getattr(whole, "vision_model", None)
+    if not isinstance(getattr(tower, "rotary_embedding", None), Llama4VisionRotaryEmbedding):
+        return {}
+    with torch.device("cpu"):
+        angles = Llama4VisionRotaryEmbedding(tower.config).freqs_ci
+    # (patches + 1, 1, head_dim / 2) complex numbers
+    table = torch.view_as_real(angles).squeeze(1).movedim(-1, 0).contiguous()
+    rotation = RealRotation(tuple(table.shape))
+    tower.rotary_embedding = rotation
+    return {rotation: table}
+
+
+def _attend(attention: Any, hidden: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """All patches of a tile see each other: (tiles, patches, hidden) to the same."""
+
+    def heads(projection: Any) -> Tensor:
+        """(tiles, heads, patches, head_dim)"""
+        found = projection(hidden).view(*hidden.shape[:2], attention.num_heads, -1)
+        return found.transpose(1, 2)  # type: ignore[no-any-return]
+
+    found = functional.scaled_dot_product_attention(
+        _rotated(heads(attention.q_proj), cosines, sines),
+        _rotated(heads(attention.k_proj), cosines, sines),
+        heads(attention.v_proj),
+    )
+    return attention.o_proj(found.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def _rotated(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Each pair of neighbours in the last dimension, as the real and the imaginary part of a number
+    that is turned; in float32, as transformers does."""
+    real, imaginary = states.float().unflatten(-1, (-1, 2)).unbind(-1)
+    turned = (real * cosines - imaginary * sines, real * sines + imaginary * cosines)
+    return torch.stack(turned, dim=-1).flatten(-2).to(states.dtype)
