@@ -76,7 +76,7 @@ class RealRotation(nn.Module):
 def use_real_rotation(whole: Any) -> dict[nn.Module, Tensor]:
     """Replace the rotary embedding of the tower of a model of transformers. Returns the replacement
     with the values of its buffer; nothing for other models than Llama 4."""
-    tower = getattr(whole, "vision_model", None)
+    tower: Any = getattr(whole, "vision_model", None)
     if not isinstance(getattr(tower, "rotary_embedding", None), Llama4VisionRotaryEmbedding):
         return {}
     with torch.device("cpu"):
@@ -107,6 +107,6 @@ def _attend(attention: Any, hidden: Tensor, cosines: Tensor, sines: Tensor) -> T
 def _rotated(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Each pair of neighbours in the last dimension, as the real and the imaginary part of a number
     that is turned; in float32, as transformers does."""
-    real, imaginary = states.float().unflatten(-1, (-1, 2)).unbind(-1)
+    real, imaginary = states.float().view(*states.shape[:-1], -1, 2).unbind(-1)
     turned = (real * cosines - imaginary * sines, real * sines + imaginary * cosines)
     return torch.stack(turned, dim=-1).flatten(-2).to(states.dtype)
