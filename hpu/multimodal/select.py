@@ -8,23 +8,39 @@ import torch
 from config.errors import ConfigError
 from config.model.model_config import ModelConfig
 from config.parallel import Stage
+from hpu.backends.base import Backend
 from hpu.multimodal.base import Tower
 
 logger = logging.getLogger(__name__)
 
 
-def served_facts(config: ModelConfig, *, is_native: bool) -> ModelConfig:
-    """`config`, without the facts of images where they cannot be served, which is logged."""
+def served_facts(config: ModelConfig, backend: Backend, *, is_native: bool) -> ModelConfig:
+    """`config`, without the facts of images where they cannot be served, which is logged.
+    ConfigError as in build_tower."""
     vision = config.vision
-    if vision is None or is_native or not vision.uses_mrope:
+    if vision is None:
+        return config
+    reason = ""
+    if vision.uses_mrope and not is_native:
+        reason = "the code of transformers (--model-impl) takes positions with one axis"
+    elif vision.comes_from_transformers:
+        reason = _why_not_driven(config, backend)
+    if not reason:
         return config
     logger.warning(
-        "Images are not served: %s is a %s, and the code of transformers (--model-impl) takes "
-        "positions with one axis",
-        config.path,
-        vision.architecture,
+        "Images are not served: %s is a %s, and %s", config.path, vision.architecture, reason
     )
     return replace(config, vision=None)
+
+
+def _why_not_driven(config: ModelConfig, backend: Backend) -> str:
+    """Of a model whose images only transformers knows; empty: they can be served."""
+    if backend.compiles:
+        return f"its tower has no fixed shapes, which {backend.name} needs"
+    # It imports all of transformers, which other models do not need.
+    from hpu.multimodal.towers.merge_trial import why_not_merged
+
+    return why_not_merged(config)
 
 
 def build_tower(
@@ -42,7 +58,7 @@ def build_tower(
             f"(--pipeline-parallel-size) has {num_layers}"
         )
     # It imports all of transformers, which other models do not need.
-    from hpu.multimodal.tower import VisionTower
+    from hpu.multimodal.towers.tower import VisionTower
 
     return VisionTower(config, dtype=dtype, device=device)
 

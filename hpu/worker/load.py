@@ -227,7 +227,7 @@ def load(
     ConfigError when the checkpoint, the device and the settings do not fit each other."""
     is_built_in = pooler is not None or is_native(facts, config.model_impl)
     if pooler is None:
-        facts = served_facts(facts, is_native=is_built_in)
+        facts = served_facts(facts, backend, is_native=is_built_in)
     stage = link.stage
     dtype = served_dtype(config, facts, pooler, backend, groups, stage)
     max_model_len = choose_context(config, facts, pooler)

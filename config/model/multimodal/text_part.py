@@ -15,25 +15,36 @@ WHOLE_MODELS = frozenset(
 ) | {"Phi4MultimodalForCausalLM"}
 """Their text model computes the same without images as a text model of its own."""
 TEXT_MODELS = {
+    "aria_text": "AriaTextForCausalLM",
     "cohere": "CohereForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3n_text": "Gemma3nForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
     "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "mllama_text_model": "MllamaForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "opt": "OPTForCausalLM",
+    "phi": "PhiForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_vl_text": "Qwen2ForCausalLM",
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
     "qwen3_vl_moe_text": "Qwen3VLMoeTextForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
 }
 """model_type of a text model -> its architecture."""
 
@@ -80,13 +91,30 @@ _COMMON_FIELDS = (
 """Of the whole model, in place of those of the text model."""
 
 
+IMAGE_TOKEN_FIELDS = ("image_token_id", "image_token_index")
+"""The second one is the older name."""
+
+
+def is_unknown_whole(fields: Fields) -> bool:
+    """Whether `fields` describe a model with a text model and images that is none of WHOLE_MODELS.
+    transformers' code of it says whether its images can be served."""
+    names = fields.raw.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or names[0] in WHOLE_MODELS:
+        return False
+    has_parts = all(name in fields.raw for name in ("text_config", "vision_config"))
+    has_token = any(fields.raw.get(name) is not None for name in IMAGE_TOKEN_FIELDS)
+    return has_parts and has_token and not fields.raw.get("is_encoder_decoder")
+
+
 def text_part(fields: Fields) -> Fields | None:
     """The fields of a text model from those of the model that it is a part of; None if `fields`
     describe no such model. ConfigError for a text model that is not known."""
     names = fields.raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
         return None
-    if not isinstance(names[0], str) or names[0] not in WHOLE_MODELS:
+    if not isinstance(names[0], str):
+        return None
+    if names[0] not in WHOLE_MODELS and not is_unknown_whole(fields):
         return None
     if "text_config" in fields.raw:
         text = fields.get("text_config", dict, {})

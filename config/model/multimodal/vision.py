@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from config.model.json_fields import Fields
+from config.model.multimodal.text_part import is_unknown_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,9 @@ class VisionFacts:
     whole_images: bool = False
     """The tokens of an image see each other in both directions, so that one chunk of a prefill must
     hold the rest of an image."""
+    comes_from_transformers: bool = False
+    """It is none of VISION_FAMILIES: transformers' processor writes the prompts of its images, and
+    a trial of transformers' code shows whether they can be served."""
     num_deepstack_layers: int = 0
     """An image has so many further embeddings for each of its tokens, which are added to the
     outputs of the first layers (Meng et al., DeepStack, 2024)."""
@@ -75,8 +79,9 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     "SmolVLMForConditionalGeneration": VisionFamily(),
     "VipLlavaForConditionalGeneration": VisionFamily(),
 }
-"""Architecture of a whole model -> its facts. Models that are not listed are served without
-images."""
+"""Architecture of a whole model -> its facts. Of others only the names of fields are known."""
+
+UNKNOWN = VisionFamily()
 
 
 MAX_IMAGE_ROWS = 16384
@@ -107,9 +112,11 @@ def read_vision(whole: Fields) -> VisionFacts | None:
     names = whole.raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
         return None
-    family = VISION_FAMILIES.get(names[0]) if isinstance(names[0], str) else None
-    if family is None or "vision_config" not in whole.raw:
+    if not isinstance(names[0], str) or "vision_config" not in whole.raw:
         return None
+    if names[0] not in VISION_FAMILIES and not is_unknown_whole(whole):
+        return None
+    family = VISION_FAMILIES.get(names[0], UNKNOWN)
     vision = Fields(whole.get("vision_config", dict, {}), whole.file)
     if family.image_token_id is not None:
         token_id = vision.count("image_token_id", family.image_token_id)
@@ -126,6 +133,7 @@ def read_vision(whole: Fields) -> VisionFacts | None:
         uses_mrope=family.uses_mrope,
         whole_images=family.whole_images,
         num_deepstack_layers=num_deepstack_layers,
+        comes_from_transformers=names[0] not in VISION_FAMILIES,
         cross=_cross_facts(vision) if family.has_cross_attention else None,
     )
 

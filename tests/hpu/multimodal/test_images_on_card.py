@@ -13,7 +13,7 @@ from two_prompts import TABLE, working
 
 from config.model.multimodal.vision import VISION_FAMILIES as SERVED
 from config.model.read_config import read_model_config
-from hpu.multimodal.tower import VisionTower
+from hpu.multimodal.towers.tower import VisionTower
 
 SLOW = pytest.mark.slow
 FAMILIES = ["llava_next", *(pytest.param(name, marks=SLOW) for name in ("llava", "gemma3"))]

@@ -13,7 +13,7 @@ from torch.nn import functional
 from config.model.read_config import read_model_config
 from hpu.backends.cpu import CpuBackend
 from hpu.model_loader.loader import load_weights
-from hpu.multimodal.tower import VisionTower
+from hpu.multimodal.towers.tower import VisionTower
 from hpu.native.library import PackedLinear
 from hpu.native.tower import NativeTowerKernels
 from hpu.ops.cpu import can_pack

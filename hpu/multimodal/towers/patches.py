@@ -17,7 +17,7 @@ from transformers.vision_utils import (
 )
 
 from hpu.multimodal.base import PAD_SEGMENT, Integers, Patches, PatchInput, segment_mask
-from hpu.multimodal.pixtral_patches import PixtralPatches
+from hpu.multimodal.towers.pixtral_patches import PixtralPatches
 
 NUM_TAPS = 4
 """Learned positions that the position of a patch is interpolated from."""

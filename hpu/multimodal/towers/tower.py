@@ -1,40 +1,33 @@
 """VisionTower: the vision tower and the projector of a model, in transformers' own code, with
 weights that our loader fills."""
 
+import inspect
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
 from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
-from config.checkpoint.weight_maps.text_part import OUTSIDE, UNLOADED
+from config.checkpoint.weight_maps.text_part import OUTSIDE
 from config.errors import ConfigError
-from config.model.json_fields import read_json
 from config.model.model_config import ModelConfig
 from config.model.multimodal.vision import VisionFacts
 from hpu.models.transformers_attention import Unsupported
 from hpu.models.transformers_fallback import allocate, register_stored_buffers
 from hpu.multimodal.base import Patches, Tiles, Tower, WholeImages
 from hpu.multimodal.cross.tower import MllamaImages
-from hpu.multimodal.llama4_tiles import use_real_rotation
-from hpu.multimodal.patches import make_patches
-from hpu.multimodal.tiles import make_tiles
+from hpu.multimodal.towers.llama4_tiles import use_real_rotation
+from hpu.multimodal.towers.patches import make_patches
+from hpu.multimodal.towers.tiles import make_tiles
+from hpu.multimodal.towers.whole_model import build_whole, drop_language_model, features_owner
 
 logger = logging.getLogger(__name__)
-
-LANGUAGE_MODELS = (
-    *("language_model", "text_model", "lm_head"),
-    *("layers", "embed_tokens", "norm", "rotary_emb"),
-)
-"""What the parts of a model are called that are not built here. The second ones are those of
-language models which their towers are parts of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +59,11 @@ class VisionTower(Tower):
         self.dtype = dtype
         self.device = device
         self._hidden_size = config.hidden_size * self.facts.embeddings_per_row
-        whole = _build(config, self.facts, dtype)
+        whole = build_whole(config, self.facts, dtype)
         renamings = [
             one for one in get_model_conversion_mapping(whole) if isinstance(one, WeightRenaming)
         ]
-        _drop_language_model(whole)
+        drop_language_model(whole)
         rotation = use_real_rotation(whole)
         register_stored_buffers(whole)
         shapes = {name: tuple(one.shape) for name, one in whole.named_parameters()}
@@ -107,9 +100,12 @@ class VisionTower(Tower):
         tiles = self.tiles()
         if tiles is not None and tiles.is_for_all_devices:
             return _by_tiles(tiles, given)
-        # Some whole models leave it to the model without a head.
-        source = whole if hasattr(whole, "get_image_features") else whole.model
-        output = source.get_image_features(**given)
+        owner = features_owner(whole)
+        names = inspect.signature(owner.get_image_features).parameters
+        # Processors give more than the tower reads.
+        output = owner.get_image_features(
+            **{name: tensor for name, tensor in given.items() if name in names}
+        )
         features = output.pooler_output
         if isinstance(features, list | tuple):
             features = torch.cat(tuple(features), dim=0)
@@ -142,38 +138,3 @@ def _by_tiles(tiles: Tiles, tensors: Mapping[str, Tensor]) -> Tensor:
         # Their numbers are negative, so they count from the end.
         parts.append(tiles.separators.flip(0))
     return torch.cat(parts)[layout]
-
-
-def _build(config: ModelConfig, facts: VisionFacts, dtype: torch.dtype) -> Any:
-    """The whole model, a PreTrainedModel, on the meta device."""
-    file = Path(config.path, "config.json")
-    fields = dict(read_json(file))
-    # Towers are not quantized.
-    fields.pop("quantization_config", None)
-    try:
-        kind: Any = getattr(transformers, facts.architecture)
-        theirs = kind.config_class.from_dict(fields)
-        with torch.device("meta"):
-            whole = kind._from_config(theirs, dtype=dtype)
-    except Exception as error:
-        # Foreign code reads a foreign file: any field may be wrong in any way.
-        text = str(error).strip().partition("\n")[0]
-        raise ConfigError(
-            f"{config.path} is a {facts.architecture}, and transformers {transformers.__version__} "
-            f"cannot build it from {file} ({type(error).__name__}: {text:.300})"
-        ) from error
-    for parameter in whole.parameters():
-        parameter.requires_grad_(False)
-    return whole.eval()
-
-
-def _drop_language_model(whole: Any) -> None:
-    for parent in (whole, getattr(whole, "model", None)):
-        for name in LANGUAGE_MODELS:
-            if parent is not None and isinstance(getattr(parent, name, None), nn.Module):
-                setattr(parent, name, None)
-    modules = dict(whole.named_modules())
-    for path in UNLOADED:
-        parent, _, name = path.rpartition(".")
-        if path in modules:
-            setattr(modules[parent], name, None)

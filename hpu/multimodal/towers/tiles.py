@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers.models.llava.modeling_llava import LlavaModel
 
 from hpu.multimodal.base import Integers, Tiles
-from hpu.multimodal.llama4_tiles import Llama4Tiles
-from hpu.multimodal.phi4_tiles import Phi4Tiles
+from hpu.multimodal.towers.llama4_tiles import Llama4Tiles
+from hpu.multimodal.towers.phi4_tiles import Phi4Tiles
 
 
 def _all(whole: Any, tensors: Mapping[str, Tensor], numbers: Tensor) -> Tensor:

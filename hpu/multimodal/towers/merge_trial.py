@@ -1,0 +1,129 @@
+"""Whether transformers' own code of a model can make embeddings of images for our text model: tried
+without its weights, on the shortest prompt that has what matters."""
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from config.model.model_config import ModelConfig
+from hpu.multimodal.towers.whole_model import build_whole, drop_language_model, features_owner
+
+NUM_ROWS = 3
+"""Embeddings of the image of the trial."""
+
+PLAIN_ARGUMENTS = frozenset(
+    (
+        *("attention_mask", "cache", "cache_position", "inputs_embeds", "logits_to_keep"),
+        *("past_key_values", "position_ids", "return_dict", "use_cache"),
+        *("output_attentions", "output_hidden_states"),
+    )
+)
+"""What a language model takes that reads images as embeddings of its input, and nothing else."""
+
+
+def why_not_merged(config: ModelConfig) -> str:
+    """Why the images of a model that takes some cannot be served; empty: they can. They can where
+    its forward pass writes the rows of `get_image_features` over the embeddings of image tokens, in
+    order, and gives its language model that alone. ConfigError as in build_whole."""
+    assert config.vision is not None, "a model that takes images"
+    name = config.vision.architecture
+    if not hasattr(transformers, name):
+        return f"transformers {transformers.__version__} has no {name}"
+    whole = build_whole(config, config.vision, torch.float32)
+    drop_language_model(whole)
+    owner = features_owner(whole)
+    if owner is None or not hasattr(owner, "get_placeholder_mask"):
+        return f"the code of transformers has no embeddings of images for a {name}"
+    if hasattr(owner, "get_rope_index"):
+        return f"a {name} has positions with three axes"
+    names = set(inspect.signature(owner.forward).parameters)
+    for unknown in ("token_type_ids", "mm_token_type_ids", "decoder_input_ids"):
+        if unknown in names:
+            return f"the layers of a {name} see more of images than embeddings ({unknown})"
+    return _try(owner, config.vision.image_token_id, config.hidden_size)
+
+
+def _try(owner: Any, image_token: int, hidden_size: int) -> str:
+    other = image_token + 1 if image_token == 0 else image_token - 1
+    tokens = torch.tensor([[other, *[image_token] * NUM_ROWS, other]])
+    is_image = tokens == image_token
+    rows = torch.arange(1.0, NUM_ROWS + 1).unsqueeze(1).expand(-1, hidden_size).contiguous()
+    expected = torch.zeros(*tokens.shape, hidden_size)
+    expected[is_image] = rows
+    reason = ""
+    # Models differ in whether it is one tensor or one for each image.
+    for features in ([rows], rows, rows.unsqueeze(0)):
+        given = _language_inputs(owner, tokens, features, hidden_size)
+        if isinstance(given, str):
+            reason = reason or given
+            continue
+        found = given.pop("inputs_embeds", None)
+        further = [name for name, value in given.items() if _is_more(name, value)]
+        if further:
+            return f"its language model reads more of images than embeddings ({further[0]})"
+        if not isinstance(found, Tensor) or not torch.equal(found.float(), expected):
+            return "its embeddings of images do not take the places of image tokens"
+        return ""
+    return f"its code cannot be tried ({reason})"
+
+
+def _is_more(name: str, value: Any) -> bool:
+    if name in PLAIN_ARGUMENTS:
+        # Positions of its own would not be those that we count.
+        return name == "position_ids" and value is not None
+    return value is not None and value is not False
+
+
+class _Reached(Exception):
+    """The language model was called."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        super().__init__()
+        self.given = given
+
+
+class _LanguageModel(nn.Module):
+    """In place of the model's own."""
+
+    def __init__(self, embed: nn.Module) -> None:
+        super().__init__()
+        self._embed = embed
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self._embed
+
+    def forward(self, *args: Any, **given: Any) -> Any:
+        raise _Reached({**given, **{f"argument {index}": one for index, one in enumerate(args)}})
+
+
+class _Zeros(nn.Module):
+    """In place of the embedding of tokens."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, hidden_size), requires_grad=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.zeros(*tokens.shape, self.weight.shape[1])
+
+
+def _language_inputs(
+    owner: Any, tokens: Tensor, features: Any, hidden_size: int
+) -> dict[str, Any] | str:
+    """What the language model is called with, or why it is not called."""
+    embed = _Zeros(hidden_size)
+    owner.language_model = _LanguageModel(embed)
+    owner.get_input_embeddings = lambda: embed
+    owner.get_image_features = lambda *args, **given: SimpleNamespace(pooler_output=features)
+    try:
+        with torch.inference_mode():
+            owner(input_ids=tokens, pixel_values=torch.zeros(1, 3, 1, 1), use_cache=False)
+    except _Reached as reached:
+        return reached.given
+    except Exception as error:  # foreign code may fail in any way
+        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
+    return "its language model is not called"

@@ -1,0 +1,66 @@
+"""A whole model of transformers, with images, whose vision tower we fill and drive."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from config.checkpoint.weight_maps.text_part import UNLOADED
+from config.errors import ConfigError
+from config.model.json_fields import read_json
+from config.model.model_config import ModelConfig
+from config.model.multimodal.vision import VisionFacts
+
+LANGUAGE_MODELS = (
+    *("language_model", "text_model", "lm_head"),
+    *("layers", "embed_tokens", "norm", "rotary_emb"),
+)
+"""What the parts of a model are called that are not built here. The second ones are those of
+language models which their towers are parts of."""
+
+
+def build_whole(config: ModelConfig, facts: VisionFacts, dtype: torch.dtype) -> Any:
+    """A PreTrainedModel on the meta device. ConfigError for one that transformers cannot build."""
+    file = Path(config.path, "config.json")
+    fields = dict(read_json(file))
+    # Towers are not quantized.
+    fields.pop("quantization_config", None)
+    try:
+        kind: Any = getattr(transformers, facts.architecture)
+        theirs = kind.config_class.from_dict(fields)
+        with torch.device("meta"):
+            whole = kind._from_config(theirs, dtype=dtype)
+    except Exception as error:
+        # Foreign code reads a foreign file: any field may be wrong in any way.
+        text = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"{config.path} is a {facts.architecture}, and transformers {transformers.__version__} "
+            f"cannot build it from {file} ({type(error).__name__}: {text:.300})"
+        ) from error
+    for parameter in whole.parameters():
+        parameter.requires_grad_(False)
+    return whole.eval()
+
+
+def drop_language_model(whole: Any) -> None:
+    """And what makes neither text nor embeddings of images."""
+    for parent in (whole, getattr(whole, "model", None)):
+        for name in LANGUAGE_MODELS:
+            if parent is not None and isinstance(getattr(parent, name, None), nn.Module):
+                setattr(parent, name, None)
+    modules = dict(whole.named_modules())
+    for path in UNLOADED:
+        parent, _, name = path.rpartition(".")
+        if path in modules:
+            setattr(modules[parent], name, None)
+
+
+def features_owner(whole: Any) -> Any:
+    """The module whose `get_image_features` makes embeddings of images: the model without its head,
+    unless only the model with its head has the method. None: neither has it."""
+    for owner in (getattr(whole, "model", None), whole):
+        if hasattr(owner, "get_image_features"):
+            return owner
+    return None
