@@ -1,5 +1,6 @@
 """Images: what a runner does with the images of its plans."""
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 
@@ -22,6 +23,8 @@ from hpu.multimodal.merge import Forward, merged, shortened
 from hpu.multimodal.patch_encoder import PatchEncoder
 from hpu.multimodal.tile_encoder import Prepared, TileEncoder, check_count
 from hpu.protocol import InputTensor, StepPlan
+
+logger = logging.getLogger(__name__)
 
 
 class Images:
@@ -129,8 +132,16 @@ class Images:
         device = self._backend.device
         # The launch before it may have been too short for all threads.
         self._backend.expect(len(rows), 0)
-        embeddings: Tensor = self._tower({name: one.to(device) for name, one in tensors.items()})
-        check_count(len(embeddings), rows)
+        try:
+            embeddings: Tensor = self._tower(
+                {name: one.to(device) for name, one in tensors.items()}
+            )
+            check_count(len(embeddings), rows)
+        except Exception:
+            # Foreign code, given what a checkpoint's own files say: it may fail in any way. What is
+            # not finite ends the requests that have the image, and no others.
+            logger.exception("An image cannot be encoded, and its requests get an error")
+            return torch.full((len(rows), self._width), math.nan, device=device)
         if self._model.image_multiplier != 1:
             embeddings = embeddings * self._model.image_multiplier
         return embeddings

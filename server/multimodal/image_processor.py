@@ -2,7 +2,7 @@
 checkpoint names. For an isolated process only: it imports transformers."""
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ from transformers import AutoImageProcessor
 from config.errors import ConfigError
 from engine.transport.messages import InputTensor
 from server.multimodal.decode import BadImage, decode
-from server.multimodal.families.base import ProcessorFiles
+from server.multimodal.families.base import ProcessorFiles, PromptForm
 from server.multimodal.families.registry import prompt_form
 from server.multimodal.llama4_images import Llama4ImageProcessor
 from server.multimodal.messages import IMAGE, Answer, ImageFacts, Setup, Video
+from server.multimodal.own_processor import OwnProcessor
 from server.multimodal.phi4_images import Phi4ImageProcessor
 from server.multimodal.video import Frames, read_frames
 
@@ -44,12 +45,17 @@ class ImageProcessor:
         folder = Path(setup.folder)
         self._sampling = setup.num_frames, setup.fps
         files = ProcessorFiles.read(folder, setup.image_token, setup.video_token)
-        self._form = prompt_form(files)
         self._size = video_size(files, setup.options)
+        form = None if setup.comes_from_transformers else prompt_form(files)
+        self._processor: Callable[..., Any] = _image_processor(folder, files, setup.options)
+        # Of an unknown model all that is numbers may be an argument of its tower.
+        self._inputs: Sequence[str] = INPUTS if form is not None else ()
+        if form is None:
+            form = self._processor = OwnProcessor(setup.folder, files, self._processor)
+        self._form: PromptForm = form
         self._options = {
             name: setup.options.get(name, value) for name, value in self._form.options.items()
         }
-        self._processor: Callable[..., Any] = _image_processor(folder, files, setup.options)
 
     def call(self, data: bytes) -> bytes:
         """An Answer for an image or a video; ImageFacts for no bytes."""
@@ -86,7 +92,8 @@ class ImageProcessor:
                 f"the model does not take an image of {image.width} x {image.height} pixels: "
                 f"{reason}"
             ) from None
-        tensors = [_tensor(name, arrays[name]) for name in INPUTS if name in arrays]
+        names = self._inputs or [name for name, one in arrays.items() if not isinstance(one, str)]
+        tensors = [_tensor(name, arrays[name]) for name in names if name in arrays]
         return Answer(size=image.size, text=text, grid=grid, tensors=tensors, num_rows=num_rows)
 
     def process_video(self, video: Frames) -> Answer:

@@ -1,6 +1,7 @@
 """ImageInputs: from the images and videos of a request to what its prompt needs."""
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 
 from config.errors import ConfigError, UserError
@@ -11,6 +12,8 @@ from server.multimodal.messages import IMAGE, VIDEO
 from server.multimodal.parts import MediaSource, check_count
 from server.multimodal.processor import ImagePreprocessor, ProcessedImage, image_processes
 from server.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 MAX_FETCHES = 16
 """At once, of all requests."""
@@ -85,9 +88,10 @@ class ImageInputs:
 
 def make_image_inputs(
     folder: str, vision: VisionFacts, config: ServerConfig, tokenizer: Tokenizer
-) -> ImageInputs:
+) -> ImageInputs | None:
     """Those of a checkpoint. Texts of messages cannot become images afterwards. Blocks for seconds.
-    Raises ConfigError."""
+    None, which is logged, where transformers' processor of a model that is in no list of ours
+    cannot be used. Raises ConfigError."""
     image_token = tokenizer.token(vision.image_token_id)
     if image_token is None:
         raise ConfigError(
@@ -104,6 +108,7 @@ def make_image_inputs(
             config.image_options,
             video_token=video_token,
             video_frames=config.video_frames,
+            comes_from_transformers=vision.comes_from_transformers,
         ),
         image_token,
         cache_bytes=int(config.mm_processor_cache_gb * 2**30),
@@ -111,9 +116,12 @@ def make_image_inputs(
     )
     try:
         preprocessor.open()
-    except ConfigError:
+    except ConfigError as error:
         preprocessor.close()
-        raise
+        if not vision.comes_from_transformers:
+            raise
+        logger.warning("Images are not served: %s", error)
+        return None
     tokenizer.protect({image_token, video_token or image_token, *preprocessor.marks.values()})
     fetcher = MediaFetcher(
         config.allowed_media_domains,

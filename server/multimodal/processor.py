@@ -73,10 +73,19 @@ def image_processes(
     *,
     video_token: str = "",
     video_frames: tuple[int, float] = (32, -1),
+    comes_from_transformers: bool = False,
 ) -> ForkServer:
     """The processes that decode and preprocess images and videos. `folder` is the checkpoint's,
-    `options` are arguments of its image processor, `video_frames` those of `Setup`."""
-    setup = Setup(folder, image_token, dict(options or {}), video_token, *video_frames)
+    `options` are arguments of its image processor, `video_frames` and `comes_from_transformers`
+    those of `Setup`."""
+    setup = Setup(
+        folder,
+        image_token,
+        dict(options or {}),
+        video_token,
+        *video_frames,
+        comes_from_transformers=comes_from_transformers,
+    )
     return ForkServer("server.multimodal.isolated", msgspec.msgpack.encode(setup), limits)
 
 

@@ -37,11 +37,13 @@ from server.multimodal.messages import Setup, Video
 from server.multimodal.phi4_images import Phi4ImageProcessor
 from server.multimodal.video import read_frames
 
+# Images of the last two are known to transformers alone.
 FAMILIES = ["llava", "qwen2_vl"]
 FAMILIES += [
     pytest.param(name, marks=pytest.mark.slow)
-    for name in ("qwen3_vl", "gemma3", "mllama", "phi4_multimodal")
+    for name in ("qwen3_vl", "gemma3", "mllama", "phi4_multimodal", "lighton_ocr")
 ]
+FAMILIES += [pytest.param("llava_onevision", marks=pytest.mark.slow)]
 NUM_TOKENS = 12
 QUESTION = "Who?"
 FLAGS = ("--served-model-name=tiny", "--dtype=float32", "--max-model-len=512")
@@ -82,6 +84,9 @@ def processed(folder: str, text: str, images: list[Image.Image]) -> dict[str, An
         return seen_by_layers(folder, text, images)
     if "phi4" in folder:
         return with_crops(folder, text, images)
+    if "onevision" in folder:
+        # Its class needs torchvision, for videos.
+        return with_rows(folder, text, images)
     if "qwen" not in folder:
         processor = AutoProcessor.from_pretrained(folder, backend="pil")
         return dict(processor(text=text, images=images or None, return_tensors="pt"))
@@ -113,6 +118,25 @@ def seen_by_layers(folder: str, text: str, images: list[Image.Image]) -> dict[st
         [get_cross_attention_token_mask(ids[0].tolist(), token_id)], num_tiles, 4, ids.shape[1]
     )
     return {**inputs, "input_ids": ids, "cross_attention_mask": torch.from_numpy(mask)}
+
+
+def with_rows(folder: str, text: str, images: list[Image.Image]) -> dict[str, Any]:
+    """With as many image tokens as transformers' tower makes embeddings."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if not images:
+        return {"input_ids": tokenizer(text, return_tensors="pt")["input_ids"]}
+    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    inputs = dict(processor(images, return_tensors="pt"))
+    # As its processor, which counts the images of each conversation.
+    inputs["batch_num_images"] = torch.ones(len(images), dtype=torch.int64)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        features = model.model.get_image_features(**inputs).pooler_output
+    first, *others = text.split("<image>")
+    text = first + "".join(
+        "<image>" * len(rows) + one for rows, one in zip(features, others, strict=True)
+    )
+    return {**inputs, "input_ids": tokenizer(text, return_tensors="pt")["input_ids"]}
 
 
 def with_crops(folder: str, text: str, images: list[Image.Image]) -> dict[str, Any]:
@@ -226,6 +250,36 @@ def test_a_chat_with_a_video_gives_the_tokens_of_transformers(
 
     assert told["usage"]["prompt_tokens"] == ids.shape[1]
     assert told["choices"][0]["token_ids"] == output[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "status", "reason"),
+    [
+        # Its processor writes 256 tokens for an image, this tower makes 16 embeddings.
+        ("got_ocr2", 500, "logits of output token 1 were not numbers"),
+        ("ovis2", 400, "the model takes 0"),
+        ("idefics2", 400, "this model takes content of type text"),
+    ],
+)
+def test_an_image_that_a_model_in_no_list_cannot_take_ends_its_request_alone(
+    family: str, status: int, reason: str, tmp_path: Path
+) -> None:
+    folder = str(make_tiny_vision(family, tmp_path / family))
+    body = {"temperature": 0, "max_tokens": NUM_TOKENS}
+    with running(folder, tmp_path / "log", *FLAGS) as live:
+        before = live.ask("/v1/chat/completions", {**body, "messages": [turn("Hello")]}).json()
+        refused = live.ask(
+            "/v1/chat/completions", {**body, "messages": [turn("Look:", picture(56, 56))]}
+        )
+        behind = live.ask("/v1/chat/completions", {**body, "messages": [turn("Hello")]}).json()
+
+    assert refused.status_code == status
+    assert reason in refused.json()["error"]["message"]
+    assert before["choices"] == behind["choices"]
+    log = (tmp_path / "log").read_text()
+    assert "Images are not served" in log or "An image cannot be encoded" in log
+    assert "is started again" not in log
 
 
 IMAGE_METRICS = (

@@ -267,6 +267,135 @@ FAMILIES = {
     ),
 }
 
+UNLISTED = {
+    "ovis2": _Family(
+        tokens=(
+            *("<IMG_ATOM>", "<image>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>"),
+            "<IMG_END>",
+        ),
+        mark="<image>",
+        fields={
+            "vision_config": {**_PLAIN, "vocab_size": 40, "hidden_stride": 2},
+            "image_token_id": "<IMG_ATOM>",
+            "visual_indicator_token_ids": [
+                *("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"),
+            ],
+            "hidden_size": 64,
+            "vocab_size": VOCAB_SIZE + 8,
+        },
+        preprocessor={
+            "image_processor_type": "Ovis2ImageProcessor",
+            "size": _SQUARE,
+            "crop_to_patches": True,
+            "max_patches": 3,
+        },
+        processor={
+            "processor_class": "Ovis2Processor",
+            "image_token": "<image>",
+            "image_seq_length": 4,
+        },
+        text={"model_type": "qwen2"},
+        named_tokens={"image_token": "<image>"},
+    ),
+    "got_ocr2": _Family(
+        tokens=("<imgpad>", "<img>", "</img>"),
+        mark="<img><imgpad></img>",
+        fields={
+            "vision_config": {
+                "hidden_size": 32,
+                "output_channels": 8,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "mlp_dim": 48,
+                "image_size": 256,
+                "patch_size": 16,
+                "window_size": 4,
+                "global_attn_indexes": [1],
+            },
+            "image_token_index": "<imgpad>",
+        },
+        preprocessor={
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "size": {"height": 256, "width": 256},
+        },
+        processor={"processor_class": "GotOcr2Processor"},
+        text={"model_type": "qwen2"},
+    ),
+    "llava_onevision": _Family(
+        tokens=("<image>", "<video>"),
+        mark="<image>",
+        fields={
+            "vision_config": {"model_type": "siglip_vision_model", **_PLAIN},
+            "image_token_index": "<image>",
+            "video_token_index": "<video>",
+            "image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]],
+            "vision_aspect_ratio": "anyres_max_4",
+        },
+        preprocessor={
+            "image_processor_type": "LlavaOnevisionImageProcessor",
+            "size": _SQUARE,
+            "image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]],
+        },
+        processor={
+            "processor_class": "LlavaOnevisionProcessor",
+            "num_image_tokens": 16,
+            "vision_feature_select_strategy": "full",
+            "vision_aspect_ratio": "anyres_max_4",
+            "image_token": "<image>",
+            "video_token": "<video>",
+        },
+        text={"model_type": "qwen2"},
+    ),
+    "lighton_ocr": _Family(
+        tokens=("<|image_pad|>", "<|vision_pad|>", "<|vision_end|>"),
+        mark="<|image_pad|>",
+        fields={
+            "vision_config": {**_PLAIN, "model_type": "pixtral", "head_dim": 16},
+            "image_token_id": "<|image_pad|>",
+            "spatial_merge_size": 2,
+        },
+        preprocessor={
+            "image_processor_type": "PixtralImageProcessor",
+            "size": {"longest_edge": 112},
+            "patch_size": {"height": PATCH, "width": PATCH},
+        },
+        processor={
+            "processor_class": "LightOnOcrProcessor",
+            "patch_size": PATCH,
+            "spatial_merge_size": 2,
+        },
+        text={"model_type": "qwen3"},
+        named_tokens={
+            "image_token": "<|image_pad|>",
+            "image_break_token": "<|vision_pad|>",
+            "image_end_token": "<|vision_end|>",
+        },
+    ),
+    "idefics2": _Family(
+        tokens=("<image>", "<fake_token_around_image>"),
+        mark="<image>",
+        fields={
+            "vision_config": {"model_type": "idefics2_vision", **_PLAIN},
+            "perceiver_config": {
+                "hidden_size": 64,
+                "resampler_n_latents": 6,
+                "resampler_depth": 1,
+                "resampler_n_heads": 2,
+                "num_key_value_heads": 1,
+                "resampler_head_dim": 16,
+            },
+            "image_token_id": "<image>",
+        },
+        preprocessor={
+            "image_processor_type": "Idefics2ImageProcessor",
+            "size": {"shortest_edge": 28, "longest_edge": 56},
+        },
+        processor={"processor_class": "Idefics2Processor", "image_seq_len": 6},
+        text={"model_type": "mistral"},
+    ),
+}
+"""Families whose images only transformers knows."""
+
 
 def make_tiny_vision(
     family: str, folder: Path | str, *, seed: int = 0, weights: bool = True, **overrides: Any
@@ -274,7 +403,7 @@ def make_tiny_vision(
     """Write a float32 checkpoint of `family`, with its processor, tokenizer and chat template, into
     `folder`; gives the folder. The same arguments give the same weights. `overrides` are fields of
     the language model's config. Without `weights` only the other files."""
-    made = FAMILIES[family]
+    made = {**FAMILIES, **UNLISTED}[family]
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     ids = _write_tokenizer(folder, made)
@@ -305,13 +434,16 @@ def make_tiny_vision(
 def _with_ids(fields: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
     return {
         name: _with_ids(value, ids) if isinstance(value, dict)
+        else [ids.get(one, one) for one in value] if isinstance(value, list)
+        and all(isinstance(one, str) for one in value)
         else ids.get(value, value) if isinstance(value, str) else value
         for name, value in fields.items()
     }  # fmt: skip
 
 
 def _build(config: Any) -> Any:
-    is_flat = FAMILIES[config.model_type].is_flat
+    family = FAMILIES.get(config.model_type)
+    is_flat = family is not None and family.is_flat
     kind: Any = AutoModelForCausalLM if is_flat else AutoModelForImageTextToText
     return kind.from_config(config)
 

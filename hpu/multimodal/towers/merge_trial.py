@@ -36,7 +36,7 @@ def why_not_merged(config: ModelConfig) -> str:
     whole = build_whole(config, config.vision, torch.float32)
     drop_language_model(whole)
     owner = features_owner(whole)
-    if owner is None or not hasattr(owner, "get_placeholder_mask"):
+    if owner is None:
         return f"the code of transformers has no embeddings of images for a {name}"
     if hasattr(owner, "get_rope_index"):
         return f"a {name} has positions with three axes"
@@ -116,7 +116,9 @@ def _language_inputs(
 ) -> dict[str, Any] | str:
     """What the language model is called with, or why it is not called."""
     embed = _Zeros(hidden_size)
-    owner.language_model = _LanguageModel(embed)
+    for name in ("language_model", "text_model"):
+        if hasattr(owner, name):
+            setattr(owner, name, _LanguageModel(embed))
     owner.get_input_embeddings = lambda: embed
     owner.get_image_features = lambda *args, **given: SimpleNamespace(pooler_output=features)
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from tiny_vision import FAMILIES, image_bytes, make_tiny_vision, picture
+from tiny_vision import FAMILIES, UNLISTED, image_bytes, make_tiny_vision, picture
 from transformers import AutoImageProcessor, AutoProcessor
 
 from config.errors import ConfigError, UserError
@@ -199,6 +199,50 @@ def test_a_checkpoint_without_a_processor_is_told(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="model type 'unknown', images are written for"):
         ImageProcessor(Setup(str(tmp_path), "<image>", {}))
+
+
+def unknown(name: str, folder: Path) -> Setup:
+    """Of a model whose images only transformers knows."""
+    make_tiny_vision(name, folder, weights=False)
+    token = UNLISTED[name].tokens[0]
+    return Setup(str(folder), token, {}, comes_from_transformers=True)
+
+
+def test_the_processor_of_transformers_writes_the_prompt_of_a_model_in_no_list(
+    tmp_path: Path,
+) -> None:
+    processor = ImageProcessor(unknown("lighton_ocr", tmp_path))
+
+    answer = processor.process(picture(90, 200))
+
+    # 112 x 56 pixels in patches of 14, of which 2 x 2 are an embedding.
+    assert answer.text == "<|image_pad|>" * 8
+    assert [(one.name, one.shape) for one in answer.tensors] == [
+        ("pixel_values", (1, 3, 112, 56)),
+        ("image_sizes", (1, 2)),
+    ]
+
+
+def test_what_the_tower_does_not_read_is_sent_with_the_rest(tmp_path: Path) -> None:
+    processor = ImageProcessor(unknown("llava_onevision", tmp_path))
+
+    answer = processor.process(picture(56, 56))
+
+    assert {one.name for one in answer.tensors} > {"pixel_values", "image_sizes"}
+    assert set(answer.text.replace(">", "> ").split()) == {"<image>"}
+
+
+def test_a_processor_that_writes_around_an_image_cannot_be_used(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not say what takes the place of the mark"):
+        ImageProcessor(unknown("idefics2", tmp_path))
+
+
+def test_a_processor_that_transformers_does_not_have_is_told(tmp_path: Path) -> None:
+    setup = unknown("lighton_ocr", tmp_path)
+    (tmp_path / "processor_config.json").write_text('{"processor_class": "NobodysProcessor"}')
+
+    with pytest.raises(ConfigError, match=r"'NobodysProcessor' .* has no such processor"):
+        ImageProcessor(setup)
 
 
 def test_arguments_of_the_processor_are_taken(folder: Path) -> None:

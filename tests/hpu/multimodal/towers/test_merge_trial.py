@@ -1,0 +1,98 @@
+"""Which models of transformers, outside our list, have images that we can serve."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from strict_card import STRICT
+from tiny_vision import make_tiny_vision
+from two_prompts import working
+
+from config.errors import ConfigError
+from config.model.model_config import ModelConfig
+from config.model.read_config import read_model_config
+from hpu.backends.cpu import CpuBackend
+from hpu.multimodal.select import served_facts
+from hpu.multimodal.towers.merge_trial import why_not_merged
+
+
+def read(name: str, folder: Path, architecture: str = "") -> ModelConfig:
+    make_tiny_vision(name, folder, weights=False)
+    if architecture:
+        file = folder / "config.json"
+        fields = json.loads(file.read_text())
+        file.write_text(json.dumps({**fields, "architectures": [architecture]}))
+    return read_model_config(str(folder))
+
+
+@pytest.mark.parametrize(
+    "name", ["llava_onevision", "lighton_ocr", "idefics2", "got_ocr2", "llava"]
+)
+def test_rows_that_take_the_places_of_image_tokens_are_served(name: str, tmp_path: Path) -> None:
+    assert why_not_merged(read(name, tmp_path)) == ""
+
+
+def test_listed_models_have_no_trial(tmp_path: Path) -> None:
+    config = read("llava", tmp_path)
+    assert config.vision is not None and not config.vision.comes_from_transformers
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        # Tokens around an image have embeddings of its tower, too.
+        ("ovis2", "cannot be tried .* has no attribute 'visual_indicator_features'"),
+        ("qwen2_vl", "positions with three axes"),
+        ("gemma3", r"see more of images than embeddings \(token_type_ids\)"),
+        ("mllama", "has no embeddings of images"),
+    ],
+)
+def test_models_that_do_more_with_images_are_not_served(
+    name: str, reason: str, tmp_path: Path
+) -> None:
+    assert re.search(reason, why_not_merged(read(name, tmp_path)))
+
+
+def test_a_card_that_compiles_shapes_serves_its_text_and_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_tiny_vision("lighton_ocr", tmp_path)
+
+    with working(tmp_path, device="hpu-emulator", emulator=STRICT) as rig:
+        rig.admit(0, [5, 6, 7])
+        rig.prefill({0: None})
+        rig.step()
+
+        assert rig.ready.encoder_cache_tokens == 0
+        assert len(rig.free(0)) == 1
+    assert "Images are not served" in caplog.text and "has no fixed shapes" in caplog.text
+
+
+def test_why_images_are_not_served_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = read("ovis2", tmp_path)
+
+    facts = served_facts(config, CpuBackend(1), is_native=True)
+
+    assert facts.vision is None and config.vision is not None
+    assert "Images are not served" in caplog.text and "Ovis2ForCond" in caplog.text
+
+
+def test_a_model_that_transformers_does_not_know_has_its_text(tmp_path: Path) -> None:
+    config = read("lighton_ocr", tmp_path, "NobodyKnowsForConditionalGeneration")
+
+    assert config.architecture == "Qwen3ForCausalLM" and config.vision is not None
+    assert "has no NobodyKnowsForConditionalGeneration" in why_not_merged(config)
+
+
+def test_an_unknown_text_model_is_an_error(tmp_path: Path) -> None:
+    make_tiny_vision("lighton_ocr", tmp_path, weights=False)
+    file = tmp_path / "config.json"
+    fields = json.loads(file.read_text())
+    fields["text_config"]["model_type"] = "nobody"
+    file.write_text(json.dumps(fields))
+
+    with pytest.raises(ConfigError, match=r"text_config .* has the model_type 'nobody'"):
+        read_model_config(str(tmp_path))
