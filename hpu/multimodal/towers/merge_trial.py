@@ -62,7 +62,8 @@ def _try(owner: Any, image_token: int, hidden_size: int) -> str:
             reason = reason or given
             continue
         found = given.pop("inputs_embeds", None)
-        further = [name for name, value in given.items() if _is_more(name, value)]
+        order = torch.arange(tokens.shape[1])
+        further = [name for name, value in given.items() if _is_more(name, value, order)]
         if further:
             return f"its language model reads more of images than embeddings ({further[0]})"
         if not isinstance(found, Tensor) or not torch.equal(found.float(), expected):
@@ -71,11 +72,11 @@ def _try(owner: Any, image_token: int, hidden_size: int) -> str:
     return f"its code cannot be tried ({reason})"
 
 
-def _is_more(name: str, value: Any) -> bool:
-    if name in PLAIN_ARGUMENTS:
-        # Positions of its own would not be those that we count.
-        return name == "position_ids" and value is not None
-    return value is not None and value is not False
+def _is_more(name: str, value: Any, order: Tensor) -> bool:
+    if name == "position_ids" and value is not None:
+        # Others would not be those that we count.
+        return not torch.equal(value.cpu(), order.unsqueeze(0))
+    return name not in PLAIN_ARGUMENTS and value is not None and value is not False
 
 
 class _Reached(Exception):
@@ -118,7 +119,7 @@ def _language_inputs(
     embed = _Zeros(hidden_size)
     for name in ("language_model", "text_model"):
         if hasattr(owner, name):
-            setattr(owner, name, _LanguageModel(embed))
+            setattr(owner, name, _LanguageModel(embed).eval())
     owner.get_input_embeddings = lambda: embed
     owner.get_image_features = lambda *args, **given: SimpleNamespace(pooler_output=features)
     try:
