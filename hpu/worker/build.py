@@ -12,7 +12,6 @@ from config.errors import ConfigError
 from config.execution import WarmupConfig
 from config.model.multimodal.vision import cross_cache_tiles, encoder_cache_rows
 from config.model.window_cache import CacheSizes, rings_hold_more
-from config.params.speculation import SUFFIX
 from hpu.distributed.agreement import Agreement
 from hpu.distributed.process_groups import SINGLE
 from hpu.gaudi_devices import GIB
@@ -193,13 +192,6 @@ def check_speculation(loaded: LoadedModel) -> None:
         raise ConfigError(
             f"--speculative-config names the method {method.method}, and the device is "
             f"{loaded.backend.name}: drafts are verified on hpu and on cpu"
-        )
-    stages, cached = loaded.link.stage.size, method.suffix.max_cached_requests
-    if method.method == SUFFIX and stages > 1 and cached and not loaded.backend.shares_host_memory:
-        raise ConfigError(
-            f"suffix_decoding_max_cached_requests is {cached} and --pipeline-parallel-size is "
-            f"{stages}: on {loaded.backend.name} stages do not know all tokens of earlier "
-            "requests; with 0 they search the request's own text"
         )
 
 

@@ -151,8 +151,9 @@ def with_draft_buffers(
 
 def _plans_drafts(loaded: LoadedModel, method: SpeculationMethod) -> bool:
     """Whether a device gets its drafts with the plans: those of the last pipeline stage, where the
-    drafter is."""
-    return method.has_drafter and loaded.link.stage.size > 1
+    drafter is, or which alone knows all tokens of earlier requests."""
+    reads_earlier = method.method == SUFFIX and method.suffix.max_cached_requests > 0
+    return (method.has_drafter or reads_earlier) and loaded.link.stage.size > 1
 
 
 def make_speculations(
@@ -181,10 +182,11 @@ def make_speculations(
         )
         return Speculations(on_host, hidden_cache=None if caches is None else caches.hidden)
     drafter = _device_drafter(loaded, method, caches, sampler, graphs)
+    plans_drafts = _plans_drafts(loaded, method)
     search: TextSearch
     if method.method == NGRAM:
         search = NgramSearch(method)
-    elif method.method == SUFFIX:
+    elif method.method == SUFFIX and (stage.is_last or not plans_drafts):
         search = SuffixSearch(
             method,
             loaded.backend,
@@ -205,7 +207,7 @@ def make_speculations(
         pad_block=batch_state.pad_block,
         search=search,
         drafter=drafter,
-        plans_drafts=_plans_drafts(loaded, method),
+        plans_drafts=plans_drafts,
     )
     return Speculations(on_device=on_device, drafter=drafter)
 

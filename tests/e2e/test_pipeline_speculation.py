@@ -9,7 +9,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from draft_heads import make_head
-from drafting import MIXED, choices, run
+from drafting import MIXED, SHAPE, choices, run
 from tiny_models import make_tiny
 
 from config.params.sampling import SamplingParams
@@ -17,6 +17,7 @@ from config.params.structured_output import GrammarSpec
 from engine.request import Request
 from engine.scheduling import scheduler
 from engine.scheduling.known_tokens import known_tokens
+from gaudiserve import LLM
 from hpu.protocol import KnownTokens
 
 NGRAM = {
@@ -175,6 +176,8 @@ OWN_TEXT: dict[str, Any] = {
     "suffix_decoding_max_spec_factor": 4.0,
 }
 
+EARLIER = {**OWN_TEXT, "suffix_decoding_max_cached_requests": 20}
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -214,8 +217,8 @@ def test_the_last_of_two_emulated_cards_drafts_and_nothing_compiles(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "keys"),
-    [(2, NGRAM), (3, NGRAM), (2, OWN_TEXT)],
-    ids=["2 ngram", "3 ngram", "2 suffix"],
+    [(2, NGRAM), (3, NGRAM), (2, OWN_TEXT), (2, EARLIER), (3, EARLIER)],
+    ids=["2 ngram", "3 ngram", "2 suffix alone", "2 suffix", "3 suffix"],
 )
 def test_stages_on_emulated_cards_draft_the_same_and_compile_nothing(
     stages: int, keys: dict[str, Any], folder: Path
@@ -238,3 +241,20 @@ def test_stages_on_emulated_cards_draft_the_same_and_compile_nothing(
     while_serving = [name for name in stats.compilations if not name.endswith(".warmup")]
     assert stats.compilations and while_serving == []
     assert (stats.recompilations, stats.cpu_fallbacks) == (0, 0)
+
+
+@pytest.mark.slow
+def test_emulated_stages_draft_from_earlier_outputs(folder: Path) -> None:
+    sampling = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+
+    def accepted(keys: dict[str, Any], stages: int) -> int:
+        # One after the other: the second and third are the first again.
+        flags = {**CARD, "max_num_seqs": 1, "pipeline_parallel_size": stages}
+        with LLM(str(folder), **{**SHAPE, **flags}, speculative_config=keys) as llm:
+            outputs = llm.generate([[9, 41, 7]] * 3, sampling, use_tqdm=False)
+            assert len({tuple(one.outputs[0].token_ids) for one in outputs}) == 1
+            return int(llm._client.stats.spec_decode["num_accepted_tokens"])
+
+    alone, earlier = accepted(OWN_TEXT, 2), accepted(EARLIER, 2)
+
+    assert earlier > alone + 30
