@@ -248,7 +248,9 @@ void attend(const Model& m, const Layer& layer, const std::vector<Tile>& tiles, 
   for (int64_t g = 0; g < group; ++g) top[g] = set1(-INFINITY);
   for (int64_t t = 0; t < count; ++t) {
     const Tile& tile = tiles[t];
-    ask_for(tile.values, stride, tile.count, bytes);
+    // Scores without tiles wait for memory where they read the cache as it is: prefetches of values
+    // make them wait longer.
+    if (Format::CONVERTS || has_tiles || TURNS > 1) ask_for(tile.values, stride, tile.count, bytes);
     if (t + EARLY < count) ask_for(tiles[t + EARLY].keys, stride, tiles[t + EARLY].count, bytes);
     const Mask seen = between(0, tile.count);
     const Number* keys = (const Number*)tile.keys;
