@@ -55,7 +55,7 @@ inline void sum_blocks(const uint8_t* const* blocks, const Rows32& rows, int64_t
 #pragma GCC unroll 2
           for (int turn = 0; turn < TURNS; ++turn) {
             const Factor weights = number_factor<KIND>(words[p], t, turn);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int r = 0; r < ROWS; ++r) {
               const Input* pair = rows.of.x + r * rows.of.stride + at + q * 8 + t * 2;
               sums[p][r] = dot(sums[p][r], weights, repeat(pair, turn));
@@ -104,19 +104,20 @@ void quantized_dots(const Rows32& rows, const uint8_t* weight, int64_t blocks, i
     Lanes inner[PANELS][ROWS];
 #pragma GCC unroll 4
     for (int p = 0; p < PANELS; ++p)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int r = 0; r < ROWS; ++r) inner[p][r] = zero();
     for (int64_t b = 0; b < blocks; ++b) {
-      // 4-bit products are compute-bound: prefetching gains nothing.
-      if constexpr (!has_4_bits(KIND))
-        for (int p = 0; p < PANELS; ++p)
-          for (int64_t byte = 0; byte < block_bytes(KIND); byte += 64)
-            _mm_prefetch((const char*)from[p] + AHEAD + byte, _MM_HINT_T0);
+      constexpr int64_t ahead = has_4_bits(KIND) ? 2 * AHEAD : AHEAD;
+      for (int p = 0; p < PANELS; ++p)
+        for (int64_t byte = 0; byte < block_bytes(KIND); byte += 64)
+          _mm_prefetch((const char*)from[p] + ahead + byte, _MM_HINT_T0);
       sum_blocks<KIND, ROWS, PANELS>(from, rows, (g * blocks + b) * BLOCK, inner);
       for (int p = 0; p < PANELS; ++p) from[p] += block_bytes(KIND);
       if constexpr (!is_stored(KIND)) break;
     }
+#pragma GCC unroll 4
     for (int p = 0; p < PANELS; ++p)
+#pragma GCC unroll 8
       for (int r = 0; r < ROWS; ++r) {
         Lanes& sum = acc[p][r];
         sum = KIND == INT8_ROWS ? add(sum, inner[p][r])
@@ -137,24 +138,35 @@ void quantized_dots_of(int64_t count, const Rows32& rows, const uint8_t* w, int6
     case 1: return quantized_dots<KIND, 1, PANELS>(rows, w, blocks, far, of_x, sums, apart);
     case 2: return quantized_dots<KIND, 2, PANELS>(rows, w, blocks, far, of_x, sums, apart);
     case 3: return quantized_dots<KIND, 3, PANELS>(rows, w, blocks, far, of_x, sums, apart);
-    default: return quantized_dots<KIND, 4, PANELS>(rows, w, blocks, far, of_x, sums, apart);
+    case 4: return quantized_dots<KIND, 4, PANELS>(rows, w, blocks, far, of_x, sums, apart);
+  }
+  if constexpr (has_4_bits(KIND) && PANELS <= 2) switch (count) {
+    case 5: return quantized_dots<KIND, 5, PANELS>(rows, w, blocks, far, of_x, sums, apart);
+    case 6: return quantized_dots<KIND, 6, PANELS>(rows, w, blocks, far, of_x, sums, apart);
+    case 7: return quantized_dots<KIND, 7, PANELS>(rows, w, blocks, far, of_x, sums, apart);
+    default: return quantized_dots<KIND, 8, PANELS>(rows, w, blocks, far, of_x, sums, apart);
   }
 }
 
-constexpr int64_t FEW_ROWS = 4;  // up to this many rows the quantized values are multiplied directly
+// Up to this many rows the quantized values are multiplied directly. A pair of 4-bit values takes two
+// instructions to be a factor, and nine to be one in bfloat16 that is scaled; tiles need the latter.
+constexpr int64_t FEW_ROWS = 4, FEW_ROWS_OF_4_BITS = 64;
+constexpr int64_t MOST_AT_ONCE = 8;  // rows, of which the registers hold the sums of two panels
+
 
 template <int KIND>
 void multiply_few_rows(const Product& by, const bf16* x, int64_t rows, const End& end, Range range) {
   const int64_t blocks = blocks_of<KIND>(by), groups = by.inputs / (blocks * BLOCK);
   const int64_t panel = panel_bytes<KIND>(by.inputs, blocks);
   thread_local Scratch kept, summed;
-  float *full = kept.room<float>(rows * by.inputs), *of_x = summed.room<float>(rows * groups);
+  constexpr bool widens = !has_4_bits(KIND) || !std::is_same_v<Input, bf16>;
+  float* full = widens ? kept.room<float>(rows * by.inputs) : nullptr;
+  float* of_x = summed.room<float>(rows * groups);
   for (int64_t g = 0; g < rows * groups; ++g) {
     Lanes sum = zero();
     for (int64_t i = g * blocks; i < (g + 1) * blocks; ++i) {
       const Lanes low = load(x + i * BLOCK), high = load(x + i * BLOCK + BLOCK / 2);
-      store(full + i * BLOCK, low);
-      store(full + i * BLOCK + BLOCK / 2, high);
+      if constexpr (widens) store(full + i * BLOCK, low), store(full + i * BLOCK + BLOCK / 2, high);
       if constexpr (has_minima(KIND)) sum = add(sum, add(low, high));
     }
     if constexpr (has_minima(KIND)) of_x[g] = reduce_add(sum);
@@ -162,16 +174,24 @@ void multiply_few_rows(const Product& by, const bf16* x, int64_t rows, const End
   Rows of;
   if constexpr (std::is_same_v<Input, bf16>) of = {(const Input*)x, by.inputs};
   else of = {(const Input*)full, by.inputs};
+  const int64_t parts = (rows + MOST_AT_ONCE - 1) / MOST_AT_ONCE;
   for (int64_t p = range.first; p < range.last;) {
-    const auto [wide, step] = width_of(range.last - p, end, 4);
+    const auto [wide, step] = width_of(range.last - p, end, rows > FEW_ROWS ? 2 : 4);
     const int64_t far = (end.gated ? by.outputs / PANEL / 2 : wide / 2) * panel;
     const uint8_t* w = (const uint8_t*)by.weight + p * panel;
-    alignas(64) float sums[FEW_ROWS * 4 * 16];
+    alignas(64) float sums[std::max(FEW_ROWS * 4, MOST_AT_ONCE * 2) * 16];
     const auto kernel = wide == 4   ? quantized_dots_of<KIND, 4>
                         : wide == 2 ? quantized_dots_of<KIND, 2>
                                     : quantized_dots_of<KIND, 1>;
-    kernel(rows, {of, full, by.inputs}, w, blocks, far, of_x, sums);
-    for (int64_t r = 0; r < rows; ++r) finish(by, end, sums + r * wide * 16, 16, r, p, wide);
+    // The panels stay in the L1 cache while all rows are multiplied.
+    for (int64_t part = 0; part < parts; ++part) {
+      const int64_t first = rows * part / parts, count = rows * (part + 1) / parts - first;
+      const Rows some{of.x + first * of.stride, of.stride};
+      kernel(count, {some, full + first * by.inputs, by.inputs}, w, blocks, far,
+             of_x + first * groups, sums);
+      for (int64_t r = 0; r < count; ++r)
+        finish(by, end, sums + r * wide * 16, 16, first + r, p, wide);
+    }
     p += step;
   }
 }
@@ -206,7 +226,8 @@ void dequantize(const Product& by, int64_t first, int64_t last, bf16* out) {
 template <int KIND>
 void multiply_quantized(const Product& by, const bf16* x, int64_t rows, const End& end,
                         Range range) {
-  if (rows <= FEW_ROWS) return multiply_few_rows<KIND>(by, x, rows, end, range);
+  if (rows <= (has_4_bits(KIND) && !has_tiles ? FEW_ROWS_OF_4_BITS : FEW_ROWS))
+    return multiply_few_rows<KIND>(by, x, rows, end, range);
   const int64_t panel = by.inputs * PANEL, half = by.outputs / PANEL / 2;
   const int64_t times = end.gated ? 2 : 1;
   const int64_t most = std::max<int64_t>(4, CHUNK / 2 / (panel * sizeof(bf16) * times) / 4 * 4);

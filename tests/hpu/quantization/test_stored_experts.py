@@ -88,9 +88,9 @@ def test_kernels_multiply_by_packed_experts(
     torch.manual_seed(0)
     # Expert 2 is chosen by few tokens, expert 3 by none: others have more rows than are multiplied
     # by the integers directly.
-    ids = torch.tensor([0, 1]).expand(40, 2).clone()
+    ids = torch.tensor([0, 1]).expand(97, 2).clone()
     ids[::20, 1] = 2
-    x, weights = torch.randn(40, 128).bfloat16(), torch.rand(40, 2).bfloat16()
+    x, weights = torch.randn(97, 128).bfloat16(), torch.rand(97, 2).bfloat16()
     expected = plain(x, ids, weights, True, "silu")
     on_torch = experts(x[:3], ids[:3], weights[:3])
 
@@ -99,14 +99,12 @@ def test_kernels_multiply_by_packed_experts(
 
     assert isinstance(experts.moe_op, PackedExperts) and experts.quantized_weights is None
     many = ids[:, 1] == 1
-    if not rounds_weights:
+    if not rounds_weights or "8 bits of all" in name or name == "int-quantized" or "act" in name:
+        # The weights are not rounded; or the sums are scaled, not these; or inputs are reordered.
         scale = float(expected.float().std())
         assert torch.allclose(
             found[many].float(), expected[many].float(), rtol=0.03, atol=0.03 * scale
         )
-    elif "8 bits of all" in name or name == "int-quantized" or "act" in name:
-        # The sums are scaled, not the weights; or the inputs are reordered.
-        assert torch.allclose(found[many].float(), expected[many].float(), rtol=0.02, atol=0.05)
     else:
         assert torch.equal(found[many], expected[many])
     few = found[~many].float(), expected[~many].float()

@@ -121,7 +121,12 @@ def test_kernels_multiply_by_the_packed_weights(
         assert weight is not None
         kernel, plain = PackedLinear(library, weight, None), weight.dequantize(torch.bfloat16)
         exact = weight.dequantize(torch.float32)
-        for rows in (1, 2, 3, 4) if rounds_weights else (1, 2, 3, 4, 5, 6, 7, 40, 97):
+        counts = [1, 2, 3, 4]
+        if not rounds_weights:
+            counts += [5, 6, 7, 40, 97]
+        elif weight.bits == 4 and not library.has_tiles:
+            counts += [5, 7, 8, 9, 20, 64]
+        for rows in counts:
             x = torch.randn(rows, linear.in_features).bfloat16()
             expected = x.float() @ exact.T
             sums = kernel.multiply_float32(x)
@@ -131,7 +136,7 @@ def test_kernels_multiply_by_the_packed_weights(
                 assert torch.allclose(sums, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
         if not rounds_weights:
             continue
-        many = torch.randn(40, linear.in_features).bfloat16()
+        many = torch.randn(97, linear.in_features).bfloat16()
         order = slice(None) if weight.order is None else weight.order.long()
         wide = PackedLinear(library, plain[:, order], None)
         if weight.is_per_output:
