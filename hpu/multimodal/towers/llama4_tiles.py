@@ -1,65 +1,36 @@
 """The tower of Llama 4 with its projector: tiles of one size, rotated by sines and cosines."""
 
-from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.llama4.modeling_llama4 import Llama4VisionRotaryEmbedding
 
-from hpu.multimodal.base import Integers, Tiles
+
+def llama4_features(whole: Any, pixels: Tensor) -> Tensor:
+    """(n, rows, hidden) of tiles (n, channels, height, width). A `RealRotation` stands in the tower
+    for complex numbers, which a Gaudi does not have."""
+    tower = whole.vision_model
+    hidden = tower.patch_embedding.linear(_patches(pixels, tower.patch_size))
+    # The class is the last one.
+    own = tower.class_embedding.expand(len(hidden), 1, hidden.shape[-1])
+    hidden = torch.cat((hidden, own), dim=1) + tower.positional_embedding_vlm
+    hidden = tower.layernorm_pre(hidden)
+    cosines, sines = tower.rotary_embedding.table.unbind(0)
+    for layer in tower.model.layers:
+        normed = layer.input_layernorm(hidden)
+        hidden = hidden + _attend(layer.self_attn, normed, cosines, sines)
+        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    patches = tower.layernorm_post(hidden)[:, :-1]
+    return whole.multi_modal_projector(tower.vision_adapter(patches))  # type: ignore[no-any-return]
 
 
-class Llama4Tiles(Tiles):
-    """Transformers rotates complex numbers, which a Gaudi does not have, and its forward pass needs
-    a `RealRotation` in their place."""
-
-    is_for_all_devices = True
-    separators = None
-
-    def __init__(self, whole: Any, dtype: torch.dtype) -> None:
-        self._tower = tower = whole.vision_model
-        self._projector = whole.multi_modal_projector
-        self._patch = tower.patch_size
-        self._side = tower.image_size // tower.patch_size
-        size = tower.image_size
-        self._shape = (tower.num_channels, size, size)
-        self.shapes = ((self._shape, dtype),)
-
-    def features(self, *inputs: Tensor) -> Tensor:
-        (pixels,) = inputs
-        tower = self._tower
-        hidden = tower.patch_embedding.linear(self._patches(pixels))
-        # The class is the last one.
-        own = tower.class_embedding.expand(len(hidden), 1, hidden.shape[-1])
-        hidden = torch.cat((hidden, own), dim=1) + tower.positional_embedding_vlm
-        hidden = tower.layernorm_pre(hidden)
-        cosines, sines = tower.rotary_embedding.table.unbind(0)
-        for layer in tower.model.layers:
-            normed = layer.input_layernorm(hidden)
-            hidden = hidden + _attend(layer.self_attn, normed, cosines, sines)
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        patches = tower.layernorm_post(hidden)[:, :-1]
-        return self._projector(tower.vision_adapter(patches))  # type: ignore[no-any-return]
-
-    def prepare(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        pixels = tensors["pixel_values"]
-        if tuple(pixels.shape[-3:]) != self._shape:
-            raise RuntimeError(
-                f"an image has tiles of {tuple(pixels.shape[-3:])}, the tower takes {self._shape}"
-            )
-        return (pixels.reshape(-1, *self._shape),)
-
-    def layout(self, tensors: Mapping[str, Tensor], num_tiles: int, num_rows: int) -> Integers:
-        return np.arange(num_tiles * num_rows)
-
-    def _patches(self, pixels: Tensor) -> Tensor:
-        """(tiles, patches, channels * height * width of a patch)"""
-        side, patch = self._side, self._patch
-        cut = pixels.view(len(pixels), -1, side, patch, side, patch)
-        return cut.permute(0, 2, 4, 1, 3, 5).reshape(len(pixels), side * side, -1)
+def _patches(pixels: Tensor, size: int) -> Tensor:
+    """(tiles, patches, channels * height * width of a patch)"""
+    tiles, channels, height, width = pixels.shape
+    cut = pixels.view(tiles, channels, height // size, size, width // size, size)
+    return cut.permute(0, 2, 4, 1, 3, 5).reshape(tiles, -1, channels * size * size)
 
 
 class RealRotation(nn.Module):

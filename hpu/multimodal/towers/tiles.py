@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.models.llava.modeling_llava import LlavaModel
 
 from hpu.multimodal.base import Integers, Tiles
-from hpu.multimodal.towers.llama4_tiles import Llama4Tiles
+from hpu.multimodal.towers.llama4_tiles import llama4_features
 from hpu.multimodal.towers.phi4_tiles import Phi4Tiles
 
 
@@ -24,6 +24,8 @@ class _Family(NamedTuple):
     layout: Callable[[Any, Mapping[str, Tensor], Tensor], Tensor]
     """Of the numbers (tiles, rows, 1) of all embeddings of an image: those that it has, in order;
     -1 for the embedding that ends a row."""
+    is_for_all_devices: bool = False
+    """As Tiles has it."""
 
 
 def _features(whole: Any, pixels: Tensor) -> Tensor:
@@ -64,31 +66,32 @@ _FAMILIES: dict[str, _Family] = {
     "gemma3": _Family(_features, _all),
     "idefics3": _Family(_whole_tiles, _all),
     "internvl": _Family(_features, _all),
+    "llama4": _Family(llama4_features, _all, is_for_all_devices=True),
     "llava": _Family(_features, _all),
     "llava_next": _Family(_plain_features, _packed),
     "smolvlm": _Family(_whole_tiles, _all),
     "vipllava": _Family(_features, _all),
 }
 """By the model_type of whole models."""
+PHI4 = "phi4_multimodal"
+"""Whose tower reads more than pixels."""
 
 
 def make_tiles(whole: Any, dtype: torch.dtype) -> Tiles | None:
     """Of a model of transformers; None where images do not consist of tiles of one size."""
     model_type = type(whole.config).model_type
-    own = _OWN.get(model_type)
-    if own is not None:
-        return own(whole, dtype)
+    if model_type == PHI4:
+        return Phi4Tiles(whole, dtype)
     return TowerTiles(whole, dtype) if model_type in _FAMILIES else None
 
 
 class TowerTiles(Tiles):
     """Tiles of which a tower reads the pixels alone."""
 
-    is_for_all_devices = False
-
     def __init__(self, whole: Any, dtype: torch.dtype) -> None:
         self._whole = whole
-        self._family = _FAMILIES[type(whole.config).model_type]
+        self._family = family = _FAMILIES[type(whole.config).model_type]
+        self.is_for_all_devices = family.is_for_all_devices
         vision = whole.config.vision_config
         size = vision.image_size
         height, width = size if isinstance(size, list | tuple) else (size, size)
@@ -97,7 +100,7 @@ class TowerTiles(Tiles):
 
     @property
     def separators(self) -> Tensor | None:
-        newline = getattr(self._whole.model, "image_newline", None)
+        newline = getattr(getattr(self._whole, "model", None), "image_newline", None)
         return None if newline is None else newline.unsqueeze(0)
 
     def features(self, *inputs: Tensor) -> Tensor:
@@ -119,11 +122,3 @@ class TowerTiles(Tiles):
         numbers = torch.arange(count, dtype=torch.float32).view(num_tiles, num_rows, 1)
         found: Integers = self._family.layout(self._whole, tensors, numbers).view(-1).numpy()
         return found.astype(np.int64)
-
-
-_OWN: dict[str, Callable[[Any, torch.dtype], Tiles]] = {
-    "llama4": Llama4Tiles,
-    "phi4_multimodal": Phi4Tiles,
-}
-"""By the model_type of whole models whose towers read more than pixels, or compute otherwise than
-in the code of transformers."""
