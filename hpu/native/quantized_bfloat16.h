@@ -187,8 +187,8 @@ void multiply_few_rows(const Product& by, const bf16* x, int64_t rows, const End
     for (int64_t part = 0; part < parts; ++part) {
       const int64_t first = rows * part / parts, count = rows * (part + 1) / parts - first;
       const Rows some{of.x + first * of.stride, of.stride};
-      kernel(count, {some, full + first * by.inputs, by.inputs}, w, blocks, far,
-             of_x + first * groups, sums);
+      const float* wide_x = widens ? full + first * by.inputs : nullptr;
+      kernel(count, {some, wide_x, by.inputs}, w, blocks, far, of_x + first * groups, sums);
       for (int64_t r = 0; r < count; ++r)
         finish(by, end, sums + r * wide * 16, 16, first + r, p, wide);
     }
