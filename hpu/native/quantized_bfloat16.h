@@ -153,7 +153,6 @@ void quantized_dots_of(int64_t count, const Rows32& rows, const uint8_t* w, int6
 constexpr int64_t FEW_ROWS = 4, FEW_ROWS_OF_4_BITS = 64;
 constexpr int64_t MOST_AT_ONCE = 8;  // rows, of which the registers hold the sums of two panels
 
-
 template <int KIND>
 void multiply_few_rows(const Product& by, const bf16* x, int64_t rows, const End& end, Range range) {
   const int64_t blocks = blocks_of<KIND>(by), groups = by.inputs / (blocks * BLOCK);
