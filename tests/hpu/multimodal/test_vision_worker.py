@@ -2,20 +2,20 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from image_traffic import ImageRig, Prompt, encoded, run_rank, text, write
+from image_traffic import ImageRig, Prompt, run_rank, text, write
 from rank_pool import RankPool
 from safetensors.torch import load_file, save_file
-from tiny_vision_models import Picture, generate, make_tiny_vision, prepare
+from tiny_vision_models import IMAGE, Picture, generate, make_tiny_vision, prepare
 from worker_rig import WorkerRig
 
 from config.checkpoint.facts import model_facts
 from config.errors import ConfigError
 from engine.reports.plan import with_sizes
-from hpu.protocol import EncodedImage
 
 NEW_TOKENS = 4
 
@@ -104,17 +104,29 @@ def test_a_tower_without_a_tensor_is_refused_with_its_name(tmp_path: Path) -> No
         WorkerRig(tmp_path)
 
 
-def test_a_plan_with_another_number_of_embeddings_is_an_error(qwen: Model) -> None:
-    rig = WorkerRig(qwen.folder)
-    image = encoded(b"one", qwen.picture)
-    count = image.num_embeddings
-    wrong = EncodedImage(image.content, count + 1, image.tensors)
+def test_another_number_of_embeddings_ends_the_requests_of_the_image_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = make_tiny_vision("llava", tmp_path)
+    (picture,) = prepare("llava", whole, [0])
+    count = picture.num_embeddings
+    wrong = replace(picture, tokens=[*picture.tokens, IMAGE], num_embeddings=count + 1)
+    rig = WorkerRig(tmp_path)
+    images = ImageRig(rig)
     try:
-        rig.encode(wrong)
-        with pytest.raises(
-            RuntimeError, match=f"makes {count} embeddings of an image, the plan says {count + 1}"
-        ):
-            rig.step()
+        images.admit(0, write(text(1, 5), (b"wrong", wrong)))
+        images.admit(1, write(text(2, 7)))
+        rig.prefill({0: None, 1: None})
+        found = rig.step().tokens
+
+        assert found[0] == -1 and found[1] >= 0
+        assert f"makes {count} embeddings of an image, the plan says {count + 1}" in caplog.text
+        # The next one of the same size is another image.
+        rig.free(0)
+        images.admit(0, write(text(1, 5), (b"right", picture)))
+        rig.prefill({0: None})
+        rig.decode([1])
+        assert min(rig.step().tokens) >= 0
     finally:
         rig.worker.close()
 
