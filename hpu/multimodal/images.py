@@ -137,11 +137,12 @@ class Images:
                 {name: one.to(device) for name, one in tensors.items()}
             )
             check_count(len(embeddings), rows)
-        except Exception:
-            # Foreign code, given what a checkpoint's own files say: it may fail in any way. What is
-            # not finite ends the requests that have the image, and no others.
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+            # Foreign code, given what a checkpoint's own files say. What is not finite ends the
+            # requests that have the image, and no others.
             logger.exception("An image cannot be encoded, and its requests get an error")
-            return torch.full((len(rows), self._width), math.nan, device=device)
+            shape = (len(rows), self._width)
+            return torch.full(shape, math.nan, dtype=self._tower.dtype, device=device)
         if self._model.image_multiplier != 1:
             embeddings = embeddings * self._model.image_multiplier
         return embeddings

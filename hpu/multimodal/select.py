@@ -23,7 +23,7 @@ def served_facts(config: ModelConfig, backend: Backend, *, is_native: bool) -> M
     reason = ""
     if vision.uses_mrope and not is_native:
         reason = "the code of transformers (--model-impl) takes positions with one axis"
-    elif vision.comes_from_transformers:
+    elif vision.is_unlisted:
         reason = _why_not_driven(config, backend)
     if not reason:
         return config

@@ -46,7 +46,7 @@ class ImageProcessor:
         self._sampling = setup.num_frames, setup.fps
         files = ProcessorFiles.read(folder, setup.image_token, setup.video_token)
         self._size = video_size(files, setup.options)
-        form = None if setup.comes_from_transformers else prompt_form(files)
+        form = None if setup.is_unlisted else prompt_form(files)
         self._processor: Callable[..., Any] = _image_processor(folder, files, setup.options)
         # Of an unknown model all that is numbers may be an argument of its tower.
         self._inputs: Sequence[str] = INPUTS if form is not None else ()

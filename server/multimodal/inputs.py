@@ -108,7 +108,7 @@ def make_image_inputs(
             config.image_options,
             video_token=video_token,
             video_frames=config.video_frames,
-            comes_from_transformers=vision.comes_from_transformers,
+            is_unlisted=vision.is_unlisted,
         ),
         image_token,
         cache_bytes=int(config.mm_processor_cache_gb * 2**30),
@@ -118,7 +118,7 @@ def make_image_inputs(
         preprocessor.open()
     except ConfigError as error:
         preprocessor.close()
-        if not vision.comes_from_transformers:
+        if not vision.is_unlisted:
             raise
         logger.warning("Images are not served: %s", error)
         return None

@@ -19,7 +19,7 @@ class Setup(msgspec.Struct, frozen=True):
     """Maximum number that is read of a video; -1: none."""
     fps: float = -1
     """Likewise, of a second of it."""
-    comes_from_transformers: bool = False
+    is_unlisted: bool = False
     """As VisionFacts has it."""
 
 

@@ -73,10 +73,10 @@ def image_processes(
     *,
     video_token: str = "",
     video_frames: tuple[int, float] = (32, -1),
-    comes_from_transformers: bool = False,
+    is_unlisted: bool = False,
 ) -> ForkServer:
     """The processes that decode and preprocess images and videos. `folder` is the checkpoint's,
-    `options` are arguments of its image processor, `video_frames` and `comes_from_transformers`
+    `options` are arguments of its image processor, `video_frames` and `is_unlisted`
     those of `Setup`."""
     setup = Setup(
         folder,
@@ -84,7 +84,7 @@ def image_processes(
         dict(options or {}),
         video_token,
         *video_frames,
-        comes_from_transformers=comes_from_transformers,
+        is_unlisted=is_unlisted,
     )
     return ForkServer("server.multimodal.isolated", msgspec.msgpack.encode(setup), limits)
 

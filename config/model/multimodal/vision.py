@@ -29,7 +29,7 @@ class VisionFacts:
     whole_images: bool = False
     """The tokens of an image see each other in both directions, so that one chunk of a prefill must
     hold the rest of an image."""
-    comes_from_transformers: bool = False
+    is_unlisted: bool = False
     """It is none of VISION_FAMILIES: transformers' processor writes the prompts of its images, and
     a trial of transformers' code shows whether they can be served."""
     num_deepstack_layers: int = 0
@@ -133,7 +133,7 @@ def read_vision(whole: Fields) -> VisionFacts | None:
         uses_mrope=family.uses_mrope,
         whole_images=family.whole_images,
         num_deepstack_layers=num_deepstack_layers,
-        comes_from_transformers=names[0] not in VISION_FAMILIES,
+        is_unlisted=names[0] not in VISION_FAMILIES,
         cross=_cross_facts(vision) if family.has_cross_attention else None,
     )
 

@@ -75,7 +75,7 @@ def _try(owner: Any, image_token: int, hidden_size: int) -> str:
 def _is_more(name: str, value: Any, order: Tensor) -> bool:
     if name == "position_ids" and value is not None:
         # Others would not be those that we count.
-        return not torch.equal(value.cpu(), order.unsqueeze(0))
+        return not isinstance(value, Tensor) or not torch.equal(value, order.unsqueeze(0))
     return name not in PLAIN_ARGUMENTS and value is not None and value is not False
 
 

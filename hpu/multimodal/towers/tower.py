@@ -116,12 +116,12 @@ class VisionTower(Tower):
 
     def tiles(self) -> Tiles | None:
         # LLaVA has tiles, unless its tower is that of Pixtral.
-        if self.facts.comes_from_transformers or self.patches() is not None:
+        if self.facts.is_unlisted or self.patches() is not None:
             return None
         return make_tiles(self.__dict__["_whole"], self.dtype)
 
     def patches(self) -> Patches | None:
-        if self.facts.comes_from_transformers:
+        if self.facts.is_unlisted:
             return None
         return make_patches(self.__dict__["_whole"], self.dtype)
 

@@ -104,14 +104,15 @@ def test_a_tower_without_a_tensor_is_refused_with_its_name(tmp_path: Path) -> No
         WorkerRig(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_another_number_of_embeddings_ends_the_requests_of_the_image_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = make_tiny_vision("llava", tmp_path)
     (picture,) = prepare("llava", whole, [0])
     count = picture.num_embeddings
     wrong = replace(picture, tokens=[*picture.tokens, IMAGE], num_embeddings=count + 1)
-    rig = WorkerRig(tmp_path)
+    rig = WorkerRig(tmp_path, dtype=dtype)
     images = ImageRig(rig)
     try:
         images.admit(0, write(text(1, 5), (b"wrong", wrong)))

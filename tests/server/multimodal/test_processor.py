@@ -205,7 +205,7 @@ def unknown(name: str, folder: Path) -> Setup:
     """Of a model whose images only transformers knows."""
     make_tiny_vision(name, folder, weights=False)
     token = UNLISTED[name].tokens[0]
-    return Setup(str(folder), token, {}, comes_from_transformers=True)
+    return Setup(str(folder), token, {}, is_unlisted=True)
 
 
 def test_the_processor_of_transformers_writes_the_prompt_of_a_model_in_no_list(

@@ -35,7 +35,7 @@ def test_rows_that_take_the_places_of_image_tokens_are_served(name: str, tmp_pat
 
 def test_listed_models_have_no_trial(tmp_path: Path) -> None:
     config = read("llava", tmp_path)
-    assert config.vision is not None and not config.vision.comes_from_transformers
+    assert config.vision is not None and not config.vision.is_unlisted
 
 
 @pytest.mark.parametrize(
