@@ -2,7 +2,6 @@
 weights that our loader fills."""
 
 import inspect
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +25,6 @@ from hpu.multimodal.towers.llama4_tiles import use_real_rotation
 from hpu.multimodal.towers.patches import make_patches
 from hpu.multimodal.towers.tiles import make_tiles
 from hpu.multimodal.towers.whole_model import build_whole, drop_language_model, features_owner
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
