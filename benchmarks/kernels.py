@@ -3,17 +3,19 @@ an earlier state of the kernels, by turns in one process.
 
     python benchmarks/kernels.py --model demo --before ../before/hpu/native --markdown kernels.md
     python benchmarks/kernels.py --context 4096 --kv-cache-dtype auto int8 fp8 --launch "decode 8"
+    python benchmarks/kernels.py --quantization none int8 int4 stored4
 
 Weights are random. The bound of a launch is the longer of two times: to read its weights and its
 cached keys and values once, and to compute its products, at the rates that the same threads reach
 when they do nothing else (benchmarks/rates.cpp). `--before` takes a folder with decode.cpp, whose
-structures must be those of this tree. Several `--kv-cache-dtype` are compared in the place of two
-states.
+structures must be those of this tree. Several `--kv-cache-dtype` or `--quantization` are compared
+in the place of two states; `stored4` are the 4 bits of AWQ and GPTQ checkpoints, in groups of 64.
 """
 
 import argparse
 import ctypes
 import datetime
+import itertools
 import json
 import shutil
 import subprocess
@@ -32,6 +34,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import machine
+from config.checkpoint.weight_maps.shard import Shard
 from config.model.kv_cache_dtype import AUTO, KV_CACHE_DTYPES
 from config.model.model_config import ModelConfig
 from config.model.read_config import read_model_config
@@ -47,7 +50,12 @@ from hpu.native.library import (
     open_library,
     openmp_runtime,
 )
+from hpu.quantization.base import LinearMethod, QuantizationScheme
 from hpu.quantization.kv_cache import plain_format
+from hpu.quantization.quantized_weight import QuantizedWeight
+from hpu.quantization.registry import Int4, Int8, process_weights
+from hpu.quantization.unquantized import UNQUANTIZED
+from hpu.quantization.weight_only import WeightOnlyLinearMethod
 
 RATES = Path(__file__).with_name("rates.cpp")
 BLOCK_SIZE = 128
@@ -103,7 +111,44 @@ SHAPES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [],
     },
 }
-LAUNCHES = ("decode 1", "decode 8", "decode 32", "prompt 128", "prompt 1024", "prompts 8x128")
+LAUNCHES = (
+    "decode 1",
+    "decode 2",
+    "decode 4",
+    "decode 8",
+    "decode 16",
+    "decode 32",
+    "decode 64",
+    "prompt 128",
+    "prompt 1024",
+    "prompts 8x128",
+)
+USUAL = ("decode 1", "decode 8", "decode 32", "prompt 128", "prompt 1024", "prompts 8x128")
+STORED_GROUP_SIZE = 64
+
+
+class Stored4(Int4):
+    """4 bits with float32 scales and minima, as weights of AWQ and GPTQ checkpoints are kept."""
+
+    def linear_method(
+        self, shards: list[Shard], in_features: int, *, is_head: bool
+    ) -> LinearMethod:
+        return UNQUANTIZED if is_head else WeightOnlyLinearMethod(_stored)
+
+
+def _stored(weight: Tensor) -> QuantizedWeight:
+    out, size = weight.shape
+    values = torch.randint(0, 16, (out, size), dtype=torch.uint8)
+    scales = torch.full((out, size // STORED_GROUP_SIZE), 0.005)
+    return QuantizedWeight(4, values, scales, -8 * scales)
+
+
+QUANTIZATIONS: dict[str, Callable[[], QuantizationScheme] | None] = {
+    "none": None,
+    "int8": Int8,
+    "int4": Int4,
+    "stored4": Stored4,
+}
 
 
 @dataclass(frozen=True)
@@ -124,11 +169,18 @@ class Launches:
         context: int,
         streams: int,
         kv_cache_dtype: str = AUTO,
+        quantization: str = "none",
     ) -> None:
         """`context`: cached tokens of each stream in a decode, its own included; `streams`: the
         most of them."""
         torch.manual_seed(0)
-        model = build_model(config, dtype=torch.bfloat16, device=torch.device("cpu"))
+        scheme = QUANTIZATIONS[quantization]
+        model = build_model(
+            config,
+            dtype=torch.bfloat16,
+            device=torch.device("cpu"),
+            quantization=None if scheme is None else scheme(),
+        )
         format = None
         if kv_cache_dtype != AUTO:
             format = plain_format(kv_cache_dtype, torch.bfloat16)
@@ -139,6 +191,7 @@ class Launches:
                 parameter.normal_(0, 0.02)
             else:
                 parameter.fill_(1)
+        process_weights(model, None)
         self.model: CausalLM = use_cpu_kernels(model, library)  # type: ignore[assignment]
         self._context = context
         self._each = -(-context // BLOCK_SIZE)
@@ -303,11 +356,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=SHAPES, default="demo")
-    parser.add_argument("--launch", nargs="+", choices=LAUNCHES, default=LAUNCHES)
+    parser.add_argument("--launch", nargs="+", choices=LAUNCHES, default=USUAL)
     parser.add_argument("--before", type=Path, help="folder of another decode.cpp")
     parser.add_argument("--context", type=int, default=128, help="cached tokens in a decode")
     parser.add_argument(
         "--kv-cache-dtype", nargs="+", choices=KV_CACHE_DTYPES, default=[AUTO], metavar="DTYPE"
+    )
+    parser.add_argument(
+        "--quantization", nargs="+", choices=QUANTIZATIONS, default=["none"], metavar="NAME"
     )
     parser.add_argument("--seconds", type=float, default=6.0, help="per launch")
     parser.add_argument("--markdown", type=Path)
@@ -319,9 +375,9 @@ def main() -> None:
         raise SystemExit("the kernels are not available on this machine")
     shape, context = dict(SHAPES[arguments.model]), arguments.context
     shape["max_position_embeddings"] = max(shape["max_position_embeddings"], context)
-    formats = arguments.kv_cache_dtype
+    formats = list(itertools.product(arguments.kv_cache_dtype, arguments.quantization))
     if arguments.before and len(formats) > 1:
-        parser.error(f"--before compares two states in one data type, not in {len(formats)}")
+        parser.error(f"--before compares two states in one format, not in {len(formats)}")
     with tempfile.TemporaryDirectory() as temporary, torch.inference_mode():
         folder = Path(temporary)
         rates = Rates(folder, threads)
@@ -332,10 +388,11 @@ def main() -> None:
         config = config_of(shape, folder)
         batches = [int(name.split()[1]) for name in arguments.launch if "decode" in name]
         sizes = (context, max(batches, default=1))
-        states = [Launches(config, one, *sizes, name) for one in libraries for name in formats]
+        states = [Launches(config, one, *sizes, *names) for one in libraries for names in formats]
         rows = measure(states, shape, arguments.launch, rates, arguments.seconds, context)
     gigabytes, teraflops = median(rates.read) / 1e9, median(rates.multiplied) / 1e12
-    states_named = formats if len(formats) > 1 else ["before", "now"][-len(states) :]
+    names = [f"cache {cache}, weights {weights}" for cache, weights in formats]
+    states_named = names if len(formats) > 1 else ["before", "now"][-len(states) :]
     columns = " | ".join(f"{one}, ms | share of the bound" for one in states_named)
     lines = [
         f"{datetime.date.today()}, {machine()}, {threads} threads. Shape `{arguments.model}`; "

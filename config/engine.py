@@ -275,6 +275,13 @@ class EngineConfig:
         group="Device",
         choices=("auto", "torch"),
     )
+    cpu_int8_activations: bool = setting(
+        True,
+        "Products with weights in 4 and 8 bits round activations to 8 bits, in blocks of 32, on a "
+        "CPU that has AVX512-VNNI and no AMX; off: activations stay in bfloat16, which is slower",
+        group="Device",
+        variables=("VLLM_CPU_INT4_W4A8",),
+    )
     quantization: str | None = setting(
         None,
         "Weight quantization; if it is left out, that of the checkpoint, if it has one. Of "

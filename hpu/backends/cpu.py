@@ -120,6 +120,7 @@ class CpuBackend(Backend):
         num_threads: int | None = None,
         kernels: Path | None = None,
         *,
+        int8_activations: bool = True,
         ranks: Ranks = SINGLE_RANK,
     ) -> None:
         self.device = torch.device("cpu")
@@ -142,7 +143,7 @@ class CpuBackend(Backend):
         for a mixture of experts."""
         self._library: Library | None = None
         if kernels is not None:
-            self._library = open_library(kernels, threads)
+            self._library = open_library(kernels, threads, int8_activations=int8_activations)
         self.world = join("gloo", ranks)
 
     def memory(self) -> tuple[int, int]:

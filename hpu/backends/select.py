@@ -25,7 +25,9 @@ def select_backend(config: EngineConfig, ranks: Ranks = SINGLE_RANK) -> Backend:
     from hpu.native.library import kernel_folder
 
     folder = kernel_folder(config.cache_dir) if config.cpu_kernels == "auto" else None
-    return CpuBackend(config.num_threads, folder, ranks=ranks)
+    return CpuBackend(
+        config.num_threads, folder, int8_activations=config.cpu_int8_activations, ranks=ranks
+    )
 
 
 def _gaudi(config: EngineConfig, ranks: Ranks) -> Backend:

@@ -295,6 +295,16 @@ int64_t use_tiles(int64_t wanted) {
   return has_tiles;
 }
 
+// Lets products with quantized weights round their inputs to 8 bits if requested and compiled for it;
+// returns whether they do.
+int64_t round_inputs(int64_t wanted) {
+  rounds_inputs = false;
+#ifdef HAS_BYTE_PRODUCTS
+  rounds_inputs = wanted;
+#endif
+  return rounds_inputs;
+}
+
 // Packs (outputs, inputs) into panels; outputs is a multiple of 16, inputs is even.
 void pack(const bf16* weight, int64_t outputs, int64_t inputs, bf16* packed, int64_t threads) {
   const int64_t pairs = inputs / 2;

@@ -156,6 +156,75 @@ inline void store_transposed(bf16* to, const bf16* const* rows, int64_t size) {
   }
 }
 
+#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
+#define HAS_BYTE_PRODUCTS
+
+// Sums of products of fours of bytes, without and with sign.
+inline Words dot_bytes(Words sum, Words a, Words b) { return _mm512_dpbusd_epi32(sum, a, b); }
+
+// Fours of inputs of 16 outputs, side by side, plus 128, of four inputs of all outputs.
+inline Words four_inputs(Words values) {
+  alignas(64) static const uint8_t order[64] = {
+      0, 16, 32, 48, 1, 17, 33, 49, 2,  18, 34, 50, 3,  19, 35, 51, 4,  20, 36, 52, 5,  21,
+      37, 53, 6, 22, 38, 54, 7, 23, 39, 55, 8, 24, 40, 56, 9,  25, 41, 57, 10, 26, 42, 58,
+      11, 27, 43, 59, 12, 28, 44, 60, 13, 29, 45, 61, 14, 30, 46, 62, 15, 31, 47, 63};
+  const __m512i together = _mm512_permutexvar_epi8(_mm512_load_si512(order), values);
+  return _mm512_xor_si512(together, _mm512_set1_epi8(int8_t(0x80)));
+}
+
+inline Words four_nibbles(Words values, int half) {
+  return _mm512_and_si512(half ? _mm512_srli_epi16(values, 4) : values, _mm512_set1_epi8(15));
+}
+
+// Twice the numbers, plus 12.
+inline Words fp4_bytes(Words codes) {
+  const __m128i numbers = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(numbers), codes);
+}
+
+// 32 integers, and their sum. IN_NIBBLES: of each eight the fours that `four_nibbles` gives.
+template <bool IN_NIBBLES>
+inline int32_t store_bytes(int8_t* to, Lanes low, Lanes high) {
+  const __m512i first = _mm512_cvtps_epi32(low), second = _mm512_cvtps_epi32(high);
+  __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm512_cvtepi32_epi8(first)),
+                                         _mm512_cvtepi32_epi8(second), 1);
+  if constexpr (IN_NIBBLES) {
+    const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+    both = _mm256_shuffle_epi8(both, _mm256_broadcastsi128_si256(order));
+  }
+  _mm256_storeu_si256((__m256i*)to, both);
+  return _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
+}
+
+// The integers nearest to 32 numbers times `by`, zeros if that is NaN. `lost` is positive if they differ by more
+// than 1/40 (root mean square) of the numbers below the largest.
+template <bool IN_NIBBLES>
+inline int32_t store_bytes(int8_t* to, Lanes low, Lanes high, float by, float* lost) {
+  const Mask is_known = by == by ? 0xffff : 0;
+  low = keep(is_known, mul(low, set1(by))), high = keep(is_known, mul(high, set1(by)));
+  const Lanes first = nearest(low), second = nearest(high);
+  const Lanes a = sub(low, first), b = sub(high, second);
+  const Lanes largest = set1(126), none = zero();
+  const Lanes c = select(is_greater(_mm512_abs_ps(first), largest), none, low);
+  const Lanes d = select(is_greater(_mm512_abs_ps(second), largest), none, high);
+  const Lanes changed = fmadd(a, a, mul(b, b)), others = fmadd(c, c, mul(d, d));
+  *lost = reduce_add(sub(changed, mul(others, set1(1.0f / (40 * 40)))));
+  return store_bytes<IN_NIBBLES>(to, first, second);
+}
+
+// What `store_bytes` loses, in units of 1 / REST.
+constexpr float REST = 254;
+template <bool IN_NIBBLES>
+inline int32_t store_rest(int8_t* to, Lanes low, Lanes high, float by) {
+  low = mul(low, set1(by)), high = mul(high, set1(by));
+  return store_bytes<IN_NIBBLES>(to, mul(sub(low, nearest(low)), set1(REST)),
+                                 mul(sub(high, nearest(high)), set1(REST)));
+}
+#endif
+
+inline Words repeat_word(int32_t word) { return _mm512_set1_epi32(word); }
+inline Lanes to_lanes(Words words) { return _mm512_cvtepi32_ps(words); }
+
 #ifdef __AVX512BF16__
 
 constexpr char LEVEL[] = "AVX512-BF16";
@@ -270,8 +339,6 @@ inline Lanes dot(Lanes sum, Factor a, Factor b) { return _mm512_fmadd_ps(a, b, s
 
 inline Words no_words() { return _mm512_setzero_si512(); }
 inline void store(int16_t* to, Words words) { _mm512_storeu_si512(to, words); }
-inline Words repeat_word(int32_t word) { return _mm512_set1_epi32(word); }
-inline Lanes to_lanes(Words words) { return _mm512_cvtepi32_ps(words); }
 
 inline Lanes magnitude(Lanes x) { return _mm512_abs_ps(x); }
 inline Lanes power_below(Lanes x) {

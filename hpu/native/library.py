@@ -210,6 +210,7 @@ class Library:
         """Raises OSError when `path` cannot be loaded."""
         self._code = ctypes.CDLL(str(path))
         self._code.use_tiles.restype = ctypes.c_int64
+        self._code.round_inputs.restype = ctypes.c_int64
         self._code.instruction_set.restype = ctypes.c_char_p
         self._threads = ctypes.c_int64(num_threads)
         self.has_tiles = self.use_tiles(True)
@@ -218,6 +219,8 @@ class Library:
         """That it was compiled for, AMX apart: AVX512-BF16, AVX-512 or AVX2."""
         self.has_integers = self.instruction_set == "AVX2"
         """Whether products with weights in bfloat16 are faster in integers of 16 bits."""
+        self.rounds_inputs = False
+        """Whether products with quantized weights round their inputs to 8 bits."""
         self.pages = HugePages()
         """Memory of the weights."""
 
@@ -225,6 +228,13 @@ class Library:
         """Let this process's products run in tiles (AMX) from now on, or not; whether they do:
         only if the machine has them."""
         return bool(self._code.use_tiles(ctypes.c_int64(enabled)))
+
+    def round_inputs(self, wanted: bool) -> bool:
+        """Let this process's products with quantized weights round their inputs to 8 bits from now
+        on, in blocks of 32, or not; whether they do: only if the machine has the instructions
+        (AVX512-VNNI and VBMI)."""
+        self.rounds_inputs = bool(self._code.round_inputs(ctypes.c_int64(wanted)))
+        return self.rounds_inputs
 
     def use_threads(self, num_threads: int) -> None:
         """Run later calls on so many threads."""
@@ -407,9 +417,12 @@ def kernel_folder(cache_dir: str | None) -> Path:
     return Path(cache_dir or cache_home()) / "kernels"
 
 
-def open_library(folder: Path, num_threads: int) -> Library | None:
+def open_library(
+    folder: Path, num_threads: int, *, int8_activations: bool = True
+) -> Library | None:
     """The library for this machine, from `folder` or compiled into it; None, with a line in the
-    log, where it cannot be loaded: torch's own operators are used then."""
+    log, where it cannot be loaded: torch's own operators are used then. `int8_activations`: where
+    there are no tiles, which are faster with bfloat16, inputs of quantized weights are rounded."""
     flags = cpu_flags()
     missing = sorted(NEEDED - flags)
     if platform.system() != "Linux" or missing:
@@ -424,8 +437,13 @@ def open_library(folder: Path, num_threads: int) -> Library | None:
     except OSError as error:
         logger.warning("Kernels: torch's, because ours cannot be loaded: %s", error)
         return None
-    tiles = " and AMX" if library.has_tiles else ""
-    logger.info("Kernels: compiled for this CPU (%s%s)", library.instruction_set, tiles)
+    rounds = library.round_inputs(int8_activations and not library.has_tiles)
+    logger.info(
+        "Kernels: compiled for this CPU (%s%s)%s",
+        library.instruction_set,
+        " and AMX" if library.has_tiles else "",
+        "; quantized weights are multiplied by activations in 8 bits" if rounds else "",
+    )
     return library
 
 

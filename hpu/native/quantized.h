@@ -7,6 +7,9 @@
 #else
 #include "quantized_integers.h"
 #endif
+#ifdef HAS_BYTE_PRODUCTS
+#include "quantized_bytes.h"
+#endif
 
 namespace {
 
@@ -18,6 +21,22 @@ const bf16* reordered(const Product& by, const bf16* x, int64_t rows) {
     for (int64_t i = 0; i < by.inputs; ++i)
       out[r * by.inputs + i] = by.order[i] < 0 ? bf16{} : x[by.order[i]];
   return out;
+}
+
+// Whether products with quantized weights round x to 8 bits.
+bool rounds_inputs = false;
+
+template <int KIND>
+void multiply_quantized(const Product& by, const bf16* x, int64_t rows, const End& end,
+                        Range range) {
+#ifdef HAS_BYTE_PRODUCTS
+  if (rounds_inputs) return multiply_in_bytes<KIND>(by, x, rows, end, range);
+#endif
+#ifdef __AVX512BF16__
+  multiply_in_bfloat16<KIND>(by, x, rows, end, range);
+#else
+  multiply_in_integers<KIND>(by, x, rows, end, range);
+#endif
 }
 
 // This thread's share of the product of x (rows, width) and `by`.
@@ -32,7 +51,7 @@ void multiply(const Product& by, const bf16* x, int64_t rows, const End& end) {
     case INT4_STORED: return multiply_quantized<INT4_STORED>(by, x, rows, end, range);
     case MXFP4: return multiply_quantized<MXFP4>(by, x, rows, end, range);
 #ifndef __AVX512BF16__
-    case INT16_ROWS: return multiply_quantized<INT16_ROWS>(by, x, rows, end, range);
+    case INT16_ROWS: return multiply_in_integers<INT16_ROWS>(by, x, rows, end, range);
 #endif
     default: return multiply_wide(by, panels_of(by, range), x, rows, end, range);
   }

@@ -223,8 +223,8 @@ void dequantize(const Product& by, int64_t first, int64_t last, bf16* out) {
 }
 
 template <int KIND>
-void multiply_quantized(const Product& by, const bf16* x, int64_t rows, const End& end,
-                        Range range) {
+void multiply_in_bfloat16(const Product& by, const bf16* x, int64_t rows, const End& end,
+                          Range range) {
   if (rows <= (has_4_bits(KIND) && !has_tiles ? FEW_ROWS_OF_4_BITS : FEW_ROWS))
     return multiply_few_rows<KIND>(by, x, rows, end, range);
   const int64_t panel = by.inputs * PANEL, half = by.outputs / PANEL / 2;

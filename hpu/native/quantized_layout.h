@@ -49,4 +49,17 @@ inline Lanes minima_of(const uint8_t* group) {
   else return load_half(group + 32);
 }
 
+// The bits of the largest magnitude; those of a NaN or of infinity, if there is any.
+inline int largest_bits(const bf16* x, int64_t size) {
+  __m256i most = _mm256_setzero_si256();
+  for (int64_t i = 0; i < size; i += 16) {
+    const __m256i bits = _mm256_loadu_si256((const __m256i*)(x + i));
+    most = _mm256_max_epu16(most, _mm256_and_si256(bits, _mm256_set1_epi16(0x7fff)));
+  }
+  const __m128i half =
+      _mm_max_epu16(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+  const __m128i least = _mm_minpos_epu16(_mm_xor_si128(half, _mm_set1_epi16(-1)));
+  return 0xffff ^ _mm_extract_epi16(least, 0);
+}
+
 }  // namespace

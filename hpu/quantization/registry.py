@@ -44,7 +44,7 @@ class _WithoutExperts:
         return
 
 
-class _Int8(_WithoutExperts):
+class Int8(_WithoutExperts):
     """8 bits everywhere."""
 
     def linear_method(
@@ -53,7 +53,7 @@ class _Int8(_WithoutExperts):
         return WeightOnlyLinearMethod(quantize_int8)
 
 
-class _Int4(_WithoutExperts):
+class Int4(_WithoutExperts):
     """4 bits, but 8 in the head and where the inputs are no whole number of groups."""
 
     def linear_method(
@@ -83,8 +83,8 @@ class _Gguf(_WithoutExperts):
 
 
 SCHEMES: dict[str, Callable[[EngineConfig], QuantizationScheme]] = {
-    "int8": lambda config: _Int8(),
-    "int4": lambda config: _Int4(),
+    "int8": lambda config: Int8(),
+    "int4": lambda config: Int4(),
     "gguf": lambda config: _Gguf(Path(config.model) / BLOCKS),
 }
 

@@ -237,7 +237,12 @@ def _identity(loaded: LoadedModel, widths: tuple[int, ...]) -> dict[str, object]
         "drafter": None if loaded.drafter is None else _weights(loaded.drafter.config.model, ""),
         "quantization": [config.quantization, _stamp(config.quant_config)],
         "model_impl": config.model_impl,
-        "device": [loaded.backend.name, loaded.backend.card, config.cpu_kernels],
+        "device": [
+            loaded.backend.name,
+            loaded.backend.card,
+            config.cpu_kernels,
+            config.cpu_int8_activations,
+        ],
         "dtype": [loaded.dtype, loaded.kv_cache_dtype],
         "format": None if loaded.kv_cache_format is None else loaded.kv_cache_format.name,
         "scales": _scales(loaded),

@@ -45,6 +45,7 @@ UNRELATED = frozenset(
         "executor",
         "num_threads",
         "cpu_kernels",
+        "cpu_int8_activations",
         "emulator",
         "data_parallel",
         "compare_ranks",

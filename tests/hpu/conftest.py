@@ -35,13 +35,6 @@ def built(kernel_folder: Path) -> Iterator[Library]:
 
 
 @pytest.fixture
-def rounds_weights(built: Library) -> bool:
-    """Whether products of many rows round quantized weights to bfloat16. Without BF16 instructions
-    products of any number of rows are computed in integers, with unrounded weights."""
-    return built.instruction_set == "AVX512-BF16"
-
-
-@pytest.fixture
 def lone(built: Library) -> Iterator[Library]:
     """On one thread, as torch is then."""
     before = torch.get_num_threads()
@@ -52,15 +45,41 @@ def lone(built: Library) -> Iterator[Library]:
     torch.set_num_threads(before)
 
 
+def _in_mode(built: Library, mode: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
+    if mode == "tiles" and not built.has_tiles:
+        pytest.skip("this CPU has no AMX")
+    if mode == "integers" and not built.has_integers:
+        pytest.skip("weights in bfloat16 are not multiplied in integers")
+    monkeypatch.setattr(built, "has_integers", mode == "integers")
+    built.use_tiles(mode == "tiles")
+    rounds = built.round_inputs(mode == "bytes")
+    if rounds == (mode == "bytes"):
+        yield built
+    built.use_tiles(True)
+    built.round_inputs(not built.has_tiles)
+    if rounds != (mode == "bytes"):
+        pytest.skip("this CPU has no AVX512-VNNI")
+
+
 @pytest.fixture(params=["tiles", "dots", "integers"])
 def library(
     built: Library, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Library]:
-    if request.param == "tiles" and not built.has_tiles:
-        pytest.skip("this CPU has no AMX")
-    if request.param == "integers" and not built.has_integers:
-        pytest.skip("weights in bfloat16 are not multiplied in integers")
-    monkeypatch.setattr(built, "has_integers", request.param == "integers")
-    built.use_tiles(request.param == "tiles")
-    yield built
-    built.use_tiles(True)
+    """Each kind of products with weights in bfloat16; those with quantized weights take inputs in
+    bfloat16."""
+    yield from _in_mode(built, request.param, monkeypatch)
+
+
+@pytest.fixture(params=["tiles", "dots", "integers", "bytes"])
+def quantizing(
+    built: Library, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Library]:
+    """Each kind of products with quantized weights."""
+    yield from _in_mode(built, request.param, monkeypatch)
+
+
+@pytest.fixture
+def rounds_weights(quantizing: Library) -> bool:
+    """Whether products of many rows round quantized weights to bfloat16. Without BF16 instructions,
+    and with inputs in 8 bits, they are computed in integers, with unrounded weights."""
+    return quantizing.instruction_set == "AVX512-BF16" and not quantizing.rounds_inputs

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
-from kernel_rows import MOST_PACKED
+from kernel_rows import BLOCK, MOST_PACKED, exact_product
 from paged_harness import PagedHarness
 from tiny_gguf import family_weights, write_gguf
 from tiny_models import make_tiny
@@ -48,55 +48,64 @@ def weight_of(kind: str) -> QuantizedWeight:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_are_those_of_the_dequantized_weight(
-    kind: str, library: Library, rounds_weights: bool
+    kind: str, quantizing: Library, rounds_weights: bool
 ) -> None:
     weight = weight_of(kind)
-    ours, torchs = PackedLinear(library, weight, None), quantized_linear(weight, None)
+    ours, torchs = PackedLinear(quantizing, weight, None), quantized_linear(weight, None)
     exact = weight.dequantize(torch.float32)
     for rows in FEW_AND_MANY_ROWS:
+        torch.manual_seed(rows)
         x = torch.randn(rows, SIZE).bfloat16()
 
-        expected = x.float() @ exact.T
+        expected = exact_product(quantizing, weight, x)
 
         assert torch.allclose(ours(x).float(), expected, rtol=0.01, atol=0.01 * expected.std())
         sums = ours.multiply_float32(x)
-        if rows > MOST_PACKED and kind != "int8":
+        if quantizing.rounds_inputs:
+            assert torch.allclose(sums, expected, rtol=1e-5, atol=1e-5 * float(expected.std()))
+        elif rows > MOST_PACKED and kind != "int8":
             assert rounds_weights or (sums - expected).norm() < 5e-4 * expected.norm()
         elif rows <= 4 or not rounds_weights:
             assert torch.allclose(sums, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
         assert torch.equal(sums.bfloat16(), ours(x))
         assert torch.equal(ours.argmax(x), sums.argmax(1))
+        expected = x.float() @ exact.T
         assert torch.allclose(torchs(x).float(), expected, rtol=0.02, atol=0.02 * expected.std())
 
 
 @pytest.mark.parametrize("kind", ["int4", "Q8_0"])
 def test_products_of_many_rows_equal_those_of_the_bfloat16_weight(
-    kind: str, library: Library, rounds_weights: bool
+    kind: str, quantizing: Library, rounds_weights: bool
 ) -> None:
     if not rounds_weights:
         pytest.skip("the weights are not rounded")
     weight, x = weight_of(kind), torch.randn(97, SIZE).bfloat16()
-    wide = PackedLinear(library, weight.dequantize(torch.bfloat16), None)
+    wide = PackedLinear(quantizing, weight.dequantize(torch.bfloat16), None)
 
-    assert torch.equal(PackedLinear(library, weight, None)(x), wide(x))
+    assert torch.equal(PackedLinear(quantizing, weight, None)(x), wide(x))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 40])
 def test_an_outlier_among_the_inputs_costs_no_precision_elsewhere(
-    kind: str, rows: int, library: Library, rounds_weights: bool
+    kind: str, rows: int, quantizing: Library, rounds_weights: bool
 ) -> None:
     weight, x = weight_of(kind), torch.randn(rows, SIZE)
-    x[:, 40] *= 1000
+    x[:, 40] = 1000 * (1 + torch.rand(rows))
     x[:, 64:128] /= 2**20
     x = x.bfloat16()
-    sums = PackedLinear(library, weight, None).multiply_float32(x)
+    sums = PackedLinear(quantizing, weight, None).multiply_float32(x)
 
     exact = weight.dequantize(torch.float64)
     expected, sizes = x.double() @ exact.T, x.double().abs() @ exact.T.abs()
 
     most, largest = x.double().abs().amax(1, keepdim=True), exact.abs().amax(1)
-    if rounds_weights:
+    if quantizing.rounds_inputs:
+        # Half a step of each block: 1/127 of its largest input, and of the outlier's 1/254 of that.
+        steps = x.double().unflatten(1, (-1, BLOCK)).abs().amax(-1) / 127
+        steps[:, 40 // BLOCK] /= 254
+        bound = 0.501 * steps @ exact.abs().unflatten(1, (-1, BLOCK)).sum(-1).T
+    elif rounds_weights:
         bound = 2**-8 * sizes
     elif rows > MOST_PACKED and kind != "int8":
         # 2^-13 of the outlier, for the inputs that share its power of two; and weights, like their
@@ -111,13 +120,33 @@ def test_an_outlier_among_the_inputs_costs_no_precision_elsewhere(
     assert ((sums - expected).abs() <= bound + 2**-20 * sizes).all()
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "stored"])
+def test_inputs_in_8_bits_give_a_row_the_same_sums_in_every_batch(
+    kind: str, quantizing: Library
+) -> None:
+    if not quantizing.rounds_inputs:
+        pytest.skip("inputs are not rounded")
+    weight = weight_of("int4" if kind == "stored" else kind)
+    if kind == "stored":
+        assert weight.mins is not None
+        weight = weight._replace(
+            scales=weight.scales.float()[:, ::5], mins=weight.mins.float()[:, ::5]
+        )
+    product, x = PackedLinear(quantizing, weight, None), torch.randn(2100, SIZE).bfloat16()
+    sums = product.multiply_float32(x)
+
+    for first, count in [(0, 1), (1, 2), (3, 3), (6, 4), (10, 5), (15, 6), (21, 7), (28, 50)]:
+        rows = slice(first, first + count)
+        assert torch.equal(product.multiply_float32(x[rows].contiguous()), sums[rows]), count
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_row_that_is_not_finite_spoils_no_other(
-    kind: str, value: float, library: Library
+    kind: str, value: float, quantizing: Library
 ) -> None:
     weight, x = weight_of(kind), torch.randn(9, SIZE).bfloat16()
-    product = PackedLinear(library, weight, None)
+    product = PackedLinear(quantizing, weight, None)
     before = product.multiply_float32(x)
     x[4, 100] = value
 
@@ -129,9 +158,9 @@ def test_a_row_that_is_not_finite_spoils_no_other(
 
 
 @pytest.mark.parametrize("size", [2.0**-113, 2.0**110])
-def test_tiny_and_huge_inputs(size: float, library: Library) -> None:
+def test_tiny_and_huge_inputs(size: float, quantizing: Library) -> None:
     weight, x = weight_of("int8"), torch.rand(8, SIZE).bfloat16()
-    product = PackedLinear(library, weight, None)
+    product = PackedLinear(quantizing, weight, None)
     expected = product.multiply_float32(x).double() * size
 
     found = product.multiply_float32((x.double() * size).bfloat16()).double()
@@ -139,15 +168,16 @@ def test_tiny_and_huge_inputs(size: float, library: Library) -> None:
     assert torch.allclose(found, expected, rtol=1e-3, atol=1e-2 * size)
 
 
-def test_a_bias_is_added(library: Library) -> None:
+def test_a_bias_is_added(quantizing: Library) -> None:
     weight, x, bias = weight_of("int8"), torch.randn(2, SIZE).bfloat16(), torch.randn(OUT)
-    plain = PackedLinear(library, weight, None)(x).float()
+    plain = PackedLinear(quantizing, weight, None)(x).float()
 
-    biased = PackedLinear(library, weight, bias.bfloat16())(x).float()
+    biased = PackedLinear(quantizing, weight, bias.bfloat16())(x).float()
 
     assert torch.allclose(biased, plain + bias, rtol=0.01, atol=0.05)
     torchs = quantized_linear(weight, bias.bfloat16())(x).float()
-    assert torch.allclose(torchs, biased, rtol=0.02, atol=0.2)
+    expected = x.float() @ weight.dequantize(torch.float32).T + bias
+    assert torch.allclose(torchs, expected, rtol=0.02, atol=0.2)
 
 
 def test_rounding_errs_by_half_a_step_at_most() -> None:

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_rows import exact_experts
 from paged_harness import PagedHarness, load_decoder
 from quantized_checkpoints import FORMATS, Integers, Quantized, make_quantized
 from stored_ranks import load_packed
 from tiny_models import FAMILIES
 from torch import Tensor
+from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from hpu.backends.cpu import use_cpu_kernels
@@ -77,14 +79,19 @@ def test_packed_experts_are_those_of_the_tool_exactly(name: str, make: Make) -> 
         assert weight is not None and torch.equal(tensor, weight)
 
 
+def silu_and_mul(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return functional.silu(gate) * up
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("name", INTEGERS)
 def test_kernels_multiply_by_packed_experts(
-    name: str, make: Make, library: Library, rounds_weights: bool
+    name: str, make: Make, quantizing: Library, rounds_weights: bool
 ) -> None:
     experts = experts_of(load_packed(str(make(name).folder)))
     w13, w2 = stacked(experts, torch.bfloat16)
-    plain = PackedExperts(library, Stacks(w13, w2), "silu")
+    plain = PackedExperts(quantizing, Stacks(w13, w2), "silu")
     torch.manual_seed(0)
     # Expert 2 is chosen by few tokens, expert 3 by none: others have more rows than are multiplied
     # by the integers directly.
@@ -93,11 +100,21 @@ def test_kernels_multiply_by_packed_experts(
     x, weights = torch.randn(97, 128).bfloat16(), torch.rand(97, 2).bfloat16()
     expected = plain(x, ids, weights, True, "silu")
     on_torch = experts(x[:3], ids[:3], weights[:3])
+    stacks = experts.quantized_weights
+    assert stacks is not None
 
-    use_cpu_kernels(experts, library)
+    use_cpu_kernels(experts, quantizing)
     found = experts(x, ids, weights)
 
     assert isinstance(experts.moe_op, PackedExperts) and experts.quantized_weights is None
+    alone = experts(x[:3], ids[:3], weights[:3]).float()
+    if quantizing.rounds_inputs:
+        exact = exact_experts(quantizing, stacks, silu_and_mul, x, ids, weights)
+        assert (found.float() - exact).norm() < 0.004 * exact.norm()
+        # What rounding of the inputs changes.
+        assert (found.float() - expected.float()).norm() < 0.02 * exact.norm()
+        assert torch.equal(alone, found[:3].float())
+        return
     many = ids[:, 1] == 1
     if not rounds_weights or "8 bits of all" in name or name == "int-quantized" or "act" in name:
         # The weights are not rounded; or the sums are scaled, not these; or inputs are reordered.
@@ -110,7 +127,6 @@ def test_kernels_multiply_by_packed_experts(
     few = found[~many].float(), expected[~many].float()
     assert torch.allclose(*few, rtol=0.03, atol=0.03 * float(expected.float().std()))
     # Without kernels the experts that are chosen are dequantized.
-    alone = experts(x[:3], ids[:3], weights[:3]).float()
     assert torch.allclose(on_torch.float(), alone, rtol=0.03, atol=0.03 * float(alone.std()))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_rows import MOST_PACKED
+from kernel_rows import MOST_PACKED, exact_product
 from paged_harness import PagedHarness, load_decoder
 from quantized_checkpoints import FORMATS, Integers, Quantized, make_quantized
 from stored_ranks import load_packed
@@ -114,23 +114,22 @@ def test_packed_weights_are_those_of_the_tool_exactly(name: str, make: Make) -> 
 
 @pytest.mark.parametrize("name", INTEGERS)
 def test_kernels_multiply_by_the_packed_weights(
-    name: str, make: Make, library: Library, rounds_weights: bool
+    name: str, make: Make, quantizing: Library, rounds_weights: bool
 ) -> None:
     for linear in linears_of(load_packed(str(make(name).folder))).values():
         weight = linear.quantized_weight
         assert weight is not None
-        kernel, plain = PackedLinear(library, weight, None), weight.dequantize(torch.bfloat16)
-        exact = weight.dequantize(torch.float32)
+        kernel, plain = PackedLinear(quantizing, weight, None), weight.dequantize(torch.bfloat16)
         counts = [1, 2, 3, 4]
         if not rounds_weights:
             counts += [5, 6, 7, 40, 97]
-        elif weight.bits == 4 and not library.has_tiles:
+        elif weight.bits == 4 and not quantizing.has_tiles:
             counts += [5, 7, 8, 9, 20, 64]
         for rows in counts:
             x = torch.randn(rows, linear.in_features).bfloat16()
-            expected = x.float() @ exact.T
             sums = kernel.multiply_float32(x)
-            if rows > MOST_PACKED and not weight.is_per_output:
+            expected = exact_product(quantizing, weight, x)
+            if rows > MOST_PACKED and not weight.is_per_output and not quantizing.rounds_inputs:
                 assert (sums - expected).norm() < 5e-4 * expected.norm()
             else:
                 assert torch.allclose(sums, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
@@ -138,10 +137,10 @@ def test_kernels_multiply_by_the_packed_weights(
             continue
         many = torch.randn(97, linear.in_features).bfloat16()
         order = slice(None) if weight.order is None else weight.order.long()
-        wide = PackedLinear(library, plain[:, order], None)
+        wide = PackedLinear(quantizing, plain[:, order], None)
         if weight.is_per_output:
             # The sums are scaled, not the weights.
-            expected = many.float() @ exact.T
+            expected = many.float() @ weight.dequantize(torch.float32).T
             assert torch.allclose(kernel(many).float(), expected, rtol=0.01, atol=0.02)
         else:
             assert torch.equal(kernel(many), wide(many[:, order]))
@@ -190,7 +189,7 @@ def test_the_shards_of_ranks_are_those_of_the_dequantized_weights(name: str, mak
 @torch.inference_mode()
 @pytest.mark.parametrize("name", ["gptq, desc_act", "wna16, actorder"])
 def test_kernels_multiply_by_shards_of_groups_that_are_filled_up(
-    name: str, make: Make, library: Library
+    name: str, make: Make, quantizing: Library
 ) -> None:
     linears = linears_of(load_packed(str(make(name).folder), ProcessGroup(range(2), 1)))
     filled = 0
@@ -198,11 +197,12 @@ def test_kernels_multiply_by_shards_of_groups_that_are_filled_up(
         weight = linear.quantized_weight
         assert weight is not None
         filled += weight.shape[1] > weight.num_inputs == linear.in_features
-        exact, kernel = weight.dequantize(torch.float32), PackedLinear(library, weight, None)
+        exact, kernel = weight.dequantize(torch.float32), PackedLinear(quantizing, weight, None)
         for rows in (1, 4, 40):
             x = torch.randn(rows, linear.in_features).bfloat16()
-            expected = x.float() @ exact.T
-            for found in (kernel.multiply_float32(x), quantized_linear(weight, None)(x).float()):
+            on_torch = (quantized_linear(weight, None)(x).float(), x.float() @ exact.T)
+            ours = (kernel.multiply_float32(x), exact_product(quantizing, weight, x))
+            for found, expected in (on_torch, ours):
                 scale = float(expected.std())
                 assert torch.allclose(found, expected, rtol=0.02, atol=0.02 * scale)
     # Outputs of attention and of the MLP, in two layers.
