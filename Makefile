@@ -98,7 +98,8 @@ test-kernels: $(VENV)/.installed ## The compiled kernels under the compiler's sa
 	@ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	KERNEL_FLAGS="-O2 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-sanitize=alignment" \
-	$(BIN)/python -m pytest -q -s -p no:cacheprovider tests/hpu/native/test_native.py tests/hpu/quantization/test_quantized.py $(ARGS)
+	$(BIN)/python -m pytest -q -s -p no:cacheprovider --timeout 1200 \
+	tests/hpu/native/test_native.py tests/hpu/quantization/test_quantized.py $(ARGS)
 
 test-fuzz: $(VENV)/.installed ## Hostile requests for ten minutes; ARGS='--fuzz-seconds 60 --fuzz-seed 7' for others
 	@$(BIN)/python -m pytest -q -s -m fuzz tests/fuzz $(ARGS)
