@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,6 +34,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.checkpoints import COMMON, CONFIGS
 from benchmarks.machine import machine
 from config.checkpoint.weight_maps.shard import Shard
 from config.model.kv_cache_dtype import AUTO, KV_CACHE_DTYPES
@@ -51,7 +53,7 @@ from hpu.native.library import (
     openmp_runtime,
 )
 from hpu.quantization.base import LinearMethod, QuantizationScheme
-from hpu.quantization.kv_cache import plain_format
+from hpu.quantization.kv_cache import KVCacheFormat, plain_format
 from hpu.quantization.quantized_weight import QuantizedWeight
 from hpu.quantization.registry import Int4, Int8, process_weights
 from hpu.quantization.unquantized import UNQUANTIZED
@@ -59,57 +61,21 @@ from hpu.quantization.weight_only import WeightOnlyLinearMethod
 
 RATES = Path(__file__).with_name("rates.cpp")
 BLOCK_SIZE = 128
+DIFFERENT_BLOCKS = 64
 READ_BYTES = 256 << 20
 
-_LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 4096,
-    "rope_theta": 10000.0,
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 SHAPES: dict[str, dict[str, Any]] = {
     "demo": {
-        **_LLAMA,
+        **COMMON,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
         "hidden_size": 576,
         "intermediate_size": 1536,
         "num_hidden_layers": 30,
         "num_attention_heads": 9,
         "num_key_value_heads": 3,
-        "vocab_size": 49152,
     },
-    "dense": {
-        **_LLAMA,
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 22,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "vocab_size": 32000,
-    },
-    "moe": {
-        **_LLAMA,
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "moe_intermediate_size": 512,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "vocab_size": 32000,
-        "num_experts": 32,
-        "num_experts_per_tok": 4,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
+    **CONFIGS,
 }
 LAUNCHES = (
     "decode 1",
@@ -141,6 +107,17 @@ def _stored(weight: Tensor) -> QuantizedWeight:
     values = torch.randint(0, 16, (out, size), dtype=torch.uint8)
     scales = torch.full((out, size // STORED_GROUP_SIZE), 0.005)
     return QuantizedWeight(4, values, scales, -8 * scales)
+
+
+def _filled(shape: Sequence[int], config: ModelConfig, format: KVCacheFormat | None) -> Tensor:
+    """A cache of random rows, the first `DIFFERENT_BLOCKS` of which come again and again."""
+    *outer, num_heads, _ = shape
+    slots = prod(outer)
+    size = (min(slots, DIFFERENT_BLOCKS * BLOCK_SIZE), num_heads, config.head_dim)
+    rows = torch.randn(size).bfloat16()
+    if format is not None:
+        rows = format.codec(rows.dtype, torch.ones(1)).encode(rows)
+    return rows.repeat(-(-slots // len(rows)), 1, 1)[:slots].view(tuple(shape))
 
 
 QUANTIZATIONS: dict[str, Callable[[], QuantizationScheme] | None] = {
@@ -197,12 +174,10 @@ class Launches:
         self._each = -(-context // BLOCK_SIZE)
         """Blocks of a stream."""
         num_blocks = max(64, streams * self._each)
-        # All of it is written: reads of memory that never was are no reads.
-        row = torch.randn(1, config.num_kv_heads, config.head_dim).bfloat16()
-        if format is not None:
-            row = format.codec(row.dtype, torch.ones(1)).encode(row)
+        # All of it is written: reads of memory that never was are no reads. Blocks differ, so that
+        # streams do, and with them the experts they choose.
         self._caches = [
-            tuple(row.expand(shape).contiguous() for shape in shapes)
+            tuple(_filled(shape, config, format) for shape in shapes)
             for shapes in self.model.cache_shapes(num_blocks + 1, BLOCK_SIZE)
         ]
         self.model.bind_caches(self._caches, BLOCK_SIZE)

@@ -26,13 +26,14 @@ struct Tile {
   int64_t count;
 };
 
-constexpr int64_t EARLY = 3;  // tiles from the prefetch of keys to their scores
+constexpr int64_t EARLY = 3;  // tiles from the prefetch of keys or values to their use
 
-// Prefetches: each token holds the other heads too, and blocks are scattered.
+// Prefetches, since each token holds the other heads too, and blocks are scattered; into the L2 cache, so
+// that more reads are under way at a time.
 inline void ask_for(const uint8_t* from, int64_t stride, int64_t count, int64_t bytes) {
   for (int64_t i = 0; i < count; ++i)
     for (int64_t d = 0; d < bytes; d += 64)
-      _mm_prefetch((const char*)(from + i * stride + d), _MM_HINT_T0);
+      _mm_prefetch((const char*)(from + i * stride + d), _MM_HINT_T1);
 }
 
 // The tokens that a request sees, of one key head; the keys of the first ones are prefetched.
@@ -142,13 +143,17 @@ inline void split_values(const uint8_t* value, const uint8_t* next, int64_t d, F
 template <typename Format, int HEADS, int WORDS>
 void mean(const Model& m, const std::vector<Tile>& tiles, int64_t d, const Input* powers,
           int64_t room, const float* shares, bf16* out) {
-  const int64_t stride = m.kv_heads * Format::row_bytes(m.head_dim);
+  const int64_t bytes = Format::row_bytes(m.head_dim), stride = m.kv_heads * bytes;
   Lanes low[HEADS][WORDS], high[HEADS][WORDS];
 #pragma GCC unroll 4
   for (int g = 0; g < HEADS; ++g)
 #pragma GCC unroll 2
     for (int w = 0; w < WORDS; ++w) low[g][w] = high[g][w] = zero();
-  for (const Tile& tile : tiles) {
+  const int64_t count = tiles.size();
+  for (int64_t t = 0; t < count; ++t, powers += 16) {
+    const Tile& tile = tiles[t];
+    if (const int64_t soon = t + EARLY; !Format::TOKEN_SCALES && d == 0 && soon < count)
+      ask_for(tiles[soon].values, stride, tiles[soon].count, bytes);
     for (int64_t i = 0; i < tile.count; i += TOKENS) {
       const uint8_t* value = tile.values + i * stride;
       const uint8_t* next = i + 1 < tile.count ? value + stride : nullptr;
@@ -166,7 +171,6 @@ void mean(const Model& m, const std::vector<Tile>& tiles, int64_t d, const Input
         }
       }
     }
-    powers += 16;
   }
 #pragma GCC unroll 4
   for (int g = 0; g < HEADS; ++g)
@@ -248,10 +252,12 @@ void attend(const Model& m, const Layer& layer, const std::vector<Tile>& tiles, 
   for (int64_t g = 0; g < group; ++g) top[g] = set1(-INFINITY);
   for (int64_t t = 0; t < count; ++t) {
     const Tile& tile = tiles[t];
-    // Scores without tiles wait for memory where they read the cache as it is: prefetches of values
-    // make them wait longer.
-    if (Format::CONVERTS || has_tiles || TURNS > 1) ask_for(tile.values, stride, tile.count, bytes);
-    if (t + EARLY < count) ask_for(tiles[t + EARLY].keys, stride, tiles[t + EARLY].count, bytes);
+    // Scales of values are read before the values are, so these cannot wait for the keys.
+    if constexpr (Format::TOKEN_SCALES) ask_for(tile.values, stride, tile.count, bytes);
+    if (const int64_t soon = t + EARLY; soon < count)
+      ask_for(tiles[soon].keys, stride, tiles[soon].count, bytes);
+    else if (!Format::TOKEN_SCALES && soon - count < count)
+      ask_for(tiles[soon - count].values, stride, tiles[soon - count].count, bytes);
     const Mask seen = between(0, tile.count);
     const Number* keys = (const Number*)tile.keys;
     int64_t apart = m.kv_heads * size;

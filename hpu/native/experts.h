@@ -61,6 +61,22 @@ float product_of(const T* weight, const bf16* x, int64_t size) {
   return reduce_add(sum);
 }
 
+// Products of x with each of `count` rows of `weight`, four at a time: one alone waits for its own sum.
+template <typename T>
+void products_of(const T* weight, const bf16* x, int64_t size, int64_t count, float* out) {
+  int64_t n = 0;
+  for (; n + 4 <= count; n += 4, weight += 4 * size) {
+    Lanes sums[4] = {zero(), zero(), zero(), zero()};
+    for (int64_t i = 0; i < size; i += 16) {
+      const Lanes own = load(x + i);
+#pragma GCC unroll 4
+      for (int64_t r = 0; r < 4; ++r) sums[r] = fmadd(load(weight + r * size + i), own, sums[r]);
+    }
+    for (int64_t r = 0; r < 4; ++r) out[n + r] = reduce_add(sums[r]);
+  }
+  for (; n < count; ++n, weight += size) out[n] = product_of(weight, x, size);
+}
+
 inline float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
 
 // Index of the largest value that is not yet taken, the first of equal ones; NaN is as good as any.
@@ -92,9 +108,8 @@ void route(const Mixture& m, const bf16* x, int64_t* ids, float* weights) {
   const int64_t count = m.experts.count, hidden = m.experts.hidden;
   std::vector<float> scores(count), choice(count);
   std::vector<char> taken(count);
-  for (int64_t i = 0; i < count; ++i)
-    scores[i] = m.is_float32 ? product_of((const float*)m.gate + i * hidden, x, hidden)
-                             : product_of((const bf16*)m.gate + i * hidden, x, hidden);
+  if (m.is_float32) products_of((const float*)m.gate, x, hidden, count, scores.data());
+  else products_of((const bf16*)m.gate, x, hidden, count, scores.data());
   if (m.is_sigmoid) {
     for (float& score : scores) score = sigmoid(score);
   } else {

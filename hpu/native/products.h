@@ -52,6 +52,8 @@ constexpr int PANEL = 16;
 constexpr int TILE_INPUTS = 32;
 constexpr int64_t CHUNK = 1 << 20;  // bytes of weights that fit into the L2 cache
 constexpr int64_t AHEAD = 1024;     // prefetch distance within a panel, in bytes
+constexpr int64_t FAR_AHEAD = 2560, NEAR_AHEAD = 512;  // likewise, into the L2 and L1 caches
+constexpr int MOST_WAITING = 6;
 
 // Running maximum of a row in each lane of a panel, and the panel it came from (the first of equal
 // ones). NaN stays NaN.
@@ -257,15 +259,18 @@ struct Ahead {
 };
 
 // ROWS rows times PANELS panels of 16 outputs, added to `sums` with row stride `apart` or stored there.
-template <int ROWS, int PANELS>
+// ONCE: no other rows are multiplied by the weights, which come from memory. More reads are under way at
+// a time if prefetches end in the L2 cache; more than MOST_WAITING rows, whose products take as long as
+// the reads, do not wait for that cache either.
+template <int ROWS, int PANELS, bool ONCE>
 inline void dots(const Rows& rows, const Weights& by, int64_t pairs, float* sums, int64_t apart,
                  bool adds, const Ahead& ahead) {
   constexpr int NEAR = PANELS > 1 ? PANELS / 2 : 1;
   if constexpr (PANELS > 1 && ROWS * PANELS > MOST_SUMS) {
     for (int q = 0; q < PANELS; q += NEAR) {
       const bf16* next = q ? by.next : by.of(NEAR, NEAR);
-      dots<ROWS, NEAR>(rows, {by.of(q, NEAR), by.panel, by.panel, next}, pairs, sums + q * 16, apart,
-                       adds, q ? Ahead{} : ahead);
+      const Weights half{by.of(q, NEAR), by.panel, by.panel, next};
+      dots<ROWS, NEAR, ONCE>(rows, half, pairs, sums + q * 16, apart, adds, q ? Ahead{} : ahead);
     }
     return;
   }
@@ -276,16 +281,21 @@ inline void dots(const Rows& rows, const Weights& by, int64_t pairs, float* sums
     for (int p = 0; p < PANELS; ++p)
       acc[r][p] = adds ? load(sums + r * apart + p * 16) : zero();
   // What to prefetch: within the panels, and towards their ends the first lines of the next ones.
+  constexpr bool NEARBY = ONCE && ROWS > MOST_WAITING;
+  constexpr int64_t DISTANCE = NEARBY ? FAR_AHEAD : AHEAD;
   const bf16* soon[PANELS];
-  for (int p = 0; p < PANELS; ++p) soon[p] = by.of(p, NEAR) + AHEAD / int64_t(sizeof(bf16));
-  const int64_t last = pairs - AHEAD / 64;
+  for (int p = 0; p < PANELS; ++p) soon[p] = by.of(p, NEAR) + DISTANCE / int64_t(sizeof(bf16));
+  const int64_t last = pairs - DISTANCE / 64;
   for (int64_t k = 0; k < pairs; ++k) {
     if (k == last)
 #pragma GCC unroll 4
       for (int p = 0; p < PANELS; ++p) soon[p] += by.next - by.from - pairs * 2 * PANEL;
 #pragma GCC unroll 4
-    for (int p = 0; p < PANELS; ++p)
-      _mm_prefetch((const char*)(soon[p] + k * 2 * PANEL), _MM_HINT_T0);
+    for (int p = 0; p < PANELS; ++p) {
+      _mm_prefetch((const char*)(soon[p] + k * 2 * PANEL), ONCE ? _MM_HINT_T1 : _MM_HINT_T0);
+      if constexpr (NEARBY)
+        _mm_prefetch((const char*)(by.of(p, NEAR) + k * 2 * PANEL) + NEAR_AHEAD, _MM_HINT_T0);
+    }
     for (int q = 0; q < ahead.count; ++q)
       _mm_prefetch((const char*)(ahead.from + q * ahead.panel + k * 2 * PANEL), _MM_HINT_T1);
 #pragma GCC unroll 2
@@ -310,25 +320,30 @@ inline void dots(const Rows& rows, const Weights& by, int64_t pairs, float* sums
 // Of one tile: where the registers hold the sums of so many by two panels, weights are read once.
 constexpr int MOST_ROWS = MOST_SUMS >= 24 ? 12 : 6;
 
-template <int PANELS>
+template <int PANELS, bool ONCE>
 void dots_of(int64_t count, const Rows& rows, const Weights& by, int64_t pairs, float* sums,
              int64_t apart, bool adds, const Ahead& ahead) {
   switch (count) {
-    case 1: return dots<1, PANELS>(rows, by, pairs, sums, apart, adds, ahead);
-    case 2: return dots<2, PANELS>(rows, by, pairs, sums, apart, adds, ahead);
-    case 3: return dots<3, PANELS>(rows, by, pairs, sums, apart, adds, ahead);
-    case 4: return dots<4, PANELS>(rows, by, pairs, sums, apart, adds, ahead);
-    case 5: return dots<5, PANELS>(rows, by, pairs, sums, apart, adds, ahead);
-    case 6: return dots<6, PANELS>(rows, by, pairs, sums, apart, adds, ahead);
+    case 1: return dots<1, PANELS, ONCE>(rows, by, pairs, sums, apart, adds, ahead);
+    case 2: return dots<2, PANELS, ONCE>(rows, by, pairs, sums, apart, adds, ahead);
+    case 3: return dots<3, PANELS, ONCE>(rows, by, pairs, sums, apart, adds, ahead);
+    case 4: return dots<4, PANELS, ONCE>(rows, by, pairs, sums, apart, adds, ahead);
+    case 5: return dots<5, PANELS, ONCE>(rows, by, pairs, sums, apart, adds, ahead);
+    case 6: return dots<6, PANELS, ONCE>(rows, by, pairs, sums, apart, adds, ahead);
   }
   if constexpr (MOST_ROWS > 6) switch (count) {
-    case 7: return dots<7, PANELS>(rows, by, pairs, sums, apart, adds, ahead);
-    case 8: return dots<8, PANELS>(rows, by, pairs, sums, apart, adds, ahead);
-    case 9: return dots<9, PANELS>(rows, by, pairs, sums, apart, adds, ahead);
-    case 10: return dots<10, PANELS>(rows, by, pairs, sums, apart, adds, ahead);
-    case 11: return dots<11, PANELS>(rows, by, pairs, sums, apart, adds, ahead);
-    default: return dots<12, PANELS>(rows, by, pairs, sums, apart, adds, ahead);
+    case 7: return dots<7, PANELS, ONCE>(rows, by, pairs, sums, apart, adds, ahead);
+    case 8: return dots<8, PANELS, ONCE>(rows, by, pairs, sums, apart, adds, ahead);
+    case 9: return dots<9, PANELS, ONCE>(rows, by, pairs, sums, apart, adds, ahead);
+    case 10: return dots<10, PANELS, ONCE>(rows, by, pairs, sums, apart, adds, ahead);
+    case 11: return dots<11, PANELS, ONCE>(rows, by, pairs, sums, apart, adds, ahead);
+    default: return dots<12, PANELS, ONCE>(rows, by, pairs, sums, apart, adds, ahead);
   }
+}
+
+template <bool ONCE>
+auto kernel_of(int panels) {
+  return panels == 4 ? dots_of<4, ONCE> : panels == 2 ? dots_of<2, ONCE> : dots_of<1, ONCE>;
 }
 
 constexpr int64_t MOST_PAIRS = 288;  // of inputs in a block, whose panels stay in the L2 cache
@@ -351,7 +366,7 @@ void multiply_dots(const Product& by, const Panels& from, const Rows& rows, int6
   for (int64_t p = range.first; p < range.last;) {
     const auto [wide, step] = width_of(range.last - p, end, 4);
     const int64_t far = end.gated ? from.partner : wide / 2 * panel, apart = wide * PANEL;
-    const auto kernel = wide == 4 ? dots_of<4> : wide == 2 ? dots_of<2> : dots_of<1>;
+    const auto kernel = tiles == 1 ? kernel_of<true>(wide) : kernel_of<false>(wide);
     const bf16* w = from.first + (p - range.first) * panel;
     if (low) {
       int64_t of[4];

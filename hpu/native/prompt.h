@@ -139,7 +139,7 @@ void product(const Rows& x, int64_t rows, const bf16* w, int64_t panel, int64_t 
   const int64_t tiles = (rows + 5) / 6;
   for (int64_t c = 0; c < columns;) {
     const int64_t wide = columns - c >= 64 ? 4 : 2;
-    const auto kernel = wide == 4 ? dots_of<4> : dots_of<2>;
+    const auto kernel = kernel_of<false>(wide);
     const bf16* from = w + c / PANEL * panel;
     const Weights by{from, panel, wide / 2 * panel, from + wide * panel};
     for (int64_t t = 0; t < tiles; ++t) {

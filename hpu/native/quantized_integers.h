@@ -160,6 +160,8 @@ inline void add_run(const IntegerRows& rows, const Part& part, int64_t i, Words 
 // Adds the products of ROWS rows and PANELS panels to `sums`, whose rows are `apart` numbers apart.
 template <int KIND, int ROWS, int PANELS>
 void packed_dots(const IntegerRows& rows, const Part& part, float* sums, int64_t apart) {
+  // One row waits for memory, and more reads of it are under way at a time if they end in the L2 cache.
+  constexpr auto HINT = ROWS == 1 ? _MM_HINT_T1 : _MM_HINT_T0;
   for (int64_t i = part.first; i < part.last; ++i) {
     const uint8_t* from[PANELS];
     for (int p = 0; p < PANELS; ++p) from[p] = part.panels[p] + place_of<KIND>(part, i).values;
@@ -172,14 +174,14 @@ void packed_dots(const IntegerRows& rows, const Part& part, float* sums, int64_t
     for (int64_t b = 0; b < part.run; ++b, x += BLOCK) {
       for (int p = 0; KIND != INT16_ROWS && p < PANELS; ++p)
         for (int64_t byte = 0; byte < block_bytes(KIND); byte += 64)
-          _mm_prefetch((const char*)from[p] + AHEAD + byte, _MM_HINT_T0);
+          _mm_prefetch((const char*)from[p] + AHEAD + byte, HINT);
       for (int q = 0; q < 4; ++q)
 #pragma GCC unroll 4
         for (int t = 0; t < 4; ++t)
 #pragma GCC unroll 4
           for (int p = 0; p < PANELS; ++p) {
             if constexpr (KIND == INT16_ROWS)
-              _mm_prefetch((const char*)from[p] + AHEAD + q * 256 + t * 64, _MM_HINT_T0);
+              _mm_prefetch((const char*)from[p] + AHEAD + q * 256 + t * 64, HINT);
             const Words weights = pair_of<KIND>(from[p], q, t);
 #pragma GCC unroll 6
             for (int r = 0; r < ROWS; ++r)
