@@ -360,13 +360,15 @@ void multiply_dots(const Product& by, const Panels& from, const Rows& rows, int6
   const int64_t panel = by.inputs * PANEL, pairs = by.inputs / 2;
   const bool has_blocks = tiles > 1 && tiles <= MOST_TILES;
   const int64_t blocks = has_blocks ? (pairs + MOST_PAIRS - 1) / MOST_PAIRS : 1;
+  // Dequantized panels are in the cache already.
+  const bool once = tiles == 1 && by.kind == BFLOAT16;
   // One tile prefetches within its panels.
   const int fetched = tiles >= 4 ? 1 : tiles > 1 ? 2 : 0;
   alignas(64) float sums[MOST_TILES * 24 * 16];
   for (int64_t p = range.first; p < range.last;) {
     const auto [wide, step] = width_of(range.last - p, end, 4);
     const int64_t far = end.gated ? from.partner : wide / 2 * panel, apart = wide * PANEL;
-    const auto kernel = tiles == 1 ? kernel_of<true>(wide) : kernel_of<false>(wide);
+    const auto kernel = once ? kernel_of<true>(wide) : kernel_of<false>(wide);
     const bf16* w = from.first + (p - range.first) * panel;
     if (low) {
       int64_t of[4];

@@ -110,7 +110,7 @@ void quantized_dots(const Rows32& rows, const uint8_t* weight, int64_t blocks, i
       constexpr int64_t ahead = has_4_bits(KIND) ? 2 * AHEAD : AHEAD;
       for (int p = 0; p < PANELS; ++p)
         for (int64_t byte = 0; byte < block_bytes(KIND); byte += 64)
-          _mm_prefetch((const char*)from[p] + ahead + byte, _MM_HINT_T0);
+          _mm_prefetch((const char*)from[p] + ahead + byte, _MM_HINT_T1);
       sum_blocks<KIND, ROWS, PANELS>(from, rows, (g * blocks + b) * BLOCK, inner);
       for (int p = 0; p < PANELS; ++p) from[p] += block_bytes(KIND);
       if constexpr (!is_stored(KIND)) break;
@@ -195,12 +195,16 @@ void multiply_few_rows(const Product& by, const bf16* x, int64_t rows, const End
   }
 }
 
+constexpr int64_t AHEAD_OF_DEQUANTIZED = 2560;  // prefetch distance, in bytes
+
 // Dequantizes panels to bfloat16; INT8_ROWS keeps the unscaled values, which `finish` scales.
 template <int KIND>
 void dequantize(const Product& by, int64_t first, int64_t last, bf16* out) {
   const int64_t blocks = blocks_of<KIND>(by), groups = by.inputs / (blocks * BLOCK);
   for (int64_t i = first * groups; i < last * groups; ++i) {
     const uint8_t* group = (const uint8_t*)by.weight + i * group_bytes<KIND>(blocks);
+    for (int64_t byte = 0; byte < group_bytes<KIND>(blocks); byte += 64)
+      _mm_prefetch((const char*)group + AHEAD_OF_DEQUANTIZED + byte, _MM_HINT_T1);
     Lanes scales = set1(1), least = zero();
     if constexpr (KIND != INT8_ROWS) scales = scales_of<KIND>(group);
     if constexpr (has_minima(KIND)) least = minima_of<KIND>(group);
