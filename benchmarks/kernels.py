@@ -52,6 +52,7 @@ from hpu.native.library import (
     open_library,
     openmp_runtime,
 )
+from hpu.native.pages import HugePages
 from hpu.quantization.base import LinearMethod, QuantizationScheme
 from hpu.quantization.kv_cache import KVCacheFormat, plain_format
 from hpu.quantization.quantized_weight import QuantizedWeight
@@ -266,7 +267,8 @@ class Rates:
         self._code = ctypes.CDLL(str(compiled(RATES, folder / "rates.so")))
         self._code.multiply_only.restype = self._code.read_only.restype = ctypes.c_double
         self._threads = ctypes.c_int64(threads)
-        self._memory = torch.ones(READ_BYTES, dtype=torch.uint8)
+        # As the weights are.
+        self._memory = HugePages().allocate((READ_BYTES,), torch.uint8).fill_(1)
         self.multiplied: list[float] = []
         self.read: list[float] = []
 

@@ -89,7 +89,7 @@ double read_only(const char* from, int64_t bytes, int64_t threads) {
     __m256i sum = _mm256_setzero_si256();
     for (const char* end = at + part; at < end; at += 256)
       for (int i = 0; i < 256; i += 32) {
-        if (i % 64 == 0) _mm_prefetch(at + i + AHEAD, _MM_HINT_T0);
+        if (i % 64 == 0) _mm_prefetch(at + i + AHEAD, _MM_HINT_T1);
         sum = _mm256_xor_si256(sum, _mm256_loadu_si256((const __m256i*)(at + i)));
       }
     asm volatile("" ::"x"(sum));

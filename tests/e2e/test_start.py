@@ -17,6 +17,7 @@ from tiny_gguf import write_gguf
 from tiny_models import make_tiny
 
 from config.checkpoint.resolve import resolve
+from hpu.native.library import kernel_folder
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 
@@ -39,6 +40,8 @@ def lock(source: Path, tmp_path: Path) -> Iterator[IO[str]]:
 @contextlib.contextmanager
 def starting(source: Path, tmp_path: Path, *flags: str) -> Iterator[LiveServer]:
     """A server that waits for the conversion."""
+    # Compiling them takes longer than everything else here.
+    (tmp_path / "cache" / "kernels").symlink_to(kernel_folder(None))
     common_flags = (
         "--served-model-name=tiny",
         "--shutdown-timeout=20",
