@@ -443,6 +443,11 @@ class Scheduler:
         while self._kv.pool.num_free < count:
             if self._draining:
                 return False
+            for running in (self._decoding, self._prefilling):
+                # A request that this step rejected stays in its list until the next step. It is
+                # ahead of `request` in that list, or in the other list.
+                while running and running[-1].state == FINISHED:
+                    running.pop()
             last = max(self._decoding[-1:] + self._prefilling[-1:], key=_priority_key)
             if _is_last_token_scheduled(last):
                 return False
@@ -456,6 +461,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Remove the last request of a running list; it keeps its tokens."""
+        assert request.state == RUNNING, f"request {request.key} is preempted in {request.state}"
         running = self._decoding if self._decoding[-1:] == [request] else self._prefilling
         running.pop()
         request.state = PREEMPTED

@@ -93,6 +93,51 @@ def test_with_reject_everyone_gets_its_output_or_the_reason_whatever_comes(seed:
     assert rig.core.stats().blocks_used == 0
 
 
+def test_a_step_that_rejects_a_decode_and_preempts_frees_each_block_once() -> None:
+    # Short prompts whose decodes outgrow the widest bucket, and images that wait until decodes
+    # leave them enough tokens: a rejected decode lets an image start in the same step, and the
+    # image preempts for its blocks.
+    prepared = [(PREFILL, batch, query, 16) for batch in (1, 2, 4) for query in (4, 8, 16, 32)]
+    prepared += [(DECODE, batch, 1, 2) for batch in (1, 2, 4)]
+    num_both = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        rig = CoreRig(
+            buckets="linear",
+            on_unwarmed="reject",
+            prepared=prepared,
+            policy="priority",
+            depth=1,
+            max_num_seqs=5,
+            budget=23,
+            num_blocks=10,
+            encoder_cache_tokens=64,
+            whole_images=True,
+        )
+        for key in range(30):
+            size = rng.randint(1, 4)
+            priority, image, max_tokens = rng.randint(0, 2), [], 40
+            if rng.random() > 0.7:
+                size += 23
+                priority, image, max_tokens = 0, [(size - 20, 20, b"%d" % key)], 1
+            prompt = [rng.randrange(3, 50) for _ in range(size)]
+            place = {"priority": priority, "images": image}
+            rig.add(key, prompt, **place, max_tokens=max_tokens, ignore_eos=True)
+            rig.run(steps=rng.choice((0, 0, 1, 3)))
+        rig.run()
+
+        stats = rig.core.stats()
+        num_both += bool(stats.preemptions and stats.lookups["decode.refused"])
+        assert stats.blocks_used == 0
+        for key in range(30):
+            if rig.asked[key][1].max_tokens == 1:
+                assert (rig.reason(key), len(rig.tokens(key))) == ("length", 1)
+            else:
+                assert "decode over 3 KV blocks" in rig.error(key)
+
+    assert num_both > 20
+
+
 def test_a_bucket_that_becomes_ready_later_is_used_from_then_on() -> None:
     rig = CoreRig(
         buckets="linear",
