@@ -15,8 +15,7 @@ from hpu.protocol import NO_SLOT, AdapterLoaded, DropAdapter, LoadAdapter
 ABSENT, LOADING, LOADED = range(3)
 
 MAX_PASSES = 32
-"""Requests whose adapters are in slots that may start before an older one that waits for a slot."""
-
+"""Requests with an adapter in a slot that may start before an older request that waits for a slot."""
 
 MAX_RETIRED = 64
 
@@ -58,8 +57,8 @@ class LoRASlots:
         """Changes when a request that could not start may be able to."""
         self.num_loading = 0
         self.num_loads = self.num_failures = self.num_evictions = 0
-        self._blocked_key: tuple[int, int] | None = None
-        """Of the oldest request that waits for a slot."""
+        self._blocked: Request | None = None
+        """The oldest request that waits for a slot."""
         self._num_passes = 0
 
     # Names
@@ -97,18 +96,20 @@ class LoRASlots:
 
     def serves(self, content: str, *, is_continuation: bool = False) -> bool:
         """Whether a request may use the adapter with these contents. A beam that was accepted
-        before may go on with one that was unloaded, and maybe dropped, since."""
-        entry = self._entries.get(content)
+        before may continue with an adapter that was unloaded, and perhaps dropped, since."""
         if is_continuation and content in self._retired:
-            self._entries.setdefault(content, _Entry(self._retired[content]))
             return True
+        entry = self._entries.get(content)
         return entry is not None and bool(entry.names)
 
     # Requests
 
     def add_request(self, request: Request) -> None:
-        """A request with an adapter waits from now on."""
-        entry = self._entries[request.adapter]
+        """A request with an adapter, which `serves` allowed, waits from now on."""
+        entry = self._entries.get(request.adapter)
+        if entry is None:
+            # A continuation, whose adapter was dropped.
+            entry = self._entries[request.adapter] = _Entry(self._retired[request.adapter])
         entry.num_requests += 1
         if entry.state == ABSENT:
             self._load(entry)
@@ -117,42 +118,38 @@ class LoRASlots:
         """It has ended, in whatever state."""
         entry = self._entries[request.adapter]
         entry.num_requests -= 1
-        if request.priority_key == self._blocked_key:
+        if request is self._blocked:
             self._unblock()
         if not entry.num_requests:
             self._forget_unused(entry)
-            waiting, self._to_load = self._to_load, []
-            for one in waiting:
-                if one.state == ABSENT and one.num_requests:
-                    self._load(one)
+            self._load_waiting()
 
     def may_start(self, request: Request) -> bool:
-        """Whether its adapter is in host memory, and in a slot or there is one for it."""
+        """Whether its adapter is in host memory, and in a slot or there is a slot for it."""
         if not request.adapter:
             return True
         entry = self._entries[request.adapter]
         if entry.state != LOADED:
             return False
-        key, blocked = request.priority_key, self._blocked_key
-        is_pass = blocked is not None and key > blocked
-        if is_pass and self._num_passes >= MAX_PASSES:
+        if self._num_passes >= MAX_PASSES and self._is_pass(request):
             return False
         if entry.slot != NO_SLOT or self._idle_slot() is not None:
             return True
-        if blocked is None or key < blocked:
-            self._blocked_key = key
+        blocked = self._blocked
+        if blocked is None or request.priority_key < blocked.priority_key:
+            self._blocked = request
         return False
 
     def start(self, request: Request) -> int:
-        """The slot of a request that may start; NO_SLOT without an adapter."""
+        """The slot of a request that may start; NO_SLOT without an adapter. Must come before a
+        FairQueue changes the `priority_key` of the request, which tells who is older."""
         if not request.adapter:
             return NO_SLOT
         entry = self._entries[request.adapter]
-        blocked = self._blocked_key
-        if blocked is not None and request.priority_key > blocked:
-            self._num_passes += 1
-        elif request.priority_key == blocked:
+        if request is self._blocked:
             self._unblock()
+        elif self._is_pass(request):
+            self._num_passes += 1
         if entry.slot == NO_SLOT:
             slot = self._idle_slot()
             assert slot is not None, "a request started without a slot"
@@ -182,7 +179,7 @@ class LoRASlots:
     def take_assigned(self) -> tuple[list[int], list[str]]:
         """Slots that the next plan fills, and with what."""
         assigned, self._assigned = self._assigned, []
-        # Of a slot that was given twice only the last counts.
+        # Where a slot was assigned twice, the last adapter counts.
         last = dict(assigned)
         return list(last), list(last.values())
 
@@ -190,7 +187,7 @@ class LoRASlots:
         """An adapter is there; False if it could not be read: its requests must be ended."""
         entry = self._entries.get(message.content)
         if entry is None or entry.state != LOADING:
-            # Of before a sleep.
+            # The load began before a sleep.
             return True
         self.num_loading -= 1
         self.version += 1
@@ -199,17 +196,20 @@ class LoRASlots:
             entry.state = ABSENT
             # Other ranks may have read it.
             self._drops.append(DropAdapter(message.content))
-            return False
-        self.num_loads += 1
-        entry.state = LOADED
-        self._use(entry)
+        else:
+            self.num_loads += 1
+            entry.state = LOADED
+            self._use(entry)
         self._forget_unused(entry)
-        return True
+        # The requests of the adapter may have ended while it was read.
+        self._load_waiting()
+        return message.error is None
 
     def reset(self) -> None:
         """The workers have lost everything."""
-        for entry in self._entries.values():
+        for entry in list(self._entries.values()):
             entry.state, entry.slot = ABSENT, NO_SLOT
+            self._forget_unused(entry)
         self._slots = [None] * self.max_loras
         self._loads, self._drops, self._assigned, self._to_load = [], [], [], []
         self.num_loading = 0
@@ -224,7 +224,7 @@ class LoRASlots:
 
     @property
     def waiting(self) -> dict[str, int]:
-        """Likewise, of waiting requests."""
+        """Waiting requests of each adapter that has any, by its name."""
         counts = {e.info.name: e.num_requests - e.num_running for e in self._entries.values()}
         return {name: count for name, count in counts.items() if count}
 
@@ -256,16 +256,26 @@ class LoRASlots:
             assert 0 <= entry.num_running <= entry.num_requests, (
                 f"{entry.info.name}: {entry.num_running} of {entry.num_requests} requests run"
             )
+            assert entry.names or entry.num_requests or entry.state == LOADING, (
+                f"{entry.info.name} has 0 names and 0 requests, and was not forgotten"
+            )
+
+    def _load_waiting(self) -> None:
+        """Load what host memory had no room for, as far as it has now."""
+        waiting, self._to_load = self._to_load, []
+        for entry in waiting:
+            if entry.state == ABSENT and entry.num_requests:
+                self._load(entry)
 
     def _load(self, entry: _Entry) -> None:
-        held = [one for one in self._entries.values() if one.state != ABSENT]
+        held = [other for other in self._entries.values() if other.state != ABSENT]
         if len(held) >= self._max_host:
-            idle = [one for one in held if not one.num_requests and one.state == LOADED]
+            idle = [other for other in held if not other.num_requests and other.state == LOADED]
             if not idle:
                 if entry not in self._to_load:
                     self._to_load.append(entry)
                 return
-            self._evict(min(idle, key=lambda one: one.last_used))
+            self._evict(min(idle, key=lambda other: other.last_used))
         entry.state = LOADING
         self.num_loading += 1
         self._loads.append(LoadAdapter(entry.info.content, entry.info.path))
@@ -308,8 +318,13 @@ class LoRASlots:
         self._clock += 1
         entry.last_used = self._clock
 
+    def _is_pass(self, request: Request) -> bool:
+        """Whether an older request waits for a slot."""
+        blocked = self._blocked
+        return blocked is not None and request.priority_key > blocked.priority_key
+
     def _unblock(self) -> None:
-        self._blocked_key = None
+        self._blocked = None
         self._num_passes = 0
         self.version += 1
 

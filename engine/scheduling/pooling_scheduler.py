@@ -104,6 +104,8 @@ class PoolingScheduler:
                 self.finish_requests([request])
                 continue
             self.waiting.remove(request)
+            if self._lora is not None:
+                request.lora_slot = self._lora.start(request)
             if self._fair is not None:
                 self._fair.start(request, 0)
             request.state = RUNNING
@@ -111,8 +113,6 @@ class PoolingScheduler:
             self._running.add(request.key)
             if request.is_suspect:
                 self._suspect = request.key
-            if self._lora is not None:
-                request.lora_slot = self._lora.start(request)
             output.started.append((request, 0))
             output.chunks.append(Chunk(request, request.num_tokens, 0, False))
             budget -= request.num_tokens

@@ -258,7 +258,7 @@ class Scheduler:
         last_returned = step - self._num_stages
         most = -(-len(self._decoding) // self._num_stages)
         self._is_waiting_for_tokens = False
-        # A preempted request is behind the one that needs its blocks, so the list only loses
+        # A preempted request is behind the request that needs its blocks, so the list only loses
         # entries that the loop has not reached.
         for request in self._decoding:
             if request.last_step > last_returned or len(scheduled) == most:
@@ -362,8 +362,6 @@ class Scheduler:
                 self._reject(request, error, output)
                 continue
             self.waiting.remove(request)
-            if self._fair is not None:
-                self._fair.start(request, num_cached)
             kv.attach_prefix(request, prefix)
             kv.allocate(request, kv.num_blocks_for(num_cached + count) - len(request.blocks))
             self._start(request, num_cached, output)
@@ -400,6 +398,9 @@ class Scheduler:
     def _start(self, request: Request, num_cached: int, output: SchedulerOutput) -> None:
         if request.is_continuation and self._reservations:
             self._reservations.popleft()
+        slot = NO_SLOT if self._lora is None else self._lora.start(request)
+        if self._fair is not None:
+            self._fair.start(request, num_cached)
         request.req_index = self._free_indices.pop()
         request.state = RUNNING
         request.num_prefill_tokens = request.num_tokens
@@ -415,7 +416,7 @@ class Scheduler:
                 num_cached,
                 request.blocks.copy(),
                 request.request_sampling(),
-                NO_SLOT if self._lora is None else self._lora.start(request),
+                slot,
                 request.images,
             )
         )

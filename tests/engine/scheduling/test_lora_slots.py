@@ -5,14 +5,22 @@ from typing import Any
 
 import pytest
 
+from config.engine import SchedulerConfig
 from config.errors import UserError
 from config.lora.adapter import LoRAInfo
 from config.params.lora import LoRAConfig
+from config.params.pooling import PoolingFacts, PoolingParams
 from config.params.sampling import SamplingParams
+from engine.kv_cache.manager import KVCacheManager
 from engine.request import ModelLimits, Request
+from engine.scheduling.launch_packer import LaunchPacker
 from engine.scheduling.lora_slots import MAX_PASSES, AdapterQueue, LoRASlots
+from engine.scheduling.pooling_scheduler import PoolingScheduler
+from engine.scheduling.scheduler import Scheduler
+from engine.stats import StepStats
 from engine.transport.messages import AddRequest
-from hpu.protocol import NO_SLOT, AdapterLoaded
+from hpu.bucketing.bucket_table import BucketTable
+from hpu.protocol import NO_SLOT, AdapterLoaded, BucketLimits
 
 LIMITS = ModelLimits(64, 100, frozenset())
 
@@ -24,10 +32,14 @@ def make(max_loras: int = 2, names: str = "abcd", **options: Any) -> LoRASlots:
     return slots
 
 
-def request(key: int, name: str = "") -> Request:
-    message = AddRequest(
-        key, memoryview(bytes(8)), SamplingParams(), adapter=f"hash-{name}" if name else ""
-    )
+def request(
+    key: int, name: str = "", *, tenant: int = 0, max_tokens: int = 16, is_pooling: bool = False
+) -> Request:
+    adapter = f"hash-{name}" if name else ""
+    sampling = SamplingParams(max_tokens=max_tokens)
+    message = AddRequest(key, memoryview(bytes(8)), sampling, adapter=adapter, tenant=tenant)
+    if is_pooling:
+        message.pooling = PoolingParams()
     return Request(message, [], seed=0, priority_key=(0, key), limits=LIMITS, arrived_at=0.0)
 
 
@@ -59,8 +71,8 @@ def test_a_request_waits_until_its_adapter_is_read() -> None:
 def test_a_slot_is_taken_from_the_least_recently_used_idle_adapter() -> None:
     slots = make(max_loras=2, max_cpu_loras=4)
     requests = {name: request(number, name) for number, name in enumerate("abc")}
-    for one in requests.values():
-        slots.add_request(one)
+    for asked in requests.values():
+        slots.add_request(asked)
     load_all(slots)
 
     first, second = slots.start(requests["a"]), slots.start(requests["b"])
@@ -75,15 +87,15 @@ def test_a_slot_is_taken_from_the_least_recently_used_idle_adapter() -> None:
 
 def test_an_adapter_that_is_used_is_not_dropped_from_host_memory() -> None:
     slots = make(max_loras=1, max_cpu_loras=1)
-    one, two = request(1, "a"), request(2, "b")
-    slots.add_request(one)
+    asked, two = request(1, "a"), request(2, "b")
+    slots.add_request(asked)
     load_all(slots)
-    slots.start(one)
+    slots.start(asked)
     slots.add_request(two)
 
     early = slots.take_loads()
-    slots.release(one)
-    slots.finish_request(one)
+    slots.release(asked)
+    slots.finish_request(asked)
     late = [load.content for load in slots.take_loads()]
 
     assert early == []
@@ -96,21 +108,21 @@ def test_an_old_request_is_not_passed_for_ever() -> None:
     slots = make(max_loras=1, max_cpu_loras=2)
     queue = AdapterQueue(slots)
     running, old = request(0, "a"), request(1, "b")
-    for one in (running, old):
-        slots.add_request(one)
-        queue.add(one)
+    for asked in (running, old):
+        slots.add_request(asked)
+        queue.add(asked)
     load_all(slots)
     queue.remove(running)
     slots.start(running)
     num_passed = 0
     for key in range(2, 4 * MAX_PASSES):
-        one = request(key, "a")
-        slots.add_request(one)
-        queue.add(one)
-        if queue.peek() is not one:
+        asked = request(key, "a")
+        slots.add_request(asked)
+        queue.add(asked)
+        if queue.peek() is not asked:
             break
-        queue.remove(one)
-        slots.start(one)
+        queue.remove(asked)
+        slots.start(asked)
         num_passed += 1
 
     assert num_passed == MAX_PASSES
@@ -118,22 +130,91 @@ def test_an_old_request_is_not_passed_for_ever() -> None:
 
 def test_an_unloaded_adapter_stays_until_its_last_request_ends() -> None:
     slots = make(names="a")
-    one = request(1, "a")
-    slots.add_request(one)
+    asked = request(1, "a")
+    slots.add_request(asked)
     load_all(slots)
-    slots.start(one)
+    slots.start(asked)
 
     num_left = slots.unregister("a")
     served = slots.serves("hash-a")
     drops = slots.take_drops()
-    slots.release(one)
-    slots.finish_request(one)
+    slots.release(asked)
+    slots.finish_request(asked)
 
     assert (num_left, served, drops) == (1, False, [])
     assert [drop.content for drop in slots.take_drops()] == ["hash-a"]
     assert slots.infos == []
     # A beam goes on with it.
     assert slots.serves("hash-a", is_continuation=True)
+
+
+def load_answers(slots: LoRASlots, error: str | None = None) -> list[bool]:
+    """What `on_loaded` says of all loads, which all end with `error`."""
+    answers = [slots.on_loaded(AdapterLoaded(load.content, error)) for load in slots.take_loads()]
+    slots.check()
+    return answers
+
+
+@pytest.mark.parametrize("error", [None, "no such file"])
+def test_an_adapter_without_name_and_requests_is_forgotten_when_its_load_ends(
+    error: str | None,
+) -> None:
+    slots = make(names="a")
+    asked = request(1, "a")
+    slots.add_request(asked)
+    slots.unregister("a")
+    slots.finish_request(asked)
+
+    answers = load_answers(slots, error)
+
+    assert answers == [error is None]
+    assert slots._entries == {}
+    assert [drop.content for drop in slots.take_drops()] == ["hash-a"]
+
+
+def test_an_adapter_without_name_and_requests_is_forgotten_when_workers_lose_all() -> None:
+    slots = make(names="ab")
+    asked = request(1, "a")
+    slots.add_request(asked)
+    slots.unregister("a")
+    slots.finish_request(asked)
+
+    slots.reset()
+    slots.check()
+
+    assert list(slots._entries) == ["hash-b"]
+
+
+def test_asking_whether_an_unloaded_adapter_is_served_keeps_nothing() -> None:
+    slots = make(names="a")
+    slots.unregister("a")
+
+    served = slots.serves("hash-a", is_continuation=True)
+    assert slots._entries == {}
+    # A continuation that was accepted loads it again.
+    beam = request(1, "a")
+    slots.add_request(beam)
+    loads = load_all(slots)
+    slots.finish_request(beam)
+
+    assert served
+    assert loads == ["hash-a"]
+    assert slots._entries == {}
+
+
+@pytest.mark.parametrize("error", [None, "no such file"])
+def test_a_request_gets_the_host_memory_of_a_load_whose_requests_were_aborted(
+    error: str | None,
+) -> None:
+    slots = make(max_loras=1, max_cpu_loras=1)
+    asked, two = request(1, "a"), request(2, "b")
+    slots.add_request(asked)
+    slots.add_request(two)
+    slots.finish_request(asked)
+
+    load_answers(slots, error)
+
+    assert load_all(slots) == ["hash-b"]
 
 
 def test_names() -> None:
@@ -147,14 +228,14 @@ def test_names() -> None:
 
 def test_a_failed_load_is_tried_again_by_the_next_request() -> None:
     slots = make()
-    one = request(1, "a")
-    slots.add_request(one)
+    asked = request(1, "a")
+    slots.add_request(asked)
     (load,) = slots.take_loads()
 
     is_loaded = slots.on_loaded(AdapterLoaded(load.content, "no such file"))
     # Of ranks that have read it.
     assert [drop.content for drop in slots.take_drops()] == ["hash-a"]
-    slots.finish_request(one)
+    slots.finish_request(asked)
     slots.add_request(request(2, "a"))
 
     assert not is_loaded
@@ -163,40 +244,124 @@ def test_a_failed_load_is_tried_again_by_the_next_request() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_requests_all_run(seed: int) -> None:
+def test_random_requests_all_end(seed: int) -> None:
+    """Among aborts, loads that fail, and names that come and go."""
     rng = random.Random(seed)
     max_loras = rng.randint(1, 3)
     slots = make(max_loras, max_cpu_loras=rng.randint(max_loras, 4))
     queue = AdapterQueue(slots)
+    waiting: list[Request] = []
     running: list[Request] = []
     in_slot: dict[int, str] = {}
-    left, started, key = 60, 0, 0
+    left, ended, key = 60, 0, 0
+
+    def end(requests: list[Request]) -> int:
+        for asked in requests:
+            if asked in running:
+                running.remove(asked)
+                if asked.adapter:
+                    slots.release(asked)
+            else:
+                waiting.remove(asked)
+                queue.remove(asked)
+            if asked.adapter:
+                slots.finish_request(asked)
+        return len(requests)
+
     for _ in range(2000):
         if left and rng.random() < 0.4:
             key += 1
-            left -= 1
-            one = request(key, rng.choice(["", *"abcd"]))
-            if one.adapter:
-                slots.add_request(one)
-            queue.add(one)
+            asked = request(key, rng.choice(["", *"abcd"]))
+            is_continuation = rng.random() < 0.2
+            if not asked.adapter or slots.serves(asked.adapter, is_continuation=is_continuation):
+                left -= 1
+                if asked.adapter:
+                    slots.add_request(asked)
+                queue.add(asked)
+                waiting.append(asked)
+        if rng.random() < 0.1:
+            name = rng.choice("abcd")
+            if name in {info.name for info in slots.infos}:
+                slots.unregister(name)
+            else:
+                slots.register(LoRAInfo(name, f"/{name}", f"hash-{name}", 4, 100))
         if rng.random() < 0.5:
-            load_all(slots)
+            for load in slots.take_loads():
+                error = "no such file" if rng.random() < 0.1 else None
+                if not slots.on_loaded(AdapterLoaded(load.content, error)):
+                    both = [*waiting, *running]
+                    ended += end([asked for asked in both if asked.adapter == load.content])
         slots.take_drops()
+        ended += end([asked for asked in waiting if rng.random() < 0.02])
         while len(running) < 5 and (found := queue.peek()) is not None:
             queue.remove(found)
+            waiting.remove(found)
             slot = slots.start(found)
             in_slot |= dict(zip(*slots.take_assigned(), strict=True))
             assert (slot == NO_SLOT) == (not found.adapter)
             assert not found.adapter or in_slot[slot] == found.adapter
             running.append(found)
-            started += 1
-        for one in [one for one in running if rng.random() < 0.3]:
-            running.remove(one)
-            if one.adapter:
-                slots.release(one)
-                slots.finish_request(one)
+        ended += end([asked for asked in running if rng.random() < 0.3])
         slots.check()
-        assert len({one.adapter for one in running if one.adapter}) <= max_loras
+        assert len({asked.adapter for asked in running if asked.adapter}) <= max_loras
 
-    assert started == 60
+    assert ended == 60
     assert len(queue) == 0
+    assert {asked.info.content for asked in slots._entries.values()} == {
+        info.content for info in slots.infos
+    }
+
+
+@pytest.mark.parametrize("fair_share", [False, True])
+@pytest.mark.parametrize("is_pooling", [False, True])
+def test_a_scheduler_lets_few_requests_pass_an_older_one_that_waits_for_a_slot(
+    fair_share: bool, is_pooling: bool
+) -> None:
+    config = SchedulerConfig(
+        max_num_seqs=4, max_num_batched_tokens=64, fair_share=fair_share, max_inflight_steps=1
+    )
+    table = BucketTable([], [], BucketLimits(4, 64, 4, 64, 4, 64, False), exact=True)
+    stats = StepStats()
+    packer = LaunchPacker(table, max_prefill_batch=4, max_tokens=64, stats=stats)
+    slots = make(1, "ab", max_cpu_loras=2)
+    scheduler: Scheduler | PoolingScheduler
+    if is_pooling:
+        facts = PoolingFacts(tasks=("embed",), width=3, token_width=3)
+        scheduler = PoolingScheduler(config, facts, packer, slots)
+    else:
+        kv = KVCacheManager(256, 4, prefix_caching=False)
+        scheduler = Scheduler(config, kv, packer, stats, lora=slots)
+    running: list[Request] = []
+
+    def add(key: int, name: str, tenant: int) -> Request:
+        asked = request(key, name, tenant=tenant, max_tokens=6, is_pooling=is_pooling)
+        scheduler.add_request(asked)
+        load_all(slots)
+        return asked
+
+    def start(step: int) -> list[Request]:
+        output = scheduler.schedule(step)
+        found = [asked for asked, _ in output.started]
+        running.extend(found)
+        # A request of adapter a always runs; each ends some steps after it started.
+        while len(running) > 1:
+            scheduler.finish_requests([running.pop(0)])
+        scheduler.update_from_output(step)
+        return found
+
+    add(0, "a", 1)
+    start(0)
+    old = add(1, "b", 2)
+    num_passes = 0
+    for step in range(1, 8 * MAX_PASSES):
+        add(1 + step, "a", 1)
+        found = start(step)
+        if old in found:
+            break
+        num_passes += len(found)
+        if not found:
+            scheduler.finish_requests(running)
+            running.clear()
+
+    assert old in running
+    assert num_passes <= MAX_PASSES
