@@ -15,7 +15,7 @@ from hpu.protocol import NO_SLOT, AdapterLoaded, DropAdapter, LoadAdapter
 ABSENT, LOADING, LOADED = range(3)
 
 MAX_PASSES = 32
-"""Requests with an adapter in a slot that may start before an older request that waits for a slot."""
+"""Requests with an adapter in a slot that may pass an older request, which waits for a slot."""
 
 MAX_RETIRED = 64
 

@@ -1,5 +1,6 @@
 """Scheduler: which requests run in a step, with how many tokens."""
 
+import logging
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Set
@@ -17,6 +18,8 @@ from engine.scheduling.launch_packer import Chunk, LaunchPacker
 from engine.scheduling.lora_slots import LoRASlots
 from engine.stats import StepStats
 from hpu.protocol import DECODE, NO_SLOT, PREFILL, NewRequest, StepPlan
+
+logger = logging.getLogger(__name__)
 
 _priority_key = attrgetter("priority_key")
 
@@ -104,6 +107,20 @@ class Scheduler:
         """Prompt tokens scheduled since the last decodes, if every step since then was full; 0: the
         next step decodes."""
         self._num_stages = num_stages
+        self._decode_tokens = max_tokens_per_step
+        num_decode_tokens = config.max_num_seqs * max_tokens_per_step
+        if max_tokens_per_step > 1 and num_decode_tokens > config.max_num_batched_tokens:
+            logger.warning(
+                "%d decodes of %d tokens, with their drafts, need %d tokens in a step, "
+                "max_num_batched_tokens is %d: such a step computes at most %d prompt tokens; "
+                "set --max-num-batched-tokens above %d",
+                config.max_num_seqs,
+                max_tokens_per_step,
+                num_decode_tokens,
+                config.max_num_batched_tokens,
+                kv.block_size,
+                num_decode_tokens,
+            )
         self._num_last_tokens = max_tokens_per_step if num_stages > 1 else 1
         """Of each request that decodes; more than 1 are sent to the pipeline stages."""
         self._is_waiting_for_tokens = False
@@ -226,11 +243,20 @@ class Scheduler:
         if not output.chunks:
             num_since_decodes = 0
             self._schedule_decodes(output)
-            self._schedule_prompts(output, self._max_tokens - len(output.decodes))
+            self._schedule_prompts(output, self._prompt_budget(len(output.decodes)))
         is_full = output.num_tokens >= self._launch_tokens
         self._num_since_decodes = num_since_decodes + output.num_tokens if is_full else 0
         self._build_plan(output)
         return output
+
+    def _prompt_budget(self, num_decodes: int) -> int:
+        """The tokens that decodes leave of a step. Each decode may compute all its draft tokens,
+        but these leave prompts one block, so that prompts do not starve."""
+        num_left = self._max_tokens - num_decodes
+        return max(
+            self._max_tokens - num_decodes * self._decode_tokens,
+            min(self._kv.block_size, num_left),
+        )
 
     def _schedule_prompts(self, output: SchedulerOutput, budget: int) -> None:
         budget = self._schedule_prefills(output, budget)

@@ -77,6 +77,7 @@ class CoreRig:
             whole_images=whole_images,
             request_tiles=request_tiles,
         )
+        self.budget = budget
         self.ready.num_later = num_later
         self.ready.max_tokens_per_step = max_tokens_per_step
         self.ready.prefill_launch_tokens = prefill_launch_tokens
@@ -209,6 +210,22 @@ class CoreRig:
         prompt, params = self.asked[key]
         grammar = self.grammars.get(key)
         return expected_output(prompt, params, self.ready, self.next_token, grammar)
+
+    def check_budget(self) -> None:
+        """No step computed more tokens than its budget, with the drafts of its decodes; beside
+        decodes that leave less, prompts had at most a block."""
+        for plan in self.plans:
+            num_decodes = num_prompt_tokens = 0
+            for launch in plan.launches:
+                if launch.phase == PREFILL:
+                    num_prompt_tokens += sum(launch.query_lens)
+                else:
+                    num_decodes += len(launch.req_indices)
+            left = self.budget - num_decodes * self.ready.max_tokens_per_step
+            least = min(self.ready.block_size, self.budget - num_decodes)
+            assert num_prompt_tokens <= max(left, least), (
+                f"plan {plan.step} has {num_decodes} decodes and {num_prompt_tokens} prompt tokens"
+            )
 
     def check_output(self, key: int) -> None:
         """A finished request gave what it gives alone; an aborted one a part of that."""

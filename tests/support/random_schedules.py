@@ -159,6 +159,7 @@ def play(rig: CoreRig, schedule_moves: list[Move], grammars: Sequence[Grammar] =
     for key in schedule.keys:
         rig.check_output(key)
     schedule.check_prefixes()
+    rig.check_budget()
     stats = rig.core.stats()
     assert (stats.running, stats.waiting, stats.blocks_used, rig.core.num_inflight) == (0, 0, 0, 0)
     assert rig.core.num_requests == 0

@@ -50,6 +50,48 @@ def test_no_step_goes_over_its_token_budget() -> None:
         assert prefilled(plan) + len(launched(plan, DECODE)) <= 7
 
 
+def test_drafts_count_in_the_token_budget_of_a_step() -> None:
+    rig = CoreRig(budget=24, max_num_seqs=5, max_tokens_per_step=4, max_model_len=100)
+    for key in range(4):
+        rig.add(key, [key, 1], **ENDLESS)
+    rig.run(steps=3)
+    rig.add(9, list(range(40)), max_tokens=1, ignore_eos=True)
+
+    rig.run(steps=8)
+
+    with_both = [plan for plan in rig.plans if prefilled(plan) and launched(plan, DECODE)]
+    assert [(len(launched(plan, DECODE)), prefilled(plan)) for plan in with_both] == [(4, 8)] * 5
+
+
+def test_drafts_that_exceed_the_token_budget_leave_prompts_one_block(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rig = CoreRig(budget=14, max_num_seqs=5, max_tokens_per_step=4, max_model_len=100)
+    for key in range(4):
+        rig.add(key, [key, 1], **ENDLESS)
+    rig.run(steps=4)
+    rig.add(9, list(range(40)), max_tokens=1, ignore_eos=True)
+
+    rig.run(steps=13)
+
+    with_both = [plan for plan in rig.plans if prefilled(plan) and len(launched(plan, DECODE)) == 4]
+    assert [prefilled(plan) for plan in with_both] == [4] * 10
+    assert rig.reason(9) == "length"
+    (warning,) = [line.getMessage() for line in caplog.records if line.levelname == "WARNING"]
+    assert warning == (
+        "5 decodes of 4 tokens, with their drafts, need 20 tokens in a step, max_num_batched_tokens"
+        " is 14: such a step computes at most 4 prompt tokens; set --max-num-batched-tokens above "
+        "20"
+    )
+
+
+def test_without_drafts_nothing_is_said_of_the_budget(caplog: pytest.LogCaptureFixture) -> None:
+    CoreRig(budget=5, max_num_seqs=5)
+    CoreRig(budget=20, max_num_seqs=5, max_tokens_per_step=4)
+
+    assert not caplog.records
+
+
 def test_the_line_is_served_in_order_of_arrival() -> None:
     rig = CoreRig(max_num_seqs=1)
     for key in (5, 3, 9):
