@@ -497,6 +497,11 @@ class EngineCore:
             self._update_offload(self._offload)
             if self._offload.num_fetching and self._files is not None:
                 self._files.wait_fetched(FETCH_POLL_S)
+        while self._lora is not None and self._lora.num_loading:
+            # Else a worker might cancel a read that another rank has answered.
+            self._update_adapters(self._lora)
+            if self._lora.num_loading and self._adapters is not None:
+                self._adapters.wait_loaded(ADAPTER_POLL_S)
         self._sleep_state.sleep()
         self._scheduler.reset()
         self._kv.reset_prefix_cache((), drops_files=False)

@@ -185,10 +185,8 @@ class LoRASlots:
 
     def on_loaded(self, message: AdapterLoaded) -> bool:
         """An adapter is there; False if it could not be read: its requests must be ended."""
-        entry = self._entries.get(message.content)
-        if entry is None or entry.state != LOADING:
-            # The load began before a sleep.
-            return True
+        entry = self._entries[message.content]
+        assert entry.state == LOADING, f"{entry.info.name} is read, in state {entry.state}"
         self.num_loading -= 1
         self.version += 1
         if message.error is not None:
@@ -207,12 +205,11 @@ class LoRASlots:
 
     def reset(self) -> None:
         """The workers have lost everything."""
-        for entry in list(self._entries.values()):
+        assert not self.num_loading, f"{self.num_loading} adapters are being read"
+        for entry in self._entries.values():
             entry.state, entry.slot = ABSENT, NO_SLOT
-            self._forget_unused(entry)
         self._slots = [None] * self.max_loras
         self._loads, self._drops, self._assigned, self._to_load = [], [], [], []
-        self.num_loading = 0
         self._unblock()
 
     # Figures

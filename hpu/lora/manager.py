@@ -149,20 +149,19 @@ class LoRAManager:
         return run
 
     def load(self, message: LoadAdapter) -> None:
-        """Start to read an adapter. `take_loaded` tells when it is there."""
-        if message.content in self._host:
-            self._loaded.append(AdapterLoaded(message.content))
-            self.on_loaded()
-            return
-        future = self._host[message.content] = self._pool.submit(self._read, message)
+        """Start to read an adapter, unless its content is there or being read. `take_loaded` tells
+        each call when it is there."""
+        future = self._host.get(message.content)
+        if future is None:
+            future = self._host[message.content] = self._pool.submit(self._read, message)
 
         def done(read: "Future[Staged]") -> None:
             if read.cancelled():
                 return
             error = read.exception()
-            if error is not None:
+            if error is not None and self._host.get(message.content) is read:
                 # Other ranks may have read it: all try again when it is asked for again.
-                self._host.pop(message.content, None)
+                del self._host[message.content]
             if error is not None and not isinstance(error, ConfigError | OSError):
                 logger.error("adapter %s cannot be read", message.path, exc_info=error)
             text = None if error is None else str(error)
@@ -175,6 +174,10 @@ class LoRAManager:
     def drop(self, content: str) -> None:
         """Forget an adapter in host memory; it may stay in a slot."""
         self._host.pop(content, None)
+
+    def clear(self) -> None:
+        """Forget all adapters in host memory, of which none is being read."""
+        self._host.clear()
 
     def take_loaded(self) -> list[AdapterLoaded]:
         """What was read, or could not be, since the last call."""

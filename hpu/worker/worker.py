@@ -244,9 +244,12 @@ class Worker:
             )
             if level == 1 and self._loaded is not None and keeps:
                 self._offloaded = offload_weights(self._loaded.modules)
+        lora = None if self._loaded is None else self._loaded.lora
+        if lora is not None:
+            lora.clear()
         if level > 1 or not self._backend.shares_host_memory:
-            if self._loaded is not None and self._loaded.lora is not None:
-                self._loaded.lora.close()
+            if lora is not None:
+                lora.close()
             self._loaded = None
         if level > 1:
             self._offloaded = None

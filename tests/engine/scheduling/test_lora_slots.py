@@ -172,19 +172,6 @@ def test_an_adapter_without_name_and_requests_is_forgotten_when_its_load_ends(
     assert [drop.content for drop in slots.take_drops()] == ["hash-a"]
 
 
-def test_an_adapter_without_name_and_requests_is_forgotten_when_workers_lose_all() -> None:
-    slots = make(names="ab")
-    asked = request(1, "a")
-    slots.add_request(asked)
-    slots.unregister("a")
-    slots.finish_request(asked)
-
-    slots.reset()
-    slots.check()
-
-    assert list(slots._entries) == ["hash-b"]
-
-
 def test_asking_whether_an_unloaded_adapter_is_served_keeps_nothing() -> None:
     slots = make(names="a")
     slots.unregister("a")

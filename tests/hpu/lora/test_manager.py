@@ -1,0 +1,93 @@
+"""LoRAManager: reads of adapters to host memory."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from adapters import write_adapter
+from tiny_models import make_tiny
+from worker_rig import WorkerRig
+
+import hpu.lora.manager
+from config.lora.adapter import content_hash, read_adapter
+from config.params.lora import LoRAConfig
+from hpu.protocol import AdapterLoaded, DropAdapter, LoadAdapter
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_adapter_that_is_being_read_is_reported_when_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    base = make_tiny("llama", tmp_path / "base")
+    folder = write_adapter(tmp_path / "one", base)
+    message = LoadAdapter(content_hash(folder), str(folder))
+    may_read = threading.Event()
+
+    def read(*args: Any) -> Any:
+        assert may_read.wait(60)
+        if fails:
+            raise OSError("no such file")
+        return read_adapter(*args)
+
+    monkeypatch.setattr(hpu.lora.manager, "read_adapter", read)
+    rig = WorkerRig(base, lora=LoRAConfig(enable_lora=True, max_loras=1))
+    worker = rig.worker
+    try:
+        worker.load_adapter(message)
+        worker.load_adapter(message)
+        early = worker.take_loaded()
+        may_read.set()
+        late: list[AdapterLoaded] = []
+        while len(late) < 2:
+            worker.wait_loaded(1.0)
+            late += worker.take_loaded()
+
+        error = "no such file" if fails else None
+        assert early == []
+        assert late == [AdapterLoaded(message.content, error)] * 2
+        manager = worker._lora
+        assert list(manager._host) == ([] if fails else [message.content])
+        worker.load_adapter(message)
+        worker.wait_loaded(60)
+        assert worker.take_loaded() == late[:1]
+        # The memory of adapters is free while the worker sleeps.
+        worker.sleep(1)
+        assert not manager._host
+    finally:
+        worker.close()
+
+
+def test_a_read_that_fails_forgets_no_later_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = make_tiny("llama", tmp_path / "base")
+    folder = write_adapter(tmp_path / "one", base)
+    message = LoadAdapter(content_hash(folder), str(folder))
+    may_read = threading.Event()
+    num_reads = 0
+
+    def read(*args: Any) -> Any:
+        nonlocal num_reads
+        num_reads += 1
+        assert may_read.wait(60)
+        if num_reads == 1:
+            raise OSError("no such file")
+        return read_adapter(*args)
+
+    monkeypatch.setattr(hpu.lora.manager, "read_adapter", read)
+    worker = WorkerRig(base, lora=LoRAConfig(enable_lora=True, max_loras=1)).worker
+    try:
+        worker.load_adapter(message)
+        worker.drop_adapter(DropAdapter(message.content))
+        worker.load_adapter(message)
+        may_read.set()
+        loaded: list[AdapterLoaded] = []
+        while len(loaded) < 2:
+            worker.wait_loaded(1.0)
+            loaded += worker.take_loaded()
+
+        assert [answer.error for answer in loaded] == ["no such file", None]
+        assert list(worker._lora._host) == [message.content]
+    finally:
+        worker.close()
