@@ -26,8 +26,8 @@ class LoRAContext:
         self.dtype = dtype
         self.device = device
         self.index_dtype = index_dtype
-        self.mask = torch.zeros((1, 1, max_loras, 1), dtype=dtype, device=device)
-        """(B, 1, slots, 1), or (B, Q, slots, 1) where the sequences of a row differ: 1 in the
+        self.mask = torch.zeros((1, 1, max_loras, 1), dtype=torch.bool, device=device)
+        """(B, 1, slots, 1), or (B, Q, slots, 1) where the sequences of a row differ: True in the
         column of the row's slot. For devices that compute all slots."""
         self.groups: list[tuple[int, Tensor | None]] = []
         """(slot, rows (n) int64 or None for all rows), for devices that compute what is used."""
@@ -48,7 +48,7 @@ class LoRAContext:
                 self._last, self.groups = numbers, _groups(slots, numbers)
             return
         by_row = slots.view(slots.shape[0], -1, 1)
-        self.mask = (by_row == self._numbers.to(slots.dtype)).to(self.dtype).unsqueeze(-1)
+        self.mask = (by_row == self._numbers.to(slots.dtype)).unsqueeze(-1)
 
     def end(self) -> None:
         """What follows has no adapters."""

@@ -48,8 +48,9 @@ class ExpertSlots:
             return out
         # All slots, so that no shape depends on the rows.
         for slot in range(self._context.max_loras):
-            mask = (slots == slot).to(x.dtype).unsqueeze(-1)
-            out = out + self._product(slot, expert, x) * mask
+            # Selected: an adapter that is not finite must reach no other row, and 0 * NaN is NaN.
+            is_own = (slots == slot).unsqueeze(-1)
+            out = out + torch.where(is_own, self._product(slot, expert, x), 0)
         return out
 
     def _product(self, slot: int, expert: int, x: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """The slots of one linear layer or embedding, and the products with what is in them.
 
-GroupedSlots, for a CPU, multiplies the rows of each adapter by its own matrices, and rows without
-one by nothing. StackedSlots, for cards, multiplies all rows by the matrices of all slots, between
-which a mask is zero but in the row's own slot: no shape and no address depends on the rows, so any
-mix of adapters runs in the same graph.
+GroupedSlots, for a CPU, multiplies the rows of each adapter by the matrices of that adapter.
+StackedSlots, for cards, multiplies all rows by the matrices of all slots, and between the two
+products selects the row's own slot: no shape and no address depends on the rows, so any mix of
+adapters runs in the same graph.
 """
 
 from collections.abc import Callable, Sequence
@@ -123,6 +123,9 @@ class GroupedSlots:
 class StackedSlots:
     """For cards: matrices of all slots, each of the largest rank, zero where an adapter has none.
 
+    What is not finite in an adapter reaches no row of another slot: the rows' own products with `a`
+    are selected, not multiplied by a mask, and `b` is finite (see `stage`).
+
     With a `group`, whose ranks divide both matrices (fully sharded): of a column-parallel layer the
     rank's rows of `a`, whose products are gathered; of a row-parallel one the columns of `b`,
     for products that are summed over the ranks before."""
@@ -156,7 +159,6 @@ class StackedSlots:
         return sum(one.numel() * one.element_size() for one in (self.a, *self.b))
 
     def add(self, x: Tensor, out: Tensor) -> Tensor:
-        mask = self._context.mask
         t = functional.linear(x, self.a.flatten(0, 1))
         if self._group.size > 1 and self._is_row_parallel:
             t = self._scattered(t)
@@ -165,7 +167,8 @@ class StackedSlots:
             rank = self._rank_b
             if not self._is_row_parallel:
                 t = self._gathered(t)
-        t = t.view(*t.shape[:-1], self._context.max_loras, self._num_outputs * rank) * mask
+        t = t.view(*t.shape[:-1], self._context.max_loras, self._num_outputs * rank)
+        t = torch.where(self._context.mask, t, 0)
         deltas = [
             torch.matmul(t[..., i * rank : (i + 1) * rank].flatten(-2), b.flatten(0, 1))
             for i, b in enumerate(self.b)
@@ -175,8 +178,7 @@ class StackedSlots:
     def low_rank(self, x: Tensor) -> Tensor:
         """As GroupedSlots.low_rank."""
         t = functional.linear(x, self.a.flatten(0, 1))
-        sizes = (self._context.max_loras, self._rank_a)
-        return (t.view(*t.shape[:-1], *sizes) * self._context.mask).flatten(-2)
+        return self._selected(t)
 
     def add_low_rank(self, t: Tensor, out: Tensor) -> Tensor:
         """As GroupedSlots.add_low_rank."""
@@ -185,9 +187,12 @@ class StackedSlots:
     def add_looked_up(self, ids: Tensor, out: Tensor) -> Tensor:
         """As GroupedSlots.add_looked_up."""
         t = functional.embedding(ids, self.a.flatten(0, 1).t())
-        sizes = (self._context.max_loras, self._rank_a)
-        t = (t.view(*t.shape[:-1], *sizes) * self._context.mask).flatten(-2)
-        return out + torch.matmul(t, self.b[0].flatten(0, 1))
+        return out + torch.matmul(self._selected(t), self.b[0].flatten(0, 1))
+
+    def _selected(self, t: Tensor) -> Tensor:
+        """(..., slots * rank) with zeros but in the row's own slot."""
+        t = t.view(*t.shape[:-1], self._context.max_loras, self._rank_a)
+        return torch.where(self._context.mask, t, 0).flatten(-2)
 
     def _gathered(self, t: Tensor) -> Tensor:
         """(..., slots * outputs * rank of this rank) to the whole rank."""
@@ -201,7 +206,9 @@ class StackedSlots:
         return self._group.reduce_scatter(by_rank).squeeze(0).flatten(-2)
 
     def stage(self, weights: Sequence[LowRank]) -> list[Tensor]:
-        """What is copied to `a` and to each of `b`, with a dimension of 1 in front."""
+        """What is copied to `a` and to each of `b`, with a dimension of 1 in front. For a `b` that
+        is not finite, zeros, with NaN in its rows of `a`: the results of this adapter are not
+        numbers, and all others are, although 0 * NaN is NaN."""
         if not weights:
             return []
         context, rank = self._context, self._group.rank
@@ -218,6 +225,11 @@ class StackedSlots:
             a[0, first : first + self._rank_a] = rows[begin : begin + self._rank_a]
             begin = rank * self._rank_b if self._is_row_parallel else 0
             bs[one.output][0] = columns[begin : begin + self._rank_b]
+        for output, b in enumerate(bs):
+            if not bool(b.isfinite().all()):
+                b.zero_()
+                first = output * self._rank_a
+                a[0, first : first + self._rank_a] = torch.nan
         return [a, *bs]
 
     def set(self, slot: int, staged: list[Tensor]) -> None:
