@@ -5,7 +5,6 @@ goes on behind the last complete line of the output.
 """
 
 import fcntl
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import IO, Any, NamedTuple
 import msgspec
 
 from config.errors import ConfigError
+from config.json_text import parse_json
 from server.cli.http_client import Answer
 
 PREFIX = "batch_req_"
@@ -67,8 +67,8 @@ def read_lines(path: Path) -> Iterator[BatchLine | InvalidLine]:
 
 def _parsed(number: int, raw: bytes) -> BatchLine | InvalidLine:
     try:
-        line = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        line = parse_json(raw)
+    except ValueError as error:
         return InvalidLine(number, None, f"no JSON: {error}")
     if not isinstance(line, dict):
         return InvalidLine(number, None, f"it is {type(line).__name__}, it must be an object")
