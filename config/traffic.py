@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from config.errors import ConfigError
 from config.json_text import parse_json
-from config.loading.whole_files import read_limited
+from config.whole_files import read_limited
 
 MAX_TOKENS = 10_000_000
 MAX_TRAFFIC_BYTES = 256 * 2**20

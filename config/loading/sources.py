@@ -24,12 +24,12 @@ from config.loading.flags import FILE_FLAGS, FLAGS, PARTS, Flag
 from config.loading.parser import Parser, server_parser
 from config.loading.values import Given, clipped, convert, joined, nearest, shown, truth, wrong
 from config.loading.vllm_flags import ACCEPTED, absence
-from config.loading.whole_files import read_limited
 from config.parallel import ParallelConfig
 from config.params.lora import LoRAConfig
 from config.params.offload import OffloadConfig
 from config.params.speculation import SpeculationConfig
 from config.server import ServerConfig
+from config.whole_files import read_limited
 
 DEFAULT = "default"
 MAX_FILE_BYTES = 128 * 2**10

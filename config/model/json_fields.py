@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from config.errors import ConfigError
 from config.json_text import parse_json
-from config.loading.whole_files import read_limited
+from config.whole_files import read_limited
 
 T = TypeVar("T")
 Json = dict[str, Any]

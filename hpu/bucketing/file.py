@@ -5,7 +5,7 @@ import itertools
 import math
 
 from config.errors import ConfigError
-from config.loading.whole_files import read_limited
+from config.whole_files import read_limited
 from hpu.bucketing.cost import Shapes
 from hpu.protocol import Shape
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from starlette.types import Scope
 
 from config.errors import ConfigError
-from config.loading.whole_files import read_limited
+from config.whole_files import read_limited
 from server.http.errors import InvalidApiKey
 
 OPEN_PATHS = frozenset(

@@ -5,8 +5,8 @@ import logging
 import ssl
 
 from config.errors import ConfigError
-from config.loading.whole_files import read_limited
 from config.server import ServerConfig
+from config.whole_files import read_limited
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import NoReturn
 
 import msgspec
 
-from config.loading.whole_files import write_whole
 from config.progress import Report
+from config.whole_files import write_whole
 
 REPORT_INTERVAL_S = 0.2
 """Between two progress reports."""

@@ -25,9 +25,9 @@ from config.data_parallel import DataParallelConfig
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.loading.env import data_parallel_token
-from config.loading.whole_files import write_whole
 from config.log import setup as setup_log
 from config.server import ServerConfig
+from config.whole_files import write_whole
 from engine.client.launcher import (
     ChildProcess,
     EngineProcesses,

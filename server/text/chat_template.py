@@ -20,8 +20,8 @@ from typing import Any, Generic, TypeVar
 from jinja2 import TemplateError
 
 from config.errors import ConfigError, Overloaded, UserError
-from config.loading.whole_files import read_limited
 from config.model.json_fields import MAX_JSON_BYTES
+from config.whole_files import read_limited
 from engine.process.isolation import CallKilled, ForkServer
 from server.text.messages import Message
 from server.text.template_renderer import (

@@ -11,8 +11,8 @@ from typing import Any
 
 from config.errors import ConfigError
 from config.json_text import parse_json
-from config.loading.whole_files import read_limited
 from config.model.json_fields import MAX_JSON_BYTES
+from config.whole_files import read_limited
 
 INC = "inc"
 """The value of --quantization."""

@@ -1,4 +1,4 @@
-"""config/loading/whole_files.py: limits of what is read, and files that are replaced at once."""
+"""config/whole_files.py: limits of what is read, and files that are replaced at once."""
 
 import errno
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from config.loading.whole_files import read_limited, write_whole
+from config.whole_files import read_limited, write_whole
 
 
 def reason(path: str | Path, **options: object) -> str:
