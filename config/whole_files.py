@@ -60,8 +60,8 @@ def _too_large(path: str | Path, max_bytes: int, size: str) -> OSError:
 
 
 def write_whole(path: str | Path, content: bytes) -> None:
-    """Write or replace a file: a reader sees the old or the new content whole, and a failure leaves the
-    old content and no other file. Raises OSError."""
+    """Write or replace a file: a reader sees the old or the new content whole. Raises OSError;
+    then the old content stays, and no other file."""
     # Processes in two containers that share the folder may have the same id.
     partial = Path(f"{path}.{secrets.token_hex(4)}.partial")
     try:

@@ -105,11 +105,12 @@ def is_service_link(variable: str, word: str) -> bool:
 
 
 def cache_home() -> str:
-    """The cache folder: $XDG_CACHE_HOME/gaudiserve, else ~/.cache/gaudiserve. It may not exist."""
+    """The cache folder: $XDG_CACHE_HOME/gaudiserve, else ~/.cache/gaudiserve. It may not exist.
+    Without a home, /.cache/gaudiserve: a relative path would depend on the working directory."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification ignores relative paths.
     if not os.path.isabs(base):
-        base = os.path.join(os.path.expanduser("~"), ".cache")
+        base = os.path.join("/", os.path.expanduser("~").removeprefix("~"), ".cache")
     return os.path.join(base, "gaudiserve")
 
 
