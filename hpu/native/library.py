@@ -4,6 +4,7 @@ import ctypes
 import hashlib
 import logging
 import platform
+import re
 import shutil
 import subprocess
 import time
@@ -493,9 +494,10 @@ def _compile(compiler: str, path: Path, runtime: list[str]) -> bool:
         subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S)
     except subprocess.SubprocessError as error:
         output = (getattr(error, "stderr", None) or b"").decode(errors="replace")
-        logger.warning(
-            "Kernels: torch's, because %s failed: %s", compiler, output.strip()[:300] or error
-        )
+        # The lines before it say in which file the compiler was.
+        found = re.search(r"^.*\berror\b.*", output, re.MULTILINE)
+        reason = found[0] if found else output.strip()
+        logger.warning("Kernels: torch's, because %s failed: %s", compiler, reason[:300] or error)
         return False
     logger.info("Kernels: compiled in %.1f s", time.perf_counter() - start)
     return True

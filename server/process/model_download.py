@@ -14,7 +14,6 @@ from typing import NoReturn
 import msgspec
 
 from config.progress import Report
-from config.whole_files import write_whole
 
 REPORT_INTERVAL_S = 0.2
 """Between two progress reports."""
@@ -96,11 +95,6 @@ def end_process(code: int) -> NoReturn:
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)
-
-
-def write_progress(path: str, progress: DownloadProgress) -> None:
-    """Write `progress` to `path` atomically, for the API servers."""
-    write_whole(path, msgspec.json.encode(progress))
 
 
 def read_progress(path: str) -> DownloadProgress:
