@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from config.errors import ConfigError
-from config.setting import check_settings, metadata, setting
+from config.setting import check_settings, is_count, metadata, setting
 
 MAX_TILES = 2**20
 """Or patches, in a launch of the vision tower."""
@@ -113,7 +113,7 @@ class BucketConfig:
     def __post_init__(self) -> None:
         check_settings(self)
         sizes = [] if self.images.lower() in AUTOMATIC else self.images.split(",")
-        if not all(one.strip().isdecimal() and 1 <= int(one) <= MAX_TILES for one in sizes):
+        if not all(is_count(one) and 1 <= int(one) <= MAX_TILES for one in sizes):
             raise ConfigError(
                 f"--multimodal-buckets is {self.images!r}, it must be numbers from 1 to "
                 f"{MAX_TILES} with commas between them"

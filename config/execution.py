@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from config.errors import ConfigError
-from config.setting import check_settings, setting
+from config.setting import check_settings, is_count, setting
 
 HPU_GRAPHS, TORCH_COMPILE, EAGER, LAZY = "hpu-graphs", "torch-compile", "eager", "lazy"
 SLICE_MULTIPLE = 1024
@@ -179,7 +179,7 @@ class ExecutionConfig:
         if self.profiler_steps is None:
             return 0, None
         words = self.profiler_steps.split(",")
-        if len(words) > 2 or not all(word.strip().isdecimal() for word in words):
+        if len(words) > 2 or not all(is_count(word) for word in words):
             raise ConfigError(
                 f"profiler_steps is {self.profiler_steps!r}, it must be FIRST,LAST or LAST"
             )
@@ -209,7 +209,7 @@ def _numbers(name: str, text: str, *forms: str) -> list[int]:
     ConfigError."""
     words = text.split(",")
     counts = [form.count(",") + 1 for form in forms]
-    if len(words) not in counts or not all(word.strip().isdecimal() for word in words):
+    if len(words) not in counts or not all(is_count(word) for word in words):
         raise ConfigError(f"{name} is {text!r}, it must be {' or '.join(forms)}")
     return [int(word) for word in words]
 

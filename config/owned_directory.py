@@ -10,6 +10,8 @@ import tempfile
 from contextlib import suppress
 from typing import Any
 
+from config.errors import ConfigError
+
 logger = logging.getLogger(__name__)
 
 LOCK = ".gaudiserve.lock"
@@ -17,15 +19,34 @@ LOCK = ".gaudiserve.lock"
 dies; a process id could be reused by then."""
 
 
+def temporary_folder() -> str:
+    """The system's temporary directory. Raises ConfigError if none can be written."""
+    try:
+        return tempfile.gettempdir()
+    except OSError as error:
+        raise ConfigError(
+            f"{error.strerror or error}: set TMPDIR to a folder that can be written"
+        ) from error
+
+
 class OwnedDirectory:
     """A directory for this user only, removed when closed, at exit, or else at the next start."""
 
     def __init__(self, prefix: str, parent: str | os.PathLike[str] | None = None) -> None:
         """Create it in `parent` (None: the system's temporary directory). First remove this user's
-        directories with the same prefix whose owner is dead."""
-        folder = os.fspath(parent) if parent is not None else tempfile.gettempdir()
+        directories with the same prefix whose owner is dead. Raises OSError; without `parent`
+        ConfigError."""
+        folder = os.fspath(parent) if parent is not None else temporary_folder()
         _remove_stale(folder, prefix)
-        self.path, self._lock = _create(folder, prefix)
+        try:
+            self.path, self._lock = _create(folder, prefix)
+        except OSError as error:
+            if parent is not None:
+                raise
+            raise ConfigError(
+                f"no temporary directory can be made in {folder} ({error.strerror}); set TMPDIR to "
+                "a folder that can be written"
+            ) from error
         atexit.register(self.close)
 
     def close(self) -> None:

@@ -1,12 +1,12 @@
 """ServerConfig: the settings of the API servers: HTTP, text and logs."""
 
 import ipaddress
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from config.errors import ConfigError, UserError
+from config.json_text import parse_json
 from config.log import FORMATS, TEXT, LogConfig
 from config.model.model_config import GENERATION_FIELDS
 from config.params.sampling import MAX_LOGPROBS, SamplingParams
@@ -478,7 +478,7 @@ def _check_frames(num_frames: int, fps: float) -> None:
 
 def _object(name: str, text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text or "{}")
+        value = parse_json(text or "{}")
     except ValueError as error:
         raise ConfigError(f"{name} is {text!r}, it must be JSON: {error}") from None
     if not isinstance(value, dict):
@@ -489,7 +489,7 @@ def _object(name: str, text: str) -> dict[str, Any]:
 def _generation_overrides(text: str) -> dict[str, float]:
     name = "override_generation_config"
     try:
-        values = json.loads(text or "{}")
+        values = parse_json(text or "{}")
     except ValueError as error:
         raise ConfigError(f"{name} is {text!r}, it must be JSON: {error}") from None
     if not isinstance(values, dict) or not set(values) <= set(GENERATION_FIELDS):

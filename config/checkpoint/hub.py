@@ -1,6 +1,8 @@
 """Download of a model from the Hugging Face hub: what its configuration refuses is refused before
 its weights are downloaded, and each failure says what to do about it."""
 
+import errno
+import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -33,6 +35,15 @@ _ERRORS: tuple[type[Exception], ...] = (
     HFValidationError,
     OSError,
 )
+
+
+_DISK_ERRORS = frozenset(
+    (
+        *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
+        *(errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENOENT, errno.EIO),
+    )
+)
+"""What a folder that is full, read-only or no folder answers."""
 
 
 def is_hub_id(model: str) -> bool:
@@ -89,23 +100,28 @@ def download_files(
             snapshot_download(
                 model,
                 revision=revision,
-                cache_dir=None if folder is None else Path(folder).expanduser(),
+                cache_dir=None if folder is None else os.path.expanduser(folder),
                 allow_patterns=list(patterns),
                 ignore_patterns=list(_EXCLUDED),
                 tqdm_class=_reporting(report),
             )
         )
     except _ERRORS as error:
-        raise ConfigError(_reason(error, model, revision)) from error
+        raise ConfigError(_reason(error, model, revision, folder)) from error
 
 
-def _reason(error: Exception, model: str, revision: str | None) -> str:
+def _reason(error: Exception, model: str, revision: str | None, folder: str | None) -> str:
     """What a failed download means for the user."""
     hub = constants.ENDPOINT
     if isinstance(error, HFValidationError):
         return f"{model!r} is no name of a model on {hub}: {error}"
     # The library wraps the failure of a request when the cache cannot replace the answer.
     cause = error.__cause__ or error if isinstance(error, LocalEntryNotFoundError) else error
+    if isinstance(cause, OSError) and cause.errno in _DISK_ERRORS:
+        return (
+            f"{model!r} cannot be written to {folder or constants.HF_HUB_CACHE} "
+            f"({cause.strerror}); name another folder by --download-dir or HF_HOME"
+        )
     if isinstance(cause, OfflineModeIsEnabled):
         return (
             f"{model!r} is no local folder and was not downloaded before, and HF_HUB_OFFLINE "

@@ -1,5 +1,6 @@
 """From the name of a model (folder, GGUF file, Hugging Face id, demo) to a local folder."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def resolve(
     sampling = NO_SAMPLING
     if model in NAMES:
         model, sampling = fetch_demo(cache_dir, progress, report), SAMPLING
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if path.is_dir():
         return _checked(path, has_weights=has_weights)
     if path.suffix.lower() == ".gguf" and path.is_file():

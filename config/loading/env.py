@@ -15,6 +15,7 @@ from config.execution import ModeChoice, choose_mode
 from config.loading.flags import FILE_FLAGS, FLAGS, variable_of
 from config.loading.values import joined, nearest
 from config.loading.vllm_flags import ACCEPTED, absence
+from config.setting import is_count
 
 PREFIX = "GAUDISERVE_"
 
@@ -104,11 +105,12 @@ def is_service_link(variable: str, word: str) -> bool:
 
 
 def cache_home() -> str:
-    """The cache folder: $XDG_CACHE_HOME/gaudiserve, else ~/.cache/gaudiserve. It may not exist."""
+    """The cache folder: $XDG_CACHE_HOME/gaudiserve, else ~/.cache/gaudiserve. It may not exist.
+    Without a home, /.cache/gaudiserve: a relative path would depend on the working directory."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification ignores relative paths.
     if not os.path.isabs(base):
-        base = os.path.join(os.path.expanduser("~"), ".cache")
+        base = os.path.join("/", os.path.expanduser("~").removeprefix("~"), ".cache")
     return os.path.join(base, "gaudiserve")
 
 
@@ -177,7 +179,7 @@ def launched_rank() -> LaunchedRank:
         )
     words = [os.environ[name] for name in _RANK_VARIABLES]
     for name, word in zip(_RANK_VARIABLES, words, strict=True):
-        if not word.isdecimal():
+        if not is_count(word):
             raise ConfigError(f"the variable {name} is {word!r}, it must be a number")
     ranks = LaunchedRank(*map(int, words))
     if ranks.rank >= ranks.world_size:
@@ -223,7 +225,7 @@ def module_id(device_index: int, world_size: int) -> int | None:
     counts the cards of this host. None where the runtime takes any free card. Raises ConfigError
     when HABANA_VISIBLE_MODULES names too few."""
     own = os.environ.get(HLS_MODULE_ID, "")
-    if own.isdecimal():
+    if is_count(own):
         return int(own)
     if world_size == 1:
         return None
@@ -236,7 +238,7 @@ def module_id(device_index: int, world_size: int) -> int | None:
             f"host has at least {device_index + 1} workers"
         )
     word = visible[device_index].strip()
-    return int(word) if word.isdecimal() else None
+    return int(word) if is_count(word) else None
 
 
 def card_environment(device: str, card: str) -> dict[str, str]:

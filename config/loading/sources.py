@@ -5,6 +5,7 @@ An unknown name or a value out of range is an error with its source.
 
 import argparse
 import contextlib
+import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,15 +22,21 @@ from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
 from config.loading import env
 from config.loading.flags import FILE_FLAGS, FLAGS, PARTS, Flag
 from config.loading.parser import Parser, server_parser
-from config.loading.values import Given, convert, joined, nearest, truth, wrong
+from config.loading.values import Given, clipped, convert, joined, nearest, shown, truth, wrong
 from config.loading.vllm_flags import ACCEPTED, absence
 from config.parallel import ParallelConfig
 from config.params.lora import LoRAConfig
 from config.params.offload import OffloadConfig
 from config.params.speculation import SpeculationConfig
 from config.server import ServerConfig
+from config.whole_files import read_limited
 
 DEFAULT = "default"
+MAX_FILE_BYTES = 128 * 2**10
+"""Size limit of the file of --config."""
+MAX_FILE_KEYS = 1000
+MAX_FILE_DEPTH = 16
+"""Lists and mappings inside each other in the file of --config."""
 _FLAG_OF = {name: flag for flag in FLAGS for name in flag.names}
 _NAMES = (*_FLAG_OF, *FILE_FLAGS, *ACCEPTED)
 
@@ -170,7 +177,7 @@ def _collected(problems: list[str]) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        problems.append(str(error))
+        problems.append(clipped(str(error)))
 
 
 def _extend(
@@ -201,22 +208,25 @@ def _without_effect(layers: Iterable[Given], model: str, problems: list[str]) ->
 
 def _read_file(path: str, problems: list[str]) -> list[Given]:
     try:
-        with open(path, encoding="utf-8") as file:
-            content = yaml.safe_load(file)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"the file {path} cannot be read: {error}") from None
+        content = _parsed(read_limited(path, MAX_FILE_BYTES).decode("utf-8"))
+    # ValueError: a date without such a day, or an integer of more digits than Python converts.
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = error.strerror if isinstance(error, OSError) else clipped(str(error))
+        raise ConfigError(f"the file {path} cannot be read: {reason}") from None
     if content is None:
         return []
     if not isinstance(content, dict):
         raise ConfigError(f"the file {path} must hold `key: value` lines")
+    if len(content) > MAX_FILE_KEYS:
+        raise ConfigError(f"the file {path} holds {len(content)} keys, at most {MAX_FILE_KEYS}")
     source = f"file {path}"
     found: dict[str, Given] = {}
     for key, value in content.items():
-        name = _known(str(key), value, source, problems)
+        name = _known(shown(key) if not isinstance(key, str) else key, value, source, problems)
         if not name:
             continue
         if name == "config":
-            raise ConfigError(f"{path} names another file ({value}); only one file is read")
+            raise ConfigError(f"{path} names another file ({shown(value)}); only one file is read")
         owner = _FLAG_OF[name].key if name in _FLAG_OF else name
         if owner in found:
             raise ConfigError(f"{source} gives {owner} twice, as {found[owner].name} and as {key}")
@@ -224,9 +234,30 @@ def _read_file(path: str, problems: list[str]) -> list[Given]:
     return list(found.values())
 
 
+def _parsed(text: str) -> object:
+    """The content of YAML. Raises ValueError for aliases, which make a huge value of a small file,
+    and for values that are nested too deeply; what the YAML library raises for other faults."""
+    depth = 0
+    # From a stream, or errors would quote the line.
+    for event in yaml.parse(io.StringIO(text), Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            line = event.start_mark.line + 1
+            raise ValueError(f"line {line} has the alias *{event.anchor}, write the value itself")
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > MAX_FILE_DEPTH:
+                line = event.start_mark.line + 1
+                raise ValueError(f"line {line} is nested more than {MAX_FILE_DEPTH} deep")
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+    content = yaml.safe_load(io.StringIO(text))
+    # An integer of more digits than Python writes, 0xfff..., would break errors that quote it.
+    repr(content)
+    return content
+
+
 def _known(word: str, value: object, source: str, problems: list[str]) -> str:
     """The name of a setting; empty for what has none."""
-    name = word.replace("_", "-")
+    name, word = word.replace("_", "-"), clipped(word)
     if name in _NAMES:
         return name
     if reason := absence(name):
@@ -267,7 +298,7 @@ def _build(values: Mapping[str, tuple[object, str]]) -> tuple[EngineConfig, Serv
         )
         server = ServerConfig(**parts["server"])
     except ConfigError as error:
-        raise ConfigError(_named(str(error), values)) from None
+        raise ConfigError(clipped(_named(str(error), values))) from None
     return engine, server
 
 

@@ -5,11 +5,13 @@ import json
 import math
 import os
 import re
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from config.errors import ConfigError
+from config.json_text import parse_json
 from config.loading.flags import Flag
 
 _NUMBER = re.compile(r"^([+-]?\d[\d_]*(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB])?$")
@@ -21,6 +23,11 @@ _UNITS = {
 }
 _BOOLS = {"true": True, "yes": True, "on": True, "1": True}
 _BOOLS |= {"false": False, "no": False, "off": False, "0": False}
+MAX_INTEGER = 2**63
+MAX_MESSAGE_CHARACTERS = 2000
+"""Characters of the error of a setting."""
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 400
 UNSET = ("auto", "none", "null")
 """Words that mean the default of an optional setting."""
 
@@ -34,6 +41,23 @@ class Given:
     value: object
     source: str
     """Shown in errors: flag --port, variable GAUDISERVE_PORT, file serve.yaml, ..."""
+
+
+def shown(value: object) -> str:
+    """The shortened repr of a value, for errors."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:
+        return "an integer of more digits than Python writes"
+
+
+def clipped(message: str) -> str:
+    """`message`, shortened in the middle: it may quote a long value, and what is allowed is at its
+    end."""
+    if len(message) <= MAX_MESSAGE_CHARACTERS:
+        return message
+    half = MAX_MESSAGE_CHARACTERS // 2
+    return f"{message[:half]} [...] {message[-half:]}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -59,7 +83,9 @@ def convert(flag: Flag, given: Given) -> object:
     accepts_auto = flag.kind in (int, float) or (
         flag.is_optional and (flag.kind is bool or bool(flag.setting.choices))
     )
-    is_unset = given.value is None or (accepts_auto and str(given.value).lower() in UNSET)
+    is_unset = given.value is None or (
+        accepts_auto and isinstance(given.value, str) and given.value.lower() in UNSET
+    )
     if given.name in switches and not (is_unset and flag.kind is bool and flag.is_optional):
         on, off = switches[given.name]
         return on if truth(given, flag.setting.spellings) else off
@@ -80,7 +106,7 @@ def truth(given: Given, spellings: Mapping[str, str] = MappingProxyType({})) -> 
     """Whether a switch is on; `spellings` are further words for true and false."""
     if isinstance(given.value, bool):
         return given.value
-    word = str(given.value).strip().lower()
+    word = (given.value if isinstance(given.value, str) else shown(given.value)).strip().lower()
     found = _BOOLS.get(spellings.get(word, word))
     if found is None:
         raise wrong(given, "true or false")
@@ -89,8 +115,8 @@ def truth(given: Given, spellings: Mapping[str, str] = MappingProxyType({})) -> 
 
 def wrong(given: Given, expected: str, *, is_secret: bool = False) -> ConfigError:
     """The error of a value that is not allowed."""
-    shown = "***" if is_secret else repr(given.value)
-    return ConfigError(f"--{given.name} is {shown}, it must be {expected} (from {given.source})")
+    text = "***" if is_secret else shown(given.value)
+    return ConfigError(f"--{given.name} is {text}, it must be {expected} (from {given.source})")
 
 
 def _number(flag: Flag, given: Given) -> int | float:
@@ -103,15 +129,27 @@ def _number(flag: Flag, given: Given) -> int | float:
             value = _plain_float(value)
         else:
             digits, unit, _ = match.groups()
-            value = float(digits) if "." in digits else int(digits)
-            value *= _UNITS.get(unit, 1)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            value = _plain_number(digits)
+            value = None if value is None else value * _UNITS.get(unit, 1)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise wrong(given, expected)
+    if isinstance(value, int) and abs(value) >= MAX_INTEGER:
+        raise wrong(given, "less than 2**63")
+    if not math.isfinite(value):
         raise wrong(given, expected)
     if not whole:
         return float(value)
     if value != int(value):
         raise wrong(given, expected)
     return int(value)
+
+
+def _plain_number(digits: str) -> int | float | None:
+    """None for 1__0, and for more digits than Python converts."""
+    try:
+        return float(digits) if "." in digits else int(digits)
+    except ValueError:
+        return None
 
 
 def _plain_float(word: str) -> float | None:
@@ -126,7 +164,11 @@ def _choice(flag: Flag, given: Given) -> str:
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if isinstance(value, Mapping) and not flag.setting.choices:
-        value = json.dumps(value)
+        try:
+            # Dates are YAML and no JSON.
+            value = json.dumps(value, default=str)
+        except (TypeError, ValueError):
+            raise wrong(given, "a mapping of texts to values") from None
     if not isinstance(value, str):
         raise wrong(given, "text (in quotes)", is_secret=flag.setting.is_secret)
     if not flag.setting.choices:
@@ -147,7 +189,7 @@ def _texts(given: Given, *, is_secret: bool) -> tuple[str, ...]:
     value = given.value
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            value = json.loads(value)
+            value = parse_json(value)
         except ValueError:
             raise wrong(given, "a JSON list of strings", is_secret=is_secret) from None
     elif isinstance(value, str):

@@ -1,12 +1,13 @@
 """Typed, bounded access to the JSON files of a checkpoint."""
 
-import json
 import math
 import reprlib
 from pathlib import Path
 from typing import Any, TypeVar
 
 from config.errors import ConfigError
+from config.json_text import parse_json
+from config.whole_files import read_limited
 
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -39,21 +40,12 @@ def read_any_json(file: Path) -> Any:
     """The JSON value in `file`. ConfigError if it cannot be read, is not JSON in UTF-8, or
     exceeds MAX_JSON_BYTES."""
     try:
-        with file.open("rb") as opened:
-            # One more byte, so that a file that grows meanwhile is refused too.
-            data = opened.read(MAX_JSON_BYTES + 1)
+        # A pipe in a folder would block the start, or the thread that loads an adapter.
+        data = read_limited(file, MAX_JSON_BYTES, takes_pipes=False)
     except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
-    if len(data) > MAX_JSON_BYTES:
-        raise ConfigError(
-            f"{file} has {file.stat().st_size} bytes, at most {MAX_JSON_BYTES} are read"
-        )
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
     try:
-        return json.loads(data.decode("utf-8"))
-    except RecursionError:
-        raise ConfigError(
-            f"{file} cannot be read as JSON: its values are nested too deeply"
-        ) from None
+        return parse_json(data.decode("utf-8"))
     except ValueError as error:
         raise ConfigError(f"{file} cannot be read as JSON: {error}") from error
 

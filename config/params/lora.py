@@ -1,10 +1,10 @@
 """LoRAConfig: the settings of adapters."""
 
-import json
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from config.errors import ConfigError
+from config.json_text import parse_json
 from config.setting import check_settings, setting
 
 EMBEDDING, HEAD, EXPERTS = EXTRA_TARGETS = ("embedding", "head", "experts")
@@ -111,7 +111,7 @@ def _named_adapter(word: str) -> NamedAdapter:
             raise ConfigError(f"lora_modules has {word!r}, it must be name=folder or JSON")
         return NamedAdapter(name, path)
     try:
-        fields = json.loads(word)
+        fields = parse_json(word)
     except ValueError as error:
         raise ConfigError(f"lora_modules has {word!r}, which is not JSON: {error}") from None
     known = {"name", "path", "base_model_name"}
@@ -131,7 +131,7 @@ def _default_adapters(text: str) -> tuple[NamedAdapter, ...]:
     if not text:
         return ()
     try:
-        paths = json.loads(text)
+        paths = parse_json(text)
     except ValueError as error:
         raise ConfigError(f"default_mm_loras is {text!r}, which is not JSON: {error}") from None
     if not isinstance(paths, dict) or set(paths) != {IMAGE} or not isinstance(paths[IMAGE], str):

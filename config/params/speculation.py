@@ -1,11 +1,11 @@
 """SpeculationConfig: how tokens are drafted that a decode verifies, as `vllm serve` spells it."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from config.errors import ConfigError
+from config.json_text import parse_json
 from config.setting import check_settings, setting
 
 NGRAM, DRAFT_MODEL = "ngram", "draft_model"
@@ -173,7 +173,7 @@ def _parse(text: str | None) -> dict[str, object]:
     if not text:
         return {}
     try:
-        options = json.loads(text)
+        options = parse_json(text)
     except ValueError as error:
         raise ConfigError(f"speculative_config is {text!r}, which is no JSON: {error}") from None
     if not isinstance(options, dict):

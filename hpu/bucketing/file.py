@@ -3,21 +3,23 @@
 import ast
 import itertools
 import math
-from pathlib import Path
 
 from config.errors import ConfigError
+from config.whole_files import read_limited
 from hpu.bucketing.cost import Shapes
 from hpu.protocol import Shape
 
 MAX_RANGE_VALUES = 10_000
+MAX_FILE_BYTES = 2**20
 
 
 def read_bucket_file(path: str) -> Shapes:
     """(prompt, decode) shapes of a bucket file. Raises ConfigError with the line number."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_limited(path, MAX_FILE_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"bucket file {path} cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"bucket file {path} cannot be read: {reason}") from None
     return parse_buckets(text, path)
 
 

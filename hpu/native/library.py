@@ -3,8 +3,8 @@
 import ctypes
 import hashlib
 import logging
-import os
 import platform
+import re
 import shutil
 import subprocess
 import time
@@ -14,8 +14,12 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from config.cache_folder import HINT
+from config.errors import ConfigError
 from config.loading.env import cache_home
 from config.model.decoder_spec import ClampedSwiGLU
+from config.owned_directory import OwnedDirectory
+from config.whole_files import write_whole
 from hpu.host import cpu_flags
 from hpu.native.pages import HugePages
 from hpu.native.panels import INT8_ROWS, INT16_ROWS, PANEL, TILE_INPUTS, kind_of, to_panels
@@ -29,6 +33,7 @@ COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC")
 NEEDED = frozenset(("avx2", "fma", "f16c"))
 """At least. -march=native selects AVX-512, its BF16 and AMX where the CPU has them."""
+DIGEST_BYTES = 32
 COMPILE_TIMEOUT_S = 120.0
 MOST_LOST = 2.0**-11
 """Of the root of the sum of the squares of a weight, what its integers may change: a half of what
@@ -430,12 +435,11 @@ def open_library(
         logger.info("Kernels: torch's, because %s", why)
         return None
     try:
-        path = _build(folder, flags)
-        if path is None:
-            return None
-        library = Library(path, num_threads)
-    except OSError as error:
+        library = _load(folder, flags, num_threads)
+    except (OSError, ConfigError) as error:
         logger.warning("Kernels: torch's, because ours cannot be loaded: %s", error)
+        return None
+    if library is None:
         return None
     rounds = library.round_inputs(int8_activations and not library.has_tiles)
     logger.info(
@@ -447,36 +451,70 @@ def open_library(
     return library
 
 
-def _build(folder: Path, flags: frozenset[str]) -> Path | None:
-    """The compiled file; None, with a line in the log, where it cannot be compiled. Of two
-    processes that build it at once, the later one's file stays."""
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+def _load(folder: Path, flags: frozenset[str], num_threads: int) -> Library | None:
+    """The library of the compiled file in `folder`, which is made if it is missing or not whole;
+    None, with a line in the log, where it cannot be compiled. Where `folder` cannot be written,
+    each start compiles. Of two processes that compile at once, the later process's file stays."""
     runtime = openmp_runtime()
     source = b"".join(file.read_bytes() for file in SOURCES)
     identity = (source, sorted(flags), FLAGS, str(runtime), torch.__version__)
     key = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
     path = folder / f"decode-{key}.so"
-    if path.is_file():
-        return path
+    if _is_whole(path):
+        return Library(path, num_threads)
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         logger.info("Kernels: torch's, because there is no C++ compiler (g++ would do)")
         return None
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f"{path.name}.{os.getpid()}"
+    with OwnedDirectory("gaudiserve-kernels-") as made:
+        compiled = Path(made, path.name)
+        if not _compile(compiler, compiled, runtime):
+            return None
+        content = compiled.read_bytes()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(path, content + _digest(content))
+        except OSError as error:
+            logger.warning(
+                "Kernels: not kept, each start compiles them: %s cannot be written (%s); %s",
+                folder,
+                error.strerror,
+                HINT,
+            )
+            # The mapping of a loaded file outlives the file.
+            return Library(compiled, num_threads)
+    return Library(path, num_threads)
+
+
+def _compile(compiler: str, path: Path, runtime: list[str]) -> bool:
+    """Whether the library was compiled to `path`; if not, a line in the log says why."""
     start = time.perf_counter()
-    command = [compiler, *FLAGS, "-shared", str(SOURCE), "-o", str(unfinished), *runtime]
+    command = [compiler, *FLAGS, "-shared", str(SOURCE), "-o", str(path), *runtime]
     try:
         subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S)
     except subprocess.SubprocessError as error:
         output = (getattr(error, "stderr", None) or b"").decode(errors="replace")
-        logger.warning(
-            "Kernels: torch's, because %s failed: %s", compiler, output.strip()[:300] or error
-        )
-        unfinished.unlink(missing_ok=True)
-        return None
-    unfinished.replace(path)
+        # The lines before it say in which file the compiler was.
+        found = re.search(r"^.*\berror\b.*", output, re.MULTILINE)
+        reason = found[0] if found else output.strip()
+        logger.warning("Kernels: torch's, because %s failed: %s", compiler, reason[:300] or error)
+        return False
     logger.info("Kernels: compiled in %.1f s", time.perf_counter() - start)
-    return path
+    return True
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file ends in its own digest: to load a file that a full disk or a crash cut would
+    kill the process by a signal."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return content[-DIGEST_BYTES:] == _digest(content[:-DIGEST_BYTES])
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
 
 
 def openmp_runtime() -> list[str]:

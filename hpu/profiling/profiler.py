@@ -14,6 +14,7 @@ import torch
 from config.errors import ConfigError, RequestFailed, UserError
 from config.execution import ExecutionConfig
 from config.loading.env import cache_home
+from config.whole_files import write_whole
 from hpu.backends.base import Backend, Event
 from hpu.protocol import PREFILL, START_PROFILE, STOP_PROFILE
 from hpu.runner.async_output import AsyncLaunchOutput, AsyncStepOutput
@@ -182,12 +183,9 @@ class Trace:
             head.append(
                 {"name": "thread_name", "ph": "M", "pid": 0, "tid": track, "args": {"name": name}}
             )
-        part = f"{self.path}.part"
-        with open(part, "wb") as file:
-            file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
-            file.write(b",\n".join([*map(_encode, head), *self._events]))
-            file.write(b"\n]}\n")
-        os.replace(part, self.path)
+        events = b",\n".join([*map(_encode, head), *self._events])
+        content = b'{"displayTimeUnit":"ms","traceEvents":[\n' + events + b"\n]}\n"
+        write_whole(self.path, content)
 
 
 class Profiler:

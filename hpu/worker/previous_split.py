@@ -5,12 +5,10 @@ little from start to start. A restart with the same settings, software and card 
 number, so that all its recipes are in the cache.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 from config.loading import env
 from config.setting import settings_of
 from config.version import VERSION
+from config.whole_files import write_whole
 from hpu.worker.load import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -94,14 +93,10 @@ class SplitRecord:
         entries[self._fingerprint] = {**self._versions, **dataclasses.asdict(split)}
         kept = dict(list(entries.items())[-MAX_ENTRIES:])
         text = json.dumps({"format": FORMAT, "entries": kept}, indent=1)
-        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(text)
-            temporary.replace(self._path)
+            write_whole(self._path, text.encode())
         except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
             logger.warning("The number of KV blocks is not remembered: %s", error)
 
     def _entries(self) -> dict[str, Any]:

@@ -4,8 +4,8 @@ The id of an answer says which line of the input it belongs to, so that a batch 
 goes on behind the last complete line of the output.
 """
 
+import contextlib
 import fcntl
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import IO, Any, NamedTuple
 import msgspec
 
 from config.errors import ConfigError
+from config.json_text import parse_json
 from server.cli.http_client import Answer
 
 PREFIX = "batch_req_"
@@ -67,8 +68,8 @@ def read_lines(path: Path) -> Iterator[BatchLine | InvalidLine]:
 
 def _parsed(number: int, raw: bytes) -> BatchLine | InvalidLine:
     try:
-        line = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        line = parse_json(raw)
+    except ValueError as error:
         return InvalidLine(number, None, f"no JSON: {error}")
     if not isinstance(line, dict):
         return InvalidLine(number, None, f"it is {type(line).__name__}, it must be an object")
@@ -101,6 +102,8 @@ class BatchOutput:
         self._answered: dict[int, str | None] = {}
         """Number of the line -> its custom_id."""
         self.num_errors = 0
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ConfigError(f"{path}: it is no regular file, which a batch could go on with")
         try:
             self._file: IO[bytes] = path.open("ab+")
         except OSError as error:
@@ -119,7 +122,9 @@ class BatchOutput:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._file.close()
+        # What a full disk did not take fails again; the error was raised before.
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     @property
     def num_answered(self) -> int:
@@ -172,8 +177,13 @@ class BatchOutput:
             "response": response,
             "error": error,
         }
-        self._file.write(msgspec.json.encode(record) + b"\n")
-        self._file.flush()
+        try:
+            self._file.write(msgspec.json.encode(record) + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise ConfigError(
+                f"{self._path}: {error.strerror}; the same command goes on where this one ended"
+            ) from error
         self._answered[line.number] = line.custom_id
 
     def _read(self) -> None:

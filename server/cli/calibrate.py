@@ -120,7 +120,7 @@ def main(argv: list[str]) -> int:
     what does not work, ConfigError for wrong flags."""
     args = calibrate_parser().parse_all(argv)
     log.setup("calibrate", log.LogConfig("error"))
-    with _failures():
+    with _failures(args.output):
         return _calibrate(args)
 
 
@@ -191,7 +191,7 @@ def _answer(llm: LLM, samples: list[Sample], max_tokens: int) -> None:
 
 
 @contextlib.contextmanager
-def _failures() -> Iterator[None]:
+def _failures(output: str) -> Iterator[None]:
     """One sentence and exit code 1 for whatever the files or the card cannot do."""
     try:
         yield
@@ -199,6 +199,8 @@ def _failures() -> Iterator[None]:
         raise
     except GaudiserveError as error:
         raise CheckpointError(str(error)) from error
+    except OSError as error:
+        raise CheckpointError(f"{output}: {error.strerror or error}") from error
 
 
 def _say(text: str) -> None:

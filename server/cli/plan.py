@@ -7,6 +7,7 @@ from config.checkpoint.facts import model_facts
 from config.errors import ConfigError
 from config.loading.parser import Parser, number, server_parser
 from config.loading.sources import load
+from config.setting import is_count
 from engine.reports.buckets import SECONDS_PER_GRAPH
 from engine.reports.plan import Target, as_json, as_text, make_plan, with_sizes
 
@@ -70,7 +71,7 @@ def main(argv: list[str]) -> int:
 
 def _lengths(text: str | None) -> tuple[int, ...]:
     words = [word.strip() for word in (text or "").split(",")] if text is not None else []
-    if not all(word.isdigit() for word in words):
+    if not all(is_count(word) for word in words):
         raise ConfigError(
             f"lengths is {text!r}, it must be numbers with commas between, like 2000,8000"
         )

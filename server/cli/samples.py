@@ -1,10 +1,10 @@
 """Texts and conversations in a file, for commands that run a model on them."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from config.errors import ConfigError
+from config.json_text import parse_json
 
 Sample = str | list[dict[str, Any]]
 """A text, or a conversation."""
@@ -33,7 +33,7 @@ def _sample(path: Path, line_number: int, line: str) -> Sample:
         return line
     where = f"{path}, line {line_number}"
     try:
-        value = json.loads(line)
+        value = parse_json(line)
     except ValueError as error:
         raise ConfigError(f"{where}: no JSON: {error}") from error
     if isinstance(value, dict):

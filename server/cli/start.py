@@ -77,5 +77,5 @@ def resolve_checkpoint(engine: EngineConfig, server: ServerConfig, report: Repor
     check_checkpoint(engine, folder)
     if not server.skip_tokenizer_init:
         # Here, where it has a progress report and can be stopped; API servers find it in the cache.
-        tokenizer_folder(folder, Path(cache_home()), report)
+        tokenizer_folder(folder, Path(engine.cache_dir or cache_home()), report)
     return folder

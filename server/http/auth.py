@@ -3,17 +3,19 @@
 import hashlib
 import hmac
 from collections.abc import Iterable
-from pathlib import Path
 
 from starlette.types import Scope
 
 from config.errors import ConfigError
+from config.whole_files import read_limited
 from server.http.errors import InvalidApiKey
 
 OPEN_PATHS = frozenset(
     ("/health", "/ready", "/ping", "/version", "/metrics", "/", "/page/page.css", "/page/page.js")
 )
 """Probes, version and metrics, and the static files of the status page."""
+MAX_FILE_BYTES = 2**20
+"""Size limit of the file of --api-key-file: some 30,000 keys."""
 
 
 class ApiKeys:
@@ -52,7 +54,9 @@ class ApiKeys:
 
 def _read_keys(file: str) -> list[str]:
     try:
-        lines = Path(file).read_text("utf-8").splitlines()
+        # It is read again while the server runs, where a pipe would block all requests.
+        data = read_limited(file, MAX_FILE_BYTES, takes_pipes=False)
+        lines = data.decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError(f"--api-key-file is {file}: {reason}") from error

@@ -6,9 +6,12 @@ import ssl
 
 from config.errors import ConfigError
 from config.server import ServerConfig
+from config.whole_files import read_limited
 
 logger = logging.getLogger(__name__)
 
+MAX_FILE_BYTES = 4 * 2**20
+"""Size limit of a file of certificates or keys."""
 EXPIRED, NOT_YET_VALID = 10, 9
 """X509_V_ERR_CERT_HAS_EXPIRED and X509_V_ERR_CERT_NOT_YET_VALID of OpenSSL."""
 
@@ -37,6 +40,7 @@ class Tls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         _load(context, self._config)
         if self._config.ssl_ca_certs:
+            _check_readable("--ssl-ca-certs", self._config.ssl_ca_certs)
             try:
                 context.load_verify_locations(self._config.ssl_ca_certs)
             except (OSError, ssl.SSLError) as error:
@@ -64,8 +68,8 @@ def _load(context: ssl.SSLContext, config: ServerConfig) -> None:
 
 def _check_readable(name: str, path: str) -> None:
     try:
-        with open(path, "rb"):
-            return
+        # OpenSSL waits for a pipe, and reads /dev/zero for ever.
+        read_limited(path, MAX_FILE_BYTES, takes_pipes=False)
     except OSError as error:
         raise ConfigError(f"{name} is {path}: {error.strerror}") from error
 

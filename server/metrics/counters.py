@@ -13,7 +13,7 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
-from config.loading.whole_files import write_whole
+from config.whole_files import write_whole
 
 Labels = tuple[str, ...]
 Values = list[float]

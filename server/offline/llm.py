@@ -98,6 +98,7 @@ class LLM:
             self._tokenizer = Tokenizer.load(
                 path,
                 server.tokenizer_threads,
+                engine.cache_dir,
                 special_tokens_as_text=server.special_tokens_as_text,
             )
             template = self._tokenizer.chat_template

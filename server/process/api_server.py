@@ -361,7 +361,9 @@ class ApiServer:
         """Load the tokenizer while the engine loads the model; then accept requests."""
         config, folder = self.state.config, await self._checkpoint
         on_folder(folder)
-        loading = asyncio.get_running_loop().run_in_executor(None, load_tokenizer, folder, config)
+        loading = asyncio.get_running_loop().run_in_executor(
+            None, load_tokenizer, folder, config, self._args.engine.cache_dir
+        )
         defaults = await asyncio.get_running_loop().run_in_executor(
             None, _sampling_defaults, folder
         )
@@ -550,7 +552,7 @@ def uvicorn_config(
 
 
 def load_tokenizer(
-    folder: str, config: ServerConfig
+    folder: str, config: ServerConfig, cache_dir: str | None
 ) -> tuple[Tokenizer | None, ChatTemplate | None, ImageInputs | None]:
     """The tokenizer and chat template of a checkpoint, None with skip_tokenizer_init; and the
     images of its requests."""
@@ -559,6 +561,7 @@ def load_tokenizer(
     tokenizer = Tokenizer.load(
         folder,
         config.tokenizer_threads,
+        cache_dir,
         special_tokens_as_text=config.special_tokens_as_text,
     )
     vision = read_model_config(folder).vision

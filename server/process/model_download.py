@@ -13,7 +13,6 @@ from typing import NoReturn
 
 import msgspec
 
-from config.loading.whole_files import write_whole
 from config.progress import Report
 
 REPORT_INTERVAL_S = 0.2
@@ -96,11 +95,6 @@ def end_process(code: int) -> NoReturn:
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)
-
-
-def write_progress(path: str, progress: DownloadProgress) -> None:
-    """Write `progress` to `path` atomically, for the API servers."""
-    write_whole(path, msgspec.json.encode(progress))
 
 
 def read_progress(path: str) -> DownloadProgress:

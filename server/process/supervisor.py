@@ -25,9 +25,9 @@ from config.data_parallel import DataParallelConfig
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.loading.env import data_parallel_token
-from config.loading.whole_files import write_whole
 from config.log import setup as setup_log
 from config.server import ServerConfig
+from config.whole_files import write_whole
 from engine.client.launcher import (
     ChildProcess,
     EngineProcesses,
@@ -60,7 +60,6 @@ from server.process.model_download import (
     ResolveCheckpoint,
     end_process,
     read_progress,
-    write_progress,
 )
 from server.process.open_files import raise_limit, warn_if_low
 
@@ -69,6 +68,9 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 ENGINE_STOP_S = 5.0
+RESERVED_BYTES = 64 * 2**10
+"""Room of a file in the directory of the sockets, for what API servers must learn when the disk is
+full: a few blocks for each engine."""
 EXIT_GRACE_S = 5.0
 """Time for an API server to exit beyond the time for its requests."""
 
@@ -268,6 +270,12 @@ class Supervisor:
         self._config = server_config
         self._directory = directory
         self._token = token
+        # Before the disk is full, for what API servers must learn.
+        self._reserve = Path(directory, "reserve")
+        try:
+            self._reserve.write_bytes(bytes(RESERVED_BYTES))
+        except OSError as error:
+            raise _unwritable(directory, error) from error
         self._download_path = str(Path(directory, "checkpoint.json"))
         engines = range(engine_config.data_parallel.data_parallel_size)
         self._end_paths = tuple(str(Path(directory, f"e{engine}.ended")) for engine in engines)
@@ -311,12 +319,8 @@ class Supervisor:
         self._events.put(signal.Signals(number))
 
     def _on_download(self, progress: DownloadProgress | Exception) -> None:
-        try:
-            if isinstance(progress, DownloadProgress):
-                write_progress(self._download_path, progress)
-        except OSError as error:
-            # The API servers would wait for the file for ever.
-            progress = error
+        if isinstance(progress, DownloadProgress):
+            self._notify(self._download_path, msgspec.json.encode(progress))
         if isinstance(progress, Exception) or progress.folder is not None:
             self._events.put(progress)
 
@@ -336,12 +340,24 @@ class Supervisor:
 
     def _engine_ended(self, engine: int, reason: str) -> None:
         """Tell the API servers, which keep its requests, and this process."""
-        write_whole(self._end_paths[engine], reason.encode())
+        self._notify(self._end_paths[engine], reason.encode())
         self._events.put(EngineExit(engine, reason))
 
     def _engine_died(self, engine: int, end: ProcessEnd) -> None:
         """Tell the API servers; another engine is started in its place."""
-        write_whole(self._death_paths[engine], msgspec.json.encode(end))
+        self._notify(self._death_paths[engine], msgspec.json.encode(end))
+
+    def _notify(self, path: str, content: bytes) -> None:
+        """Write a file for which the API servers wait. If the disk is full, it takes the reserved
+        room; if it cannot be written at all, the server stops: requests would wait for ever."""
+        try:
+            try:
+                write_whole(path, content)
+            except OSError:
+                self._reserve.unlink(missing_ok=True)
+                write_whole(path, content)
+        except OSError as error:
+            self._events.put(_unwritable(self._directory, error))
 
     def _ready_path(self, index: int) -> str:
         return str(Path(self._directory, f"a{index}.ready"))
@@ -473,6 +489,13 @@ class Supervisor:
                 if self._events.get() == signal.SIGINT:
                     return False
         return True
+
+
+def _unwritable(directory: str, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"the API servers cannot be told of engines: {directory} cannot be written "
+        f"({error.strerror}); set TMPDIR to a folder with more room"
+    )
 
 
 def peer_socket_paths(directory: str, count: int) -> tuple[str, ...]:

@@ -15,12 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import datetime
 from functools import partial
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from jinja2 import TemplateError
 
 from config.errors import ConfigError, Overloaded, UserError
+from config.model.json_fields import MAX_JSON_BYTES
+from config.whole_files import read_limited
 from engine.process.isolation import CallKilled, ForkServer
 from server.text.messages import Message
 from server.text.template_renderer import (
@@ -57,10 +58,12 @@ def read_template(given: str) -> str:
     if any(mark in given for mark in ("{{", "{%", "\n")):
         return given
     try:
-        return Path(given).read_text(encoding="utf-8")
+        return read_limited(given, MAX_JSON_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError(
-            f"chat template {given!r} is neither Jinja text nor a file that can be read"
+            f"chat template {given[:400]!r} is neither Jinja text nor a file that can be read: "
+            f"{reason}"
         ) from error
 
 

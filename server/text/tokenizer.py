@@ -114,12 +114,12 @@ class Tokenizer:
         cls,
         path: str,
         threads: int = 2,
-        cache_dir: Path | None = None,
+        cache_dir: str | None = None,
         *,
         special_tokens_as_text: bool = False,
     ) -> "Tokenizer":
         """Read a checkpoint's folder. Raises ConfigError when it holds no tokenizer."""
-        files = read_text_files(path, cache_dir or Path(cache_home()))
+        files = read_text_files(path, Path(cache_dir or cache_home()))
         return cls(files, threads, special_tokens_as_text=special_tokens_as_text)
 
     async def encode(

@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Encoder
 
+from config.cache_folder import cache_errors, check_room, sync
 from config.errors import ConfigError
 from config.model.json_fields import MAX_JSON_BYTES, read_any_json, shown
 from config.owned_directory import OwnedDirectory
@@ -28,6 +29,8 @@ NAMED_TOKENS = (
 )
 MAX_TOKENIZER_BYTES = 256 * 2**20
 """Maximum size of a tokenizer.json; with 262,144 tokens it has 35 MB."""
+CONVERTED_BYTES = 64 * 2**20
+"""Room for a converted tokenizer; published ones are below 40 MB."""
 MAX_REASON = 300
 """Maximum characters shown of a library's error."""
 CONVERT_TIMEOUT_S = 300
@@ -202,24 +205,32 @@ def _converted(folder: Path, cache_dir: Path, report: Report) -> Path:
 
 
 def _convert(folder: Path, target: Path, report: Report) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
+    with cache_errors(target.parent, "the converted tokenizer"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        check_room(target.parent, CONVERTED_BYTES, "the converted tokenizer")
+        _convert_into(folder, target, report)
+
+
+def _convert_into(folder: Path, target: Path, report: Report) -> None:
     with OwnedDirectory(".converting-", target.parent) as made:
         fresh = Path(made, "tokenizer")
         fresh.mkdir()
-        why = _run([sys.executable, "-c", _CONVERT, str(folder), str(fresh)], report)
+        command = [sys.executable, "-c", _CONVERT, str(folder), str(fresh)]
+        why = _run(command, report, made)
         if why or not (fresh / "tokenizer.json").is_file():
             why = why or "no reason given"
             raise ConfigError(f"the tokenizer in {folder} cannot be converted: {why[:MAX_REASON]}")
         # Another process may have been first; either copy is good.
-        if not target.exists():
+        if not (target / "tokenizer.json").is_file():
+            sync(fresh / "tokenizer.json")
             fresh.rename(target)
 
 
-def _run(command: list[str], report: Report) -> str:
+def _run(command: list[str], report: Report, folder: str) -> str:
     """The last line that a failed command said; nothing if it did not fail. It does not outlive
     this call, whatever ends it."""
     end_s = time.monotonic() + CONVERT_TIMEOUT_S
-    with tempfile.TemporaryFile("w+", errors="replace") as said:
+    with tempfile.TemporaryFile("w+", errors="replace", dir=folder) as said:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said
         )

@@ -5,12 +5,14 @@ Keys, defaults and file names: _quant_common/quant_config.py of fp8_quant in
 intel/neural-compressor.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from config.errors import ConfigError
+from config.json_text import parse_json
+from config.model.json_fields import MAX_JSON_BYTES
+from config.whole_files import read_limited
 
 INC = "inc"
 """The value of --quantization."""
@@ -68,7 +70,7 @@ def read_quant_config(path: str | None) -> QuantConfig:
             "compressor's file: `gaudiserve calibrate` makes one"
         )
     try:
-        fields = json.loads(Path(path).read_text("utf-8"))
+        fields = parse_json(read_limited(path, MAX_JSON_BYTES).decode("utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}, which {VARIABLE} names: {error.strerror}") from error
     except ValueError as error:

@@ -1,7 +1,6 @@
 """The flags of `gaudiserve bench serve`, and their checks."""
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from config.errors import ConfigError
+from config.json_text import parse_json
 from config.loading.parser import Parser, number
 from config.loading.vllm_flags import absence
 from server.cli.bench.openai import PATHS
@@ -244,7 +244,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _extra_body(text: str) -> dict[str, Any]:
     try:
-        body = json.loads(text)
+        body = parse_json(text)
     except ValueError as error:
         raise ConfigError(f"extra-body is {text!r}, no JSON: {error}") from None
     if not isinstance(body, dict):

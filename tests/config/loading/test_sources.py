@@ -284,3 +284,66 @@ def test_keywords_win_over_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_model_is_an_error_where_there_is_no_default() -> None:
     with pytest.raises(ConfigError, match="no model is given"):
         load([], environ={})
+
+
+HUGE = "9" * 6000
+LAUGHS = "a: &a [lol, lol]\n" + "".join(
+    f"{one}: &{one} [*{before}, *{before}]\n"
+    for before, one in zip("abcdefgh", "bcdefghi", strict=True)
+)
+MERGES = "a: &a {x: 1}\nport: {<<: [*a, *a]}\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (LAUGHS + "port: *i\n", r"line 2 has the alias \*a, write the value itself"),
+        (MERGES, r"line 2 has the alias \*a"),
+        ("port: " + "[" * 20_000, "line 1 is nested more than 16 deep"),
+        ("port: " + "{a: " * 20_000, "line 1 is nested more than 16 deep"),
+        (f"port: {HUGE}\n", "cannot be read: Exceeds the limit"),
+        (f"port: 0x{HUGE}\n", "cannot be read: Exceeds the limit"),
+        (f"nnodes: [0x{HUGE}]\n", "cannot be read: Exceeds the limit"),
+        ("port: 2001-99-99\n", "cannot be read: month must be in 1..12"),
+        ("speculative-config: {2001-01-01: 1}\n", "must be a mapping of texts to values"),
+        (f"port: {'x' * 200_000}\n", r"it has 200007 bytes, at most 131072 are read"),
+        ("".join(f"key{one}: 1\n" for one in range(1001)), "holds 1001 keys, at most 1000"),
+        ("? " + "x" * 10_000 + "\n: 1\n", "is no setting"),
+    ],
+)
+def test_a_hostile_file_is_refused_in_one_short_sentence(
+    content: str, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(content)
+
+    with pytest.raises(ConfigError, match=message) as error:
+        given("--config", str(file))
+
+    assert len(str(error.value)) < 3000
+
+
+def test_a_device_without_an_end_is_refused() -> None:
+    with pytest.raises(ConfigError, match="/dev/zero cannot be read: it has more, at most 131072"):
+        given("--config", "/dev/zero")
+
+
+@pytest.mark.parametrize(
+    "name",
+    (
+        *("port", "max-model-len", "gpu-memory-utilization", "dtype", "api-key", "lora-modules"),
+        *("lora-extra-targets", "default-mm-loras", "speculative-config", "profiler-steps"),
+        *("override-generation-config", "limit-mm-per-prompt", "media-io-kwargs"),
+        *("multimodal-buckets", "profile-prompt", "nnodes"),
+    ),
+)
+@pytest.mark.parametrize(
+    "word",
+    (HUGE, "9" * 400, "1__0", "[" * 20_000, '{"a":' * 20_000, "x" * 100_000),
+    ids=lambda word: word[:4],
+)
+def test_a_hostile_variable_is_taken_or_refused_in_a_short_message(name: str, word: str) -> None:
+    try:
+        given(**{f"GAUDISERVE_{name.upper().replace('-', '_')}": word})
+    except ConfigError as error:
+        assert len(str(error)) < 5000

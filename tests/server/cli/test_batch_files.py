@@ -1,6 +1,7 @@
 """server/cli/batch_files.py: which lines are requests, and what is left of a batch."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,29 @@ def test_the_output_of_another_batch_and_other_files_are_refused(tmp_path: Path)
     assert (tmp_path / "text").read_text() == "a letter\n"
     with pytest.raises(ConfigError, match="in0: No such file"):
         list(read_lines(tmp_path / "in0"))
+
+
+def test_a_full_disk_ends_the_batch_and_the_next_start_goes_on(tmp_path: Path) -> None:
+    (line,) = lines_of(tmp_path / "in", request())
+    assert isinstance(line, BatchLine)
+
+    with (
+        pytest.raises(ConfigError, match="No space left on device; the same command goes on"),
+        BatchOutput(tmp_path / "out") as output,
+    ):
+        full = open("/dev/full", "wb")  # noqa: SIM115  # closed by the output
+        output._file.close()
+        output._file = full
+        output.write(line, OK)
+
+    with BatchOutput(tmp_path / "out") as output:
+        assert output.num_answered == 0
+
+
+def test_an_output_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+
+    for path in (fifo, Path("/dev/zero")):
+        with pytest.raises(ConfigError, match=f"{path}: it is no regular file"):
+            BatchOutput(path)

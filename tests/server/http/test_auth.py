@@ -1,6 +1,7 @@
 """API keys: which requests pass, and the owner of each key."""
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,19 @@ def test_a_file_without_keys_is_refused_and_the_old_keys_stay(tmp_path: Path) ->
     file.unlink()
     with pytest.raises(ConfigError, match=r"--api-key-file is .*No such file"):
         keys.reload()
+
+
+def test_a_key_file_that_would_block_or_never_end_is_refused(tmp_path: Path) -> None:
+    fifo, large = tmp_path / "fifo", tmp_path / "large"
+    os.mkfifo(fifo)
+    large.touch()
+    os.truncate(large, 2**30)
+
+    for file, reason in (
+        (fifo, "it is no regular file"),
+        ("/dev/zero", "it is no regular file"),
+        (tmp_path, "it is a folder"),
+        (large, "it has 1073741824 bytes, at most 1048576 are read"),
+    ):
+        with pytest.raises(ConfigError, match=f"--api-key-file is {file}: {reason}"):
+            ApiKeys((), str(file))

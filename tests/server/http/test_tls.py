@@ -1,6 +1,8 @@
 """server/http/tls.py: the certificate, and its replacement."""
 
 import contextlib
+import dataclasses
+import os
 import ssl
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -130,3 +132,13 @@ def test_settings_that_contradict_each_other_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         ServerConfig(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"))
+def test_a_pipe_or_device_is_refused_before_openssl_reads_it(name: str, tmp_path: Path) -> None:
+    write(trustme.CA(), tmp_path, "localhost")
+    os.mkfifo(tmp_path / "fifo")
+    for file in ("/dev/zero", str(tmp_path / "fifo")):
+        config = dataclasses.replace(configured(tmp_path), **{name: file})
+        with pytest.raises(ConfigError, match=f"{file}: it is no regular file"):
+            Tls(config)

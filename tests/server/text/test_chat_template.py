@@ -471,6 +471,8 @@ def test_the_flag_takes_a_file_or_the_text_itself(tmp_path: Path) -> None:
 def test_a_template_file_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match=r"'nowhere\.jinja'"):
         read_template("nowhere.jinja")
+    with pytest.raises(ConfigError, match="it has more, at most 33554432 are read"):
+        read_template("/dev/zero")
 
 
 async def test_tools_that_a_template_would_drop_are_refused() -> None:

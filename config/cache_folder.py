@@ -1,0 +1,40 @@
+"""Folders of caches that cannot be written: what the errors say."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from config.errors import ConfigError
+
+HINT = "name another folder by --cache-dir or XDG_CACHE_HOME"
+
+
+@contextlib.contextmanager
+def cache_errors(folder: Path, what: str) -> Iterator[None]:
+    """Raises ConfigError for an OSError inside: `what` cannot be written to `folder`."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"{what} cannot be written to {folder} ({reason}); {HINT}") from error
+
+
+def check_room(folder: Path, num_bytes: int, what: str) -> None:
+    """Raise ConfigError if the file system of `folder` has less room than `num_bytes`."""
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        raise ConfigError(
+            f"{what} takes {num_bytes / 2**30:.2f} GiB, {folder} has {free / 2**30:.2f} GiB left; "
+            f"{HINT}"
+        )
+
+
+def sync(path: Path) -> None:
+    """Write the data of a file to the disk, so that a rename behind it cannot be written first."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

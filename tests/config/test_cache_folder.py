@@ -1,0 +1,127 @@
+"""config/cache_folder.py and its users: a folder that is full, read-only or no folder."""
+
+import errno
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny_gguf import write_gguf
+
+from config.cache_folder import HINT
+from config.checkpoint import demo
+from config.checkpoint.demo import FILE_BYTES, FILE_NAME, fetch_demo
+from config.checkpoint.gguf import converted
+from config.checkpoint.hub import download_files
+from config.errors import ConfigError
+from config.loading.env import cache_home
+from config.owned_directory import OwnedDirectory
+
+Disk = Callable[..., object]
+
+
+def no_room(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def read_only(*_: object, **__: object) -> None:
+    raise OSError(errno.EROFS, "Read-only file system")
+
+
+@pytest.fixture(autouse=True)
+def no_installed_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "_installed", lambda: None)
+
+
+def test_a_file_in_place_of_the_cache_folder_is_named(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.write_text("")
+    source = write_gguf(tmp_path / "tiny.gguf")
+
+    for what, use in (
+        ("the demo model", lambda: fetch_demo(str(cache), progress=False)),
+        ("the converted model", lambda: converted(source, cache, progress=False)),
+    ):
+        with pytest.raises(ConfigError, match=f"^{what} cannot be written to {cache}/.*{HINT}"):
+            use()
+
+
+def test_a_read_only_home_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_gguf(tmp_path / "tiny.gguf")
+    monkeypatch.setattr(Path, "mkdir", read_only)
+
+    with pytest.raises(ConfigError, match=rf"the demo model .*\(Read-only file system\); {HINT}"):
+        fetch_demo(str(tmp_path), progress=False)
+    with pytest.raises(ConfigError, match=rf"model .*\(Read-only file system\); {HINT}"):
+        converted(source, tmp_path / "cache", progress=False)
+
+
+def test_a_disk_without_room_is_refused_before_pip_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+
+    with pytest.raises(ConfigError, match=rf"takes 0.18 GiB, .* has 0.00 GiB left; {HINT}"):
+        fetch_demo(str(tmp_path), progress=False)
+
+
+def test_a_disk_that_becomes_full_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_gguf(tmp_path / "tiny.gguf")
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(demo, "_download", no_room)
+    monkeypatch.setattr("config.checkpoint.gguf.write_safetensors", no_room)
+
+    with pytest.raises(ConfigError, match=r"\(No space left on device\)"):
+        fetch_demo(str(cache), progress=False)
+    with pytest.raises(ConfigError, match=r"\(No space left on device\)"):
+        converted(source, cache, progress=False)
+
+    left = [path.name for path in cache.rglob("*") if path.suffix != ".lock"]
+    assert sorted(left) == ["converted", "demo"]
+
+
+def test_a_demo_model_that_was_cut_is_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "demo" / FILE_NAME
+    target.parent.mkdir()
+    target.write_bytes(b"GGUF")
+    monkeypatch.setattr(demo, "_download", lambda folder, *_: folder)
+
+    def unpack(_: Path, unpacked: Path, *__: object) -> None:
+        with unpacked.open("wb") as file:
+            file.truncate(FILE_BYTES)
+
+    monkeypatch.setattr(demo, "_unpack", unpack)
+
+    assert Path(fetch_demo(str(tmp_path), progress=False)).stat().st_size == FILE_BYTES
+
+
+def test_a_download_that_cannot_be_written_names_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("config.checkpoint.hub.snapshot_download", no_room)
+
+    message = rf"cannot be written to {tmp_path} \(No space left on device\); .*--download-dir"
+    with pytest.raises(ConfigError, match=message):
+        download_files("org/name", None, str(tmp_path), ("*.json",))
+
+
+def test_without_a_home_the_cache_has_an_absolute_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+
+    assert cache_home() == "/.cache/gaudiserve"
+
+
+@pytest.mark.parametrize("failing", ("tempfile.gettempdir", "tempfile.mkdtemp"))
+def test_a_temporary_folder_that_is_full_is_named(
+    failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failing, no_room)
+
+    with pytest.raises(ConfigError, match=r"No space left on device.* set TMPDIR to a folder"):
+        OwnedDirectory("gaudiserve-")
