@@ -17,7 +17,7 @@ from engine.client.terms import NO_TERMS, RequestTerms
 from engine.transport.messages import Finish, Ready, engine_of
 from server.generation.outputs import Delta, Output, PositionLogprobs, Prompt, Timing
 from server.generation.sequence import Sequence
-from server.generation.validation import check_allowed_tokens, check_ids, output_limit
+from server.generation.validation import check_allowed_tokens, check_ids, check_sizes, output_limit
 from server.text.tokenizer import Tokenizer
 
 MAX_BAD_WORDS_CHARACTERS = 5_000
@@ -124,10 +124,12 @@ class Pipeline:
         `start`."""
         ready = self.ready
         self.check_generates()
-        check_ids(params, ready.vocab_size)
         self._check_logprobs(params)
         self._check_stop_strings(params)
         params = self._with_bad_words(params)
+        num_image_bytes = sum(prompt.images.num_bytes for prompt in prompts if prompt.images)
+        check_sizes(params, len(prompts) * params.n, num_image_bytes)
+        check_ids(params, ready.vocab_size)
         check_allowed_tokens(params, ready.eos_token_ids)
         num_ids = ready.prompt_vocab_size or ready.vocab_size
         limits = [
@@ -188,7 +190,7 @@ class Pipeline:
                         param="bad_words",
                     )
                 banned[ids] = None
-        return params.replace(bad_words=(), bad_words_token_ids=tuple(banned))
+        return params.replace_unchecked(bad_words=(), bad_words_token_ids=tuple(banned))
 
 
 class Generation:
@@ -387,6 +389,6 @@ def _choice_params(params: SamplingParams, choice: int, limit: int) -> SamplingP
         "stop": (),
         "truncate_prompt_tokens": None,
     }
-    # Most requests need no change, and a copy would be validated again.
+    # Most requests need no change. All choices share the lists, which were checked once.
     changes = {name: value for name, value in values.items() if getattr(params, name) != value}
-    return params.replace(**changes) if changes else params
+    return params.replace_unchecked(**changes) if changes else params

@@ -7,8 +7,10 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
-MAX_TOKEN_IDS = 300_000
-"""In one field: more than any vocabulary has. All are validated on the event loop."""
+from config.params.sampling import MAX_LISTED_BIASES, MAX_LISTED_TOKENS
+
+MAX_TOKEN_IDS = MAX_LISTED_TOKENS
+"""In one field. Large bodies are validated on a thread."""
 MAX_PROMPT_IDS = 2**22
 MAX_STRINGS = 16_384
 MAX_MESSAGES = 100_000
@@ -120,8 +122,8 @@ Documents = Annotated[
 ]
 Biases = Annotated[
     dict[str, float],
-    Field(max_length=MAX_TOKEN_IDS),
-    BeforeValidator(_entries(float, MAX_TOKEN_IDS)),
+    Field(max_length=MAX_LISTED_BIASES),
+    BeforeValidator(_entries(float, MAX_LISTED_BIASES)),
 ]
 Labels = Annotated[
     dict[str, str], Field(max_length=MAX_KEYS), BeforeValidator(_entries(str, MAX_KEYS))

@@ -39,6 +39,8 @@ from server.serving.tracking import RequestTracker
 
 T = TypeVar("T")
 
+INLINE_TOKENS = 10_000
+"""Token ids of sampling fields that are checked on the event loop: some milliseconds."""
 GRAMMAR_TIMEOUT_S = 10.0
 """Maximum time until a grammar is compiled. The engine bounds compilation itself to less than 2 s;
 the rest is waiting for other grammars."""
@@ -157,6 +159,12 @@ class ChunkWriter(Protocol):
 
 
 # Submission
+
+
+async def sampling_of(body: GenerationBody, make: Callable[[], SamplingParams]) -> SamplingParams:
+    """The sampling parameters that `make` takes from `body`; long lists are checked on a thread.
+    Raises UserError."""
+    return make() if body.num_listed_tokens <= INLINE_TOKENS else await asyncio.to_thread(make)
 
 
 def check_admission(state: AppState, body: GenerationBody, num_sequences: int, param: str) -> None:

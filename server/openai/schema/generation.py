@@ -181,6 +181,12 @@ class GenerationBody(Body):
             self.stream_options and self.stream_options.continuous_usage_stats
         )
 
+    @property
+    def num_listed_tokens(self) -> int:
+        """Token ids that the sampling fields list."""
+        lists = (self.logit_bias, self.stop_token_ids, self.allowed_token_ids)
+        return sum(len(tokens) for tokens in lists if tokens is not None)
+
     def sampling(
         self,
         defaults: Mapping[str, float],

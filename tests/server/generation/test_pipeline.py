@@ -322,6 +322,18 @@ def test_prompts_of_nothing_or_unknown_ids_are_refused(tokens: list[int]) -> Non
     assert client.queues == []
 
 
+def test_choices_share_the_lists_of_their_request() -> None:
+    client = ScriptedClient(ready())
+    params = SamplingParams(n=2, seed=1, logit_bias={5: 1.0}, allowed_token_ids=(5, 6))
+
+    make(client).start([HI, HI], params)
+
+    sent = [queue.sampling for queue in client.queues]
+    assert len(sent) == 4
+    assert all(choice.logit_bias is params.logit_bias for choice in sent)
+    assert all(choice.allowed_token_ids is params.allowed_token_ids for choice in sent)
+
+
 def test_bad_words_go_down_as_ids_with_and_without_a_space() -> None:
     client = ScriptedClient(ready())
 
