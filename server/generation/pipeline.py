@@ -23,6 +23,9 @@ from server.text.tokenizer import Tokenizer
 MAX_BAD_WORDS_CHARACTERS = 5_000
 """bad_words are tokenized on the event loop, twice: a few milliseconds."""
 ASLEEP_RETRY_S = 10
+UPDATES_PER_TURN = 32
+"""Updates of a request's choices that are read in one iteration of the event loop: with
+log-probabilities, some milliseconds."""
 
 
 class Pipeline:
@@ -274,8 +277,11 @@ class Generation:
                     updates = await self._next_updates()
                 if self._aborted:
                     break
-                deltas = [delta for i, update in updates if (delta := self._apply(i, update))]
-                if deltas:
+                if len(updates) > UPDATES_PER_TURN:
+                    deltas = await self._applied_by_turns(updates)
+                else:
+                    deltas = [delta for i, update in updates if (delta := self._apply(i, update))]
+                if deltas and not self._aborted:
                     return deltas
         except BaseException:
             # Also when the reader is cancelled: nobody reads the rest.
@@ -302,6 +308,19 @@ class Generation:
         for get in gets.values():
             get.cancel()
         self._wake()
+
+    async def _applied_by_turns(self, updates: list[tuple[int, Update]]) -> list[Delta]:
+        """The deltas of many updates; other callbacks of the loop run between them. Ends early when
+        the request is aborted."""
+        deltas = []
+        for count, (index, update) in enumerate(updates):
+            if count and count % UPDATES_PER_TURN == 0:
+                await asyncio.sleep(0)
+                if self._aborted:
+                    break
+            if delta := self._apply(index, update):
+                deltas.append(delta)
+        return deltas
 
     def _apply(self, index: int, update: Update) -> Delta | None:
         """Apply an update to its choice, and close the choice when it ends."""

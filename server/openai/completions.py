@@ -13,7 +13,7 @@ from config.params.sampling import SamplingParams
 from server.generation.outputs import Prompt
 from server.generation.validation import check_comparable, truncate_prompt
 from server.http.access_log import log_prompt, record_of
-from server.http.body import json_response, parse
+from server.http.body import parse
 from server.http.openapi import ANSWERS, GENERATES, takes
 from server.openai.chunks import CompletionChunks, echo_logprobs
 from server.openai.schema.completions import CompletionBody, numbers_of_ids
@@ -29,6 +29,7 @@ from server.serving.job import (
     check_admission,
     check_grammar,
     collect_choices,
+    complete_response,
     sampling_of,
     start_job,
     stream_response,
@@ -55,7 +56,8 @@ def completion_routes(state: AppState) -> APIRouter:
         texts = _prompt_texts(job) if job.body.echo else None
         if job.body.stream:
             return stream_response(job, CompletionChunks(job, texts, _hidden(job)))
-        return json_response(_whole(job, await collect_choices(job, request), texts))
+        choices = await collect_choices(job, request)
+        return await complete_response(job, lambda: _whole(job, choices, texts))
 
     return router
 
