@@ -6,11 +6,13 @@ from copy import copy
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
-from config.params.sampling import SamplingParams
+from config.params.sampling import SamplingParams, invalid_token
 from engine.structured_output.grammar import Grammar, Guide
+from engine.structured_output.token_bitmask import Bitmask, bitmask_of
 from engine.transport.messages import FRONT_END_SHIFT, AddRequest, Resumption
-from hpu.protocol import NO_SLOT, TOKEN_BYTES, RequestSampling
+from hpu.protocol import NO_SLOT, TOKEN_BYTES, TOKENS_PER_WORD, RequestSampling
 
 WAITING, RUNNING, PREEMPTED, FINISHED = range(4)
 """PREEMPTED: with a plan still in flight; WAITING again afterwards. FINISHED: also aborted or
@@ -47,6 +49,7 @@ class Request:
 
     __slots__ = (
         "adapter",
+        "allowed_bitmask",
         "arrived_at",
         "block_hashes",
         "blocks",
@@ -161,6 +164,10 @@ class Request:
             min_tokens=0 if is_constrained else params.min_tokens,
             masked=grammar is not None,
         )
+        self.allowed_bitmask: Bitmask | None = None
+        """With a grammar: allowed_token_ids, which are compared with the grammar at each token."""
+        if grammar is not None and params.allowed_token_ids is not None:
+            self.allowed_bitmask = bitmask_of(params.allowed_token_ids, limits.vocab_size)
         self.num_prompt_logprobs = NEVER if params.prompt_logprobs is None else 0
         """Prompt positions whose log-probabilities were sent; NEVER when none were requested."""
         self.is_suspect = False
@@ -245,10 +252,6 @@ class Request:
         listed = sampling.allowed_token_ids
         if listed is None and not (sampling.bad_words and self.guide):
             return False
-        allowed = set() if listed is None else set(listed)
-        if self.guide is not None:
-            by_grammar = self.guide.allowed()
-            allowed = by_grammar if listed is None else by_grammar & allowed
         banned = {
             word[-1]
             for word in sampling.bad_words
@@ -257,7 +260,12 @@ class Request:
         }
         if len(outputs) < sampling.min_tokens:
             banned.update(sampling.end_token_ids)
-        return banned.issuperset(allowed)
+        if self.guide is None:
+            return banned.issuperset(listed or ())
+        allowed = self.guide.bitmask
+        if self.allowed_bitmask is not None:
+            allowed = allowed & self.allowed_bitmask
+        return not np.any(allowed & ~bitmask_of(banned, len(allowed) * TOKENS_PER_WORD))
 
     def request_sampling(self) -> RequestSampling:
         """The sampling of a NewRequest: prompt log-probabilities are computed only once."""
@@ -286,7 +294,9 @@ def _end_tokens(
 ) -> tuple[frozenset[int], frozenset[int]]:
     """(stop_token_ids that are no EOS tokens, all tokens that end the request)."""
     eos_ids: frozenset[int] = frozenset() if ignores_eos else limits.eos_ids
-    stop_ids = frozenset(t for t in params.stop_token_ids if 0 <= t < limits.vocab_size)
+    stop_ids = frozenset(params.stop_token_ids)
+    if invalid_token(stop_ids, limits.vocab_size) is not None:
+        stop_ids = frozenset(t for t in stop_ids if 0 <= t < limits.vocab_size)
     return stop_ids - eos_ids, stop_ids | eos_ids
 
 
@@ -309,7 +319,7 @@ def _request_sampling(
         repetition_penalty=min(max(params.repetition_penalty, MIN_PENALTY), 1 / MIN_PENALTY),
         min_tokens=min_tokens,
         end_token_ids=tuple(sorted(end_ids)) if min_tokens else (),
-        logit_bias=tuple(sorted(params.logit_bias.items())),
+        logit_bias=tuple((token, params.logit_bias[token]) for token in sorted(params.logit_bias)),
         allowed_token_ids=params.allowed_token_ids,
         bad_words=params.bad_words_token_ids,
         num_logprobs=-1 if params.logprobs is None else params.logprobs,

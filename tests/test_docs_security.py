@@ -6,10 +6,13 @@ import pytest
 
 from config.checkpoint import gguf_metadata, safetensors_files
 from config.model import json_fields as fields
+from config.params import sampling
 from config.params import structured_output as grammar
 from config.server import ServerConfig
 from engine.structured_output import bounds as grammar_bounds
 from engine.structured_output import compilation, json_schema
+from server.generation import validation
+from server.http import body_bounds as bounds
 from server.http import json_decoder
 from server.http import protocol as http_protocol
 from server.process import open_files
@@ -57,9 +60,21 @@ def isolation(limits: compilation.Limits) -> str:
         f"{grammar_bounds.MAX_PATTERN_OPTIONS:,} of them optional",
         f"| grammar | {grammar_bounds.MAX_RULES:,} rules, {grammar_bounds.MAX_RULE_DEPTH} on a "
         f"path, {grammar_bounds.MAX_EXPRESSIONS:,} expressions",
+        f"times the sequences of the request | {sampling.MAX_LISTED_BIASES:,} entries",
+        f"and `bad_words`, times the sequences | {sampling.MAX_LISTED_TOKENS:,} |",
+        f"| `bad_words`, times the sequences | {sampling.MAX_LISTED_WORDS // 2:,} texts; "
+        f"{sampling.MAX_BAD_WORDS // 2} in one list",
+        f"grammar, times the sequences | {grammar.MAX_REQUEST_CHARACTERS:,} characters",
+        f"several choices, times `n` | {validation.MAX_IMAGE_BYTES // MIB} MiB",
         f"| grammars that wait to be compiled | {compilation.MAX_PENDING}, then 503",
         f"| cached grammars | {compilation.MAX_CACHED + compilation.MAX_PENDING}, and "
         f"{compilation.MAX_CACHED_BYTES // MIB} MiB",
+        f"| `metadata` | {bounds.MAX_METADATA_PAIRS} pairs, keys of "
+        f"{bounds.MAX_METADATA_KEY_CHARACTERS} characters, values of "
+        f"{bounds.MAX_METADATA_VALUE_CHARACTERS} |",
+        f"| `safety_identifier` | {bounds.MAX_SAFETY_IDENTIFIER_CHARACTERS} characters |",
+        f"`metadata.user_id` of `/v1/messages` | {bounds.MAX_USER_ID_CHARACTERS} characters |",
+        f"`previous_response_id` | {bounds.MAX_LABEL_CHARACTERS} characters; the OpenAI API",
         f"| prompt rendered by a template | {renderer.MAX_CHARACTERS // MIB} Mi characters",
         f"| stored responses | {DEFAULTS.responses_store_max_count:,}, "
         f"{DEFAULTS.responses_store_max_bytes // MIB} MiB, one day",

@@ -1,7 +1,8 @@
 """SamplingParams: the sampling parameters of one request."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from copy import copy
 from typing import Any
 
 import msgspec
@@ -14,8 +15,23 @@ MAX_N = 128
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 64
 """Every row of a batch is padded to the largest number and length of bad words in it."""
+MAX_LISTED_TOKENS = 300_000
+"""Token ids that the fields of a request list, times its sequences: each sequence has its own copy
+in the message, the engine and the worker. More than any vocabulary has."""
+MAX_LISTED_BIASES = 65_536
+"""The same for `logit_bias`, whose entries cost several times as much."""
+MAX_LISTED_WORDS = 16_384
+"""The same for bad words; a row of the sampler's table for each."""
 
 _TUPLES = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "bad_words_token_ids")
+
+
+def invalid_token(token_ids: Collection[int], vocab_size: int) -> int | None:
+    """A token id outside the vocabulary. Lists of 300,000 ids take milliseconds."""
+    if not token_ids:
+        return None
+    least, most = min(token_ids), max(token_ids)
+    return least if least < 0 else most if most >= vocab_size else None
 
 
 def _check(ok: bool, name: str, value: object, allowed: str) -> None:
@@ -86,9 +102,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """Whether sampling is argmax."""
         return self.temperature == 0 or self.top_k == 1 or self.min_p == 1
 
+    @property
+    def num_listed_tokens(self) -> int:
+        """Token ids in `logit_bias`, `stop_token_ids`, `allowed_token_ids` and bad words."""
+        return (
+            len(self.logit_bias)
+            + len(self.stop_token_ids)
+            + len(self.allowed_token_ids or ())
+            + sum(map(len, self.bad_words_token_ids))
+        )
+
     def replace(self, **changes: Any) -> "SamplingParams":
         """A checked copy with `changes`."""
         return msgspec.structs.replace(self, **changes)
+
+    def replace_unchecked(self, **changes: Any) -> "SamplingParams":
+        """A copy with `changes` that are known to be valid: long lists are not checked again."""
+        other = copy(self)
+        for name, value in changes.items():
+            msgspec.structs.force_setattr(other, name, value)
+        return other
 
 
 def _check_grammar(params: SamplingParams) -> None:
@@ -116,7 +149,10 @@ def _check_kinds(params: SamplingParams) -> None:
         value = getattr(params, name)
         _check(value is None or _is_integer(value), name, value, "an integer")
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-        for token in getattr(params, name) or ():
+        tokens = getattr(params, name) or ()
+        if set(map(type, tokens)) <= {int}:
+            continue
+        for token in tokens:
             _check(_is_integer(token), name, token, "made of integer token ids")
     for word in params.bad_words:
         _check(isinstance(word, str), "bad_words", word, "made of strings")
@@ -167,12 +203,28 @@ def _check_stops(params: SamplingParams) -> None:
 
 
 def _check_tokens(params: SamplingParams) -> None:
-    for token, bias in params.logit_bias.items():
+    biases = params.logit_bias
+    if biases and not (min(biases) >= 0 and _are_biases(biases.values())):
+        _check_each_bias(biases)
+    if params.allowed_token_ids is not None:
+        _check(len(params.allowed_token_ids) > 0, "allowed_token_ids", [], "not empty")
+
+
+def _are_biases(values: Collection[float]) -> bool:
+    """Whether all are finite, and between -100 and 100; the sum of numbers with a NaN is NaN."""
+    return (
+        set(map(type, values)) <= {int, float}
+        and max(values) <= 100
+        and min(values) >= -100
+        and math.isfinite(sum(values))
+    )
+
+
+def _check_each_bias(biases: Mapping[int, float]) -> None:
+    for token, bias in biases.items():
         _check(token >= 0, "logit_bias", token, "a token id of at least 0")
         ok = _finite(bias) and -100 <= bias <= 100
         _check(ok, "logit_bias", bias, "a bias between -100 and 100")
-    if params.allowed_token_ids is not None:
-        _check(len(params.allowed_token_ids) > 0, "allowed_token_ids", [], "not empty")
 
 
 def _check_bad_words(params: SamplingParams) -> None:

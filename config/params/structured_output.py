@@ -12,7 +12,9 @@ KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 FREE = "free"
 """Any text, after reasoning with a token limit. Internal: no request can set it."""
 MAX_CHARACTERS = 1 << 18
-"""Of one spec: 256 Ki characters; every sequence sends its spec to the engine."""
+"""Length of a spec, 256 Ki characters; every sequence sends its spec to the engine."""
+MAX_REQUEST_CHARACTERS = 1 << 24
+"""Length of a spec, times the sequences of its request."""
 MAX_CHOICES = 10_000
 
 

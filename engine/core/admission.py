@@ -1,8 +1,10 @@
 """Admission: checks whether a request can run at all."""
 
+from collections.abc import Collection
+
 import numpy as np
 
-from config.params.sampling import SamplingParams
+from config.params.sampling import SamplingParams, invalid_token
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import ModelLimits
 from engine.transport.messages import AddRequest
@@ -50,7 +52,10 @@ def admission_error(
 
 def _invalid_token(params: SamplingParams, vocab_size: int) -> int | None:
     """A token id in the sampling parameters that is outside the vocabulary."""
-    token_ids = [*params.logit_bias, *(params.allowed_token_ids or ())]
-    for word in params.bad_words_token_ids:
-        token_ids.extend(word)
-    return next((token for token in token_ids if not 0 <= token < vocab_size), None)
+    lists: tuple[Collection[int], ...] = (
+        params.logit_bias,
+        params.allowed_token_ids or (),
+        *params.bad_words_token_ids,
+    )
+    found = (invalid_token(token_ids, vocab_size) for token_ids in lists)
+    return next((token for token in found if token is not None), None)

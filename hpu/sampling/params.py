@@ -1,6 +1,5 @@
 """Sampling parameters of all requests as host columns, and the stages that a launch needs."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -160,10 +159,11 @@ class SamplingColumns:
         )
         self._stages[:, req_index] = stages
         if stages.logit_bias:
-            self._logit_bias[req_index] = token_values(*zip(*sampling.logit_bias, strict=True))
+            self._logit_bias[req_index] = biases_of(sampling)
         if banned and not self._static_shapes:
             ends = sampling.end_token_ids
-            self._end_tokens[req_index] = token_values(ends, [-np.inf] * len(ends))
+            values = np.full(len(ends), -np.inf, dtype=np.float32)
+            self._end_tokens[req_index] = np.array(ends, dtype=np.int64), values
         penalties = _DEFAULTS._replace(
             repetition=sampling.repetition_penalty,
             frequency=sampling.frequency_penalty,
@@ -295,9 +295,13 @@ class SamplingColumns:
         return count, length
 
 
-def token_values(tokens: Sequence[int], values: Sequence[float]) -> TokenValues:
-    """Both as arrays."""
-    return np.array(tokens, dtype=np.int64), np.array(values, dtype=np.float32)
+def biases_of(sampling: RequestSampling) -> TokenValues:
+    """The tokens of `logit_bias` and their values."""
+    biases, count = sampling.logit_bias, len(sampling.logit_bias)
+    return (
+        np.fromiter((token for token, _ in biases), np.int64, count),
+        np.fromiter((value for _, value in biases), np.float32, count),
+    )
 
 
 def has_penalties(sampling: RequestSampling) -> bool:

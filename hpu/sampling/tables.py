@@ -15,7 +15,7 @@ from torch import Tensor
 from config.params.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from hpu.backends.base import Backend
 from hpu.protocol import RequestSampling
-from hpu.sampling.params import FEW_PREFIX, FEW_WORDS, Stages
+from hpu.sampling.params import FEW_PREFIX, FEW_WORDS, Stages, biases_of
 
 NUM_LAST_TOKENS = MAX_BAD_WORD_TOKENS - 1
 """Last tokens stored of a request: as many as may precede the end of a bad word."""
@@ -144,6 +144,7 @@ class SamplingTables:
         if sampling.allowed_token_ids is not None:
             bias[:] = -np.inf
             bias[list(sampling.allowed_token_ids)] = 0.0
-        for token, value in sampling.logit_bias:
-            bias[token] += value
+        if sampling.logit_bias:
+            tokens, values = biases_of(sampling)
+            bias[tokens] += values
         return bias

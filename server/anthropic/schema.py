@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, WithJsonSchema
 
 from config.errors import UserError
-from server.http.body_bounds import Blocks, Messages, Strings, Tools, Variables
+from server.http.body_bounds import Blocks, Label, Messages, Strings, Tools, UserId
 from server.openai.schema.generation import Body, Integer, Unsupported, check_at_least, check_stops
 from server.openai.schema.json_schema import NULL, OBJECT, TEXT, any_of, array, record, words
 
@@ -55,6 +55,12 @@ class OutputConfig(Body):
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
+
+
+class RequestMetadata(Body):
+    """The end user behind the request."""
+
+    user_id: UserId | None = None
 
 
 class CountBody(Body):
@@ -121,8 +127,8 @@ class MessagesBody(CountBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: Integer | None = None
-    metadata: Variables | None = None
-    service_tier: str | None = None
+    metadata: RequestMetadata | None = None
+    service_tier: Label | None = None
     timeout: float | None = None
 
     def check(self) -> None:

@@ -5,6 +5,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from config.params.sampling import MAX_LOGPROBS, MAX_N
+from server.http.body_bounds import (
+    MAX_LABEL_CHARACTERS,
+    MAX_METADATA_KEY_CHARACTERS,
+    MAX_METADATA_PAIRS,
+    MAX_METADATA_VALUE_CHARACTERS,
+    MAX_SAFETY_IDENTIFIER_CHARACTERS,
+    MAX_USER_ID_CHARACTERS,
+)
 from server.openai.responses.schema import WITH_LOGPROBS
 from server.openai.schema.completions import MAX_PROMPTS
 from server.openai.schema.generation import MAX_REQUEST_ID_CHARACTERS, MAX_SALT_CHARACTERS
@@ -12,10 +20,7 @@ from server.openai.schema.structured import FIELDS
 from server.pooling.schema import MAX_INPUTS
 
 _NO_EFFECT = "Accepted without effect."
-_WITHOUT_EFFECT = (
-    *("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"),
-    "verbosity",
-)
+_LABELS = ("prompt_cache_key", "service_tier", "user", "verbosity")
 
 SHARED: Mapping[str, str] = {
     # The prompt.
@@ -86,7 +91,13 @@ SHARED: Mapping[str, str] = {
     "cache_salt": f"Prompts with the same salt share cached blocks: 1 to {MAX_SALT_CHARACTERS} "
     "characters, none of them @, / or \\.",
     "modalities": 'Only `["text"]`.',
-    **dict.fromkeys(_WITHOUT_EFFECT, _NO_EFFECT),
+    "store": _NO_EFFECT,
+    "metadata": f"{_NO_EFFECT} Up to {MAX_METADATA_PAIRS} pairs; keys have up to "
+    f"{MAX_METADATA_KEY_CHARACTERS} characters, values are strings of up to "
+    f"{MAX_METADATA_VALUE_CHARACTERS}.",
+    "safety_identifier": f"{_NO_EFFECT} Up to {MAX_SAFETY_IDENTIFIER_CHARACTERS} characters.",
+    **dict.fromkeys(_LABELS, f"{_NO_EFFECT} Up to {MAX_LABEL_CHARACTERS} characters."),
+    "user_id": f"{_NO_EFFECT} Up to {MAX_USER_ID_CHARACTERS} characters.",
     # Vectors and scores.
     "input": f"A text or token ids, or a list of up to {MAX_INPUTS} of either.",
     "encoding_format": "float (the default), or base64: little-endian float32.",
@@ -143,7 +154,7 @@ OVERRIDES: Mapping[str, Mapping[str, str]] = {
     },
     "MessagesBody": {
         "max_tokens": "Tokens that may be generated, at least 1.",
-        "metadata": _NO_EFFECT,
+        "metadata": "The end user behind the request.",
         "stop_sequences": "Stop strings, which the answer does not contain; at most "
         "`--max-stop-strings`.",
     },

@@ -254,7 +254,7 @@ class BeamSearchGeneration:
 
     def _delta(self, index: int, prompt: Prompt, beam: Beam) -> Delta:
         """A finished beam as the only delta of a choice."""
-        params = self._params.replace(logprobs=None, prompt_logprobs=None)
+        params = self._params.replace_unchecked(logprobs=None, prompt_logprobs=None)
         sequence = Sequence(
             index, prompt, params, self._pipeline.tokenizer, self._visible_special_ids
         )

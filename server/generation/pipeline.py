@@ -17,12 +17,15 @@ from engine.client.terms import NO_TERMS, RequestTerms
 from engine.transport.messages import Finish, Ready, engine_of
 from server.generation.outputs import Delta, Output, PositionLogprobs, Prompt, Timing
 from server.generation.sequence import Sequence
-from server.generation.validation import check_allowed_tokens, check_ids, output_limit
+from server.generation.validation import check_allowed_tokens, check_ids, check_sizes, output_limit
 from server.text.tokenizer import Tokenizer
 
 MAX_BAD_WORDS_CHARACTERS = 5_000
 """bad_words are tokenized on the event loop, twice: a few milliseconds."""
 ASLEEP_RETRY_S = 10
+UPDATES_PER_TURN = 32
+"""Updates of a request's choices that are read in one iteration of the event loop: with
+log-probabilities, some milliseconds."""
 
 
 class Pipeline:
@@ -124,10 +127,12 @@ class Pipeline:
         `start`."""
         ready = self.ready
         self.check_generates()
-        check_ids(params, ready.vocab_size)
         self._check_logprobs(params)
         self._check_stop_strings(params)
         params = self._with_bad_words(params)
+        num_image_bytes = sum(prompt.images.num_bytes for prompt in prompts if prompt.images)
+        check_sizes(params, len(prompts) * params.n, num_image_bytes)
+        check_ids(params, ready.vocab_size)
         check_allowed_tokens(params, ready.eos_token_ids)
         num_ids = ready.prompt_vocab_size or ready.vocab_size
         limits = [
@@ -188,7 +193,7 @@ class Pipeline:
                         param="bad_words",
                     )
                 banned[ids] = None
-        return params.replace(bad_words=(), bad_words_token_ids=tuple(banned))
+        return params.replace_unchecked(bad_words=(), bad_words_token_ids=tuple(banned))
 
 
 class Generation:
@@ -272,8 +277,11 @@ class Generation:
                     updates = await self._next_updates()
                 if self._aborted:
                     break
-                deltas = [delta for i, update in updates if (delta := self._apply(i, update))]
-                if deltas:
+                if len(updates) > UPDATES_PER_TURN:
+                    deltas = await self._applied_by_turns(updates)
+                else:
+                    deltas = [delta for i, update in updates if (delta := self._apply(i, update))]
+                if deltas and not self._aborted:
                     return deltas
         except BaseException:
             # Also when the reader is cancelled: nobody reads the rest.
@@ -300,6 +308,19 @@ class Generation:
         for get in gets.values():
             get.cancel()
         self._wake()
+
+    async def _applied_by_turns(self, updates: list[tuple[int, Update]]) -> list[Delta]:
+        """The deltas of many updates; other callbacks of the loop run between them. Ends early when
+        the request is aborted."""
+        deltas = []
+        for count, (index, update) in enumerate(updates):
+            if count and count % UPDATES_PER_TURN == 0:
+                await asyncio.sleep(0)
+                if self._aborted:
+                    break
+            if delta := self._apply(index, update):
+                deltas.append(delta)
+        return deltas
 
     def _apply(self, index: int, update: Update) -> Delta | None:
         """Apply an update to its choice, and close the choice when it ends."""
@@ -387,6 +408,6 @@ def _choice_params(params: SamplingParams, choice: int, limit: int) -> SamplingP
         "stop": (),
         "truncate_prompt_tokens": None,
     }
-    # Most requests need no change, and a copy would be validated again.
+    # Most requests need no change. All choices share the lists, which were checked once.
     changes = {name: value for name, value in values.items() if getattr(params, name) != value}
-    return params.replace(**changes) if changes else params
+    return params.replace_unchecked(**changes) if changes else params

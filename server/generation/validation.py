@@ -1,28 +1,79 @@
 """Checks of a request against the model: vocabulary, context length, kind of log-probabilities; and
 truncation to the context."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from config.errors import PromptTooLong, UserError
-from config.params.sampling import SamplingParams
+from config.params.sampling import (
+    MAX_LISTED_BIASES,
+    MAX_LISTED_TOKENS,
+    MAX_LISTED_WORDS,
+    SamplingParams,
+    invalid_token,
+)
+from config.params.structured_output import MAX_REQUEST_CHARACTERS
 from server.generation.outputs import Prompt
+
+MAX_IMAGE_BYTES = 256 * 2**20
+"""Image bytes of a request with several choices; each choice sends its own copy."""
 
 
 def check_ids(params: SamplingParams, vocab_size: int) -> None:
     """Raise UserError for token ids outside the vocabulary."""
-    fields: list[tuple[str, Iterable[int]]] = [
+    fields: list[tuple[str, Collection[int]]] = [
         ("logit_bias", params.logit_bias),
         ("stop_token_ids", params.stop_token_ids),
         ("allowed_token_ids", params.allowed_token_ids or ()),
-        ("bad_words_token_ids", (i for word in params.bad_words_token_ids for i in word)),
+        ("bad_words_token_ids", [i for word in params.bad_words_token_ids for i in word]),
     ]
     for name, ids in fields:
-        for token_id in ids:
-            if not 0 <= token_id < vocab_size:
-                raise UserError(
-                    f"{name} names token id {token_id}, the vocabulary has 0 to {vocab_size - 1}",
-                    param=name,
-                )
+        token_id = invalid_token(ids, vocab_size)
+        if token_id is not None:
+            raise UserError(
+                f"{name} names token id {token_id}, the vocabulary has 0 to {vocab_size - 1}",
+                param=name,
+            )
+
+
+def check_sizes(params: SamplingParams, num_sequences: int, num_image_bytes: int) -> None:
+    """Raise UserError for lists, grammars and images that are too large for `num_sequences`: each
+    sequence sends its own copy to the engine. `num_image_bytes` counts the images of all prompts
+    once."""
+    tokens, words = params.num_listed_tokens, len(params.bad_words_token_ids)
+    grammar = params.structured_outputs
+    text = 0 if grammar is None else len(grammar.text)
+    bounds = (
+        ("logit_bias", "entries of logit_bias", len(params.logit_bias), MAX_LISTED_BIASES),
+        ("bad_words", "bad words (two for each text)", words, MAX_LISTED_WORDS),
+        (_longest_list(params), "token ids in its lists", tokens, MAX_LISTED_TOKENS),
+        ("structured_outputs", "characters in its grammar", text, MAX_REQUEST_CHARACTERS),
+    )
+    for param, content, count, most in bounds:
+        total = count * num_sequences
+        if total > most:
+            raise UserError(
+                f"the request has {count} {content}, {total} over its {num_sequences} sequences, "
+                f"which may have {most}: at most {most // num_sequences} in each",
+                param=param,
+            )
+    total = num_image_bytes * params.n
+    if params.n > 1 and total > MAX_IMAGE_BYTES:
+        raise UserError(
+            f"the request has {num_image_bytes} bytes of images, {total} over its {params.n} "
+            f"choices, which may have {MAX_IMAGE_BYTES}: n may be "
+            f"{max(1, MAX_IMAGE_BYTES // num_image_bytes)} at most",
+            param="n",
+        )
+
+
+def _longest_list(params: SamplingParams) -> str:
+    lengths = {
+        "logit_bias": len(params.logit_bias),
+        "stop_token_ids": len(params.stop_token_ids),
+        "allowed_token_ids": len(params.allowed_token_ids or ()),
+        "bad_words": sum(map(len, params.bad_words_token_ids)),
+    }
+    return max(lengths, key=lengths.__getitem__)
 
 
 def check_allowed_tokens(params: SamplingParams, eos_ids: Iterable[int]) -> None:

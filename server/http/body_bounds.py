@@ -7,8 +7,10 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
-MAX_TOKEN_IDS = 300_000
-"""In one field: more than any vocabulary has. All are validated on the event loop."""
+from config.params.sampling import MAX_LISTED_BIASES, MAX_LISTED_TOKENS
+
+MAX_TOKEN_IDS = MAX_LISTED_TOKENS
+"""In one field. Large bodies are validated on a thread."""
 MAX_PROMPT_IDS = 2**22
 MAX_STRINGS = 16_384
 MAX_MESSAGES = 100_000
@@ -19,6 +21,16 @@ MAX_TOOLS = 4_096
 MAX_DOCUMENTS = 16_384
 MAX_KEYS = 4_096
 """Of an object with arbitrary keys."""
+MAX_METADATA_PAIRS = 16
+MAX_METADATA_KEY_CHARACTERS = 64
+MAX_METADATA_VALUE_CHARACTERS = 512
+"""Limits of `metadata` in the OpenAI API."""
+MAX_SAFETY_IDENTIFIER_CHARACTERS = 64
+"""Limit of the OpenAI API."""
+MAX_LABEL_CHARACTERS = 512
+"""Short texts without a limit in the OpenAI API: user, prompt_cache_key, service_tier, ..."""
+MAX_USER_ID_CHARACTERS = 256
+"""Limit of `metadata.user_id` in the Messages API."""
 _SHOWN = 40
 _NAMES = {str: "a string", int: "an integer", float: "a number", dict: "an object"}
 _KINDS: dict[type, tuple[type, ...]] = {float: (float, int)}
@@ -88,6 +100,32 @@ def _integers(max_length: int, *, is_only_check: bool = False) -> Callable[[obje
     return check
 
 
+def _text(max_length: int) -> Callable[[object], object]:
+    def check(value: object) -> object:
+        if isinstance(value, str):
+            _check_characters(value, max_length, "it")
+        return value
+
+    return check
+
+
+def _check_characters(text: str, max_length: int, subject: str) -> None:
+    if len(text) > max_length:
+        raise ValueError(f"{subject} has {len(text)} characters, at most {max_length} are taken")
+
+
+def _check_metadata(value: object) -> object:
+    if isinstance(value, dict):
+        _check_length(value, MAX_METADATA_PAIRS)
+        for key, text in value.items():
+            subject = f"key {key[:_SHOWN]!r}"
+            _check_characters(key, MAX_METADATA_KEY_CHARACTERS, subject)
+            if type(text) is not str:
+                raise _invalid_entry(repr(key[:_SHOWN]), text, str)
+            _check_characters(text, MAX_METADATA_VALUE_CHARACTERS, f"the value of {subject}")
+    return value
+
+
 def _length(max_length: int) -> Callable[[object], object]:
     def check(value: object) -> object:
         if isinstance(value, (list, dict)):
@@ -120,11 +158,22 @@ Documents = Annotated[
 ]
 Biases = Annotated[
     dict[str, float],
-    Field(max_length=MAX_TOKEN_IDS),
-    BeforeValidator(_entries(float, MAX_TOKEN_IDS)),
+    Field(max_length=MAX_LISTED_BIASES),
+    BeforeValidator(_entries(float, MAX_LISTED_BIASES)),
 ]
-Labels = Annotated[
-    dict[str, str], Field(max_length=MAX_KEYS), BeforeValidator(_entries(str, MAX_KEYS))
+Metadata = Annotated[
+    dict[str, str], Field(max_length=MAX_METADATA_PAIRS), BeforeValidator(_check_metadata)
+]
+SafetyIdentifier = Annotated[
+    str,
+    Field(max_length=MAX_SAFETY_IDENTIFIER_CHARACTERS),
+    BeforeValidator(_text(MAX_SAFETY_IDENTIFIER_CHARACTERS)),
+]
+Label = Annotated[
+    str, Field(max_length=MAX_LABEL_CHARACTERS), BeforeValidator(_text(MAX_LABEL_CHARACTERS))
+]
+UserId = Annotated[
+    str, Field(max_length=MAX_USER_ID_CHARACTERS), BeforeValidator(_text(MAX_USER_ID_CHARACTERS))
 ]
 Variables = Annotated[
     dict[str, Any], Field(max_length=MAX_KEYS), BeforeValidator(_length(MAX_KEYS))

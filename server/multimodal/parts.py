@@ -167,6 +167,11 @@ class PromptImages:
     encoded: list[EncodedImage]
     """Each content once."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.data.nbytes for image in self.encoded for tensor in image.tensors)
+
     def salted(self, salt: str) -> "PromptImages":
         """With contents that no request with another salt has."""
         names = {

@@ -13,7 +13,7 @@ from server.openai.chat_request import count_prompt_tokens, start_chat
 from server.openai.chunks import ChatChunks
 from server.openai.schema.chat import ChatBody
 from server.serving.choices import ChoiceOutput, chat_logprobs, prompt_logprobs_of
-from server.serving.job import Job, collect_choices, stream_response
+from server.serving.job import Job, collect_choices, complete_response, stream_response
 from server.serving.state import AppState
 
 
@@ -35,7 +35,8 @@ def chat_routes(state: AppState) -> APIRouter:
         if body.stream:
             shows = body.include_reasoning is not False
             return stream_response(job, ChatChunks(job, echo, shows_reasoning=shows))
-        return json_response(_whole(job, await collect_choices(job, request), echo))
+        choices = await collect_choices(job, request)
+        return await complete_response(job, lambda: _whole(job, choices, echo))
 
     @router.post(
         "/v1/chat/completions/input_tokens",

@@ -1,6 +1,7 @@
 """POST /v1/completions: texts or token ids in, what follows them out, whole or streamed."""
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -12,7 +13,7 @@ from config.params.sampling import SamplingParams
 from server.generation.outputs import Prompt
 from server.generation.validation import check_comparable, truncate_prompt
 from server.http.access_log import log_prompt, record_of
-from server.http.body import json_response, parse
+from server.http.body import parse
 from server.http.openapi import ANSWERS, GENERATES, takes
 from server.openai.chunks import CompletionChunks, echo_logprobs
 from server.openai.schema.completions import CompletionBody, numbers_of_ids
@@ -28,6 +29,8 @@ from server.serving.job import (
     check_admission,
     check_grammar,
     collect_choices,
+    complete_response,
+    sampling_of,
     start_job,
     stream_response,
 )
@@ -53,7 +56,8 @@ def completion_routes(state: AppState) -> APIRouter:
         texts = _prompt_texts(job) if job.body.echo else None
         if job.body.stream:
             return stream_response(job, CompletionChunks(job, texts, _hidden(job)))
-        return json_response(_whole(job, await collect_choices(job, request), texts))
+        choices = await collect_choices(job, request)
+        return await complete_response(job, lambda: _whole(job, choices, texts))
 
     return router
 
@@ -63,7 +67,7 @@ async def _start(state: AppState, request: Request) -> Job:
     body = await parse(CompletionBody, await state.bodies.read_object(request))
     model = state.model(body.model)
     body.check()
-    params = _params(state, body)
+    params = await _params(state, body)
     prompts = await _prompts(state, body, params)
     if state.config.enable_log_requests:
         for prompt in prompts:
@@ -82,7 +86,7 @@ async def _start(state: AppState, request: Request) -> Job:
     )
 
 
-def _params(state: AppState, body: CompletionBody) -> SamplingParams:
+async def _params(state: AppState, body: CompletionBody) -> SamplingParams:
     prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
@@ -92,13 +96,15 @@ def _params(state: AppState, body: CompletionBody) -> SamplingParams:
         if logprobs is None:
             # Needed to select the most likely choices.
             logprobs = 0
-    params = body.sampling(
+    sampling = partial(
+        body.sampling,
         state.sampling_defaults,
         max_tokens=body.limit,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
-    return params.replace(n=body.num_drawn)
+    params = await sampling_of(body, sampling)
+    return params.replace_unchecked(n=body.num_drawn)
 
 
 async def _prompts(state: AppState, body: CompletionBody, params: SamplingParams) -> list[Prompt]:

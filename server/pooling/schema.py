@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, WithJsonSchema
 
 from config.errors import UserError
+from server.http.body_bounds import Label
 from server.openai.schema.chat import ChatPromptBody
 from server.openai.schema.completions import (
     Texts,
@@ -50,7 +51,7 @@ class PoolingBody(Body):
     unsupported: ClassVar[Unsupported] = UNSUPPORTED
 
     model: str | None = Field(None, description="A served name; default: the first one.")
-    user: str | None = None
+    user: Label | None = None
     truncate_prompt_tokens: Integer | None = Field(
         None, description="Maximum tokens of an input, which is cut; -1: the model's."
     )
@@ -101,7 +102,7 @@ class _Prompts(Body):
     add_special_tokens: bool | None = Field(
         None, description="Whether special tokens are put around a text; default true."
     )
-    prompt_name: str | None = Field(
+    prompt_name: Label | None = Field(
         None, description="The model's prompt to put before each text; null: its default."
     )
 

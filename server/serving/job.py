@@ -22,6 +22,7 @@ from server.generation.answer_parser import ChoiceParsers
 from server.generation.beam_search import BeamSearchGeneration
 from server.generation.outputs import Delta, GenerationStream, Prompt, StreamT
 from server.http.access_log import RequestRecord, record_of
+from server.http.body import json_response
 from server.http.disconnect import CancelOnDisconnect
 from server.http.errors import EngineFailed, Fault, fault_of
 from server.http.sse import Envelope, EventStream
@@ -39,6 +40,10 @@ from server.serving.tracking import RequestTracker
 
 T = TypeVar("T")
 
+INLINE_TOKENS = 10_000
+"""Token ids of sampling fields that are checked on the event loop: some milliseconds."""
+INLINE_LOGPROBS = 5_000
+"""Log-probabilities of an answer that is built on the event loop: some milliseconds."""
 GRAMMAR_TIMEOUT_S = 10.0
 """Maximum time until a grammar is compiled. The engine bounds compilation itself to less than 2 s;
 the rest is waiting for other grammars."""
@@ -157,6 +162,12 @@ class ChunkWriter(Protocol):
 
 
 # Submission
+
+
+async def sampling_of(body: GenerationBody, make: Callable[[], SamplingParams]) -> SamplingParams:
+    """The sampling parameters that `make` takes from `body`; long lists are checked on a thread.
+    Raises UserError."""
+    return make() if body.num_listed_tokens <= INLINE_TOKENS else await asyncio.to_thread(make)
 
 
 def check_admission(state: AppState, body: GenerationBody, num_sequences: int, param: str) -> None:
@@ -350,6 +361,29 @@ async def sse_frames(job: Job, writer: ChunkWriter) -> AsyncIterator[bytes]:
 async def collect_choices(job: Job, request: Request) -> list[ChoiceOutput]:
     """All choices, complete. Raises ClientGone when the client disconnects."""
     return await run_to_end(job, request, _collect_choices(job))
+
+
+async def complete_response(job: Job, make: Callable[[], dict[str, Any]]) -> Response:
+    """The response that `make` builds from the job's output; built on a thread if it has many
+    log-probabilities."""
+    logprobs, prompt_logprobs = job.params.logprobs, job.params.prompt_logprobs
+    num_entries = 0
+    if logprobs is not None:
+        num_entries += (logprobs + 1) * job.generation.num_output_tokens
+    if prompt_logprobs is not None:
+        num_entries += (prompt_logprobs + 1) * job.generation.num_prompt_tokens
+    if num_entries <= INLINE_LOGPROBS:
+        return json_response(make())
+
+    def build() -> Response:
+        answer = make()
+        # Choice by choice, since the encoder holds the GIL.
+        answer["choices"] = [
+            msgspec.Raw(msgspec.json.encode(choice)) for choice in answer["choices"]
+        ]
+        return json_response(answer)
+
+    return await asyncio.to_thread(build)
 
 
 async def run_to_end(job: RunningRequest[Any], request: Request, work: Coroutine[Any, Any, T]) -> T:

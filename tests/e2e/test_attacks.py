@@ -11,6 +11,7 @@ import httpx
 import pytest
 from costly_bodies import ATTACKS as BODIES
 from live import LiveServer, children_of, command_of, running
+from tiny_models import make_tiny
 from watch import Family, SecondClient
 
 ATTEMPTS = 3
@@ -20,17 +21,24 @@ LEFT_BYTES = 50 * 2**20
 """Of all bodies together, once what they took has been given back."""
 SETTLE_S = 15.0
 
+VOCAB_SIZE = 50_000
+"""logit_bias has at most as many entries."""
+
 MESSAGES = [{"role": "user", "content": "Hello"}]
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
-def attacked(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    log: Path = tmp_path_factory.mktemp("attacked") / "log"
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder = tmp_path_factory.mktemp("attacked")
+    log: Path = folder / "log"
+    model = make_tiny(
+        "llama", folder / "model", max_position_embeddings=2048, vocab_size=VOCAB_SIZE
+    )
     flags = ("--served-model-name=tiny", "--dtype=float32", "--trust-request-chat-template")
     # A larger cache would get its memory while the tests run.
     flags += ("--kv-cache-memory-bytes=8M",)
-    with running(tiny_model, log, *flags) as live:
+    with running(str(model), log, *flags) as live:
         warm_up = {"messages": MESSAGES, "max_tokens": 1, "chat_template": "x"}
         assert live.ask("/v1/chat/completions", warm_up).status_code == 200
         guided = {"prompt": "a", "max_tokens": 1, "structured_outputs": {"regex": "a"}}
@@ -89,6 +97,70 @@ def test_an_attack_is_refused_quickly_without_delaying_other_clients(
     assert answer.status_code == 400, answer.text
     assert other.failures == []
     assert family.resident_bytes() - before < 50 * 2**20
+
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+BIASES = {str(token): 1 for token in range(300, 49_300)}
+IDS = [300 + i % 49_000 for i in range(294_000)]
+WORDS = [f"{i}" for i in range(500)]
+MULTIPLIED: dict[str, tuple[str, dict[str, Any]]] = {
+    "biases": (CHAT, {"messages": MESSAGES, "logit_bias": BIASES, "n": 128}),
+    "stop tokens": (CHAT, {"messages": MESSAGES, "stop_token_ids": IDS, "n": 128}),
+    "allowed tokens": (CHAT, {"messages": MESSAGES, "allowed_token_ids": IDS, "n": 128}),
+    "bad words": (COMPLETIONS, {"prompt": "a", "bad_words": WORDS, "n": 128}),
+    "many prompts": (COMPLETIONS, {"prompt": ["a"] * 1024, "logit_bias": BIASES}),
+    "many drawn": (COMPLETIONS, {"prompt": "a", "stop_token_ids": IDS, "n": 1, "best_of": 128}),
+    "many beams": (
+        COMPLETIONS,
+        {"prompt": ["a"] * 64, "stop_token_ids": [300] * 294_000, "n": 16, "use_beam_search": True},
+    ),
+}
+"""Lists that each sequence of a request needs: by name, route and body."""
+
+
+@pytest.mark.parametrize("name", MULTIPLIED)
+def test_lists_times_sequences_are_refused_without_delaying_other_clients(
+    attacked: LiveServer, name: str
+) -> None:
+    route, body = MULTIPLIED[name]
+
+    answer, slowest_s = asked_beside_others(attacked, route, {**body, "max_tokens": 2})
+
+    assert answer.status_code == 400, answer.text
+    assert "sequences" in answer.json()["error"]["message"]
+    assert slowest_s < 0.1
+
+
+@pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids", "logit_bias"])
+def test_a_long_list_of_a_single_sequence_is_taken_without_delaying_other_clients(
+    attacked: LiveServer, field: str
+) -> None:
+    listed = BIASES if field == "logit_bias" else IDS
+    body = {"messages": MESSAGES, "max_tokens": 2, field: listed}
+
+    answer, slowest_s = asked_beside_others(attacked, CHAT, body)
+
+    assert answer.status_code == 200, answer.text
+    assert slowest_s < 0.1
+
+
+def asked_beside_others(
+    server: LiveServer, route: str, body: dict[str, Any]
+) -> tuple[httpx.Response, float]:
+    """The answer, and the longest that another client waited for two tokens or for /health."""
+    slowest_s = []
+    for _ in range(ATTEMPTS):
+        asking = {"prompt": "b", "max_tokens": 2}
+        with (
+            SecondClient(server.url) as other,
+            SecondClient(server.url, completion=asking, interval_s=0.03) as asks,
+        ):
+            answer = server.ask(route, body)
+        assert other.failures == asks.failures == []
+        slowest_s.append(max(other.latencies_s + asks.latencies_s))
+        if slowest_s[-1] < 0.1:
+            break
+    return answer, min(slowest_s)
 
 
 def test_costly_bodies_leave_no_memory_behind(attacked: LiveServer) -> None:

@@ -42,11 +42,14 @@ class Hostile:
         """A route and a body, one part of which is hostile."""
         pick = self.random.choice
         body: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 3}
-        kind = pick(("json", "regex", "grammar", "choice", "tag", "template", "field", "response"))
+        kinds = ("json", "regex", "grammar", "choice", "tag", "template", "field", "response")
+        kind = pick((*kinds, "multiplied"))
         if kind == "template":
             body["chat_template"] = self.template()
         elif kind == "field":
             return self.field()
+        elif kind == "multiplied":
+            return self.multiplied()
         elif kind == "response":
             schema = {"name": "x", "schema": self.schema()}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
@@ -254,6 +257,30 @@ class Hostile:
             *("system", "instructions", "previous_response_id", "best_of", "cache_salt"),
         )
         return route, {**body, pick(names): self.value()}
+
+    def multiplied(self) -> tuple[str, dict[str, Any]]:
+        """A body with a long list that each of its sequences needs."""
+        pick = self.random.choice
+        count = pick((10, 200, 600, 3_000, 50_000, 294_000))
+        ids = [self.random.randrange(250) for _ in range(count)]
+        lists: dict[str, Callable[[], Any]] = {
+            "logit_bias": lambda: {str(i): pick((-100, -1, 0.5, 100)) for i in range(count)},
+            "stop_token_ids": lambda: ids,
+            "allowed_token_ids": lambda: ids,
+            "bad_words": lambda: [f"{i}" for i in range(min(count, 600))],
+            "stop": lambda: [f"{i}" * pick((1, 100)) for i in range(pick((1, 4, 5)))],
+            "structured_outputs": lambda: {"choice": [str(i) for i in range(min(count, 9_000))]},
+            "metadata": lambda: {str(i): "x" * pick((1, 600)) for i in range(pick((1, 16, 4_000)))},
+        }
+        body: dict[str, Any] = {"max_tokens": 2, "n": pick((1, 1, 2, 20, 128))}
+        for name in self.random.sample(sorted(lists), pick((1, 1, 2))):
+            body[name] = lists[name]()
+        if pick((True, False)):
+            return "/v1/chat/completions", {**body, "messages": MESSAGES}
+        if pick((True, False, False)):
+            body["best_of"] = pick((20, 128))
+        body["use_beam_search"] = pick((False, False, True))
+        return "/v1/completions", {**body, "prompt": ["a"] * pick((1, 8, 1024))}
 
     def value(self, depth: int = 0) -> Any:
         pick = self.random.choice

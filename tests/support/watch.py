@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 import httpx
 import psutil
@@ -15,7 +16,17 @@ POLL_S = 0.01
 class SecondClient:
     """Asks for /health again and again while it is entered, over one connection."""
 
-    def __init__(self, url: str, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        timeout_s: float = 30.0,
+        *,
+        completion: dict[str, Any] | None = None,
+        interval_s: float = POLL_S,
+    ) -> None:
+        """`completion`: the body of a completion to ask for instead."""
+        self._completion = completion
+        self._interval_s = interval_s
         self._http = httpx.Client(base_url=url, timeout=timeout_s, verify=False)
         self._thread = threading.Thread(target=self._run)
         self._is_over = threading.Event()
@@ -40,15 +51,18 @@ class SecondClient:
     def _run(self) -> None:
         # At once: what is watched may take less than the time between two requests.
         self._ask()
-        while not self._is_over.wait(POLL_S):
+        while not self._is_over.wait(self._interval_s):
             self._ask()
 
     def _ask(self) -> None:
         start = time.monotonic()
         try:
-            status = self._http.get("/health").status_code
-            if status != 200:
-                self.failures.append(f"/health gave {status}")
+            if self._completion is None:
+                answer = self._http.get("/health")
+            else:
+                answer = self._http.post("/v1/completions", json=self._completion)
+            if answer.status_code != 200:
+                self.failures.append(f"{answer.url.path} gave {answer.status_code}")
         except httpx.HTTPError as error:
             self.failures.append(repr(error))
         self.latencies_s.append(time.monotonic() - start)

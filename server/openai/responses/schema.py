@@ -6,7 +6,15 @@ from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
 
 from config.errors import UserError
 from config.params.sampling import MAX_LOGPROBS
-from server.http.body_bounds import Documents, Labels, Strings, Tools, Variables
+from server.http.body_bounds import (
+    Documents,
+    Label,
+    Metadata,
+    SafetyIdentifier,
+    Strings,
+    Tools,
+    Variables,
+)
 from server.openai.schema.generation import (
     UNSUPPORTED,
     Body,
@@ -73,15 +81,15 @@ _TOOL_CHOICE = any_of(words("none", "auto", "required"), _NAMED_CHOICE, NULL)
 class ReasoningOptions(Body):
     """Reasoning options. Summaries are never generated: the reasoning is returned whole."""
 
-    effort: str | None = None
-    summary: str | None = None
+    effort: Label | None = None
+    summary: Label | None = None
 
 
 class TextOptions(Body):
     """Format of the text."""
 
     format: dict[str, Any] | None = None
-    verbosity: str | None = None
+    verbosity: Label | None = None
 
 
 class ResponseBody(GenerationBody):
@@ -112,7 +120,7 @@ class ResponseBody(GenerationBody):
 
     input: Annotated[Any, WithJsonSchema(_INPUT)] = None
     instructions: str | None = Field(None, description="Not inherited by the next response.")
-    previous_response_id: str | None = None
+    previous_response_id: Label | None = None
     max_output_tokens: Integer | None = Field(None, description="Default: the rest of the context.")
     max_tool_calls: Integer | None = Field(
         None, description="For hosted tools, of which there are none."
@@ -127,10 +135,10 @@ class ResponseBody(GenerationBody):
     truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
     background: bool | None = None
-    metadata: Labels | None = None
-    service_tier: str | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
+    metadata: Metadata | None = None
+    service_tier: Label | None = None
+    prompt_cache_key: Label | None = None
+    safety_identifier: SafetyIdentifier | None = None
     documents: Documents | None = None
     chat_template: str | None = None
     chat_template_kwargs: Variables | None = None

@@ -8,7 +8,17 @@ from pydantic import ConfigDict, Field, WithJsonSchema
 from config.errors import UserError
 from config.params.sampling import MAX_LOGPROBS
 from config.params.structured_output import GrammarSpec
-from server.http.body_bounds import MAX_PARTS, Documents, Messages, Strings, Tools, Variables
+from server.http.body_bounds import (
+    MAX_PARTS,
+    Documents,
+    Label,
+    Messages,
+    Metadata,
+    SafetyIdentifier,
+    Strings,
+    Tools,
+    Variables,
+)
 from server.multimodal.parts import KINDS, PART_TYPES, media_source, wrong_type
 from server.openai.schema.generation import (
     UNSUPPORTED,
@@ -145,11 +155,11 @@ class ChatBody(ChatPromptBody, GenerationBody):
     )
     modalities: Strings | None = None
     store: bool | None = None
-    metadata: Variables | None = None
-    service_tier: str | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
-    verbosity: str | None = None
+    metadata: Metadata | None = None
+    service_tier: Label | None = None
+    prompt_cache_key: Label | None = None
+    safety_identifier: SafetyIdentifier | None = None
+    verbosity: Label | None = None
 
     def check(self) -> None:
         super().check()

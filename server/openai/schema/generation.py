@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from config.errors import UserError
 from config.params.sampling import MAX_LOGPROBS, SamplingParams
 from config.params.structured_output import GrammarSpec
-from server.http.body_bounds import Biases, Strings, TokenIds, Words, whole
+from server.http.body_bounds import Biases, Label, Strings, TokenIds, Words, whole
 from server.openai.schema.json_schema import TEXT, any_of, array
 from server.openai.schema.structured import FIELDS, spec_of
 
@@ -116,7 +116,7 @@ class GenerationBody(Body):
     structural_tag: dict[str, Any] | str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
+    user: Label | None = None
 
     top_k: Integer | None = None
     min_p: float | None = None
@@ -180,6 +180,12 @@ class GenerationBody(Body):
         return self.includes_usage and bool(
             self.stream_options and self.stream_options.continuous_usage_stats
         )
+
+    @property
+    def num_listed_tokens(self) -> int:
+        """Token ids that the sampling fields list."""
+        lists = (self.logit_bias, self.stop_token_ids, self.allowed_token_ids)
+        return sum(len(tokens) for tokens in lists if tokens is not None)
 
     def sampling(
         self,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from config.errors import UserError
-from config.params.sampling import SamplingParams
+from config.params.sampling import SamplingParams, invalid_token
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,11 @@ from config.params.sampling import SamplingParams
         ("allowed_token_ids", [None]),
         ("logit_bias", {"5": 1.0}),
         ("logit_bias", {5: "x"}),
+        ("logit_bias", {5: 1.0, 6: float("nan"), 7: 2.0}),
+        ("logit_bias", {5: 1.0, 6: float("-inf")}),
+        ("logit_bias", {5: 1.0, 6: 100.5}),
+        ("logit_bias", {5: 1.0, -1: 1.0}),
+        ("allowed_token_ids", [4, True]),
         ("bad_words_token_ids", (("a",),)),
         ("bad_words_token_ids", ((),)),
         ("bad_words", [5]),
@@ -49,3 +54,20 @@ def test_what_users_write_as_lists_is_kept_as_tuples() -> None:
 
     assert (params.stop, params.stop_token_ids) == (("end",), (3,))
     assert (params.allowed_token_ids, params.bad_words_token_ids) == ((4, 5), ((6, 7),))
+
+
+def test_an_unchecked_copy_shares_the_lists() -> None:
+    params = SamplingParams(n=3, logit_bias={5: 1.0}, stop_token_ids=(3,))
+
+    other = params.replace_unchecked(n=1)
+
+    assert (params.n, other.n) == (3, 1)
+    assert other.logit_bias is params.logit_bias
+    assert other.stop_token_ids is params.stop_token_ids
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "invalid"), [((), None), ((0, 9), None), ((3, -1), -1), ({5: 1, 10: 2}, 10)]
+)
+def test_a_token_outside_the_vocabulary_is_found(token_ids: Any, invalid: int | None) -> None:
+    assert invalid_token(token_ids, 10) == invalid

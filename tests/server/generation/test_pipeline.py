@@ -13,12 +13,14 @@ from config.errors import EngineDied, Overloaded, PromptTooLong, RequestFailed, 
 from config.params.sampling import SamplingParams
 from config.server import ServerConfig
 from server.generation.outputs import Delta, Prompt, Timing
-from server.generation.pipeline import Generation, Pipeline, choice_seed
+from server.generation.pipeline import UPDATES_PER_TURN, Generation, Pipeline, choice_seed
 from server.text.tokenizer import Tokenizer
 from server.text.tokenizer_files import TextFiles
 
 TOKENIZER = Tokenizer(TextFiles(text_folders.byte_level(), {}, None))
 EOS = TOKENIZER.encode_now("</s>", False)[0]
+TURNS = 1_000
+"""Iterations of the event loop that are enough for anything."""
 HI = Prompt(TOKENIZER.encode_now("hi", False), "hi")
 
 
@@ -320,6 +322,57 @@ def test_prompts_of_nothing_or_unknown_ids_are_refused(tokens: list[int]) -> Non
         start(client, [HI, Prompt(tokens)])
 
     assert client.queues == []
+
+
+def test_choices_share_the_lists_of_their_request() -> None:
+    client = ScriptedClient(ready())
+    params = SamplingParams(n=2, seed=1, logit_bias={5: 1.0}, allowed_token_ids=(5, 6))
+
+    make(client).start([HI, HI], params)
+
+    sent = [queue.sampling for queue in client.queues]
+    assert len(sent) == 4
+    assert all(choice.logit_bias is params.logit_bias for choice in sent)
+    assert all(choice.allowed_token_ids is params.allowed_token_ids for choice in sent)
+
+
+async def test_log_probabilities_of_many_choices_leave_turns_to_others() -> None:
+    client = ScriptedClient(ready())
+    generation = start(client, n=128, logprobs=1)
+    for queue in client.queues:
+        queue.say(1, logprobs=[columns([([1, 2], [-1.0, -2.0], 1)])])
+    reading = asyncio.ensure_future(anext(generation))
+    num_turns = 0
+    for _ in range(TURNS):
+        if client.queues[-1].updates.empty():
+            break
+        await asyncio.sleep(0)
+
+    while not reading.done():
+        await asyncio.sleep(0)
+        num_turns += 1
+
+    assert len(reading.result()) == 128
+    assert num_turns >= 128 // UPDATES_PER_TURN
+    generation.abort()
+
+
+async def test_an_abort_between_the_turns_ends_the_iteration() -> None:
+    client = ScriptedClient(ready())
+    generation = start(client, n=128, logprobs=1)
+    for queue in client.queues:
+        queue.say(1, logprobs=[columns([([1, 2], [-1.0, -2.0], 1)])])
+    reading = asyncio.ensure_future(anext(generation))
+    for _ in range(TURNS):
+        if generation.num_output_tokens:
+            break
+        await asyncio.sleep(0)
+
+    assert generation.num_output_tokens < 128
+    generation.abort()
+
+    with pytest.raises(StopAsyncIteration):
+        await reading
 
 
 def test_bad_words_go_down_as_ids_with_and_without_a_space() -> None:

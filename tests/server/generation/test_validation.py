@@ -1,0 +1,68 @@
+"""Bounds of what a request lists, times its sequences."""
+
+from typing import Any
+
+import pytest
+
+from config.errors import UserError
+from config.params.sampling import (
+    MAX_LISTED_BIASES,
+    MAX_LISTED_TOKENS,
+    MAX_LISTED_WORDS,
+    SamplingParams,
+)
+from config.params.structured_output import MAX_CHARACTERS, MAX_REQUEST_CHARACTERS, GrammarSpec
+from server.generation.validation import MAX_IMAGE_BYTES, check_sizes
+
+HALF = MAX_LISTED_TOKENS // 4
+BOUNDS: list[tuple[str, int, int, dict[str, Any]]] = [
+    ("logit_bias", 512, MAX_LISTED_BIASES, {"logit_bias": dict.fromkeys(range(512), 1.0)}),
+    ("stop_token_ids", HALF, MAX_LISTED_TOKENS, {"stop_token_ids": (3,) * HALF}),
+    ("allowed_token_ids", HALF, MAX_LISTED_TOKENS, {"allowed_token_ids": (3,) * HALF}),
+    ("bad_words", 64, MAX_LISTED_WORDS, {"bad_words_token_ids": ((3,),) * 64}),
+    (
+        "structured_outputs",
+        MAX_CHARACTERS,
+        MAX_REQUEST_CHARACTERS,
+        {"structured_outputs": GrammarSpec("regex", "a" * MAX_CHARACTERS)},
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("param", "count", "most", "fields"), BOUNDS, ids=lambda one: str(one)[:20]
+)
+def test_lists_are_bounded_over_all_sequences_of_a_request(
+    param: str, count: int, most: int, fields: dict[str, Any]
+) -> None:
+    params, num_sequences = SamplingParams(**fields), most // count
+
+    check_sizes(params, num_sequences, 0)
+    with pytest.raises(UserError) as caught:
+        check_sizes(params, num_sequences + 1, 0)
+
+    assert caught.value.param == param
+    for number in (count, count * (num_sequences + 1), num_sequences + 1, most):
+        assert str(number) in caught.value.message
+
+
+def test_all_lists_of_token_ids_count_together() -> None:
+    params = SamplingParams(
+        logit_bias={5: 1.0}, stop_token_ids=(3,) * HALF, allowed_token_ids=(3,) * (3 * HALF)
+    )
+
+    with pytest.raises(UserError, match=f"{MAX_LISTED_TOKENS + 1} token ids") as caught:
+        check_sizes(params, 1, 0)
+
+    assert caught.value.param == "allowed_token_ids"
+
+
+def test_images_are_bounded_over_all_choices() -> None:
+    third = MAX_IMAGE_BYTES // 3
+
+    check_sizes(SamplingParams(n=3), 3, third)
+    check_sizes(SamplingParams(), 1, 2 * MAX_IMAGE_BYTES)
+    with pytest.raises(UserError, match=f"{4 * third} over its 4 choices.* n may be 3") as caught:
+        check_sizes(SamplingParams(n=4), 4, third)
+
+    assert caught.value.param == "n"
