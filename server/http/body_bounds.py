@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 from config.params.sampling import MAX_LISTED_BIASES, MAX_LISTED_TOKENS
 
 MAX_TOKEN_IDS = MAX_LISTED_TOKENS
-"""In one field. Large bodies are validated on a thread."""
+"""Limit of a field; large bodies are validated on a thread."""
 MAX_PROMPT_IDS = 2**22
 MAX_STRINGS = 16_384
 MAX_MESSAGES = 100_000

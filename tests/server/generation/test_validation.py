@@ -30,7 +30,7 @@ BOUNDS: list[tuple[str, int, int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("param", "count", "most", "fields"), BOUNDS, ids=lambda one: str(one)[:20]
+    ("param", "count", "most", "fields"), BOUNDS, ids=lambda value: str(value)[:20]
 )
 def test_lists_are_bounded_over_all_sequences_of_a_request(
     param: str, count: int, most: int, fields: dict[str, Any]

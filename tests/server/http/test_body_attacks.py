@@ -180,7 +180,7 @@ async def test_bodies_that_arrive_together_may_only_have_so_many_bytes_in_sum(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bodies, "MAX_BUFFERED_BODIES", 2)
-    part = b'{"user": "' + b"a" * 60_000
+    part = b'{"padding": "' + b"a" * 60_000
     rest = b'", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}'
     headers = {"content-type": "application/json"}
     async with on_port(max_body_bytes=65_536) as rig:
