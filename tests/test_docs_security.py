@@ -67,8 +67,8 @@ def isolation(limits: compilation.Limits) -> str:
         f"| JSON files of a checkpoint | {fields.MAX_JSON_BYTES // MIB} MiB; `tokenizer.json` "
         f"{tokenizer.MAX_TOKENIZER_BYTES // MIB} MiB",
         f"| a text of a tokenizer without bounds {isolation(bounded_encoder.LIMITS)}",
-        f"a bound above {bounded_encoder.UNLIMITED_GROWTH}, for texts of which it may make more than "
-        f"{bounded_encoder.MAX_DIRECT_BYTES // MIB} MiB",
+        f"a bound above {bounded_encoder.UNLIMITED_GROWTH}, for texts of which it may make more "
+        f"than {bounded_encoder.MAX_DIRECT_BYTES // MIB} MiB",
         f"| bytes that a tokenizer may make of a byte | {tokenizer.MAX_GROWTH:,};",
         f"| parts of a tokenizer | {tokenizer.MAX_STEPS} steps and "
         f"{tokenizer.MAX_PART_BYTES // MIB} MiB in each; {tokenizer.MAX_PADDING:,} tokens",
