@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from config.checkpoint import gguf_metadata, safetensors_files
+from config.checkpoint import tokenizer_bounds as tokenizer
 from config.model import json_fields as fields
 from config.params import sampling
 from config.params import structured_output as grammar
@@ -16,8 +17,8 @@ from server.http import body_bounds as bounds
 from server.http import json_decoder
 from server.http import protocol as http_protocol
 from server.process import open_files
+from server.text import bounded_encoder, isolated_template
 from server.text import chat_template as template
-from server.text import isolated_template
 from server.text import template_renderer as renderer
 
 PAGE = " ".join(
@@ -78,7 +79,19 @@ def isolation(limits: compilation.Limits) -> str:
         f"| prompt rendered by a template | {renderer.MAX_CHARACTERS // MIB} Mi characters",
         f"| stored responses | {DEFAULTS.responses_store_max_count:,}, "
         f"{DEFAULTS.responses_store_max_bytes // MIB} MiB, one day",
-        f"| JSON files of a checkpoint | {fields.MAX_JSON_BYTES // MIB} MiB;",
+        f"| JSON files of a checkpoint | {fields.MAX_JSON_BYTES // MIB} MiB; `tokenizer.json` "
+        f"{tokenizer.MAX_TOKENIZER_BYTES // MIB} MiB",
+        f"| a text of a tokenizer without bounds {isolation(bounded_encoder.LIMITS)}",
+        f"a bound above {bounded_encoder.UNLIMITED_GROWTH}, for texts of which it may make more "
+        f"than {bounded_encoder.MAX_DIRECT_BYTES // MIB} MiB",
+        f"| bytes that a tokenizer may make of a byte | {tokenizer.MAX_GROWTH:,};",
+        f"| parts of a tokenizer | {tokenizer.MAX_STEPS} steps and "
+        f"{tokenizer.MAX_PART_BYTES // MIB} MiB in each; {tokenizer.MAX_PADDING:,} tokens",
+        f"| token of a vocabulary | {tokenizer.MAX_TOKEN_CHARACTERS:,} characters, "
+        f"{tokenizer.MAX_TOKEN_TEXT_BYTES // KIB} KiB after",
+        f"| added tokens of a tokenizer | {tokenizer.MAX_ADDED_TOKENS:,}, of "
+        f"{tokenizer.MAX_ADDED_CHARACTERS:,} characters",
+        f"| tokens that a tokenizer adds to a text | {tokenizer.MAX_SPECIAL_TOKENS} |",
         f"| header of a safetensors file | {safetensors_files.MAX_HEADER_BYTES // MIB} MiB",
         f"| metadata of a GGUF file | {gguf_metadata.MAX_METADATA_BYTES // MIB} MiB, "
         f"{gguf_metadata.MAX_ELEMENTS:,} array elements",

@@ -34,6 +34,8 @@ EXCEPTIONS = {
     # A template that a request brings is rendered in the disposable process that grammars use.
     "server.text.chat_template": ("engine.process.isolation",),
     "server.text.isolated_template": ("engine.process.isolation",),
+    # A tokenizer without a bound encodes in such a process.
+    "server.text.bounded_encoder": ("engine.process.isolation",),
     # Images are decoded in such processes too.
     "server.multimodal.processor": ("engine.process.isolation",),
     # It divides the cores among the engines.

@@ -5,6 +5,7 @@ https://github.com/huggingface/safetensors#format
 """
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -107,7 +108,8 @@ def _indexed(index: Path) -> list[Path]:
             raise ConfigError(
                 f"{index} names {shown(name)}, it must be a safetensors file in its folder"
             )
-        if not file.is_file():
+        # Path.is_file raises for a name that no file system takes.
+        if not os.path.isfile(file):
             raise ConfigError(f"{index} names {shown(name)[1:-1]}, which is not there")
         files.append(file)
     return files

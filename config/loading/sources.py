@@ -240,13 +240,12 @@ def _parsed(text: str) -> object:
     depth = 0
     # From a stream, or errors would quote the line.
     for event in yaml.parse(io.StringIO(text), Loader=yaml.SafeLoader):
+        line = event.start_mark.line + 1 if event.start_mark else 0
         if isinstance(event, yaml.AliasEvent):
-            line = event.start_mark.line + 1
             raise ValueError(f"line {line} has the alias *{event.anchor}, write the value itself")
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > MAX_FILE_DEPTH:
-                line = event.start_mark.line + 1
                 raise ValueError(f"line {line} is nested more than {MAX_FILE_DEPTH} deep")
         depth -= isinstance(event, yaml.CollectionEndEvent)
     content = yaml.safe_load(io.StringIO(text))

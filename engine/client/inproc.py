@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from config.engine import EngineConfig
 from config.errors import EngineDied
+from config.native import panics_as_errors
 from engine.client.base import SingleEngineClient
 from engine.client.queue_limits import QueueLimits
 from engine.core.loop import EngineLoop, describe_failure
@@ -74,7 +75,8 @@ class InprocClient(SingleEngineClient):
                 directory.path,
                 self._engine.stop,
             )
-            self._engine.run(executor)
+            with panics_as_errors():
+                self._engine.run(executor)
         except Closed:
             failed = Failed(0, "the client was closed")
         except Exception as error:

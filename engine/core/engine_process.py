@@ -16,6 +16,7 @@ from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied
 from config.log import DEFAULT, LogConfig
 from config.log import setup as setup_log
+from config.native import panics_as_errors
 from engine.core.coupled_steps import HubClient, StepHub
 from engine.core.loop import EngineLoop, describe_failure
 from engine.executors.base import Executor
@@ -187,7 +188,8 @@ def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
                 loop.stop,
                 orders.ranks,
             )
-            loop.run(executor, freeze_garbage=True, group=group)
+            with panics_as_errors():
+                loop.run(executor, freeze_garbage=True, group=group)
         except Exception as error:
             failed = describe_failure(error, orders.engine)
             code = CONFIG_ERROR_EXIT if failed.is_config else 1

@@ -18,6 +18,7 @@ from config.engine import EngineConfig
 from config.errors import CheckpointError, ConfigError, RequestFailed, UserError
 from config.log import DEFAULT, LogConfig
 from config.log import setup as setup_log
+from config.native import panics_as_errors
 from engine.executors.base import IDLE_S
 from engine.process.child_process import (
     Terminated,
@@ -140,7 +141,9 @@ def _work(orders: WorkerOrders, make_worker: "Callable[[EngineConfig, Ranks], Wo
     code = 0
     try:
         try:
-            channel.send(worker.start(lambda progress: _send_progress(channel, progress)))
+            with panics_as_errors():
+                ready = worker.start(lambda progress: _send_progress(channel, progress))
+            channel.send(ready)
             depth = orders.config.max_inflight_steps
             _serve(
                 worker,

@@ -24,6 +24,7 @@ import msgspec
 
 from config.errors import EngineDied
 from config.loading.env import environment
+from config.native import panics_as_errors
 from engine.process.child_process import describe_exit, python_command
 
 MAX_STARTS = 3
@@ -308,7 +309,9 @@ class _Server:
 
 def _answer(channel: socket.socket, call: Call, payload: bytes) -> int:
     try:
-        _report(channel, _RESULT, call(payload))
+        with panics_as_errors():
+            result = call(payload)
+        _report(channel, _RESULT, result)
     except MemoryError:
         return _OUT_OF_MEMORY
     except Exception as error:  # the border of this process: reported to the parent

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from config.errors import EngineDied, Overloaded, UserError
+from config.native import panics_as_errors
 from config.params.structured_output import FREE, GrammarSpec
 from engine.process.isolation import Call, CallBroken, CallKilled, ForkServer, Limits
 from engine.structured_output.grammar import Grammar, Vocabulary
@@ -115,17 +116,18 @@ class GrammarCompiler:
     def _compile_checked(self, spec: GrammarSpec) -> Grammar:
         assert self._vocabulary is not None, "compile before start"
         try:
-            vocabulary = self._vocabulary.result()
-            if spec.kind == FREE:
-                return Grammar(spec, vocabulary, limits_time=self._limits_time)
-            checked = self._check(spec)
-            return Grammar(
-                spec,
-                vocabulary,
-                checked.source,
-                checked.num_bytes,
-                limits_time=self._limits_time,
-            )
+            with panics_as_errors():
+                vocabulary = self._vocabulary.result()
+                if spec.kind == FREE:
+                    return Grammar(spec, vocabulary, limits_time=self._limits_time)
+                checked = self._check(spec)
+                return Grammar(
+                    spec,
+                    vocabulary,
+                    checked.source,
+                    checked.num_bytes,
+                    limits_time=self._limits_time,
+                )
         except (UserError, EngineDied):
             raise
         except Exception as error:  # the border of this thread: a bug of ours or the library's

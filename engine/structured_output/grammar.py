@@ -12,7 +12,9 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-from config.errors import UserError
+from config.checkpoint.tokenizer_bounds import check_tokenizer_file
+from config.errors import ConfigError, UserError
+from config.native import NativePanic, panics_as_errors
 from config.params.structured_output import FREE, GrammarSpec, ThinkingSpec
 from engine.structured_output.bounds import check_cycles, check_grammar_size, check_pattern_size
 from engine.structured_output.json_schema import prepare_schema
@@ -65,8 +67,10 @@ class Vocabulary:
         if not path.is_file():
             raise _error("this model has no tokenizer.json, which structured output needs")
         try:
-            self.tokens = LLTokenizer(str(path), n_vocab=vocab_size, eos_token=sorted(eos_ids))
-        except ValueError as error:
+            check_tokenizer_file(path)
+            with panics_as_errors():
+                self.tokens = LLTokenizer(str(path), n_vocab=vocab_size, eos_token=sorted(eos_ids))
+        except (ValueError, ConfigError, NativePanic) as error:
             raise _error(
                 f"this model's tokenizer is not fit for structured output: {error}"
             ) from None

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from config.errors import Overloaded
 from config.log import PROBES
+from config.native import panics_as_errors
 from server.anthropic.errors import is_messages, refusal
 from server.http.access_log import RequestRecord, attach_record, record_of
 from server.http.errors import CLIENT_CLOSED, ClientGone, Fault, fault_of
@@ -113,7 +114,8 @@ class AuthMiddleware:
         record = record_of(scope)
         try:
             record.owner = self._api_keys.check(scope)
-            await self._app(scope, receive, send)
+            with panics_as_errors():
+                await self._app(scope, receive, send)
         except ClientGone:
             record.status = CLIENT_CLOSED
         except Exception as error:  # process border: one response, one log line

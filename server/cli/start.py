@@ -10,6 +10,7 @@ from pathlib import Path
 from config import log
 from config.checkpoint.demo import NAMES
 from config.checkpoint.resolve import resolve
+from config.checkpoint.tokenizer_bounds import check_tokenizer_file
 from config.engine import DUMMY, EngineConfig
 from config.errors import CheckpointError, ConfigError, EngineDied
 from config.loading.env import cache_home
@@ -77,5 +78,7 @@ def resolve_checkpoint(engine: EngineConfig, server: ServerConfig, report: Repor
     check_checkpoint(engine, folder)
     if not server.skip_tokenizer_init:
         # Here, where it has a progress report and can be stopped; API servers find it in the cache.
-        tokenizer_folder(folder, Path(engine.cache_dir or cache_home()), report)
+        # Checked before any process is started.
+        found = tokenizer_folder(folder, Path(engine.cache_dir or cache_home()), report)
+        check_tokenizer_file(found / "tokenizer.json")
     return folder

@@ -18,7 +18,7 @@ from engine.transport.messages import Finish, Ready, engine_of
 from server.generation.outputs import Delta, Output, PositionLogprobs, Prompt, Timing
 from server.generation.sequence import Sequence
 from server.generation.validation import check_allowed_tokens, check_ids, check_sizes, output_limit
-from server.text.tokenizer import Tokenizer
+from server.text.tokenizer import INLINE_CHARACTERS, Tokenizer
 
 MAX_BAD_WORDS_CHARACTERS = 5_000
 """bad_words are tokenized on the event loop, twice: a few milliseconds."""
@@ -168,9 +168,11 @@ class Pipeline:
         if self.tokenizer is None:
             raise UserError("bad_words needs a tokenizer, this server has none", param="bad_words")
         length = sum(len(word) for word in params.bad_words)
-        if length > MAX_BAD_WORDS_CHARACTERS:
+        # They are encoded on the event loop.
+        most = MAX_BAD_WORDS_CHARACTERS * self.tokenizer.inline_characters // INLINE_CHARACTERS
+        if length > most:
             raise UserError(
-                f"bad_words has {length} characters, at most {MAX_BAD_WORDS_CHARACTERS} are taken",
+                f"bad_words has {length} characters, at most {most} are taken",
                 param="bad_words",
             )
         if 2 * len(params.bad_words) > MAX_BAD_WORDS:

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import msgspec
 
+from config.native import panics_as_errors
 from config.progress import Report
 
 REPORT_INTERVAL_S = 0.2
@@ -71,7 +72,8 @@ class ModelDownload:
     def _run(self) -> None:
         last: DownloadProgress | Exception
         try:
-            last = DownloadProgress(folder=self._resolve(self._report))
+            with panics_as_errors():
+                last = DownloadProgress(folder=self._resolve(self._report))
         except Stopped:
             return
         except Exception as error:  # border of the thread: report it

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from config.errors import DeadlineExceeded, EngineDied, Overloaded, UserError
+from config.native import panics_as_errors
 from config.params.sampling import SamplingParams
 from config.params.structured_output import GrammarSpec
 from engine.client.terms import RequestTerms
@@ -348,10 +349,11 @@ async def sse_frames(job: Job, writer: ChunkWriter) -> AsyncIterator[bytes]:
     """Frames of all of the job's deltas; an error is a frame too."""
     batcher = DeltaBatcher(job.state.config.stream_interval)
     try:
-        async for deltas in job.tracker:
-            if data := writer.feed(batcher.add(deltas)):
-                yield data
-        yield writer.ending()
+        with panics_as_errors():
+            async for deltas in job.tracker:
+                if data := writer.feed(batcher.add(deltas)):
+                    yield data
+            yield writer.ending()
     except Exception as error:  # process border: after status 200 an error can only be an event
         if isinstance(error, EngineDied):
             error = EngineFailed(str(error))

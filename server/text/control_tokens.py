@@ -16,6 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer as Encoder
 
 from config.errors import UserError
+from server.text.bounded_encoder import BoundedEncoder
 
 _MARK_CHARACTERS = 8
 _PRIVATE_USE = range(0xE000, 0xF900)
@@ -77,7 +78,7 @@ class ControlMarker:
 class ControlTokenEncoder:
     """Encodes marked texts for one tokenizer. Thread-safe."""
 
-    def __init__(self, encoder: Encoder, only: Collection[str] | None = None) -> None:
+    def __init__(self, encoder: BoundedEncoder, only: Collection[str] | None = None) -> None:
         """`only`: the tokens that texts must not become; None: all special ones."""
         added = encoder.get_added_tokens_decoder()
         special = {
@@ -111,6 +112,10 @@ class ControlTokenEncoder:
             ): token_id
             for token_id, token in added.items()
         }
+
+    def close(self) -> None:
+        """End the processes of the renamed tokenizer; safe to call twice."""
+        self._renamed_encoder.close()
 
     def is_marked(self, text: str) -> bool:
         """Whether `text` contains a marked control-token text."""
@@ -146,12 +151,12 @@ def _any_of(texts: Iterable[str]) -> "re.Pattern[str]":
     return re.compile("|".join(map(re.escape, ordered)) or "(?!)")
 
 
-def _renamed(encoder: Encoder, names: Mapping[str, str]) -> Encoder:
+def _renamed(encoder: BoundedEncoder, names: Mapping[str, str]) -> BoundedEncoder:
     """A copy of `encoder` with other names for its added tokens."""
     described = json.loads(encoder.to_str())
     for token in described["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
-    return Encoder.from_str(json.dumps(described))
+    return encoder.copy_of(Encoder.from_str(json.dumps(described)))
 
 
 def _refused(token: str) -> UserError:

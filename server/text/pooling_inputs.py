@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tokenizers import Encoding
-from tokenizers import Tokenizer as Encoder
 
 from config.errors import UserError
+from server.text.bounded_encoder import BoundedEncoder
 from server.text.long_texts import (
     TooManyTokens,
     has_enough_tokens,
@@ -71,7 +71,7 @@ def batches(texts: Sequence[Text], most_characters: int) -> Iterator[Sequence[Te
 
 
 def encode_inputs(
-    encoder: Encoder, texts: Sequence[Text], rule: TextInputOptions
+    encoder: BoundedEncoder, texts: Sequence[Text], rule: TextInputOptions
 ) -> list[InputTokens]:
     """The tokens of each text or pair. Raises TooManyTokens, and UserError when special tokens
     alone do not fit."""
@@ -98,7 +98,7 @@ def _first(encoding: Encoding) -> int:
     return types.index(1) if 1 in types else 0
 
 
-def _cut(encoder: Encoder, texts: Sequence[Text], rule: TextInputOptions) -> list[Encoding]:
+def _cut(encoder: BoundedEncoder, texts: Sequence[Text], rule: TextInputOptions) -> list[Encoding]:
     """The encodings of truncated texts with all of their special tokens."""
     sources: list[_Source] = []
     for text in texts:
@@ -146,7 +146,7 @@ def _least(rule: TextInputOptions, most: int | None) -> int | None:
     return min(limits, default=None)
 
 
-def _read(encoder: Encoder, sources: list[_Source]) -> list[Encoding]:
+def _read(encoder: BoundedEncoder, sources: list[_Source]) -> list[Encoding]:
     """The tokens of the part of each text that may remain (see `read_part`)."""
     parts = [source.first_part for source in sources]
     written = [source.written(part) for source, part in zip(sources, parts, strict=True)]
@@ -170,7 +170,7 @@ def _written(text: str, rule: TextInputOptions) -> str:
 
 
 def _cut_one(
-    encoder: Encoder, first: Encoding, second: Encoding | None, rule: TextInputOptions
+    encoder: BoundedEncoder, first: Encoding, second: Encoding | None, rule: TextInputOptions
 ) -> None:
     both = [first] if second is None else [first, second]
     for part, most in zip(both, (rule.max_first_tokens, rule.max_second_tokens), strict=False):

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from tokenizers import Encoding
-from tokenizers import Tokenizer as Encoder
 
 from config.errors import Overloaded, UserError
 from config.loading.env import cache_home
+from config.native import panics_as_errors
+from server.text.bounded_encoder import BoundedEncoder
 from server.text.control_tokens import ControlTokenEncoder
 from server.text.length_bounds import token_length_bound
 from server.text.long_texts import (
@@ -41,6 +42,8 @@ SHORT_CHARACTERS = 50_000
 MAX_CHARACTER_BYTES = 4
 MAX_PENDING = 1_024
 """Maximum number of texts that wait for a thread."""
+INLINE_GROWN_BYTES = 2**17
+"""Maximum bytes that the tokenizer may make of a text on the event loop: 0.06 s."""
 INLINE_COUNTED_CHARACTERS = 200_000
 """Longest text whose bytes are counted on the event loop: 0.2 ms."""
 _CUT_TOKENS = 16
@@ -72,7 +75,12 @@ class Tokenizer:
         self, files: TextFiles, threads: int = 2, *, special_tokens_as_text: bool = False
     ) -> None:
         """`special_tokens_as_text`: see `controls`."""
-        self._encoder: Encoder = files.encoder
+        self._encoder = BoundedEncoder(files.encoder, files.bounds)
+        self.inline_characters = 0
+        """Longest text that is encoded on the event loop."""
+        if files.bounds.has_linear_patterns:
+            most = INLINE_GROWN_BYTES // files.bounds.growth
+            self.inline_characters = min(INLINE_CHARACTERS, most)
         self.chat_template = files.chat_template
         self.special_tokens = files.special_tokens
         added = self._encoder.get_added_tokens_decoder()
@@ -87,7 +95,7 @@ class Tokenizer:
         self._partly_shown: dict[frozenset[int], TokenBytesTable] = {}
         """One for each combination of parsers."""
         self._visible_pieces = TokenBytesTable(self._encoder.id_to_token, rule, self.special_ids)
-        self._length_bound = token_length_bound(self._encoder)
+        self._length_bound = token_length_bound(files.encoder)
         self._special_tokens_as_text = special_tokens_as_text
         self.controls = ControlTokenEncoder(self._encoder) if special_tokens_as_text else None
         """Keeps text in messages from becoming control tokens; None: it may."""
@@ -133,7 +141,7 @@ class Tokenizer:
         elif most is not None:
             # Not on this class's threads: a refusal must not wait for other texts.
             await asyncio.to_thread(self._check_length, text, most)
-        if len(text) <= INLINE_CHARACTERS:
+        if len(text) <= self.inline_characters:
             return self.encode_now(text, add_special_tokens, most)
         return await self._on_thread(
             len(text), lambda: self.encode_now(text, add_special_tokens, most)
@@ -148,7 +156,7 @@ class Tokenizer:
         def encode(part: str) -> list[int]:
             return self.encode_now(part, add_special_tokens)
 
-        if len(text) <= INLINE_CHARACTERS:
+        if len(text) <= self.inline_characters:
             return encode(text)
         size = min(len(text), initial_characters(num_tokens))
         return await self._on_thread(
@@ -169,7 +177,7 @@ class Tokenizer:
         for batch in batches(texts, SHORT_CHARACTERS):
             size = sum(map(length_of, batch))
             try:
-                if size <= INLINE_CHARACTERS:
+                if size <= self.inline_characters:
                     result += self._inputs_now(batch, rule)
                 else:
                     result += await self._on_thread(size, partial(self._inputs_now, batch, rule))
@@ -240,7 +248,8 @@ class Tokenizer:
                 if length_of(text) > initial_characters(rule.most):
                     whole = text if isinstance(text, str) else "".join(text)
                     self._check_density(whole, rule.most, index)
-        return encode_inputs(self._encoder, texts, rule)
+        with panics_as_errors():
+            return encode_inputs(self._encoder, texts, rule)
 
     def unmarked(self, text: str) -> str:
         """`text` without the marks of `controls`."""
@@ -330,6 +339,9 @@ class Tokenizer:
 
     def close(self) -> None:
         """Stop the threads; waiting texts are dropped."""
+        self._encoder.close()
+        if self.controls is not None:
+            self.controls.close()
         self._short.shutdown(wait=False, cancel_futures=True)
         self._long.shutdown(wait=False, cancel_futures=True)
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,14 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Encoder
 
 from config.cache_folder import cache_errors, check_room, sync
+from config.checkpoint.tokenizer_bounds import (
+    MAX_TOKENIZER_BYTES,
+    TokenizerBounds,
+    check_tokenizer_file,
+)
 from config.errors import ConfigError
 from config.model.json_fields import MAX_JSON_BYTES, read_any_json, shown
+from config.native import NativePanic, panics_as_errors
 from config.owned_directory import OwnedDirectory
 from config.progress import Report, unreported
 
@@ -27,8 +33,6 @@ NAMED_TOKENS = (
     "cls_token",
     "mask_token",
 )
-MAX_TOKENIZER_BYTES = 256 * 2**20
-"""Maximum size of a tokenizer.json; with 262,144 tokens it has 35 MB."""
 CONVERTED_BYTES = 64 * 2**20
 """Room for a converted tokenizer; published ones are below 40 MB."""
 MAX_REASON = 300
@@ -52,24 +56,28 @@ class TextFiles:
     special_tokens: dict[str, str]
     """bos_token, eos_token, ... to their texts."""
     chat_template: str | dict[str, str] | None
+    bounds: TokenizerBounds = field(default_factory=TokenizerBounds)
+    """What the tokenizer can make of a text."""
 
 
 def read_text_files(path: str, cache_dir: Path) -> TextFiles:
     """Read a checkpoint's folder. Raises ConfigError when it holds no tokenizer we can read."""
     folder, source = Path(path), tokenizer_folder(path, cache_dir)
     config = _json(folder / "tokenizer_config.json") or _json(source / "tokenizer_config.json")
+    bounds = check_tokenizer_file(source / "tokenizer.json")
     encoder = _encoder(source / "tokenizer.json")
     encoder.no_truncation()
     encoder.no_padding()
     special_tokens = _special_tokens(folder, config)
     try:
-        _mark_special(encoder, config, special_tokens)
-    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+        with panics_as_errors():
+            _mark_special(encoder, config, special_tokens)
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError, NativePanic) as error:
         raise ConfigError(
             f"the added or special tokens in {folder / 'tokenizer_config.json'} have another form "
             f"than transformers writes: {error!r:.{MAX_REASON}}"
         ) from error
-    return TextFiles(encoder, special_tokens, _chat_template(folder, config))
+    return TextFiles(encoder, special_tokens, _chat_template(folder, config), bounds)
 
 
 def _check_size(file: Path) -> None:
@@ -77,22 +85,17 @@ def _check_size(file: Path) -> None:
         raise ConfigError(f"{file} has {num_bytes} bytes, at most {MAX_TOKENIZER_BYTES} are read")
 
 
-def _reason(error: BaseException) -> str:
+def _reason(error: Exception) -> str:
     """An error's text, which may quote the file, on one line."""
     return repr(str(error)[:MAX_REASON])[1:-1]
 
 
 def _encoder(file: Path) -> Encoder:
-    _check_size(file)
     try:
-        return Encoder.from_file(str(file))
+        with panics_as_errors():
+            return Encoder.from_file(str(file))
     except Exception as error:  # the library raises bare Exception for every fault of the file
         raise ConfigError(f"{file} cannot be read: {_reason(error)}") from error
-    except BaseException as error:
-        # What its native code raises when it panics, of a class that cannot be imported.
-        if type(error).__name__ != "PanicException":
-            raise
-        raise ConfigError(f"{file} cannot be read: {_reason(error)}") from None
 
 
 def tokenizer_folder(path: str, cache_dir: Path, report: Report = unreported) -> Path:

@@ -1,7 +1,6 @@
 """Checkpoints with absurd numbers: one sentence, in little time and memory, before anything is
 allocated."""
 
-import copy
 import json
 import os
 import random
@@ -163,7 +162,7 @@ ATTACKS: dict[str, tuple[Spoil, str]] = {
     "deep field": (_deep_field, "config.json .* nested too deeply"),
     "deep tokenizer": (
         partial(_write, name="tokenizer.json", data=b'{"model": ' + DEEP + b"}"),
-        "tokenizer.json cannot be read: recursion limit",
+        "tokenizer.json cannot be read: ",
     ),
     "version": (
         partial(_set, name="tokenizer.json", version="\n\x1b[31m"),
@@ -185,6 +184,10 @@ ATTACKS: dict[str, tuple[Spoil, str]] = {
         "names '../../etc/passwd', it must",
     ),
     "index missing": (partial(_index, name="gone.safetensors"), "gone.safetensors, which is not"),
+    "index of a long name": (
+        partial(_index, name="x" * 5_000 + ".safetensors"),
+        "xxx.safetensors, which is not there",
+    ),
     "header of 2^63": (
         partial(_write, name=WEIGHTS, data=(2**63).to_bytes(8, "little") + b"{}"),
         "header has 9223372036854775808 bytes, at most 2 ",
@@ -469,49 +472,6 @@ def _serve(model: Path, tmp_path: Path) -> tuple[float, int, int, list[str]]:
         process.returncode = os.waitstatus_to_exitcode(status)
     seconds = usage.ru_utime + usage.ru_stime
     return seconds, usage.ru_maxrss * 1024, process.returncode, log.read_text().splitlines()
-
-
-ODD: list[Any] = [
-    *(0, -1, 1, 3, 10**9, 10**12, 2**63, 10**30, 10**400, 0.5, 1e308, 1e-320, True, None, "", "x"),
-    *(float("nan"), float("inf"), "\0", "\n\x1b[31m", [], [[]], {}, [None], [10**30], {"0": "a"}),
-    *({"rope_type": "yarn"}, {"type": "dynamic"}, {"factor": "x"}),
-]
-
-
-def _changed(value: Any, chance: random.Random) -> Any:
-    """`value` with one thing in it changed or taken away."""
-    if isinstance(value, dict) and value and chance.random() < 0.8:
-        name = chance.choice(list(value))
-        rest = {key: inner for key, inner in value.items() if key != name}
-        return rest if chance.random() < 0.2 else {**value, name: _changed(value[name], chance)}
-    if isinstance(value, list) and value and chance.random() < 0.7:
-        place = chance.randrange(len(value))
-        return [*value[:place], _changed(value[place], chance), *value[place + 1 :]]
-    return copy.deepcopy(chance.choice(ODD))
-
-
-def test_random_changes_are_refused_in_one_sentence_or_served(
-    original: Path, tmp_path: Path
-) -> None:
-    chance = random.Random(20261122)
-    names = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
-    contents = {file.name: file.read_bytes() for file in original.iterdir()}
-    refused = 0
-
-    with _in_seconds(60):
-        for _ in range(300):
-            for name, data in contents.items():
-                (tmp_path / name).write_bytes(data)
-            name = chance.choice([*names, names[0], names[0]])
-            content = _changed(json.loads(contents[name]), chance)
-            (tmp_path / name).write_text(json.dumps(content))
-            try:
-                _open(tmp_path, tmp_path / "cache")
-            except ConfigError as error:
-                refused += 1
-                assert "\n" not in str(error)
-
-    assert 0 < refused < 300
 
 
 def test_random_changes_of_a_gguf_file_are_refused_or_converted(tmp_path: Path) -> None:

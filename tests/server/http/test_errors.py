@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 from http_rig import TalkingClient, in_memory, on_port
+from native_panics import panic
 from scripted_client import ScriptedClient
 
 from config.errors import Overloaded
@@ -380,6 +381,42 @@ async def test_a_bug_in_a_route_that_the_library_finds_is_the_same_500() -> None
 
         check(response, 500, type="server_error", param=None, code=None)
         assert response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_panic_of_a_native_extension_is_the_same_500(is_stream: bool) -> None:
+    client = TalkingClient()
+
+    class Panicking:
+        def __getattr__(self, name: str) -> Any:
+            panic()
+
+    def broken(queue: Any) -> bool:
+        queue.say(65, logprobs=[Panicking()])
+        return False
+
+    client.before = broken
+    async with in_memory(client) as rig:
+        response = await rig.chat(logprobs=True, stream=is_stream)
+
+        if is_stream:
+            (error,) = [line for line in response.text.splitlines() if '"error"' in line]
+            assert json.loads(error.removeprefix("data: "))["error"]["type"] == "server_error"
+        else:
+            check(response, 500, type="server_error", param=None, code=None)
+        assert "Onig" not in response.text
+
+
+async def test_a_panic_in_a_route_is_the_same_500() -> None:
+    class Panicking(list[str]):
+        def __iter__(self) -> Any:
+            panic()
+
+    async with in_memory() as rig:
+        rig.state.model_names = Panicking(["a"])  # type: ignore[assignment]  # it panics
+        response = await rig.http.get("/v1/models")
+
+        check(response, 500, type="server_error", param=None, code=None)
 
 
 async def test_a_body_over_the_limit_is_refused_before_and_while_it_is_read() -> None:

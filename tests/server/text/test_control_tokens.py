@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
+from config.checkpoint.tokenizer_bounds import TokenizerBounds
 from config.errors import UserError
+from server.text.bounded_encoder import BoundedEncoder
 from server.text.chat_template import ChatTemplate
 from server.text.control_tokens import ControlTokenEncoder
 from server.text.tokenizer import Tokenizer as Text
@@ -124,7 +126,7 @@ def of_words(*special: AddedToken) -> Tokenizer:
     ids=["found in changed text", "found as a word", "a word of the model", "one character"],
 )
 def test_a_control_token_that_cannot_be_avoided_is_refused_by_name(token: AddedToken) -> None:
-    controls = ControlTokenEncoder(of_words(token))
+    controls = ControlTokenEncoder(BoundedEncoder(of_words(token), TokenizerBounds()))
 
     with pytest.raises(UserError, match=re.escape(f"'{token.content}'")):
         controls.encode(controls.marked(f"a {token.content} a"), False)

@@ -1,0 +1,131 @@
+"""BoundedEncoder: a tokenizer of a checkpoint that encodes within limits of time and memory."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from tokenizers import Encoding
+from tokenizers import Tokenizer as Encoder
+
+from config.checkpoint.tokenizer_bounds import TokenizerBounds
+from config.errors import RequestFailed, UserError
+from config.native import NativePanic, panics_as_errors
+from engine.process.isolation import Call, CallBroken, CallKilled, ForkServer, Limits
+from server.text.long_texts import without_lone_surrogates
+
+UNLIMITED_GROWTH = 16
+"""A tokenizer that makes a text at most so much longer encodes all texts in this process."""
+MAX_DIRECT_BYTES = 16 * 2**20
+"""Other tokenizers encode here what they make at most so many bytes of, in 1 to 8 s."""
+LIMITS = Limits(cpu_s=5.0, wall_s=10.0, memory_bytes=2 * 2**30, stack_bytes=8 * 2**20)
+"""All other texts are encoded in a process with these limits."""
+MAX_REPLY_BYTES = 64 * 2**20
+
+Text = str | tuple[str, str]
+
+
+class BoundedEncoder:
+    """A tokenizer of the tokenizers library. Thread-safe.
+
+    Texts whose time or memory have no bound are encoded in a fork that can be killed; all others,
+    and those of ordinary checkpoints, are encoded directly. Everything else is the library's.
+    """
+
+    def __init__(self, encoder: Encoder, bounds: TokenizerBounds) -> None:
+        self._encoder = encoder
+        self.bounds = bounds
+        self._max_direct_bytes: float = MAX_DIRECT_BYTES // bounds.growth
+        if not bounds.has_linear_patterns:
+            self._max_direct_bytes = -1
+        elif bounds.growth <= UNLIMITED_GROWTH:
+            self._max_direct_bytes = float("inf")
+        self._is_ordinary = self._max_direct_bytes == float("inf")
+        setup = b"" if self._is_ordinary else encoder.to_str().encode()
+        self._isolation = ForkServer("server.text.bounded_encoder", setup, LIMITS)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._encoder, name)
+
+    def copy_of(self, encoder: Encoder) -> "BoundedEncoder":
+        """A bounded encoder for a changed copy of this encoder's tokenizer."""
+        return BoundedEncoder(encoder, self.bounds)
+
+    def encode_batch_fast(
+        self, texts: Sequence[Text], add_special_tokens: bool = True
+    ) -> list[Encoding]:
+        """The tokens of each text or pair. Raises UserError for a text that the tokenizer cannot
+        encode, or not within the limits."""
+        if not self._is_ordinary and _num_bytes(texts) > self._max_direct_bytes:
+            return self._encode_isolated(texts, add_special_tokens)
+        try:
+            with panics_as_errors():
+                encodings: list[Encoding] = self._encoder.encode_batch_fast(
+                    texts, add_special_tokens=add_special_tokens
+                )
+        except NativePanic as error:
+            raise _refused(texts, error) from None
+        return encodings
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `ids`. Raises RequestFailed if the tokenizer cannot decode them."""
+        try:
+            with panics_as_errors():
+                text: str = self._encoder.decode(ids, skip_special_tokens=skip_special_tokens)
+        except NativePanic as error:
+            raise RequestFailed(
+                f"the tokenizer of this model cannot decode {len(ids)} tokens: {error}"
+            ) from None
+        return text
+
+    def close(self) -> None:
+        """End the process of isolated texts; safe to call twice."""
+        self._isolation.close()
+
+    def _encode_isolated(self, texts: Sequence[Text], add_special_tokens: bool) -> list[Encoding]:
+        clean = [
+            without_lone_surrogates(text)
+            if isinstance(text, str)
+            else tuple(map(without_lone_surrogates, text))
+            for text in texts
+        ]
+        try:
+            reply = self._isolation.call(msgspec.msgpack.encode((clean, add_special_tokens)))
+        except (CallKilled, CallBroken) as error:
+            raise _refused(texts, error) from None
+        return [_encoding(state) for state in msgspec.msgpack.decode(reply, type=list[bytes])]
+
+
+def prepare(setup: bytes) -> Call:
+    """The entry point of the fork server: a tokenizer in JSON."""
+    encoder = Encoder.from_str(setup.decode())
+
+    def encode(payload: bytes) -> bytes:
+        texts, add_special_tokens = msgspec.msgpack.decode(payload)
+        whole = [text if isinstance(text, str) else tuple(text) for text in texts]
+        encodings = encoder.encode_batch_fast(whole, add_special_tokens=add_special_tokens)
+        reply = msgspec.msgpack.encode([encoding.__getstate__() for encoding in encodings])
+        if len(reply) > MAX_REPLY_BYTES:
+            raise ValueError(f"its tokens take {len(reply)} bytes, at most {MAX_REPLY_BYTES} may")
+        return reply
+
+    return encode
+
+
+def _encoding(state: bytes) -> Encoding:
+    encoding = Encoding()
+    encoding.__setstate__(state)
+    return encoding
+
+
+def _num_bytes(texts: Sequence[Text]) -> int:
+    return sum(
+        len(part.encode("utf-8", "replace"))
+        for text in texts
+        for part in ((text,) if isinstance(text, str) else text)
+    )
+
+
+def _refused(texts: Sequence[Text], error: Exception) -> UserError:
+    return UserError(
+        f"the tokenizer of this model cannot encode a text of {_num_bytes(texts)} bytes: {error}"
+    )

@@ -1,0 +1,111 @@
+"""Texts of a tokenizer without bounds are encoded in a process that can be killed."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import text_folders
+from hostile_files import CATASTROPHE, hostile_tokenizer, replace_rule, split
+from native_panics import EVIL
+from tokenizers import Regex, pre_tokenizers
+
+from config.checkpoint.tokenizer_bounds import TokenizerBounds
+from config.errors import UserError
+from engine.process.isolation import ForkServer, Limits
+from server.text import bounded_encoder
+from server.text.bounded_encoder import BoundedEncoder
+from server.text.tokenizer import Tokenizer
+from server.text.tokenizer_files import TextFiles
+
+QUADRATIC = r"\s+$"
+"""Linear for most texts, but not for long runs of spaces."""
+
+
+def catastrophic() -> BoundedEncoder:
+    """An encoder whose pattern is taken for linear."""
+    encoder = text_folders.byte_level()
+    steps = [pre_tokenizers.Split(Regex(CATASTROPHE), "isolated"), encoder.pre_tokenizer]
+    encoder.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    return BoundedEncoder(encoder, TokenizerBounds())
+
+
+@pytest.fixture
+def unbounded(tmp_path: Path) -> Iterator[Tokenizer]:
+    """A tokenizer with a pattern of another form than the known ones."""
+    tokenizer = Tokenizer.load(hostile_tokenizer(tmp_path, {"pre_tokenizer": split(QUADRATIC)}))
+    yield tokenizer
+    tokenizer.close()
+
+
+async def test_an_unknown_pattern_gives_the_same_ids_in_a_process_of_its_own(
+    unbounded: Tokenizer,
+) -> None:
+    direct = Tokenizer(replace(files_of(unbounded), bounds=TokenizerBounds()))
+    texts = ["Hello, the world  ", "", "<s>\u00e9\ud800", "a <tool> b\n " * 500]
+
+    ids = [await unbounded.encode(text, False) for text in texts]
+
+    assert ids == [await direct.encode(text, False) for text in texts]
+    assert unbounded._encoder._isolation.pid is not None
+    assert direct._encoder._isolation.pid is None
+
+
+def files_of(tokenizer: Tokenizer) -> TextFiles:
+    return TextFiles(tokenizer._encoder._encoder, {}, None, tokenizer._encoder.bounds)
+
+
+async def test_a_text_that_takes_too_long_is_refused_and_others_go_on(
+    unbounded: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = Limits(cpu_s=0.3, wall_s=5.0, memory_bytes=2**30, stack_bytes=2**23)
+    encoder = unbounded._encoder
+    name, setup = "server.text.bounded_encoder", encoder.to_str().encode()
+    monkeypatch.setattr(encoder, "_isolation", ForkServer(name, setup, limits))
+    await unbounded.encode("warm", False)
+    slow = asyncio.create_task(unbounded.encode(" " * 100_000 + "x", False))
+
+    longest_s = 0.0
+    while not slow.done():
+        start_s = time.monotonic()
+        await asyncio.sleep(0.01)
+        longest_s = max(longest_s, time.monotonic() - start_s)
+
+    with pytest.raises(UserError, match=r"text of 100001 bytes: it took longer than 0\.3 s of"):
+        await slow
+    assert longest_s < 0.25
+    assert await unbounded.encode("a", False)
+    encoder.close()
+
+
+async def test_a_text_that_grows_beyond_a_bound_is_encoded_in_a_process(tmp_path: Path) -> None:
+    rule = replace_rule("h", "h" * 1_000)
+    tokenizer = Tokenizer.load(hostile_tokenizer(tmp_path, {"normalizer": rule}))
+    most = bounded_encoder.MAX_DIRECT_BYTES // 2_000
+
+    short = await tokenizer.encode("h", False)
+    pid_before = tokenizer._encoder._isolation.pid
+    long = await tokenizer.encode("x" * (most + 1), False)
+    pid_after = tokenizer._encoder._isolation.pid
+    tokenizer.close()
+
+    assert (len(short), len(long)) == (1_000, most + 1)
+    assert pid_before is None
+    assert pid_after is not None
+    assert tokenizer.inline_characters == 2**17 // 2_000
+
+
+def test_a_panic_of_the_library_is_the_callers_fault() -> None:
+    with pytest.raises(UserError, match="text of 201 bytes: a native extension panicked: Onig"):
+        catastrophic().encode_batch_fast([EVIL])
+
+
+def test_a_panic_in_a_fork_is_told_as_such() -> None:
+    bounds = TokenizerBounds(has_linear_patterns=False)
+    encoder = BoundedEncoder(catastrophic()._encoder, bounds)
+
+    with pytest.raises(UserError, match="a native extension panicked: Onig"):
+        encoder.encode_batch_fast([EVIL])
+    encoder.close()
