@@ -10,6 +10,7 @@ from config.model import json_fields as fields
 from config.params import sampling
 from config.params import structured_output as grammar
 from config.server import ServerConfig
+from engine.process import isolation as processes
 from engine.structured_output import bounds as grammar_bounds
 from engine.structured_output import compilation, json_schema
 from server.generation import validation
@@ -41,6 +42,8 @@ def isolation(limits: compilation.Limits) -> str:
     [
         f"| a grammar {isolation(compilation.LIMITS)}",
         f"| a template of a request {isolation(isolated_template.LIMITS)}",
+        f"uses no CPU time for {processes.STUCK_S:g} s while a request waits",
+        f"A new fork server may take {processes.START_TIMEOUT_S:g} s to read",
         f"stopped after {template.TIME_LIMIT_S:g} s on a thread, and after "
         f"{template.INLINE_LIMIT_S * 1e3:g} ms",
         f"| URL and headers | {DEFAULTS.h11_max_incomplete_event_size // KIB} KiB,",

@@ -35,6 +35,7 @@ from engine.transport.messages import (
     FRONT_END_SHIFT,
     REGISTER_ADAPTER,
     SLEEP,
+    SLEEPING,
     UNLOAD_ADAPTER,
     WAKE_UP,
     AddRequest,
@@ -55,8 +56,6 @@ from hpu.protocol import (
 )
 
 logger = logging.getLogger(__name__)
-
-SLEEPING = "the engine sleeps"
 
 CALL_POLL_S = 50e-6
 """How often an idle engine, whose devices compute padding for others, looks for the next call."""

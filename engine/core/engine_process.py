@@ -27,6 +27,7 @@ from engine.process.child_process import (
     read_orders,
     run_child,
 )
+from engine.process.restarts import mark_ready
 from engine.transport.channels import (
     HIGH_WATER,
     TCP,
@@ -244,7 +245,7 @@ class MessageSender:
         """Send to one front end, or to all (None). May be called from any thread."""
         try:
             if isinstance(message, Ready):
-                self._ready_mark.touch()
+                mark_ready(self._ready_mark)
             with self._lock:
                 to = range(len(self._sockets)) if front_end is None else (front_end,)
                 for index in to:

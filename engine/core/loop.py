@@ -144,7 +144,8 @@ class EngineLoop:
         max_waiting = self._config.scheduler.max_queue_len
         num_waiting = self._inbox.qsize() + len(self._compiling)
         if num_waiting >= max_waiting and message.resumption is None:
-            self._reject(message, f"{num_waiting} requests wait, at most {max_waiting} may")
+            error = f"{num_waiting} requests wait, at most {max_waiting} may"
+            self._reject(message, Overloaded(error))
             return
         hashes: list[bytes] = []
         if self._block_size is not None:
@@ -239,11 +240,16 @@ class EngineLoop:
         if isinstance(result, Grammar):
             self._inbox.put((front_end, message, hashes, result))
         else:
-            param = result.param if isinstance(result, UserError) else None
-            self._reject(message, str(result), param)
+            self._reject(message, result)
 
-    def _reject(self, message: AddRequest, error: str, param: str | None = None) -> None:
-        finish = Finish(message.key, "error", error=error, param=param)
+    def _reject(self, message: AddRequest, error: Exception) -> None:
+        finish = Finish(
+            message.key,
+            "error",
+            error=str(error),
+            param=error.param if isinstance(error, UserError) else None,
+            is_retryable=isinstance(error, Overloaded),
+        )
         self._emit(message.key >> FRONT_END_SHIFT, StepOutput(step=0, finished=[finish]))
 
     def stop(self, reason: BaseException) -> None:

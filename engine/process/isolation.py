@@ -6,6 +6,7 @@ its memory. The fork costs 4 ms from a process of 120 MiB.
 """
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -17,7 +18,9 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NoReturn
 
 import msgspec
@@ -25,12 +28,14 @@ import msgspec
 from config.errors import EngineDied
 from config.loading.env import environment
 from config.native import panics_as_errors
-from engine.process.child_process import describe_exit, python_command
+from engine.process.child_process import FAULTS, describe_exit, python_command
 
 MAX_STARTS = 3
 """Attempts at one call when the fork server itself is lost."""
 START_TIMEOUT_S = 60.0
-"""How long a fork server may take to prepare its state."""
+"""How long a fork server may take to prepare its state, while it uses processor time."""
+STUCK_S = 3.0
+"""A fork server that owes a fork and uses no processor time for so long is killed and replaced."""
 CLOSE_S = 0.5
 """How long a closed fork server may take to end by itself."""
 GRACE_S = 1.0
@@ -44,12 +49,12 @@ Call = Callable[[bytes], bytes]
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Limits of one call. Processor and wall time end it by a signal, also inside native code."""
+    """Limits of a call. Processor and wall time end it by a signal, also inside native code."""
 
     cpu_s: float
     wall_s: float
     memory_bytes: int
-    """Address space beyond that of the fork server."""
+    """Address space beyond the address space of the fork server."""
     stack_bytes: int
 
 
@@ -57,7 +62,13 @@ CLOSED = "the process that isolates third-party code was closed"
 
 
 class CallKilled(Exception):
-    """The process of a call ended without a result: it crashed or met a limit."""
+    """The process of a call ended without a result: it crashed, or used too much processor time or
+    memory. The same call would end so again."""
+
+
+class CallInterrupted(CallKilled):
+    """The process of a call ended for a reason that may lie outside of the call: its wall time, on
+    a busy machine, or a signal of another process. The same call may succeed later."""
 
 
 class CallBroken(Exception):
@@ -71,7 +82,7 @@ class _Orders(msgspec.Struct, frozen=True):
 
 
 class ForkServer:
-    """Runs calls of one module. Thread-safe; starts when first needed, and again after it died.
+    """Runs calls of a module. Thread-safe; starts when first needed, and again after it died.
     `module` has `prepare(setup: bytes) -> Call`, which runs once."""
 
     def __init__(self, module: str, setup: bytes, limits: Limits) -> None:
@@ -93,20 +104,19 @@ class ForkServer:
             self._connect()
 
     def call(self, payload: bytes) -> bytes:
-        """Run the call in a fork and return its result. Blocks. Raises CallKilled, CallBroken, and
-        EngineDied when no fork server can be started, or it was closed."""
+        """Run the call in a fork and return its result. Blocks. Raises CallKilled, CallBroken,
+        CallInterrupted also when no fork server can be started, and EngineDied after `close`."""
         for _ in range(MAX_STARTS):
             ours, theirs = socket.socketpair()
             with ours:
                 with theirs:
-                    if not self._send_channel(theirs):
-                        continue
-                ours.settimeout(START_TIMEOUT_S)
-                with contextlib.suppress(ConnectionError, TimeoutError):
-                    # The fork reports that it runs: before, `prepare` may still be running.
-                    if _receive_frame(ours) == (_READY, b""):
-                        return self._result_unless_closed(ours, payload)
-        raise EngineDied("the process that isolates third-party code cannot be started")
+                    process = self._send_channel(theirs)
+                if process is None:
+                    continue
+                if self._await_fork(ours, process):
+                    return self._result_unless_closed(ours, payload)
+                self._replace(process)
+        raise CallInterrupted("its process cannot be started")
 
     def close(self) -> None:
         """End the fork server and all its calls; safe to call twice."""
@@ -123,15 +133,40 @@ class ForkServer:
             process.kill()
             process.wait()
 
-    def _send_channel(self, channel: socket.socket) -> bool:
+    def _send_channel(self, channel: socket.socket) -> "subprocess.Popen[bytes] | None":
+        """Ask for a fork that serves `channel`; the fork server, or None if it was lost."""
         with self._lock:
             control = self._connect()
             try:
-                socket.send_fds(control, [b"c"], [channel.fileno()])
+                # Without waiting: a stopped fork server reads nothing.
+                socket.send_fds(control, [b"c"], [channel.fileno()], socket.MSG_DONTWAIT)
             except OSError:
                 self._forget()
+                return None
+            return self._process
+
+    def _await_fork(self, channel: socket.socket, process: "subprocess.Popen[bytes]") -> bool:
+        """Wait until the fork reports that it runs; before, `prepare` may still be running. False
+        when the fork server has ended, or is stuck."""
+        poll = select.poll()
+        poll.register(channel, select.POLLIN)
+        end, before = time.monotonic() + START_TIMEOUT_S, _processor_time(process.pid)
+        while not poll.poll(STUCK_S * 1e3):
+            used = _processor_time(process.pid)
+            if used == before or time.monotonic() > end:
                 return False
-            return True
+            before = used
+        channel.settimeout(STUCK_S)
+        try:
+            return _receive_frame(channel) == (_READY, b"")
+        except (ConnectionError, TimeoutError):
+            return False
+
+    def _replace(self, process: "subprocess.Popen[bytes]") -> None:
+        """Kill the fork server `process`, unless another call has replaced it."""
+        with self._lock:
+            if self._process is process:
+                self._forget()
 
     def _connect(self) -> socket.socket:
         if self._is_closed:
@@ -166,7 +201,7 @@ class ForkServer:
         try:
             return self._result_of(channel, payload)
         except CallKilled:
-            # `close` has ended it, which says nothing about the payload.
+            # `close` has ended the process, which says nothing about the payload.
             if self._is_closed:
                 raise EngineDied(CLOSED) from None
             raise
@@ -178,14 +213,16 @@ class ForkServer:
             kind, data = _receive_frame(channel)
         except TimeoutError:
             # Closing the channel makes the fork server kill the call.
-            raise CallKilled(f"it took longer than {self._limits.wall_s:g} s") from None
+            raise CallInterrupted(f"it took longer than {self._limits.wall_s:g} s") from None
         except ConnectionError:
-            raise CallKilled("its process was lost") from None
+            raise CallInterrupted("its process was lost") from None
         if kind == _RESULT:
             return data
         if kind == _FAILED:
             raise CallBroken(data.decode("utf-8", "replace"))
-        raise CallKilled(self._why(int(data)))
+        code = int(data)
+        is_caused_by_call = code >= 0 or -code in (*FAULTS, signal.SIGPROF)
+        raise (CallKilled if is_caused_by_call else CallInterrupted)(self._why(code))
 
     def _why(self, code: int) -> str:
         limits = self._limits
@@ -200,6 +237,8 @@ class ForkServer:
 
 
 _OUT_OF_MEMORY = 17
+_PR_SET_PDEATHSIG = 1
+"""prctl(2): the signal that this process gets when its parent dies."""
 
 
 def main() -> None:
@@ -287,6 +326,8 @@ class _Server:
     def _run_fork(self, channel: socket.socket) -> NoReturn:
         code = 1
         try:
+            # A fork server that is replaced is killed; a stopped fork would remain.
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._control.close()
@@ -317,6 +358,17 @@ def _answer(channel: socket.socket, call: Call, payload: bytes) -> int:
     except Exception as error:  # the border of this process: reported to the parent
         _report(channel, _FAILED, f"{type(error).__name__}: {error}".encode()[:4096])
     return 0
+
+
+def _processor_time(pid: int) -> int:
+    """Clock ticks that the process has used; proc(5), fields 14 and 15 of stat."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return 0
+    # The second field is the name in parentheses, which may hold blanks.
+    fields = stat.rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
 
 
 def _on_stack(stack_bytes: int, work: Callable[[], int]) -> int:

@@ -1,20 +1,29 @@
 """RestartLimit: how often a process that ends is started again, and after which wait."""
 
+import os
 import time
 from pathlib import Path
 
 STABLE_S = 60.0
 """A process that lived so long after it was ready may be restarted as often as a new one."""
 FIRST_WAIT_S, MAX_WAIT_S = 0.5, 30.0
-"""Before the second restart in a row, doubled with each one, and, if nothing else is set, before
-any."""
+"""The wait before the second restart in a row, which doubles with each further restart, and its
+default maximum."""
+
+
+def mark_ready(mark: Path) -> None:
+    """Record in the modification time of `mark` that this process is ready now. The time is that of
+    the monotonic clock, which all processes of a machine share: the wall clock may be set."""
+    mark.touch()
+    now_s = time.monotonic()
+    os.utime(mark, (now_s, now_s))
 
 
 class RestartLimit:
-    """Restarts of one process. It makes the file `mark` each time it is ready."""
+    """Restarts of a process, which calls `mark_ready(mark)` each time it is ready."""
 
     def __init__(self, mark: Path, max_restarts: int, max_wait_s: float = MAX_WAIT_S) -> None:
-        """At most `max_restarts` in a row, each at most `max_wait_s` after the end."""
+        """Allows `max_restarts` in a row, each up to `max_wait_s` after the end."""
         self._mark = mark
         self._max_wait_s = max_wait_s
         self.max_restarts = max_restarts
@@ -23,7 +32,7 @@ class RestartLimit:
     def wait_s(self, *, is_misconfigured: bool = False) -> float | None:
         """The process has ended: how long to wait before it is started again; None if it is not."""
         try:
-            life_s = time.time() - self._mark.stat().st_mtime
+            life_s = time.monotonic() - self._mark.stat().st_mtime
             self._mark.unlink()
             if life_s > STABLE_S:
                 self.in_a_row = 0

@@ -2,7 +2,12 @@
 
 The grammar library is native code: a spec that overflows its stack, or that it does not finish
 compiling, must not end the engine. So a spec is first compiled and followed for some tokens in a
-fork with limits. If that succeeds, it is compiled here from the same source, with more stack."""
+fork with limits. If that succeeds, it is compiled here from the same source, with more stack.
+
+A spec that the library refuses, crashes on, or does not finish within the processor time and memory
+of a fork is a UserError, which is cached like a grammar. A trial that another cause ended (its wall
+time on a busy machine, a signal, a lost process) raises Overloaded, and the next request tries
+again."""
 
 import contextlib
 import logging
@@ -17,7 +22,14 @@ import msgspec
 from config.errors import EngineDied, Overloaded, UserError
 from config.native import panics_as_errors
 from config.params.structured_output import FREE, GrammarSpec
-from engine.process.isolation import Call, CallBroken, CallKilled, ForkServer, Limits
+from engine.process.isolation import (
+    Call,
+    CallBroken,
+    CallInterrupted,
+    CallKilled,
+    ForkServer,
+    Limits,
+)
 from engine.structured_output.grammar import Grammar, Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -105,6 +117,8 @@ class GrammarCompiler:
             num_bytes = sum(map(_bytes_of, cached.values()))
             while len(cached) > MAX_CACHED + MAX_PENDING or num_bytes > MAX_CACHED_BYTES:
                 num_bytes -= _bytes_of(cached.popitem(last=False)[1])
+        # Outside of the lock: it may run at once.
+        future.add_done_callback(lambda done: self._forget_interrupted(spec, done))
         return future
 
     def close(self) -> None:
@@ -112,6 +126,14 @@ class GrammarCompiler:
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self._fork_server is not None:
             self._fork_server.close()
+
+    def _forget_interrupted(self, spec: GrammarSpec, done: "Future[Grammar]") -> None:
+        """Drop a result that says nothing about `spec` from the cache."""
+        if not done.cancelled() and isinstance(done.exception(), UserError | None):
+            return
+        with self._lock:
+            if self._cached.get(spec) is done:
+                del self._cached[spec]
 
     def _compile_checked(self, spec: GrammarSpec) -> Grammar:
         assert self._vocabulary is not None, "compile before start"
@@ -128,8 +150,10 @@ class GrammarCompiler:
                     checked.num_bytes,
                     limits_time=self._limits_time,
                 )
-        except (UserError, EngineDied):
+        except (UserError, Overloaded, EngineDied):
             raise
+        except MemoryError:
+            raise Overloaded(f"there is no memory to compile the {spec.kind}") from None
         except Exception as error:  # the border of this thread: a bug of ours or the library's
             logger.exception("a grammar of kind %s broke the compiler", spec.kind)
             raise UserError(f"the {spec.kind} cannot be compiled: {error}") from error
@@ -138,10 +162,14 @@ class GrammarCompiler:
                 self._num_pending -= 1
 
     def _check(self, spec: GrammarSpec) -> _Checked:
-        """Compile `spec` in a fork. Raises UserError when that fails or its process dies."""
+        """Compile `spec` in a fork. Raises UserError when the spec is to blame for a failure, else
+        Overloaded."""
         assert self._fork_server is not None, "compile before start"
         try:
             answer = self._fork_server.call(msgspec.msgpack.encode(spec))
+        except CallInterrupted as error:
+            logger.warning("Compiling a %s was interrupted: %s", spec.kind, error)
+            raise Overloaded(f"compiling the {spec.kind} was interrupted: {error}") from None
         except (CallKilled, CallBroken) as error:
             logger.warning("A %s was refused, since compiling it failed: %s", spec.kind, error)
             raise UserError(
@@ -158,8 +186,10 @@ def prepare(setup: bytes) -> Call:
     parsed = msgspec.msgpack.decode(setup, type=_Setup)
     vocabulary = Vocabulary(parsed.folder, parsed.vocab_size, frozenset(parsed.eos_ids))
     decode = msgspec.msgpack.Decoder(GrammarSpec).decode
-    # Initializes the library once, so that this memory is not counted below.
-    Grammar(GrammarSpec("json_object"), vocabulary)
+    # Initializes the library once, so that this memory is not counted below. A vocabulary that
+    # cannot spell JSON may still spell other grammars.
+    with contextlib.suppress(UserError):
+        Grammar(GrammarSpec("json_object"), vocabulary)
 
     def check(payload: bytes) -> bytes:
         spec = decode(payload)

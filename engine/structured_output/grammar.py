@@ -45,6 +45,8 @@ GROWTH_BYTES_PER_S = 64 * 2**20
 share, by at most GROWTH_BYTES_PER_S of the time beyond (measured)."""
 MAX_MESSAGE_CHARACTERS = 300
 MAX_MARKERS = 16
+UNSPELLABLE = ("NoExtensionBias", "; forced bytes: got ")
+"""Parts of the library's errors when no token spells what the grammar requires next."""
 
 JSON_FORM: Any = {
     # At most one blank where JSON allows any number: small models otherwise write blanks until
@@ -130,7 +132,7 @@ class Grammar:
         self._matcher = LLMatcher(vocabulary.tokens, self.source, log_level=0, limits=limits)
         if self._matcher.is_error():
             raise _error(
-                f"the {spec.kind} cannot be compiled: {_first_part(self._matcher.get_error())}"
+                f"the {spec.kind} cannot be compiled: {_reason(self._matcher.get_error())}"
             )
         error = None if is_checked else self._probe(spec.kind)
         if error is not None:
@@ -203,7 +205,7 @@ class GrammarState:
             mask = self._matcher.compute_bitmask()
             self.bitmask = np.frombuffer(mask, dtype="<u4", count=len(self.eos))
         if self._matcher is not None and self._matcher.is_error():
-            self.error = _first_part(self._matcher.get_error())
+            self.error = _reason(self._matcher.get_error())
 
 
 class Guide:
@@ -377,6 +379,14 @@ _SOURCES: dict[str, Callable[[str, Vocabulary], str]] = {
     "grammar": lambda text, _: _grammar(text),
     "structural_tag": _structural_tag,
 }
+
+
+def _reason(error: str) -> str:
+    """The reason of a matcher's error."""
+    message = _first_part(error)
+    if any(words in message for words in UNSPELLABLE):
+        return "this model's vocabulary has no token for what the grammar requires next"
+    return message
 
 
 def _first_part(message: str) -> str:

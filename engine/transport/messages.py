@@ -113,6 +113,10 @@ class Control(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag
 ToEngine = AddRequest | Abort | Control
 
 
+SLEEPING = "the engine sleeps"
+"""`Finish.error` of requests that an engine ends, or refuses, because it sleeps."""
+
+
 class Finish(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """The last message about a key. Times are those in the queue, in prefill and in decode."""
 
@@ -130,7 +134,7 @@ class Finish(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """The caller's parameter that `error` is about, empty for the request as a whole; None for an
     internal error."""
     is_retryable: bool = False
-    """The engine sleeps: the same request may succeed later."""
+    """The engine sleeps or has no room: the same request may succeed later."""
     is_timeout: bool = False
     """AddRequest.timeout_s has passed; `error` says what it had reached."""
 

@@ -14,7 +14,7 @@ from config.server import ServerConfig
 from engine.client.base import EngineClient
 from engine.client.output_queue import RequestOutputQueue, Update
 from engine.client.terms import NO_TERMS, RequestTerms
-from engine.transport.messages import Finish, Ready, engine_of
+from engine.transport.messages import SLEEPING, Finish, Ready, engine_of
 from server.generation.outputs import Delta, Output, PositionLogprobs, Prompt, Timing
 from server.generation.sequence import Sequence
 from server.generation.validation import check_allowed_tokens, check_ids, check_sizes, output_limit
@@ -364,11 +364,11 @@ async def _get(queue: RequestOutputQueue) -> Update:
 
 def check_finish(finish: Finish) -> None:
     """Raise an exception for a sequence that failed: UserError if a setting of the request caused
-    it, Overloaded if the engine went to sleep, DeadlineExceeded, else RequestFailed."""
+    it, Overloaded if the engine sleeps or has no room, DeadlineExceeded, else RequestFailed."""
     if finish.reason not in ("stop", "length"):
         reason = finish.error or f"the engine ended the request: {finish.reason}"
         if finish.is_retryable:
-            raise asleep()
+            raise asleep() if reason == SLEEPING else Overloaded(reason)
         if finish.is_timeout:
             raise DeadlineExceeded(reason, has_started=finish.prefill_s > 0)
         if finish.param is not None:

@@ -30,6 +30,7 @@ from engine.client.launcher import ProcessEnd
 from engine.client.queue_limits import QueueLimits
 from engine.client.router import RouterClient
 from engine.client.zmq import ZmqClient
+from engine.process.restarts import mark_ready
 from server.app.application import create_app
 from server.http.peer_proxy import Peers, listen
 from server.http.protocol import HttpConfig, HttpProtocol
@@ -395,7 +396,7 @@ class ApiServer:
 
     def _mark_ready(self) -> None:
         if self._args.ready_path is not None:
-            Path(self._args.ready_path).touch()
+            mark_ready(Path(self._args.ready_path))
 
     async def _watch(self, serving: "asyncio.Task[None]", opening: "asyncio.Task[None]") -> int:
         reporter = ProgressReporter(self._started_s)

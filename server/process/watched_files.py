@@ -14,7 +14,7 @@ Signature = tuple[tuple[int, int, int] | None, ...]
 class WatchedFiles:
     """Calls `reload` once the files have changed, and have then stayed the same between two polls:
     several may be replaced one after the other. If it raises ConfigError, what was read before
-    stays in use, and the files are tried again when they change again."""
+    stays in use, and each later poll tries again: the cause may be gone by then."""
 
     def __init__(self, paths: Sequence[str], what: str, reload: Callable[[], None]) -> None:
         """`what` they are, for the log."""
@@ -22,6 +22,8 @@ class WatchedFiles:
         self._what = what
         self._reload = reload
         self._read = self._seen = self._signature()
+        self._refused: Signature | None = None
+        """The last state of the files that could not be read, which was logged."""
 
     def poll(self) -> None:
         """Look once. A few calls of stat."""
@@ -30,12 +32,14 @@ class WatchedFiles:
         is_settled, self._seen = signature == self._seen, signature
         if not (is_new and is_settled):
             return
-        self._read = signature
         try:
             self._reload()
         except ConfigError as error:
-            logger.error("%s: not read again, the old one stays in use: %s", self._what, error)
+            if signature != self._refused:
+                logger.error("%s: not read again, the old one stays in use: %s", self._what, error)
+            self._refused = signature
         else:
+            self._read, self._refused = signature, None
             logger.info("%s: read again from %s", self._what, " and ".join(self._paths))
 
     def _signature(self) -> Signature:

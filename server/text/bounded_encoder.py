@@ -8,9 +8,16 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as Encoder
 
 from config.checkpoint.tokenizer_bounds import TokenizerBounds
-from config.errors import RequestFailed, UserError
+from config.errors import Overloaded, RequestFailed, UserError
 from config.native import NativePanic, panics_as_errors
-from engine.process.isolation import Call, CallBroken, CallKilled, ForkServer, Limits
+from engine.process.isolation import (
+    Call,
+    CallBroken,
+    CallInterrupted,
+    CallKilled,
+    ForkServer,
+    Limits,
+)
 from server.text.long_texts import without_lone_surrogates
 
 UNLIMITED_GROWTH = 16
@@ -54,7 +61,7 @@ class BoundedEncoder:
         self, texts: Sequence[Text], add_special_tokens: bool = True
     ) -> list[Encoding]:
         """The tokens of each text or pair. Raises UserError for a text that the tokenizer cannot
-        encode, or not within the limits."""
+        encode, or not within the limits; Overloaded when another cause ended the process."""
         if not self._is_ordinary and _num_bytes(texts) > self._max_direct_bytes:
             return self._encode_isolated(texts, add_special_tokens)
         try:
@@ -90,6 +97,8 @@ class BoundedEncoder:
         ]
         try:
             reply = self._isolation.call(msgspec.msgpack.encode((clean, add_special_tokens)))
+        except CallInterrupted as error:
+            raise Overloaded(f"encoding a text was interrupted: {error}") from None
         except (CallKilled, CallBroken) as error:
             raise _refused(texts, error) from None
         return [_encoding(state) for state in msgspec.msgpack.decode(reply, type=list[bytes])]

@@ -22,7 +22,7 @@ from jinja2 import TemplateError
 from config.errors import ConfigError, Overloaded, UserError
 from config.model.json_fields import MAX_JSON_BYTES
 from config.whole_files import read_limited
-from engine.process.isolation import CallKilled, ForkServer
+from engine.process.isolation import CallInterrupted, CallKilled, ForkServer
 from server.text.messages import Message
 from server.text.template_renderer import (
     MAX_CHARACTERS,
@@ -246,6 +246,8 @@ class ChatTemplate:
         call = partial(isolation.call, payload)
         try:
             answer = await asyncio.get_running_loop().run_in_executor(self._isolated, call)
+        except CallInterrupted as error:
+            raise Overloaded(f"rendering the chat template was interrupted: {error}") from None
         except CallKilled as error:
             raise UserError(
                 f"the chat template was stopped: {error}", param="chat_template"

@@ -1,13 +1,23 @@
-"""Calls for the tests of engine/process/isolation.py: each payload says what the call is to do."""
+"""Calls for the tests of engine/process/isolation.py: each payload says what the call is to do.
+
+The setup `fail` makes the preparation raise an exception; `spin 1` makes it compute for a second.
+"""
 
 import ctypes
 import os
+import signal
 import time
 from collections.abc import Callable
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     prepared_in = os.getpid()
+    if setup == b"fail":
+        raise SystemExit(1)
+    if setup.startswith(b"spin "):
+        end = time.monotonic() + float(setup[5:])
+        while time.monotonic() < end:
+            pass
 
     def call(payload: bytes) -> bytes:
         name, _, argument = payload.partition(b" ")
@@ -24,6 +34,8 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
             time.sleep(60)
         if name == b"allocate":
             return b"%d" % len(bytearray(int(argument)))
+        if name in (b"kill", b"stop"):
+            os.kill(os.getpid(), signal.SIGKILL if name == b"kill" else signal.SIGSTOP)
         if name == b"exit":
             os._exit(5)
         raise ValueError(payload.decode())

@@ -55,7 +55,7 @@ class Acquisition:
         if self._file is not None and self._owner == os.getpid():
             self._file.seek(0)
             self._file.truncate()
-            self._file.write(f"0 {time.time()}")
+            self._file.write(f"0 {time.monotonic()}")
             self._file.flush()
             fcntl.flock(self._file, fcntl.LOCK_UN)
             self._file.close()
@@ -78,8 +78,9 @@ class Acquisition:
                 f"module {self.module} is held by process {owner}"
             ) from None
         if len(words) == 2:
-            waited = time.time() - float(words[1])
-            if words[0] == "0" and waited < self._config.release_delay_s:
+            # Negative if the machine was started again since.
+            waited = time.monotonic() - float(words[1])
+            if words[0] == "0" and 0 <= waited < self._config.release_delay_s:
                 fcntl.flock(file, fcntl.LOCK_UN)
                 file.close()
                 raise RuntimeError(
@@ -89,6 +90,6 @@ class Acquisition:
                 )
         file.seek(0)
         file.truncate()
-        file.write(f"{os.getpid()} {time.time()}")
+        file.write(f"{os.getpid()} {time.monotonic()}")
         file.flush()
         return file

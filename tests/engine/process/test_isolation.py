@@ -11,9 +11,16 @@ import pytest
 from live import alive, children_of
 
 from config.errors import EngineDied
-from engine.process.isolation import CallBroken, CallKilled, ForkServer, Limits
+from engine.process import isolation
+from engine.process.isolation import (
+    CallBroken,
+    CallInterrupted,
+    CallKilled,
+    ForkServer,
+    Limits,
+)
 
-LIMITS = Limits(cpu_s=0.4, wall_s=0.8, memory_bytes=128 * 2**20, stack_bytes=2**20)
+LIMITS = Limits(cpu_s=0.2, wall_s=0.8, memory_bytes=128 * 2**20, stack_bytes=2**20)
 
 
 @pytest.fixture(scope="module")
@@ -35,25 +42,28 @@ def test_a_call_runs_on_the_prepared_state_in_a_process_of_its_own(server: ForkS
 
 
 @pytest.mark.parametrize(
-    ("payload", "reason"),
+    ("payload", "reason", "kind"),
     [
-        (b"crash", "was killed by SIGSEGV"),
-        (b"exit", "exited with code 5"),
-        (b"spin", "longer than 0.4 s of processor time"),
-        (b"sleep", "longer than 0.8 s"),
-        (b"allocate 500000000", "more than 128 MiB"),
+        (b"crash", "was killed by SIGSEGV", CallKilled),
+        (b"exit", "exited with code 5", CallKilled),
+        (b"spin", "longer than 0.2 s of processor time", CallKilled),
+        (b"allocate 500000000", "more than 128 MiB", CallKilled),
+        (b"sleep", "longer than 0.8 s", CallInterrupted),
+        (b"kill", "was killed by SIGKILL", CallInterrupted),
+        (b"stop", "longer than 0.8 s", CallInterrupted),
     ],
 )
 def test_what_crashes_hangs_or_grows_ends_only_its_call(
-    server: ForkServer, payload: bytes, reason: str
+    server: ForkServer, payload: bytes, reason: str, kind: type[Exception]
 ) -> None:
     prepared_in = server.call(b"pids").split()[0]
     start = time.monotonic()
 
-    with pytest.raises(CallKilled, match=reason):
+    with pytest.raises(CallKilled, match=reason) as raised:
         server.call(payload)
 
-    assert time.monotonic() - start < 2
+    assert type(raised.value) is kind
+    assert time.monotonic() - start < 3
     assert server.call(b"pids").split()[0] == prepared_in
 
 
@@ -103,6 +113,64 @@ def test_a_fork_server_that_is_killed_is_started_again() -> None:
     echoed = server.call(b"echo again")
 
     assert echoed == b"again" and server.pid != first
+    server.close()
+
+
+def test_a_stopped_fork_server_is_replaced_and_its_processes_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(isolation, "STUCK_S", 0.3)
+    server = ForkServer("tests.support.isolated_calls", b"", LIMITS)
+    server.call(b"echo")
+    assert server.pid is not None
+    stopped = psutil.Process(server.pid)
+
+    with ThreadPoolExecutor(3) as threads:
+        running = threads.submit(server.call, b"sleep")
+        while not (forks := children_of(stopped.pid)):
+            time.sleep(0.01)
+        stopped.suspend()
+        echoed = list(threads.map(server.call, [b"echo 1", b"echo 2"]))
+        with pytest.raises(CallInterrupted):
+            running.result()
+
+    assert echoed == [b"1", b"2"] and server.pid != stopped.pid
+    assert not stopped.is_running() and not any(map(alive, forks))
+    server.close()
+
+
+def test_a_fork_server_that_is_stopped_while_it_prepares_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(isolation, "STUCK_S", 0.3)
+    server = ForkServer("tests.support.isolated_calls", b"", LIMITS)
+    server.start()
+    assert server.pid is not None
+    stopped = psutil.Process(server.pid)
+    stopped.suspend()
+
+    assert server.call(b"echo again") == b"again"
+    assert server.pid != stopped.pid
+    server.close()
+
+
+def test_a_fork_server_may_prepare_for_longer_than_a_stuck_process_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(isolation, "STUCK_S", 0.3)
+    server = ForkServer("tests.support.isolated_calls", b"spin 1", LIMITS)
+    server.start()
+    pid = server.pid
+
+    assert server.call(b"pids").split()[0] == b"%d" % (pid or 0)
+    server.close()
+
+
+def test_a_fork_server_that_cannot_prepare_interrupts_the_call() -> None:
+    server = ForkServer("tests.support.isolated_calls", b"fail", LIMITS)
+
+    with pytest.raises(CallInterrupted, match="cannot be started"):
+        server.call(b"echo")
     server.close()
 
 

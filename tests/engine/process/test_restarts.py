@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.process.restarts import MAX_WAIT_S, STABLE_S, RestartLimit
+from engine.process.restarts import MAX_WAIT_S, STABLE_S, RestartLimit, mark_ready
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def test_waits_double_until_their_limit_and_restarts_end_at_theirs(mark: Path) -
     limit = RestartLimit(mark, 9)
     waits = []
     for _ in range(10):
-        mark.touch()
+        mark_ready(mark)
         waits.append(limit.wait_s())
 
     assert waits == [0, 0.5, 1, 2, 4, 8, 16, MAX_WAIT_S, MAX_WAIT_S, None]
@@ -27,10 +27,10 @@ def test_waits_double_until_their_limit_and_restarts_end_at_theirs(mark: Path) -
 def test_a_process_that_lived_for_long_is_restarted_as_a_new_one(mark: Path) -> None:
     limit = RestartLimit(mark, 2)
     for _ in range(6):
-        mark.touch()
+        mark_ready(mark)
         limit.wait_s()
-        mark.touch()
-        then = time.time() - STABLE_S - 1
+        mark_ready(mark)
+        then = time.monotonic() - STABLE_S - 1
         os.utime(mark, (then, then))
 
         assert limit.wait_s() == 0
@@ -40,8 +40,24 @@ def test_a_first_start_that_fails_is_not_repeated_and_a_later_one_is(mark: Path)
     limit = RestartLimit(mark, 3, max_wait_s=0)
     assert limit.wait_s() is None
 
-    mark.touch()
+    mark_ready(mark)
     assert limit.wait_s() == 0
     # Killed while it starts again, or a setting is wrong.
     assert limit.wait_s() == 0
     assert limit.wait_s(is_misconfigured=True) is None
+
+
+@pytest.mark.parametrize("step_s", [-3600, 3600])
+def test_a_step_of_the_wall_clock_is_no_life(
+    mark: Path, monkeypatch: pytest.MonkeyPatch, step_s: int
+) -> None:
+    limit = RestartLimit(mark, 2)
+    mark_ready(mark)
+    wall_clock = time.time
+    monkeypatch.setattr(time, "time", lambda: wall_clock() + step_s)
+
+    limit.wait_s()
+    mark_ready(mark)
+    limit.wait_s()
+
+    assert limit.in_a_row == 2

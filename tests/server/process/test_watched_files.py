@@ -31,6 +31,28 @@ def test_files_are_read_again_once_they_have_settled(tmp_path: Path) -> None:
     assert read == ["2233"]
 
 
+def test_files_that_could_not_be_read_for_a_moment_are_read_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("1")
+    read: list[str] = []
+    failures = [ConfigError("too many open files")] * 2
+
+    def reload() -> None:
+        if failures:
+            raise failures.pop()
+        read.append(file.read_text())
+
+    watched = WatchedFiles([str(file)], "TLS certificate", reload)
+    file.write_text("22")
+    for _ in range(6):
+        watched.poll()
+
+    assert read == ["22"]
+    assert [record.levelname for record in caplog.records].count("ERROR") == 1
+
+
 def test_what_cannot_be_read_is_logged_once_and_tried_after_the_next_change(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
