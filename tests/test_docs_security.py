@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from config import traffic, whole_files
 from config.checkpoint import gguf_metadata, safetensors_files
 from config.checkpoint import tokenizer_bounds as tokenizer
+from config.loading import sources
 from config.model import json_fields as fields
 from config.params import sampling
 from config.params import structured_output as grammar
@@ -13,11 +15,12 @@ from config.server import ServerConfig
 from engine.process import isolation as processes
 from engine.structured_output import bounds as grammar_bounds
 from engine.structured_output import compilation, json_schema
+from hpu.bucketing import file as bucket_file
 from server.generation import validation
+from server.http import auth, json_decoder, tls
 from server.http import body_bounds as bounds
-from server.http import json_decoder
 from server.http import protocol as http_protocol
-from server.process import open_files
+from server.process import open_files, supervisor
 from server.text import bounded_encoder, isolated_template
 from server.text import chat_template as template
 from server.text import template_renderer as renderer
@@ -95,6 +98,15 @@ def isolation(limits: compilation.Limits) -> str:
         f"| added tokens of a tokenizer | {tokenizer.MAX_ADDED_TOKENS:,}, of "
         f"{tokenizer.MAX_ADDED_CHARACTERS:,} characters",
         f"| tokens that a tokenizer adds to a text | {tokenizer.MAX_SPECIAL_TOKENS} |",
+        f"| file of settings | {sources.MAX_FILE_BYTES // KIB} KiB, {sources.MAX_FILE_KEYS:,} "
+        f"keys, {sources.MAX_FILE_DEPTH} levels, no aliases",
+        f"| API keys, TLS files | {auth.MAX_FILE_BYTES // MIB} MiB, "
+        f"{tls.MAX_FILE_BYTES // MIB} MiB; regular files only",
+        f"| {fields.MAX_JSON_BYTES // MIB} MiB, {fields.MAX_JSON_BYTES // MIB} MiB, "
+        f"{bucket_file.MAX_FILE_BYTES // MIB} MiB, {traffic.MAX_TRAFFIC_BYTES // MIB} MiB; a pipe "
+        f"must end within {whole_files.PIPE_TIMEOUT_S:g} s",
+        f"| room reserved for notices to API servers | {supervisor.RESERVED_BYTES // KIB} KiB",
+        f"| JSON files of a checkpoint | {fields.MAX_JSON_BYTES // MIB} MiB;",
         f"| header of a safetensors file | {safetensors_files.MAX_HEADER_BYTES // MIB} MiB",
         f"| metadata of a GGUF file | {gguf_metadata.MAX_METADATA_BYTES // MIB} MiB, "
         f"{gguf_metadata.MAX_ELEMENTS:,} array elements",

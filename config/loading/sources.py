@@ -240,18 +240,25 @@ def _parsed(text: str) -> object:
     depth = 0
     # From a stream, or errors would quote the line.
     for event in yaml.parse(io.StringIO(text), Loader=yaml.SafeLoader):
-        line = event.start_mark.line + 1 if event.start_mark else 0
         if isinstance(event, yaml.AliasEvent):
-            raise ValueError(f"line {line} has the alias *{event.anchor}, write the value itself")
+            raise ValueError(
+                f"{_line(event)} has the alias *{event.anchor}, write the value itself"
+            )
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > MAX_FILE_DEPTH:
-                raise ValueError(f"line {line} is nested more than {MAX_FILE_DEPTH} deep")
+                raise ValueError(f"{_line(event)} is nested more than {MAX_FILE_DEPTH} deep")
         depth -= isinstance(event, yaml.CollectionEndEvent)
     content = yaml.safe_load(io.StringIO(text))
     # An integer of more digits than Python writes, 0xfff..., would break errors that quote it.
     repr(content)
     return content
+
+
+def _line(event: yaml.Event) -> str:
+    mark = event.start_mark
+    assert mark is not None, "the text has lines"
+    return f"line {mark.line + 1}"
 
 
 def _known(word: str, value: object, source: str, problems: list[str]) -> str:

@@ -41,6 +41,9 @@ MAX_PROBES = 3
 FULL_WARNING_S = 10.0
 """Seconds between two warnings that the connection limit is reached."""
 
+REJECTION_LOG_S = 1.0
+"""Seconds between two lines of rejected requests."""
+
 _TCP_CLOSE = 7
 """TCP_CLOSE in Linux's tcp_states.h: the state of a reset connection."""
 _STATUS_LINE_START = b"HTTP/1.1 "
@@ -64,6 +67,8 @@ class HttpConfig(uvicorn.Config):
         self.limits = limits
         self.max_connections = max_connections
         self.warned_full_s = -math.inf
+        self.logged_rejection_s = -math.inf
+        self.num_rejected = 0
 
     def load(self) -> None:
         super().load()
@@ -376,7 +381,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _reject(self, fault: Fault) -> None:
         """Respond with `fault`, and drop further input. If responses to earlier requests are due,
         these are completed instead, and `fault` is not sent."""
-        logger.info("rejected a request from %s: %s", self._peer(), fault.message)
+        self._log_rejection(fault)
         if self.transport.is_closing():
             return
         reading_cycle = self.cycle if self._read_state is _ReadState.BODY else None
@@ -401,6 +406,20 @@ class HttpProtocol(HttpToolsProtocol):
             with contextlib.suppress(OSError):
                 self.transport.write_eof()
         self.flow.resume_reading()
+
+    def _log_rejection(self, fault: Fault) -> None:
+        """Log a rejected request, at most once in REJECTION_LOG_S: a client may send nothing else,
+        and --disable-access-log does not drop these lines."""
+        config, now_s = self._http_config, self.loop.time()
+        config.num_rejected += 1
+        if now_s - config.logged_rejection_s >= REJECTION_LOG_S:
+            config.logged_rejection_s = now_s
+            logger.info(
+                "rejected a request from %s, %d so far: %s",
+                self._peer(),
+                config.num_rejected,
+                fault.message,
+            )
 
     def _reject_connection(self) -> None:
         max_connections = self._http_config.max_connections

@@ -9,7 +9,8 @@ let tableMode = "launches", shapes = [], abortController = null, model = null;
 
 function headers() {
   const key = sessionStorage.getItem(KEY_STORAGE_NAME);
-  return key ? { Authorization: `Bearer ${key}` } : {};
+  // fetch refuses characters above U+00FF in a header: send the bytes of UTF-8, which the server compares.
+  return key ? { Authorization: `Bearer ${String.fromCharCode(...new TextEncoder().encode(key))}` } : {};
 }
 
 function createElement(tag, text = "", classes = "") {
@@ -26,16 +27,18 @@ const formatSeconds = (value) =>
   value === null ? "–" : value < 1 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(value < 10 ? 2 : 1)} s`;
 
 async function refresh() {
-  let answer;
+  let answer, state;
   try {
     answer = await fetch("page/state", { headers: headers(), cache: "no-store" });
+    // A proxy may answer with a page of its own.
+    if (answer.ok) state = await answer.json();
   } catch {
     return showStatus("unreachable");
   }
   byId("key-form").hidden = answer.status !== 401;
   if (answer.status === 401) return showStatus("key needed");
   if (!answer.ok) return showStatus("unreachable");
-  render(await answer.json());
+  render(state);
 }
 
 function showStatus(state) {
@@ -229,7 +232,7 @@ async function sendMessage(text, urls) {
       body: JSON.stringify({ model, messages, stream: true }),
       signal: abortController.signal,
     });
-    if (!answer.ok) throw new Error((await answer.json()).error.message);
+    if (!answer.ok) throw new Error(await errorMessage(answer));
     for await (const event of readEvents(answer.body)) {
       if (event.error) throw new Error(event.error.message);
       const delta = event.choices[0]?.delta ?? {};
@@ -246,6 +249,15 @@ async function sendMessage(text, urls) {
   abortController = null;
   byId("send").textContent = "Send";
   refresh();
+}
+
+// A proxy's own error is no JSON.
+async function errorMessage(answer) {
+  try {
+    return (await answer.json()).error.message;
+  } catch {
+    return `The server answered ${answer.status}.`;
+  }
 }
 
 async function* readEvents(body) {
@@ -293,7 +305,8 @@ byId("question").addEventListener("keydown", (event) => {
 });
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  sessionStorage.setItem(KEY_STORAGE_NAME, byId("key").value);
+  // Control characters, which fetch refuses in a header, are in no key.
+  sessionStorage.setItem(KEY_STORAGE_NAME, byId("key").value.replace(/[\x00-\x1f\x7f]/g, ""));
   byId("key").value = "";
   refresh();
 });

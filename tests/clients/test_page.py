@@ -1,15 +1,17 @@
 """The status page at / in a real browser: a chat, and figures that update."""
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from live import LiveServer, running
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Page, Route, expect, sync_playwright
 from tiny_vision import image_bytes, make_tiny_vision, picture
 
 pytestmark = pytest.mark.clients
@@ -134,3 +136,57 @@ def test_a_chat_works_and_the_figures_update(
     assert (tmp_path / "wide.png").stat().st_size > 20_000
     assert said == []
     assert all(url.startswith(server.url) or url.startswith("data:") for url in foreign)
+
+
+MARKUP = '<img src=x onerror="document.title = 1"><script>document.title = 1</script>'
+KEY = "ключ-€"
+
+
+def test_no_name_answer_or_error_becomes_markup(
+    pytestconfig: pytest.Config, tmp_path: Path, page: Page
+) -> None:
+    flags = (f"--served-model-name={MARKUP}", f"--api-key={KEY}", "--dtype=float32")
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    python = pytestconfig.getoption("--server-python")
+    with running("demo", tmp_path / "log", *flags, python=python) as live:
+        page.goto(f"{live.url}/")
+        expect(page.locator("#status")).to_have_text("key needed", timeout=PATIENCE_MS)
+        for key, state in ((MARKUP, "key needed"), ("falsch-€", "key needed"), (KEY, "ready")):
+            page.fill("#key", key)
+            page.click("#key-form button")
+            expect(page.locator("#status")).to_have_text(state, timeout=PATIENCE_MS)
+        expect(page.locator("#model")).to_have_text(MARKUP)
+
+        page.route("**/v1/chat/completions", lambda route: route.fulfill(status=502, body=MARKUP))
+        say(page, MARKUP)
+        expect(page.locator("#messages .error")).to_have_text("The server answered 502.")
+        page.unroute("**/v1/chat/completions")
+        answers = (
+            {"error": {"message": MARKUP}},
+            {"choices": [{"delta": {"reasoning": MARKUP, "content": MARKUP}}]},
+        )
+        for answer in answers:
+            body = f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n"
+            page.route("**/v1/chat/completions", partial(fulfil, body))
+            say(page, MARKUP)
+            expect(page.locator("#messages > div").last).to_contain_text(MARKUP)
+            page.unroute("**/v1/chat/completions")
+
+        page.route("**/page/state", lambda route: route.fulfill(status=200, body=MARKUP))
+        expect(page.locator("#status")).to_have_text("unreachable", timeout=PATIENCE_MS)
+
+        assert page.locator("img").count() == 0
+        assert page.locator("script").count() == 1
+        assert page.title() == f"{MARKUP} · gaudiserve"
+        assert errors == []
+
+
+def fulfil(body: str, route: Route) -> None:
+    route.fulfill(status=200, content_type="text/event-stream", body=body)
+
+
+def say(page: Page, text: str) -> None:
+    page.fill("#question", text)
+    page.click("#send")
+    expect(page.locator("#send")).to_have_text("Send")

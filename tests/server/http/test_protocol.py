@@ -555,3 +555,16 @@ def test_a_path_and_a_forwarded_address_cannot_forge_log_lines(
 
     (record,) = [one for one in caplog.records if one.name == RequestRecord.__module__]
     assert "client=127.0.0.1" in record.getMessage()
+
+
+def test_a_flood_of_rejected_requests_writes_few_lines(caplog: pytest.LogCaptureFixture) -> None:
+    started_s = time.monotonic()
+    with served() as rig, caplog.at_level(logging.INFO, "server.http.protocol"):
+        for _ in range(50):
+            with connect(rig) as sock:
+                sock.sendall(b"garbage\r\n\r\n")
+                assert status_of(read_all(sock)) == 400
+    lines = [one for one in caplog.messages if one.startswith("rejected a request from 127.0.0.1")]
+
+    assert 1 <= len(lines) <= 1 + time.monotonic() - started_s
+    assert lines[0].endswith("1 so far: Invalid HTTP request received.")

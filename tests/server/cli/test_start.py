@@ -1,0 +1,25 @@
+"""server/cli/start.py: where a start keeps what it converts."""
+
+from pathlib import Path
+
+import pytest
+
+from config.engine import EngineConfig
+from config.progress import unreported
+from config.server import ServerConfig
+from server.cli import start
+
+
+def test_a_converted_tokenizer_goes_to_the_cache_folder_of_the_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "resolve", lambda *_, **__: "folder")
+    monkeypatch.setattr(start, "check_checkpoint", lambda *_: None)
+    folders: list[Path] = []
+    monkeypatch.setattr(start, "tokenizer_folder", lambda _, cache, __: folders.append(cache))
+
+    start.resolve_checkpoint(
+        EngineConfig(model="tiny", cache_dir=str(tmp_path)), ServerConfig(), unreported
+    )
+
+    assert folders == [tmp_path]
