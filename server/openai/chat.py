@@ -1,5 +1,6 @@
 """POST /v1/chat/completions and its token count."""
 
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -7,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.http.access_log import record_of
-from server.http.body import json_response, parse
+from server.http.body import built_response, json_response, parse
 from server.http.openapi import ANSWERS, GENERATES, takes
 from server.openai.chat_request import count_prompt_tokens, start_chat
 from server.openai.chunks import ChatChunks
@@ -35,7 +36,8 @@ def chat_routes(state: AppState) -> APIRouter:
         if body.stream:
             shows = body.include_reasoning is not False
             return stream_response(job, ChatChunks(job, echo, shows_reasoning=shows))
-        return json_response(_whole(job, await collect_choices(job, request), echo))
+        choices = await collect_choices(job, request)
+        return await built_response(partial(_whole, job, choices, echo), job.num_answer_values)
 
     @router.post(
         "/v1/chat/completions/input_tokens",

@@ -1,6 +1,7 @@
 """POST /v1/completions: texts or token ids in, what follows them out, whole or streamed."""
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -12,7 +13,7 @@ from config.params.sampling import SamplingParams
 from server.generation.outputs import Prompt
 from server.generation.validation import check_comparable, truncate_prompt
 from server.http.access_log import log_prompt, record_of
-from server.http.body import json_response, parse
+from server.http.body import built_response, parse
 from server.http.openapi import ANSWERS, GENERATES, takes
 from server.openai.chunks import CompletionChunks, echo_logprobs
 from server.openai.schema.completions import CompletionBody, numbers_of_ids
@@ -50,10 +51,11 @@ def completion_routes(state: AppState) -> APIRouter:
     )
     async def create_completion(request: Request) -> Response:
         job = await _start(state, request)
-        texts = _prompt_texts(job) if job.body.echo else None
+        texts = await _echoed_texts(job) if job.body.echo else None
         if job.body.stream:
             return stream_response(job, CompletionChunks(job, texts, _hidden(job)))
-        return json_response(_whole(job, await collect_choices(job, request), texts))
+        choices = await collect_choices(job, request)
+        return await built_response(partial(_whole, job, choices, texts), job.num_answer_values)
 
     return router
 
@@ -63,7 +65,7 @@ async def _start(state: AppState, request: Request) -> Job:
     body = await parse(CompletionBody, await state.bodies.read_object(request))
     model = state.model(body.model)
     body.check()
-    params = _params(state, body)
+    params = await _params(state, body)
     prompts = await _prompts(state, body, params)
     if state.config.enable_log_requests:
         for prompt in prompts:
@@ -82,7 +84,7 @@ async def _start(state: AppState, request: Request) -> Job:
     )
 
 
-def _params(state: AppState, body: CompletionBody) -> SamplingParams:
+async def _params(state: AppState, body: CompletionBody) -> SamplingParams:
     prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
@@ -92,7 +94,7 @@ def _params(state: AppState, body: CompletionBody) -> SamplingParams:
         if logprobs is None:
             # Needed to select the most likely choices.
             logprobs = 0
-    params = body.sampling(
+    params = await body.sampling_params(
         state.sampling_defaults,
         max_tokens=body.limit,
         logprobs=logprobs,
@@ -122,6 +124,13 @@ async def _prompts(state: AppState, body: CompletionBody, params: SamplingParams
         )
 
     return await asyncio.gather(*map(prompt, given))
+
+
+async def _echoed_texts(job: Job) -> list[str]:
+    """`_prompt_texts`; many tokens are decoded on a thread."""
+    if job.generation.num_prompt_tokens <= INLINE_IDS:
+        return _prompt_texts(job)
+    return await asyncio.to_thread(_prompt_texts, job)
 
 
 def _prompt_texts(job: Job) -> list[str]:

@@ -22,6 +22,7 @@ from server.generation.answer_parser import ChoiceParsers
 from server.generation.beam_search import BeamSearchGeneration
 from server.generation.outputs import Delta, GenerationStream, Prompt, StreamT
 from server.http.access_log import RequestRecord, record_of
+from server.http.body import INLINE_VALUES
 from server.http.disconnect import CancelOnDisconnect
 from server.http.errors import EngineFailed, Fault, fault_of
 from server.http.sse import Envelope, EventStream
@@ -38,6 +39,11 @@ from server.serving.timeouts import timeout_of
 from server.serving.tracking import RequestTracker
 
 T = TypeVar("T")
+
+MAX_PROMPT_LOGPROBS = 2**19
+"""Log-probabilities of prompt tokens in an answer: 35 MiB of JSON."""
+CHOICE_VALUES_PER_TOKEN = 0.25
+"""A token's text weighs as much as this many values of JSON."""
 
 GRAMMAR_TIMEOUT_S = 10.0
 """Maximum time until a grammar is compiled. The engine bounds compilation itself to less than 2 s;
@@ -124,6 +130,23 @@ class Job(RunningRequest[GenerationStream]):
             "completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
         }
 
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """Log-probabilities of prompt tokens in the answer."""
+        return num_prompt_logprobs(self.params, self.prompts)
+
+    @property
+    def num_answer_values(self) -> int:
+        """Values in the answer so far, estimated."""
+        num_tokens = self.generation.num_output_tokens
+        width = CHOICE_VALUES_PER_TOKEN
+        if self.params.logprobs is not None:
+            width += 1 + self.params.logprobs
+        count = int(num_tokens * width) + self.num_prompt_logprobs
+        if self.body.return_token_ids:
+            count += num_tokens + self.generation.num_prompt_tokens
+        return count
+
     def answer(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         return {
@@ -157,6 +180,33 @@ class ChunkWriter(Protocol):
 
 
 # Submission
+
+
+def num_prompt_logprobs(params: SamplingParams, prompts: list[Prompt]) -> int:
+    """Log-probabilities of prompt tokens that a request asks for."""
+    if params.prompt_logprobs is None:
+        return 0
+    return (1 + params.prompt_logprobs) * sum(len(prompt.token_ids) for prompt in prompts)
+
+
+def _check_prompt_logprobs(
+    body: GenerationBody, params: SamplingParams, prompts: list[Prompt]
+) -> None:
+    """Raise UserError for more log-probabilities of prompt tokens than MAX_PROMPT_LOGPROBS."""
+    count = num_prompt_logprobs(params, prompts)
+    if count <= MAX_PROMPT_LOGPROBS:
+        return
+    width = 1 + (params.prompt_logprobs or 0)
+    num_tokens = count // width
+    # With echo, logprobs is the number for prompt tokens too.
+    name = "prompt_logprobs" if body.prompt_logprobs == params.prompt_logprobs else "logprobs"
+    most = MAX_PROMPT_LOGPROBS // num_tokens - 1
+    advice = f"set {name} to {most}" if most >= 0 else "send fewer prompt tokens"
+    raise UserError(
+        f"the request asks for {width} log-probabilities of each of {num_tokens} prompt tokens, "
+        f"{count} in total, at most {MAX_PROMPT_LOGPROBS} are given; {advice}",
+        param=name,
+    )
 
 
 def check_admission(state: AppState, body: GenerationBody, num_sequences: int, param: str) -> None:
@@ -287,6 +337,7 @@ def start_job(
     """Check the request and send it to the engine. On an exception nothing of it remains."""
     num_sequences = len(prompts) * params.n
     check_admission(state, body, num_sequences, param)
+    _check_prompt_logprobs(body, params, prompts)
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
     max_tokens = state.config.max_queued_prompt_tokens
     if num_tokens * params.n > max_tokens:
@@ -337,8 +388,12 @@ async def sse_frames(job: Job, writer: ChunkWriter) -> AsyncIterator[bytes]:
     """Frames of all of the job's deltas; an error is a frame too."""
     batcher = DeltaBatcher(job.state.config.stream_interval)
     try:
+        is_long = job.num_prompt_logprobs > INLINE_VALUES
         async for deltas in job.tracker:
-            if data := writer.feed(batcher.add(deltas)):
+            ready = batcher.add(deltas)
+            # An echoed prompt has its log-probabilities in one chunk.
+            data = await asyncio.to_thread(writer.feed, ready) if is_long else writer.feed(ready)
+            if data:
                 yield data
         yield writer.ending()
     except Exception as error:  # process border: after status 200 an error can only be an event

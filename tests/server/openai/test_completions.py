@@ -4,7 +4,7 @@ import pytest
 from http_rig import EOS, TOKENIZER, TalkingClient, events, ids, in_memory
 from scripted_client import ScriptedQueue, columns
 
-from server.generation.outputs import PositionLogprobs, TokenLogprob
+from server.generation.logprobs import PositionLogprobs, TokenLogprob
 from server.serving.choices import TextLogprobs, token_formatter
 
 
