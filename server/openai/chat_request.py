@@ -87,7 +87,7 @@ async def start_chat(state: AppState, request: Request, body: ChatBody, *, id_pr
     """Start answering `body`. Raises UserError and Overloaded; then nothing is left behind."""
     model = state.model(body.model)
     body.check()
-    params = body.sampling(
+    params = await body.sampling_params(
         state.sampling_defaults,
         max_tokens=body.limit,
         logprobs=body.num_logprobs,
@@ -148,6 +148,7 @@ async def _rendered(state: AppState, body: ChatBody, owner: str) -> RenderedChat
     except TextTooLong:
         # Clients shorten a conversation if the error names the context, not characters.
         tokenizer, most = state.text_tokenizer("messages"), state.max_model_len
-        if (least := tokenizer.least_tokens(body.text, most)) > most:
+        least = await asyncio.to_thread(lambda: tokenizer.least_tokens(body.text, most))
+        if least > most:
             raise PromptTooLong(least, body.limit, most, at_least=True) from None
         raise

@@ -22,6 +22,7 @@ from jinja2 import TemplateError
 
 from config.errors import ConfigError, Overloaded, UserError
 from engine.process.isolation import CallKilled, ForkServer
+from server.http.json_encoder import encode_json
 from server.text.messages import Message
 from server.text.template_renderer import (
     MAX_CHARACTERS,
@@ -239,15 +240,18 @@ class ChatTemplate:
         self, isolation: ForkServer, request: RenderRequest, mark: TextMarker | None
     ) -> str:
         fields = {name: getattr(request, name) for name in request.__struct_fields__}
-        payload = json.dumps({**fields, "is_marked": mark is not None}).encode()
-        call = partial(isolation.call, payload)
+        fields["is_marked"] = mark is not None
+
+        def call() -> dict[str, Any]:
+            reply: dict[str, Any] = json.loads(isolation.call(encode_json(fields)))
+            return reply
+
         try:
-            answer = await asyncio.get_running_loop().run_in_executor(self._isolated, call)
+            reply = await asyncio.get_running_loop().run_in_executor(self._isolated, call)
         except CallKilled as error:
             raise UserError(
                 f"the chat template was stopped: {error}", param="chat_template"
             ) from None
-        reply: dict[str, Any] = json.loads(answer)
         if "text" in reply:
             return str(reply["text"])
         kind = TextTooLong if reply["is_too_long"] else UserError

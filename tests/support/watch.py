@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 import httpx
 import psutil
@@ -13,9 +14,19 @@ POLL_S = 0.01
 
 
 class SecondClient:
-    """Asks for /health again and again while it is entered, over one connection."""
+    """Sends a request again and again while it is entered, over one connection."""
 
-    def __init__(self, url: str, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        timeout_s: float = 30.0,
+        *,
+        path: str = "/health",
+        body: dict[str, Any] | None = None,
+    ) -> None:
+        """With a `body` the request is a POST."""
+        self._method = "GET" if body is None else "POST"
+        self._path, self._body = path, body
         self._http = httpx.Client(base_url=url, timeout=timeout_s, verify=False)
         self._thread = threading.Thread(target=self._run)
         self._is_over = threading.Event()
@@ -46,9 +57,9 @@ class SecondClient:
     def _ask(self) -> None:
         start = time.monotonic()
         try:
-            status = self._http.get("/health").status_code
-            if status != 200:
-                self.failures.append(f"/health gave {status}")
+            answer = self._http.request(self._method, self._path, json=self._body)
+            if answer.status_code != 200:
+                self.failures.append(f"{self._path} gave {answer.status_code}: {answer.text}")
         except httpx.HTTPError as error:
             self.failures.append(repr(error))
         self.latencies_s.append(time.monotonic() - start)
