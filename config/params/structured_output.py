@@ -121,6 +121,8 @@ def _parsed(name: str, value: object) -> object:
     """`value`, or the JSON in it if it is a string."""
     if not isinstance(value, str):
         return value
+    if len(value) > MAX_CHARACTERS:
+        raise _bad(f"{name} has {len(value)} characters, at most {MAX_CHARACTERS} are taken")
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
@@ -128,11 +130,38 @@ def _parsed(name: str, value: object) -> object:
 
 
 def _to_json(value: object) -> str:
-    """Compact JSON in the given order of keys, which is the order of an object's properties."""
+    """Compact JSON in the given order of keys, which is the order of an object's properties.
+    Raises UserError for more than MAX_CHARACTERS before any of the JSON is made."""
     try:
+        if (least := least_characters(value)) > MAX_CHARACTERS:
+            raise _bad(
+                f"it has at least {least} characters as JSON, at most {MAX_CHARACTERS} are taken"
+            )
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except (ValueError, TypeError, RecursionError) as error:
         raise _bad(f"it cannot be written as JSON: {error}") from None
+
+
+def least_characters(value: object) -> int:
+    """Minimum number of characters of `value` as JSON; beyond MAX_CHARACTERS, of a part of it."""
+    count, unread = 0, [value]
+    while unread:
+        entry = unread.pop()
+        if isinstance(entry, str):
+            count += 2 + len(entry)
+        elif isinstance(entry, (dict, list, tuple)):
+            # Brackets and commas; of an object also the quotes and colons of its names.
+            count += 1 + len(entry) * (4 if isinstance(entry, dict) else 1)
+        else:
+            count += 1
+        if count > MAX_CHARACTERS:
+            break
+        if isinstance(entry, dict):
+            count += sum(len(name) for name in entry if isinstance(name, str))
+            unread += entry.values()
+        elif isinstance(entry, (list, tuple)):
+            unread += entry
+    return count
 
 
 def _bad(message: str) -> UserError:

@@ -17,7 +17,7 @@ from config.errors import Overloaded
 from config.log import PROBES
 from config.native import panics_as_errors
 from server.anthropic.errors import is_messages, refusal
-from server.http.access_log import RequestRecord, attach_record, record_of
+from server.http.access_log import RequestRecord, attach_record, detach_record, record_of
 from server.http.errors import CLIENT_CLOSED, ClientGone, Fault, fault_of
 from server.http.pacing import LoopPacer
 from server.http.sse import EventStream
@@ -82,6 +82,7 @@ class RecordMiddleware:
         finally:
             self._state.num_open_requests -= 1
             self._close_record(scope, record)
+            detach_record(scope)
 
     def _close_record(self, scope: Scope, record: RequestRecord) -> None:
         if record.is_forwarded:

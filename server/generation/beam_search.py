@@ -17,7 +17,8 @@ from config.params.sampling import MAX_LOGPROBS, SamplingParams
 from engine.client.output_queue import Update
 from engine.client.terms import NO_TERMS, RequestTerms
 from engine.transport.messages import Finish
-from server.generation.outputs import Delta, PositionLogprobs, Prompt, Timing
+from server.generation.logprobs import PositionLogprobs, PromptLogprobs
+from server.generation.outputs import Delta, Prompt, Timing
 from server.generation.pipeline import Generation, Pipeline
 from server.generation.sequence import Sequence
 from server.generation.validation import check_comparable
@@ -177,7 +178,7 @@ class BeamSearchGeneration:
         return self._first_step.num_cached_tokens
 
     @property
-    def prompt_logprobs(self) -> list[list[PositionLogprobs | None] | None]:
+    def prompt_logprobs(self) -> list[PromptLogprobs | None]:
         """One entry per prompt; None unless requested."""
         return self._first_step.prompt_logprobs
 

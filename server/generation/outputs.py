@@ -4,29 +4,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+from server.generation.logprobs import PositionLogprobs, PromptLogprobs
 from server.multimodal.parts import PromptImages
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """One token with its log-probability."""
-
-    token_id: int
-    token: str
-    bytes: bytes
-    """UTF-8 bytes of this token alone; may be part of a character."""
-    logprob: float
-    """Natural logarithm; -9999.0 stands for minus infinity."""
-    rank: int
-    """1 for the most likely token of the vocabulary."""
-
-
-@dataclass(frozen=True, slots=True)
-class PositionLogprobs:
-    """One position: the chosen token, and the k most likely tokens, most likely first."""
-
-    chosen: TokenLogprob
-    top: list[TokenLogprob]
 
 
 @dataclass(slots=True)
@@ -145,7 +124,7 @@ class GenerationStream(RequestStream, Protocol):
     """The stream of a generating request."""
 
     @property
-    def prompt_logprobs(self) -> list[list[PositionLogprobs | None] | None]:
+    def prompt_logprobs(self) -> list[PromptLogprobs | None]:
         """One entry per prompt, None unless requested. Complete once the prompt's first output
         token has come; the first position has None."""
         ...

@@ -15,7 +15,8 @@ from engine.client.base import EngineClient
 from engine.client.output_queue import RequestOutputQueue, Update
 from engine.client.terms import NO_TERMS, RequestTerms
 from engine.transport.messages import SLEEPING, Finish, Ready, engine_of
-from server.generation.outputs import Delta, Output, PositionLogprobs, Prompt, Timing
+from server.generation.logprobs import PromptLogprobs
+from server.generation.outputs import Delta, Output, Prompt, Timing
 from server.generation.sequence import Sequence
 from server.generation.validation import check_allowed_tokens, check_ids, check_sizes, output_limit
 from server.text.tokenizer import INLINE_CHARACTERS, Tokenizer
@@ -249,7 +250,7 @@ class Generation:
         return sum([sequence.num_output_tokens for sequence in self._sequences])
 
     @property
-    def prompt_logprobs(self) -> list[list[PositionLogprobs | None] | None]:
+    def prompt_logprobs(self) -> list[PromptLogprobs | None]:
         """One entry per prompt, None unless requested. Complete once the prompt's first output
         token has come; the first position has None."""
         return [sequence.prompt_logprobs for sequence in self._sequences[:: self._num_choices]]

@@ -1,17 +1,13 @@
 """The output of one choice: token updates become final text, cut at the stop string."""
 
-import numpy as np
-
 from config.params.sampling import SamplingParams
 from engine.client.output_queue import Update
-from engine.transport.messages import Finish, Logprobs
-from server.generation.outputs import Delta, PositionLogprobs, Prompt, Timing, TokenLogprob
+from engine.transport.messages import Finish
+from server.generation.logprobs import PromptLogprobs, read_logprobs
+from server.generation.outputs import Delta, Prompt, Timing
 from server.text.detokenizer import make_detokenizer
 from server.text.stop_strings import StopMatcher, Stopped
 from server.text.tokenizer import Tokenizer
-
-MIN_LOGPROB = -9999.0
-"""Written for minus infinity, which JSON cannot express."""
 
 
 class Sequence:
@@ -33,9 +29,7 @@ class Sequence:
         self.is_finished = False
         self.timing = Timing()
         wants_prompt_logprobs = params.prompt_logprobs is not None and index % params.n == 0
-        self.prompt_logprobs: list[PositionLogprobs | None] | None = (
-            [None] if wants_prompt_logprobs else None
-        )
+        self.prompt_logprobs = PromptLogprobs(tokenizer) if wants_prompt_logprobs else None
         self.is_instant = params.max_tokens == 0 and not wants_prompt_logprobs
         """Nothing was requested: no output and no prompt log-probabilities."""
         self._params = params
@@ -59,8 +53,7 @@ class Sequence:
             self.num_cached_tokens = update.num_cached_tokens
             self.timing.queue_s = elapsed_s
         if self.prompt_logprobs is not None:
-            for columns in update.prompt_logprobs:
-                self.prompt_logprobs += read_logprobs(columns, self._tokenizer)
+            self.prompt_logprobs.add(update.prompt_logprobs)
         finish = update.finish
         if finish is not None:
             self.is_finished = True
@@ -135,29 +128,3 @@ class Sequence:
         if isinstance(result, Stopped):
             return result.text, result.stop
         return result + self._matcher.flush(), None
-
-
-def read_logprobs(columns: Logprobs, tokenizer: Tokenizer | None) -> list[PositionLogprobs]:
-    """One entry per position. Without a tokenizer, texts and bytes are empty."""
-    width = columns.k + 1
-    ids = np.frombuffer(columns.ids, dtype="<i4").reshape(-1, width)
-    values = np.frombuffer(columns.values, dtype="<f4").reshape(-1, width)
-    ranks = np.frombuffer(columns.ranks, dtype="<i4")
-    if not len(ids) == len(values) == len(ranks):
-        raise ValueError(
-            f"logprobs columns disagree: {len(ids)} ids, {len(values)} values, {len(ranks)} ranks"
-        )
-    finite = np.nan_to_num(values.astype(np.float64), nan=MIN_LOGPROB, neginf=MIN_LOGPROB)
-    rows = zip(ids.tolist(), np.maximum(finite, MIN_LOGPROB).tolist(), ranks.tolist(), strict=True)
-    return [
-        PositionLogprobs(
-            _entry(row_ids[0], row_values[0], chosen_rank, tokenizer),
-            [_entry(row_ids[rank], row_values[rank], rank, tokenizer) for rank in range(1, width)],
-        )
-        for row_ids, row_values, chosen_rank in rows
-    ]
-
-
-def _entry(token_id: int, logprob: float, rank: int, tokenizer: Tokenizer | None) -> TokenLogprob:
-    data = tokenizer.token_bytes(token_id) if tokenizer else b""
-    return TokenLogprob(token_id, data.decode("utf-8", "replace"), data, logprob, rank)

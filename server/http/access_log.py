@@ -128,6 +128,12 @@ def attach_record(scope: Scope, record: RequestRecord) -> None:
     scope[_RECORD_KEY] = record
 
 
+def detach_record(scope: Scope) -> None:
+    """Remove the request's record, which has ended: it sends through an object that holds the
+    scope, and only the garbage collector would free the two."""
+    scope.pop(_RECORD_KEY, None)
+
+
 def record_of(scope: Scope) -> RequestRecord:
     """The record of the request with this scope."""
     record: RequestRecord = scope[_RECORD_KEY]

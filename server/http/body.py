@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -17,6 +17,7 @@ from config.malloc import trim_memory
 from server.http.access_log import MAX_IGNORED_FIELDS, RequestRecord, record_of
 from server.http.errors import ClientGone, RequestTooLarge, UnsupportedMediaType, user_error_from
 from server.http.json_decoder import PIECE_BYTES, decode_json
+from server.http.json_encoder import encode_json
 
 B = TypeVar("B", bound="Body")
 
@@ -40,6 +41,8 @@ MAX_BUFFERED_BODIES = 16
 TRIM_INTERVAL_S = 2.0
 NUM_TRIMS = 10
 """Memory is trimmed this often after the latest large body, because its request may end late."""
+INLINE_VALUES = 2_000
+"""Values of a response that are built on the event loop: some milliseconds."""
 MANY_BYTES = 100_000
 """Size of a body that is still validated on the event loop: some milliseconds."""
 
@@ -154,6 +157,15 @@ def validate_fields(kind: type[B], fields: dict[str, Any]) -> B:
 def json_response(body: dict[str, Any]) -> Response:
     """A 200 response with a JSON body."""
     return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+async def built_response(build: Callable[[], dict[str, Any]], num_values: int) -> Response:
+    """A 200 response with the JSON of what `build` returns, some `num_values` values; many are
+    built and encoded on a thread. Raises what `build` raises."""
+    if num_values <= INLINE_VALUES:
+        return json_response(build())
+    data = await asyncio.to_thread(lambda: encode_json(build()))
+    return Response(data, media_type="application/json")
 
 
 def _decode_chunks(chunks: list[bytes]) -> Any:

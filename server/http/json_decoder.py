@@ -17,10 +17,11 @@ MAX_WHOLE_BYTES = 2**20
 MAX_WHOLE_OBJECTS = 50_000
 """A body below both limits is decoded in one call too: some 10 ms at worst; an ordinary prompt of
 a MiB takes 1 ms, a tenth of the time of splitting it."""
-TEXT_PIECE_BYTES = 4 * 2**20
-"""Piece of a long string: 16 ms at worst (all of it escapes)."""
-SCANNED_BYTES = 2**20
-"""Bytes of a body that are scanned in one numpy call."""
+TEXT_PIECE_BYTES = 2**19
+"""Piece of a long string: 2 ms at worst (all of it escapes). Blocks of a MiB have a mapping of
+their own (see `map_large_blocks`), whose page faults take six times as long as the decoding."""
+SCANNED_BYTES = 2**18
+"""Bytes of a body that are scanned in one numpy call; larger arrays have mappings too."""
 MAX_VALUES = 2**22
 """In a body: as many token ids as the queue holds by default. As integers of 32 bytes and pointers
 of 8 they take 160 MiB."""

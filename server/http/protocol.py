@@ -159,12 +159,17 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        # uvicorn does not after a reset: the idle timer would keep the connection's memory.
+        self._unset_keepalive_if_required()
         # uvicorn notifies only the newest request.
         self.pipeline.clear()
         if self._has_pending_response():
             assert self._responding is not None
             self._responding.disconnected = True
             self._responding.message_event.set()
+        # A cycle refers to its protocol: without this only the garbage collector frees the two,
+        # long after thousands of connections that were open for minutes.
+        self.cycle = self._responding = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         if self._read_state is _ReadState.DROPPED:

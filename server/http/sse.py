@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from server.http.access_log import record_of
 from server.http.disconnect import CancelOnDisconnect
 from server.http.errors import ClientGone
+from server.http.json_encoder import json_pieces
 
 DONE = b"data: [DONE]\n\n"
 PING = ServerSentEvent(comment="keep-alive", sep="\n").encode()
@@ -33,7 +34,15 @@ def json_text(text: str) -> bytes:
 
 def json_line(value: Any) -> bytes:
     """`value` as JSON without any character that ends a line."""
-    encoded = _encoder.encode(value)
+    return _escaped(_encoder.encode(value))
+
+
+def long_json_line(value: Any) -> bytes:
+    """Like `json_line`, in pieces: call it on a thread."""
+    return b"".join(map(_escaped, json_pieces(value)))
+
+
+def _escaped(encoded: bytes) -> bytes:
     if encoded.isascii():
         return encoded
     text = encoded.decode()

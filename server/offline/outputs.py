@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from server.generation.beam_search import Beam
-from server.generation.outputs import Output, PositionLogprobs, Prompt
+from server.generation.logprobs import PositionLogprobs, PromptLogprobs
+from server.generation.outputs import Output, Prompt
 from server.pooling.pipeline import Vectors
 from server.text.tokenizer import Tokenizer
 
@@ -163,7 +164,7 @@ def request_output(
     request_id: str,
     prompt: Prompt,
     outputs: list[Output],
-    prompt_logprobs: list[PositionLogprobs | None] | None,
+    prompt_logprobs: PromptLogprobs | None,
     num_cached_tokens: int,
 ) -> RequestOutput:
     """Convert a finished request."""

@@ -1,5 +1,6 @@
 """POST /v1/chat/completions and its token count."""
 
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -7,13 +8,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.http.access_log import record_of
-from server.http.body import json_response, parse
+from server.http.body import built_response, json_response, parse
 from server.http.openapi import ANSWERS, GENERATES, takes
 from server.openai.chat_request import count_prompt_tokens, start_chat
 from server.openai.chunks import ChatChunks
 from server.openai.schema.chat import ChatBody
 from server.serving.choices import ChoiceOutput, chat_logprobs, prompt_logprobs_of
-from server.serving.job import Job, collect_choices, complete_response, stream_response
+from server.serving.job import Job, collect_choices, stream_response
 from server.serving.state import AppState
 
 
@@ -36,7 +37,7 @@ def chat_routes(state: AppState) -> APIRouter:
             shows = body.include_reasoning is not False
             return stream_response(job, ChatChunks(job, echo, shows_reasoning=shows))
         choices = await collect_choices(job, request)
-        return await complete_response(job, lambda: _whole(job, choices, echo))
+        return await built_response(partial(_whole, job, choices, echo), job.num_answer_values)
 
     @router.post(
         "/v1/chat/completions/input_tokens",

@@ -13,7 +13,7 @@ from server.multimodal.parts import place_images, take_media, with_image_texts
 from server.multimodal.processor import ProcessedImage
 from server.openai.answer_format import answer_format
 from server.openai.schema.chat import ChatBody, ChatPromptBody
-from server.serving.job import Job, check_grammar, sampling_of, start_job
+from server.serving.job import Job, check_grammar, start_job
 from server.serving.prompts import encode_for_counting, encode_prompt
 from server.serving.state import AppState
 from server.text.template_renderer import TextTooLong
@@ -87,14 +87,12 @@ async def start_chat(state: AppState, request: Request, body: ChatBody, *, id_pr
     """Start answering `body`. Raises UserError and Overloaded; then nothing is left behind."""
     model = state.model(body.model)
     body.check()
-    sampling = partial(
-        body.sampling,
+    params = await body.sampling_params(
         state.sampling_defaults,
         max_tokens=body.limit,
         logprobs=body.num_logprobs,
         prompt_logprobs=body.prompt_logprobs,
     )
-    params = await sampling_of(body, sampling)
     if body.tools and body.tool_choice in (None, "auto"):
         state.parser_config.check_auto_tool_choice()
     rendered = await _rendered(state, body, record_of(request.scope).owner)
@@ -150,6 +148,7 @@ async def _rendered(state: AppState, body: ChatBody, owner: str) -> RenderedChat
     except TextTooLong:
         # Clients shorten a conversation if the error names the context, not characters.
         tokenizer, most = state.text_tokenizer("messages"), state.max_model_len
-        if (least := tokenizer.least_tokens(body.text, most)) > most:
+        least = await asyncio.to_thread(lambda: tokenizer.least_tokens(body.text, most))
+        if least > most:
             raise PromptTooLong(least, body.limit, most, at_least=True) from None
         raise

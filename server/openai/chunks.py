@@ -9,7 +9,7 @@ from typing import Any
 from server.generation.answer_parser import chat_deltas
 from server.generation.outputs import Delta
 from server.http.errors import Fault
-from server.http.sse import DONE, frame, json_line, json_text
+from server.http.sse import DONE, frame, json_line, json_text, long_json_line
 from server.serving.choices import TextLogprobs, chat_logprobs, joined_logprobs
 from server.serving.job import Job
 
@@ -152,7 +152,7 @@ class CompletionChunks(_Chunks):
 
     def _is_scored(self, prompt_index: int) -> bool:
         """Whether all log-probabilities of a prompt have arrived."""
-        positions = self._job.generation.prompt_logprobs[prompt_index] or []
+        positions = self._job.generation.prompt_logprobs[prompt_index] or ()
         return len(positions) == len(self._job.prompts[prompt_index].token_ids)
 
     def _chunk(self, delta: Delta) -> bytes:
@@ -195,7 +195,9 @@ class CompletionChunks(_Chunks):
             choice["token_ids"] = delta.token_ids
             if is_first:
                 choice["prompt_token_ids"] = self._job.prompts[prompt_index].token_ids
-        return self._envelope.chunk(json_line(choice), self._extra())
+        # What is echoed may be long; job.py calls this on a thread then.
+        line = long_json_line if is_first and parts else json_line
+        return self._envelope.chunk(line(choice), self._extra())
 
 
 def echo_logprobs(job: Job, prompt_index: int, writer: TextLogprobs, text: str) -> dict[str, Any]:
@@ -203,6 +205,6 @@ def echo_logprobs(job: Job, prompt_index: int, writer: TextLogprobs, text: str) 
     tokenizer = job.state.tokenizer
     first_id = job.prompts[prompt_index].token_ids[0]
     data = tokenizer.token_bytes(first_id) if tokenizer else b""
-    positions = job.generation.prompt_logprobs[prompt_index] or []
+    positions = job.generation.prompt_logprobs[prompt_index] or ()
     width = job.params.logprobs or 0
     return writer.write_prompt(first_id, data, positions, width, text)

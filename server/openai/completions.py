@@ -13,7 +13,7 @@ from config.params.sampling import SamplingParams
 from server.generation.outputs import Prompt
 from server.generation.validation import check_comparable, truncate_prompt
 from server.http.access_log import log_prompt, record_of
-from server.http.body import parse
+from server.http.body import built_response, parse
 from server.http.openapi import ANSWERS, GENERATES, takes
 from server.openai.chunks import CompletionChunks, echo_logprobs
 from server.openai.schema.completions import CompletionBody, numbers_of_ids
@@ -29,8 +29,6 @@ from server.serving.job import (
     check_admission,
     check_grammar,
     collect_choices,
-    complete_response,
-    sampling_of,
     start_job,
     stream_response,
 )
@@ -53,11 +51,11 @@ def completion_routes(state: AppState) -> APIRouter:
     )
     async def create_completion(request: Request) -> Response:
         job = await _start(state, request)
-        texts = _prompt_texts(job) if job.body.echo else None
+        texts = await _echoed_texts(job) if job.body.echo else None
         if job.body.stream:
             return stream_response(job, CompletionChunks(job, texts, _hidden(job)))
         choices = await collect_choices(job, request)
-        return await complete_response(job, lambda: _whole(job, choices, texts))
+        return await built_response(partial(_whole, job, choices, texts), job.num_answer_values)
 
     return router
 
@@ -96,14 +94,12 @@ async def _params(state: AppState, body: CompletionBody) -> SamplingParams:
         if logprobs is None:
             # Needed to select the most likely choices.
             logprobs = 0
-    sampling = partial(
-        body.sampling,
+    params = await body.sampling_params(
         state.sampling_defaults,
         max_tokens=body.limit,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
-    params = await sampling_of(body, sampling)
     return params.replace_unchecked(n=body.num_drawn)
 
 
@@ -128,6 +124,13 @@ async def _prompts(state: AppState, body: CompletionBody, params: SamplingParams
         )
 
     return await asyncio.gather(*map(prompt, given))
+
+
+async def _echoed_texts(job: Job) -> list[str]:
+    """`_prompt_texts`; many tokens are decoded on a thread."""
+    if job.generation.num_prompt_tokens <= INLINE_IDS:
+        return _prompt_texts(job)
+    return await asyncio.to_thread(_prompt_texts, job)
 
 
 def _prompt_texts(job: Job) -> list[str]:

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied
 from config.log import LimitedWarning
-from config.malloc import map_large_blocks
+from config.malloc import map_large_blocks, trim_memory
 from config.model.read_config import read_model_config
 from config.server import ServerConfig
 from config.version import VERSION
@@ -66,6 +66,10 @@ INTERRUPT_GRACE_S = 0.1
 """The same after a second SIGINT."""
 UNHEALTHY_S = 0.7
 """Time that /health returns 503 before an API server without an engine exits."""
+MANY_CONNECTIONS = 500
+"""Memory is trimmed when this many connections have closed: the C library retains it."""
+TRIM_TICKS = 20
+"""Between two looks at how many connections have closed: 2 s."""
 EMULATOR = "hpu-emulator"
 KEEP_ALIVE_S = 75
 """Longer than load balancers keep idle connections: they would race with our close."""
@@ -115,6 +119,11 @@ class UvicornServer(uvicorn.Server):
     """Leaves signals to ApiServer: uvicorn's own handlers close the port first, but a server that
     drains must still answer its probes."""
 
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._most_connections = 0
+        """Since the last look at how many have closed."""
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -125,6 +134,11 @@ class UvicornServer(uvicorn.Server):
         connections = cast("set[HttpProtocol]", self.server_state.connections)
         for connection in [one for one in connections if one.deadline_s <= now_s]:
             connection.expire()
+        self._most_connections = max(self._most_connections, len(connections))
+        if counter % TRIM_TICKS == 0:
+            if self._most_connections - len(connections) >= MANY_CONNECTIONS:
+                await asyncio.to_thread(trim_memory)
+            self._most_connections = len(connections)
         return await super().on_tick(counter)
 
 

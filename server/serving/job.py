@@ -23,7 +23,7 @@ from server.generation.answer_parser import ChoiceParsers
 from server.generation.beam_search import BeamSearchGeneration
 from server.generation.outputs import Delta, GenerationStream, Prompt, StreamT
 from server.http.access_log import RequestRecord, record_of
-from server.http.body import json_response
+from server.http.body import INLINE_VALUES
 from server.http.disconnect import CancelOnDisconnect
 from server.http.errors import EngineFailed, Fault, fault_of
 from server.http.sse import Envelope, EventStream
@@ -41,10 +41,11 @@ from server.serving.tracking import RequestTracker
 
 T = TypeVar("T")
 
-INLINE_TOKENS = 10_000
-"""Token ids of sampling fields that are checked on the event loop: some milliseconds."""
-INLINE_LOGPROBS = 5_000
-"""Log-probabilities of an answer that is built on the event loop: some milliseconds."""
+MAX_PROMPT_LOGPROBS = 2**19
+"""Log-probabilities of prompt tokens in an answer: 35 MiB of JSON."""
+CHOICE_VALUES_PER_TOKEN = 0.25
+"""A token's text weighs as much as this many values of JSON."""
+
 GRAMMAR_TIMEOUT_S = 10.0
 """Maximum time until a grammar is compiled. The engine bounds compilation itself to less than 2 s;
 the rest is waiting for other grammars."""
@@ -130,6 +131,23 @@ class Job(RunningRequest[GenerationStream]):
             "completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
         }
 
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """Log-probabilities of prompt tokens in the answer."""
+        return num_prompt_logprobs(self.params, self.prompts)
+
+    @property
+    def num_answer_values(self) -> int:
+        """Values in the answer so far, estimated."""
+        num_tokens = self.generation.num_output_tokens
+        width = CHOICE_VALUES_PER_TOKEN
+        if self.params.logprobs is not None:
+            width += 1 + self.params.logprobs
+        count = int(num_tokens * width) + self.num_prompt_logprobs
+        if self.body.return_token_ids:
+            count += num_tokens + self.generation.num_prompt_tokens
+        return count
+
     def answer(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         return {
@@ -165,10 +183,31 @@ class ChunkWriter(Protocol):
 # Submission
 
 
-async def sampling_of(body: GenerationBody, make: Callable[[], SamplingParams]) -> SamplingParams:
-    """The sampling parameters that `make` takes from `body`; long lists are checked on a thread.
-    Raises UserError."""
-    return make() if body.num_listed_tokens <= INLINE_TOKENS else await asyncio.to_thread(make)
+def num_prompt_logprobs(params: SamplingParams, prompts: list[Prompt]) -> int:
+    """Log-probabilities of prompt tokens that a request asks for."""
+    if params.prompt_logprobs is None:
+        return 0
+    return (1 + params.prompt_logprobs) * sum(len(prompt.token_ids) for prompt in prompts)
+
+
+def _check_prompt_logprobs(
+    body: GenerationBody, params: SamplingParams, prompts: list[Prompt]
+) -> None:
+    """Raise UserError for more log-probabilities of prompt tokens than MAX_PROMPT_LOGPROBS."""
+    count = num_prompt_logprobs(params, prompts)
+    if count <= MAX_PROMPT_LOGPROBS:
+        return
+    width = 1 + (params.prompt_logprobs or 0)
+    num_tokens = count // width
+    # With echo, logprobs is the number for prompt tokens too.
+    name = "prompt_logprobs" if body.prompt_logprobs == params.prompt_logprobs else "logprobs"
+    most = MAX_PROMPT_LOGPROBS // num_tokens - 1
+    advice = f"set {name} to {most}" if most >= 0 else "send fewer prompt tokens"
+    raise UserError(
+        f"the request asks for {width} log-probabilities of each of {num_tokens} prompt tokens, "
+        f"{count} in total, at most {MAX_PROMPT_LOGPROBS} are given; {advice}",
+        param=name,
+    )
 
 
 def check_admission(state: AppState, body: GenerationBody, num_sequences: int, param: str) -> None:
@@ -299,6 +338,7 @@ def start_job(
     """Check the request and send it to the engine. On an exception nothing of it remains."""
     num_sequences = len(prompts) * params.n
     check_admission(state, body, num_sequences, param)
+    _check_prompt_logprobs(body, params, prompts)
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
     max_tokens = state.config.max_queued_prompt_tokens
     if num_tokens * params.n > max_tokens:
@@ -349,9 +389,15 @@ async def sse_frames(job: Job, writer: ChunkWriter) -> AsyncIterator[bytes]:
     """Frames of all of the job's deltas; an error is a frame too."""
     batcher = DeltaBatcher(job.state.config.stream_interval)
     try:
+        is_long = job.num_prompt_logprobs > INLINE_VALUES
         with panics_as_errors():
             async for deltas in job.tracker:
-                if data := writer.feed(batcher.add(deltas)):
+                ready = batcher.add(deltas)
+                # An echoed prompt has its log-probabilities in one chunk.
+                data = (
+                    await asyncio.to_thread(writer.feed, ready) if is_long else writer.feed(ready)
+                )
+                if data:
                     yield data
             yield writer.ending()
     except Exception as error:  # process border: after status 200 an error can only be an event
@@ -363,29 +409,6 @@ async def sse_frames(job: Job, writer: ChunkWriter) -> AsyncIterator[bytes]:
 async def collect_choices(job: Job, request: Request) -> list[ChoiceOutput]:
     """All choices, complete. Raises ClientGone when the client disconnects."""
     return await run_to_end(job, request, _collect_choices(job))
-
-
-async def complete_response(job: Job, make: Callable[[], dict[str, Any]]) -> Response:
-    """The response that `make` builds from the job's output; built on a thread if it has many
-    log-probabilities."""
-    logprobs, prompt_logprobs = job.params.logprobs, job.params.prompt_logprobs
-    num_entries = 0
-    if logprobs is not None:
-        num_entries += (logprobs + 1) * job.generation.num_output_tokens
-    if prompt_logprobs is not None:
-        num_entries += (prompt_logprobs + 1) * job.generation.num_prompt_tokens
-    if num_entries <= INLINE_LOGPROBS:
-        return json_response(make())
-
-    def build() -> Response:
-        answer = make()
-        # Choice by choice, since the encoder holds the GIL.
-        answer["choices"] = [
-            msgspec.Raw(msgspec.json.encode(choice)) for choice in answer["choices"]
-        ]
-        return json_response(answer)
-
-    return await asyncio.to_thread(build)
 
 
 async def run_to_end(job: RunningRequest[Any], request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -23,6 +23,7 @@ from config.errors import ConfigError, Overloaded, UserError
 from config.model.json_fields import MAX_JSON_BYTES
 from config.whole_files import read_limited
 from engine.process.isolation import CallInterrupted, CallKilled, ForkServer
+from server.http.json_encoder import encode_json
 from server.text.messages import Message
 from server.text.template_renderer import (
     MAX_CHARACTERS,
@@ -242,17 +243,20 @@ class ChatTemplate:
         self, isolation: ForkServer, request: RenderRequest, mark: TextMarker | None
     ) -> str:
         fields = {name: getattr(request, name) for name in request.__struct_fields__}
-        payload = json.dumps({**fields, "is_marked": mark is not None}).encode()
-        call = partial(isolation.call, payload)
+        fields["is_marked"] = mark is not None
+
+        def call() -> dict[str, Any]:
+            reply: dict[str, Any] = json.loads(isolation.call(encode_json(fields)))
+            return reply
+
         try:
-            answer = await asyncio.get_running_loop().run_in_executor(self._isolated, call)
+            reply = await asyncio.get_running_loop().run_in_executor(self._isolated, call)
         except CallInterrupted as error:
             raise Overloaded(f"rendering the chat template was interrupted: {error}") from None
         except CallKilled as error:
             raise UserError(
                 f"the chat template was stopped: {error}", param="chat_template"
             ) from None
-        reply: dict[str, Any] = json.loads(answer)
         if "text" in reply:
             return str(reply["text"])
         kind = TextTooLong if reply["is_too_long"] else UserError

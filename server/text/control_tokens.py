@@ -18,6 +18,8 @@ from tokenizers import Tokenizer as Encoder
 from config.errors import UserError
 from server.text.bounded_encoder import BoundedEncoder
 
+SEARCHED_CHARACTERS = 2**18
+"""Characters that are searched in one call, which holds the GIL."""
 _MARK_CHARACTERS = 8
 _PRIVATE_USE = range(0xE000, 0xF900)
 
@@ -58,7 +60,7 @@ class ControlMarker:
         positions: set[int] = set()
         start = 0
         # Continue at the next character: control-token texts may overlap.
-        while found := self._control.search(text, start):
+        while found := _search(self._control, text, start, self._longest):
             if found[0] in self._elusive:
                 raise _refused(found[0])
             start = found.start() + 1
@@ -97,14 +99,16 @@ class ControlTokenEncoder:
         self._names = {text: secrets.token_hex(16) for text in special if text not in elusive}
         mark = "".join(chr(secrets.choice(_PRIVATE_USE)) for _ in range(_MARK_CHARACTERS))
         # A template may write a text as JSON, with the mark escaped.
-        self._marks = re.compile(f"{mark}|{re.escape(json.dumps(mark)[1:-1])}")
+        self._marks = (mark, json.dumps(mark)[1:-1])
         self.marker = ControlMarker(special, elusive, mark)
         self.marked = self.marker.mark_texts
         # Other added tokens compete for the same text.
         others = (
             t.content for t in added.values() if t.content not in special and not t.normalized
         )
-        self._competing = _any_of((*self._names, *others))
+        competing = (*self._names, *others)
+        self._competing = _any_of(competing)
+        self._longest = max(map(len, competing), default=0)
         self._renamed_encoder = _renamed(encoder, self._names)
         self._ids = {
             self._renamed_encoder.token_to_id(
@@ -119,23 +123,34 @@ class ControlTokenEncoder:
 
     def is_marked(self, text: str) -> bool:
         """Whether `text` contains a marked control-token text."""
-        return self._marks.search(text) is not None
+        return any(mark in text for mark in self._marks)
 
     def unmarked(self, text: str) -> str:
         """`text` without marks."""
-        return self._marks.sub("", text)
+        for mark in self._marks:
+            text = text.replace(mark, "")
+        return text
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a marked text. Raises UserError if the model's vocabulary turns plain text
         into a control token."""
-        renamed = self._competing.sub(lambda m: self._names.get(m[0], m[0]), text)
-        plain = self.unmarked(renamed)
+        plain = self.unmarked(self._renamed(text))
         bare = self._encoded(plain, add_special_tokens=False)
         for token_id in bare:
             if token_id in self._token_of and token_id not in self._ids:
                 raise _refused(self._token_of[token_id])
         ids = self._encoded(plain, add_special_tokens=True) if add_special_tokens else bare
         return [self._ids.get(token_id, token_id) for token_id in ids]
+
+    def _renamed(self, text: str) -> str:
+        """`text` with the new names of the control tokens."""
+        parts: list[str] = []
+        start = 0
+        while found := _search(self._competing, text, start, self._longest):
+            parts += (text[start : found.start()], self._names.get(found[0], found[0]))
+            start = found.end()
+        parts.append(text[start:])
+        return "".join(parts)
 
     def _encoded(self, text: str, *, add_special_tokens: bool) -> list[int]:
         encodings = self._renamed_encoder.encode_batch_fast(
@@ -149,6 +164,18 @@ def _any_of(texts: Iterable[str]) -> "re.Pattern[str]":
     """Matches like the tokenizers library: the leftmost of `texts`, the longest of those."""
     ordered = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered)) or "(?!)")
+
+
+def _search(
+    pattern: "re.Pattern[str]", text: str, start: int, longest: int
+) -> "re.Match[str] | None":
+    """The first match at or after `start`; `longest`: maximum length of a match."""
+    for first in range(start, len(text), SEARCHED_CHARACTERS):
+        found = pattern.search(text, first, first + SEARCHED_CHARACTERS + longest)
+        # A match that starts beyond the piece may be cut off: the next piece has all of it.
+        if found is not None and found.start() < first + SEARCHED_CHARACTERS:
+            return found
+    return None
 
 
 def _renamed(encoder: BoundedEncoder, names: Mapping[str, str]) -> BoundedEncoder:

@@ -15,6 +15,9 @@ MARGIN_TOKENS = 256
 WORD_CHARACTERS = 2_048
 """A cut is moved so far at most, to where a word ends and a blank begins."""
 
+SEARCHED_CHARACTERS = 2**20
+"""Characters that are searched in one call, which holds the GIL: 5 ms."""
+
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -39,7 +42,13 @@ Tokens = TypeVar("Tokens", bound=Counted)
 
 def without_lone_surrogates(text: str) -> str:
     """`text` as valid UTF-8: lone surrogates become U+FFFD."""
-    return _LONE_SURROGATE.sub("\ufffd", text)
+    if text.isascii():
+        return text
+    if len(text) <= SEARCHED_CHARACTERS:
+        return _LONE_SURROGATE.sub("\ufffd", text)
+    starts = range(0, len(text), SEARCHED_CHARACTERS)
+    pieces = (text[start : start + SEARCHED_CHARACTERS] for start in starts)
+    return "".join([_LONE_SURROGATE.sub("\ufffd", piece) for piece in pieces])
 
 
 def initial_characters(num_tokens: int) -> int:

@@ -14,6 +14,9 @@ VIDEO_PART = {"type": "video"}
 MEDIA_PARTS = (IMAGE_PART, VIDEO_PART)
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _TEXT_PARTS = ("text", "input_text", "output_text")
+MAX_ARGUMENTS_CHARACTERS = 2**19
+"""Characters of the arguments of a tool call: they decode in 15 ms, and no output of a model is
+as long."""
 _MARKER = "CONTINUED-HERE-9f2c61d7 "
 """Marks the end of the message that is continued; its trailing space shows whether the template
 trims."""
@@ -62,6 +65,12 @@ def _read_arguments(call: dict[str, Any]) -> None:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return
+    if (count := len(function["arguments"])) > MAX_ARGUMENTS_CHARACTERS:
+        raise UserError(
+            f"the arguments of a tool call have {count} characters, at most "
+            f"{MAX_ARGUMENTS_CHARACTERS} are taken",
+            param="messages",
+        )
     try:
         function["arguments"] = json.loads(function["arguments"] or "{}")
     except ValueError as error:

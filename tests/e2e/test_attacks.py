@@ -1,7 +1,10 @@
 """Attacks on a running server: each gets a 4xx quickly and does not affect other clients."""
 
+import contextlib
 import os
+import resource
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +23,8 @@ ATTEMPTS = 3
 LEFT_BYTES = 50 * 2**20
 """Of all bodies together, once what they took has been given back."""
 SETTLE_S = 15.0
+NUM_CONNECTIONS = 10_000
+CONNECTIONS_LEFT_BYTES = 64 * 2**20
 
 VOCAB_SIZE = 50_000
 """logit_bias has at most as many entries."""
@@ -153,7 +158,7 @@ def asked_beside_others(
         asking = {"prompt": "b", "max_tokens": 2}
         with (
             SecondClient(server.url) as other,
-            SecondClient(server.url, completion=asking, interval_s=0.03) as asks,
+            SecondClient(server.url, path="/v1/completions", body=asking, interval_s=0.03) as asks,
         ):
             answer = server.ask(route, body)
         assert other.failures == asks.failures == []
@@ -195,3 +200,24 @@ def test_requests_succeed_after_the_isolation_processes_are_killed(attacked: Liv
     assert len(isolation_pids) == 2
     assert [answer.status_code for answer in answers] == [200, 200]
     assert set(answers[0].json()["choices"][0]["text"]) <= {"b", "c"}
+
+
+@pytest.mark.slow
+def test_ten_thousand_connections_leave_no_memory_behind(attacked: LiveServer) -> None:
+    family = Family(attacked.pid)
+    assert attacked.ask("/health").status_code == 200
+    before = family.resident_bytes()
+    count = min(NUM_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 200)
+
+    for _ in range(2):
+        with contextlib.ExitStack() as opened:
+            for _ in range(count):
+                connection = socket.create_connection(("127.0.0.1", attacked.port), timeout=10)
+                opened.enter_context(connection)
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+                assert connection.recv(9)
+
+    end_s = time.monotonic() + SETTLE_S
+    while family.resident_bytes() - before > CONNECTIONS_LEFT_BYTES and time.monotonic() < end_s:
+        time.sleep(0.1)
+    assert family.resident_bytes() - before <= CONNECTIONS_LEFT_BYTES

@@ -20,6 +20,7 @@ MAX_ANSWER_S = 20.0
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
 COUNTS = (0, 1, 2, 3, 10, 100, 1_000, 10_000, 10**6, 10**9, 2**31, 2**63, 2**64, 10**30, -1)
+LARGE_SHARE = 0.03
 LENGTHS = (0, 1, 2, 10, 100, 1_000, 5_000, 20_000)
 
 
@@ -42,6 +43,8 @@ class Hostile:
         """A route and a body, one part of which is hostile."""
         pick = self.random.choice
         body: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 3}
+        if self.random.random() < LARGE_SHARE:
+            return self.large()
         kinds = ("json", "regex", "grammar", "choice", "tag", "template", "field", "response")
         kind = pick((*kinds, "multiplied"))
         if kind == "template":
@@ -64,6 +67,47 @@ class Hostile:
             }
             body["structured_outputs"] = {kind: made[kind]()}
         return "/v1/chat/completions", body
+
+    def large(self) -> tuple[str, dict[str, Any]]:
+        """A route and a body of some ten MiB."""
+        pick = self.random.choice
+        ids = [65] * pick((10**5, 10**6, 4 * 10**6))
+        text = pick(("word ", "é你 ", "😀", "\\", '{"a": ')) * pick((10**5, 10**6, 5 * 10**6))
+        url = "data:image/png;base64," + "QUJD" * pick((10**5, 6 * 10**6))
+        content = pick(
+            (
+                text,
+                [{"type": "image_url", "image_url": {"url": url}}],
+                [{"type": "text", "text": "a"}] * 10_000,
+            )
+        )
+        function = {"name": "f", "arguments": pick((json.dumps(ids), text))}
+        call = {"id": "a", "type": "function", "function": function}
+        messages = pick(
+            (
+                [{"role": "user", "content": content}],
+                [{"role": "user", "content": "a b c " * 20}] * 50_000,
+                [*MESSAGES, {"role": "assistant", "tool_calls": [call]}],
+            )
+        )
+        schema = pick(({"enum": ids}, {"type": "string", "description": text}))
+        answer_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        chat = {"messages": MESSAGES, "max_tokens": 2}
+        cut = {"truncate_prompt_tokens": 4, "max_tokens": 2}
+        return pick(
+            (
+                ("/v1/chat/completions", {"messages": messages, **cut}),
+                ("/v1/chat/completions", {**chat, "response_format": answer_format}),
+                ("/v1/chat/completions", {**chat, "logit_bias": dict.fromkeys(range(250_000), 1)}),
+                ("/v1/chat/completions", {**chat, pick(("user", "stop", "regex", "x")): text}),
+                ("/v1/completions", {"prompt": pick((ids, text, [ids[:4_000]] * 900)), **cut}),
+                ("/v1/completions", {"prompt": ids[:1_900], "prompt_logprobs": 20}),
+                ("/v1/responses", {"input": text, "max_output_tokens": 2}),
+                ("/v1/messages", {"messages": messages, "max_tokens": 2}),
+                ("/tokenize", {"prompt": text}),
+                ("/detokenize", {"tokens": ids}),
+            )
+        )
 
     def text(self, most: int = 20) -> str:
         letters = string.printable + "é你\u2028\x00\x1b😀\ud800"

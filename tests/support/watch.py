@@ -14,18 +14,20 @@ POLL_S = 0.01
 
 
 class SecondClient:
-    """Asks for /health again and again while it is entered, over one connection."""
+    """Sends a request again and again while it is entered, over one connection."""
 
     def __init__(
         self,
         url: str,
         timeout_s: float = 30.0,
         *,
-        completion: dict[str, Any] | None = None,
+        path: str = "/health",
+        body: dict[str, Any] | None = None,
         interval_s: float = POLL_S,
     ) -> None:
-        """`completion`: the body of a completion to ask for instead."""
-        self._completion = completion
+        """With a `body` the request is a POST."""
+        self._method = "GET" if body is None else "POST"
+        self._path, self._body = path, body
         self._interval_s = interval_s
         self._http = httpx.Client(base_url=url, timeout=timeout_s, verify=False)
         self._thread = threading.Thread(target=self._run)
@@ -57,12 +59,9 @@ class SecondClient:
     def _ask(self) -> None:
         start = time.monotonic()
         try:
-            if self._completion is None:
-                answer = self._http.get("/health")
-            else:
-                answer = self._http.post("/v1/completions", json=self._completion)
+            answer = self._http.request(self._method, self._path, json=self._body)
             if answer.status_code != 200:
-                self.failures.append(f"{answer.url.path} gave {answer.status_code}")
+                self.failures.append(f"{self._path} gave {answer.status_code}: {answer.text}")
         except httpx.HTTPError as error:
             self.failures.append(repr(error))
         self.latencies_s.append(time.monotonic() - start)

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from server.generation.outputs import Delta, PositionLogprobs
+from server.generation.logprobs import PositionLogprobs
+from server.generation.outputs import Delta
 from server.openai.responses.items import Item, item_id
 from server.parsers.stream.base import (
     ParserEvent,

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -10,7 +11,7 @@ from starlette.responses import Response
 
 from config.errors import PromptTooLong, UserError
 from server.http.access_log import attach_record, record_of
-from server.http.body import ReceivedBody, json_response, parse
+from server.http.body import ReceivedBody, built_response, json_response, parse
 from server.http.openapi import ANSWERS, GENERATES, takes
 from server.http.peer_proxy import ForwardedResponse
 from server.http.sse import EventStream
@@ -33,6 +34,8 @@ from server.serving.state import AppState
 ROUTE = "/v1/responses"
 MAX_ITEMS = 100
 """Of one page of input items."""
+BYTES_PER_VALUE = 16
+"""Of stored JSON: texts weigh less than numbers."""
 
 
 def response_routes(state: AppState) -> APIRouter:
@@ -83,7 +86,8 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
             return EventStream(
                 _streamed(job, writer), keep_alive_s=state.config.keep_alive_s, on_close=job.close
             )
-        return json_response(await run_to_end(job, request, _whole(job, writer)))
+        response = await run_to_end(job, request, _whole(job, writer))
+        return await built_response(lambda: response, job.num_answer_values)
 
     @router.post(
         f"{ROUTE}/input_tokens",
@@ -165,7 +169,9 @@ def _add_stored_routes(router: APIRouter, state: AppState, store: ResponseStore)
     ) -> Response:
         if (peer := state.peers.peer_of(number_of(response_id))) is not None:
             return ForwardedResponse(peer, request)
-        return json_response(_page(_entry(store, request, response_id), limit, order, after))
+        entry = _entry(store, request, response_id)
+        page = partial(_page, entry, limit, order, after)
+        return await built_response(page, entry.input_history.num_bytes // BYTES_PER_VALUE)
 
 
 async def _read(state: AppState, request: Request) -> tuple[ReceivedBody, ResponseBody]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Protocol
 
-import msgspec
-
 from config.errors import NotFound, Overloaded
+from server.http.json_decoder import decode_json
+from server.http.json_encoder import encode_json
 from server.openai.responses.items import Item
 
 CONTINUABLE = ("completed", "incomplete")
@@ -27,7 +27,7 @@ class ItemHistory:
     """
 
     def __init__(self, items: list[Item], before: "ItemHistory | None") -> None:
-        self.data = msgspec.json.encode(items)
+        self.data = encode_json(items)
         self.previous = before
         self.ref_count = 0
 
@@ -59,9 +59,7 @@ class ItemHistory:
     def items(self) -> list[Item]:
         """All items of the conversation, in order."""
         histories = list(self._chain())
-        return [
-            item for history in reversed(histories) for item in msgspec.json.decode(history.data)
-        ]
+        return [item for history in reversed(histories) for item in decode_json(history.data)]
 
     def _chain(self) -> Iterator["ItemHistory"]:
         history: ItemHistory | None = self
@@ -180,7 +178,7 @@ class ResponseStore:
             return
         entry.running = None
         entry.status = response["status"]
-        entry.data = msgspec.json.encode(response)
+        entry.data = encode_json(response)
         if not was_stored:
             self._expire()
             entry.stored_s = self._now()

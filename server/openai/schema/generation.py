@@ -3,7 +3,9 @@
 Values out of range are refused by config.params.sampling.
 """
 
+import asyncio
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
@@ -17,6 +19,8 @@ from server.openai.schema.structured import FIELDS, spec_of
 
 MAX_SALT_CHARACTERS = 128
 MAX_REQUEST_ID_CHARACTERS = 512
+INLINE_IDS = 5_000
+"""Token ids of fields that are converted on the event loop: a millisecond."""
 MAX_STOP_CHARACTERS = 1_024
 """Of one stop string: each token's text is compared with every prefix of it."""
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -181,11 +185,26 @@ class GenerationBody(Body):
             self.stream_options and self.stream_options.continuous_usage_stats
         )
 
-    @property
-    def num_listed_tokens(self) -> int:
-        """Token ids that the sampling fields list."""
+    async def sampling_params(
+        self,
+        defaults: Mapping[str, float],
+        *,
+        max_tokens: int | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+    ) -> SamplingParams:
+        """`sampling`, on a thread if there is much to convert. Raises UserError."""
+        convert = partial(
+            self.sampling,
+            defaults,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
         lists = (self.logit_bias, self.stop_token_ids, self.allowed_token_ids)
-        return sum(len(tokens) for tokens in lists if tokens is not None)
+        if sum(len(entries) for entries in lists if entries is not None) <= INLINE_IDS:
+            return convert()
+        return await asyncio.to_thread(convert)
 
     def sampling(
         self,

@@ -10,7 +10,7 @@ from http_rig import EOS, TalkingClient, ids, in_memory, on_port
 from scripted_client import ScriptedQueue, columns
 
 from server.generation.beam_search import BeamSearch
-from server.generation.outputs import PositionLogprobs, TokenLogprob
+from server.generation.logprobs import PositionLogprobs, TokenLogprob
 
 A, B, C, D = ids("abcd")
 CHAT = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"

@@ -218,9 +218,10 @@ async def test_prompt_logprobs_of_the_first_choice_only_with_no_first_entry() ->
 
     await generation.collect()
 
-    (entries,) = generation.prompt_logprobs
-    assert entries is not None and entries[0] is None
-    assert entries[1] is not None and entries[1].chosen.logprob == -1.5
+    (logprobs,) = generation.prompt_logprobs
+    first, second = logprobs or ()
+    assert first is None
+    assert second is not None and second.chosen.logprob == -1.5
     assert [queue.sampling.prompt_logprobs for queue in client.queues] == [0, None]
 
 
@@ -245,7 +246,7 @@ async def test_prompt_logprobs_alone_ask_the_engine_for_no_token() -> None:
 
     assert (output.text, output.token_ids, output.finish_reason) == ("", [], "length")
     assert generation.num_output_tokens == 0 and client.queues[0].sampling.max_tokens == 0
-    assert len(generation.prompt_logprobs[0] or []) == 2
+    assert len(generation.prompt_logprobs[0] or ()) == 2
 
 
 async def test_without_a_tokenizer_there_are_ids_but_no_text() -> None:

@@ -1,15 +1,10 @@
 """POST /v1/completions: prompt forms, echo, and the logprobs object of its own."""
 
-import threading
-from typing import Any
-
 import pytest
 from http_rig import EOS, TOKENIZER, TalkingClient, events, ids, in_memory
 from scripted_client import ScriptedQueue, columns
-from starlette.responses import Response
 
-from server.generation.outputs import PositionLogprobs, TokenLogprob
-from server.serving import job
+from server.generation.logprobs import PositionLogprobs, TokenLogprob
 from server.serving.choices import TextLogprobs, token_formatter
 
 
@@ -93,31 +88,6 @@ async def test_an_echo_without_output_needs_no_token(stream: bool) -> None:
         if not stream:
             assert answer["usage"]["completion_tokens"] == 0
         assert await rig.metric("vllm:generation_tokens_total") == 0
-
-
-async def test_an_answer_with_many_log_probabilities_is_the_same_from_a_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with in_memory() as rig:
-        fields = {"logprobs": 2, "prompt_logprobs": 1, "n": 2}
-        inline = (await rig.complete("hé", **fields)).json()
-        chat = (await rig.chat("hi", logprobs=True, top_logprobs=2)).json()
-        loop_thread, threads = threading.get_ident(), []
-        encode = job.json_response
-
-        def seen(answer: dict[str, Any]) -> Response:
-            threads.append(threading.get_ident())
-            return encode(answer)
-
-        monkeypatch.setattr(job, "INLINE_LOGPROBS", 0)
-        monkeypatch.setattr(job, "json_response", seen)
-        threaded = (await rig.complete("hé", **fields)).json()
-        threaded_chat = (await rig.chat("hi", logprobs=True, top_logprobs=2)).json()
-
-    assert threaded["choices"] == inline["choices"]
-    assert threaded_chat["choices"] == chat["choices"]
-    assert len(threads) == 2
-    assert loop_thread not in threads
 
 
 async def test_logprobs_have_the_form_that_evaluation_harnesses_read() -> None:

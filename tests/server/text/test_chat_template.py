@@ -25,6 +25,7 @@ from server.text.chat_template import (
 )
 from server.text.control_tokens import ControlMarker
 from server.text.isolated_template import isolated_templates
+from server.text.messages import MAX_ARGUMENTS_CHARACTERS
 from server.text.template_renderer import TextTooLong, TooSlow
 
 CHATML = """{%- for message in messages %}
@@ -223,6 +224,19 @@ async def test_empty_arguments_are_an_empty_object_and_broken_ones_an_error() ->
 
     assert "<call 1>f\n</call>" in rendered
     assert caught.value.param == "messages"
+
+
+async def test_long_arguments_are_refused_before_they_are_decoded() -> None:
+    text = "[" * (MAX_ARGUMENTS_CHARACTERS + 1)
+    calls = [{"function": {"name": "f", "arguments": text}}]
+
+    with pytest.raises(UserError) as caught:
+        await ours(TOOLS).render([HELLO[0], {"role": "assistant", "tool_calls": calls}])
+
+    assert caught.value.message == (
+        f"the arguments of a tool call have {len(text)} characters, at most "
+        f"{MAX_ARGUMENTS_CHARACTERS} are taken"
+    )
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])

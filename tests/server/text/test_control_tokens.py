@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 
 from config.checkpoint.tokenizer_bounds import TokenizerBounds
 from config.errors import UserError
+from server.text import control_tokens
 from server.text.bounded_encoder import BoundedEncoder
 from server.text.chat_template import ChatTemplate
 from server.text.control_tokens import ControlTokenEncoder
@@ -96,6 +97,24 @@ async def test_no_part_of_a_message_makes_a_control_token(message: dict[str, Any
     # The template's own: a message's beginning and end, and the answer's beginning.
     assert [token_id for token_id in ids if token_id in control] == [*control, control[0]]
     template.close()
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+@given(pieces=st.lists(st.sampled_from([*text_folders.SPECIAL, "<", "a", " ", "<|im_", "|>", "é"])))
+@settings(max_examples=40, deadline=None)
+def test_a_search_in_pieces_finds_what_a_search_of_the_whole_text_finds(
+    size: int, pieces: list[str]
+) -> None:
+    controls, content = TEXTS["bytes"].controls, "".join(pieces)
+    assert controls is not None
+    marked = controls.marked(content)
+    ids = controls.encode(START + marked, False)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control_tokens, "SEARCHED_CHARACTERS", size)
+
+        assert controls.marked(content) == marked
+        assert controls.encode(START + marked, False) == ids
 
 
 def test_what_two_texts_would_make_together_stays_text() -> None:

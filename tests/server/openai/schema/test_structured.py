@@ -1,13 +1,17 @@
 """The fields that give an output a form: what each becomes, and what is refused by name."""
 
 import asyncio
+import json
 from typing import Any
 
 import msgspec
 import pytest
 from http_rig import TalkingClient, in_memory
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from config.errors import UserError
+from config.params import structured_output
 from config.params.structured_output import GrammarSpec
 from server.serving import job
 
@@ -141,3 +145,35 @@ async def test_a_grammar_that_waits_for_too_long_is_told_to_come_back(
 
     assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
     assert "waited 0.05 s" in answer.json()["error"]["message"]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(JSON)
+@settings(deadline=None)
+def test_the_characters_that_are_counted_are_no_more_than_the_json_has(value: Any) -> None:
+    written = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+    assert structured_output.least_characters(value) <= len(written)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"enum": [1] * 10**6}, "it has at least 1000010 characters as JSON"),
+        ({"description": "x" * 10**6}, "it has at least 10000[0-9]+ characters as JSON"),
+        ("[" * 10**6, "the JSON schema has 1000000 characters"),
+    ],
+    ids=["values", "text", "JSON in a text"],
+)
+def test_a_schema_that_is_too_long_is_refused_before_it_is_written_or_read(
+    value: object, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(structured_output, "json", None)
+
+    with pytest.raises(UserError, match=f"{words}, at most {structured_output.MAX_CHARACTERS} "):
+        structured_output.grammar_spec({"json": value})

@@ -1,0 +1,91 @@
+"""Encodes large JSON in pieces, because the encoder holds the GIL during a call."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+PIECE_WEIGHT = 4096
+"""Values that are encoded in one call: a fraction of a millisecond."""
+CHARACTERS_PER_WEIGHT = 16
+"""Characters of a text that weigh as much as a value."""
+_PIECE_CHARACTERS = PIECE_WEIGHT * CHARACTERS_PER_WEIGHT
+
+_encode = msgspec.json.Encoder().encode
+
+
+def encode_json(value: Any) -> bytes:
+    """`value` as JSON. Call it on a thread for a large value: it is slow, but lets other threads
+    run."""
+    # join releases the GIL.
+    return b"".join(json_pieces(value))
+
+
+def json_pieces(value: Any) -> Iterator[bytes]:
+    """`value` as JSON, piece by piece; no piece ends within a character."""
+    if _weight_left(value, PIECE_WEIGHT) >= 0:
+        yield _encode(value)
+    elif isinstance(value, str):
+        yield from _text_pieces(value)
+    elif isinstance(value, dict):
+        yield from _dict_pieces(value)
+    elif isinstance(value, (list, tuple)):
+        yield from _list_pieces(value)
+    else:
+        yield _encode(value)
+
+
+def _text_pieces(text: str) -> Iterator[bytes]:
+    yield b'"'
+    for start in range(0, len(text), _PIECE_CHARACTERS):
+        yield _encode(text[start : start + _PIECE_CHARACTERS])[1:-1]
+    yield b'"'
+
+
+def _list_pieces(values: list[Any] | tuple[Any, ...]) -> Iterator[bytes]:
+    """Runs of small entries in one call, large entries separately."""
+    separator, left, start = b"[", PIECE_WEIGHT, 0
+    for index, entry in enumerate(values):
+        left = _weight_left(entry, left)
+        if left >= 0:
+            continue
+        if index > start:
+            yield separator + _encode(values[start:index])[1:-1]
+            separator = b","
+        start, left = index, _weight_left(entry, PIECE_WEIGHT)
+        if left < 0:
+            yield separator
+            yield from json_pieces(entry)
+            separator, start, left = b",", index + 1, PIECE_WEIGHT
+    if start < len(values):
+        yield separator + _encode(values[start:])[1:-1]
+    yield b"]"
+
+
+def _dict_pieces(fields: dict[str, Any]) -> Iterator[bytes]:
+    """Fields one by one: an object with many has few bytes in each."""
+    separator = b"{"
+    for name, value in fields.items():
+        yield separator + _encode(name) + b":"
+        yield from json_pieces(value)
+        separator = b","
+    yield b"}"
+
+
+def _weight_left(value: Any, left: int) -> int:
+    """`left` less the weight of `value`; negative, without a look at the rest, if `value` weighs
+    more."""
+    left -= 1
+    if isinstance(value, str):
+        return left - len(value) // CHARACTERS_PER_WEIGHT
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            left = _weight_left(inner, left - len(name) // CHARACTERS_PER_WEIGHT)
+            if left < 0:
+                break
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            left = left - 1 if type(inner) in (int, float) else _weight_left(inner, left)
+            if left < 0:
+                break
+    return left

@@ -1,0 +1,119 @@
+"""Bodies and answers of many MiB: while the server works on them, other clients wait for less than
+a fifth of a second."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from live import LiveServer, running
+from tiny_models import make_tiny
+from watch import SecondClient
+
+ATTEMPTS = 4
+"""Other work on the machine may pause the server for a fifth of a second."""
+LATENCY_S = 0.2
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CONTEXT = 8192
+MIB = 2**20
+HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder = tmp_path_factory.mktemp("large")
+    model = str(make_tiny("llama", folder / "tiny", max_position_embeddings=CONTEXT))
+    flags = ("--dtype=float32", "--kv-cache-memory-bytes=32M", "--trust-request-chat-template")
+    with running(model, folder / "log", *flags) as live:
+        assert live.ask(CHAT, HI).status_code == 200
+        yield live
+
+
+def schema_of(schema: Any) -> dict[str, Any]:
+    return {**HI, "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+
+def named(body: dict[str, Any]) -> dict[str, Any]:
+    body["response_format"]["json_schema"]["name"] = "x"
+    return body
+
+
+def called_with(arguments: str) -> dict[str, Any]:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    said = [*HI["messages"], {"role": "assistant", "tool_calls": [call]}]
+    return {"messages": said, "max_tokens": 2}
+
+
+def many_ids() -> list[int]:
+    return [65] * 4_000_000
+
+
+Made = Callable[[], dict[str, Any]]
+BODIES: dict[str, tuple[str, Made, int]] = {
+    "token ids": (COMPLETIONS, lambda: {"prompt": many_ids()}, 400),
+    "a text": (COMPLETIONS, lambda: {"prompt": "word " * (11 * MIB)}, 400),
+    "a chat": (CHAT, lambda: {"messages": [{"role": "user", "content": "word " * (3 * MIB)}]}, 400),
+    "an input": ("/v1/responses", lambda: {"input": "word " * (11 * MIB)}, 400),
+    "a schema of numbers": (CHAT, lambda: named(schema_of({"enum": many_ids()})), 400),
+    "a schema of text": (CHAT, lambda: named(schema_of({"description": "x" * (55 * MIB)})), 400),
+    "a schema as text": (CHAT, lambda: {**HI, "guided_json": json.dumps(many_ids())}, 400),
+    "arguments of a call": (CHAT, lambda: called_with(json.dumps({"a": many_ids()})), 400),
+    "a template": (
+        CHAT,
+        lambda: {**HI, "chat_template": "x", "chat_template_kwargs": {"a": many_ids()}},
+        200,
+    ),
+    "prompt_logprobs": (COMPLETIONS, lambda: {"prompt": [65] * 8000, "prompt_logprobs": 20}, 200),
+    "echo with logprobs": (
+        COMPLETIONS,
+        lambda: {"prompt": [65] * 8000, "logprobs": 20, "echo": True},
+        200,
+    ),
+    "streamed echo with logprobs": (
+        COMPLETIONS,
+        lambda: {"prompt": [65] * 8000, "logprobs": 20, "echo": True, "stream": True},
+        200,
+    ),
+}
+"""By name: path, body, and status."""
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_large_body_delays_nobody(server: LiveServer, name: str) -> None:
+    path, make, status = BODIES[name]
+    content = json.dumps(make()).encode()
+    headers = {"content-type": "application/json"}
+
+    waits = []
+    for _ in range(ATTEMPTS):
+        short = {"prompt": [65], "max_tokens": 2}
+        with (
+            SecondClient(server.url) as probe,
+            SecondClient(server.url, path=COMPLETIONS, body=short) as other,
+        ):
+            answer = httpx.post(server.url + path, content=content, headers=headers, timeout=60)
+        assert answer.status_code == status, answer.text
+        assert probe.failures == other.failures == []
+        waits.append(max(probe.latencies_s))
+        if status >= 400:
+            # Tokens wait for the steps of a request that the engine computes.
+            waits[-1] = max(waits[-1], other.percentile_s(0.99))
+        if waits[-1] < LATENCY_S:
+            break
+
+    assert min(waits) < LATENCY_S, waits
+
+
+def test_log_probabilities_of_a_prompt_are_bounded(server: LiveServer) -> None:
+    prompts = [[65] * 8000] * 4
+
+    answer = server.ask(COMPLETIONS, {"prompt": prompts, "prompt_logprobs": 20})
+
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "prompt_logprobs"
+    assert (
+        "21 log-probabilities of each of 32000 prompt tokens, 672000 in total" in error["message"]
+    )
+    assert "at most 524288 are given; set prompt_logprobs to 15" in error["message"]

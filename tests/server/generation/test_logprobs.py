@@ -1,0 +1,37 @@
+"""server/generation/logprobs.py: log-probabilities of a prompt are converted when they are read."""
+
+import pytest
+from scripted_client import columns
+
+from server.generation import logprobs
+from server.generation.logprobs import PromptLogprobs, read_logprobs
+
+
+def test_positions_of_a_prompt_are_those_of_its_columns_after_a_none() -> None:
+    parts = [columns([([i, i + 1], [-1.0, -float(i)], 1) for i in range(n)]) for n in (150, 1, 64)]
+    prompt = PromptLogprobs(None)
+
+    for part in parts:
+        prompt.add([part])
+
+    expected = [entry for part in parts for entry in read_logprobs(part, None)]
+    assert list(prompt) == [None, *expected] and len(prompt) == len(expected) + 1
+    assert list(prompt) == list(prompt)
+
+
+def test_no_position_is_converted_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_converted: list[int] = []
+    convert = logprobs.read_logprobs
+    monkeypatch.setattr(
+        logprobs,
+        "read_logprobs",
+        lambda *given: num_converted.append(1) or convert(*given),
+    )
+    prompt = PromptLogprobs(None)
+    prompt.add([columns([([1], [-1.0], 1)] * 1_000)])
+    positions = iter(prompt)
+
+    next(positions)
+    assert num_converted == []
+    next(positions)
+    assert num_converted == [1]
