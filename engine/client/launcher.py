@@ -30,7 +30,7 @@ from engine.process.child_process import (
     python_command,
     read_orders,
 )
-from engine.process.restarts import MAX_WAIT_S, RestartLimit
+from engine.process.restarts import MAX_WAIT_S, RestartLimit, mark_ready
 from engine.transport.channels import SocketDirectory, new_token
 from hpu.host import usable_cores
 
@@ -43,6 +43,7 @@ __all__ = [
     "exit_with_parent",
     "front_end_endpoints",
     "launch",
+    "mark_ready",
     "new_token",
     "python_command",
     "read_orders",

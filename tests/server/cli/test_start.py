@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from config.engine import EngineConfig
-from config.progress import unreported
+from config.progress import Report, unreported
 from config.server import ServerConfig
 from server.cli import start
 
@@ -16,7 +16,13 @@ def test_a_converted_tokenizer_goes_to_the_cache_folder_of_the_flag(
     monkeypatch.setattr(start, "resolve", lambda *_, **__: "folder")
     monkeypatch.setattr(start, "check_checkpoint", lambda *_: None)
     folders: list[Path] = []
-    monkeypatch.setattr(start, "tokenizer_folder", lambda _, cache, __: folders.append(cache))
+
+    def convert(folder: str, cache: Path, report: Report) -> Path:
+        folders.append(cache)
+        return tmp_path
+
+    monkeypatch.setattr(start, "tokenizer_folder", convert)
+    monkeypatch.setattr(start, "check_tokenizer_file", lambda _: None)
 
     start.resolve_checkpoint(
         EngineConfig(model="tiny", cache_dir=str(tmp_path)), ServerConfig(), unreported

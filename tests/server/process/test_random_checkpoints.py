@@ -44,7 +44,7 @@ def start(folder: Path) -> None:
     weights."""
     server = ServerConfig()
     path = resolve_checkpoint(EngineConfig(str(folder)), server, unreported)
-    tokenizer, template, _ = load_tokenizer(path, server)
+    tokenizer, template, _ = load_tokenizer(path, server, path)
     assert tokenizer is not None
     assert template is not None
     tokenizer.close()

@@ -15,7 +15,7 @@ import text_folders
 from releases import transformers_before
 from transformers import PreTrainedTokenizerFast
 
-from config.errors import ConfigError, UserError
+from config.errors import ConfigError, Overloaded, UserError
 from engine.process.isolation import ForkServer
 from server.text.chat_template import (
     ChatTemplate,
@@ -585,7 +585,8 @@ async def test_a_template_of_a_request_costs_the_server_neither_time_nor_memory(
         await asyncio.sleep(0.005)
         gaps_s.append(time.monotonic() - before_s)
 
-    assert isinstance(render.exception(), UserError)
+    # Overloaded on a busy machine, where the wall time ends before the processor time.
+    assert isinstance(render.exception(), UserError | Overloaded)
     assert time.monotonic() - began_s < 2
     assert sorted(gaps_s)[-2] < 0.1
     assert process.memory_info().rss - before < 50 * 2**20
