@@ -466,6 +466,11 @@ class BatchState:
         exclusive: list[int] = np.setdiff1d(blocks, shared).tolist()
         return exclusive
 
+    def blocks(self, req_index: int) -> list[int]:
+        """The block table of a request."""
+        blocks: list[int] = self._block_tables[req_index, : self._num_blocks[req_index]].tolist()
+        return blocks
+
     def _check_live(self, launch: Launch) -> Integers:
         indices: Integers = np.asarray(launch.req_indices, np.int64)
         if len(indices) == 0 or not self._is_live[indices].all():

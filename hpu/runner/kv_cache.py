@@ -164,16 +164,20 @@ class KVCache:
 
     def warm_scrub(self) -> None:
         """Compile `scrub`."""
-        self.scrub([self.num_blocks], self.num_rings - 1)
+        self.scrub([self.num_blocks])
+        self.scrub_rings(self.num_rings - 1)
         self._backend.synchronize()
 
-    def scrub(self, blocks: list[int], req_index: int) -> None:
-        """Replace non-finite values in `blocks`, and in the rings of `req_index`, by zero.
+    def scrub(self, blocks: list[int]) -> None:
+        """Replace non-finite values in `blocks` by zero.
 
         Attention weighs unused slots by zero, and 0 * NaN would leak into the next request that
         gets the blocks.
         """
         self._scrub(self._paged, blocks, self.num_blocks)
+
+    def scrub_rings(self, req_index: int) -> None:
+        """`scrub` for the rings of `req_index`."""
         for size, cache in self._rings:
             first = req_index * size
             self._scrub([cache], list(range(first, first + size)), (self.num_rings - 1) * size)

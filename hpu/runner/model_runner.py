@@ -127,8 +127,13 @@ class ModelRunner(StepRunner):
         self._vocab_size = vocab_size
         self._pads = pads
         """Whether every shape is the bucket's; if not, shapes follow the real requests."""
-        self._non_finite: set[int] = set()
-        """Requests whose logits were not finite, until they are freed."""
+        self._unproven: set[int] = set()
+        """Requests whose K and V may not be finite: no token of theirs has come yet, or logits were
+        not finite. On the last pipeline stage, which alone knows; the others zero such values."""
+        self._dirty_blocks: set[int] = set()
+        """Blocks of such requests that were freed. They are scrubbed when they are allocated, not
+        before: the prefix cache may hold them, and values that are not finite must end each request
+        that shares them."""
         # One entry more: padding reads and writes there. As a column, like a decode's input.
         self._last_tokens = backend.zeros((batch_state.max_num_reqs + 1, 1), backend.index_dtype)
         self._sampler_graphs = SamplerGraphs(model, sampler, backend, graphs, agreement)
@@ -273,11 +278,14 @@ class ModelRunner(StepRunner):
             for launch in output.launches:
                 if launch.accepted is not None:
                     self._count_accepted(launch)
+        for launch in output.launches:
+            if launch.launch is not None and launch.launch.phase == PREFILL:
+                self._unproven.difference_update(launch.req_indices)
         if -1 in result.tokens:
             sampled = [i for launch in output.launches for i in launch.req_indices]
             owners = np.repeat(sampled, result.token_counts or [1]).tolist()
             tokens = zip(owners, result.tokens, strict=True)
-            self._non_finite.update(req_index for req_index, token in tokens if token < 0)
+            self._unproven.update(req_index for req_index, token in tokens if token < 0)
 
     def _count_accepted(self, launch: AsyncLaunchOutput) -> None:
         """The host learns how far a decode went."""
@@ -306,9 +314,10 @@ class ModelRunner(StepRunner):
 
     def _apply(self, plan: StepPlan) -> None:
         for req_index in plan.freed_requests:
-            if req_index in self._non_finite:
-                self._non_finite.discard(req_index)
-                self._cache.scrub(self._batch_state.exclusive_blocks(req_index), req_index)
+            if req_index in self._unproven:
+                self._unproven.discard(req_index)
+                self._dirty_blocks.update(self._batch_state.blocks(req_index))
+                self._cache.scrub_rings(req_index)
             self._batch_state.remove_request(req_index)
             if self._images is not None:
                 self._images.inputs.remove_request(req_index)
@@ -330,6 +339,7 @@ class ModelRunner(StepRunner):
             if self._images is not None:
                 self._images.inputs.add_request(new, tokens)
             if self._samples:
+                self._unproven.add(new.req_index)
                 self._sampler.add_request(
                     new.req_index, new.sampling, tokens, new.num_prompt_tokens
                 )
@@ -344,6 +354,19 @@ class ModelRunner(StepRunner):
         self._set_bitmasks(plan.masked_requests, plan.masks, plan.mask_counts)
         for req_index, block in zip(plan.grown_requests, plan.grown_blocks, strict=True):
             self._batch_state.append_blocks(req_index, [block])
+        if self._dirty_blocks:
+            self._scrub_allocated(plan)
+
+    def _scrub_allocated(self, plan: StepPlan) -> None:
+        """Scrub the dirty blocks that requests get in this plan, without cached prefixes."""
+        allocated = set(plan.grown_blocks)
+        for new in plan.new_requests:
+            num_cached = new.num_computed_tokens // self._batch_state.block_size
+            allocated.update(new.blocks[num_cached:])
+        dirty = self._dirty_blocks & allocated
+        if dirty:
+            self._dirty_blocks -= dirty
+            self._cache.scrub(sorted(dirty))
 
     def _take_known(self, launches: list[Launch], known: KnownTokens) -> None:
         """What the last pipeline stage has sampled, and what the decodes verify."""

@@ -104,7 +104,8 @@ class DraftRunner:
             state.set_num_computed_tokens(req_index, computed)
             if token < 0:
                 # 0 * NaN would leak into drafts of the next request that gets the blocks.
-                self._cache.scrub(state.exclusive_blocks(req_index), req_index)
+                self._cache.scrub(state.exclusive_blocks(req_index))
+                self._cache.scrub_rings(req_index)
         return [int(token) for token in found]
 
     def measure(self, max_rows: int) -> LaunchCosts:

@@ -176,7 +176,7 @@ def test_blocks_on_a_card_are_moved_and_scrubbed_in_fp8() -> None:
 
         with card.step():
             cache.move_blocks([8, 9], [0, 1])
-            cache.scrub([1], 0)
+            cache.scrub([1])
 
         found = layer.keys.cpu().float() * (448 / 240)
         backend.close()

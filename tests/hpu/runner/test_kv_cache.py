@@ -60,7 +60,7 @@ def test_scrubbing_replaces_what_is_not_a_number_in_these_blocks_alone() -> None
     values[2, 0, 0, 0] = float("inf")
     values[0, 0, 0, 0] = NAN
 
-    cache.scrub([1, 2], 0)
+    cache.scrub([1, 2])
 
     assert keys[1, 2, 0].tolist() == [0.0, 0.0, 5.0]
     assert values[2].isfinite().all()
@@ -80,7 +80,7 @@ def test_scrubbing_any_number_of_blocks_compiles_nothing_and_waits_for_nothing()
 
         with card.step():
             for blocks in ([3], [7, 9], [*range(10, 38)]):
-                cache.scrub(blocks, 0)
+                cache.scrub(blocks)
 
         is_broken = [bool(block.isnan().any()) for block in keys.cpu()]
 

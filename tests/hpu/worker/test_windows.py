@@ -74,7 +74,9 @@ def test_what_was_not_finite_is_gone_before_the_index_is_used_again(folder: Path
         for layer in model.attention_layers:  # type: ignore[union-attr]
             for cache in layer.attn.caches:
                 cache[: 2 * BLOCK_SIZE] = torch.nan
-        rig.worker._components.cache.scrub([0, 1], 0)  # type: ignore[union-attr]
+        cache = rig.worker._components.cache  # type: ignore[union-attr]
+        cache.scrub([0, 1])
+        cache.scrub_rings(0)
 
         assert greedy(rig) == expected
         for layer in model.attention_layers:  # type: ignore[union-attr]
