@@ -6,15 +6,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+from hostile_pictures import GREY, black_png
 from PIL import Image
 from tiny_vision import FAMILIES, UNLISTED, image_bytes, make_tiny_vision, picture
 from transformers import AutoImageProcessor, AutoProcessor
 
 from config.errors import ConfigError, UserError
 from engine.process.isolation import ForkServer, Limits
-from server.multimodal.image_processor import ImageProcessor
+from server.multimodal.file_checks import BadImage
+from server.multimodal.image_processor import MAX_RATIO, ImageProcessor
 from server.multimodal.messages import IMAGE, Answer, Setup
 from server.multimodal.processor import ImagePreprocessor, ProcessedImage, image_processes
 
@@ -85,6 +88,21 @@ def test_texts_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     ours = processor.tokenizer(text.replace(mark, found.text))["input_ids"]
     assert ours == list(expected)
     assert ours.count(processor.tokenizer.convert_tokens_to_ids(token)) == found.text.count(token)
+
+
+@pytest.mark.parametrize("family", ["llava", "mllama", "aya_vision"])
+def test_a_strip_is_refused_before_its_shorter_side_is_scaled(family: str, tmp_path: Path) -> None:
+    made = make_tiny_vision(family, tmp_path, weights=False)
+    processor = ImageProcessor(Setup(str(made), FAMILIES[family].tokens[0], {}))
+
+    answer = processor.call(IMAGE + black_png(60_000, 10, GREY))
+
+    assert msgspec.msgpack.decode(answer, type=Answer).error == (
+        "the model does not take an image of 60000 x 10 pixels: the ratio of its sides is 6000, at "
+        "most 200 is taken"
+    )
+    with pytest.raises(BadImage, match="at most 200 is taken"):
+        processor.process(Image.new("RGB", (1, MAX_RATIO + 1)))
 
 
 @pytest.mark.parametrize("size", [(56, 56), (200, 30), (33, 150)])
