@@ -63,8 +63,8 @@ class ImageInputs:
             await asyncio.gather(*loading.values())
             return [loading[same].result() for same in equal]
         finally:
-            for one in loading.values():
-                one.cancel()
+            for task in loading.values():
+                task.cancel()
 
     async def _load(
         self, source: MediaSource, owner: str, client: str, param: str

@@ -21,7 +21,7 @@ MAX_VIDEO_PIXELS = 256 * 2**20
 MAX_ANIMATION_FRAMES = 16_384
 """Frames of an animation, also those that are not taken: Pillow decodes all in front of a frame."""
 MAX_ANIMATION_PIXELS = 2**30
-"""Of all frames of an animation, each as large as the whole picture."""
+"""Maximum number of pixels of all frames of an animation, each as large as the whole picture."""
 GIVEN_FPS = 2.0
 """Of frames that come without times, as Qwen's own tools take them."""
 CODECS = frozenset(("av1", "h264", "hevc", "mjpeg", "mpeg4", "vp8", "vp9"))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from PIL import Image
 
 SIDE = 8192
-"""Of the largest square that is decoded: 64 Mi pixels."""
+"""Side of the largest square that is decoded: 64 Mi pixels."""
 PNG_START = b"\x89PNG\r\n\x1a\n"
 GREY, RGB, PALETTE, GREY_ALPHA, RGBA = 0, 2, 3, 4, 6
 """Colour types of PNG."""
@@ -94,8 +94,8 @@ def animation(kind: str, side: int, count: int) -> bytes:
     """`count` frames that change a pixel of a large picture."""
     frames = [Image.new("P", (side, side)) for _ in range(2)]
     frames[1].putpixel((0, 0), 1)
-    for one in frames:
-        one.putpalette([0, 0, 0, 255, 255, 255])
+    for frame in frames:
+        frame.putpalette([0, 0, 0, 255, 255, 255])
     more = [frames[number % 2] for number in range(1, count)]
     return file_of(frames[0], kind, save_all=True, append_images=more, duration=20)
 

@@ -151,5 +151,5 @@ async def test_no_slot_is_lost_or_given_twice_in_random_schedules() -> None:
             task.cancel()
     ended = await asyncio.gather(*tasks, return_exceptions=True)
 
-    assert {type(one) for one in ended} <= {type(None), asyncio.CancelledError}
+    assert {type(end) for end in ended} <= {type(None), asyncio.CancelledError}
     assert shared._num_free == 3 and shared._num_waiting == 0 and not shared._clients

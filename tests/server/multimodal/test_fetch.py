@@ -325,10 +325,10 @@ async def test_costly_bytes_leave_the_event_loop_to_others() -> None:
 
     body = OK_HEAD + b"1\r\na\r\n" * 100_000
     async with serving(lambda path: body) as (port, _):
-        one = fetcher(timeout_s=60.0, max_bytes=10**6)
+        media = fetcher(timeout_s=60.0, max_bytes=10**6)
         watching = asyncio.ensure_future(watch())
         for _ in range(3):
-            await refusal(one, f"https://{HOST}:{port}/a")
+            await refusal(media, f"https://{HOST}:{port}/a")
         watching.cancel()
 
     assert sorted(turns_s)[-4] < 0.1
@@ -368,14 +368,14 @@ async def test_a_slow_server_takes_no_slot_of_another_client() -> None:
         await asyncio.sleep(60 if path == "/slow" else 0)
         yield ok()
 
-    one = fetcher(timeout_s=30.0)
+    media = fetcher(timeout_s=30.0)
     async with serving(slowly) as (port, asked):
         slow = [
-            asyncio.ensure_future(one.fetch(f"https://{HOST}:{port}/slow", "x", client="slow"))
+            asyncio.ensure_future(media.fetch(f"https://{HOST}:{port}/slow", "x", client="slow"))
             for _ in range(40)
         ]
         await asyncio.wait_for(all_asked.wait(), 20)
-        fetch = one.fetch(f"https://{HOST}:{port}/a.png", "x", client="other")
+        fetch = media.fetch(f"https://{HOST}:{port}/a.png", "x", client="other")
         found = await asyncio.wait_for(fetch, 20)
         for fetching in slow:
             fetching.cancel()
@@ -386,7 +386,7 @@ async def test_a_slow_server_takes_no_slot_of_another_client() -> None:
 
 
 async def test_a_fetch_whose_client_has_gone_ends_and_frees_its_slot() -> None:
-    one = fetcher(timeout_s=30.0)
+    media = fetcher(timeout_s=30.0)
     has_begun, has_ended = asyncio.Event(), asyncio.Event()
 
     async def drip(path: str) -> AsyncIterator[bytes]:
@@ -398,7 +398,7 @@ async def test_a_fetch_whose_client_has_gone_ends_and_frees_its_slot() -> None:
             has_ended.set()
 
     async with serving(drip) as (port, _):
-        fetching = asyncio.ensure_future(one.fetch(f"https://{HOST}:{port}/a", "x"))
+        fetching = asyncio.ensure_future(media.fetch(f"https://{HOST}:{port}/a", "x"))
         await asyncio.wait_for(has_begun.wait(), 10)
         fetching.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -419,19 +419,19 @@ async def test_a_name_server_that_never_answers_holds_up_nobody_else(
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     stuck = [f"stuck{number}.example" for number in range(60)]
-    one = fetcher(HOST, *stuck, resolve=None, timeout_s=0.3)
+    media = fetcher(HOST, *stuck, resolve=None, timeout_s=0.3)
     try:
-        fetches = (one.fetch(f"https://{host}/a", "x", client="slow") for host in stuck)
+        fetches = (media.fetch(f"https://{host}/a", "x", client="slow") for host in stuck)
         told = await asyncio.gather(*fetches, return_exceptions=True)
         # The look-ups still run.
         on_thread = await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 10)
         async with serving(lambda path: ok()) as (port, _):
-            patient = one.fetch(f"https://{HOST}:{port}/a", "x", kind=VIDEO, client="other")
+            patient = media.fetch(f"https://{HOST}:{port}/a", "x", kind=VIDEO, client="other")
             found = await asyncio.wait_for(patient, 20)
     finally:
         over.set()
 
-    assert {str(one) for one in told} == {"x: the image was not fetched within 0.3 s"}
+    assert {str(error) for error in told} == {"x: the image was not fetched within 0.3 s"}
     assert on_thread == "free" and PNG in found
 
 

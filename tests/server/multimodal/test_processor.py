@@ -345,8 +345,8 @@ async def test_images_of_one_client_leave_slots_to_others(
 
     assert found.text == "a"
     assert num_calls() <= MAX_RUNNING_PER_CLIENT + 1
-    for one in flood:
-        one.cancel()
+    for task in flood:
+        task.cancel()
     await asyncio.gather(*flood, return_exceptions=True)
     await until(0, num_calls)
 
@@ -365,8 +365,8 @@ async def test_an_image_that_nobody_waits_for_is_dropped_and_its_process_killed(
     first.cancel()
     await asyncio.sleep(0.2)
     with_a_caller = num_calls()
-    for one in (second, *waiting):
-        one.cancel()
+    for task in (second, *waiting):
+        task.cancel()
     await asyncio.gather(first, second, *waiting, return_exceptions=True)
     await until(0, num_calls)
 
@@ -390,6 +390,6 @@ async def test_too_many_images_of_one_client_are_refused_and_another_client_is_s
     found = await asyncio.wait_for(processor.process(b"echo c", "x", client="other"), 20)
 
     assert found.text == "c"
-    for one in flood:
-        one.cancel()
+    for task in flood:
+        task.cancel()
     await asyncio.gather(*flood, return_exceptions=True)
