@@ -20,6 +20,7 @@ from server.generation import validation
 from server.http import auth, json_decoder, tls
 from server.http import body_bounds as bounds
 from server.http import protocol as http_protocol
+from server.multimodal import decode, fetch, file_checks, image_processor, processor, video
 from server.process import open_files, supervisor
 from server.text import bounded_encoder, isolated_template
 from server.text import chat_template as template
@@ -28,8 +29,11 @@ from server.text import template_renderer as renderer
 PAGE = " ".join(
     (Path(__file__).parents[1] / "docs" / "security.md").read_text(encoding="utf-8").split()
 )
+IMAGES = " ".join(
+    (Path(__file__).parents[1] / "docs" / "images.md").read_text(encoding="utf-8").split()
+)
 DEFAULTS = ServerConfig()
-KIB, MIB = 2**10, 2**20
+KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
 def isolation(limits: compilation.Limits) -> str:
@@ -47,6 +51,20 @@ def isolation(limits: compilation.Limits) -> str:
         f"| a template of a request {isolation(isolated_template.LIMITS)}",
         f"uses no CPU time for {processes.STUCK_S:g} s while a request waits",
         f"A new fork server may take {processes.START_TIMEOUT_S:g} s to read",
+        f"| an image {isolation(processor.IMAGE_LIMITS)}",
+        f"| a video {isolation(processor.VIDEO_LIMITS)}",
+        f"| images that are processed at once | {processor.MAX_RUNNING}, of them "
+        f"{processor.MAX_RUNNING_PER_CLIENT} of an API key",
+        f"| images that wait to be processed | {processor.MAX_PENDING}, and "
+        f"{processor.MAX_PENDING_BYTES // GIB} GiB, then 503",
+        f"| images and videos of a prompt | {DEFAULTS.max_images} and {DEFAULTS.max_videos} |",
+        f"| bytes of an image or a video | {fetch.MAX_IMAGE_BYTES // MIB} MiB, "
+        f"{fetch.MAX_VIDEO_BYTES // MIB} MiB",
+        f"| pixels of an image | {decode.MAX_PIXELS:,}, and {decode.MAX_SIDE:,} on a side",
+        f"| fetches of images and videos at once | {fetch.MAX_FETCHES}, of them "
+        f"{fetch.MAX_FETCHES_PER_CLIENT} of an API key; {fetch.MAX_WAITING_FETCHES} wait, then 503",
+        f"| time of a fetch | {DEFAULTS.image_fetch_timeout_s:g} s, of a video "
+        f"{DEFAULTS.video_fetch_timeout_s:g} s",
         f"stopped after {template.TIME_LIMIT_S:g} s on a thread, and after "
         f"{template.INLINE_LIMIT_S * 1e3:g} ms",
         f"| URL and headers | {DEFAULTS.h11_max_incomplete_event_size // KIB} KiB,",
@@ -114,3 +132,41 @@ def isolation(limits: compilation.Limits) -> str:
 )
 def test_a_limit_of_the_page_equals_that_of_the_code(row: str) -> None:
     assert row in PAGE
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        f"| pixels of an image or a frame | {decode.MAX_PIXELS:,}, and {decode.MAX_SIDE:,} on a "
+        f"side; an image of more than {decode.KEPT_PIXELS:,} is scaled",
+        f"| ratio of the sides of an image | {image_processor.MAX_RATIO} |",
+        f"| scans of a progressive JPEG | {file_checks.MAX_SCANNED_PIXELS:,} pixels",
+        f"| pixels of a BMP with run lengths | {file_checks.MAX_RUN_LENGTH_PIXELS:,} |",
+        f"| chunks of a PNG | {file_checks.MAX_CHUNKS:,}, of them one colour profile",
+        f"| EXIF data of an image | {file_checks.MAX_EXIF_BYTES:,} bytes",
+        f"| pixels of the frames of a video together | {video.MAX_VIDEO_PIXELS:,} |",
+        f"| frames of a video | {video.MAX_FRAMES} |",
+        f"| frames of an animation, also those that are not taken | "
+        f"{video.MAX_ANIMATION_FRAMES:,}, and {video.MAX_ANIMATION_PIXELS:,} pixels",
+        f"| decoding and preprocessing an image | {processor.IMAGE_LIMITS.cpu_s:g} s of processor "
+        f"time, {processor.IMAGE_LIMITS.wall_s:g} s in all, "
+        f"{processor.IMAGE_LIMITS.memory_bytes // GIB} GiB",
+        f"| decoding and preprocessing a video | {processor.VIDEO_LIMITS.cpu_s:g} s of processor "
+        f"time, {processor.VIDEO_LIMITS.wall_s:g} s in all, "
+        f"{processor.VIDEO_LIMITS.memory_bytes // GIB} GiB",
+        f"| images that an API server processes at once | {processor.MAX_RUNNING}, of them "
+        f"{processor.MAX_RUNNING_PER_CLIENT} of a client",
+        f"| images that wait to be processed | {processor.MAX_PENDING}, and "
+        f"{processor.MAX_PENDING_BYTES // GIB} GiB",
+        f"| fetches at once | {fetch.MAX_FETCHES}, of them {fetch.MAX_FETCHES_PER_CLIENT} of a "
+        f"client; {fetch.MAX_WAITING_FETCHES} wait",
+        f"| look-ups of host names at once | {fetch.MAX_LOOKUPS}, of them "
+        f"{fetch.MAX_LOOKUPS_PER_CLIENT} of a client; {fetch.MAX_WAITING_FETCHES} wait",
+        f"| headers of a response to a fetch | {fetch.MAX_HEADER_BYTES // KIB} KiB, and "
+        f"{fetch.MAX_INTERIM_RESPONSES} interim responses",
+        f"| pieces of a fetched body | {fetch.FREE_PIECES}, and one more for each "
+        f"{fetch.MIN_PIECE_BYTES} bytes",
+    ],
+)
+def test_a_limit_of_images_equals_that_of_the_code(row: str) -> None:
+    assert row in IMAGES

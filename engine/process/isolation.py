@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -42,7 +42,7 @@ GRACE_S = 1.0
 """How much longer than its wall time a call may take to report its end."""
 
 _FRAME = struct.Struct("<cQ")
-_RESULT, _FAILED, _EXITED, _READY = b"R", b"F", b"X", b"S"
+_RESULT, _FAILED, _EXITED, _READY, _LIMITS = b"R", b"F", b"X", b"S", b"L"
 
 Call = Callable[[bytes], bytes]
 """The function that runs in a fork."""
@@ -75,10 +75,44 @@ class CallBroken(Exception):
     """The call raised an unexpected exception."""
 
 
+class CallCancelled(Exception):
+    """The call was cancelled; its process is killed."""
+
+
+class Cancellation:
+    """Ends a call from another thread, before it starts or while it runs."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._channel: socket.socket | None = None
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        """Have the call raise CallCancelled, and its process killed; safe to call twice."""
+        with self._lock:
+            self.is_cancelled = True
+            if self._channel is not None:
+                # Wakes the thread that reads, and tells the fork server to kill the process.
+                with contextlib.suppress(OSError):
+                    self._channel.shutdown(socket.SHUT_RDWR)
+
+    @contextlib.contextmanager
+    def cancelling(self, channel: socket.socket) -> Iterator[None]:
+        """`cancel` ends `channel` meanwhile."""
+        with self._lock:
+            self._channel = channel
+            if self.is_cancelled:
+                channel.shutdown(socket.SHUT_RDWR)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._channel = None
+
+
 class _Orders(msgspec.Struct, frozen=True):
     module: str
     setup: bytes
-    limits: Limits
 
 
 class ForkServer:
@@ -86,7 +120,7 @@ class ForkServer:
     `module` has `prepare(setup: bytes) -> Call`, which runs once."""
 
     def __init__(self, module: str, setup: bytes, limits: Limits) -> None:
-        self._orders = _Orders(module, setup, limits)
+        self._orders = _Orders(module, setup)
         self._limits = limits
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -103,18 +137,33 @@ class ForkServer:
         with self._lock:
             self._connect()
 
-    def call(self, payload: bytes) -> bytes:
-        """Run the call in a fork and return its result. Blocks. Raises CallKilled, CallBroken,
-        CallInterrupted also when no fork server can be started, and EngineDied after `close`."""
+    def call(
+        self,
+        payload: bytes,
+        limits: Limits | None = None,
+        cancellation: Cancellation | None = None,
+    ) -> bytearray:
+        """Run the call in a fork and return its result. `limits` replace the constructor's limits.
+        Blocks. Raises CallKilled, CallBroken, CallCancelled, CallInterrupted also when no fork
+        server can be started, and EngineDied after `close`."""
+        limits = limits or self._limits
+        cancellation = cancellation or Cancellation()
         for _ in range(MAX_STARTS):
             ours, theirs = socket.socketpair()
-            with ours:
+            with ours, cancellation.cancelling(ours):
                 with theirs:
                     process = self._send_channel(theirs)
                 if process is None:
                     continue
-                if self._await_fork(ours, process):
-                    return self._result_unless_closed(ours, payload)
+                try:
+                    if self._await_fork(ours, process):
+                        return self._result_unless_closed(ours, payload, limits)
+                except CallKilled:
+                    if cancellation.is_cancelled:
+                        raise CallCancelled from None
+                    raise
+                if cancellation.is_cancelled:
+                    raise CallCancelled
                 self._replace(process)
         raise CallInterrupted("its process cannot be started")
 
@@ -197,43 +246,47 @@ class ForkServer:
             self._control.close()
         self._process = self._control = None
 
-    def _result_unless_closed(self, channel: socket.socket, payload: bytes) -> bytes:
+    def _result_unless_closed(
+        self, channel: socket.socket, payload: bytes, limits: Limits
+    ) -> bytearray:
         try:
-            return self._result_of(channel, payload)
+            return _result_of(channel, payload, limits)
         except CallKilled:
             # `close` has ended the process, which says nothing about the payload.
             if self._is_closed:
                 raise EngineDied(CLOSED) from None
             raise
 
-    def _result_of(self, channel: socket.socket, payload: bytes) -> bytes:
-        channel.settimeout(self._limits.wall_s + GRACE_S)
-        try:
-            channel.sendall(_FRAME.pack(_RESULT, len(payload)) + payload)
-            kind, data = _receive_frame(channel)
-        except TimeoutError:
-            # Closing the channel makes the fork server kill the call.
-            raise CallInterrupted(f"it took longer than {self._limits.wall_s:g} s") from None
-        except ConnectionError:
-            raise CallInterrupted("its process was lost") from None
-        if kind == _RESULT:
-            return data
-        if kind == _FAILED:
-            raise CallBroken(data.decode("utf-8", "replace"))
-        code = int(data)
-        is_caused_by_call = code >= 0 or -code in (*FAULTS, signal.SIGPROF)
-        raise (CallKilled if is_caused_by_call else CallInterrupted)(self._why(code))
 
-    def _why(self, code: int) -> str:
-        limits = self._limits
-        mib = limits.memory_bytes / 2**20
-        reasons = {
-            -signal.SIGPROF: f"it took longer than {limits.cpu_s:g} s of processor time",
-            -signal.SIGALRM: f"it took longer than {limits.wall_s:g} s",
-            -signal.SIGABRT: f"it took more than {mib:g} MiB, or gave up",
-            _OUT_OF_MEMORY: f"it took more than {mib:g} MiB",
-        }
-        return reasons.get(code, f"its process {describe_exit(code)}")
+def _result_of(channel: socket.socket, payload: bytes, limits: Limits) -> bytearray:
+    channel.settimeout(limits.wall_s + GRACE_S)
+    try:
+        _send_frame(channel, _LIMITS, msgspec.msgpack.encode(limits))
+        _send_frame(channel, _RESULT, payload)
+        kind, data = _receive_frame(channel)
+    except TimeoutError:
+        # Closing the channel makes the fork server kill the call.
+        raise CallInterrupted(f"it took longer than {limits.wall_s:g} s") from None
+    except ConnectionError:
+        raise CallInterrupted("its process was lost") from None
+    if kind == _RESULT:
+        return data
+    if kind == _FAILED:
+        raise CallBroken(data.decode("utf-8", "replace"))
+    code = int(data)
+    is_caused_by_call = code >= 0 or -code in (*FAULTS, signal.SIGPROF)
+    raise (CallKilled if is_caused_by_call else CallInterrupted)(_why(code, limits))
+
+
+def _why(code: int, limits: Limits) -> str:
+    mib = limits.memory_bytes / 2**20
+    reasons = {
+        -signal.SIGPROF: f"it took longer than {limits.cpu_s:g} s of processor time",
+        -signal.SIGALRM: f"it took longer than {limits.wall_s:g} s",
+        -signal.SIGABRT: f"it took more than {mib:g} MiB, or gave up",
+        _OUT_OF_MEMORY: f"it took more than {mib:g} MiB",
+    }
+    return reasons.get(code, f"its process {describe_exit(code)}")
 
 
 _OUT_OF_MEMORY = 17
@@ -255,16 +308,15 @@ def main() -> None:
     # Forks share these objects' pages as long as the garbage collector does not write to them.
     gc.collect()
     gc.freeze()
-    _Server(control, call, orders.limits).run()
+    _Server(control, call).run()
 
 
 class _Server:
     """The loop of a fork server: forks for each channel it receives, reports how forks end."""
 
-    def __init__(self, control: socket.socket, call: Call, limits: Limits) -> None:
+    def __init__(self, control: socket.socket, call: Call) -> None:
         self._control = control
         self._call = call
-        self._limits = limits
         self._calls: dict[int, socket.socket] = {}
         self._ended, wakeup_write = os.pipe()
         os.set_blocking(self._ended, False)
@@ -338,12 +390,15 @@ class _Server:
             os.dup2(nothing, 1)
             os.dup2(nothing, 2)
             _report(channel, _READY)
-            kind, payload = _receive_frame(channel)
+            kind, encoded = _receive_frame(channel)
+            assert kind == _LIMITS, kind
+            limits = msgspec.msgpack.decode(encoded, type=Limits)
+            kind, received = _receive_frame(channel)
             assert kind == _RESULT, kind
-            _limit(self._limits)
-            code = _on_stack(
-                self._limits.stack_bytes, lambda: _answer(channel, self._call, payload)
-            )
+            payload = bytes(received)
+            del received
+            _limit(limits)
+            code = _on_stack(limits.stack_bytes, lambda: _answer(channel, self._call, payload))
         finally:
             os._exit(code)
 
@@ -406,21 +461,26 @@ def _environment(given: Mapping[str, str]) -> dict[str, str]:
 def _report(channel: socket.socket, kind: bytes, data: bytes = b"") -> None:
     # The parent may have closed the channel.
     with contextlib.suppress(OSError):
-        channel.sendall(_FRAME.pack(kind, len(data)))
-        channel.sendall(data)
+        _send_frame(channel, kind, data)
 
 
-def _receive_frame(channel: socket.socket) -> tuple[bytes, bytes]:
+def _send_frame(channel: socket.socket, kind: bytes, data: bytes) -> None:
+    channel.sendall(_FRAME.pack(kind, len(data)))
+    channel.sendall(data)
+
+
+def _receive_frame(channel: socket.socket) -> tuple[bytes, bytearray]:
     kind, size = _FRAME.unpack(_receive(channel, _FRAME.size))
     return kind, _receive(channel, size)
 
 
-def _receive(channel: socket.socket, size: int) -> bytes:
-    pieces = []
-    while size:
-        piece = channel.recv(min(size, 1 << 18))
-        if not piece:
+def _receive(channel: socket.socket, size: int) -> bytearray:
+    # Read into place: to join hundreds of megabytes would hold the interpreter's lock.
+    data = bytearray(size)
+    left = memoryview(data)
+    while left:
+        count = channel.recv_into(left)
+        if not count:
             raise ConnectionError("the other end is closed")
-        pieces.append(piece)
-        size -= len(piece)
-    return b"".join(pieces)
+        left = left[count:]
+    return data

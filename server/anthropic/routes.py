@@ -11,7 +11,6 @@ from server.anthropic.chat_request import to_chat_body
 from server.anthropic.errors import ROUTES
 from server.anthropic.output import MessageEvents, full_message
 from server.anthropic.schema import CountBody, MessagesBody
-from server.http.access_log import record_of
 from server.http.body import MANY_BYTES, ReceivedBody, json_response, parse
 from server.http.openapi import MESSAGES_ANSWERS, MESSAGES_GENERATES, takes
 from server.openai.chat_request import count_prompt_tokens, start_chat
@@ -50,8 +49,8 @@ def messages_routes(state: AppState) -> APIRouter:
         state.generation_pipeline()
         sent = await state.bodies.read_object(request)
         chat = await _chat(state, await parse(CountBody, sent), sent)
-        owner = record_of(request.scope).owner
-        return json_response({"input_tokens": await count_prompt_tokens(state, chat, owner)})
+        count = await count_prompt_tokens(state, request, chat)
+        return json_response({"input_tokens": count})
 
     return router
 

@@ -1,42 +1,68 @@
 """Decodes the bytes of an image to RGB. To be called in an isolated process: the decoders are
 native code, and the bytes come from clients."""
 
+import contextlib
 import io
+import math
 import warnings
+from collections.abc import Iterator
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageFile, UnidentifiedImageError
+
+from server.multimodal.file_checks import BadImage, check_file, check_opened
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 64 * 2**20
-"""Of one image, before it is resized: 192 MiB as RGB."""
+"""Maximum number of pixels of an image in the file."""
+KEPT_PIXELS = 16 * 2**20
+"""Maximum number of pixels of a decoded image: what the model that takes most would keep. A larger
+image is scaled down."""
 MAX_SIDE = 65_535
-
-
-class BadImage(Exception):
-    """The bytes are no image that is served; the text says why."""
+BAND_PIXELS = 2**20
+"""Pixels that are converted at once, so that a large image has no second copy."""
+_ORIENTATION = 0x0112
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""By orientation of the EXIF data."""
+_EIGHT_BITS = ((np.arange(65_536) + 128) // 257).astype(np.uint8)
+"""Values of 16 bits, divided by 257 and rounded."""
 
 
 def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The image as RGB, turned as its EXIF data say, on white where it is transparent; the first
-    frame of an animated one. Raises BadImage."""
-    # The size is checked below, before a pixel is decoded, and each chunk by Pillow itself.
-    Image.MAX_IMAGE_PIXELS = None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            image = Image.open(io.BytesIO(data), formats=FORMATS)
-            check_size(*image.size, max_pixels)
-            image.load()
-            return to_rgb(ImageOps.exif_transpose(image))
-    except BadImage:
-        raise
-    except UnidentifiedImageError:
-        raise BadImage(f"the image is none of {', '.join(FORMATS)}") from None
-    except MemoryError:
-        raise
-    except Exception as error:  # decoders raise whatever broken files make them
-        raise BadImage(f"the image cannot be decoded: {type(error).__name__}") from None
+    """The image as RGB with at most KEPT_PIXELS, turned as its EXIF data say, on white where it is
+    transparent; the first frame of an animated image. Raises BadImage."""
+    with _decoding():
+        image = _opened(data)
+        check_size(*image.size, max_pixels)
+        check_opened(image, data)
+        kept = _kept_size(*image.size)
+        if kept != image.size:
+            # Only decoders of JPEG can scale.
+            image.draft(image.mode, kept)
+        image.load()
+        turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
+        is_rgb = image.mode == "RGB" and "transparency" not in image.info
+        found = image if is_rgb else to_rgb(image)
+        if kept != found.size:
+            found = found.resize(kept, Image.Resampling.HAMMING)
+        return found if turn is None else found.transpose(turn)
+
+
+def size_of(data: bytes) -> tuple[int, int]:
+    """Width and height of an image, which is not decoded. Raises BadImage, also for an image that
+    is too large."""
+    with _decoding():
+        image = _opened(data)
+        check_size(*image.size)
+        return image.size
 
 
 def check_size(width: int, height: int, max_pixels: int = MAX_PIXELS) -> None:
@@ -53,13 +79,59 @@ def check_size(width: int, height: int, max_pixels: int = MAX_PIXELS) -> None:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """The image as RGB, on white where it is transparent."""
-    if image.mode.startswith("I;16") or image.mode in ("I", "F"):
+    """A copy of the image as RGB, on white where it is transparent."""
+    width, height = image.size
+    rows = max(1, BAND_PIXELS // width)
+    if rows >= height:
+        return _band_to_rgb(image)
+    found = Image.new("RGB", image.size)
+    for top in range(0, height, rows):
+        band = image.crop((0, top, width, min(top + rows, height)))
+        found.paste(_band_to_rgb(band), (0, top))
+    return found
+
+
+def _band_to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):
         # Pillow would cut the values off at 255.
-        values = np.asarray(image, dtype=np.float64) / 257.0
-        image = Image.fromarray(np.clip(np.rint(values), 0, 255).astype(np.uint8))
+        values = np.asarray(image)
+        if values.dtype != np.uint16:
+            values = np.clip(values, 0, 65_535)
+        image = Image.fromarray(_EIGHT_BITS[values])
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         with_alpha = image.convert("RGBA")
         white = Image.new("RGBA", with_alpha.size, (255, 255, 255, 255))
         image = Image.alpha_composite(white, with_alpha)
     return image.convert("RGB")
+
+
+@contextlib.contextmanager
+def _decoding() -> Iterator[None]:
+    """Raises BadImage for what decoders raise. The process is one that decodes nothing else."""
+    # Sizes are checked before a pixel is decoded, and each chunk by Pillow itself.
+    Image.MAX_IMAGE_PIXELS = None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except BadImage:
+        raise
+    except UnidentifiedImageError:
+        raise BadImage(f"the image is none of {', '.join(FORMATS)}") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # decoders raise whatever broken files make them
+        raise BadImage(f"the image cannot be decoded: {type(error).__name__}") from None
+
+
+def _opened(data: bytes) -> ImageFile.ImageFile:
+    check_file(data)
+    return Image.open(io.BytesIO(data), formats=FORMATS)
+
+
+def _kept_size(width: int, height: int) -> tuple[int, int]:
+    """The size to which an image is scaled after decoding."""
+    if (pixels := width * height) <= KEPT_PIXELS:
+        return width, height
+    scale = math.sqrt(KEPT_PIXELS / pixels)
+    return max(1, int(width * scale)), max(1, int(height * scale))

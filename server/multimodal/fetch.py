@@ -14,6 +14,8 @@ import socket
 import ssl
 import stat
 from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote, urljoin, urlsplit
@@ -22,6 +24,7 @@ import httpcore
 import msgspec
 
 from config.errors import UserError
+from server.multimodal.fair_slots import FairSlots
 from server.multimodal.messages import IMAGE, VIDEO, Video
 
 MAX_IMAGE_BYTES = 20 * 2**20
@@ -29,7 +32,26 @@ MAX_IMAGE_BYTES = 20 * 2**20
 MAX_VIDEO_BYTES = 64 * 2**20
 MAX_FRAMES = 768
 """Of a data: URL of frames."""
+MAX_FETCHES = 32
+"""At once, of all clients."""
+MAX_FETCHES_PER_CLIENT = 8
+MAX_WAITING_FETCHES = 1024
+MAX_LOOKUPS = 16
+"""Look-ups of names at once: a look-up holds a thread until the resolver gives up."""
+MAX_LOOKUPS_PER_CLIENT = 4
 MAX_REDIRECTS = 3
+MAX_HEADER_BYTES = 64 * 2**10
+"""Of a response, with what was read of its body."""
+MAX_INTERIM_RESPONSES = 8
+"""In front of a response: each is parsed on the event loop."""
+MIN_PIECE_BYTES = 64
+"""Minimum mean size of the pieces of a body, beyond its first FREE_PIECES: each is parsed on the
+event loop."""
+FREE_PIECES = 512
+PIECES_PER_TURN = 32
+"""After so many pieces the event loop answers others."""
+READ_BYTES = 16 * 2**10
+"""Read of a connection at once."""
 MAX_URL_CHARACTERS = 8192
 INLINE_CHARACTERS = 64 * 2**10
 """Of a data: URL that the event loop decodes."""
@@ -49,6 +71,16 @@ _PORT = 443
 _AZURE_WIRE_SERVER = ipaddress.ip_address("168.63.129.16")
 """A public address that answers with secrets of the machine that asks."""
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_SPECIAL = tuple(
+    map(
+        ipaddress.ip_network,
+        ("192.88.99.0/24", "64:ff9b:1::/48", "3fff::/20", "5f00::/16"),
+    )
+)
+"""Relays, translators, documentation and segment routing: some versions of Python take them for
+public."""
+_ISATAP = (0x0000_5EFE, 0x0200_5EFE)
+"""Bits 64 to 95 of an IPv6 address that ends with an IPv4 address (RFC 5214)."""
 
 Decoded = TypeVar("Decoded")
 Resolve = Callable[[str, int], Awaitable[list[str]]]
@@ -69,10 +101,18 @@ class _Kind(NamedTuple):
     timeout_s: float
 
 
-async def resolve(host: str, port: int) -> list[str]:
-    """The addresses of `host`, as the system's resolver gives them. Raises OSError."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+class SystemResolver:
+    """The system's resolver, on threads of its own: a name server that never answers holds none of
+    the threads that other work needs."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(MAX_LOOKUPS, thread_name_prefix="resolve")
+
+    async def __call__(self, host: str, port: int) -> list[str]:
+        """The addresses of `host`. Raises OSError."""
+        look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(self._threads, look_up)
+        return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
 class MediaFetcher:
@@ -87,7 +127,7 @@ class MediaFetcher:
         max_bytes: int = MAX_IMAGE_BYTES,
         video_timeout_s: float = 30.0,
         max_video_bytes: int = MAX_VIDEO_BYTES,
-        resolve: Resolve = resolve,
+        resolve: "Resolve | None" = None,
         is_public: "Callable[[str], bool] | None" = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
@@ -100,29 +140,49 @@ class MediaFetcher:
             IMAGE: _Kind("image", IMAGE_TYPES, max_bytes, timeout_s),
             VIDEO: _Kind("video", VIDEO_TYPES, max_video_bytes, video_timeout_s),
         }
-        self._backend = _CheckedBackend(resolve, is_public or is_public_address)
+        self._resolve = resolve or SystemResolver()
+        self._is_public = is_public or is_public_address
+        self._slots = FairSlots(
+            "fetches",
+            total=MAX_FETCHES,
+            per_client=MAX_FETCHES_PER_CLIENT,
+            max_waiting=MAX_WAITING_FETCHES,
+        )
+        self._lookups = FairSlots(
+            "look-ups of names",
+            total=MAX_LOOKUPS,
+            per_client=MAX_LOOKUPS_PER_CLIENT,
+            max_waiting=MAX_WAITING_FETCHES,
+        )
         self._tls = tls or ssl.create_default_context()
 
     async def fetch(
-        self, url: str, where: str, param: str = "messages", kind: bytes = IMAGE
+        self,
+        url: str,
+        where: str,
+        param: str = "messages",
+        kind: bytes = IMAGE,
+        *,
+        client: str = "",
     ) -> bytes:
-        """The bytes behind `url`; an encoded Video if it is one. Raises UserError, which names the
-        place `where` in the request and nothing of what another server answered."""
+        """The bytes behind `url`; an encoded Video if `kind` is VIDEO. Connections are shared
+        fairly among clients. Raises Overloaded, and UserError, which names the place `where` in
+        the request and nothing of what another server answered."""
         try:
             if kind == VIDEO:
-                return await self._fetch_video(url)
-            return await self._fetch(url, self._kinds[kind])
+                return await self._fetch_video(url, client)
+            return await self._fetch(url, self._kinds[kind], client)
         except _Refused as reason:
             raise UserError(f"{where}: {reason}", param=param) from None
 
-    async def _fetch_video(self, url: str) -> bytes:
+    async def _fetch_video(self, url: str, client: str) -> bytes:
         kind = self._kinds[VIDEO]
         if url[: len(FRAMES_TYPE) + 5].lower() == f"data:{FRAMES_TYPE}":
             frames = await _aside(url, lambda: _frames(url, kind))
             return msgspec.msgpack.encode(Video(frames=frames))
-        return msgspec.msgpack.encode(Video(await self._fetch(url, kind)))
+        return msgspec.msgpack.encode(Video(await self._fetch(url, kind, client)))
 
-    async def _fetch(self, url: str, kind: _Kind) -> bytes:
+    async def _fetch(self, url: str, kind: _Kind, client: str) -> bytes:
         scheme = url[:10].partition(":")[0].lower()
         if scheme == "data":
             return await _aside(url, lambda: _data_bytes(url, kind))
@@ -137,28 +197,57 @@ class MediaFetcher:
                 f"the URL begins with {url[:_SHOWN].partition(':')[0]!r}, it must be a data: or "
                 "https: URL"
             )
+        # What is refused at once waits for no slot.
+        self._check(url, kind)
         try:
-            return await asyncio.wait_for(self._remote_bytes(url, kind), kind.timeout_s)
+            async with self._slots.hold(client):
+                fetching = self._remote_bytes(url, kind, client)
+                return await asyncio.wait_for(fetching, kind.timeout_s)
         except asyncio.TimeoutError:
             raise _Refused(f"the {kind.noun} was not fetched within {kind.timeout_s:g} s") from None
 
-    async def _remote_bytes(self, url: str, kind: _Kind) -> bytes:
+    async def _remote_bytes(self, url: str, kind: _Kind, client: str) -> bytes:
+        traffic = _Traffic(MAX_HEADER_BYTES * (MAX_REDIRECTS + 1) + 2 * kind.max_bytes)
+        resolve = partial(self._look_up, client)
         async with httpcore.AsyncConnectionPool(
             ssl_context=self._tls,
-            network_backend=self._backend,
+            network_backend=_CheckedBackend(resolve, self._is_public, traffic),
             max_connections=1,
             retries=0,
         ) as pool:
             for _ in range(MAX_REDIRECTS + 1):
                 self._check(url, kind)
-                target, data = await self._get(pool, url, kind)
+                target, data = await self._get(pool, url, kind, traffic)
                 if target is None:
                     return data
                 url = urljoin(url, target)
         raise _Refused(f"the URL redirects more than {MAX_REDIRECTS} times")
 
+    async def _look_up(self, client: str, host: str, port: int) -> list[str]:
+        """The addresses of a host. A look-up that began cannot be stopped, and holds its slot to
+        its end."""
+        has_begun = asyncio.Event()
+
+        async def hold_and_resolve() -> list[str]:
+            async with self._lookups.hold(client):
+                has_begun.set()
+                return await self._resolve(host, port)
+
+        resolving = asyncio.ensure_future(hold_and_resolve())
+        try:
+            return await asyncio.shield(resolving)
+        except asyncio.CancelledError:
+            if has_begun.is_set():
+                # An exception that nobody reads would be logged.
+                resolving.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+            else:
+                resolving.cancel()
+            raise
+
     def _check(self, url: str, kind: _Kind) -> None:
         """Raise _Refused unless the URL, of the request or of a redirect, may be fetched."""
+        if not url.isascii():
+            raise _Refused("the URL has characters that are not ASCII, it must encode them (%XX)")
         try:
             parts = urlsplit(url)
             host, has_user = parts.hostname, parts.username is not None
@@ -183,7 +272,7 @@ class MediaFetcher:
         return _host_name(host) in self._domains
 
     async def _get(
-        self, pool: httpcore.AsyncConnectionPool, url: str, kind: _Kind
+        self, pool: httpcore.AsyncConnectionPool, url: str, kind: _Kind, traffic: "_Traffic"
     ) -> tuple[str | None, bytes]:
         """The target of a redirect, or the bytes."""
         failed = f"the {kind.noun} could not be fetched"
@@ -192,8 +281,10 @@ class MediaFetcher:
             "Accept-Encoding": "identity",
             "User-Agent": "gaudiserve",
         }
+        traffic.begin_response()
         try:
             async with pool.stream("GET", url, headers=headers) as response:
+                traffic.is_body = True
                 status = response.status
                 if status in (301, 302, 303, 307, 308):
                     location = {k.lower(): v for k, v in response.headers}.get(b"location")
@@ -202,17 +293,23 @@ class MediaFetcher:
                     return location.decode("latin-1"), b""
                 if status != 200:
                     raise _Refused(failed)
-                data = bytearray()
+                data, num_pieces = bytearray(), 0
                 async for piece in response.aiter_stream():
                     data += piece
+                    num_pieces += 1
                     if len(data) > kind.max_bytes:
                         raise _Refused(_too_large(len(data), kind, at_least=True))
+                    if (num_pieces - FREE_PIECES) * MIN_PIECE_BYTES > len(data):
+                        raise _Refused(failed)
+                    if num_pieces % PIECES_PER_TURN == 0:
+                        await asyncio.sleep(0)
                 return None, bytes(data)
         except (
             httpcore.NetworkError,
             httpcore.ProtocolError,
             httpcore.TimeoutException,
             httpcore.UnsupportedProtocol,
+            _TooMuch,
             OSError,
             ValueError,  # a URL, or a Location, that is no URL
         ):
@@ -246,13 +343,77 @@ class MediaFetcher:
         return data
 
 
+class _TooMuch(Exception):
+    """A server sent more than it may."""
+
+
+class _Traffic:
+    """Counts what a fetch reads of its connections."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._left = max_bytes
+        self._head = b""
+        self.is_body = False
+        """Set when the headers of a response were read."""
+
+    def begin_response(self) -> None:
+        """Expect the headers of a response."""
+        self._head, self.is_body = b"", False
+
+    def count(self, data: bytes) -> None:
+        """Raise _TooMuch if `data` exceed a limit."""
+        self._left -= len(data)
+        if not self.is_body:
+            self._head += data
+        if (
+            self._left < 0
+            or len(self._head) > MAX_HEADER_BYTES
+            or self._head.count(b"HTTP/1.") > MAX_INTERIM_RESPONSES + 1
+        ):
+            raise _TooMuch
+
+
+class _CountedStream(httpcore.AsyncNetworkStream):
+    """A connection whose reads are short and counted."""
+
+    def __init__(self, stream: httpcore.AsyncNetworkStream, traffic: _Traffic) -> None:
+        self._stream = stream
+        self._traffic = traffic
+
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        data = await self._stream.read(min(max_bytes, READ_BYTES), timeout)
+        self._traffic.count(data)
+        return data
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        await self._stream.write(buffer, timeout)
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+    async def start_tls(
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        timeout: float | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        stream = await self._stream.start_tls(ssl_context, server_hostname, timeout)
+        return _CountedStream(stream, self._traffic)
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+
 class _CheckedBackend(httpcore.AsyncNetworkBackend):
     """Connects to public addresses only. A name is resolved here and its address connected to, so
-    that no second look-up can give another one."""
+    that no second look-up can give another address."""
 
-    def __init__(self, resolve: Resolve, is_public: Callable[[str], bool]) -> None:
+    def __init__(
+        self, resolve: Resolve, is_public: Callable[[str], bool], traffic: _Traffic
+    ) -> None:
         self._resolve = resolve
         self._is_public = is_public
+        self._traffic = traffic
         self._real = httpcore.AnyIOBackend()
 
     async def connect_tcp(
@@ -267,7 +428,8 @@ class _CheckedBackend(httpcore.AsyncNetworkBackend):
         # One private address among public ones is refused too: an attacker chooses their order.
         if not addresses or not all(map(self._is_public, addresses)):
             raise _Refused("the URL's host has an address that is not public")
-        return await self._real.connect_tcp(addresses[0], port, timeout, local_address)
+        stream = await self._real.connect_tcp(addresses[0], port, timeout, local_address)
+        return _CountedStream(stream, self._traffic)
 
     async def connect_unix_socket(self, *arguments: Any, **named: Any) -> Any:
         raise _Refused("the URL cannot be read")
@@ -291,6 +453,7 @@ def is_public_address(text: str) -> bool:
         and not address.is_reserved
         and not (address.version == 6 and getattr(address, "is_site_local", False))
         and address != _AZURE_WIRE_SERVER
+        and not any(address in network for network in _SPECIAL)
     ) or (inner is not None and address in _NAT64)
 
 
@@ -298,7 +461,7 @@ def _embedded(address: Address) -> ipaddress.IPv4Address | None:
     """The IPv4 address that an IPv6 one leads to."""
     if isinstance(address, ipaddress.IPv4Address):
         return None
-    if address in _NAT64:
+    if address in _NAT64 or int(address) >> 32 & 0xFFFF_FFFF in _ISATAP:
         return ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF)
     if address.teredo is not None:
         return address.teredo[1]

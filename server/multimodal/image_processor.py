@@ -13,9 +13,10 @@ from transformers import AutoImageProcessor
 
 from config.errors import ConfigError
 from engine.transport.messages import InputTensor
-from server.multimodal.decode import BadImage, decode
+from server.multimodal.decode import decode
 from server.multimodal.families.base import ProcessorFiles, PromptForm
 from server.multimodal.families.registry import prompt_form
+from server.multimodal.file_checks import BadImage
 from server.multimodal.llama4_images import Llama4ImageProcessor
 from server.multimodal.messages import IMAGE, Answer, ImageFacts, Setup, Video
 from server.multimodal.own_processor import OwnProcessor
@@ -33,6 +34,9 @@ OWN_PROCESSORS: Mapping[str, Callable[[dict[str, Any]], Callable[..., Any]]] = {
 }
 """By model_type: in place of those of transformers that need torchvision."""
 _SHOWN = 200
+MAX_RATIO = 200
+"""Maximum ratio of the sides of an image: some processors scale the shorter side to a fixed length,
+which would make a long strip thousands of times larger."""
 WARM_UP_PIXELS = 224
 """On each side of the image that is processed at the start."""
 
@@ -81,7 +85,8 @@ class ImageProcessor:
         self.call(IMAGE + file.getvalue())
 
     def process(self, image: Image.Image) -> Answer:
-        """Preprocess an RGB image. Raises BadImage for one that the processor does not take."""
+        """Preprocess an RGB image. Raises BadImage if the processor does not take the image."""
+        _check_ratio(image)
         try:
             arrays = self._processor(images=[image], return_tensors="np", **self._options)
             text, grid = self._form.text(arrays), self._form.grid(arrays)
@@ -103,6 +108,7 @@ class ImageProcessor:
             raise BadImage("the model takes no videos")
         options = {**self._options, **self._size}
         frames = video.images
+        _check_ratio(frames[0])
         try:
             first = frames[0]
             size = self._size.get("size", {})
@@ -122,6 +128,14 @@ class ImageProcessor:
         tensors = [_tensor(name, arrays[name]) for name in INPUTS if name in arrays]
         text, grid = form.text(arrays, video.times), self._form.grid(arrays)
         return Answer("", video.images[0].size, text, grid, tensors, form.time_step(video.fps))
+
+
+def _check_ratio(image: Image.Image) -> None:
+    if max(image.size) > MAX_RATIO * min(image.size):
+        raise BadImage(
+            f"the model does not take an image of {image.width} x {image.height} pixels: the ratio "
+            f"of its sides is {max(image.size) / min(image.size):g}, at most {MAX_RATIO} is taken"
+        )
 
 
 def _image_processor(

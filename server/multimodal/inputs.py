@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from config.errors import ConfigError, UserError
 from config.model.multimodal.vision import VisionFacts
@@ -14,9 +15,6 @@ from server.multimodal.processor import ImagePreprocessor, ProcessedImage, image
 from server.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-MAX_FETCHES = 16
-"""At once, of all requests."""
 
 
 class ImageInputs:
@@ -37,7 +35,6 @@ class ImageInputs:
         self.preprocessor = preprocessor
         self._fetcher = fetcher
         self._limits = limits
-        self._fetches = asyncio.Semaphore(MAX_FETCHES)
 
     @property
     def marks(self) -> Mapping[bytes, str]:
@@ -45,19 +42,33 @@ class ImageInputs:
         return self.preprocessor.marks
 
     async def load(
-        self, sources: Sequence[MediaSource], *, owner: str = "", param: str = "messages"
+        self,
+        sources: Sequence[MediaSource],
+        *,
+        owner: str = "",
+        client: str = "",
+        param: str = "messages",
     ) -> list[ProcessedImage]:
-        """The images and videos, in their order. `owner` sent those that are given by a uuid alone.
-        Raises UserError and Overloaded."""
+        """The images and videos, in their order; equal sources are loaded once. `owner` sent the
+        images that are given by a uuid alone; fetches and processing are shared fairly among
+        clients. Raises UserError and Overloaded."""
         check_count(sources, self._limits, param)
-        loading = [asyncio.ensure_future(self._load(one, owner, param)) for one in sources]
+        loading: dict[MediaSource, asyncio.Future[ProcessedImage]] = {}
+        equal = [replace(source, where="") for source in sources]
+        for same, source in zip(equal, sources, strict=True):
+            if same not in loading:
+                load = self._load(source, owner, client, param)
+                loading[same] = asyncio.ensure_future(load)
         try:
-            return list(await asyncio.gather(*loading))
+            await asyncio.gather(*loading.values())
+            return [loading[same].result() for same in equal]
         finally:
-            for one in loading:
-                one.cancel()
+            for task in loading.values():
+                task.cancel()
 
-    async def _load(self, source: MediaSource, owner: str, param: str) -> ProcessedImage:
+    async def _load(
+        self, source: MediaSource, owner: str, client: str, param: str
+    ) -> ProcessedImage:
         kind = source.kind
         if kind not in self.marks:
             raise UserError(
@@ -74,9 +85,8 @@ class ImageInputs:
             return found
         data = source.data
         if data is None:
-            async with self._fetches:
-                data = await self._fetcher.fetch(source.url, source.where, param, kind)
-        image = await self.preprocessor.process(data, source.where, param, kind)
+            data = await self._fetcher.fetch(source.url, source.where, param, kind, client=client)
+        image = await self.preprocessor.process(data, source.where, param, kind, client=client)
         if source.uuid:
             self.preprocessor.remember(owner, source.uuid, image.digest, kind)
         return image

@@ -6,19 +6,34 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from typing import Any, Protocol
 
 import msgspec
 
 from config.errors import ConfigError, EngineDied, Overloaded, UserError
-from engine.process.isolation import CallBroken, CallKilled, ForkServer, Limits
+from engine.process.isolation import (
+    CallBroken,
+    CallInterrupted,
+    CallKilled,
+    Cancellation,
+    ForkServer,
+    Limits,
+)
 from engine.transport.messages import InputTensor
+from server.multimodal.fair_slots import FairSlots
 from server.multimodal.messages import IMAGE, VIDEO, Answer, ImageFacts, Setup
 
-LIMITS = Limits(cpu_s=20.0, wall_s=30.0, memory_bytes=3 * 2**30, stack_bytes=8 * 2**20)
+IMAGE_LIMITS = Limits(cpu_s=10.0, wall_s=20.0, memory_bytes=2 * 2**30, stack_bytes=8 * 2**20)
+VIDEO_LIMITS = Limits(cpu_s=20.0, wall_s=30.0, memory_bytes=3 * 2**30, stack_bytes=8 * 2**20)
+MAX_RUNNING = 4
+"""Images that are processed at once."""
+MAX_RUNNING_PER_CLIENT = 2
 MAX_PENDING = 256
-"""Images that wait for a thread or are being processed."""
+"""Images that wait to be processed."""
+MAX_PENDING_BYTES = 2**30
+"""Of the images that wait or are being processed."""
 MAX_UUIDS = 65_536
 INLINE_BYTES = 256 * 2**10
 """Of an image that the event loop hashes."""
@@ -61,7 +76,7 @@ class Observer(Protocol):
         ...
 
     def image_processed(self, seconds: float) -> None:
-        """One was not there. The time includes waiting for a thread."""
+        """An image was processed that was not in the cache. The time includes waiting."""
         ...
 
 
@@ -69,7 +84,7 @@ def image_processes(
     folder: str,
     image_token: str,
     options: Mapping[str, Any] | None = None,
-    limits: Limits = LIMITS,
+    limits: Limits = IMAGE_LIMITS,
     *,
     video_token: str = "",
     video_frames: tuple[int, float] = (32, -1),
@@ -98,17 +113,26 @@ class ImagePreprocessor:
         image_token: str,
         *,
         cache_bytes: int = 4 * 2**30,
-        threads: int = 2,
         video_token: str = "",
+        video_limits: Limits = VIDEO_LIMITS,
     ) -> None:
         """`processes` are those of `image_processes`."""
         self._tokens = {IMAGE: image_token, VIDEO: video_token}
         self._processes = processes
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="images")
+        self._threads = ThreadPoolExecutor(MAX_RUNNING, thread_name_prefix="images")
+        self._video_limits = video_limits
+        self._slots = FairSlots(
+            "images",
+            total=MAX_RUNNING,
+            per_client=MAX_RUNNING_PER_CLIENT,
+            max_waiting=MAX_PENDING,
+            max_bytes=MAX_PENDING_BYTES,
+        )
         self._cache: OrderedDict[bytes, ProcessedImage] = OrderedDict()
         self._cache_bytes = cache_bytes
         self._cached_bytes = 0
-        self._running: dict[bytes, asyncio.Future[ProcessedImage]] = {}
+        self._jobs: dict[tuple[str, bytes], _Job] = {}
+        """By client and digest."""
         self._uuids: OrderedDict[tuple[str, bytes, str], bytes] = OrderedDict()
         self._marks: dict[bytes, str] = {}
         self.observer: Observer | None = None
@@ -143,42 +167,56 @@ class ImagePreprocessor:
         return found
 
     async def process(
-        self, data: bytes, where: str, param: str = "messages", kind: bytes = IMAGE
+        self,
+        data: bytes,
+        where: str,
+        param: str = "messages",
+        kind: bytes = IMAGE,
+        *,
+        client: str = "",
     ) -> ProcessedImage:
-        """The image with these bytes, or the encoded Video. Raises UserError, which names the place
-        `where` in the request, and Overloaded."""
+        """The image with these bytes, or the encoded Video. The slots for processing are shared
+        among clients. When no caller waits for an image any more, it leaves the queue or its
+        process is killed. Raises UserError, which names the place `where` in the request, and
+        Overloaded."""
         data = kind + data
         if len(data) <= INLINE_BYTES:
             digest = sha256(data).digest()
         else:
             digest = await asyncio.to_thread(lambda: sha256(data).digest())
-        found, running = self.cached(digest), self._running.get(digest)
+        found, job = self.cached(digest), self._jobs.get((client, digest))
         if self.observer is not None:
-            self.observer.image_looked_up(found is not None or running is not None)
+            self.observer.image_looked_up(found is not None or job is not None)
         if found is not None:
             return found
-        if running is None:
-            if len(self._running) >= MAX_PENDING:
-                raise Overloaded(f"{len(self._running)} images wait to be processed")
-            running = asyncio.ensure_future(self._process(digest, data))
-            self._running[digest] = running
-            running.add_done_callback(lambda done: self._done(digest, done))
+        if job is None:
+            job = _Job(asyncio.ensure_future(self._process(digest, data, client)))
+            self._jobs[client, digest] = job
+        job.num_waiting += 1
         try:
-            # Another request may wait for it too.
-            return await asyncio.shield(running)
+            # Another request of the client may wait for it too.
+            return await asyncio.shield(job.task)
         except _Refused as reason:
             raise UserError(f"{where}: {reason}", param=param) from None
+        finally:
+            job.num_waiting -= 1
+            if not job.num_waiting:
+                job.task.cancel()
+                del self._jobs[client, digest]
 
-    def _done(self, digest: bytes, done: "asyncio.Future[ProcessedImage]") -> None:
-        del self._running[digest]
-        if not done.cancelled() and done.exception() is None:
-            self._add(done.result())
-
-    async def _process(self, digest: bytes, data: bytes) -> ProcessedImage:
+    async def _process(self, digest: bytes, data: bytes, client: str) -> ProcessedImage:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         try:
-            raw = await loop.run_in_executor(self._threads, self._processes.call, data)
+            async with self._slots.hold(client, len(data)):
+                # A job of another client may have processed it meanwhile.
+                found = self.cached(digest)
+                if found is not None:
+                    return found
+                raw = await self._call(data)
+        except CallInterrupted as error:
+            noun = "video" if data[:1] == VIDEO else "image"
+            raise Overloaded(f"processing the {noun} was interrupted: {error}") from None
         except CallKilled as error:
             noun = "video" if data[:1] == VIDEO else "image"
             raise _Refused(f"the {noun} cannot be processed: {error}") from None
@@ -189,7 +227,7 @@ class ImagePreprocessor:
         if answer.error:
             raise _Refused(answer.error)
         kind = data[:1]
-        return ProcessedImage(
+        image = ProcessedImage(
             kind,
             digest,
             answer.text,
@@ -199,9 +237,28 @@ class ImagePreprocessor:
             answer.time_step,
             answer.num_rows,
         )
+        self._add(image)
+        return image
+
+    async def _call(self, data: bytes) -> bytearray:
+        """The answer of a process, which is killed if this task is cancelled."""
+        limits = self._video_limits if data[:1] == VIDEO else None
+        cancellation = Cancellation()
+        call = partial(self._processes.call, data, limits, cancellation)
+        running = asyncio.get_running_loop().run_in_executor(self._threads, call)
+        try:
+            await asyncio.wait([running])
+        except asyncio.CancelledError:
+            cancellation.cancel()
+            # The slot is free when the thread is.
+            await asyncio.wait([running])
+            if not running.cancelled():
+                running.exception()
+            raise
+        return running.result()
 
     def _add(self, image: ProcessedImage) -> None:
-        if image.num_bytes > self._cache_bytes:
+        if image.num_bytes > self._cache_bytes or image.digest in self._cache:
             return
         self._cache[image.digest] = image
         self._cached_bytes += image.num_bytes
@@ -225,6 +282,15 @@ class ImagePreprocessor:
         if self.observer is not None:
             self.observer.image_looked_up(found is not None)
         return found
+
+
+@dataclass(slots=True)
+class _Job:
+    """An image that is being processed."""
+
+    task: "asyncio.Future[ProcessedImage]"
+    num_waiting: int = 0
+    """Callers that wait for it."""
 
 
 class _Refused(Exception):

@@ -3,13 +3,14 @@
 import importlib
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageSequence, UnidentifiedImageError
 
-from server.multimodal.decode import MAX_PIXELS, BadImage, check_size, decode, to_rgb
+from server.multimodal.decode import MAX_PIXELS, check_size, decode, size_of, to_rgb
+from server.multimodal.file_checks import BadImage, check_file
 from server.multimodal.messages import Video
 
 ANIMATIONS = ("GIF", "WEBP", "PNG")
@@ -17,6 +18,10 @@ ANIMATIONS = ("GIF", "WEBP", "PNG")
 MAX_FRAMES = 768
 MAX_VIDEO_PIXELS = 256 * 2**20
 """Of all frames that are read: 768 MiB as RGB."""
+MAX_ANIMATION_FRAMES = 16_384
+"""Frames of an animation, also those that are not taken: Pillow decodes all in front of a frame."""
+MAX_ANIMATION_PIXELS = 2**30
+"""Maximum number of pixels of all frames of an animation, each as large as the whole picture."""
 GIVEN_FPS = 2.0
 """Of frames that come without times, as Qwen's own tools take them."""
 CODECS = frozenset(("av1", "h264", "hevc", "mjpeg", "mpeg4", "vp8", "vp9"))
@@ -44,9 +49,8 @@ def read_frames(video: Video, num_frames: int, fps: float) -> Frames:
     """Of a file at most `num_frames` and `fps` of a second, evenly; -1: all. Frames that come one
     by one are all taken. Raises BadImage."""
     if video.frames:
-        _check_count(len(video.frames))
+        _check_frames(video.frames)
         frames = [decode(data) for data in video.frames]
-        _check_pixels(len(frames), *frames[0].size)
         rate = video.fps or GIVEN_FPS
         return Frames(_equal(frames), rate, [index / rate for index in range(len(frames))])
     most = MAX_FRAMES if num_frames == -1 else num_frames
@@ -84,20 +88,27 @@ def sampled(total: int, seconds: float, most: int, fps: float) -> list[int]:
 
 def _animation(data: bytes, most: int, fps: float) -> Frames:
     Image.MAX_IMAGE_PIXELS = None
+    check_file(data)
     try:
         image = Image.open(io.BytesIO(data), formats=ANIMATIONS)
     except UnidentifiedImageError:
         raise BadImage(f"the video is none of {FORMATS}") from None
     check_size(*image.size)
-    durations = []
+    most_frames = min(MAX_ANIMATION_FRAMES, MAX_ANIMATION_PIXELS // (image.width * image.height))
+    durations: list[float] = []
     for frame in ImageSequence.Iterator(image):
+        if len(durations) == most_frames:
+            raise BadImage(
+                f"the video has at least {most_frames + 1} frames of {image.width} x "
+                f"{image.height} pixels, at most {most_frames} of that size are decoded"
+            )
         # Some formats tell the duration with the pixels.
         frame.load()
         durations.append((frame.info.get("duration") or 1000 * _DEFAULT_FRAME_S) / 1000)
     seconds = sum(durations)
     chosen = sampled(len(durations), seconds, most, fps)
     _check_pixels(len(chosen), *image.size)
-    frames = _chosen((to_rgb(frame) for frame in ImageSequence.Iterator(image)), chosen)
+    frames = _chosen(ImageSequence.Iterator(image), chosen, to_rgb)
     times = [sum(durations[:index]) for index in chosen]
     return Frames(_equal(frames), len(frames) / seconds, times)
 
@@ -120,7 +131,13 @@ def _container_frames(data: bytes, name: str, most: int, fps: float) -> Frames:
         chosen = sampled(total, seconds, most, fps)
         _check_pixels(len(chosen), *size)
         file.seek(0)
-        frames = _chosen((_upright(frame) for frame in file.decode(stream)), chosen)
+
+        def picture(frame: Any) -> Image.Image:
+            # A stream may change its size.
+            _check_pixels(len(chosen), frame.width, frame.height)
+            return _upright(frame)
+
+        frames = _chosen(file.decode(stream), chosen, picture)
     times = [index * seconds / total for index in chosen]
     return Frames(_equal(frames), len(frames) / seconds, times)
 
@@ -151,11 +168,15 @@ def _upright(frame: Any) -> Image.Image:
     return image.rotate(frame.rotation, expand=True) if frame.rotation else image
 
 
-def _chosen(frames: Iterator[Image.Image], chosen: list[int]) -> list[Image.Image]:
-    """Those with the numbers `chosen`, in order; the last one again for frames that are missing."""
+def _chosen(
+    frames: Iterable[Any], chosen: list[int], picture: Callable[[Any], Image.Image]
+) -> list[Image.Image]:
+    """The pictures of the frames with the numbers `chosen`, in order; the last picture again for
+    frames that are missing."""
     found: list[Image.Image] = []
     for number, frame in enumerate(frames):
-        found += [frame] * chosen.count(number)
+        if count := chosen.count(number):
+            found += [picture(frame)] * count
         if len(found) == len(chosen):
             break
     if not found:
@@ -166,6 +187,22 @@ def _chosen(frames: Iterator[Image.Image], chosen: list[int]) -> list[Image.Imag
 def _equal(frames: list[Image.Image]) -> list[Image.Image]:
     size = frames[0].size
     return [one if one.size == size else one.resize(size) for one in frames]
+
+
+def _check_frames(files: list[bytes]) -> None:
+    """Raise BadImage for frames with too many pixels together, before any is decoded."""
+    _check_count(len(files))
+    first, pixels = None, 0
+    for data in files:
+        size = size_of(data)
+        pixels += size[0] * size[1]
+        if pixels > MAX_VIDEO_PIXELS:
+            raise BadImage(
+                f"the frames have at least {pixels} pixels, at most {MAX_VIDEO_PIXELS} are taken"
+            )
+        first = first or size
+    # All become as large as the first.
+    _check_pixels(len(files), *(first or (0, 0)))
 
 
 def _check_count(count: int) -> None:

@@ -7,7 +7,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.http.access_log import record_of
 from server.http.body import built_response, json_response, parse
 from server.http.openapi import ANSWERS, GENERATES, takes
 from server.openai.chat_request import count_prompt_tokens, start_chat
@@ -47,7 +46,7 @@ def chat_routes(state: AppState) -> APIRouter:
     async def count_chat_tokens(request: Request) -> Response:
         state.generation_pipeline()
         body = await parse(ChatBody, await state.bodies.read_object(request))
-        count = await count_prompt_tokens(state, body, record_of(request.scope).owner)
+        count = await count_prompt_tokens(state, request, body)
         return json_response({"object": "response.input_tokens", "input_tokens": count})
 
     return router

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from config.errors import PromptTooLong, UserError
 from server.generation.outputs import Prompt
 from server.http.access_log import log_prompt, record_of
+from server.http.disconnect import CancelOnDisconnect
 from server.multimodal.parts import place_images, take_media, with_image_texts
 from server.multimodal.processor import ProcessedImage
 from server.openai.answer_format import answer_format
@@ -49,9 +50,10 @@ class RenderedChat:
             )
 
 
-async def render(state: AppState, body: ChatPromptBody, owner: str = "") -> RenderedChat:
-    """The prompt text of a chat, and its images. `owner` is the API key's: nobody else can name the
-    images that it sent. Raises UserError and Overloaded."""
+async def render(state: AppState, request: Request, body: ChatPromptBody) -> RenderedChat:
+    """The prompt text of a chat, and its images. Only the API key of `request` can name images that
+    it sent. Raises UserError and Overloaded."""
+    record = record_of(request.scope)
     inputs = state.images
     check = partial(
         body.check_conversation,
@@ -67,7 +69,8 @@ async def render(state: AppState, body: ChatPromptBody, owner: str = "") -> Rend
     messages, images = body.messages, []
     if inputs is not None:
         messages, sources = take_media(body.messages)
-        images = await inputs.load(sources, owner=owner)
+        client = record.owner or record.client
+        images = await inputs.load(sources, owner=record.owner, client=client)
     text = await template.render(
         messages,
         tools=body.visible_tools,
@@ -83,6 +86,13 @@ async def render(state: AppState, body: ChatPromptBody, owner: str = "") -> Rend
     return RenderedChat(text, images)
 
 
+async def render_watched(state: AppState, request: Request, body: ChatPromptBody) -> RenderedChat:
+    """`render`, which ends when the client disconnects: fetches and images take seconds. Raises
+    UserError, Overloaded and ClientGone."""
+    with CancelOnDisconnect(request.receive):
+        return await render(state, request, body)
+
+
 async def start_chat(state: AppState, request: Request, body: ChatBody, *, id_prefix: str) -> Job:
     """Start answering `body`. Raises UserError and Overloaded; then nothing is left behind."""
     model = state.model(body.model)
@@ -95,7 +105,7 @@ async def start_chat(state: AppState, request: Request, body: ChatBody, *, id_pr
     )
     if body.tools and body.tool_choice in (None, "auto"):
         state.parser_config.check_auto_tool_choice()
-    rendered = await _rendered(state, body, record_of(request.scope).owner)
+    rendered = await _rendered(state, request, body)
     rendered.check_truncation(body.truncate_prompt_tokens)
     prompt = await encode_prompt(
         state,
@@ -125,11 +135,11 @@ async def start_chat(state: AppState, request: Request, body: ChatBody, *, id_pr
     )
 
 
-async def count_prompt_tokens(state: AppState, body: ChatBody, owner: str = "") -> int:
+async def count_prompt_tokens(state: AppState, request: Request, body: ChatBody) -> int:
     """Number of prompt tokens of `body`, also if the model takes fewer. Raises UserError."""
     state.model(body.model)
     body.check()
-    rendered = await render(state, body, owner)
+    rendered = await render_watched(state, request, body)
     rendered.check_truncation(body.truncate_prompt_tokens)
     ids = await encode_for_counting(
         state,
@@ -142,9 +152,9 @@ async def count_prompt_tokens(state: AppState, body: ChatBody, owner: str = "") 
     return len(ids)
 
 
-async def _rendered(state: AppState, body: ChatBody, owner: str) -> RenderedChat:
+async def _rendered(state: AppState, request: Request, body: ChatBody) -> RenderedChat:
     try:
-        return await render(state, body, owner)
+        return await render_watched(state, request, body)
     except TextTooLong:
         # Clients shorten a conversation if the error names the context, not characters.
         tokenizer, most = state.text_tokenizer("messages"), state.max_model_len

@@ -7,10 +7,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from config.errors import UserError
-from server.http.access_log import record_of
 from server.http.body import json_response, parse
 from server.http.openapi import ANSWERS, takes
-from server.openai.chat_request import render
+from server.openai.chat_request import render_watched
 from server.openai.schema.tokenize import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from server.serving.prompts import encode_for_counting, max_counted_tokens
 from server.serving.state import AppState
@@ -37,7 +36,7 @@ def tokenize_routes(state: AppState) -> APIRouter:
         if sent.fields.get("messages") is not None:
             body = await parse(TokenizeChatBody, sent)
             state.model(body.model)
-            rendered = await render(state, body, record_of(request.scope).owner)
+            rendered = await render_watched(state, request, body)
             text, special = rendered.text, bool(body.add_special_tokens)
             param = "messages"
         else:

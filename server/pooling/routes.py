@@ -204,7 +204,7 @@ async def _inputs(
     )
     with CancelOnDisconnect(request.receive):
         if isinstance(body, (EmbeddingChatBody, ClassifyChatBody)):
-            rendered = await render(state, body, record_of(request.scope).owner)
+            rendered = await render(state, request, body)
             if rendered.images:
                 raise UserError(
                     f"the messages have {len(rendered.images)} images, vectors are made of text "

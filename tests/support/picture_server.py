@@ -22,9 +22,10 @@ def client_tls() -> ssl.SSLContext:
 
 @asynccontextmanager
 async def serving(
-    answer: Callable[[str], bytes], delay_s: float = 0.0
+    answer: Callable[[str], "bytes | AsyncIterator[bytes]"], delay_s: float = 0.0
 ) -> AsyncIterator[tuple[int, list[str]]]:
-    """A TLS server for HOST; `answer` gives the bytes for a path. Port, and requested paths."""
+    """A TLS server for HOST; `answer` gives the bytes for a path, at once or piece by piece. Port,
+    and requested paths."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     AUTHORITY.issue_cert(HOST, "other.example").configure_cert(context)
     asked: list[str] = []
@@ -35,8 +36,12 @@ async def serving(
             path = head.split()[1].decode()
             asked.append(path)
             await asyncio.sleep(delay_s)
-            writer.write(answer(path))
-            await writer.drain()
+            content = answer(path)
+            if isinstance(content, bytes):
+                content = at_once(content)
+            async for piece in content:
+                writer.write(piece)
+                await writer.drain()
         except (OSError, asyncio.IncompleteReadError):
             pass
         finally:
@@ -47,6 +52,18 @@ async def serving(
         yield server.sockets[0].getsockname()[1], asked
     finally:
         server.close()
+
+
+async def at_once(content: bytes) -> AsyncIterator[bytes]:
+    yield content
+
+
+async def endless(head: bytes, piece: bytes, pause_s: float = 0.0) -> AsyncIterator[bytes]:
+    """`head`, and then `piece` for ever."""
+    yield head
+    while True:
+        yield piece
+        await asyncio.sleep(pause_s)
 
 
 def ok(body: bytes = PNG) -> bytes:
@@ -64,7 +81,7 @@ async def local(host: str, port: int) -> list[str]:
 
 def fetcher(
     *domains: str,
-    resolve: Callable[[str, int], Awaitable[list[str]]] = local,
+    resolve: Callable[[str, int], Awaitable[list[str]]] | None = local,
     timeout_s: float = 5.0,
     max_bytes: int = 1000,
 ) -> MediaFetcher:

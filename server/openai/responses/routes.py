@@ -103,7 +103,7 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
             store, body, sent.num_bytes, state.peers.new_id(), owner, state.media_kinds
         )
         with as_response_fields():
-            count = await count_prompt_tokens(state, resolved.chat, owner)
+            count = await count_prompt_tokens(state, request, resolved.chat)
         return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
@@ -205,7 +205,7 @@ async def _start(
         except PromptTooLong:
             if not is_cut:
                 raise
-        chat = await shortened(state, resolved.chat, record_of(request.scope).owner)
+        chat = await shortened(state, request, resolved.chat)
         return await start_chat(state, request, chat, id_prefix=ID_PREFIX)
 
 

@@ -1,5 +1,7 @@
 """Truncation `auto`: drop the oldest messages so that the prompt fits the context."""
 
+from starlette.requests import Request
+
 from config.errors import PromptTooLong
 from server.openai.chat_request import count_prompt_tokens
 from server.openai.schema.chat import ChatBody
@@ -7,7 +9,7 @@ from server.serving.state import AppState
 from server.text.template_renderer import TextTooLong
 
 
-async def shortened(state: AppState, chat: ChatBody, owner: str) -> ChatBody:
+async def shortened(state: AppState, request: Request, chat: ChatBody) -> ChatBody:
     """`chat` without as many of its oldest messages as necessary; leading system messages stay. It
     then starts with a user message and always keeps the last one: a prompt that is still too long
     is refused. Renders and counts about log2(messages) times."""
@@ -21,16 +23,16 @@ async def shortened(state: AppState, chat: ChatBody, owner: str) -> ChatBody:
     low, high = 0, len(starts) - 1
     while low < high:
         middle = (low + high) // 2
-        if await _fits(state, without(starts[middle]), owner):
+        if await _fits(state, request, without(starts[middle])):
             high = middle
         else:
             low = middle + 1
     return without(starts[low]) if starts else chat
 
 
-async def _fits(state: AppState, chat: ChatBody, owner: str) -> bool:
+async def _fits(state: AppState, request: Request, chat: ChatBody) -> bool:
     try:
-        count = await count_prompt_tokens(state, chat, owner)
+        count = await count_prompt_tokens(state, request, chat)
     except (PromptTooLong, TextTooLong):
         return False
     return count + (chat.limit or 1) <= state.max_model_len

@@ -14,8 +14,10 @@ from config.errors import EngineDied
 from engine.process import isolation
 from engine.process.isolation import (
     CallBroken,
+    CallCancelled,
     CallInterrupted,
     CallKilled,
+    Cancellation,
     ForkServer,
     Limits,
 )
@@ -192,3 +194,37 @@ def test_closing_ends_calls_that_run_and_every_process() -> None:
     while any(map(alive, [pid, *forks])) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(map(alive, [pid, *forks]))
+
+
+def test_a_call_may_have_limits_of_its_own(server: ForkServer) -> None:
+    few = Limits(cpu_s=0.1, wall_s=0.8, memory_bytes=32 * 2**20, stack_bytes=2**20)
+
+    with pytest.raises(CallKilled, match=r"longer than 0\.1 s of processor time"):
+        server.call(b"spin", few)
+    with pytest.raises(CallKilled, match="more than 32 MiB"):
+        server.call(b"allocate 50000000", few)
+    assert server.call(b"allocate 50000000") == b"50000000"
+
+
+def test_a_cancelled_call_ends_with_its_process() -> None:
+    patient = Limits(cpu_s=60.0, wall_s=60.0, memory_bytes=128 * 2**20, stack_bytes=2**20)
+    server = ForkServer("tests.support.isolated_calls", b"", patient)
+    server.call(b"echo")
+    assert server.pid is not None
+    settle(psutil.Process(server.pid))
+    cancellation = Cancellation()
+
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(server.call, b"spin", cancellation=cancellation)
+        while not children_of(server.pid):
+            time.sleep(0.01)
+        cancellation.cancel()
+        with pytest.raises(CallCancelled):
+            running.result(10)
+
+    settle(psutil.Process(server.pid))
+    assert children_of(server.pid) == []
+    with pytest.raises(CallCancelled):
+        server.call(b"echo", cancellation=cancellation)
+    assert server.call(b"echo again") == b"again"
+    server.close()

@@ -1,14 +1,19 @@
 """Bytes of clients become RGB pictures, or an error that says why not."""
 
+import io
 import struct
+import tracemalloc
 import zlib
 
+import hostile_pictures as hostile
 import numpy as np
 import pytest
 from PIL import Image
 from tiny_vision import image_bytes, picture
 
-from server.multimodal.decode import BadImage, check_size, decode
+from server.multimodal import decode as module
+from server.multimodal.decode import KEPT_PIXELS, check_size, decode
+from server.multimodal.file_checks import BadImage
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF", "BMP", "JPEG"])
@@ -134,3 +139,113 @@ def test_a_limit_of_pixels_is_exact() -> None:
     assert decode(data, max_pixels=100).size == (10, 10)
     with pytest.raises(BadImage, match="10 x 10 = 100 pixels, at most 99"):
         decode(data, max_pixels=99)
+
+
+def test_sixteen_bits_are_converted_without_a_copy_in_larger_numbers() -> None:
+    data = hostile.black_png(2048, 2048, hostile.GREY, 16)
+
+    tracemalloc.start()
+    image = decode(data)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    # Converted as a whole the image takes 32 MiB as float64 or as places in a table.
+    assert image.size == (2048, 2048)
+    assert peak < 20 * 2**20
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "1", "P", "I;16", "clear P"])
+def test_bands_make_the_image_that_the_whole_makes(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if mode == "I;16":
+        image = Image.fromarray(np.arange(70 * 50, dtype=np.uint16).reshape(50, 70) * 18)
+    else:
+        image = picture(70, 50, mode="RGBA").convert(mode.split()[-1])
+    data = image_bytes(image, **({"transparency": 3} if mode == "clear P" else {}))
+
+    whole = decode(data)
+    monkeypatch.setattr(module, "BAND_PIXELS", 500)
+
+    assert np.array_equal(np.asarray(decode(data)), np.asarray(whole))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_an_image_beyond_what_models_take_is_scaled_down(kind: str) -> None:
+    halves = Image.new("L", (6144, 3072))
+    halves.paste(200, (3072, 0, 6144, 3072))
+
+    image = decode(image_bytes(halves, kind))
+
+    assert KEPT_PIXELS * 0.99 < image.width * image.height <= KEPT_PIXELS
+    assert image.width / image.height == pytest.approx(2, rel=0.001)
+    assert image.getpixel((10, 10)) == (0, 0, 0)
+    assert image.getpixel((image.width - 10, 10)) == (200, 200, 200)
+
+
+def test_an_image_of_the_size_that_models_take_is_not_scaled() -> None:
+    data = hostile.black_png(4096, 4096, hostile.GREY, 1)
+
+    assert decode(data).size == (4096, 4096)
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (
+            hostile.many_scans(1024, 1100),
+            r"1024 x 1024 = 1048576 pixels in 1106 scans, at most 1024 scans of that size",
+        ),
+        (
+            hostile.run_lengths(2049),
+            r"2049 x 2049 = 4198401 pixels as run lengths, at most 4194304 are decoded",
+        ),
+        (
+            hostile.black_png(8, 8, more=hostile.chunk(b"abCd") * 20_000),
+            r"more than 16384 chunks, at most 16384 are read",
+        ),
+        (
+            hostile.black_png(8, 8, tail=hostile.chunk(b"tEXt", b"a\0") * 20_000),
+            r"more than 16384 chunks",
+        ),
+        (
+            hostile.black_png(8, 8, more=hostile.chunk(b"iCCP", b"a\0\0" + zlib.compress(b"")) * 2),
+            r"at least 2 colour profiles, at most 1 is read",
+        ),
+        (
+            hostile.black_png(8, 8, more=hostile.chunk(b"eXIf", hostile.exif_of(6, 5000, 100_000))),
+            r"100006 bytes of EXIF data, at most 65536 are read",
+        ),
+    ],
+)
+def test_a_small_file_that_costs_much_is_refused(data: bytes, why: str) -> None:
+    with pytest.raises(BadImage, match=why):
+        decode(data)
+
+
+def test_files_near_those_limits_are_decoded() -> None:
+    progressive = image_bytes(picture(200, 100), "JPEG", progressive=True)
+    exif = hostile.chunk(b"eXIf", hostile.exif_of(6, 10, 60_000))
+
+    assert decode(progressive).size == (200, 100)
+    assert decode(hostile.run_lengths(500)).size == (500, 500)
+    assert decode(hostile.black_png(8, 4, more=exif)).size == (4, 8)
+
+
+@pytest.mark.slow
+def test_hostile_pictures_are_the_same_for_a_seed_and_end_in_an_image_or_a_reason() -> None:
+    for seed in range(60):
+        data, _ = hostile.HostilePictures(seed).picture()
+        try:
+            image = decode(data)
+        except BadImage:
+            continue
+        assert image.mode == "RGB" and image.width * image.height <= KEPT_PIXELS
+    first, second = hostile.HostilePictures(3).picture(), hostile.HostilePictures(3).picture()
+    assert first == second
+
+
+def test_a_black_png_of_the_generator_is_whole() -> None:
+    for interlaced in (False, True):
+        data = hostile.black_png(1100, 1000, hostile.RGB, interlaced=interlaced)
+        assert np.asarray(Image.open(io.BytesIO(data))).max() == 0

@@ -2,13 +2,24 @@
 
 import asyncio
 import base64
+import gzip
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from picture_server import HOST, PNG, fetcher, ok, serving, to
+from picture_server import HOST, PNG, endless, fetcher, ok, serving, to
 
 from config.errors import UserError
-from server.multimodal.fetch import PIECE_CHARACTERS, MediaFetcher, is_public_address
+from server.multimodal.fetch import (
+    MAX_FETCHES_PER_CLIENT,
+    PIECE_CHARACTERS,
+    MediaFetcher,
+    is_public_address,
+)
+from server.multimodal.messages import VIDEO
 
 
 async def refusal(one: MediaFetcher, url: str) -> str:
@@ -133,6 +144,8 @@ async def test_any_public_host_can_be_allowed_on_the_standard_port() -> None:
         *("::1", "::", "fe80::1%eth0", "fc00::1", "fd00:ec2::254", "ff02::1", "2001:db8::1"),
         *("::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::a00:1", "64:ff9b::7f00:1"),
         *("2002:7f00:1::", "2002:a00:1::1", "198.18.0.1", "nonsense", ""),
+        *("::127.0.0.1", "::ffff:0:127.0.0.1", "64:ff9b:1::7f00:1", "5f00::1", "3fff::1"),
+        *("192.88.99.1", "2606:4700::5efe:127.0.0.1", "2606:4700::200:5efe:10.0.0.1"),
     ],
 )
 async def test_an_address_that_is_not_public_is_not_connected_to(address: str) -> None:
@@ -161,7 +174,11 @@ async def test_one_private_address_among_public_ones_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["127.0.0.1", "2130706433", "0x7f.1", "127.1", "[::1]", "[::ffff:7f00:1]", "localhost"]
+    "host",
+    [
+        *("127.0.0.1", "2130706433", "0x7f.1", "127.1", "[::1]", "[::ffff:7f00:1]", "localhost"),
+        *("0177.0.0.1", "017700000001", "127.0.0.1.", "0", "LOCALHOST"),
+    ],
 )
 async def test_every_spelling_of_this_machine_is_refused(host: str) -> None:
     # The system's resolver reads the spellings, as a connection would.
@@ -270,3 +287,161 @@ async def test_a_file_is_read_below_the_allowed_folder_only(tmp_path: Path) -> N
     assert "cannot be read" in await refusal(one, f"file://{folder}")
     (folder / "large").write_bytes(bytes(2000))
     assert "at most 1000" in await refusal(one, f"file://{folder}/large")
+
+
+OK_HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "piece"),
+    [
+        pytest.param(b"", INTERIM * 1000, id="interim responses"),
+        pytest.param(b"HTTP/1.1 200 OK\r\n", b"a: b\r\n" * 1000, id="headers"),
+        pytest.param(b"HTTP/1.1 200 OK\r\na: ", b"b" * 1000, id="a header"),
+        pytest.param(OK_HEAD, b"1\r\na\r\n" * 1000, id="chunks of a byte"),
+        pytest.param(OK_HEAD, b"1;" + b"e" * 9000 + b"\r\na\r\n", id="extensions of chunks"),
+        pytest.param(OK_HEAD + b"0\r\n", b"a: b\r\n" * 1000, id="trailers"),
+    ],
+)
+async def test_a_server_that_sends_costly_bytes_is_left_before_its_time_is_over(
+    head: bytes, piece: bytes
+) -> None:
+    async with serving(lambda path: endless(head, piece)) as (port, _):
+        url = f"https://{HOST}:{port}/a"
+        reason = await refusal(fetcher(timeout_s=60.0, max_bytes=10**6), url)
+
+    assert reason == "the image could not be fetched"
+
+
+async def test_costly_bytes_leave_the_event_loop_to_others() -> None:
+    turns_s: list[float] = []
+
+    async def watch() -> None:
+        while True:
+            began_s = time.monotonic()
+            await asyncio.sleep(0)
+            turns_s.append(time.monotonic() - began_s)
+
+    body = OK_HEAD + b"1\r\na\r\n" * 100_000
+    async with serving(lambda path: body) as (port, _):
+        media = fetcher(timeout_s=60.0, max_bytes=10**6)
+        watching = asyncio.ensure_future(watch())
+        for _ in range(3):
+            await refusal(media, f"https://{HOST}:{port}/a")
+        watching.cancel()
+
+    assert sorted(turns_s)[-4] < 0.1
+
+
+async def test_a_body_without_end_or_length_ends_at_the_limit() -> None:
+    head = b"HTTP/1.1 200 OK\r\n\r\n"
+    async with serving(lambda path: endless(head, bytes(1000))) as (port, _):
+        reason = await refusal(fetcher(timeout_s=60.0), f"https://{HOST}:{port}/a")
+
+    assert "bytes, at most 1000 are taken" in reason
+
+
+async def test_a_body_that_drips_ends_with_the_time_of_the_fetch() -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\n"
+    async with serving(lambda path: endless(head, b"a", 0.05)) as (port, _):
+        reason = await refusal(fetcher(timeout_s=0.5), f"https://{HOST}:{port}/a")
+
+    assert reason == "the image was not fetched within 0.5 s"
+
+
+async def test_a_compressed_body_is_not_decompressed() -> None:
+    body = gzip.compress(bytes(10**6))
+    head = f"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: {len(body)}\r\n\r\n"
+    async with serving(lambda path: head.encode() + body) as (port, _):
+        found = await fetcher(max_bytes=10**4).fetch(f"https://{HOST}:{port}/a", "x")
+
+    assert found == body
+
+
+async def test_a_slow_server_takes_no_slot_of_another_client() -> None:
+    all_asked = asyncio.Event()
+
+    async def slowly(path: str) -> AsyncIterator[bytes]:
+        if asked.count("/slow") == MAX_FETCHES_PER_CLIENT:
+            all_asked.set()
+        await asyncio.sleep(60 if path == "/slow" else 0)
+        yield ok()
+
+    media = fetcher(timeout_s=30.0)
+    async with serving(slowly) as (port, asked):
+        slow = [
+            asyncio.ensure_future(media.fetch(f"https://{HOST}:{port}/slow", "x", client="slow"))
+            for _ in range(40)
+        ]
+        await asyncio.wait_for(all_asked.wait(), 20)
+        fetch = media.fetch(f"https://{HOST}:{port}/a.png", "x", client="other")
+        found = await asyncio.wait_for(fetch, 20)
+        for fetching in slow:
+            fetching.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+
+    assert found == PNG
+    assert asked.count("/slow") == MAX_FETCHES_PER_CLIENT
+
+
+async def test_a_fetch_whose_client_has_gone_ends_and_frees_its_slot() -> None:
+    media = fetcher(timeout_s=30.0)
+    has_begun, has_ended = asyncio.Event(), asyncio.Event()
+
+    async def drip(path: str) -> AsyncIterator[bytes]:
+        has_begun.set()
+        try:
+            async for piece in endless(OK_HEAD, b"1\r\na\r\n", 0.01):
+                yield piece
+        finally:
+            has_ended.set()
+
+    async with serving(drip) as (port, _):
+        fetching = asyncio.ensure_future(media.fetch(f"https://{HOST}:{port}/a", "x"))
+        await asyncio.wait_for(has_begun.wait(), 10)
+        fetching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+        await asyncio.wait_for(has_ended.wait(), 10)
+
+
+async def test_a_name_server_that_never_answers_holds_up_nobody_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    over, real = threading.Event(), socket.getaddrinfo
+
+    def getaddrinfo(host: str, *arguments: int, **named: int) -> list[tuple[object, ...]]:
+        if host.startswith("stuck"):
+            over.wait(60)
+            raise OSError
+        return real("127.0.0.1", *arguments, **named)  # type: ignore[return-value]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    stuck = [f"stuck{number}.example" for number in range(60)]
+    media = fetcher(HOST, *stuck, resolve=None, timeout_s=0.3)
+    try:
+        fetches = (media.fetch(f"https://{host}/a", "x", client="slow") for host in stuck)
+        told = await asyncio.gather(*fetches, return_exceptions=True)
+        # The look-ups still run.
+        on_thread = await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 10)
+        async with serving(lambda path: ok()) as (port, _):
+            patient = media.fetch(f"https://{HOST}:{port}/a", "x", kind=VIDEO, client="other")
+            found = await asyncio.wait_for(patient, 20)
+    finally:
+        over.set()
+
+    assert {str(error) for error in told} == {"x: the image was not fetched within 0.3 s"}
+    assert on_thread == "free" and PNG in found
+
+
+@pytest.mark.parametrize(
+    "host", ["\uff11\uff12\uff17.0.0.1", "\u2460\u2461\u2466.0.0.1", "b.de/\xe4"]
+)
+async def test_a_url_that_is_not_ascii_is_refused(host: str) -> None:
+    reason = await refusal(MediaFetcher(["*"]), f"https://{host}/a")
+    async with serving(lambda path: to(f"https://{HOST}/\xe4")) as (port, _):
+        redirected = await refusal(fetcher(), f"https://{HOST}:{port}/a")
+
+    assert reason == "the URL has characters that are not ASCII, it must encode them (%XX)"
+    assert redirected in (reason, "the image could not be fetched")

@@ -3,20 +3,31 @@
 import asyncio
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from hostile_pictures import GREY, black_png
+from live import children_of
 from PIL import Image
 from tiny_vision import FAMILIES, UNLISTED, image_bytes, make_tiny_vision, picture
 from transformers import AutoImageProcessor, AutoProcessor
 
-from config.errors import ConfigError, UserError
+from config.errors import ConfigError, Overloaded, UserError
 from engine.process.isolation import ForkServer, Limits
-from server.multimodal.image_processor import ImageProcessor
+from server.multimodal.file_checks import BadImage
+from server.multimodal.image_processor import MAX_RATIO, ImageProcessor
 from server.multimodal.messages import IMAGE, Answer, Setup
-from server.multimodal.processor import ImagePreprocessor, ProcessedImage, image_processes
+from server.multimodal.processor import (
+    MAX_PENDING,
+    MAX_RUNNING_PER_CLIENT,
+    ImagePreprocessor,
+    ProcessedImage,
+    image_processes,
+)
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +96,21 @@ def test_texts_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     ours = processor.tokenizer(text.replace(mark, found.text))["input_ids"]
     assert ours == list(expected)
     assert ours.count(processor.tokenizer.convert_tokens_to_ids(token)) == found.text.count(token)
+
+
+@pytest.mark.parametrize("family", ["llava", "mllama", "aya_vision"])
+def test_a_strip_is_refused_before_its_shorter_side_is_scaled(family: str, tmp_path: Path) -> None:
+    made = make_tiny_vision(family, tmp_path, weights=False)
+    processor = ImageProcessor(Setup(str(made), FAMILIES[family].tokens[0], {}))
+
+    answer = processor.call(IMAGE + black_png(60_000, 10, GREY))
+
+    assert msgspec.msgpack.decode(answer, type=Answer).error == (
+        "the model does not take an image of 60000 x 10 pixels: the ratio of its sides is 6000, at "
+        "most 200 is taken"
+    )
+    with pytest.raises(BadImage, match="at most 200 is taken"):
+        processor.process(Image.new("RGB", (1, MAX_RATIO + 1)))
 
 
 @pytest.mark.parametrize("size", [(56, 56), (200, 30), (33, 150)])
@@ -267,3 +293,103 @@ def test_neither_side_imports_torch(folder: Path) -> None:
         "assert sys.modules['torch'] is None\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+COSTLY = Limits(cpu_s=60.0, wall_s=60.0, memory_bytes=2**30, stack_bytes=2**23)
+
+
+class Payloads(ForkServer):
+    """Has isolated_calls sleep for pictures that say so."""
+
+    def call(self, payload: bytes, *arguments: Any) -> bytearray:
+        name, _, rest = payload[1:].partition(b" ")
+        if name == b"sleep":
+            return super().call(b"sleep", *arguments)
+        answer = msgspec.msgpack.encode(Answer(text=rest.decode()))
+        return super().call(b"echo " + answer, *arguments)
+
+
+@pytest.fixture
+def sleeping() -> Iterator[tuple[ImagePreprocessor, Callable[[], int]]]:
+    processes = Payloads("tests.support.isolated_calls", b"", COSTLY)
+    processes.call(b" ")
+    processor = ImagePreprocessor(processes, "x")
+
+    def num_calls() -> int:
+        assert processes.pid is not None
+        return len(children_of(processes.pid))
+
+    yield processor, num_calls
+    processor.close()
+
+
+async def until(count: int, num_calls: Callable[[], int]) -> None:
+    for _ in range(1000):
+        if num_calls() == count:
+            return
+        await asyncio.sleep(0.02)
+    assert num_calls() == count
+
+
+async def test_images_of_one_client_leave_slots_to_others(
+    sleeping: tuple[ImagePreprocessor, Callable[[], int]],
+) -> None:
+    processor, num_calls = sleeping
+    flood = [
+        asyncio.ensure_future(processor.process(b"sleep %d" % n, "x", client="flood"))
+        for n in range(50)
+    ]
+    await until(MAX_RUNNING_PER_CLIENT, num_calls)
+
+    found = await asyncio.wait_for(processor.process(b"echo a", "x", client="other"), 20)
+
+    assert found.text == "a"
+    assert num_calls() <= MAX_RUNNING_PER_CLIENT + 1
+    for task in flood:
+        task.cancel()
+    await asyncio.gather(*flood, return_exceptions=True)
+    await until(0, num_calls)
+
+
+async def test_an_image_that_nobody_waits_for_is_dropped_and_its_process_killed(
+    sleeping: tuple[ImagePreprocessor, Callable[[], int]],
+) -> None:
+    processor, num_calls = sleeping
+    first, second = (asyncio.ensure_future(processor.process(b"sleep", "x")) for _ in range(2))
+    waiting = [
+        asyncio.ensure_future(processor.process(b"sleep %d" % n, "x"))
+        for n in range(MAX_RUNNING_PER_CLIENT + 3)
+    ]
+    await until(MAX_RUNNING_PER_CLIENT, num_calls)
+
+    first.cancel()
+    await asyncio.sleep(0.2)
+    with_a_caller = num_calls()
+    for task in (second, *waiting):
+        task.cancel()
+    await asyncio.gather(first, second, *waiting, return_exceptions=True)
+    await until(0, num_calls)
+
+    assert with_a_caller == MAX_RUNNING_PER_CLIENT
+    assert (await processor.process(b"echo b", "x")).text == "b"
+    assert processor._jobs == {}
+
+
+async def test_too_many_images_of_one_client_are_refused_and_another_client_is_served(
+    sleeping: tuple[ImagePreprocessor, Callable[[], int]],
+) -> None:
+    processor, _ = sleeping
+    flood = [
+        asyncio.ensure_future(processor.process(b"sleep %d" % n, "x", client="flood"))
+        for n in range(MAX_PENDING + MAX_RUNNING_PER_CLIENT)
+    ]
+    await asyncio.sleep(0.05)
+
+    with pytest.raises(Overloaded, match="256 images of this client wait and 1 would be added"):
+        await processor.process(b"sleep more", "x", client="flood")
+    found = await asyncio.wait_for(processor.process(b"echo c", "x", client="other"), 20)
+
+    assert found.text == "c"
+    for task in flood:
+        task.cancel()
+    await asyncio.gather(*flood, return_exceptions=True)

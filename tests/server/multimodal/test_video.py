@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import hostile_pictures as hostile
 import msgspec
 import numpy as np
 import pytest
@@ -13,8 +14,8 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
 from server.multimodal import video as module
-from server.multimodal.decode import BadImage
 from server.multimodal.families.base import ProcessorFiles
+from server.multimodal.file_checks import BadImage
 from server.multimodal.image_processor import ImageProcessor, video_size
 from server.multimodal.messages import VIDEO, Answer, ImageFacts, Setup, Video
 from server.multimodal.video import Frames, container, read_frames, sampled
@@ -277,3 +278,41 @@ def test_a_model_without_videos_has_no_mark(tmp_path: Path) -> None:
 def test_broken_frames_are_told() -> None:
     with pytest.raises(BadImage, match="the image is none of PNG"):
         read_frames(Video(frames=[image_bytes(FRAMES[0]), b"x"]), 32, -1)
+
+
+def test_frames_that_are_not_taken_count_before_they_are_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MAX_ANIMATION_PIXELS", 16 * 2**20)
+    with pytest.raises(BadImage, match=r"at least 17 frames of 1024 x 1024 pixels, at most 16 of"):
+        read_frames(Video(hostile.small_frames(1024, 100)), 2, -1)
+    with pytest.raises(BadImage, match=r"at least 16385 frames of 8 x 8 pixels, at most 16384"):
+        read_frames(Video(hostile.small_frames(8, 20_000)), 2, -1)
+
+
+def test_frames_that_come_one_by_one_are_counted_before_any_is_decoded() -> None:
+    small, large = image_bytes(picture(8, 8)), hostile.black_png(8192, 8192, hostile.GREY, 1)
+
+    with pytest.raises(BadImage, match=r"at least 335544320 pixels, at most 268435456 are taken"):
+        read_frames(Video(frames=[large] * 700), 32, -1)
+    with pytest.raises(BadImage, match=r"at least 268435520 pixels, at most 268435456 are taken"):
+        read_frames(Video(frames=[small, *[large] * 4]), 32, -1)
+    # Each becomes as large as the first.
+    with pytest.raises(BadImage, match=r"9 frames of 8192 x 8192 have 603979776 pixels"):
+        read_frames(Video(frames=[large, *[small] * 8]), 32, -1)
+    with pytest.raises(BadImage, match="the image is none of"):
+        read_frames(Video(frames=[small, b"x"]), 32, -1)
+
+
+def test_only_frames_that_are_taken_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    converted: list[Image.Image] = []
+    real = module.to_rgb
+
+    def record(frame: Image.Image) -> Image.Image:
+        converted.append(frame)
+        return real(frame)
+
+    monkeypatch.setattr(module, "to_rgb", record)
+    read_frames(Video(gif_bytes(FRAMES)), 2, -1)
+
+    assert len(converted) == 2

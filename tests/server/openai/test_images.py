@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from http_rig import Rig, TalkingClient, in_memory
-from picture_server import HOST, fetcher, ok, serving, to
+from http_rig import Rig, TalkingClient, in_memory, on_port
+from picture_server import HOST, endless, fetcher, ok, serving, to
 from tiny_vision import image_bytes, make_tiny_vision, picture
 
 from config.model.multimodal.vision import VisionFacts
@@ -490,6 +490,52 @@ async def test_a_fetched_image_equals_the_one_that_is_sent(rig: Rig) -> None:
     assert asked == ["/a.png"]
     first, second = (queue.images[0].content for queue in rig.client.queues)
     assert first == second
+
+
+async def test_a_url_that_a_request_has_several_times_is_fetched_once(rig: Rig) -> None:
+    with_fetcher(rig)
+    data = image_bytes(picture(56, 56))
+    async with serving(lambda path: ok(data)) as (port, asked):
+        first, second = (part(f"https://{HOST}:{port}/{name}.png") for name in "ab")
+        answer = await chat(rig, first, second, first, first)
+
+    assert answer.status_code == 200, answer.text
+    assert sorted(asked) == ["/a.png", "/b.png"]
+    assert len(rig.client.queues[0].images) == 4
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/v1/messages/count_tokens"])
+async def test_a_fetch_ends_when_its_client_disconnects(
+    path: str, model: tuple[Tokenizer, ImageInputs]
+) -> None:
+    tokenizer, images = model
+    has_begun, has_ended = asyncio.Event(), asyncio.Event()
+
+    async def drip(path: str) -> AsyncIterator[bytes]:
+        has_begun.set()
+        try:
+            async for piece in endless(b"HTTP/1.1 200 OK\r\n\r\n", b"a", 0.01):
+                yield piece
+        finally:
+            has_ended.set()
+
+    client = TalkingClient(vocab_size=328, max_model_len=512)
+    template = tokenizer.chat_template
+    async with (
+        serving(drip) as (port, _),
+        on_port(client, tokenizer=tokenizer, images=images, chat_template=template) as rig,
+    ):
+        with_fetcher(rig, timeout_s=60.0)
+        url = f"https://{HOST}:{port}/a"
+        source = {"type": "image", "source": {"type": "url", "url": url}}
+        content = source if "messages" in path else part(url)
+        body = {"messages": [{"role": "user", "content": [content]}]}
+        asking = asyncio.ensure_future(rig.post(path, body, timeout=30))
+        await asyncio.wait_for(has_begun.wait(), 10)
+        asking.cancel()
+        await asyncio.wait_for(has_ended.wait(), 10)
+
+    assert not rig.client.queues
 
 
 async def test_attacks_by_url_are_refused_and_cost_nobody_else(rig: Rig) -> None:

@@ -1,0 +1,109 @@
+"""FairSlots: slots for work of several clients, which are shared fairly. For one event loop."""
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from config.errors import Overloaded
+
+
+class FairSlots:
+    """A free slot goes to the client that has the fewest; clients with as many take turns, and a
+    new client comes behind the others. Within a client first come, first served.
+
+    Work that waits is limited in number and bytes. A client may exceed what is left of a limit up
+    to its share of the whole, the limit divided by the clients that have work, as in
+    engine/client/queue_limits.py: a client that fills the queue keeps no other out.
+    """
+
+    def __init__(
+        self, nouns: str, *, total: int, per_client: int, max_waiting: int, max_bytes: int = 0
+    ) -> None:
+        """`nouns` name the work in errors. `max_bytes` is the limit of work that waits or runs; 0
+        for work whose bytes are not counted."""
+        self._nouns = nouns
+        self._num_free = total
+        self._per_client = per_client
+        self._max_waiting = max_waiting
+        self._max_bytes = max_bytes
+        self._clients: OrderedDict[str, _Client] = OrderedDict()
+        """Clients with work, in the order of their turns."""
+        self._num_waiting = 0
+        self._num_bytes = 0
+
+    @asynccontextmanager
+    async def hold(self, client: str, num_bytes: int = 0) -> AsyncIterator[None]:
+        """Wait for a slot, and hold it. Raises Overloaded."""
+        self._check(client, num_bytes)
+        entry = self._clients.setdefault(client, _Client())
+        entry.num_bytes += num_bytes
+        self._num_bytes += num_bytes
+        turn = asyncio.get_running_loop().create_future()
+        entry.waiting.append(turn)
+        self._num_waiting += 1
+        try:
+            self._serve()
+            await turn
+            yield
+        finally:
+            if turn.done() and not turn.cancelled():
+                entry.num_running -= 1
+                self._num_free += 1
+            elif turn in entry.waiting:
+                entry.waiting.remove(turn)
+                self._num_waiting -= 1
+            entry.num_bytes -= num_bytes
+            self._num_bytes -= num_bytes
+            if not entry.waiting and not entry.num_running:
+                del self._clients[client]
+            self._serve()
+
+    def _serve(self) -> None:
+        while self._num_free:
+            ready = [
+                (entry.num_running, name)
+                for name, entry in self._clients.items()
+                if entry.waiting and entry.num_running < self._per_client
+            ]
+            if not ready:
+                return
+            # `min` gives the first of equal clients.
+            name = min(ready, key=lambda pair: pair[0])[1]
+            self._clients.move_to_end(name)
+            entry = self._clients[name]
+            turn = entry.waiting.popleft()
+            self._num_waiting -= 1
+            # The task of a cancelled turn has not run yet.
+            if not turn.cancelled():
+                entry.num_running += 1
+                self._num_free -= 1
+                turn.set_result(None)
+
+    def _check(self, client: str, num_bytes: int) -> None:
+        entry = self._clients.get(client) or _Client()
+        num_clients = len(self._clients) + (client not in self._clients)
+        for own, added, whole, limit, unit in (
+            (len(entry.waiting), 1, self._num_waiting, self._max_waiting, self._nouns),
+            (
+                *(entry.num_bytes, num_bytes, self._num_bytes, self._max_bytes),
+                f"bytes of {self._nouns}",
+            ),
+        ):
+            share = max(1, limit // num_clients)
+            if whole + added > limit and own + added > share:
+                raise Overloaded(
+                    f"{own} {unit} of this client wait and {added} would be added, at most {share} "
+                    "may wait"
+                )
+
+
+class _Client:
+    """The work of a client."""
+
+    __slots__ = ("num_bytes", "num_running", "waiting")
+
+    def __init__(self) -> None:
+        self.waiting: deque[asyncio.Future[None]] = deque()
+        self.num_running = 0
+        self.num_bytes = 0
