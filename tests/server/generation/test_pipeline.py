@@ -12,6 +12,7 @@ from scripted_client import ScriptedClient, columns, ready
 from config.errors import EngineDied, Overloaded, PromptTooLong, RequestFailed, UserError
 from config.params.sampling import SamplingParams
 from config.server import ServerConfig
+from server.generation import pipeline
 from server.generation.outputs import Delta, Prompt, Timing
 from server.generation.pipeline import Generation, Pipeline, choice_seed
 from server.text.tokenizer import Tokenizer
@@ -409,3 +410,31 @@ async def test_priority_and_salt_reach_the_engine() -> None:
     make(client).start([HI], SamplingParams(), priority=-3, cache_salt="mine")
 
     assert (client.queues[0].priority, client.queues[0].cache_salt) == (-3, "mine")
+
+
+async def test_updates_of_many_choices_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "MAX_UPDATE_VALUES", 10)
+    client = ScriptedClient(ready())
+    generation = start(client, n=8, max_tokens=20)
+    for queue in client.queues:
+        queue.say(*ids("aaaaa"), finish="length")
+
+    parts = [len(deltas) async for deltas in generation]
+
+    assert sum(parts) == 8
+    assert max(parts) == 3
+
+
+async def test_other_requests_go_on_between_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "MAX_UPDATE_VALUES", 1)
+    client = ScriptedClient(ready())
+    generation = start(client, n=8, max_tokens=20)
+    for queue in client.queues:
+        queue.say(*ids("aa"), finish="length")
+    await anext(generation)
+    calls: list[int] = []
+    asyncio.get_running_loop().call_soon(calls.append, 1)
+
+    await anext(generation)
+
+    assert calls == [1]
