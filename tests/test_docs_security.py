@@ -13,8 +13,9 @@ from engine.structured_output import compilation, json_schema
 from server.http import json_decoder
 from server.http import protocol as http_protocol
 from server.process import open_files
+from server.serving import job
 from server.text import chat_template as template
-from server.text import isolated_template
+from server.text import isolated_template, messages
 from server.text import template_renderer as renderer
 
 PAGE = " ".join(
@@ -41,6 +42,7 @@ def isolation(limits: compilation.Limits) -> str:
         f"{template.INLINE_LIMIT_S * 1e3:g} ms",
         f"| URL and headers | {DEFAULTS.h11_max_incomplete_event_size // KIB} KiB,",
         f"| number of headers | {DEFAULTS.h11_max_header_count}, then 431",
+        f"| time for a TLS handshake | {DEFAULTS.request_header_timeout_s:g} s, then the",
         f"| time for the headers | {DEFAULTS.request_header_timeout_s:g} s, then 408",
         f"| time without a byte of the body | {DEFAULTS.request_body_timeout_s:g} s, then 408; "
         f"and {http_protocol.MIN_BODY_BYTES_PER_S // KIB} KiB a second",
@@ -58,6 +60,8 @@ def isolation(limits: compilation.Limits) -> str:
         f"| grammar | {grammar_bounds.MAX_RULES:,} rules, {grammar_bounds.MAX_RULE_DEPTH} on a "
         f"path, {grammar_bounds.MAX_EXPRESSIONS:,} expressions",
         f"| grammars that wait to be compiled | {compilation.MAX_PENDING}, then 503",
+        f"| arguments of a tool call in a message | {messages.MAX_ARGUMENTS_CHARACTERS:,} char",
+        f"| log-probabilities of prompt tokens in an answer | {job.MAX_PROMPT_LOGPROBS:,}: tokens",
         f"| cached grammars | {compilation.MAX_CACHED + compilation.MAX_PENDING}, and "
         f"{compilation.MAX_CACHED_BYTES // MIB} MiB",
         f"| prompt rendered by a template | {renderer.MAX_CHARACTERS // MIB} Mi characters",

@@ -11,7 +11,7 @@ from server.text.tokenizer import Tokenizer
 MIN_LOGPROB = -9999.0
 """Written for minus infinity, which JSON cannot express."""
 ID_BYTES = 4
-"""Of an id, a value or a rank in Logprobs."""
+"""Size of an id, a value or a rank in Logprobs."""
 CONVERTED_ROWS = 64
 """Positions of a prompt that are converted together."""
 ALL_ROWS = slice(None)

@@ -162,7 +162,7 @@ def _whole(job: Job, choices: list[ChoiceOutput], texts: list[str] | None) -> di
     num_kept = body.n or 1
     if num_kept < body.num_drawn:
         choices = most_likely(choices, body.num_drawn, num_kept)
-    # As JSON a choice takes a fifth of the memory.
+    # The JSON of a choice takes a fifth of the memory of its objects.
     shown = [
         msgspec.Raw(encode_json(_choice(job, body, index, choice, texts)))
         for index, choice in enumerate(choices)
