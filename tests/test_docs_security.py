@@ -22,7 +22,8 @@ from server.http import body_bounds as bounds
 from server.http import protocol as http_protocol
 from server.multimodal import decode, fetch, file_checks, image_processor, processor, video
 from server.process import open_files, supervisor
-from server.text import bounded_encoder, isolated_template
+from server.serving import job
+from server.text import bounded_encoder, isolated_template, messages
 from server.text import chat_template as template
 from server.text import template_renderer as renderer
 
@@ -69,6 +70,7 @@ def isolation(limits: compilation.Limits) -> str:
         f"{template.INLINE_LIMIT_S * 1e3:g} ms",
         f"| URL and headers | {DEFAULTS.h11_max_incomplete_event_size // KIB} KiB,",
         f"| number of headers | {DEFAULTS.h11_max_header_count}, then 431",
+        f"| time for a TLS handshake | {DEFAULTS.request_header_timeout_s:g} s, then the",
         f"| time for the headers | {DEFAULTS.request_header_timeout_s:g} s, then 408",
         f"| time without a byte of the body | {DEFAULTS.request_body_timeout_s:g} s, then 408; "
         f"and {http_protocol.MIN_BODY_BYTES_PER_S // KIB} KiB a second",
@@ -92,6 +94,8 @@ def isolation(limits: compilation.Limits) -> str:
         f"grammar, times the sequences | {grammar.MAX_REQUEST_CHARACTERS:,} characters",
         f"several choices, times `n` | {validation.MAX_IMAGE_BYTES // MIB} MiB",
         f"| grammars that wait to be compiled | {compilation.MAX_PENDING}, then 503",
+        f"| arguments of a tool call in a message | {messages.MAX_ARGUMENTS_CHARACTERS:,} char",
+        f"| log-probabilities of prompt tokens in an answer | {job.MAX_PROMPT_LOGPROBS:,}: tokens",
         f"| cached grammars | {compilation.MAX_CACHED + compilation.MAX_PENDING}, and "
         f"{compilation.MAX_CACHED_BYTES // MIB} MiB",
         f"| `metadata` | {bounds.MAX_METADATA_PAIRS} pairs, keys of "

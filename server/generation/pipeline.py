@@ -15,7 +15,7 @@ from engine.client.base import EngineClient
 from engine.client.output_queue import RequestOutputQueue, Update
 from engine.client.terms import NO_TERMS, RequestTerms
 from engine.transport.messages import SLEEPING, Finish, Ready, engine_of
-from server.generation.logprobs import PromptLogprobs
+from server.generation.logprobs import ID_BYTES, PromptLogprobs
 from server.generation.outputs import Delta, Output, Prompt, Timing
 from server.generation.sequence import Sequence
 from server.generation.validation import check_allowed_tokens, check_ids, check_sizes, output_limit
@@ -23,10 +23,10 @@ from server.text.tokenizer import INLINE_CHARACTERS, Tokenizer
 
 MAX_BAD_WORDS_CHARACTERS = 5_000
 """bad_words are tokenized on the event loop, twice: a few milliseconds."""
+MAX_UPDATE_VALUES = 1_000
+"""Tokens and log-probabilities that are applied before other requests go on: 5 ms, with their JSON
+in a stream."""
 ASLEEP_RETRY_S = 10
-UPDATES_PER_TURN = 32
-"""Updates of a request's choices that are read in one iteration of the event loop: with
-log-probabilities, some milliseconds."""
 
 
 class Pipeline:
@@ -280,11 +280,8 @@ class Generation:
                     updates = await self._next_updates()
                 if self._aborted:
                     break
-                if len(updates) > UPDATES_PER_TURN:
-                    deltas = await self._applied_by_turns(updates)
-                else:
-                    deltas = [delta for i, update in updates if (delta := self._apply(i, update))]
-                if deltas and not self._aborted:
+                deltas = [delta for i, update in updates if (delta := self._apply(i, update))]
+                if deltas:
                     return deltas
         except BaseException:
             # Also when the reader is cancelled: nobody reads the rest.
@@ -312,19 +309,6 @@ class Generation:
             get.cancel()
         self._wake()
 
-    async def _applied_by_turns(self, updates: list[tuple[int, Update]]) -> list[Delta]:
-        """The deltas of many updates; other callbacks of the loop run between them. Ends early when
-        the request is aborted."""
-        deltas = []
-        for count, (index, update) in enumerate(updates):
-            if count and count % UPDATES_PER_TURN == 0:
-                await asyncio.sleep(0)
-                if self._aborted:
-                    break
-            if delta := self._apply(index, update):
-                deltas.append(delta)
-        return deltas
-
     def _apply(self, index: int, update: Update) -> Delta | None:
         """Apply an update to its choice, and close the choice when it ends."""
         sequence = self._sequences[index]
@@ -339,18 +323,31 @@ class Generation:
         return delta
 
     async def _next_updates(self) -> list[tuple[int, Update]]:
-        """Wait until a choice has an update; all updates that are available then."""
+        """Wait until a choice has an update; updates that are available then, of little more
+        than MAX_UPDATE_VALUES. Other requests go on before the rest is taken."""
         loop = asyncio.get_running_loop()
         for index, queue in self._queues.items():
             if index not in self._gets:
                 get = self._gets[index] = loop.create_task(_get(queue))
                 get.add_done_callback(self._wake)
-        if not any(get.done() for get in self._gets.values()):
+        if any(get.done() for get in self._gets.values()):
+            # A request whose updates come faster than they are read must not hold the loop.
+            await asyncio.sleep(0)
+        else:
             self._wakeup = loop.create_future()
-            # All reads of one engine step end in one iteration of the loop, before this resumes.
+            # All reads of an engine step end in one iteration of the loop, before this resumes.
             await self._wakeup
-        done = [index for index, get in self._gets.items() if get.done()]
-        return [(index, self._gets.pop(index).result()) for index in done if index in self._queues]
+        updates, num_values = [], 0
+        for index in [index for index, get in self._gets.items() if get.done()]:
+            update = self._gets.pop(index).result()
+            if index in self._queues:
+                updates.append((index, update))
+                num_values += len(update.tokens) + sum(
+                    memoryview(part.ids).nbytes // ID_BYTES for part in update.logprobs
+                )
+            if num_values > MAX_UPDATE_VALUES:
+                break
+        return updates
 
     def _wake(self, done: asyncio.Task[Update] | None = None) -> None:
         if done is not None and not done.cancelled():

@@ -63,7 +63,7 @@ def _list_pieces(values: list[Any] | tuple[Any, ...]) -> Iterator[bytes]:
 
 
 def _dict_pieces(fields: dict[str, Any]) -> Iterator[bytes]:
-    """Fields one by one: an object with many has few bytes in each."""
+    """Each field separately: an object with many fields has few bytes in each."""
     separator = b"{"
     for name, value in fields.items():
         yield separator + _encode(name) + b":"

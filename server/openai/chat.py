@@ -12,7 +12,7 @@ from server.http.openapi import ANSWERS, GENERATES, takes
 from server.openai.chat_request import count_prompt_tokens, start_chat
 from server.openai.chunks import ChatChunks
 from server.openai.schema.chat import ChatBody
-from server.serving.choices import ChoiceOutput, chat_logprobs, prompt_logprobs_of
+from server.serving.choices import ChoiceOutput, consumed, encoded_chat_logprobs, prompt_logprobs_of
 from server.serving.job import Job, collect_choices, stream_response
 from server.serving.state import AppState
 
@@ -71,7 +71,7 @@ def _choice(job: Job, index: int, choice: ChoiceOutput, echo: str) -> dict[str, 
     fields: dict[str, Any] = {
         "index": index,
         "message": choice.message.to_dict(echo, shows_reasoning=shows_reasoning),
-        "logprobs": chat_logprobs(choice.logprobs or (), job.token_formatter)
+        "logprobs": encoded_chat_logprobs(consumed(choice.logprobs), job.token_formatter)
         if has_logprobs
         else None,
         "finish_reason": choice.finish_reason,

@@ -4,6 +4,7 @@ import asyncio
 from functools import partial
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,12 +15,14 @@ from server.generation.outputs import Prompt
 from server.generation.validation import check_comparable, truncate_prompt
 from server.http.access_log import log_prompt, record_of
 from server.http.body import built_response, parse
+from server.http.json_encoder import encode_json
 from server.http.openapi import ANSWERS, GENERATES, takes
 from server.openai.chunks import CompletionChunks, echo_logprobs
 from server.openai.schema.completions import CompletionBody, numbers_of_ids
 from server.serving.choices import (
     ChoiceOutput,
     TextLogprobs,
+    consumed,
     joined_logprobs,
     most_likely,
     prompt_logprobs_of,
@@ -159,7 +162,11 @@ def _whole(job: Job, choices: list[ChoiceOutput], texts: list[str] | None) -> di
     num_kept = body.n or 1
     if num_kept < body.num_drawn:
         choices = most_likely(choices, body.num_drawn, num_kept)
-    shown = [_choice(job, body, index, choice, texts) for index, choice in enumerate(choices)]
+    # The JSON of a choice takes a fifth of the memory of its objects.
+    shown = [
+        msgspec.Raw(encode_json(_choice(job, body, index, choice, texts)))
+        for index, choice in enumerate(choices)
+    ]
     return job.answer("text_completion", shown)
 
 
@@ -189,4 +196,4 @@ def _logprobs(
 ) -> dict[str, Any]:
     writer = TextLogprobs(job.token_formatter, _hidden(job))
     parts = [] if texts is None else [echo_logprobs(job, prompt_index, writer, texts[prompt_index])]
-    return joined_logprobs([*parts, writer.write(choice.logprobs or ())])
+    return joined_logprobs([*parts, writer.write(consumed(choice.logprobs))])

@@ -127,6 +127,18 @@ class UvicornServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's for given sockets, with a limit on the time for a TLS handshake: by default a
+        client that never finishes it holds a descriptor for a minute."""
+        config = cast(HttpConfig, self.config)
+        protocol = partial(HttpProtocol, config, self.server_state, self.lifespan.state)
+        listen = partial(asyncio.get_running_loop().create_server, protocol, backlog=config.backlog)
+        if config.ssl is not None:
+            timeout_s = config.limits.request_header_timeout_s
+            listen = partial(listen, ssl=config.ssl, ssl_handshake_timeout=timeout_s)
+        self.servers = [await listen(sock=sock) for sock in sockets or ()]
+        self.started = True
+
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second: ends connections that are past their deadline."""
         now_s = asyncio.get_running_loop().time()

@@ -4,7 +4,7 @@ all generating APIs; pooling requests use the first part."""
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
@@ -148,7 +148,7 @@ class Job(RunningRequest[GenerationStream]):
             count += num_tokens + self.generation.num_prompt_tokens
         return count
 
-    def answer(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def answer(self, kind: str, choices: Sequence[dict[str, Any] | msgspec.Raw]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         return {
             "id": self.id,

@@ -162,3 +162,29 @@ def test_a_file_that_cannot_be_read_ends_the_start_with_its_name(
     finally:
         live.close()
     assert message in live.text() and "Traceback" not in live.text()
+
+
+def test_a_client_that_does_not_finish_the_handshake_is_disconnected(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    write_certificate(trustme.CA(), tmp_path, "localhost")
+    flags = (f"--ssl-certfile={tmp_path}/cert.pem", f"--ssl-keyfile={tmp_path}/key.pem")
+    live = LiveServer(tiny_model, tmp_path / "log", *FLAGS, *flags, "--request-header-timeout=1")
+    live.http.close()
+    live.http = httpx.Client(base_url=f"https://127.0.0.1:{live.port}", verify=False)
+    hello = ssl.MemoryBIO()
+    client = ssl._create_unverified_context().wrap_bio(ssl.MemoryBIO(), hello)
+    with contextlib.suppress(ssl.SSLWantReadError):
+        client.do_handshake()
+    try:
+        live.wait_ready()
+
+        for sent in (b"", hello.read(60)):
+            with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
+                connection.sendall(sent)
+
+                with contextlib.suppress(ConnectionResetError):
+                    assert connection.recv(1) == b""
+        assert live.http.get("/health").status_code == 200
+    finally:
+        live.close()

@@ -15,7 +15,8 @@ ATTEMPTS = 4
 """Other work on the machine may pause the server for a fifth of a second."""
 LATENCY_S = 0.2
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-CONTEXT = 8192
+CONTEXT = 20_000
+LONG = [65] * 18_000
 MIB = 2**20
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 
@@ -64,15 +65,15 @@ BODIES: dict[str, tuple[str, Made, int]] = {
         lambda: {**HI, "chat_template": "x", "chat_template_kwargs": {"a": many_ids()}},
         200,
     ),
-    "prompt_logprobs": (COMPLETIONS, lambda: {"prompt": [65] * 8000, "prompt_logprobs": 20}, 200),
+    "prompt_logprobs": (COMPLETIONS, lambda: {"prompt": LONG, "prompt_logprobs": 20}, 200),
     "echo with logprobs": (
         COMPLETIONS,
-        lambda: {"prompt": [65] * 8000, "logprobs": 20, "echo": True},
+        lambda: {"prompt": LONG, "logprobs": 20, "echo": True},
         200,
     ),
     "streamed echo with logprobs": (
         COMPLETIONS,
-        lambda: {"prompt": [65] * 8000, "logprobs": 20, "echo": True, "stream": True},
+        lambda: {"prompt": LONG, "logprobs": 20, "echo": True, "stream": True},
         200,
     ),
 }
@@ -106,7 +107,7 @@ def test_a_large_body_delays_nobody(server: LiveServer, name: str) -> None:
 
 
 def test_log_probabilities_of_a_prompt_are_bounded(server: LiveServer) -> None:
-    prompts = [[65] * 8000] * 4
+    prompts = [LONG] * 2
 
     answer = server.ask(COMPLETIONS, {"prompt": prompts, "prompt_logprobs": 20})
 
@@ -114,6 +115,6 @@ def test_log_probabilities_of_a_prompt_are_bounded(server: LiveServer) -> None:
     error = answer.json()["error"]
     assert error["param"] == "prompt_logprobs"
     assert (
-        "21 log-probabilities of each of 32000 prompt tokens, 672000 in total" in error["message"]
+        "21 log-probabilities of each of 36000 prompt tokens, 756000 in total" in error["message"]
     )
-    assert "at most 524288 are given; set prompt_logprobs to 15" in error["message"]
+    assert "at most 524288 are given; set prompt_logprobs to 13" in error["message"]

@@ -35,7 +35,7 @@ ROUTE = "/v1/responses"
 MAX_ITEMS = 100
 """Of one page of input items."""
 BYTES_PER_VALUE = 16
-"""Of stored JSON: texts weigh less than numbers."""
+"""Stored JSON has a value in this many bytes: most of it is text."""
 
 
 def response_routes(state: AppState) -> APIRouter:

@@ -153,7 +153,7 @@ def test_a_search_ends_when_nothing_that_lives_can_beat_what_has_ended() -> None
     def what(**values: float) -> PositionLogprobs:
         tokens = {"end": 0, "x": 1, "y": 2}
         top = [TokenLogprob(tokens[n], n, b"", v, r) for r, (n, v) in enumerate(values.items(), 1)]
-        return PositionLogprobs(top[0], top)
+        return PositionLogprobs(top[0], tuple(top))
 
     search = BeamSearch(1, 9, frozenset({0}), 1.0)
     search.step([what(x=-1.0, end=-1.5, y=-9.0)])

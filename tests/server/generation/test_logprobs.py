@@ -1,5 +1,7 @@
 """server/generation/logprobs.py: log-probabilities of a prompt are converted when they are read."""
 
+import gc
+
 import pytest
 from scripted_client import columns
 
@@ -35,3 +37,9 @@ def test_no_position_is_converted_before_it_is_read(monkeypatch: pytest.MonkeyPa
     assert num_converted == []
     next(positions)
     assert num_converted == [1]
+
+
+def test_the_garbage_collector_does_not_visit_log_probabilities() -> None:
+    (position,) = read_logprobs(columns([([1, 2], [-1.0, -2.0], 1)]), None)
+
+    assert not gc.is_tracked(position) and not gc.is_tracked(position.chosen)

@@ -12,8 +12,9 @@ from scripted_client import ScriptedClient, columns, ready
 from config.errors import EngineDied, Overloaded, PromptTooLong, RequestFailed, UserError
 from config.params.sampling import SamplingParams
 from config.server import ServerConfig
+from server.generation import pipeline
 from server.generation.outputs import Delta, Prompt, Timing
-from server.generation.pipeline import UPDATES_PER_TURN, Generation, Pipeline, choice_seed
+from server.generation.pipeline import Generation, Pipeline, choice_seed
 from server.text.tokenizer import Tokenizer
 from server.text.tokenizer_files import TextFiles
 
@@ -337,45 +338,6 @@ def test_choices_share_the_lists_of_their_request() -> None:
     assert all(choice.allowed_token_ids is params.allowed_token_ids for choice in sent)
 
 
-async def test_log_probabilities_of_many_choices_leave_turns_to_others() -> None:
-    client = ScriptedClient(ready())
-    generation = start(client, n=128, logprobs=1)
-    for queue in client.queues:
-        queue.say(1, logprobs=[columns([([1, 2], [-1.0, -2.0], 1)])])
-    reading = asyncio.ensure_future(anext(generation))
-    num_turns = 0
-    for _ in range(TURNS):
-        if client.queues[-1].updates.empty():
-            break
-        await asyncio.sleep(0)
-
-    while not reading.done():
-        await asyncio.sleep(0)
-        num_turns += 1
-
-    assert len(reading.result()) == 128
-    assert num_turns >= 128 // UPDATES_PER_TURN
-    generation.abort()
-
-
-async def test_an_abort_between_the_turns_ends_the_iteration() -> None:
-    client = ScriptedClient(ready())
-    generation = start(client, n=128, logprobs=1)
-    for queue in client.queues:
-        queue.say(1, logprobs=[columns([([1, 2], [-1.0, -2.0], 1)])])
-    reading = asyncio.ensure_future(anext(generation))
-    for _ in range(TURNS):
-        if generation.num_output_tokens:
-            break
-        await asyncio.sleep(0)
-
-    assert generation.num_output_tokens < 128
-    generation.abort()
-
-    with pytest.raises(StopAsyncIteration):
-        await reading
-
-
 def test_bad_words_go_down_as_ids_with_and_without_a_space() -> None:
     client = ScriptedClient(ready())
 
@@ -462,3 +424,31 @@ async def test_priority_and_salt_reach_the_engine() -> None:
     make(client).start([HI], SamplingParams(), priority=-3, cache_salt="mine")
 
     assert (client.queues[0].priority, client.queues[0].cache_salt) == (-3, "mine")
+
+
+async def test_updates_of_many_choices_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "MAX_UPDATE_VALUES", 10)
+    client = ScriptedClient(ready())
+    generation = start(client, n=8, max_tokens=20)
+    for queue in client.queues:
+        queue.say(*ids("aaaaa"), finish="length")
+
+    parts = [len(deltas) async for deltas in generation]
+
+    assert sum(parts) == 8
+    assert max(parts) == 3
+
+
+async def test_other_requests_go_on_between_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "MAX_UPDATE_VALUES", 1)
+    client = ScriptedClient(ready())
+    generation = start(client, n=8, max_tokens=20)
+    for queue in client.queues:
+        queue.say(*ids("aa"), finish="length")
+    await anext(generation)
+    calls: list[int] = []
+    asyncio.get_running_loop().call_soon(calls.append, 1)
+
+    await anext(generation)
+
+    assert calls == [1]

@@ -1,4 +1,4 @@
-"""server/http/json_encoder.py: the pieces of JSON are those of the whole."""
+"""server/http/json_encoder.py: the pieces join to the JSON of the whole value."""
 
 from typing import Any
 

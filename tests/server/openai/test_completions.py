@@ -139,12 +139,12 @@ def test_a_space_that_only_the_tokenizer_puts_before_a_text_moves_no_offset() ->
         return TokenLogprob(1, text, text.encode(), -1.0, 1)
 
     writer = TextLogprobs(token_formatter(as_ids=False))
-    rest = [PositionLogprobs(token(text), []) for text in (" b", "c")]
+    rest = [PositionLogprobs(token(text), ()) for text in (" b", "c")]
 
     made = writer.write_prompt(1, b" a", [None, *rest], 0, "a bc")
 
     assert made["text_offset"] == [0, 1, 3]
-    assert writer.write([PositionLogprobs(token("d"), [])])["text_offset"] == [4]
+    assert writer.write([PositionLogprobs(token("d"), ())])["text_offset"] == [4]
 
 
 async def test_streamed_logprobs_joined_are_the_whole_ones() -> None:
