@@ -207,7 +207,7 @@ class ForkServer:
             before = used
         channel.settimeout(STUCK_S)
         try:
-            return _receive_frame(channel) == (_READY, b"")
+            return _receive_frame(channel)[0] == _READY
         except (ConnectionError, TimeoutError):
             return False
 
