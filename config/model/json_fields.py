@@ -29,10 +29,12 @@ def shown(value: object) -> str:
 
 def read_json(file: Path) -> Json:
     """The JSON object in `file`. ConfigError if it cannot be read or is not an object."""
-    value = read_any_json(file)
-    if not isinstance(value, dict):
-        raise ConfigError(f"{file} holds a {type(value).__name__}, it must be an object")
-    return value
+    return _object(read_any_json(file), file)
+
+
+def parse_json_object(data: bytes, file: str) -> Json:
+    """The JSON object in `data`, which is read from `file`. ConfigError as in read_json."""
+    return _object(_parse(data, file), file)
 
 
 def read_any_json(file: Path) -> Any:
@@ -48,6 +50,16 @@ def read_any_json(file: Path) -> Any:
         raise ConfigError(
             f"{file} has {file.stat().st_size} bytes, at most {MAX_JSON_BYTES} are read"
         )
+    return _parse(data, file)
+
+
+def _object(value: Any, file: object) -> Json:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file} holds a {type(value).__name__}, it must be an object")
+    return value
+
+
+def _parse(data: bytes, file: object) -> Any:
     try:
         return json.loads(data.decode("utf-8"))
     except RecursionError:

@@ -10,7 +10,7 @@ from config.lora.adapter import LoRAInfo
 from config.params.lora import LoRAConfig
 from config.params.sampling import SamplingParams
 from engine.request import ModelLimits, Request
-from engine.scheduling.lora_slots import MAX_PASSES, AdapterQueue, LoRASlots
+from engine.scheduling.lora_slots import MAX_ADAPTERS, MAX_PASSES, AdapterQueue, LoRASlots
 from engine.transport.messages import AddRequest
 from hpu.protocol import NO_SLOT, AdapterLoaded
 
@@ -200,3 +200,14 @@ def test_random_requests_all_run(seed: int) -> None:
 
     assert started == 60
     assert len(queue) == 0
+
+
+def test_the_number_of_names_has_a_limit() -> None:
+    slots = make(names="")
+    for number in range(MAX_ADAPTERS):
+        slots.register(LoRAInfo(f"a{number}", "/x", f"hash-{number}", 4, 100))
+
+    with pytest.raises(UserError, match="4096 adapters are served, at most 4096 may be"):
+        slots.register(LoRAInfo("more", "/x", "hash-more", 4, 100))
+    slots.unregister("a0")
+    slots.register(LoRAInfo("more", "/x", "hash-more", 4, 100))
