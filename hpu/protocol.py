@@ -530,6 +530,10 @@ class LoadAdapter(msgspec.Struct, array_like=True, gc=False, tag=10):
     content: str
     """Hash of its files, by which plans name it."""
     path: str
+    root: str
+    """As AdapterFolder.root."""
+    name: str
+    """What errors call it: clients may not see its folder."""
 
 
 class DropAdapter(msgspec.Struct, array_like=True, gc=False, tag=11):

@@ -4,15 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from config import traffic, whole_files
+from config import expressions, traffic, whole_files
 from config.checkpoint import gguf_metadata, safetensors_files
 from config.checkpoint import tokenizer_bounds as tokenizer
 from config.loading import sources
+from config.lora import adapter, adapter_folder, peft_config
 from config.model import json_fields as fields
 from config.params import sampling
 from config.params import structured_output as grammar
 from config.server import ServerConfig
+from engine.core import adapter_reader
 from engine.process import isolation as processes
+from engine.scheduling import lora_slots
 from engine.structured_output import bounds as grammar_bounds
 from engine.structured_output import compilation, json_schema
 from hpu.bucketing import file as bucket_file
@@ -129,7 +132,21 @@ def isolation(limits: compilation.Limits) -> str:
         f"must end within {whole_files.PIPE_TIMEOUT_S:g} s",
         f"| room reserved for notices to API servers | {supervisor.RESERVED_BYTES // KIB} KiB",
         f"| JSON files of a checkpoint | {fields.MAX_JSON_BYTES // MIB} MiB;",
-        f"| header of a safetensors file | {safetensors_files.MAX_HEADER_BYTES // MIB} MiB",
+        f"| header of a safetensors file | {safetensors_files.MAX_HEADER_BYTES // MIB} MiB; of an "
+        f"adapter {adapter_folder.MAX_HEADER_BYTES // MIB} MiB, with names of "
+        f"{adapter_folder.MAX_NAME_CHARACTERS:,} characters",
+        f"| `adapter_config.json` | {adapter_folder.MAX_CONFIG_BYTES // MIB} MiB, "
+        f"{adapter_folder.MAX_CONFIG_VALUES:,} values, {adapter_folder.MAX_CONFIG_OBJECTS:,} lists "
+        f"and objects, {peft_config.MAX_TARGETS:,} `target_modules`",
+        f"| regular expressions of one field of a file | {expressions.MAX_EXPRESSIONS:,}, each of "
+        f"{expressions.MAX_EXPRESSION_CHARACTERS:,} characters, in total "
+        f"{expressions.MAX_TOTAL_CHARACTERS:,}; counts in braces up to "
+        f"{expressions.MAX_REPETITIONS:,}, in total {expressions.MAX_TOTAL_REPETITIONS:,}; "
+        f"{expressions.MAX_MEMORY_BYTES // MIB} MiB for each {expressions.PROGRAM_EXPRESSIONS}",
+        f"| time to match them | {expressions.CPU_S:g} s of CPU time and "
+        f"{expressions.CPU_S_PER_NAME * 1e3:g} ms for each name",
+        f"| weights of an adapter | finite, at most {adapter.MAX_VALUE:,.0f};",
+        f"| adapters | {lora_slots.MAX_ADAPTERS:,} served; {adapter_reader.MAX_PENDING} wait",
         f"| metadata of a GGUF file | {gguf_metadata.MAX_METADATA_BYTES // MIB} MiB, "
         f"{gguf_metadata.MAX_ELEMENTS:,} array elements",
     ],

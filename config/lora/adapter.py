@@ -1,29 +1,32 @@
-"""LoRA adapters in folders of PEFT: their tensors, checked against the base model, and the hash of
-their contents. Reads headers; the weights are read by hpu/lora/adapter_weights.py."""
+"""LoRA adapters in folders of PEFT: their tensors and values, checked against the base model, and
+the hash of their contents. hpu/lora/adapter_weights.py makes tensors of their bytes."""
 
-import hashlib
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
-from config.checkpoint.safetensors_files import StoredTensor, read_header
+from config.checkpoint.safetensors_files import StoredTensor
 from config.errors import ConfigError
+from config.lora.adapter_folder import CONFIG_FILE, WEIGHTS_FILE, AdapterFolder, OpenWeights
 from config.lora.base_modules import BaseModule, BaseModules
-from config.lora.peft_config import CONFIG_FILE, PeftConfig
-from config.params.lora import EMBEDDING, EXTRA_TARGETS
+from config.lora.peft_config import PeftConfig, path_ends
+from config.model.json_fields import shown
+from config.params.lora import EMBEDDING, EXTRA_TARGETS, NamedAdapter
 
-WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
 NEW_TOKENS_FILE = "new_embeddings.safetensors"
 FILES = (CONFIG_FILE, WEIGHTS_FILE, NEW_TOKENS_FILE)
 """All that is read of an adapter's folder, or looked for."""
 
+MAX_VALUE = 65504.0
+"""Largest absolute value of a weight, times the scale for the second matrix: the largest number of
+float16, so that no serving dtype overflows. Weights of trained adapters are below 100."""
+
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(.+)\.(lora_A\.weight|lora_B\.weight|lora_embedding_A|lora_embedding_B)")
-_DTYPES = ("F32", "F16", "BF16", "F64")
-_CHUNK_BYTES = 1 << 20
 
 
 class LoRAInfo(NamedTuple):
@@ -40,6 +43,15 @@ class LoRAInfo(NamedTuple):
     """Name of the base model as its owner gave it; None: the served model's."""
     kind: str = ""
     """As NamedAdapter.kind."""
+    root: str = ""
+    """As AdapterFolder.root."""
+    source: str = ""
+    """Its folder as its user wrote it, which clients may see."""
+
+    @property
+    def named(self) -> NamedAdapter:
+        """What loads it again."""
+        return NamedAdapter(self.name, self.path, self.parent, self.kind, self.root, self.source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +71,14 @@ class AdapterModule:
 class Adapter:
     """What a folder holds."""
 
-    folder: Path
+    folder: AdapterFolder
     config: PeftConfig
     modules: tuple[AdapterModule, ...]
 
     @property
-    def file(self) -> Path:
-        return self.folder / WEIGHTS_FILE
+    def file(self) -> str:
+        """What errors call the file of the weights."""
+        return self.folder.file(WEIGHTS_FILE)
 
     @property
     def rank(self) -> int:
@@ -84,50 +97,126 @@ class Adapter:
         return tuple(kind for kind in EXTRA_TARGETS if kind in kinds)
 
 
-def read_adapter(folder: Path, base: BaseModules) -> Adapter:
-    """The adapter in `folder`. Raises ConfigError, in one sentence, for whatever does not fit the
-    model or is not understood."""
-    config = PeftConfig.read(folder)
-    file = folder / WEIGHTS_FILE
-    if not file.is_file():
-        if (folder / PICKLE_FILE).is_file():
-            raise ConfigError(
-                f"{folder} has its weights only as a pickle ({PICKLE_FILE}), which can run code "
-                f"when it is read and is never read here: save it as {WEIGHTS_FILE}"
-            )
-        raise ConfigError(f"{folder} has no {WEIGHTS_FILE}")
-    if (folder / NEW_TOKENS_FILE).is_file():
-        raise ConfigError(
-            f"{folder} has {NEW_TOKENS_FILE}: adapters with tokens of their own are not served"
+class LoadedAdapter(NamedTuple):
+    """An adapter whose values are checked."""
+
+    adapter: Adapter
+    content: str
+    """SHA-256 of its files, as hexadecimal digits."""
+    data: bytearray
+    """The bytes of the weights file; empty unless they were kept."""
+
+    def info(self, name: str, parent: str | None = None, kind: str = "") -> LoRAInfo:
+        """The adapter under `name`."""
+        adapter, folder = self.adapter, self.adapter.folder
+        return LoRAInfo(
+            name,
+            folder.path,
+            self.content,
+            adapter.rank,
+            adapter.num_bytes,
+            parent,
+            kind,
+            folder.root,
+            folder.name,
         )
+
+
+def read_adapter(folder: AdapterFolder, base: BaseModules) -> Adapter:
+    """The adapter in `folder`, by its config and the header of its weights. Raises ConfigError, in
+    one sentence, for whatever does not fit the model or is not understood."""
+    with _opened(folder, base) as (adapter, _, _):
+        return adapter
+
+
+def load_adapter(
+    folder: AdapterFolder,
+    base: BaseModules,
+    max_rank: int,
+    extra_targets: tuple[str, ...],
+    *,
+    keeps_bytes: bool = False,
+) -> LoadedAdapter:
+    """Like read_adapter, with the limits of the server and all values checked. Reads each file
+    once."""
+    with _opened(folder, base) as (adapter, config, weights):
+        _check_limits(adapter, max_rank, extra_targets)
+        content, data, largest = weights.read(config, keeps_bytes=keeps_bytes)
+    for module in adapter.modules:
+        for tensor, scale in ((module.a, 1.0), (module.b, abs(module.scale))):
+            _check_value(adapter, tensor, largest[tensor], scale)
+    return LoadedAdapter(adapter, content, data)
+
+
+@contextmanager
+def _opened(
+    folder: AdapterFolder, base: BaseModules
+) -> Iterator[tuple[Adapter, bytes, OpenWeights]]:
+    """The adapter, the bytes of its config, and its weights."""
+    data, fields = folder.read_config()
+    config = PeftConfig.of(fields, folder.file(CONFIG_FILE))
+    if folder.has(PICKLE_FILE) and not folder.has(WEIGHTS_FILE):
+        raise ConfigError(
+            f"{folder.name} has its weights only as a pickle ({PICKLE_FILE}), which can run code "
+            f"when it is read and is never read here: save it as {WEIGHTS_FILE}"
+        )
+    if folder.has(NEW_TOKENS_FILE):
+        raise ConfigError(
+            f"{folder.name} has {NEW_TOKENS_FILE}: adapters with tokens of their own are not served"
+        )
+    with folder.open(WEIGHTS_FILE) as opened:
+        file = folder.file(WEIGHTS_FILE)
+        weights = OpenWeights(opened, file)
+        yield Adapter(folder, config, _modules(weights, file, config, base)), data, weights
+
+
+def _modules(
+    weights: OpenWeights, file: str, config: PeftConfig, base: BaseModules
+) -> tuple[AdapterModule, ...]:
     pairs: dict[str, dict[str, StoredTensor]] = {}
-    for tensor in read_header(file):
+    for tensor in weights.tensors:
         match = _TENSOR.fullmatch(tensor.name.removeprefix(_PREFIX))
         if match is None or not tensor.name.startswith(_PREFIX):
-            raise ConfigError(f"{file} has {tensor.name}, which is no tensor of LoRA")
-        if tensor.dtype not in _DTYPES:
-            raise ConfigError(
-                f"{file} has {tensor.name} in {tensor.dtype}, it must be one of "
-                f"{', '.join(_DTYPES)}"
-            )
+            raise ConfigError(f"{file} has {shown(tensor.name)[1:-1]}, which is no tensor of LoRA")
         pairs.setdefault(match[1], {})[match[2]] = tensor
     if not pairs:
         raise ConfigError(f"{file} has 0 tensors, an adapter needs at least 2")
-    modules = tuple(_module(name, pair, file, config, base) for name, pair in pairs.items())
+    modules: dict[str, AdapterModule] = {}
+    for name, pair in pairs.items():
+        module = _module(name, pair, file, config, base)
+        if module.base.name in modules:
+            raise ConfigError(f"{file} has weights for {name} under 2 names, it needs 1")
+        modules[module.base.name] = module
     _check_targets(config, pairs)
-    return Adapter(folder, config, modules)
+    return tuple(modules.values())
+
+
+def _check_value(adapter: Adapter, tensor: StoredTensor, largest: float, scale: float) -> None:
+    if not math.isfinite(largest):
+        raise ConfigError(
+            f"{adapter.file} has a value in {tensor.name} that is infinite or no number, all must "
+            "be finite"
+        )
+    if max(largest, 1.0) * scale > MAX_VALUE or largest > MAX_VALUE:
+        by = f", which lora_alpha and the rank multiply by {scale:.4g}" if scale != 1 else ""
+        raise ConfigError(
+            f"{adapter.file} has {largest:.4g} in {tensor.name}{by}: at most {MAX_VALUE:.0f} is "
+            "served"
+        )
 
 
 def _module(
     name: str,
     pair: Mapping[str, StoredTensor],
-    file: Path,
+    file: str,
     config: PeftConfig,
     base: BaseModules,
 ) -> AdapterModule:
     module = base.find(name)
     if module is None:
-        raise ConfigError(f"{file} has weights for {name}, the base model has no such module")
+        raise ConfigError(
+            f"{file} has weights for {shown(name)[1:-1]}, the base model has no such module"
+        )
     if module.refusal:
         raise ConfigError(f"{file} has weights for {name}: {module.refusal}")
     if not config.selects(name):
@@ -147,7 +236,7 @@ def _module(
     if extra:
         raise ConfigError(f"{file} has {extra[0]} besides {pair[names[0]].name}")
     a, b = (pair[one] for one in names)
-    rank = config.rank_of(name)
+    rank = config.rank_of(name, max(a.shape[0] if a.shape else 1, 1))
     expected = {a: (rank, module.in_features), b: (module.out_features, rank)}
     for tensor, shape in expected.items():
         if tensor.shape != shape:
@@ -155,7 +244,7 @@ def _module(
                 f"{file} has {tensor.name} of {_text(tensor.shape)}, the base model and rank "
                 f"{rank} need {_text(shape)}"
             )
-    return AdapterModule(module, rank, config.scale_of(name), a, b)
+    return AdapterModule(module, rank, config.scale_of(name, rank), a, b)
 
 
 def _text(shape: tuple[int, ...]) -> str:
@@ -163,18 +252,18 @@ def _text(shape: tuple[int, ...]) -> str:
 
 
 def _check_targets(config: PeftConfig, found: Mapping[str, object]) -> None:
-    """Raise ConfigError for a target of which the file has nothing."""
-    if isinstance(config.targets, str):
+    """Raise ConfigError for a target without weights in the file."""
+    if not isinstance(config.targets, frozenset):
         return
-    for target in config.targets:
-        if not any(name == target or name.endswith(f".{target}") for name in found):
-            raise ConfigError(
-                f"{config.file} says target_modules {target!r}, and {WEIGHTS_FILE} has weights for "
-                f"0 of them"
-            )
+    missing = config.targets.difference(*map(path_ends, found))
+    if missing:
+        raise ConfigError(
+            f"{config.file} says target_modules {shown(min(missing))}, and {WEIGHTS_FILE} has "
+            f"weights for 0 of them"
+        )
 
 
-def check_limits(adapter: Adapter, max_rank: int, extra_targets: tuple[str, ...]) -> None:
+def _check_limits(adapter: Adapter, max_rank: int, extra_targets: tuple[str, ...]) -> None:
     """Raise ConfigError for an adapter beyond what the server has reserved."""
     if adapter.rank > max_rank:
         raise ConfigError(
@@ -186,25 +275,3 @@ def check_limits(adapter: Adapter, max_rank: int, extra_targets: tuple[str, ...]
             raise ConfigError(
                 f"{adapter.file} has weights for the {kind}, --lora-extra-targets is {reserved}"
             )
-
-
-def content_hash(folder: Path) -> str:
-    """SHA-256 of the adapter's files, as hexadecimal digits. Raises ConfigError."""
-    digest = hashlib.sha256()
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        file = folder / name
-        try:
-            digest.update(file.stat().st_size.to_bytes(8, "little"))
-            with file.open("rb") as opened:
-                while chunk := opened.read(_CHUNK_BYTES):
-                    digest.update(chunk)
-        except OSError as error:
-            raise ConfigError(f"{file} cannot be read: {error}") from error
-    return digest.hexdigest()
-
-
-def lora_info(adapter: Adapter, name: str, parent: str | None = None, kind: str = "") -> LoRAInfo:
-    """The adapter under `name`, with the hash of its files."""
-    content = content_hash(adapter.folder)
-    path = str(adapter.folder)
-    return LoRAInfo(name, path, content, adapter.rank, adapter.num_bytes, parent, kind)

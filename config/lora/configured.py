@@ -6,8 +6,8 @@ from pathlib import Path
 from config.checkpoint.hub import download_files, is_hub_id
 from config.errors import ConfigError
 from config.lora.adapter import FILES, read_adapter
+from config.lora.adapter_folder import CONFIG_FILE, AdapterFolder
 from config.lora.base_modules import BaseModules
-from config.lora.peft_config import CONFIG_FILE
 from config.params.lora import AUTO, EXTRA_TARGETS, LoRAConfig, NamedAdapter
 
 IMAGE_ADAPTER = "vision-lora"
@@ -29,7 +29,10 @@ def configured_adapters(
 ) -> tuple[NamedAdapter, ...]:
     """The adapters of the two flags with their folders; those of the hub are downloaded to
     `download_dir` (None: the hub's own cache). Raises ConfigError."""
-    return tuple(one._replace(path=str(_folder(one, download_dir))) for one in config.adapters)
+    return tuple(
+        adapter._replace(path=str(_folder(adapter, download_dir)), label=adapter.path)
+        for adapter in config.adapters
+    )
 
 
 def _folder(adapter: NamedAdapter, download_dir: str | None) -> Path:
@@ -52,7 +55,8 @@ def extra_targets(
     if AUTO not in asked:
         return tuple(kind for kind in EXTRA_TARGETS if kind in asked)
     adapters = [
-        read_adapter(Path(one.path), base) for one in configured_adapters(config, download_dir)
+        read_adapter(AdapterFolder(adapter.path, label=adapter.label), base)
+        for adapter in configured_adapters(config, download_dir)
     ]
     found = {kind for adapter in adapters for kind in adapter.extra_targets}
     return tuple(kind for kind in EXTRA_TARGETS if kind in found or kind in asked)

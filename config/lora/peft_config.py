@@ -1,17 +1,23 @@
 """PeftConfig: what the adapter_config.json of a LoRA adapter says. Everything that would change
 the output and is not understood is refused."""
 
+import logging
 import math
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from config.errors import ConfigError
-from config.model.json_fields import read_json
+from config.expressions import FULL, MAX_EXPRESSIONS, Expressions, Unsupported
+from config.lora.adapter_folder import CONFIG_FILE, AdapterFolder
+from config.model.json_fields import MAX_COUNT, Json, shown
 
-CONFIG_FILE = "adapter_config.json"
+logger = logging.getLogger(__name__)
+
+Value = TypeVar("Value", int, float)
+
+MAX_TARGETS = 65_536
+"""Names in target_modules."""
 ALL_LINEAR = "all-linear"
 
 # What training was like, and what says nothing about the weights.
@@ -30,132 +36,166 @@ _INFORMATION = frozenset(
 _PLAIN_INITS = (True, False, None, "true", "false", "gaussian", "orthogonal", "eva", "lora_ga")
 
 
+class Pattern(Generic[Value]):
+    """Values of modules, by regular expressions for the ends of their paths. The first one that
+    matches counts, as in get_pattern_key of peft.utils.other."""
+
+    def __init__(self, values: Mapping[str, Value], where: str) -> None:
+        """Raises Unsupported and ConfigError."""
+        self._values: tuple[Value, ...] = tuple(values.values())
+        self._expressions = Expressions(tuple(values), where, FULL, prefix=r"(?:.*\.)?")
+
+    def value_of(self, module: str, default: Value) -> Value:
+        index = self._expressions.first(module)
+        return default if index is None else self._values[index]
+
+
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
     """The fields that say what the weights mean."""
 
-    file: Path
+    file: str
+    """What errors call the file."""
     rank: int
     alpha: float
     uses_rslora: bool
-    targets: str | tuple[str, ...]
-    """Names of modules, or the ends of their paths; or one regular expression for whole paths; or
-    ALL_LINEAR."""
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    targets: frozenset[str] | Expressions | None
+    """Names of modules, or the ends of their paths; or one regular expression for whole paths.
+    None: all modules that the adapter has weights for."""
+    ranks: Pattern[int] | None
+    """None: the shapes of the weights tell the ranks, since an expression is not supported."""
+    alphas: Pattern[float]
 
     @classmethod
-    def read(cls, folder: Path) -> "PeftConfig":
+    def read(cls, folder: AdapterFolder) -> "PeftConfig":
         """Raises ConfigError, with the file, for what cannot be served."""
-        file = folder / CONFIG_FILE
-        if not folder.is_dir():
-            raise ConfigError(f"{folder} is not there, an adapter is a folder with {CONFIG_FILE}")
-        if not file.is_file():
-            raise ConfigError(f"{folder} has no {CONFIG_FILE}, so it is no adapter of PEFT")
-        fields = read_json(file)
+        return cls.of(folder.read_config()[1], folder.file(CONFIG_FILE))
+
+    @classmethod
+    def of(cls, fields: Json, file: str) -> "PeftConfig":
+        """The config in the JSON object of `file`. Raises ConfigError as `read`."""
         _check(file, fields)
+        ranks = _numbers(file, "rank_pattern", fields.get("rank_pattern"), int)
+        alphas = _numbers(file, "alpha_pattern", fields.get("alpha_pattern"), float)
         return cls(
             file,
             _number(file, "r", fields.get("r"), int),
             _number(file, "lora_alpha", fields.get("lora_alpha", 8), float),
             fields.get("use_rslora") is True,
             _targets(file, fields.get("target_modules")),
-            _pattern(file, "rank_pattern", fields.get("rank_pattern"), int),
-            _pattern(file, "alpha_pattern", fields.get("alpha_pattern"), float),
+            _rank_pattern(ranks, f"rank_pattern of {file}"),
+            Pattern(alphas, f"alpha_pattern of {file}"),
         )
 
-    def rank_of(self, module: str) -> int:
-        """Of the adapter of `module`, a path in the base model."""
-        return int(_of_pattern(self.rank_pattern, module, self.rank))
+    def rank_of(self, module: str, stored: int) -> int:
+        """Of the adapter of `module`, a path in the base model. `stored`: the rank that its weights
+        have."""
+        return stored if self.ranks is None else self.ranks.value_of(module, self.rank)
 
-    def scale_of(self, module: str) -> float:
+    def scale_of(self, module: str, rank: int) -> float:
         """What its product is multiplied by: alpha / r, or alpha / sqrt(r) (arXiv 2312.03732)."""
-        rank, alpha = self.rank_of(module), _of_pattern(self.alpha_pattern, module, self.alpha)
-        return float(alpha / (math.sqrt(rank) if self.uses_rslora else rank))
-
-    @property
-    def max_rank(self) -> int:
-        return max((self.rank, *self.rank_pattern.values()))
+        alpha = self.alphas.value_of(module, self.alpha)
+        return alpha / (math.sqrt(rank) if self.uses_rslora else rank)
 
     def selects(self, module: str) -> bool:
         """Whether `target_modules` names `module`."""
-        if self.targets == ALL_LINEAR:
+        if self.targets is None:
             return True
-        if isinstance(self.targets, str):
-            return re.fullmatch(self.targets, module) is not None
-        return any(module == name or module.endswith(f".{name}") for name in self.targets)
+        if isinstance(self.targets, Expressions):
+            return self.targets.first(module) is not None
+        return not self.targets.isdisjoint(path_ends(module))
 
 
-def _check(file: Path, fields: Mapping[str, Any]) -> None:
+def path_ends(module: str) -> list[str]:
+    """The path of a module, and what is behind each of its dots."""
+    parts = module.split(".")
+    return [".".join(parts[first:]) for first in range(len(parts))]
+
+
+def _check(file: str, fields: Mapping[str, Any]) -> None:
     kind = fields.get("peft_type")
     if kind != "LORA":
-        raise ConfigError(f"{file} says peft_type {kind!r}, only LORA is served")
+        raise ConfigError(f"{file} says peft_type {shown(kind)}, only LORA is served")
     if fields.get("use_dora"):
         raise ConfigError(
             f"{file} says use_dora: the adapter is DoRA, whose weights depend on those of the "
             "base; merge it into the base (merge_and_unload) and serve that"
         )
     if fields.get("bias", "none") != "none":
-        raise ConfigError(f"{file} says bias {fields['bias']!r}, only 'none' is served")
+        raise ConfigError(f"{file} says bias {shown(fields['bias'])}, only 'none' is served")
     if fields.get("modules_to_save"):
         raise ConfigError(
-            f"{file} says modules_to_save {fields['modules_to_save']}: whole modules are no "
+            f"{file} says modules_to_save {shown(fields['modules_to_save'])}: whole modules are no "
             "low-rank weights; merge the adapter into the base"
         )
     init = fields.get("init_lora_weights", True)
     init = init.lower() if isinstance(init, str) else init
-    if init not in _PLAIN_INITS:
+    if isinstance(init, list | dict) or init not in _PLAIN_INITS:
         raise ConfigError(
-            f"{file} says init_lora_weights {init!r}, which changes the weights of the base: save "
-            "the adapter for the original base (path_initial_model_for_weight_conversion)"
+            f"{file} says init_lora_weights {shown(init)}, which changes the weights of the base: "
+            "save the adapter for the original base (path_initial_model_for_weight_conversion)"
         )
     for name, value in fields.items():
         if name not in _INFORMATION and value not in (None, False, {}, [], ""):
-            raise ConfigError(f"{file} says {name} {value!r}, which is not understood")
+            raise ConfigError(
+                f"{file} says {shown(name)[1:-1]} {shown(value)}, which is not understood"
+            )
 
 
-def _number(file: Path, name: str, value: Any, kind: type[int] | type[float]) -> Any:
+def _number(file: str, name: str, value: Any, kind: type[Value]) -> Value:
     allowed = (int,) if kind is int else (int, float)
-    if isinstance(value, bool) or not isinstance(value, allowed) or not math.isfinite(value):
-        raise ConfigError(f"{file} says {name} {value!r}, it must be a number")
-    if kind is int and value < 1:
-        raise ConfigError(f"{file} says {name} {value}, it must be at least 1")
+    if isinstance(value, bool) or not isinstance(value, allowed):
+        raise ConfigError(f"{file} says {name} {shown(value)}, it must be a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ConfigError(f"{file} says {name} {shown(value)}, it must be a finite number")
+    if kind is int and not 1 <= value <= MAX_COUNT:
+        limit = "at least 1" if value < 1 else f"at most {MAX_COUNT}"
+        raise ConfigError(f"{file} says {name} {shown(value)}, it must be {limit}")
     return kind(value)
 
 
-def _targets(file: Path, value: Any) -> str | tuple[str, ...]:
+def _targets(file: str, value: Any) -> frozenset[str] | Expressions | None:
     if isinstance(value, str) and value:
         if value.lower() == ALL_LINEAR:
-            return ALL_LINEAR
-        _check_expression(file, "target_modules", value)
-        return value
+            return None
+        try:
+            return Expressions((value,), f"target_modules of {file}", FULL)
+        except Unsupported as error:
+            # PEFT stores weights of the modules that it names, and of no other ones.
+            logger.warning("%s; the adapter's weights tell its modules", error)
+            return None
     if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
-        return tuple(value)
-    raise ConfigError(f"{file} says target_modules {value!r}, it must be a text or a list of texts")
+        if len(value) > MAX_TARGETS:
+            raise ConfigError(
+                f"{file} says {len(value)} target_modules, at most {MAX_TARGETS} are read"
+            )
+        return frozenset(value)
+    raise ConfigError(
+        f"{file} says target_modules {shown(value)}, it must be a text or a list of texts"
+    )
 
 
-def _pattern(file: Path, name: str, value: Any, kind: type[int] | type[float]) -> dict[str, Any]:
+def _numbers(file: str, name: str, value: Any, kind: type[Value]) -> dict[str, Value]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise ConfigError(f"{file} says {name} {value!r}, it must be an object")
-    for key in value:
-        _check_expression(file, name, key)
-    return {key: _number(file, f"{name} of {key}", one, kind) for key, one in value.items()}
-
-
-def _check_expression(file: Path, name: str, value: str) -> None:
-    try:
-        re.compile(value)
-    except re.error as error:
+        raise ConfigError(f"{file} says {name} {shown(value)}, it must be an object")
+    if len(value) > MAX_EXPRESSIONS:
         raise ConfigError(
-            f"{file} says {name} {value!r}, which is no regular expression: {error}"
-        ) from None
+            f"{file} says {name} of {len(value)} modules, at most {MAX_EXPRESSIONS} are read"
+        )
+    return {
+        key: _number(file, f"{name} of {shown(key)[1:-1]}", one, kind) for key, one in value.items()
+    }
 
 
-def _of_pattern(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
-    """As peft.utils.other.get_pattern_key: the first pattern that is the path's end."""
-    for key, value in pattern.items():
-        if re.match(rf"(.*\.)?({key})$", module):
-            return value
-    return default
+def _rank_pattern(ranks: Mapping[str, int], where: str) -> Pattern[int] | None:
+    try:
+        return Pattern(ranks, where)
+    except Unsupported as error:
+        logger.warning("%s; the shapes of the adapter's weights tell its ranks", error)
+        return None

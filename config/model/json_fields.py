@@ -30,10 +30,12 @@ def shown(value: object) -> str:
 
 def read_json(file: Path) -> Json:
     """The JSON object in `file`. ConfigError if it cannot be read or is not an object."""
-    value = read_any_json(file)
-    if not isinstance(value, dict):
-        raise ConfigError(f"{file} holds a {type(value).__name__}, it must be an object")
-    return value
+    return _object(read_any_json(file), file)
+
+
+def parse_json_object(data: bytes, file: str) -> Json:
+    """The JSON object in `data`, which is read from `file`. ConfigError as in read_json."""
+    return _object(_parse(data, file), file)
 
 
 def read_any_json(file: Path) -> Any:
@@ -44,6 +46,16 @@ def read_any_json(file: Path) -> Any:
         data = read_limited(file, MAX_JSON_BYTES, takes_pipes=False)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
+    return _parse(data, file)
+
+
+def _object(value: Any, file: object) -> Json:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file} holds a {type(value).__name__}, it must be an object")
+    return value
+
+
+def _parse(data: bytes, file: object) -> Any:
     try:
         return parse_json(data.decode("utf-8"))
     except ValueError as error:

@@ -22,6 +22,10 @@ class NamedAdapter(NamedTuple):
     """The parent that the list of models shows; None: the served model."""
     kind: str = ""
     """IMAGE: requests with images have it that name no adapter."""
+    root: str = ""
+    """As AdapterFolder.root."""
+    label: str = ""
+    """The folder as its user wrote it."""
 
 
 @dataclass(frozen=True, slots=True)

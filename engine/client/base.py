@@ -473,7 +473,7 @@ class SingleEngineClient:
             for one in missing:
                 # Another front end may have loaded it; who needs one that is gone is told.
                 with contextlib.suppress(UserError, RequestFailed, Overloaded):
-                    await self._call(LOAD_ADAPTER, {"adapter": (one.name, one.path, one.parent)})
+                    await self._call(LOAD_ADAPTER, {"adapter": one.named})
             self._restore()
 
         if missing:

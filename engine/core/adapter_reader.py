@@ -1,42 +1,43 @@
 """AdapterReader: checks the files of adapters before the engine serves them."""
 
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
-from pathlib import Path
 
 from config.engine import EngineConfig
-from config.errors import ConfigError
-from config.lora.adapter import (
-    LoRAInfo,
-    check_limits,
-    lora_info,
-    read_adapter,
-)
+from config.errors import ConfigError, Overloaded
+from config.lora.adapter import LoRAInfo, load_adapter
+from config.lora.adapter_folder import AdapterFolder
 from config.lora.base_modules import BaseModules
 from config.lora.configured import configured_adapters, extra_targets
 from config.model.read_config import read_model_config
 from config.params.lora import NamedAdapter
 
+MAX_PENDING = 64
+"""Adapters that wait to be read."""
+
 
 class AdapterReader:
-    """Reads headers and hashes, on the caller's thread or on its own."""
+    """Reads adapters and checks them, on the caller's thread or on its own."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._pool: ThreadPoolExecutor | None = None
+        self._room = threading.BoundedSemaphore(MAX_PENDING)
 
     def read(self, adapter: NamedAdapter) -> LoRAInfo:
         """Raises ConfigError for an adapter that cannot be served."""
         if not self._config.lora.enable_lora:
             raise ConfigError("this server serves no adapters: start it with --enable-lora")
-        name, path, parent, kind = adapter
-        found = read_adapter(Path(path), self._base)
-        check_limits(found, self._config.lora.max_lora_rank, self._extra_targets)
-        return lora_info(found, name, parent, kind)
+        folder = AdapterFolder(adapter.path, adapter.root, adapter.label)
+        loaded = load_adapter(
+            folder, self._base, self._config.lora.max_lora_rank, self._extra_targets
+        )
+        return loaded.info(adapter.name, adapter.base_model_name, adapter.kind)
 
     def read_configured(self) -> list[LoRAInfo]:
-        """Those of --lora-modules. Raises ConfigError."""
+        """The adapters of --lora-modules. Raises ConfigError."""
         adapters = configured_adapters(self._config.lora, self._config.download_dir)
         return [self.read(one) for one in adapters]
 
@@ -48,11 +49,18 @@ class AdapterReader:
     def _extra_targets(self) -> tuple[str, ...]:
         return extra_targets(self._config.lora, self._base, self._config.download_dir)
 
-    def submit(self, work: Callable[[], None]) -> None:
-        """Run `work` on the thread for it."""
+    def submit(self, adapter: NamedAdapter, on_done: Callable[["Future[LoRAInfo]"], None]) -> None:
+        """Read an adapter on the thread for it, and call `on_done` there. Raises Overloaded."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="adapters")
-        self._pool.submit(work)
+        if not self._room.acquire(blocking=False):
+            raise Overloaded(f"{MAX_PENDING} adapters wait to be read, at most {MAX_PENDING} may")
+
+        def done(future: "Future[LoRAInfo]") -> None:
+            self._room.release()
+            on_done(future)
+
+        self._pool.submit(self.read, adapter).add_done_callback(done)
 
     def close(self) -> None:
         if self._pool is not None:

@@ -21,6 +21,7 @@ from config.errors import (
     RequestFailed,
     UserError,
 )
+from config.lora.adapter import LoRAInfo
 from config.params.lora import NamedAdapter
 from config.params.structured_output import GrammarSpec
 from engine.core.adapter_reader import AdapterReader
@@ -200,16 +201,24 @@ class EngineLoop:
     def _read_adapter(self, front_end: int, control: Control) -> None:
         """Check the files of an adapter on another thread, then register it on the loop's."""
 
-        def read() -> None:
-            try:
-                info = self._adapters.read(NamedAdapter(*control.arguments["adapter"]))
-            except (ConfigError, TypeError, KeyError) as error:
-                self._emit(front_end, _error_reply(control.call, UserError(str(error))))
+        def done(future: "Future[LoRAInfo]") -> None:
+            if future.cancelled():
                 return
-            register = Control(control.call, REGISTER_ADAPTER, {"info": info})
-            self._inbox.put((front_end, register, [], None))
+            error = future.exception()
+            if error is None:
+                register = Control(control.call, REGISTER_ADAPTER, {"info": future.result()})
+                self._inbox.put((front_end, register, [], None))
+                return
+            refusal: Exception = UserError(str(error))
+            if not isinstance(error, ConfigError):
+                logger.error("an adapter cannot be read", exc_info=error)
+                refusal = RequestFailed("the adapter cannot be read")
+            self._emit(front_end, _error_reply(control.call, refusal))
 
-        self._adapters.submit(read)
+        try:
+            self._adapters.submit(NamedAdapter(*control.arguments["adapter"]), done)
+        except Overloaded as error:
+            self._emit(front_end, _error_reply(control.call, error))
 
     def _when_compiled(
         self, spec: GrammarSpec, on_done: Callable[[Grammar | Exception], None]

@@ -19,6 +19,9 @@ MAX_PASSES = 32
 
 MAX_RETIRED = 64
 
+MAX_ADAPTERS = 4096
+"""Names that are served at once."""
+
 
 @dataclass(slots=True, eq=False)
 class _Entry:
@@ -72,6 +75,12 @@ class LoRASlots:
         """Serve an adapter from now on. Raises UserError if the name is taken."""
         if info.name in self._by_name:
             raise UserError(f"the adapter {info.name} is loaded already", param="lora_name")
+        if len(self._by_name) >= MAX_ADAPTERS:
+            raise UserError(
+                f"{len(self._by_name)} adapters are served, at most {MAX_ADAPTERS} may be: unload "
+                "some",
+                param="lora_name",
+            )
         self._by_name[info.name] = info
         entry = self._entries.setdefault(info.content, _Entry(info))
         if not entry.names:
@@ -275,7 +284,8 @@ class LoRASlots:
             self._evict(min(idle, key=lambda other: other.last_used))
         entry.state = LOADING
         self.num_loading += 1
-        self._loads.append(LoadAdapter(entry.info.content, entry.info.path))
+        info = entry.info
+        self._loads.append(LoadAdapter(info.content, info.path, info.root, info.name))
 
     def _evict(self, entry: _Entry) -> None:
         """From host memory, and from its slot, which could not be filled again."""

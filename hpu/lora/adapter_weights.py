@@ -1,19 +1,19 @@
-"""Reads this rank's part of an adapter's weights, in the order of the rows and columns that the
+"""This rank's part of an adapter's weights, in the order of the rows and columns that the
 base layers have."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from config.checkpoint.safetensors_files import StoredTensor
 from config.checkpoint.weight_maps.base import WeightSpec
 from config.checkpoint.weight_maps.shard import Shard, ShardRank, shard_of
-from config.lora.adapter import Adapter, AdapterModule
+from config.lora.adapter import AdapterModule, LoadedAdapter
 from config.params.lora import EMBEDDING
 from hpu.model_loader.loader import DTYPES, fill_parameter
-from hpu.model_loader.tensor_reader import Read, TensorReader
 
 _SUFFIXES = (".weight", "_weight")
 
@@ -33,23 +33,19 @@ class LowRank(NamedTuple):
     """(out, rank), times the adapter's scale."""
 
 
-def read_weights(adapter: Adapter, at: ShardRank, dtype: torch.dtype) -> list[LowRank]:
-    """The weights in `dtype` that the rank `at` needs. Raises OSError."""
-    modules = adapter.modules
-    stored = [tensor for module in modules for tensor in (module.a, module.b)]
-    targets = [torch.empty(one.shape, dtype=DTYPES[one.dtype]) for one in stored]
-    reads = [Read(one, target) for one, target in zip(stored, targets, strict=True)]
-    # In the order of their bytes, as a disk reads fastest.
-    reads.sort(key=lambda read: read.stored.offset)
-    tensors: dict[StoredTensor, Tensor] = {}
-    with TensorReader() as reader:
-        for read in reader.read(adapter.file, reads):
-            tensors[read.stored] = read.target
-    return [
-        part
-        for module in modules
-        for part in _parts(module, tensors[module.a], tensors[module.b], at, dtype)
-    ]
+def rank_weights(loaded: LoadedAdapter, at: ShardRank, dtype: torch.dtype) -> Iterator[LowRank]:
+    """The weights in `dtype` that the rank `at` needs."""
+    for module in loaded.adapter.modules:
+        a, b = (_tensor(loaded.data, stored) for stored in (module.a, module.b))
+        yield from _parts(module, a, b, at, dtype)
+
+
+def _tensor(data: bytearray, stored: StoredTensor) -> Tensor:
+    """A copy, since its bytes may begin at any byte of the file."""
+    tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+    target = tensor.view(-1).view(torch.uint8).numpy()
+    target[:] = np.frombuffer(data, np.uint8, stored.num_bytes, stored.offset)
+    return tensor
 
 
 def _parts(

@@ -5,19 +5,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from config.errors import ConfigError
-from config.lora.adapter import (
-    Adapter,
-    check_limits,
-    content_hash,
-    read_adapter,
-)
+from config.lora.adapter import LoadedAdapter, load_adapter
+from config.lora.adapter_folder import AdapterFolder
 from config.lora.base_modules import BaseModules
 from config.lora.configured import extra_targets
 from config.model.model_config import ModelConfig
@@ -28,7 +23,7 @@ from hpu.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from hpu.layers.linear import LinearBase, RowParallelLinear
 from hpu.layers.metadata import AttentionInputs
 from hpu.layers.moe import Experts, MoE
-from hpu.lora.adapter_weights import LowRank, read_weights
+from hpu.lora.adapter_weights import LowRank, rank_weights
 from hpu.lora.compiled import CompiledAdapters, TakesAdapters
 from hpu.lora.context import LoRAContext
 from hpu.lora.experts import ExpertSlots, wrap_experts
@@ -162,9 +157,10 @@ class LoRAManager:
             if error is not None and self._host.get(message.content) is read:
                 # Other ranks may have read it: all try again when it is asked for again.
                 del self._host[message.content]
-            if error is not None and not isinstance(error, ConfigError | OSError):
-                logger.error("adapter %s cannot be read", message.path, exc_info=error)
             text = None if error is None else str(error)
+            if error is not None and not isinstance(error, ConfigError):
+                logger.error("adapter %s cannot be read", message.path, exc_info=error)
+                text = f"{message.name} cannot be read"
             self._loaded.append(AdapterLoaded(message.content, text))
             self._has_loaded.set()
             self.on_loaded()
@@ -221,20 +217,24 @@ class LoRAManager:
             self._compiled.set(slot, staged.packed, is_whole=is_whole)
 
     def _read(self, message: LoadAdapter) -> Staged:
-        adapter = read_adapter(Path(message.path), self._base)
-        check_limits(adapter, self._config.max_lora_rank, self.extra_targets)
-        found = content_hash(adapter.folder)
-        if found != message.content:
+        loaded = load_adapter(
+            AdapterFolder(message.path, message.root, message.name),
+            self._base,
+            self._config.max_lora_rank,
+            self.extra_targets,
+            keeps_bytes=True,
+        )
+        if loaded.content != message.content:
             raise ConfigError(
-                f"{adapter.folder} has changed since it was registered: its hash is {found[:12]}, "
-                f"it was {message.content[:12]}"
+                f"{message.name} has changed since it was registered: its hash is "
+                f"{loaded.content[:12]}, it was {message.content[:12]}"
             )
-        return self._stage(adapter)
+        return self._stage(loaded)
 
-    def _stage(self, adapter: Adapter) -> Staged:
+    def _stage(self, loaded: LoadedAdapter) -> Staged:
         by_layer: dict[str, list[LowRank]] = {}
-        for one in read_weights(adapter, self._at, self._dtype):
-            by_layer.setdefault(one.layer, []).append(one)
+        for weight in rank_weights(loaded, self._at, self._dtype):
+            by_layer.setdefault(weight.layer, []).append(weight)
         # A pipeline stage has some of the layers.
         layers = {
             path: self.slots[path].stage(weights)

@@ -16,6 +16,7 @@ from llmcompressor.pipelines.cache import IntermediatesCache
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from config.errors import ConfigError
+from config.model.quantization.base import expressions
 
 IGNORED = ("lm_head", r"re:.*\.(gate|router)$", r"re:.*shared_expert_gate$")
 """Layers that keep their weights: the head, and routers of experts."""
@@ -116,14 +117,8 @@ def _check_groups(group_size: int, sizes: dict[str, int]) -> None:
 
 def _check_ignored(ignored: Sequence[str], names: list[str]) -> None:
     for one in ignored:
-        if not one.startswith("re:"):
-            found = one in names
-        else:
-            try:
-                found = any(re.match(one[3:], name) for name in names)
-            except re.error as error:
-                raise ConfigError(f"--ignore {one} is no regular expression: {error}") from error
-        if not found:
+        matched = expressions((one,), f"--ignore {one}")
+        if one not in names and not any(matched.first(name) is not None for name in names):
             raise ConfigError(
                 f"--ignore {one} is none of the {len(names)} linear layers, the first is {names[0]}"
             )

@@ -28,6 +28,8 @@ CLIENT_CLOSED = 499
 _KIND = re.compile(r"str|int|float|bool|(list|dict|function-\w+)\[.*")
 _OBJECT = re.compile(r"a valid dictionary( or instance of \w+)?")
 """Type names in pydantic's messages that clients cannot know."""
+_FOLDER = re.compile(r"(?<![\w.:/])/(?:[^\s/'\":,;()]+/)+(?=[^\s/'\":,;()])")
+"""The folder of an absolute path."""
 
 
 class RequestTooLarge(UserError):
@@ -105,7 +107,7 @@ def fault_of(error: Exception) -> Fault:
         wait = error.retry_after_s
         return Fault(
             503,
-            error.message,
+            _without_folders(error),
             error.type,
             code="overloaded" if error.type == "server_overloaded" else None,
             headers={} if wait is None else {"Retry-After": str(wait)},
@@ -115,16 +117,22 @@ def fault_of(error: Exception) -> Fault:
         headers = {"x-should-retry": "false"}
         return Fault(504, str(error), "server_error", code="timeout", headers=headers)
     if isinstance(error, EngineFailed):
-        return Fault(500, f"The engine failed: {error}.", "server_error")
+        return Fault(500, f"The engine failed: {_without_folders(error)}.", "server_error")
     if isinstance(error, EngineDied):
-        return Fault(503, f"The engine is gone: {error}.", "server_error")
+        return Fault(503, f"The engine is gone: {_without_folders(error)}.", "server_error")
     if isinstance(error, RequestFailed):
         # The request would fail again: keep SDKs from retrying it.
-        return Fault(500, str(error), "server_error", headers={"x-should-retry": "false"})
+        text = _without_folders(error)
+        return Fault(500, text, "server_error", headers={"x-should-retry": "false"})
     if isinstance(error, HTTPException):
         return _http_fault(error)
     logger.error("a request handler failed", exc_info=error)
     return Fault(500, "The server failed to handle the request.", "server_error")
+
+
+def _without_folders(error: Exception) -> str:
+    """The text of an error of the server, whose log has the whole paths."""
+    return _FOLDER.sub("", str(error))
 
 
 def _http_fault(error: HTTPException) -> Fault:

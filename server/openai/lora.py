@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from config.errors import NotFound, UserError
+from config.params.lora import NamedAdapter
 from engine.transport.messages import LOAD_ADAPTER, UNLOAD_ADAPTER
 from server.http.body import json_response, parse
 from server.http.openapi import ANSWERS, takes
@@ -56,8 +57,7 @@ def lora_routes(state: AppState) -> APIRouter:
         body = await parse(LoadAdapterBody, await state.bodies.read_object(request))
         _check_name(state, body.lora_name)
         assert state.config.lora_dir is not None, "checked by ServerConfig"
-        path = await asyncio.to_thread(_resolved, state.config.lora_dir, body.lora_path)
-        adapter = (body.lora_name, path, body.base_model_name)
+        adapter = await asyncio.to_thread(_adapter, state.config.lora_dir, body)
         await state.client.control(LOAD_ADAPTER, adapter=adapter)
         return json_response({"message": f"Success: LoRA adapter '{body.lora_name}' added."})
 
@@ -94,12 +94,12 @@ def _check_name(state: AppState, name: str) -> None:
         raise UserError(f"lora_name is {name!r}, which is served already", param="lora_name")
 
 
-def _resolved(lora_dir: str, path: str) -> str:
-    """The folder `path`, relative to `lora_dir` or absolute. Raises UserError for one elsewhere,
-    symbolic links followed."""
+def _adapter(lora_dir: str, body: LoadAdapterBody) -> NamedAdapter:
+    """The adapter in the folder `lora_path`, relative to `lora_dir` or absolute. Raises UserError
+    for a folder elsewhere, symbolic links followed."""
     try:
         root = Path(lora_dir).resolve(strict=True)
-        folder = (root / path).resolve(strict=True)
+        folder = (root / body.lora_path).resolve(strict=True)
     except (OSError, ValueError, RuntimeError):
         raise UserError(
             "lora_path names no folder below the server's --lora-dir", param="lora_path"
@@ -108,4 +108,10 @@ def _resolved(lora_dir: str, path: str) -> str:
         raise UserError(
             "lora_path names no folder below the server's --lora-dir", param="lora_path"
         )
-    return str(folder)
+    return NamedAdapter(
+        body.lora_name,
+        str(folder),
+        body.base_model_name,
+        root=str(root),
+        label=body.lora_path,
+    )

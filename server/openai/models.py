@@ -40,7 +40,7 @@ def _entry(state: AppState, name: str) -> dict[str, Any]:
         "object": "model",
         "created": state.created,
         "owned_by": "gaudiserve",
-        "root": state.root if adapter is None else adapter.path,
+        "root": state.root if adapter is None else adapter.source,
         "parent": parent,
         "max_model_len": state.max_model_len,
     }

@@ -1,9 +1,14 @@
 """QuantizationConfig: a checkpoint's quantization_config, checked; and how a quantized weight is
 stored, as a list of tensors."""
 
-import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
+
+from config.expressions import START, Expressions
+
+EXPRESSION = "re:"
+"""What a regular expression begins with, among names of modules."""
 
 OUTPUTS, INPUTS = 0, 1
 """Dimensions of the weight (out, in) of a linear layer."""
@@ -154,21 +159,33 @@ class QuantizationConfig:
 
     def scheme_of(self, module: str) -> WeightScheme | None:
         """Of the linear layer that the checkpoint calls `module`; None: it is not quantized."""
-        if any(_matches(one, module) for one in self.ignored):
+        if _selects(self.ignored, module):
             return None
         for rule in self.rules:
-            if any(one == "Linear" or _matches(one, module) for one in rule.targets):
+            if "Linear" in rule.targets or _selects(rule.targets, module):
                 return rule.scheme
         return None
 
 
-def _matches(pattern: str, module: str) -> bool:
+@lru_cache(maxsize=16)
+def expressions(names: tuple[str, ...], where: str = "quantization_config") -> Expressions:
+    """Those among names of modules. Raises ConfigError."""
+    found = [name.removeprefix(EXPRESSION) for name in names if name.startswith(EXPRESSION)]
+    return Expressions(found, where, START)
+
+
+def _selects(patterns: tuple[str, ...], module: str) -> bool:
+    """Whether one of `patterns`, as QuantizationConfig.ignored, names `module`."""
     # The whole model of a text model has longer names, of which there are two kinds.
     inner = module.removeprefix("model.")
     names = (module, f"language_model.{module}", f"model.language_model.{inner}")
-    if pattern.startswith("re:"):
-        return any(re.match(pattern[3:], name) for name in names)
-    return any(f".{pattern}." in f".{name}." for name in names) or pattern.endswith(f".{module}")
+    if any(expressions(patterns).first(name) is not None for name in names):
+        return True
+    plain = (name for name in patterns if not name.startswith(EXPRESSION))
+    return any(
+        pattern.endswith(f".{module}") or any(f".{pattern}." in f".{name}." for name in names)
+        for pattern in plain
+    )
 
 
 def packed_axis(of: int, bits: int) -> StoredAxis:

@@ -1,9 +1,8 @@
 """Fields of quantization_config that several methods have."""
 
-import re
-
 from config.errors import ConfigError
 from config.model.json_fields import Fields, shown
+from config.model.quantization.base import expressions
 
 FLOATS = ("F16", "BF16", "F32")
 KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
@@ -46,16 +45,18 @@ def group_size(fields: Fields, *names: str) -> int | None:
 
 
 def module_names(fields: Fields, *names: str) -> tuple[str, ...]:
-    """All modules in the lists `names`, with regular expressions that compile."""
+    """All modules in the lists `names`, with regular expressions that can be matched."""
     found: list[str] = []
     for name in names:
         for one in fields.get(name, list, []):
             if not isinstance(one, str):
                 raise refused(fields, name, one, "a list of names of modules")
-            if one.startswith("re:"):
-                try:
-                    re.compile(one[3:])
-                except re.error:
-                    raise refused(fields, name, one, "a regular expression behind re:") from None
             found.append(one)
-    return tuple(found)
+    return checked_names(fields, " or ".join(names), tuple(found))
+
+
+def checked_names(fields: Fields, where: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """`names` of modules in the field `where`. ConfigError for regular expressions among them that
+    cannot be matched."""
+    expressions(names, f"{where} of quantization_config in {fields.file}")
+    return names

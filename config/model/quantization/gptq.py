@@ -13,6 +13,7 @@ from config.model.quantization.base import (
 )
 from config.model.quantization.fields import (
     FLOATS,
+    checked_names,
     choice,
     group_size,
     integer_bits,
@@ -61,7 +62,7 @@ def _targets(fields: Fields) -> tuple[str, ...]:
     names = [name for one in lists for name in (one if isinstance(one, list) else [one])]
     if not all(isinstance(name, str) for name in names):
         raise refused(fields, "modules_in_block_to_quantize", lists, "lists of names of modules")
-    return tuple(names) or ("Linear",)
+    return checked_names(fields, "modules_in_block_to_quantize", tuple(names)) or ("Linear",)
 
 
 def _ignored(fields: Fields) -> tuple[str, ...]:
@@ -72,4 +73,5 @@ def _ignored(fields: Fields) -> tuple[str, ...]:
             raise refused(
                 fields, "dynamic", pattern, "the same bits and groups in all modules that have any"
             )
-    return tuple(f"re:{pattern[len(_SKIPPED) :]}" for pattern in dynamic)
+    names = tuple(f"re:{pattern[len(_SKIPPED) :]}" for pattern in dynamic)
+    return checked_names(fields, "dynamic", names)

@@ -1,6 +1,7 @@
 """What adapters' folders may hold, and how the rest is refused."""
 
 import json
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,15 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny
 
 from config.errors import ConfigError
-from config.lora.adapter import (
-    check_limits,
-    content_hash,
-    lora_info,
-    read_adapter,
-)
+from config.lora.adapter import Adapter, LoadedAdapter
+from config.lora.adapter import load_adapter as load
+from config.lora.adapter import read_adapter as read
+from config.lora.adapter_folder import AdapterFolder
 from config.lora.base_modules import BaseModules
 from config.lora.configured import extra_targets
 from config.lora.peft_config import PeftConfig
 from config.model.read_config import read_model_config
-from config.params.lora import LoRAConfig
+from config.params.lora import LoRAConfig, NamedAdapter
 
 QUERY = "model.layers.0.self_attn.q_proj"
 Change = Callable[[Path], None]
@@ -41,6 +40,18 @@ def base(base_folder: Path) -> BaseModules:
 @pytest.fixture
 def folder(tmp_path: Path, base_folder: Path) -> Path:
     return write_adapter(tmp_path / "adapter", base_folder)
+
+
+def read_adapter(folder: Path, base: BaseModules) -> Adapter:
+    return read(AdapterFolder(str(folder)), base)
+
+
+def load_adapter(folder: Path, base: BaseModules, **options: Any) -> LoadedAdapter:
+    return load(AdapterFolder(str(folder)), base, 16, (), **options)
+
+
+def config_of(folder: Path) -> PeftConfig:
+    return PeftConfig.read(AdapterFolder(str(folder)))
 
 
 def fields(**changes: Any) -> Change:
@@ -79,7 +90,6 @@ def test_ranks_scales_and_targets(base: BaseModules, folder: Path) -> None:
     assert len(adapter.modules) == 2 * 7
     assert {(one.rank, one.scale) for one in adapter.modules} == {(4, 2.0)}
     assert adapter.extra_targets == ()
-    assert lora_info(adapter, "x").content == content_hash(folder)
 
 
 def test_patterns_and_rslora(folder: Path) -> None:
@@ -89,13 +99,13 @@ def test_patterns_and_rslora(folder: Path) -> None:
         alpha_pattern={r"layers\.0\.self_attn\.q_proj": 32},
     )(folder)
 
-    config = PeftConfig.read(folder)
+    config = config_of(folder)
 
-    assert config.rank_of(QUERY) == 16
-    assert config.scale_of(QUERY) == 32 / 4
-    assert config.scale_of("model.layers.1.self_attn.q_proj") == 8 / 4
-    assert config.scale_of("model.layers.1.self_attn.k_proj") == 8 / 2
-    assert config.max_rank == 16
+    assert config.rank_of(QUERY, 16) == 16
+    assert config.rank_of("model.layers.0.self_attn.k_proj", 4) == 4
+    assert config.scale_of(QUERY, 16) == 32 / 4
+    assert config.scale_of("model.layers.1.self_attn.q_proj", 16) == 8 / 4
+    assert config.scale_of("model.layers.1.self_attn.k_proj", 4) == 8 / 2
 
 
 @pytest.mark.parametrize(
@@ -111,7 +121,7 @@ def test_patterns_and_rslora(folder: Path) -> None:
 def test_targets_by_list_regex_or_all(targets: Any, selects: bool, folder: Path) -> None:
     fields(target_modules=targets)(folder)
 
-    assert PeftConfig.read(folder).selects(QUERY) is selects
+    assert config_of(folder).selects(QUERY) is selects
 
 
 @pytest.mark.parametrize(
@@ -131,6 +141,34 @@ def test_targets_by_list_regex_or_all(targets: Any, selects: bool, folder: Path)
         (fields(lora_alpha=None), "says lora_alpha None, it must be a number"),
         (fields(target_modules=[]), r"says target_modules \[\]"),
         (fields(target_modules="("), "is no regular expression"),
+        (fields(alpha_pattern={r"(?!q).*": 3}), "alpha_pattern of .* which has a lookahead"),
+        (fields(target_modules=["q_proj"] * 200_000), "has 2000.. values, at most 200000"),
+        (fields(target_modules=["q_proj"] * 70_000), "70000 target_modules, at most 65536"),
+        (fields(rank_pattern={f"a{i}": 4 for i in range(5000)}), "of 5000 modules, at most 4096"),
+        (fields(modules_to_save=["a"] * 300_000), "has 3000.. values, at most 200000"),
+        (fields(exclude_modules=[[]] * 20_000), "has 20003 lists and objects, at most 16384"),
+        (fields(exclude_modules="a" * 2**21), "has 20.* bytes, at most 2097152 are read"),
+        (fields(lora_alpha=10**400), "it must be a finite number"),
+        (fields(lora_alpha=1e30), r"proj.lora_B.weight, which .* by 2.5e\+29: at most 65504"),
+        (
+            tensors(**{f"{QUERY}.lora_B.weight": torch.full((64, 4), 40000.0)}),
+            f"has 4e.04 in .*{QUERY}.lora_B.weight, which .* multiply by 2: at most 65504",
+        ),
+        (
+            tensors(**{f"{QUERY}.lora_A.weight": torch.full((4, 64), 1e39, dtype=torch.float64)}),
+            f"has 1e.39 in .*{QUERY}.lora_A.weight: at most 65504",
+        ),
+        *(
+            (
+                tensors(**{f"{QUERY}.lora_A.weight": spoiled(torch.zeros(4, 64, dtype=dtype))}),
+                f"a value in .*{QUERY}.lora_A.weight that is infinite or no number",
+            )
+            for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+            for spoiled in (
+                lambda one: one.index_fill(1, torch.tensor(63), float("nan")),
+                lambda one: one.index_fill(0, torch.tensor(2), -float("inf")),
+            )
+        ),
         (fields(rank_pattern={"(": 1}), "is no regular expression"),
         (fields(rank_pattern=[1]), "says rank_pattern"),
         (fields(r=8), r"lora_A.weight of 4x\d+, the base model and rank 8 need 8x\d+"),
@@ -170,7 +208,7 @@ def test_what_is_not_understood_is_refused(
     change(folder)
 
     with pytest.raises(ConfigError, match=message) as raised:
-        read_adapter(folder, base)
+        load_adapter(folder, base)
 
     assert str(folder) in str(raised.value)
 
@@ -181,24 +219,36 @@ def test_a_missing_folder(base: BaseModules, tmp_path: Path) -> None:
 
 
 def test_limits_of_the_server(base: BaseModules, base_folder: Path, tmp_path: Path) -> None:
-    adapter = read_adapter(
-        write_adapter(tmp_path / "wide", base_folder, rank=32, targets=["lm_head"]), base
-    )
+    folder = write_adapter(tmp_path / "wide", base_folder, rank=32, targets=["lm_head"])
+    opened = AdapterFolder(str(folder))
 
     with pytest.raises(ConfigError, match=r"has rank 32, --max-lora-rank is 16"):
-        check_limits(adapter, 16, ("head",))
+        load(opened, base, 16, ("head",))
     with pytest.raises(ConfigError, match=r"for the head, --lora-extra-targets is none"):
-        check_limits(adapter, 32, ())
-    config = LoRAConfig(enable_lora=True, lora_modules=(f"wide={adapter.folder}",))
+        load(opened, base, 32, ())
+    config = LoRAConfig(enable_lora=True, lora_modules=(f"wide={folder}",))
     assert extra_targets(config, base) == ("head",)
 
 
-def test_the_hash_is_of_the_contents(base_folder: Path, tmp_path: Path) -> None:
-    one = write_adapter(tmp_path / "one", base_folder, targets=["q_proj"])
-    same = write_adapter(tmp_path / "same", base_folder, targets=["q_proj"])
-    other = write_adapter(tmp_path / "other", base_folder, targets=["q_proj"], alpha=9.0)
+def test_the_hash_is_of_the_contents(base: BaseModules, base_folder: Path, tmp_path: Path) -> None:
+    options = ({}, {}, {"alpha": 9.0}, {"seed": 1})
+    hashes = [
+        load_adapter(
+            write_adapter(tmp_path / str(number), base_folder, targets=["q_proj"], **option), base
+        ).content
+        for number, option in enumerate(options)
+    ]
 
-    assert content_hash(one) == content_hash(same) != content_hash(other)
+    assert hashes[0] == hashes[1]
+    assert len(set(hashes)) == 3
+
+
+def test_the_bytes_that_were_checked_are_kept(base: BaseModules, folder: Path) -> None:
+    loaded = load_adapter(folder, base, keeps_bytes=True)
+
+    assert loaded.data == (folder / "adapter_model.safetensors").read_bytes()
+    assert load_adapter(folder, base).data == b""
+    assert loaded.info("x").content == load_adapter(folder, base).content
 
 
 @pytest.mark.parametrize(
@@ -229,7 +279,7 @@ def test_modules_in_json() -> None:
         lora_modules=('{"name": "a", "path": "b", "base_model_name": "c"}', "d=e=f"),
     )
 
-    assert config.adapters == (("a", "b", "c", ""), ("d", "e=f", None, ""))
+    assert config.adapters == (NamedAdapter("a", "b", "c"), NamedAdapter("d", "e=f"))
     assert config.num_cpu_loras == 2
 
 
@@ -238,5 +288,130 @@ def test_an_adapter_for_images_is_one_of_the_adapters() -> None:
         enable_lora=True, lora_modules=("a=b",), default_mm_loras='{"image": "c"}', max_loras=1
     )
 
-    assert config.adapters == (("a", "b", None, ""), ("image", "c", None, "image"))
+    assert config.adapters == (NamedAdapter("a", "b"), NamedAdapter("image", "c", kind="image"))
     assert config.num_cpu_loras == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_dtypes_of_weights(dtype: torch.dtype, base: BaseModules, folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    save_file({name: one.to(dtype) for name, one in load_file(file).items()}, file)
+
+    assert load_adapter(folder, base).adapter.rank == 4
+
+
+def test_an_expression_that_is_not_supported_leaves_the_modules_to_the_weights(
+    base: BaseModules, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # As ms-swift writes it.
+    fields(target_modules=r"^(language_model|model)(?=\.).*\.(q_proj|v_proj)$")(folder)
+
+    adapter = load_adapter(folder, base).adapter
+
+    assert len(adapter.modules) == 2 * 7
+    (warning,) = caplog.messages
+    assert "which has a lookahead" in warning
+    assert "the adapter's weights tell its modules" in warning
+
+
+def test_shapes_tell_the_ranks_where_a_pattern_is_not_supported(
+    base: BaseModules, base_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_adapter(tmp_path / "ranks", base_folder, rank_pattern={r"q_(?=proj)proj": 8})
+
+    adapter = load_adapter(folder, base).adapter
+
+    assert {(module.rank, module.scale) for module in adapter.modules} == {(8, 1.0), (4, 2.0)}
+    assert "the shapes of the adapter's weights tell its ranks" in caplog.text
+
+
+def test_an_exponential_expression_takes_no_time(base: BaseModules, folder: Path) -> None:
+    expression = "(([a-z0-9_.]+)+)+!"
+    fields(rank_pattern={expression: 9}, alpha_pattern={expression: 9})(folder)
+
+    modules = load_adapter(folder, base).adapter.modules
+    assert {(module.rank, module.scale) for module in modules} == {(4, 2.0)}
+    fields(target_modules=expression)(folder)
+    with pytest.raises(ConfigError, match=r"which target_modules of .* does not name"):
+        load_adapter(folder, base)
+
+
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+@pytest.fixture
+def lora_dir(tmp_path: Path, folder: Path) -> Path:
+    """A folder below which adapters may be; `folder` is not."""
+    made = tmp_path.resolve() / "lora-dir"
+    (made / "own").mkdir(parents=True)
+    (made / "blobs").mkdir()
+    for name in FILES:
+        (made / "blobs" / name).write_bytes((folder / name).read_bytes())
+    return made
+
+
+def link_all(folder: Path, target: Path) -> None:
+    for name in FILES:
+        (folder / name).symlink_to(target / name)
+
+
+def load_below(lora_dir: Path, base: BaseModules, name: str = "own") -> LoadedAdapter:
+    return load(AdapterFolder(str(lora_dir / name), str(lora_dir), "theirs"), base, 16, ())
+
+
+def test_links_inside_the_folder_of_adapters_are_followed(
+    base: BaseModules, lora_dir: Path
+) -> None:
+    link_all(lora_dir / "own", lora_dir / "blobs")
+
+    assert load_below(lora_dir, base).adapter.rank == 4
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_link_out_of_the_folder_of_adapters_is_refused(
+    name: str, base: BaseModules, lora_dir: Path, folder: Path
+) -> None:
+    link_all(lora_dir / "own", lora_dir / "blobs")
+    (lora_dir / "own" / name).unlink()
+    # Over another link, and over one to a folder.
+    (lora_dir / "folder").symlink_to(folder)
+    (lora_dir / "nested").symlink_to(lora_dir / "folder" / name)
+    (lora_dir / "own" / name).symlink_to(lora_dir / "nested")
+
+    with pytest.raises(ConfigError, match=rf"^theirs/{name} leads out of --lora-dir") as raised:
+        load_below(lora_dir, base)
+    with pytest.raises(ConfigError, match=r"^theirs/adapter_config.json leads out of --lora-dir"):
+        load_below(lora_dir, base, "folder")
+
+    assert str(lora_dir) not in str(raised.value)
+
+
+def test_a_link_that_changes_after_the_check_is_refused(
+    base: BaseModules, lora_dir: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link_all(lora_dir / "own", lora_dir / "blobs")
+    is_regular = stat.S_ISREG
+    swapped = []
+
+    def swap(mode: int) -> bool:
+        """Called between the opening of a file and the check of its place."""
+        for name in FILES:
+            place = lora_dir / "own" / name
+            place.unlink()
+            place.symlink_to((lora_dir / "blobs" if swapped else folder) / name)
+        swapped.append(mode)
+        return is_regular(mode)
+
+    monkeypatch.setattr(stat, "S_ISREG", swap)
+
+    # The config is opened below the folder of adapters, the weights after the first swap.
+    with pytest.raises(ConfigError, match=r"^theirs/adapter_model.safetensors leads out"):
+        load_below(lora_dir, base)
+
+
+def test_the_links_of_a_hub_cache_are_followed_for_the_operator(
+    base: BaseModules, lora_dir: Path, folder: Path
+) -> None:
+    link_all(lora_dir / "own", folder)
+
+    assert load_adapter(lora_dir / "own", base).adapter.rank == 4

@@ -25,6 +25,8 @@ MODULE = "model.layers.1.mlp.down_proj"
         ("re:vision_tower.*", False),
         ("re:model[.]visual.*", False),
         ("re:.*visual.*", False),
+        # Python's `re` would need years for it.
+        ("re:(([a-z0-9_.]+)+)+!", False),
         ("multi_modal_projector", False),
     ],
 )

@@ -14,7 +14,7 @@ from config.params.sampling import SamplingParams
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import ModelLimits, Request
 from engine.scheduling.launch_packer import LaunchPacker
-from engine.scheduling.lora_slots import MAX_PASSES, AdapterQueue, LoRASlots
+from engine.scheduling.lora_slots import MAX_ADAPTERS, MAX_PASSES, AdapterQueue, LoRASlots
 from engine.scheduling.pooling_scheduler import PoolingScheduler
 from engine.scheduling.scheduler import Scheduler
 from engine.stats import StepStats
@@ -352,3 +352,14 @@ def test_a_scheduler_lets_few_requests_pass_an_older_one_that_waits_for_a_slot(
 
     assert old in running
     assert num_passes <= MAX_PASSES
+
+
+def test_the_number_of_names_has_a_limit() -> None:
+    slots = make(names="")
+    for number in range(MAX_ADAPTERS):
+        slots.register(LoRAInfo(f"a{number}", "/x", f"hash-{number}", 4, 100))
+
+    with pytest.raises(UserError, match="4096 adapters are served, at most 4096 may be"):
+        slots.register(LoRAInfo("more", "/x", "hash-more", 4, 100))
+    slots.unregister("a0")
+    slots.register(LoRAInfo("more", "/x", "hash-more", 4, 100))

@@ -10,9 +10,18 @@ from tiny_models import make_tiny
 from worker_rig import WorkerRig
 
 import hpu.lora.manager
-from config.lora.adapter import content_hash, read_adapter
+from config.lora.adapter import load_adapter
+from config.lora.adapter_folder import AdapterFolder
+from config.lora.base_modules import BaseModules
+from config.model.read_config import read_model_config
 from config.params.lora import LoRAConfig
 from hpu.protocol import AdapterLoaded, DropAdapter, LoadAdapter
+
+
+def load_message(folder: Path, base: Path) -> LoadAdapter:
+    modules = BaseModules(read_model_config(str(base)))
+    loaded = load_adapter(AdapterFolder(str(folder)), modules, 16, ())
+    return LoadAdapter(loaded.content, str(folder), "", "one")
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -21,16 +30,16 @@ def test_an_adapter_that_is_being_read_is_reported_when_it_is_read(
 ) -> None:
     base = make_tiny("llama", tmp_path / "base")
     folder = write_adapter(tmp_path / "one", base)
-    message = LoadAdapter(content_hash(folder), str(folder))
+    message = load_message(folder, base)
     may_read = threading.Event()
 
-    def read(*args: Any) -> Any:
+    def read(*args: Any, **options: Any) -> Any:
         assert may_read.wait(60)
         if fails:
             raise OSError("no such file")
-        return read_adapter(*args)
+        return load_adapter(*args, **options)
 
-    monkeypatch.setattr(hpu.lora.manager, "read_adapter", read)
+    monkeypatch.setattr(hpu.lora.manager, "load_adapter", read)
     rig = WorkerRig(base, lora=LoRAConfig(enable_lora=True, max_loras=1))
     worker = rig.worker
     try:
@@ -43,7 +52,7 @@ def test_an_adapter_that_is_being_read_is_reported_when_it_is_read(
             worker.wait_loaded(1.0)
             late += worker.take_loaded()
 
-        error = "no such file" if fails else None
+        error = "one cannot be read" if fails else None
         assert early == []
         assert late == [AdapterLoaded(message.content, error)] * 2
         manager = worker._lora
@@ -63,19 +72,19 @@ def test_a_read_that_fails_forgets_no_later_read(
 ) -> None:
     base = make_tiny("llama", tmp_path / "base")
     folder = write_adapter(tmp_path / "one", base)
-    message = LoadAdapter(content_hash(folder), str(folder))
+    message = load_message(folder, base)
     may_read = threading.Event()
     num_reads = 0
 
-    def read(*args: Any) -> Any:
+    def read(*args: Any, **options: Any) -> Any:
         nonlocal num_reads
         num_reads += 1
         assert may_read.wait(60)
         if num_reads == 1:
             raise OSError("no such file")
-        return read_adapter(*args)
+        return load_adapter(*args, **options)
 
-    monkeypatch.setattr(hpu.lora.manager, "read_adapter", read)
+    monkeypatch.setattr(hpu.lora.manager, "load_adapter", read)
     worker = WorkerRig(base, lora=LoRAConfig(enable_lora=True, max_loras=1)).worker
     try:
         worker.load_adapter(message)
@@ -87,7 +96,7 @@ def test_a_read_that_fails_forgets_no_later_read(
             worker.wait_loaded(1.0)
             loaded += worker.take_loaded()
 
-        assert [answer.error for answer in loaded] == ["no such file", None]
+        assert [answer.error for answer in loaded] == ["one cannot be read", None]
         assert list(worker._lora._host) == [message.content]
     finally:
         worker.close()

@@ -9,8 +9,8 @@ from http_rig import TalkingClient, in_memory, on_port
 from native_panics import panic
 from scripted_client import ScriptedClient
 
-from config.errors import Overloaded
-from server.http.errors import Fault, fault_of, shortened
+from config.errors import EngineDied, Overloaded, RequestFailed
+from server.http.errors import EngineFailed, Fault, fault_of, shortened
 
 USER = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -446,3 +446,21 @@ def test_an_overload_that_will_not_pass_has_no_retry_after() -> None:
 
     assert isinstance(fault, Fault)
     assert (fault.status, fault.headers) == (503, {})
+
+
+@pytest.mark.parametrize("kind", [Overloaded, RequestFailed, EngineDied, EngineFailed])
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("/data/models/a/model.safetensors cannot be read", "model.safetensors cannot be read"),
+        ("[Errno 2] No such file: '/srv/a b/c.json'", "[Errno 2] No such file: 'a b/c.json'"),
+        ("POST /wake_up first, see https://x.org/a/b or a/b/c", None),
+    ],
+)
+def test_errors_of_the_server_name_no_folder(
+    kind: type[Exception], text: str, shown: str | None
+) -> None:
+    message = fault_of(kind(text)).message
+
+    assert (shown or text) in message
+    assert "/data" not in message and "/srv" not in message

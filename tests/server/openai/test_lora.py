@@ -1,5 +1,11 @@
 """Adapters over HTTP: names, loading and unloading, with a real engine in this process."""
 
+import asyncio
+import json
+import math
+import shutil
+import struct
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +15,8 @@ import pytest
 from adapters import write_adapter
 from live import LiveServer, running
 from tiny_models import make_tiny
+
+from engine.core.adapter_reader import MAX_PENDING
 
 KEY = {"Authorization": "Bearer secret"}
 
@@ -151,3 +159,126 @@ async def test_requests_of_an_unloaded_adapter_end_as_usual(client: httpx.AsyncC
                 text += httpx.Response(200, text=line[6:]).json()["choices"][0]["text"]
 
     assert text == expected["choices"][0]["text"]
+
+
+def write_config(folder: Path, **fields: Any) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+async def slowest(client: httpx.AsyncClient, done: asyncio.Event) -> float:
+    """Seconds that the slowest short request takes; requests are sent in a row until `done`."""
+    longest = 0.0
+    while not done.is_set():
+        begin = time.perf_counter()
+        answer = await asyncio.wait_for(complete(client, "base", max_tokens=2), 60)
+        assert answer.status_code == 200, answer.text
+        longest = max(longest, time.perf_counter() - begin)
+    return longest
+
+
+EXPRESSION = "(([a-z0-9_.]+)+)+!"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"target_modules": EXPRESSION}, "which target_modules of"),
+        ({"rank_pattern": {EXPRESSION: 4}}, ""),
+        ({"alpha_pattern": {EXPRESSION: 4}}, ""),
+        ({"target_modules": ["q_proj"] * 200_000}, "values, at most 200000 are read"),
+        ({"target_modules": ["q_proj"] * 100_000}, "100000 target_modules, at most 65536"),
+        ({"lora_alpha": 1e30}, "lora_B.weight, which lora_alpha and the rank multiply by 2.5e+29"),
+        ({"lora_alpha": 10**400}, "it must be a finite number"),
+    ],
+)
+async def test_a_hostile_adapter_disturbs_nobody(
+    fields: dict[str, Any], message: str, client: httpx.AsyncClient, folders: dict[str, Path]
+) -> None:
+    name = f"hostile-{len(json.dumps(fields))}"
+    write_adapter(folders["root"] / "allowed" / name, folders["base"])
+    write_config(folders["root"] / "allowed" / name, **fields)
+    done = asyncio.Event()
+    other = asyncio.create_task(slowest(client, done))
+
+    answer = await asyncio.wait_for(load(client, name, name), 60)
+    done.set()
+    longest = await asyncio.wait_for(other, 60)
+
+    assert answer.status_code == (400 if message else 200), answer.text
+    assert message in answer.text
+    assert str(folders["root"]) not in answer.text
+    # A tenth of a second beside the requests' own time, on an idle machine.
+    assert longest < 5
+
+
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
+async def test_errors_show_the_path_that_was_sent(
+    file: str, client: httpx.AsyncClient, folders: dict[str, Path]
+) -> None:
+    folder = write_adapter(folders["root"] / "allowed" / f"linked-{file}", folders["base"])
+    (folder / file).unlink()
+    missing = await load(client, "three", folder.name)
+    (folder / file).symlink_to(folders["root"] / "elsewhere" / file)
+    linked = await load(client, "three", folder.name)
+    absolute = await load(client, "three", str(folder))
+
+    assert missing.status_code == linked.status_code == absolute.status_code == 400
+    assert f"{folder.name} has no {file}" in missing.json()["error"]["message"]
+    assert f"{folder.name}/{file} leads out of --lora-dir" in linked.json()["error"]["message"]
+    assert str(folders["root"]) not in missing.text + linked.text
+    # A client that sends an absolute path knows it.
+    assert f"{folder}/{file} leads out of --lora-dir" in absolute.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("change", ["deleted", "changed", "linked"])
+async def test_an_adapter_that_changed_since_is_named_without_its_folder(
+    change: str, client: httpx.AsyncClient, folders: dict[str, Path]
+) -> None:
+    folder = write_adapter(folders["root"] / "allowed" / change, folders["base"], seed=9)
+    loaded = await load(client, f"was-{change}", change)
+    if change == "deleted":
+        shutil.rmtree(folder)
+    elif change == "changed":
+        write_adapter(folder, folders["base"], seed=10)
+    else:
+        (folder / "adapter_model.safetensors").unlink()
+        (folder / "adapter_model.safetensors").symlink_to(
+            folders["root"] / "elsewhere" / "adapter_model.safetensors"
+        )
+    listed = (await client.get(f"/v1/models/was-{change}")).json()
+    answer = await complete(client, f"was-{change}")
+    await unload(client, f"was-{change}")
+
+    assert loaded.status_code == 200, loaded.text
+    assert listed["root"] == change
+    assert answer.status_code == 500
+    assert f"was-{change}" in answer.json()["error"]["message"]
+    assert str(folders["root"]) not in answer.text
+
+
+async def test_values_that_are_no_numbers_are_refused(
+    client: httpx.AsyncClient, folders: dict[str, Path]
+) -> None:
+    folder = write_adapter(folders["root"] / "allowed" / "spoiled", folders["base"])
+    file = folder / "adapter_model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-4:] = struct.pack("<f", math.nan)
+    file.write_bytes(data)
+
+    answer = await load(client, "spoiled", "spoiled")
+
+    assert answer.status_code == 400
+    assert "lora_" in answer.text and "that is infinite or no number" in answer.text
+
+
+async def test_many_loads_at_once_are_refused_or_done(
+    client: httpx.AsyncClient, folders: dict[str, Path]
+) -> None:
+    answers = await asyncio.gather(*(load(client, f"many{i}", "two") for i in range(90)))
+    names = [f"many{i}" for i, answer in enumerate(answers) if answer.status_code == 200]
+    unloaded = [await unload(client, name) for name in names]
+
+    assert {answer.status_code for answer in answers} <= {200, 503}
+    assert len(names) > MAX_PENDING // 2
+    assert {answer.status_code for answer in unloaded} == {200}

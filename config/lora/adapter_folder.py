@@ -1,0 +1,276 @@
+"""AdapterFolder: opens the files of an adapter, and names them in errors. OpenWeights: the weights
+file, read once: its header, its values and its hash are of the same bytes."""
+
+import hashlib
+import math
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from config.checkpoint.safetensors_files import StoredTensor
+from config.errors import ConfigError
+from config.model.json_fields import Json, parse_json_object, shown
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+MAX_CONFIG_BYTES = 2 * 2**20
+"""Parsed under Python's lock, in about 20 ms."""
+MAX_CONFIG_VALUES, MAX_CONFIG_OBJECTS = 200_000, 16_384
+"""Commas, and brackets and braces that open, in the text of the config."""
+MAX_HEADER_BYTES = 16 * 2**20
+"""Parsed under Python's lock, in about 40 ms. 90,000 tensors have 15 MB."""
+
+MAX_NAME_CHARACTERS = 1024
+"""Of a tensor."""
+
+_CHUNK_BYTES = 2**20
+_LENGTH_BYTES = 8
+_MAX_DIMS = 8
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
+
+DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Dtypes of an adapter's weights, with the bytes of a number."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFolder:
+    """The folder of an adapter."""
+
+    path: str
+    root: str = ""
+    """Below it are the files that may be read, links followed; without links itself. Empty: files
+    may be anywhere, because an operator gave the folder."""
+    label: str = ""
+    """What its user calls the folder, for errors; empty: its path."""
+
+    @property
+    def name(self) -> str:
+        """What errors call the folder."""
+        return self.label or self.path
+
+    def file(self, name: str) -> str:
+        """What errors call a file of the folder."""
+        return f"{self.name}/{name}"
+
+    def has(self, name: str) -> bool:
+        return Path(self.path, name).is_file()
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[FileIO]:
+        """A file of the folder. ConfigError if it is not there, or leads out of `root`."""
+        try:
+            descriptor = os.open(os.path.join(self.path, name), _FLAGS)
+        except (OSError, ValueError) as error:
+            raise self._missing(name, error) from None
+        try:
+            self._check(descriptor, name)
+            with FileIO(descriptor, closefd=False) as opened:
+                yield opened
+        except OSError as error:
+            raise ConfigError(
+                f"{self.file(name)} cannot be read: {error.strerror or error}"
+            ) from None
+        finally:
+            os.close(descriptor)
+
+    def read_config(self) -> tuple[bytes, Json]:
+        """The bytes and fields of CONFIG_FILE. Raises ConfigError."""
+        with self.open(CONFIG_FILE) as opened:
+            num_bytes = os.fstat(opened.fileno()).st_size
+            if num_bytes > MAX_CONFIG_BYTES:
+                raise ConfigError(
+                    f"{self.file(CONFIG_FILE)} has {num_bytes} bytes, at most {MAX_CONFIG_BYTES} "
+                    "are read"
+                )
+            data = bytearray(num_bytes)
+            _fill(opened, memoryview(data), self.file(CONFIG_FILE))
+        counts = (data.count(b","), data.count(b"[") + data.count(b"{"))
+        for count, limit, what in zip(
+            counts,
+            (MAX_CONFIG_VALUES, MAX_CONFIG_OBJECTS),
+            ("values", "lists and objects"),
+            strict=True,
+        ):
+            if count > limit:
+                raise ConfigError(
+                    f"{self.file(CONFIG_FILE)} has {count} {what}, at most {limit} are read"
+                )
+        return bytes(data), parse_json_object(bytes(data), self.file(CONFIG_FILE))
+
+    def _missing(self, name: str, error: OSError | ValueError) -> ConfigError:
+        if not os.path.isdir(self.path):
+            return ConfigError(
+                f"{self.name} is not there, an adapter is a folder with {CONFIG_FILE}"
+            )
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            return ConfigError(f"{self.file(name)} cannot be read: {error.strerror}")
+        if name == CONFIG_FILE:
+            return ConfigError(f"{self.name} has no {name}, so it is no adapter of PEFT")
+        return ConfigError(f"{self.name} has no {name}")
+
+    def _check(self, descriptor: int, name: str) -> None:
+        """Raise ConfigError unless an open file may be read. What was opened counts: a link may
+        change after any check that comes before."""
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ConfigError(f"{self.file(name)} is no regular file")
+        if self.root and not Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_relative_to(
+            self.root
+        ):
+            raise ConfigError(
+                f"{self.file(name)} leads out of --lora-dir, where all files of an adapter must be"
+            )
+
+
+class _Entry(msgspec.Struct, gc=False):
+    """A tensor in the header."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+class OpenWeights:
+    """The weights file of an adapter, while it is open."""
+
+    def __init__(self, opened: FileIO, file: str) -> None:
+        """Reads the header. `file`: its name for errors. Raises ConfigError."""
+        self._opened = opened
+        self._file = file
+        self.num_bytes = os.fstat(opened.fileno()).st_size
+        self._header = self._read_header()
+        self.tensors = self._parse(self._header)
+        """In the order of their bytes, which they fill without gaps."""
+
+    def read(
+        self, config: bytes, *, keeps_bytes: bool
+    ) -> tuple[str, bytearray, dict[StoredTensor, float]]:
+        """The hash of the config's bytes and the file, as hexadecimal digits; the bytes of the
+        file, if they are to be kept; and the largest absolute value of each tensor, infinite if it
+        holds one that is not finite. Raises ConfigError."""
+        digest = hashlib.sha256(len(config).to_bytes(8, "little") + config)
+        digest.update(self.num_bytes.to_bytes(8, "little") + self._header)
+        data = bytearray(self.num_bytes if keeps_bytes else 0)
+        data[: len(self._header)] = self._header if keeps_bytes else b""
+        chunk = memoryview(bytearray(_CHUNK_BYTES))
+        largest: dict[StoredTensor, float] = {}
+        for tensor in self.tensors:
+            top = 0
+            end = tensor.offset + tensor.num_bytes
+            for begin in range(tensor.offset, end, _CHUNK_BYTES):
+                part = chunk[: min(_CHUNK_BYTES, end - begin)]
+                if keeps_bytes:
+                    part = memoryview(data)[begin : begin + len(part)]
+                _fill(self._opened, part, self._file)
+                digest.update(part)
+                top = max(top, _top_bits(part, tensor.dtype))
+            largest[tensor] = _magnitude(top, tensor.dtype)
+        return digest.hexdigest(), data, largest
+
+    def _read_header(self) -> bytes:
+        """The bytes before the first tensor."""
+        head = bytearray(min(_LENGTH_BYTES, self.num_bytes))
+        _fill(self._opened, memoryview(head), self._file)
+        length = int.from_bytes(head, "little")
+        room = min(max(self.num_bytes - _LENGTH_BYTES, 0), MAX_HEADER_BYTES)
+        if length > room:
+            raise self._broken(
+                f"it says that its header has {length} bytes, at most {room} are there or allowed"
+            )
+        text = bytearray(length)
+        _fill(self._opened, memoryview(text), self._file)
+        return bytes(head + text)
+
+    def _parse(self, header: bytes) -> list[StoredTensor]:
+        try:
+            # Each entry is decoded by a call of its own, between which other threads may run.
+            raw = msgspec.json.decode(header[_LENGTH_BYTES:], type=dict[str, msgspec.Raw])
+            raw.pop("__metadata__", None)
+            decode = msgspec.json.Decoder(_Entry).decode
+            entries = {name: decode(entry) for name, entry in raw.items()}
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise self._broken(f"its header is not valid, {error}") from None
+        base = len(header)
+        tensors = [
+            StoredTensor(
+                name,
+                entry.dtype,
+                tuple(entry.shape),
+                base + entry.data_offsets[0],
+                entry.data_offsets[1] - entry.data_offsets[0],
+            )
+            for name, entry in entries.items()
+        ]
+        tensors.sort(key=lambda tensor: (tensor.offset, tensor.num_bytes))
+        end = base
+        for tensor in tensors:
+            self._check(tensor)
+            if tensor.offset != end:
+                raise self._broken(
+                    f"{shown(tensor.name)} begins at byte {tensor.offset}, and the tensor before "
+                    f"it ends at {end}"
+                )
+            end += tensor.num_bytes
+        if end != self.num_bytes:
+            raise self._broken(f"its tensors end at byte {end}, and it has {self.num_bytes}")
+        return tensors
+
+    def _check(self, tensor: StoredTensor) -> None:
+        unit = DTYPES.get(tensor.dtype)
+        if unit is None:
+            raise ConfigError(
+                f"{self._file} has {shown(tensor.name)} in {shown(tensor.dtype)[1:-1]}, it must "
+                f"be one of {', '.join(DTYPES)}"
+            )
+        if len(tensor.name) > MAX_NAME_CHARACTERS:
+            raise self._broken(
+                f"{shown(tensor.name)} has a name of {len(tensor.name)} characters, at most "
+                f"{MAX_NAME_CHARACTERS} are read"
+            )
+        sizes = tensor.shape
+        if len(sizes) > _MAX_DIMS or not all(0 <= size <= self.num_bytes for size in sizes):
+            raise self._broken(f"{shown(tensor.name)} has the shape {shown(list(sizes))}")
+        expected = math.prod(sizes) * unit
+        if tensor.num_bytes != expected:
+            raise self._broken(
+                f"{shown(tensor.name)} has {tensor.num_bytes} bytes, its shape and dtype need "
+                f"{expected}"
+            )
+
+    def _broken(self, reason: str) -> ConfigError:
+        return ConfigError(f"{self._file} is not a whole safetensors file: {reason}")
+
+
+def _fill(opened: FileIO, target: memoryview, file: str) -> None:
+    """Read as many bytes as `target` takes. Raises ConfigError if there are fewer."""
+    total = len(target)
+    while target:
+        count = opened.readinto(target)
+        if not count:
+            raise ConfigError(
+                f"{file} has changed: {total - len(target)} of {total} bytes are there"
+            )
+        target = target[count:]
+
+
+def _top_bits(part: memoryview, dtype: str) -> int:
+    """The largest number without its sign, as the integer with the same bits: in the order of
+    integers infinity follows all finite numbers, and what is no number follows infinity."""
+    bits = np.frombuffer(part, f"<u{DTYPES[dtype]}")
+    return int((bits << 1).max()) >> 1 if len(bits) else 0
+
+
+def _magnitude(bits: int, dtype: str) -> float:
+    """The number with these bits and no sign; infinite for what is no number."""
+    size = DTYPES[dtype]
+    if dtype == "BF16":
+        bits, size = bits << 16, 4
+    value = float(np.frombuffer(bits.to_bytes(size, "little"), f"<f{size}")[0])
+    return value if math.isfinite(value) else math.inf
