@@ -3,6 +3,7 @@
 import contextlib
 import json
 import random
+import shutil
 import socket
 import string
 import time
@@ -11,9 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Event
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import httpx
+from hostile_adapters import write_hostile
+from hostile_pictures import HostilePictures
 
 MAX_ANSWER_S = 20.0
 
@@ -394,25 +398,60 @@ def encoded(body: dict[str, Any]) -> bytes:
     return json.dumps(body).encode()
 
 
-def attack(url: str, port: int, key: str, seed: int, over: Event, told: "Queue[Outcome]") -> None:
-    """Send one hostile request after the other until `over`, then tell how that went. The entry of
-    a process: what it costs to make requests must not delay the client that is watched."""
+class Target(NamedTuple):
+    """A server under attack."""
+
+    url: str
+    port: int
+    key: str
+    takes_pictures: bool
+    adapter: Path
+    """An adapter that the server loads; hostile adapters are written beside it."""
+
+
+def attack(target: Target, seed: int, over: Event, told: "Queue[Outcome]") -> None:
+    """Send hostile requests until `over`, then tell how that went. The entry of a process: what it
+    costs to make requests must not delay the client that is watched."""
+    url, port, key, takes_pictures, adapter = target
     outcome = Outcome()
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
     with httpx.Client(base_url=url, timeout=MAX_ANSWER_S, verify=False, headers=headers) as http:
         while not over.is_set() and len(outcome.faults) < 5:
             seed += 1
             hostile = Hostile(seed)
-            if hostile.random.random() < 0.25:
+            draw = hostile.random.random()
+            if draw < 0.25:
                 outcome.statuses["raw"] += 1
                 _send_raw(port, hostile.raw())
+            elif draw < 0.3:
+                _load_adapter(http, adapter, seed, outcome)
+            elif takes_pictures and draw < 0.6:
+                _ask(http, *picture_chat(seed), seed, outcome)
             else:
-                _ask(http, hostile, seed, outcome)
+                _ask(http, *hostile.chat(), seed, outcome)
     told.put(outcome)
 
 
-def _ask(http: httpx.Client, hostile: Hostile, seed: int, outcome: Outcome) -> None:
-    route, body = hostile.chat()
+def picture_chat(seed: int) -> tuple[str, dict[str, Any]]:
+    """A route and a body with hostile pictures."""
+    pictures = HostilePictures(seed)
+    count = random.Random(seed).choice((1, 1, 1, 4))
+    parts = [{"type": "image_url", "image_url": {"url": pictures.url()}} for _ in range(count)]
+    messages = [{"role": "user", "content": parts}]
+    return "/v1/chat/completions", {"messages": messages, "max_tokens": 2}
+
+
+def _load_adapter(http: httpx.Client, adapter: Path, seed: int, outcome: Outcome) -> None:
+    folder = adapter.with_name(f"hostile-{seed}")
+    write_hostile(folder, adapter, seed)
+    body = {"lora_name": folder.name, "lora_path": str(folder)}
+    _ask(http, "/v1/load_lora_adapter", body, seed, outcome)
+    # Harmless forms are loaded.
+    http.post("/v1/unload_lora_adapter", json={"lora_name": folder.name})
+    shutil.rmtree(folder)
+
+
+def _ask(http: httpx.Client, route: str, body: dict[str, Any], seed: int, outcome: Outcome) -> None:
     content = encoded(body)
     start = time.monotonic()
     try:
