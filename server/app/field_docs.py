@@ -127,7 +127,7 @@ OVERRIDES: Mapping[str, Mapping[str, str]] = {
         "store": "false: the response is not stored; default true.",
         "text": "Format of the text.",
         "thinking_token_budget": "Maximum number of reasoning tokens.",
-        "tools": "Functions that the model may call; hosted tools are refused.",
+        "tools": "Functions that the model may call, also in namespaces; other tools are ignored.",
         "truncation": "auto: drop the oldest messages if the prompt is too long; default disabled.",
     },
     "ReasoningOptions": {
