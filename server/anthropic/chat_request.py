@@ -13,6 +13,8 @@ _SHOWN = 40
 _SEPARATOR = "\n"
 """Separates consecutive messages of one role, which are joined."""
 _ROLES = ("user", "assistant", "system")
+_BILLING_HEADER = "x-anthropic-billing-header:"
+"""The start of a line of system text."""
 Part = dict[str, Any]
 """Of the content of a chat message."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -27,7 +29,7 @@ def to_chat_body(body: CountBody, *, has_reasoning: bool, takes_images: bool = F
     builder.add_system(body.system)
     for index, message in enumerate(body.messages):
         builder.add(message, f"messages[{index}]")
-    if not body.messages:
+    if not body.messages or not builder.messages:
         raise _bad("messages is empty, it must have at least 1 message")
     continues = builder.close()
     fields: dict[str, Any] = {
@@ -104,8 +106,7 @@ class _MessageBuilder:
     def add_system(self, system: str | list[Any] | None) -> None:
         """Add the system prompt."""
         if system:
-            parts = [_text(block, where) for block, where in _blocks(system, "system")]
-            self._append("system", parts)
+            self._add_system_text(_blocks(system, "system"))
 
     def add(self, message: Any, where: str) -> None:
         """Add the next message. Raises UserError."""
@@ -120,7 +121,7 @@ class _MessageBuilder:
         elif role == "assistant":
             self._add_assistant(blocks)
         else:
-            self._append("system", [_text(block, path) for block, path in blocks])
+            self._add_system_text(blocks)
 
     def close(self) -> bool:
         """Finish; returns whether the answer continues the last message."""
@@ -140,6 +141,20 @@ class _MessageBuilder:
             elif len(parts) == 1 and "text" in parts[0]:
                 message["content"] = parts[0]["text"]
         return last.get("role") == "assistant"
+
+    def _add_system_text(self, blocks: "Iterator[tuple[Any, str]]") -> None:
+        parts = []
+        for block, where in blocks:
+            part = _text(block, where)
+            # Claude Code writes this line for gateways. It differs between requests, so that no
+            # token after it would be found in the prefix cache.
+            if part["text"].startswith(_BILLING_HEADER):
+                part["text"] = part["text"].partition("\n")[2]
+                if not part["text"]:
+                    continue
+            parts.append(part)
+        if parts:
+            self._append("system", parts)
 
     def _add_user(self, blocks: "Iterator[tuple[Any, str]]") -> None:
         parts: list[Part] = []

@@ -288,8 +288,57 @@ async def test_counted_tokens_are_those_of_the_answers_usage() -> None:
             )
             usage = (await ask(rig, **fields)).json()["usage"]
 
-            assert count.json() == {"input_tokens": usage["input_tokens"]}
             assert usage["cache_read_input_tokens"] == 3
+            assert count.json() == {"input_tokens": usage["input_tokens"] + 3}
+
+
+async def test_input_tokens_are_those_that_were_not_cached() -> None:
+    async with talking() as rig:
+        rig.client.num_cached = 5  # type: ignore[attr-defined]
+        usage = (await ask(rig)).json()["usage"]
+        events = read_stream((await ask(rig, stream=True)).content)
+
+        fresh = len(rig.client.queues[0].prompt) - 5
+        found = [event for kind, event in events if kind in ("message_start", "message_delta")]
+        for counted in (usage, found[0]["message"]["usage"], found[1]["usage"]):
+            assert counted["input_tokens"] == fresh
+            assert counted["cache_read_input_tokens"] == 5
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.100.a1b; cc_entrypoint=cli; cch="
+
+
+async def test_the_billing_header_of_a_client_is_no_part_of_the_prompt() -> None:
+    def header(value: str) -> dict[str, str]:
+        return {"type": "text", "text": f"{BILLING}{value};"}
+
+    text = {"type": "text", "text": "Be kind."}
+    async with talking() as rig:
+        prompts, counts = [], []
+        for system in (
+            "Be kind.",
+            [text],
+            [header("a"), text],
+            [header("b"), text],
+            f"{BILLING}c;\nBe kind.",
+        ):
+            for fields in (
+                {"system": system},
+                {"messages": [{"role": "system", "content": system}, *HI]},
+            ):
+                await ask(rig, **fields)
+                prompts.append(asked(rig))
+                counted = await rig.post("/v1/messages/count_tokens", {"messages": HI, **fields})
+                counts.append(counted.json()["input_tokens"])
+        await ask(rig)
+        await ask(rig, system=[header("d")])
+        await ask(rig, system=BILLING)
+        quoted = {"messages": [{"role": "user", "content": BILLING}]}
+        await ask(rig, **quoted)
+
+        assert len(set(prompts)) == 1 and len(set(counts)) == 1
+        assert asked(rig, -4) == asked(rig, -3) == asked(rig, -2)
+        assert BILLING in asked(rig)
 
 
 async def test_an_output_format_holds_the_answer_to_a_schema() -> None:
@@ -323,6 +372,7 @@ def says(*blocks: Any) -> dict[str, Any]:
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": 3}, "temperature is 3"),
         ({"messages": []}, "messages is empty"),
+        ({"messages": [{"role": "system", "content": BILLING}]}, "messages is empty"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0]"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         (says({"text": "x"}), "messages[0].content[0] must be an object with a type"),
