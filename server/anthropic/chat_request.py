@@ -4,12 +4,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from config.errors import UserError
-from server.anthropic.schema import CountBody, MessagesBody
+from server.anthropic.schema import CountBody, MessagesBody, is_foreign_tool, is_ignored_block
 from server.http.body_bounds import MAX_PARTS
 from server.multimodal.parts import wrong_type
 from server.openai.schema.chat import ChatBody, Message
 
-_SHOWN = 40
 _SEPARATOR = "\n"
 """Separates consecutive messages of one role, which are joined."""
 _ROLES = ("user", "assistant", "system")
@@ -38,12 +37,17 @@ def to_chat_body(body: CountBody, *, has_reasoning: bool, takes_images: bool = F
         "continue_final_message": continues,
         **_reasoning_fields(body),
     }
-    if body.tools:
-        fields["tools"] = [_function(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
+    tools = [
+        _function(tool, f"tools[{i}]")
+        for i, tool in enumerate(body.tools or ())
+        if not is_foreign_tool(tool)
+    ]
+    if tools:
+        fields["tools"] = tools
     if (choice := body.tool_choice) is not None:
         named = {"type": "function", "function": {"name": choice.name}}
         # Without tools, auto asks for nothing.
-        if body.tools or choice.type in ("any", "tool"):
+        if tools or choice.type in ("any", "tool"):
             fields["tool_choice"] = _CHOICES.get(choice.type, named)
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     if (form := body.form) is not None:
@@ -81,12 +85,8 @@ def _reasoning_fields(body: CountBody) -> dict[str, Any]:
 def _function(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict):
         raise UserError(f"{where} must be an object", param="tools")
-    kind = tool.get("type")
-    if kind not in (None, "custom"):
-        raise UserError(
-            f"{where} has type {str(kind)[:_SHOWN]!r}, this server runs no tools of its own",
-            param="tools",
-        )
+    if tool.get("type") not in (None, "custom"):
+        raise UserError(f"{where} has a type that is no string", param="tools")
     if not isinstance(tool.get("input_schema"), dict):
         raise UserError(f"{where}.input_schema must be the JSON schema of an object", param="tools")
     function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
@@ -178,7 +178,7 @@ class _MessageBuilder:
                 calls.append(self._call(block, where))
             elif block["type"] == "thinking":
                 reasoning.append(_string(block, "thinking", where))
-            else:
+            elif not is_ignored_block(block):
                 parts.append(_text(block, where, ("text", "thinking", "tool_use")))
         message = self._append("assistant", parts)
         if calls:
@@ -204,20 +204,19 @@ class _MessageBuilder:
 
     def _call(self, block: Any, where: str) -> dict[str, Any]:
         call_id, name = _string(block, "id", where), _string(block, "name", where)
-        if not isinstance(block.get("input"), dict):
-            raise _bad(f"{where}.input must be an object")
         self._tools[call_id] = name
-        function = {"name": name, "arguments": block["input"]}
+        function = {"name": name, "arguments": block.get("input")}
         return {"id": call_id, "type": "function", "function": function}
 
     def _result(self, block: Any, where: str) -> Message:
         call_id = _string(block, "tool_use_id", where)
-        if call_id not in self._tools:
-            raise _bad(f"{where}.tool_use_id {call_id[:_SHOWN]!r} is of no tool_use before it")
         content = block.get("content")
         if not isinstance(content, (str, list, type(None))):
             raise _bad(f"{where}.content must be a string or a list of blocks")
-        parts = [self._part(one, path) for one, path in _blocks(content or [], f"{where}.content")]
+        parts = [
+            self._result_part(part, path)
+            for part, path in _blocks(content or [], f"{where}.content")
+        ]
         if not isinstance(block.get("is_error"), (bool, type(None))):
             raise _bad(f"{where}.is_error must be true or false")
         if block.get("is_error"):
@@ -226,9 +225,15 @@ class _MessageBuilder:
         return {
             "role": "tool",
             "tool_call_id": call_id,
-            "name": self._tools[call_id],
+            # The call may stand in a part of the conversation that the client no longer sends.
+            "name": self._tools.get(call_id),
             "content": parts or [{"type": "text", "text": ""}],
         }
+
+    def _result_part(self, block: Any, where: str) -> Part:
+        if block["type"] == "tool_reference":
+            return {"type": "text", "text": _string(block, "tool_name", where)}
+        return self._part(block, where)
 
 
 def _blocks(content: str | list[Any], where: str) -> Iterator[tuple[Any, str]]:

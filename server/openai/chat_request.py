@@ -95,7 +95,7 @@ async def start_chat(state: AppState, request: Request, body: ChatBody, *, id_pr
         prompt_logprobs=body.prompt_logprobs,
     )
     params = await sampling_of(body, sampling)
-    if body.tools and body.tool_choice in (None, "auto"):
+    if body.visible_tools and body.tool_choice in (None, "auto"):
         state.parser_config.check_auto_tool_choice()
     rendered = await _rendered(state, body, record_of(request.scope).owner)
     rendered.check_truncation(body.truncate_prompt_tokens)

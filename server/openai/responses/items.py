@@ -9,9 +9,9 @@ import msgspec
 from config.errors import UserError
 from server.http.body_bounds import MAX_MESSAGES, MAX_PARTS
 from server.multimodal.messages import IMAGE
-from server.multimodal.parts import KINDS
-from server.openai.schema.chat import TEXT_PARTS, part_text
+from server.openai.schema.chat import part_text
 from server.openai.schema.open_lists import ignored_entries, type_of
+from server.text.messages import is_ignored_part
 
 Item = dict[str, Any]
 
@@ -77,13 +77,6 @@ def ignored_items(given: Any) -> Iterator[str]:
             yield from ignored_entries(
                 f"input[{place}].content", item.get("content"), is_ignored_part
             )
-
-
-def is_ignored_part(part: Any) -> bool:
-    """Whether it is a part of a type that only answers of other servers have. Images are never
-    ignored."""
-    kind = type_of(part)
-    return not (kind is None or kind in TEXT_PARTS or kind in KINDS)
 
 
 def _is_ignored_item(item: Any) -> bool:

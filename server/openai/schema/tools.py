@@ -48,7 +48,11 @@ def check_tools(tools: list[Any] | None, choice: Any) -> None:
     """Raise UserError for invalid tools, and for a choice that does not match them."""
     if tools is not None and not tools:
         raise _bad("tools is an empty list, it must be absent or hold at least 1")
-    names = {check_function(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())}
+    names = {
+        check_function(tool, f"tools[{index}]")
+        for index, tool in enumerate(tools or ())
+        if not is_foreign_tool(tool)
+    }
     if choice is None or choice in _CHOICES:
         return
     named = name_of(choice)
@@ -57,7 +61,7 @@ def check_tools(tools: list[Any] | None, choice: Any) -> None:
         raise _bad_choice(
             f"tool_choice is {shown}, it must be none, auto, required or name a function"
         )
-    if tools is None:
+    if not names:
         raise _bad_choice("tool_choice asks for a call, and there are no tools")
     if named is not None and named not in names:
         raise _bad_choice(f"tool_choice names {named[:_SHOWN]!r}, which is not in tools")

@@ -351,7 +351,49 @@ async def test_an_output_format_holds_the_answer_to_a_schema() -> None:
         assert spec is not None and json.loads(spec.text) == schema
 
 
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 FORM = {"type": "json_schema", "schema": {}}
+
+
+@pytest.mark.parametrize("route", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_tools_and_earlier_blocks_of_other_servers_are_ignored_and_named(route: str) -> None:
+    blocks = [
+        {"type": "redacted_thinking", "data": "xx"},
+        {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {}},
+        {"type": "text", "text": "yo"},
+    ]
+    async with talking() as rig:
+        messages = [*HI, {"role": "assistant", "content": blocks}, *HI]
+        body = {"max_tokens": 4, "messages": messages, "tools": [WEATHER, SEARCH]}
+        answer = await rig.post(route, body)
+
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-gaudiserve-ignored-fields"].split(", ")[-3:] == [
+            "tools[1]:web_search_20250305",
+            "messages[1].content[0]:redacted_thinking",
+            "messages[1].content[1]:server_tool_use",
+        ]
+        if rig.client.queues:
+            assert "assistant\nyo<|im_end|>" in asked(rig)
+            assert "web_search" not in asked(rig)
+
+
+async def test_history_is_replayed_and_not_checked() -> None:
+    reference = {"type": "tool_reference", "tool_name": "Read"}
+    use = {**USE, "input": "cut"}
+    result = {"type": "tool_result", "tool_use_id": "t9", "content": [reference]}
+    async with talking() as rig:
+        answer = await ask(
+            rig,
+            messages=[
+                *HI,
+                {"role": "assistant", "content": [use]},
+                {"role": "user", "content": [result]},
+            ],
+        )
+
+        assert answer.status_code == 200, answer.text
+        assert "Read" in asked(rig)
 
 
 def result(**fields: Any) -> list[Any]:
@@ -380,14 +422,18 @@ def says(*blocks: Any) -> dict[str, Any]:
         (says({"type": "image", "source": {}}), "takes content of type text and tool_result here"),
         (says({"type": "document"}), "has type 'document', this model takes content of type text"),
         (says({"type": "search_result"}), "'search_result'"),
-        ({"messages": result(tool_use_id="t2")}, "'t2' is of no tool_use"),
         ({"messages": result(content=[{"type": "image"}])}, "content[0].content[0]"),
         ({"messages": result()[:2]}, "a tool_result must follow"),
         ({"system": [{"type": "image"}]}, "system[0]"),
         ({"system": 5}, "system: Input should be a valid list"),
         ({"tools": [WEATHER], "tool_choice": "auto"}, "tool_choice: Input should be an object"),
         ({"metadata": 5}, "metadata: Input should be an object"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search"),
+        (
+            {"tools": [SEARCH, WEATHER], "tool_choice": {"type": "tool", "name": "web_search"}},
+            "'web_search', which is not in tools",
+        ),
+        ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "there are no tools"),
+        ({"tools": [{"type": 5, "name": "f", "input_schema": {}}]}, "tools[0] has a type"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tools": [{"input_schema": {}}]}, "tools[0] has no name"),
         (

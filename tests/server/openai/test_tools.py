@@ -379,6 +379,33 @@ UNHELD = {
 }
 
 
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/tokenize"])
+async def test_tools_and_earlier_parts_of_other_servers_are_ignored_and_named(route: str) -> None:
+    parts = [{"type": "reasoning", "text": "hm"}, {"type": "text", "text": "yes"}]
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "user", "content": "hi"},
+    ]
+    async with with_tools("x") as rig:
+        answers = [
+            await rig.post(route, {"messages": messages, "tools": tools})
+            for tools in ([{"type": "web_search"}, NOW], [NOW], [{"type": "web_search"}], None)
+        ]
+
+        assert [answer.status_code for answer in answers] == [200] * 4, answers[0].text
+        assert [answer.headers["x-gaudiserve-ignored-fields"] for answer in answers] == [
+            "tools[0]:web_search, messages[1].content[0]:reasoning",
+            "messages[1].content[0]:reasoning",
+            "tools[0]:web_search, messages[1].content[0]:reasoning",
+            "messages[1].content[0]:reasoning",
+        ]
+        counts = [answer.json().get("count") for answer in answers]
+        if route == "/tokenize":
+            assert counts[0] == counts[1] > counts[2] == counts[3]
+
+
 @pytest.mark.parametrize(
     ("fields", "config", "param", "word"),
     [
@@ -420,7 +447,14 @@ UNHELD = {
         ),
         ({"tools": [UNHELD]}, {"tool_call_parser": "qwen3_coder"}, "tools", "strict"),
         ({"tools": [5]}, {}, "tools", "tools[0]"),
-        ({"tools": [{"type": "web_search"}]}, {}, "tools", "tools[0]"),
+        ({"tools": [{"name": "f"}]}, {}, "tools", "tools[0]"),
+        (
+            {"tools": [{"type": "web_search"}], "tool_choice": "required"},
+            {},
+            "tool_choice",
+            "no tools",
+        ),
+        ({"tools": [{"type": "web_search"}, {"type": "function"}]}, {}, "tools", "tools[1]"),
         ({"tools": [{"type": "function", "function": {}}]}, {}, "tools", "name"),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
