@@ -95,17 +95,13 @@ def _check_name(state: AppState, name: str) -> None:
 
 
 def _resolved(lora_dir: str, path: str) -> str:
-    """The folder `path`, relative to `lora_dir` or absolute. Raises UserError for one elsewhere,
-    symbolic links followed."""
+    """The folder `path`, relative to `lora_dir` or absolute. Raises NotFound, symbolic links
+    followed; the error does not tell whether there is a folder elsewhere."""
     try:
         root = Path(lora_dir).resolve(strict=True)
         folder = (root / path).resolve(strict=True)
     except (OSError, ValueError, RuntimeError):
-        raise UserError(
-            "lora_path names no folder below the server's --lora-dir", param="lora_path"
-        ) from None
-    if not folder.is_relative_to(root) or not folder.is_dir():
-        raise UserError(
-            "lora_path names no folder below the server's --lora-dir", param="lora_path"
-        )
+        folder = None
+    if folder is None or not folder.is_relative_to(root) or not folder.is_dir():
+        raise NotFound("lora_path names no folder below the server's --lora-dir", param="lora_path")
     return str(folder)

@@ -130,6 +130,16 @@ class Job(RunningRequest[GenerationStream]):
             "completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
         }
 
+    def usage_of_prompt(self) -> dict[str, Any]:
+        """The usage object before the first token."""
+        usage = self.usage()
+        return {
+            **usage,
+            "completion_tokens": 0,
+            "total_tokens": usage["prompt_tokens"],
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        }
+
     def answer(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         return {
@@ -139,7 +149,9 @@ class Job(RunningRequest[GenerationStream]):
             "model": self.model,
             "choices": choices,
             "usage": self.usage(),
+            "service_tier": None,
             "system_fingerprint": self.state.fingerprint,
+            "kv_transfer_params": None,
         }
 
     def envelope(self, kind: str) -> Envelope:

@@ -76,8 +76,8 @@ def _part(part: object) -> dict[str, str]:
 
 
 def _read_call(call: dict[str, Any]) -> None:
-    """Make the call a call of a function whose arguments are an object: templates iterate over them.
-    The model wrote the arguments, and may have been cut: what is no object becomes {}."""
+    """Make the call a call of a function whose arguments are an object, since templates iterate
+    over them. The model wrote the arguments, and may have been cut: anything else becomes {}."""
     custom = call.pop("custom", None)
     if isinstance(custom, dict):
         call["type"] = "function"

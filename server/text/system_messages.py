@@ -13,10 +13,10 @@ def has_late_system(messages: list[Message]) -> bool:
 
 
 def with_leading_system(messages: list[Message], *, merges_all: bool) -> list[Message]:
-    """`messages`, as `normalize_messages` returns them, with at most a single system message, at the
-    start. With `merges_all` it holds all system messages; otherwise later ones are folded into the
-    message of the user or the result of a tool next to them, so that the order of the texts stays
-    and the cached prefix of the conversation too."""
+    """`messages`, as `normalize_messages` returns them, without system messages after the first
+    message. With `merges_all` the first message has the texts of all system messages; otherwise a
+    later text joins the message of the user or the result of a tool next to it, so that the order
+    of the texts stays, and the cached prefix too."""
     leading: list[Message] = []
     rest: list[Message] = []
     for message in messages:

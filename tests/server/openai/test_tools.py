@@ -20,6 +20,7 @@ from http_rig import (
 from server.text.tokenizer import Tokenizer
 from server.text.tokenizer_files import TextFiles
 
+NO_OTHERS = {"annotations": None, "audio": None, "function_call": None}
 WEATHER = {
     "type": "function",
     "function": {
@@ -101,6 +102,7 @@ async def test_calls_stand_in_the_message_and_text_before_them_is_kept() -> None
             "role": "assistant",
             "content": "One moment.",
             "refusal": None,
+            **NO_OTHERS,
         }
         assert [call["function"] for call in calls] == [
             {"name": "get_weather", "arguments": '{"city": "Ålesund"}'},
@@ -207,6 +209,7 @@ async def test_thinking_has_both_names_and_its_tokens_are_counted() -> None:
             "refusal": None,
             "reasoning": "Let me see.",
             "reasoning_content": "Let me see.",
+            **NO_OTHERS,
         }
         count = len(ids(THOUGHT.rstrip()))
         for one in (answer, hidden):
@@ -312,7 +315,10 @@ async def test_parsers_can_be_chosen_and_switched_off() -> None:
     async with with_tools(THOUGHT, chat_template=THINKING_TEMPLATE, reasoning_parser="none") as rig:
         message = (await rig.chat()).json()["choices"][0]["message"]
 
-        assert message == {"role": "assistant", "content": THOUGHT, "refusal": None}
+        assert message == {
+            **{"role": "assistant", "content": THOUGHT, "refusal": None},
+            **NO_OTHERS,
+        }
 
 
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
