@@ -14,7 +14,6 @@ VARIABLE = {
     ("server/multimodal/parts.py", """ "|".join(map(re.escape, kinds)) """),
     ("server/parsers/stream/text_stream.py", """ "|".join(map(re.escape, words)) or "(?!)" """),
     ("server/text/control_tokens.py", """ "|".join(map(re.escape, ordered)) or "(?!)" """),
-    ("server/text/control_tokens.py", """ f"{mark}|{re.escape(json.dumps(mark)[1:-1])}" """),
     # `words` are escaped in the line before.
     (
         "engine/structured_output/structural_tag.py",

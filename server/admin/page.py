@@ -53,7 +53,8 @@ def page_routes(state: AppState) -> APIRouter:
 
 
 def _serve_file(router: APIRouter, path: str, content: bytes, kind: str) -> None:
-    @router.get(path)
+    # Clients ask with HEAD / whether a server is there.
+    @router.api_route(path, methods=["GET", "HEAD"])
     async def get_file() -> Response:
         return Response(content, headers={"content-type": kind, **HEADERS})
 

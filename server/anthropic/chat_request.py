@@ -4,15 +4,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from config.errors import UserError
-from server.anthropic.schema import CountBody, MessagesBody
+from server.anthropic.schema import CountBody, MessagesBody, is_foreign_tool, is_ignored_block
 from server.http.body_bounds import MAX_PARTS
 from server.multimodal.parts import wrong_type
 from server.openai.schema.chat import ChatBody, Message
 
-_SHOWN = 40
 _SEPARATOR = "\n"
 """Separates consecutive messages of one role, which are joined."""
 _ROLES = ("user", "assistant", "system")
+_BILLING_HEADER = "x-anthropic-billing-header:"
+"""The start of a line of system text."""
 Part = dict[str, Any]
 """Of the content of a chat message."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -27,7 +28,7 @@ def to_chat_body(body: CountBody, *, has_reasoning: bool, takes_images: bool = F
     builder.add_system(body.system)
     for index, message in enumerate(body.messages):
         builder.add(message, f"messages[{index}]")
-    if not body.messages:
+    if not body.messages or not builder.messages:
         raise _bad("messages is empty, it must have at least 1 message")
     continues = builder.close()
     fields: dict[str, Any] = {
@@ -36,12 +37,17 @@ def to_chat_body(body: CountBody, *, has_reasoning: bool, takes_images: bool = F
         "continue_final_message": continues,
         **_reasoning_fields(body),
     }
-    if body.tools:
-        fields["tools"] = [_function(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
+    tools = [
+        _function(tool, f"tools[{i}]")
+        for i, tool in enumerate(body.tools or ())
+        if not is_foreign_tool(tool)
+    ]
+    if tools:
+        fields["tools"] = tools
     if (choice := body.tool_choice) is not None:
         named = {"type": "function", "function": {"name": choice.name}}
         # Without tools, auto asks for nothing.
-        if body.tools or choice.type in ("any", "tool"):
+        if tools or choice.type in ("any", "tool"):
             fields["tool_choice"] = _CHOICES.get(choice.type, named)
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     if (form := body.form) is not None:
@@ -79,12 +85,8 @@ def _reasoning_fields(body: CountBody) -> dict[str, Any]:
 def _function(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict):
         raise UserError(f"{where} must be an object", param="tools")
-    kind = tool.get("type")
-    if kind not in (None, "custom"):
-        raise UserError(
-            f"{where} has type {str(kind)[:_SHOWN]!r}, this server runs no tools of its own",
-            param="tools",
-        )
+    if tool.get("type") not in (None, "custom"):
+        raise UserError(f"{where} has a type that is no string", param="tools")
     if not isinstance(tool.get("input_schema"), dict):
         raise UserError(f"{where}.input_schema must be the JSON schema of an object", param="tools")
     function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
@@ -104,8 +106,7 @@ class _MessageBuilder:
     def add_system(self, system: str | list[Any] | None) -> None:
         """Add the system prompt."""
         if system:
-            parts = [_text(block, where) for block, where in _blocks(system, "system")]
-            self._append("system", parts)
+            self._add_system_text(_blocks(system, "system"))
 
     def add(self, message: Any, where: str) -> None:
         """Add the next message. Raises UserError."""
@@ -120,7 +121,7 @@ class _MessageBuilder:
         elif role == "assistant":
             self._add_assistant(blocks)
         else:
-            self._append("system", [_text(block, path) for block, path in blocks])
+            self._add_system_text(blocks)
 
     def close(self) -> bool:
         """Finish; returns whether the answer continues the last message."""
@@ -140,6 +141,20 @@ class _MessageBuilder:
             elif len(parts) == 1 and "text" in parts[0]:
                 message["content"] = parts[0]["text"]
         return last.get("role") == "assistant"
+
+    def _add_system_text(self, blocks: "Iterator[tuple[Any, str]]") -> None:
+        parts = []
+        for block, where in blocks:
+            part = _text(block, where)
+            # Claude Code writes this line for gateways. It differs between requests, so that no
+            # token after it would be found in the prefix cache.
+            if part["text"].startswith(_BILLING_HEADER):
+                part["text"] = part["text"].partition("\n")[2]
+                if not part["text"]:
+                    continue
+            parts.append(part)
+        if parts:
+            self._append("system", parts)
 
     def _add_user(self, blocks: "Iterator[tuple[Any, str]]") -> None:
         parts: list[Part] = []
@@ -163,7 +178,7 @@ class _MessageBuilder:
                 calls.append(self._call(block, where))
             elif block["type"] == "thinking":
                 reasoning.append(_string(block, "thinking", where))
-            else:
+            elif not is_ignored_block(block):
                 parts.append(_text(block, where, ("text", "thinking", "tool_use")))
         message = self._append("assistant", parts)
         if calls:
@@ -189,20 +204,19 @@ class _MessageBuilder:
 
     def _call(self, block: Any, where: str) -> dict[str, Any]:
         call_id, name = _string(block, "id", where), _string(block, "name", where)
-        if not isinstance(block.get("input"), dict):
-            raise _bad(f"{where}.input must be an object")
         self._tools[call_id] = name
-        function = {"name": name, "arguments": block["input"]}
+        function = {"name": name, "arguments": block.get("input")}
         return {"id": call_id, "type": "function", "function": function}
 
     def _result(self, block: Any, where: str) -> Message:
         call_id = _string(block, "tool_use_id", where)
-        if call_id not in self._tools:
-            raise _bad(f"{where}.tool_use_id {call_id[:_SHOWN]!r} is of no tool_use before it")
         content = block.get("content")
         if not isinstance(content, (str, list, type(None))):
             raise _bad(f"{where}.content must be a string or a list of blocks")
-        parts = [self._part(one, path) for one, path in _blocks(content or [], f"{where}.content")]
+        parts = [
+            self._result_part(part, path)
+            for part, path in _blocks(content or [], f"{where}.content")
+        ]
         if not isinstance(block.get("is_error"), (bool, type(None))):
             raise _bad(f"{where}.is_error must be true or false")
         if block.get("is_error"):
@@ -211,9 +225,15 @@ class _MessageBuilder:
         return {
             "role": "tool",
             "tool_call_id": call_id,
-            "name": self._tools[call_id],
+            # The call may stand in a part of the conversation that the client no longer sends.
+            "name": self._tools.get(call_id),
             "content": parts or [{"type": "text", "text": ""}],
         }
+
+    def _result_part(self, block: Any, where: str) -> Part:
+        if block["type"] == "tool_reference":
+            return {"type": "text", "text": _string(block, "tool_name", where)}
+        return self._part(block, where)
 
 
 def _blocks(content: str | list[Any], where: str) -> Iterator[tuple[Any, str]]:

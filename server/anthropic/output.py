@@ -50,10 +50,11 @@ def full_message(job: Job, choice: ChoiceOutput, *, shows_reasoning: bool) -> di
 
 
 def usage_of(job: Job) -> dict[str, Any]:
-    """Token counts so far. `input_tokens` is the whole prompt, cached tokens included."""
+    """Token counts so far. In this API `input_tokens` has no cached tokens: clients add the input
+    fields to get the length of the prompt."""
     generation = job.generation
     return {
-        "input_tokens": generation.num_prompt_tokens,
+        "input_tokens": generation.num_prompt_tokens - generation.num_cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": generation.num_cached_tokens,
         "output_tokens": generation.num_output_tokens,

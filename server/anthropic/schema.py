@@ -1,5 +1,6 @@
 """Bodies of the Messages API."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, WithJsonSchema
@@ -8,6 +9,7 @@ from config.errors import UserError
 from server.http.body_bounds import Blocks, Label, Messages, Strings, Tools, UserId
 from server.openai.schema.generation import Body, Integer, Unsupported, check_at_least, check_stops
 from server.openai.schema.json_schema import NULL, OBJECT, TEXT, any_of, array, record, words
+from server.openai.schema.open_lists import ignored_entries, type_of
 
 _BLOCK = record(
     {
@@ -25,6 +27,17 @@ _TOOL = record(
     {"name": TEXT, "description": TEXT, "input_schema": OBJECT}, required=["name", "input_schema"]
 )
 _KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
+
+
+def is_foreign_tool(tool: Any) -> bool:
+    """Whether it is a tool that other servers run, such as web_search_20250305: it is ignored."""
+    return type_of(tool) not in (None, "custom")
+
+
+def is_ignored_block(block: Any) -> bool:
+    """Whether a block of an earlier answer has a type that only other servers know, such as
+    redacted_thinking."""
+    return type_of(block) not in (None, "text", "thinking", "tool_use", "image")
 
 
 class ToolChoice(Body):
@@ -84,6 +97,18 @@ class CountBody(Body):
     thinking: ThinkingChoice | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(None, description="As output_config.format.")
+
+    @classmethod
+    def unknown_fields(cls, data: Mapping[str, Any]) -> list[str]:
+        """The unknown fields, and the tools and blocks that are ignored."""
+        ignored = super().unknown_fields(data)
+        ignored += ignored_entries("tools", data.get("tools"), is_foreign_tool)
+        messages = data.get("messages")
+        for place, message in enumerate(messages if isinstance(messages, list) else ()):
+            if isinstance(message, dict) and message.get("role") == "assistant":
+                content, name = message.get("content"), f"messages[{place}].content"
+                ignored += ignored_entries(name, content, is_ignored_block)
+        return ignored
 
     def check(self) -> None:
         """Raise UserError for values that contradict each other."""

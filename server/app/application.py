@@ -38,10 +38,12 @@ PREFLIGHT_SECONDS = 600
 def create_app(state: AppState) -> ASGIApp:
     """The application of an API server: all routes and middleware."""
     has_docs = state.config.enable_docs
+    prefix = state.config.path_prefix
     api = DescribedApi(
         title="gaudiserve",
         version=state.version,
         description="OpenAI-compatible serving.",
+        servers=[{"url": prefix}] if prefix else None,
         docs_url=None,
         openapi_url="/openapi.json" if has_docs else None,
         redoc_url=None,
@@ -76,7 +78,6 @@ def create_app(state: AppState) -> ASGIApp:
             max_age=PREFLIGHT_SECONDS,
         )
     app = RecordMiddleware(app, state)
-    prefix = state.config.path_prefix
     return WithoutPrefix(app, prefix) if prefix else app
 
 

@@ -81,7 +81,7 @@ SHARED: Mapping[str, str] = {
     "spaces_between_special_tokens": "Only for tokenizers that add spaces there; default true.",
     "return_token_ids": "Also return the token ids of prompt and output; default false.",
     "return_tokens_as_token_ids": "Log-probabilities name tokens as `token_id:5`; default false.",
-    "return_token_strs": "Also return the text of each token; default false.",
+    "return_token_strs": "Also return each token as it is in the vocabulary; default false.",
     # The request itself.
     "model": "A served name; default: the first one.",
     "priority": "Lower is served first; other than 0 only with `--scheduling-policy priority`.",
@@ -127,7 +127,7 @@ OVERRIDES: Mapping[str, Mapping[str, str]] = {
         "store": "false: the response is not stored; default true.",
         "text": "Format of the text.",
         "thinking_token_budget": "Maximum number of reasoning tokens.",
-        "tools": "Functions that the model may call; hosted tools are refused.",
+        "tools": "Functions that the model may call, also in namespaces; other tools are ignored.",
         "truncation": "auto: drop the oldest messages if the prompt is too long; default disabled.",
     },
     "ReasoningOptions": {

@@ -74,6 +74,7 @@ class DescribedApi(FastAPI):
                 openapi_version=self.openapi_version,
                 description=self.description,
                 routes=self.routes,
+                servers=self.servers,
             )
             _, definitions = models_json_schema(
                 [(body, "validation") for body in BODIES], ref_template=REF

@@ -360,6 +360,9 @@ class AssistantMessage:
             "role": "assistant",
             "content": None if is_silent else text,
             "refusal": None,
+            "annotations": None,
+            "audio": None,
+            "function_call": None,
         }
         if shows_reasoning:
             made["reasoning"] = made["reasoning_content"] = thought or None

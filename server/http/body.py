@@ -73,6 +73,7 @@ class BodyReader:
         """Read a JSON object; large bodies are decoded on a thread. Raises UserError, Overloaded,
         or ClientGone when the client disconnects first."""
         _check_content_type(request.headers.get("content-type"))
+        _check_content_encoding(request.headers.get("content-encoding", ""))
         _check_content_length(request.headers.get("content-length", ""), self._max_bytes)
         chunks: list[bytes] = []
         size = 0
@@ -182,6 +183,14 @@ def _check_content_length(length: str, max_bytes: int) -> None:
 
 def _too_large(size: str, max_bytes: int) -> RequestTooLarge:
     return RequestTooLarge(f"the body has {size} bytes, at most {max_bytes} are taken")
+
+
+def _check_content_encoding(encoding: str) -> None:
+    if encoding.strip().lower() not in ("", "identity"):
+        raise UnsupportedMediaType(
+            f"the content-encoding is {encoding[:80]!r}, the body must be sent uncompressed, with "
+            "content-encoding identity or without the header"
+        )
 
 
 def _check_content_type(content_type: str | None) -> None:

@@ -12,11 +12,11 @@ from config.errors import UserError
 from engine.transport.messages import EncodedImage, ImagePlacement
 from server.multimodal.messages import IMAGE, VIDEO
 from server.multimodal.processor import ProcessedImage
-from server.text.messages import IMAGE_PART, VIDEO_PART
+from server.text.messages import IMAGE_PART, IMAGE_TYPES, VIDEO_PART, VIDEO_TYPES
 
 KINDS: Mapping[str, bytes] = {
-    **dict.fromkeys(("image_url", "input_image", "image"), IMAGE),
-    **dict.fromkeys(("video_url", "video"), VIDEO),
+    **dict.fromkeys(IMAGE_TYPES, IMAGE),
+    **dict.fromkeys(VIDEO_TYPES, VIDEO),
 }
 """By the type of a content part."""
 _FIELDS = {IMAGE: ("image_url", "image", "url"), VIDEO: ("video_url", "video", "url")}

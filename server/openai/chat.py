@@ -56,10 +56,10 @@ def _whole(job: Job, choices: list[ChoiceOutput], echo: str) -> dict[str, Any]:
     shown = [_choice(job, index, choice, echo) for index, choice in enumerate(choices)]
     answer = job.answer("chat.completion", shown)
     width = job.body.prompt_logprobs
-    if width is not None:
-        answer["prompt_logprobs"] = prompt_logprobs_of(job.generation.prompt_logprobs[0], width)
-    if job.body.return_token_ids:
-        answer["prompt_token_ids"] = job.prompts[0].token_ids
+    found = None if width is None else job.generation.prompt_logprobs[0]
+    answer["prompt_logprobs"] = prompt_logprobs_of(found, width or 0)
+    has_ids = job.body.return_token_ids
+    answer["prompt_token_ids"] = job.prompts[0].token_ids if has_ids else None
     return answer
 
 
@@ -68,7 +68,7 @@ def _choice(job: Job, index: int, choice: ChoiceOutput, echo: str) -> dict[str, 
     assert isinstance(job.body, ChatBody)
     has_reasoning = job.parsers is not None and job.parsers.has_reasoning
     shows_reasoning = has_reasoning and job.body.include_reasoning is not False
-    fields: dict[str, Any] = {
+    return {
         "index": index,
         "message": choice.message.to_dict(echo, shows_reasoning=shows_reasoning),
         "logprobs": encoded_chat_logprobs(consumed(choice.logprobs), job.token_formatter)
@@ -76,7 +76,5 @@ def _choice(job: Job, index: int, choice: ChoiceOutput, echo: str) -> dict[str, 
         else None,
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
+        "token_ids": choice.token_ids if job.body.return_token_ids else None,
     }
-    if job.body.return_token_ids:
-        fields["token_ids"] = choice.token_ids
-    return fields

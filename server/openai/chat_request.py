@@ -103,7 +103,7 @@ async def start_chat(state: AppState, request: Request, body: ChatBody, *, id_pr
         logprobs=body.num_logprobs,
         prompt_logprobs=body.prompt_logprobs,
     )
-    if body.tools and body.tool_choice in (None, "auto"):
+    if body.visible_tools and body.tool_choice in (None, "auto"):
         state.parser_config.check_auto_tool_choice()
     rendered = await _rendered(state, request, body)
     rendered.check_truncation(body.truncate_prompt_tokens)

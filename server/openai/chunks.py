@@ -88,6 +88,7 @@ class ChatChunks(_Chunks):
         return b"".join(frames)
 
     def _begin(self, index: int) -> bytes:
+        is_first = not self._started
         self._started.add(index)
         choice = {
             "index": index,
@@ -96,6 +97,9 @@ class ChatChunks(_Chunks):
             "finish_reason": None,
         }
         extra = self._extra()
+        if extra and is_first:
+            # The chunk has no text yet: clients take the next chunk's tokens as the first.
+            extra = {"usage": self._job.usage_of_prompt()}
         if self._has_ids:
             extra["prompt_token_ids"] = self._job.prompts[0].token_ids
         data = self._envelope.chunk(json_line(choice), extra)

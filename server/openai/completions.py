@@ -137,12 +137,13 @@ async def _echoed_texts(job: Job) -> list[str]:
 
 
 def _prompt_texts(job: Job) -> list[str]:
-    """The prompts as echoed: as they were sent, or what their tokens say."""
+    """The prompts as echoed: as they were sent, or the text of their tokens, special tokens
+    included."""
     tokenizer = job.state.tokenizer
     return [
         prompt.text
         if prompt.text is not None
-        else tokenizer.decode(prompt.token_ids, job.params.skip_special_tokens)
+        else tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
         if tokenizer
         else ""
         for prompt in job.prompts
@@ -174,21 +175,18 @@ def _choice(
     job: Job, body: CompletionBody, index: int, choice: ChoiceOutput, texts: list[str] | None
 ) -> dict[str, Any]:
     prompt_index = index // (body.n or 1)
-    fields: dict[str, Any] = {
+    width = body.prompt_logprobs
+    found = None if width is None else job.generation.prompt_logprobs[prompt_index]
+    return {
         "index": index,
         "text": choice.text if texts is None else texts[prompt_index] + choice.text,
         "logprobs": None if body.logprobs is None else _logprobs(job, prompt_index, choice, texts),
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
+        "prompt_logprobs": prompt_logprobs_of(found, width or 0),
+        "token_ids": choice.token_ids if body.return_token_ids else None,
+        "prompt_token_ids": job.prompts[prompt_index].token_ids if body.return_token_ids else None,
     }
-    width = body.prompt_logprobs
-    if width is not None:
-        positions = job.generation.prompt_logprobs[prompt_index]
-        fields["prompt_logprobs"] = prompt_logprobs_of(positions, width)
-    if body.return_token_ids:
-        fields["token_ids"] = choice.token_ids
-        fields["prompt_token_ids"] = job.prompts[prompt_index].token_ids
-    return fields
 
 
 def _logprobs(

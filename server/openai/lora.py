@@ -95,19 +95,15 @@ def _check_name(state: AppState, name: str) -> None:
 
 
 def _adapter(lora_dir: str, body: LoadAdapterBody) -> NamedAdapter:
-    """The adapter in the folder `lora_path`, relative to `lora_dir` or absolute. Raises UserError
-    for a folder elsewhere, symbolic links followed."""
+    """The adapter in the folder `lora_path`, relative to `lora_dir` or absolute. Raises NotFound,
+    symbolic links followed; the error does not tell whether there is a folder elsewhere."""
     try:
         root = Path(lora_dir).resolve(strict=True)
         folder = (root / body.lora_path).resolve(strict=True)
     except (OSError, ValueError, RuntimeError):
-        raise UserError(
-            "lora_path names no folder below the server's --lora-dir", param="lora_path"
-        ) from None
-    if not folder.is_relative_to(root) or not folder.is_dir():
-        raise UserError(
-            "lora_path names no folder below the server's --lora-dir", param="lora_path"
-        )
+        folder = None
+    if folder is None or not folder.is_relative_to(root) or not folder.is_dir():
+        raise NotFound("lora_path names no folder below the server's --lora-dir", param="lora_path")
     return NamedAdapter(
         body.lora_name,
         str(folder),

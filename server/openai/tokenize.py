@@ -90,7 +90,7 @@ def _tokenized(
     strings = None
     if body.return_token_strs:
         tokenizer = state.text_tokenizer("return_token_strs")
-        strings = [tokenizer.token_text(token_id) for token_id in ids]
+        strings = [tokenizer.token(token_id) for token_id in ids]
     return json_response(
         {
             "count": len(ids),

@@ -4,6 +4,7 @@ texts, token ids, a conversation, or pairs of texts."""
 import asyncio
 import base64
 import dataclasses
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
@@ -105,6 +106,10 @@ def pooling_routes(state: AppState) -> APIRouter:
     async def classify(request: Request) -> Response:
         body = await _parse(state, request, ClassifyBody, ClassifyChatBody)
         params = PoolingParams(task=CLASSIFY, normalize=body.normalizes)
+        if isinstance(body, ClassifyBody) and body.input == []:
+            # As in vLLM: clients send batches that may be empty.
+            _processor(state).check(params, "model")
+            return _empty_list(state, body)
         inputs = await _inputs(state, request, body, params)
         entries = partial(_class_entries, _processor(state).facts.labels)
         job, data = await _run(state, request, body, "classify-", inputs, entries)
@@ -264,6 +269,19 @@ async def _run(
     if sum(item.size for item in vectors) <= MAX_INLINE_NUMBERS:
         return job, entries(vectors)
     return job, await asyncio.to_thread(entries, vectors)
+
+
+def _empty_list(state: AppState, body: PoolingBody) -> Response:
+    return json_response(
+        {
+            "id": request_id_of(body, "classify-"),
+            "object": "list",
+            "created": int(time.time()),
+            "model": state.model(body.model),
+            "data": [],
+            "usage": {"prompt_tokens": 0, "total_tokens": 0},
+        }
+    )
 
 
 async def _exhaust(job: PoolingJob) -> None:

@@ -131,6 +131,16 @@ class Job(RunningRequest[GenerationStream]):
             "completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
         }
 
+    def usage_of_prompt(self) -> dict[str, Any]:
+        """The usage object before the first token."""
+        usage = self.usage()
+        return {
+            **usage,
+            "completion_tokens": 0,
+            "total_tokens": usage["prompt_tokens"],
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        }
+
     @property
     def num_prompt_logprobs(self) -> int:
         """Log-probabilities of prompt tokens in the answer."""
@@ -157,7 +167,9 @@ class Job(RunningRequest[GenerationStream]):
             "model": self.model,
             "choices": choices,
             "usage": self.usage(),
+            "service_tier": None,
             "system_fingerprint": self.state.fingerprint,
+            "kv_transfer_params": None,
         }
 
     def envelope(self, kind: str) -> Envelope:

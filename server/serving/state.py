@@ -174,10 +174,8 @@ class AppState:
 
     def model(self, name: str | None) -> str:
         """The model name for the response. Raises NotFound."""
-        if name is None:
-            return self.model_names[0]
         if not name:
-            raise UserError("model is empty, it must be a served name or absent", param="model")
+            return self.model_names[0]
         if name not in self.model_names and name not in self.client.adapters:
             raise NotFound(
                 f"The model `{name[:NAME_CHARACTERS_SHOWN]}` does not exist.",

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import re
+from hashlib import sha256
 from typing import Any
 
 from config.errors import UserError
@@ -13,10 +15,13 @@ IMAGE_PART = {"type": "image"}
 VIDEO_PART = {"type": "video"}
 MEDIA_PARTS = (IMAGE_PART, VIDEO_PART)
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+IMAGE_TYPES = ("image_url", "input_image", "image")
+VIDEO_TYPES = ("video_url", "video")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 MAX_ARGUMENTS_CHARACTERS = 2**19
 """Characters of the arguments of a tool call: they decode in 15 ms, and no output of a model is
 as long."""
+_KNOWN_PARTS = (*_TEXT_PARTS, "refusal", *IMAGE_TYPES, *VIDEO_TYPES)
 _MARKER = "CONTINUED-HERE-9f2c61d7 "
 """Marks the end of the message that is continued; its trailing space shows whether the template
 trims."""
@@ -24,7 +29,8 @@ trims."""
 
 def normalize_messages(messages: list[Message]) -> list[Message]:
     """Copies without null fields, always with `content`; developer becomes system, arguments of
-    tool calls become objects, reasoning has each of its names. Raises UserError."""
+    tool calls become objects, reasoning has each of its names. What an assistant said earlier is
+    never refused. Raises UserError."""
     return [_normalized(message) for message in messages]
 
 
@@ -34,9 +40,13 @@ def _normalized(message: Message) -> Message:
         result["role"] = "system"
     content = result.setdefault("content", "")
     if isinstance(content, list):
-        result["content"] = [_part(part) for part in content]
+        is_answer = result.get("role") == "assistant"
+        result["content"] = [_part(p) for p in content if not (is_answer and is_ignored_part(p))]
+    if not result.get("tool_calls"):
+        # Templates ask whether the field is there.
+        result.pop("tool_calls", None)
     for call in result.get("tool_calls", ()):
-        _read_arguments(call)
+        _read_call(call)
     for name in _REASONING:
         if name in result:
             for other in _REASONING:
@@ -44,6 +54,13 @@ def _normalized(message: Message) -> Message:
             result["reasoning_content"] = result[name]
             break
     return result
+
+
+def is_ignored_part(part: object) -> bool:
+    """Whether a part of an earlier answer has a type that only other servers know. Images and
+    videos are never ignored."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return isinstance(kind, str) and bool(kind) and kind not in _KNOWN_PARTS
 
 
 def _part(part: object) -> dict[str, str]:
@@ -61,28 +78,62 @@ def _part(part: object) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
-def _read_arguments(call: dict[str, Any]) -> None:
+def _read_call(call: dict[str, Any]) -> None:
+    """Make the call a call of a function whose arguments are an object, since templates iterate
+    over them. The model wrote the arguments, and may have been cut: anything else becomes {}."""
+    custom = call.pop("custom", None)
+    if isinstance(custom, dict):
+        call["type"] = "function"
+        call["function"] = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
     function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict):
         return
-    if (count := len(function["arguments"])) > MAX_ARGUMENTS_CHARACTERS:
-        raise UserError(
-            f"the arguments of a tool call have {count} characters, at most "
-            f"{MAX_ARGUMENTS_CHARACTERS} are taken",
-            param="messages",
-        )
-    try:
-        function["arguments"] = json.loads(function["arguments"] or "{}")
-    except ValueError as error:
-        raise UserError(
-            f"the arguments of a tool call to {function.get('name')!r} are not JSON: {error}",
-            param="messages",
-        ) from error
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        if len(arguments) > MAX_ARGUMENTS_CHARACTERS:
+            raise UserError(
+                f"the arguments of a tool call have {len(arguments)} characters, at most "
+                f"{MAX_ARGUMENTS_CHARACTERS} are taken",
+                param="messages",
+            )
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = {}
+    function["arguments"] = arguments if isinstance(arguments, dict) else {}
+
+
+def with_short_ids(messages: list[Message]) -> list[Message]:
+    """`messages`, as `normalize_messages` returns them, with ids of calls of 9 letters and digits:
+    other servers write longer ids."""
+    for message in messages:
+        if isinstance(message.get("tool_call_id"), str):
+            message["tool_call_id"] = _short_id(message["tool_call_id"])
+        for call in message.get("tool_calls", ()):
+            if isinstance(call.get("id"), str):
+                call["id"] = _short_id(call["id"])
+    return messages
+
+
+def _short_id(given: str) -> str:
+    if re.fullmatch("[a-zA-Z0-9]{9}", given):
+        return given
+    return sha256(given.encode("utf-8", "replace")).hexdigest()[:9]
 
 
 def joined_text(parts: list[dict[str, str]]) -> str:
     """The text parts, joined."""
     return "".join(part.get("text", "") for part in parts)
+
+
+def joined_contents(*contents: Any) -> str | list[dict[str, str]]:
+    """Contents of messages, joined in order: a text, or parts if there are images or
+    videos."""
+    parts: list[dict[str, str]] = []
+    for content in contents:
+        listed = content if isinstance(content, list) else [{"type": "text", "text": str(content)}]
+        parts += listed
+    return parts if any(entry in MEDIA_PARTS for entry in parts) else joined_text(parts)
 
 
 def mark_continuation(messages: list[Message], source: str) -> str:

@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -22,8 +22,10 @@ from server.text.messages import (
     joined_text,
     mark_continuation,
     normalize_messages,
+    with_short_ids,
 )
 from server.text.sandbox import Sandbox, TooMuchText
+from server.text.system_messages import has_late_system, with_leading_system
 from server.text.tool_template import has_tool_messages, with_tools_as_text
 
 MAX_CHARACTERS = 16 * 2**20
@@ -42,6 +44,8 @@ _PROBE: dict[str, Any] = {
         },
     },
 }
+
+_SHORT_IDS = re.compile(r"length (!=|==|of)? ?9\b")
 
 TextMarker = Callable[[Any], Any]
 """Returns a copy of messages, or parts of them, with marked control tokens. Raises UserError."""
@@ -103,6 +107,10 @@ class Renderer:
         try:
             compiled = self._compile(request.template)
             messages = normalize_messages(request.messages)
+            if has_late_system(messages) and not compiled.takes_late_system():
+                # As in vLLM: a developer speaks for the whole conversation.
+                merges_all = any(sent.get("role") == "developer" for sent in request.messages)
+                messages = with_leading_system(messages, merges_all=merges_all)
             if request.generic_tools and compiled.needs_generic_tools(messages, given):
                 takes_system = compiled.takes_role("system")
                 messages = with_tools_as_text(messages, given["tools"], takes_system=takes_system)
@@ -113,6 +121,8 @@ class Renderer:
                     "with another --chat-template or with --tool-template auto",
                     param="tools",
                 )
+            if compiled.needs_short_ids:
+                messages = with_short_ids(messages)
             messages = compiled.fit(messages)
             if mark is not None:
                 messages, given = mark(messages), mark(given)
@@ -158,6 +168,8 @@ class CompiledTemplate:
     def __init__(self, template: Template, source: str) -> None:
         self.template = template
         self._renders_calls = "tool_calls" in source
+        self.needs_short_ids = _SHORT_IDS.search(source) is not None
+        """Whether it refuses ids of calls that do not have 9 letters and digits, as Mistral's."""
         # Flatten the ChainMap that Jinja would search for every prompt.
         template.globals = dict(template.globals)
         self.last_s: float | None = None
@@ -166,6 +178,7 @@ class CompiledTemplate:
         """Whether a rendering on the event loop was stopped: it is never tried there again."""
         self._formats: dict[str, tuple[bool, bool]] = {}
         self._shows_tools: bool | None = None
+        self._takes_late_system: bool | None = None
 
     def fit(self, messages: list[Message]) -> list[Message]:
         """Content in the accepted format: one text, unless the template iterates over parts."""
@@ -208,6 +221,13 @@ class CompiledTemplate:
         """Whether the prompt shows the text of a message of `role`."""
         return any(self._accepted_formats(role))
 
+    def takes_late_system(self) -> bool:
+        """Whether the prompt shows a system message that is not the first message."""
+        if self._takes_late_system is None:
+            before = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
+            self._takes_late_system = "probe-1" in self._try("system", "probe-1", before)
+        return self._takes_late_system
+
     def _accepted_formats(self, role: str) -> tuple[bool, bool]:
         """(whether a text appears in the prompt, whether each of two text parts does)."""
         if role not in self._formats:
@@ -221,8 +241,8 @@ class CompiledTemplate:
             )
         return self._formats[role]
 
-    def _try(self, role: str, content: object) -> str:
-        before: list[dict[str, Any]] = []
+    def _try(self, role: str, content: object, before: Sequence[dict[str, Any]] = ()) -> str:
+        """The prompt with a message of `role`; empty if the template rejects the message."""
         if role not in ("system", "user"):
             before = [{"role": "user", "content": "x"}]
         message = {"role": role, "content": content, "tool_call_id": "abcdefghi", "name": "f"}

@@ -333,10 +333,6 @@ class Tokenizer:
         """A token's bytes, possibly a partial character; b"" for an unknown id."""
         return self._pieces[token_id]
 
-    def token_text(self, token_id: int) -> str:
-        """A token's text; a partial character becomes U+FFFD."""
-        return self._pieces[token_id].decode("utf-8", "replace")
-
     def close(self) -> None:
         """Stop the threads; waiting texts are dropped."""
         self._encoder.close()

@@ -4,7 +4,7 @@ rendered as text of ordinary messages, in the form that the `hermes` parser read
 import json
 from typing import Any
 
-from server.text.messages import MEDIA_PARTS, Message, joined_text
+from server.text.messages import Message, joined_contents
 
 INSTRUCTIONS = """\
 You can call the functions listed between <tools> and </tools>, one JSON object per line.
@@ -41,11 +41,14 @@ def with_tools_as_text(
         is_result = message.get("role") == "tool"
         if is_result:
             before, after = "<tool_response>\n", "\n</tool_response>"
-            message = {"role": "user", "content": _joined(before, message["content"], after)}
+            message = {
+                "role": "user",
+                "content": joined_contents(before, message["content"], after),
+            }
         elif message.get("tool_calls"):
             message = _with_calls_as_text(message)
         if follows_result and message.get("role") == "user":
-            content = _joined(rendered[-1]["content"], "\n", message["content"])
+            content = joined_contents(rendered[-1]["content"], "\n", message["content"])
             rendered[-1] = {**rendered[-1], "content": content}
         else:
             rendered.append(message)
@@ -58,7 +61,7 @@ def with_tools_as_text(
         return [_appended(first, text, "\n\n"), *rest]
     if takes_system:
         return [{"role": "system", "content": text}, *rendered]
-    return [{**first, "content": _joined(f"{text}\n\n", first["content"])}, *rest]
+    return [{**first, "content": joined_contents(f"{text}\n\n", first["content"])}, *rest]
 
 
 def _tool_text(tool: dict[str, Any]) -> str:
@@ -80,17 +83,7 @@ def _with_calls_as_text(message: Message) -> Message:
 
 def _appended(message: Message, text: str, separator: str) -> Message:
     before = message["content"]
-    return {**message, "content": _joined(before, separator, text) if before else text}
-
-
-def _joined(*contents: Any) -> str | list[dict[str, str]]:
-    """Contents of messages one after the other: a text, or parts if there are images or
-    videos."""
-    parts: list[dict[str, str]] = []
-    for content in contents:
-        listed = content if isinstance(content, list) else [{"type": "text", "text": str(content)}]
-        parts += listed
-    return parts if any(one in MEDIA_PARTS for one in parts) else joined_text(parts)
+    return {**message, "content": joined_contents(before, separator, text) if before else text}
 
 
 def _as_json(value: Any) -> str:

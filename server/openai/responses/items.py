@@ -1,13 +1,17 @@
 """Input items of a response: checked, normalized, with ids."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from config.errors import UserError
 from server.http.body_bounds import MAX_MESSAGES, MAX_PARTS
 from server.multimodal.messages import IMAGE
 from server.openai.schema.chat import part_text
+from server.openai.schema.open_lists import ignored_entries, type_of
+from server.text.messages import is_ignored_part
 
 Item = dict[str, Any]
 
@@ -15,11 +19,15 @@ PREFIXES = {
     "message": "msg",
     "function_call": "fc",
     "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
     "reasoning": "rs",
 }
 ROLES = ("user", "system", "developer", "assistant")
 _OURS = ("output_text",)
 """Part types of a message of the assistant."""
+_CONTENT = ("role", "content", "text")
+"""Fields of items that say something to the model."""
 _SHOWN = 40
 
 
@@ -56,7 +64,28 @@ def read_items(given: Any, number: str, kinds: Collection[bytes] = ()) -> list[I
     return [
         _read(item, f"input[{place}]", f"in{place}", number, taken)
         for place, item in enumerate(given)
+        if not _is_ignored_item(item)
     ]
+
+
+def ignored_items(given: Any) -> Iterator[str]:
+    """The items and content parts that are left out of the conversation, as the answer names
+    them."""
+    yield from ignored_entries("input", given, _is_ignored_item)
+    for place, item in enumerate(given if isinstance(given, list) else ()):
+        if isinstance(item, dict) and item.get("role") == "assistant":
+            yield from ignored_entries(
+                f"input[{place}].content", item.get("content"), is_ignored_part
+            )
+
+
+def _is_ignored_item(item: Any) -> bool:
+    """Whether it is an item of another server's tools or memory. An item that says something to the
+    model is never ignored."""
+    kind = type_of(item)
+    if kind is None or kind in PREFIXES or kind == "item_reference" or kind.startswith("input_"):
+        return False
+    return not any(item.get(name) for name in _CONTENT)
 
 
 def _read(item: Any, where: str, place: str, number: str, taken: tuple[str, ...]) -> Item:
@@ -80,8 +109,10 @@ def _read(item: Any, where: str, place: str, number: str, taken: tuple[str, ...]
         )
     readers: dict[str, Callable[[Item, str], Item]] = {
         "message": partial(_message, taken=taken),
-        "function_call": _call,
+        "function_call": partial(_call, field="arguments"),
         "function_call_output": partial(_output, taken=taken),
+        "custom_tool_call": partial(_call, field="input"),
+        "custom_tool_call_output": partial(_output, taken=taken),
         "reasoning": _reasoning,
     }
     fields = readers[kind](item, where)
@@ -101,7 +132,11 @@ def _message(item: Item, where: str, taken: tuple[str, ...]) -> Item:
         raise _bad(f"{where}.content must be a string or a list of parts")
     if len(content) > MAX_PARTS:
         raise _bad(f"{where}.content has {len(content)} parts, at most {MAX_PARTS} are taken")
-    parts = [_part(part, f"{where}.content[{i}]", taken) for i, part in enumerate(content)]
+    parts = [
+        _part(part, f"{where}.content[{i}]", taken)
+        for i, part in enumerate(content)
+        if not (role == "assistant" and is_ignored_part(part))
+    ]
     return {"role": role, "status": "completed", "content": parts}
 
 
@@ -124,18 +159,23 @@ def _part(part: Any, where: str, taken: tuple[str, ...]) -> Item:
     return {"type": "input_text", "text": text}
 
 
-def _call(item: Item, where: str) -> Item:
-    fields = {name: item.get(name) for name in ("call_id", "name", "arguments")}
+def _call(item: Item, where: str, field: str) -> Item:
+    """`field`: the name of the arguments, which the model wrote: they are taken in any form."""
+    fields = {name: item.get(name) for name in ("call_id", "name")}
     for name, value in fields.items():
-        if not isinstance(value, str) or (not value and name != "arguments"):
-            raise _bad(f"{where} has type 'function_call' and no {name}, it must be a string")
+        if not isinstance(value, str) or not value:
+            raise _bad(f"{where} has type {item['type']!r} and no {name}, it must be a string")
+    given = item.get(field)
+    fields[field] = given if isinstance(given, str) else msgspec.json.encode(given).decode()
+    if isinstance(item.get("namespace"), str) and item["namespace"]:
+        fields["namespace"] = item["namespace"]
     return {**fields, "status": _status(item)}
 
 
 def _output(item: Item, where: str, taken: tuple[str, ...]) -> Item:
     call_id, output = item.get("call_id"), item.get("output")
     if not isinstance(call_id, str) or not call_id:
-        raise _bad(f"{where} has type 'function_call_output' and no call_id")
+        raise _bad(f"{where} has type {item['type']!r} and no call_id")
     if isinstance(output, list):
         output = [_part(part, f"{where}.output[{i}]", taken) for i, part in enumerate(output)]
     elif not isinstance(output, str):
@@ -149,10 +189,8 @@ def _reasoning(item: Item, where: str) -> Item:
         parts = [] if item.get(name) is None else item[name]
         if not isinstance(parts, list):
             raise _bad(f"{where}.{name} must be a list of parts")
-        for i, part in enumerate(parts):
-            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-                raise _bad(f"{where}.{name}[{i}] must be an object with a text")
-        fields[name] = [{"type": kind, "text": part["text"]} for part in parts]
+        texts = [part.get("text") for part in parts if isinstance(part, dict)]
+        fields[name] = [{"type": kind, "text": text} for text in texts if isinstance(text, str)]
     return {**fields, "status": "completed"}
 
 

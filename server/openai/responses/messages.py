@@ -1,33 +1,38 @@
 """Response items to chat messages."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from server.openai.responses.items import Item
+from server.openai.responses.tools import flat_name
 
 Message = dict[str, Any]
 
-_LEADING = ("system", "developer")
+LEADING = ("system", "developer")
+"""Roles of the messages that say at the start what the model is to do."""
 
 
 def messages_of(items: Sequence[Item], instructions: str | None = None) -> list[Message]:
     """The messages of checked `items`. Consecutive output of the model (reasoning, text, calls) is
     one message; `instructions` and the system messages after them are one, since many templates
     take only one."""
-    builder = _MessageBuilder()
+    outputs = ("function_call_output", "custom_tool_call_output")
+    builder = _MessageBuilder({item["call_id"] for item in items if item["type"] in outputs})
     for item in items:
         builder.add(item)
     messages = builder.messages
     if instructions is None:
         return messages
     texts = [instructions]
-    while messages and messages[0]["role"] in _LEADING and not _has_image(messages[0]["content"]):
+    while messages and messages[0]["role"] in LEADING and not _has_image(messages[0]["content"]):
         texts.append(_joined(messages.pop(0)["content"]))
     return [{"role": "system", "content": "\n\n".join(texts)}, *messages]
 
 
 class _MessageBuilder:
-    def __init__(self) -> None:
+    def __init__(self, answered: Collection[str]) -> None:
+        """`answered`: ids of calls that have a result."""
+        self._answered = answered
         self.messages: list[Message] = []
         self._assistant: Message | None = None
         """The assistant message that the next items may extend."""
@@ -38,9 +43,9 @@ class _MessageBuilder:
         kind = item["type"]
         if kind == "reasoning":
             self._add_reasoning(item)
-        elif kind == "function_call":
+        elif kind in ("function_call", "custom_tool_call"):
             self._add_call(item)
-        elif kind == "function_call_output":
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             self._assistant = None
             self._add_result(item)
         elif item["role"] == "assistant":
@@ -73,14 +78,18 @@ class _MessageBuilder:
         self._assistant["content"] = _content(item["content"])
 
     def _add_call(self, item: Item) -> None:
-        if item["status"] == "incomplete":
+        if item["status"] == "incomplete" and item["call_id"] not in self._answered:
             # The answer was cut: the arguments are not JSON, and the call was never made.
             return
         if self._assistant is None:
             self._start_assistant()
         assert self._assistant is not None
-        self._names[item["call_id"]] = item["name"]
-        function = {"name": item["name"], "arguments": item["arguments"]}
+        name = flat_name(item["name"], item.get("namespace"))
+        self._names[item["call_id"]] = name
+        # The text of a custom call is no JSON, and templates take only objects.
+        is_custom = item["type"] == "custom_tool_call"
+        arguments = {"input": item["input"]} if is_custom else item["arguments"]
+        function = {"name": name, "arguments": arguments}
         call = {"id": item["call_id"], "type": "function", "function": function}
         self._assistant.setdefault("tool_calls", []).append(call)
 

@@ -1,6 +1,6 @@
 """The output items of a response, and the stream events of their changes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,13 +64,16 @@ class ResponseOutput:
         parse: Callable[[Delta], list[ParserEvent]],
         token_formatter: TokenFormatter,
         *,
+        namespaces: Mapping[str, tuple[str, str]],
         has_logprobs: bool,
         shows_reasoning: bool,
     ) -> None:
-        """`parse` splits deltas into reasoning, text and calls."""
+        """`parse` splits deltas into reasoning, text and calls. `namespaces`: namespace and name of
+        functions, by the name that the model sees."""
         self._number = number
         self._parse = parse
         self._token_formatter = token_formatter
+        self._namespaces = namespaces
         self._has_logprobs = has_logprobs
         self._shows_reasoning = shows_reasoning
         self._items: list[OutputItem] = []
@@ -128,13 +131,19 @@ class ResponseOutput:
         if isinstance(event, ReasoningDelta):
             return self._add_reasoning(event.text) if self._shows_reasoning else []
         if isinstance(event, ToolCallStart):
-            return self._open_item("function_call", call_id=event.id, name=event.name)
+            return self._open_item("function_call", call_id=event.id, **self._names(event.name))
         assert self._open is not None
         if isinstance(event, ToolCallRetracted):
             self._open.is_retracted = True
             return self.close("incomplete")
         assert isinstance(event, ToolCallArguments)
         return [self._add_delta("function_call_arguments", event.text)]
+
+    def _names(self, given: str) -> Item:
+        if (names := self._namespaces.get(given)) is None:
+            return {"name": given}
+        namespace, name = names
+        return {"name": name, "namespace": namespace}
 
     def _add_reasoning(self, text: str) -> list[StreamEvent]:
         emitted = []

@@ -1,5 +1,6 @@
 """The body of /v1/responses, and the equivalent chat fields."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
@@ -15,6 +16,8 @@ from server.http.body_bounds import (
     Tools,
     Variables,
 )
+from server.openai.responses.items import PREFIXES, ignored_items
+from server.openai.responses.tools import allowed_tools, chat_choice, chat_tools, ignored_tools
 from server.openai.schema.generation import (
     UNSUPPORTED,
     Body,
@@ -30,7 +33,6 @@ from server.openai.schema.json_schema import (
     TEXT,
     any_of,
     array,
-    constant,
     record,
     words,
 )
@@ -59,7 +61,7 @@ MOVED = {
 """Chat fields with another name in this API."""
 _SHOWN = 40
 
-_KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+_KINDS = (*PREFIXES, "item_reference")
 _ITEM = record(
     {
         "type": {**any_of(TEXT, NULL), "examples": list(_KINDS)},
@@ -71,7 +73,14 @@ _INPUT = {
     **any_of(TEXT, array(_ITEM), NULL),
     "description": "A text, or items. May be absent only with previous_response_id.",
 }
-_TOOL = record({"type": constant("function"), **FUNCTION}, required=["type", "name"])
+_TOOL = record(
+    {
+        "type": {**TEXT, "examples": ["function", "namespace"]},
+        **FUNCTION,
+        "tools": array(OBJECT),
+    },
+    required=["type"],
+)
 _NAMED_CHOICE = record(
     {"type": words("function", "allowed_tools"), "name": TEXT}, required=["type"]
 )
@@ -145,6 +154,15 @@ class ResponseBody(GenerationBody):
     include_reasoning: bool | None = None
     thinking_token_budget: Integer | None = None
 
+    @classmethod
+    def unknown_fields(cls, data: Mapping[str, Any]) -> list[str]:
+        """The unknown fields, and the tools and items that are ignored."""
+        return [
+            *super().unknown_fields(data),
+            *ignored_tools(data.get("tools")),
+            *ignored_items(data.get("input")),
+        ]
+
     @model_validator(mode="before")
     @classmethod
     def _name_the_moved(cls, data: Any) -> Any:
@@ -185,7 +203,7 @@ class ResponseBody(GenerationBody):
         shared = {name: getattr(self, name) for name in _SHARED}
         tools, choice = chat_tools(self.tools), chat_choice(self.tool_choice)
         if isinstance(choice, dict) and choice["type"] == "allowed_tools":
-            tools, choice = _allowed(tools, choice)
+            tools, choice = allowed_tools(tools, choice)
         return {
             **shared,
             "max_completion_tokens": self.max_output_tokens,
@@ -203,61 +221,6 @@ _SHARED = (
     *("parallel_tool_calls", "documents", "chat_template", "chat_template_kwargs"),
     *("include_reasoning", "thinking_token_budget"),
 )
-
-
-def chat_tools(tools: list[Any] | None) -> list[Any] | None:
-    """Functions as a chat has them. Raises UserError for what is no function."""
-    functions = []
-    for place, tool in enumerate(tools or ()):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if kind != "function":
-            shown = f"type {kind[:_SHOWN]!r}" if isinstance(kind, str) else "no type"
-            raise UserError(
-                f"tools[{place}] has {shown}, it must be 'function': this server runs no tools of "
-                "its own",
-                param="tools",
-            )
-        names = ("name", "description", "parameters", "strict")
-        function = {name: tool[name] for name in names if tool.get(name) is not None}
-        functions.append({"type": "function", "function": function})
-    return functions or None
-
-
-def chat_choice(choice: Any) -> Any:
-    """A tool_choice as a chat has it; one of allowed tools as it is. Raises UserError."""
-    if not isinstance(choice, dict):
-        return choice
-    kind = choice.get("type")
-    if kind == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    if kind == "allowed_tools":
-        return choice
-    raise UserError(
-        f"tool_choice has type {str(kind)[:_SHOWN]!r}, it must be function or allowed_tools",
-        param="tool_choice",
-    )
-
-
-def _allowed(tools: list[Any] | None, choice: dict[str, Any]) -> tuple[list[Any] | None, Any]:
-    """The allowed tools, and the mode: auto or required."""
-    mode, listed = choice.get("mode"), choice.get("tools")
-    if not isinstance(listed, list):
-        raise UserError("tool_choice must have tools, a list", param="tool_choice")
-    allowed = chat_tools(listed)
-    if mode not in ("auto", "required"):
-        raise UserError(
-            f"tool_choice has mode {str(mode)[:_SHOWN]!r}, it must be auto or required",
-            param="tool_choice",
-        )
-    names = {one["function"].get("name") for one in allowed or ()}
-    known = {tool["function"].get("name") for tool in tools or ()}
-    if not names or names - known:
-        raise UserError(
-            f"tool_choice allows {len(names)} tools, {len(names - known)} of them are not in "
-            "tools; it must allow at least 1",
-            param="tool_choice",
-        )
-    return [tool for tool in tools or () if tool["function"].get("name") in names], mode
 
 
 def _format(given: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ from starlette.requests import Request
 
 from config.errors import PromptTooLong
 from server.openai.chat_request import count_prompt_tokens
+from server.openai.responses.messages import LEADING
 from server.openai.schema.chat import ChatBody
 from server.serving.state import AppState
 from server.text.template_renderer import TextTooLong
@@ -14,7 +15,7 @@ async def shortened(state: AppState, request: Request, chat: ChatBody) -> ChatBo
     then starts with a user message and always keeps the last one: a prompt that is still too long
     is refused. Renders and counts about log2(messages) times."""
     messages = chat.messages
-    head = next((i for i, one in enumerate(messages) if one["role"] != "system"), 0)
+    head = next((i for i, entry in enumerate(messages) if entry["role"] not in LEADING), 0)
     starts = [i for i in range(head + 1, len(messages)) if messages[i]["role"] == "user"]
 
     def without(start: int) -> ChatBody:

@@ -9,6 +9,7 @@ from server.http.errors import Fault, shortened
 from server.http.sse import named_frame
 from server.openai.responses.output import ResponseOutput, StreamEvent
 from server.openai.responses.schema import ResponseBody
+from server.openai.responses.tools import namespaced_names, offered_tools
 from server.serving.job import Job
 
 Fields = dict[str, Any]
@@ -40,6 +41,7 @@ class ResponseWriter:
             number_of(job.id),
             job.events,
             job.token_formatter,
+            namespaces=namespaced_names(body.tools),
             has_logprobs=body.has_logprobs,
             shows_reasoning=body.include_reasoning is not False,
         )
@@ -144,14 +146,9 @@ def _fields_of(job: Job, body: ResponseBody, *, is_stored: bool) -> Fields:
             "verbosity": (text.verbosity if text else None) or "medium",
         },
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-        "tools": [_tool(tool) for tool in body.tools or ()],
+        "tools": offered_tools(body.tools),
         "top_logprobs": body.top_logprobs or 0,
         "top_p": job.params.top_p,
         "truncation": body.truncation or "disabled",
         "user": body.user,
     }
-
-
-def _tool(tool: Fields) -> Fields:
-    names = ("type", "name", "description", "parameters", "strict")
-    return {name: tool.get(name) for name in names}

@@ -1,6 +1,6 @@
 """The body of /v1/chat/completions, and the checks of its messages."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, WithJsonSchema
@@ -30,14 +30,17 @@ from server.openai.schema.generation import (
     check_between,
 )
 from server.openai.schema.json_schema import NULL, OBJECT, TEXT, any_of, array, constant, record
+from server.openai.schema.open_lists import ignored_entries
 from server.openai.schema.structured import spec_of_schema
 from server.openai.schema.tools import (
     TOOL_CHOICE_SCHEMA,
     TOOLS_SCHEMA,
     check_tools,
     forced_schema,
+    is_foreign_tool,
     name_of,
 )
+from server.text.messages import is_ignored_part
 
 Message = dict[str, Any]
 
@@ -71,6 +74,15 @@ class ChatPromptBody(Body):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )
+
+    @classmethod
+    def unknown_fields(cls, data: Mapping[str, Any]) -> list[str]:
+        """The unknown fields, and the tools and content parts that are ignored."""
+        return [
+            *super().unknown_fields(data),
+            *ignored_entries("tools", data.get("tools"), is_foreign_tool),
+            *_ignored_parts(data.get("messages")),
+        ]
 
     def check_conversation(self, *, trust_template: bool, kinds: Collection[bytes] = ()) -> None:
         """`kinds`: what the model takes besides text. Raises UserError."""
@@ -106,8 +118,10 @@ class ChatPromptBody(Body):
 
     @property
     def visible_tools(self) -> list[Any] | None:
-        """The tools that the model sees: none with tool_choice none."""
-        return None if self.tool_choice == "none" else self.tools
+        """The functions that the model sees; None with tool_choice none, and without functions."""
+        if self.tool_choice == "none":
+            return None
+        return [tool for tool in self.tools or () if not is_foreign_tool(tool)] or None
 
     @property
     def adds_generation_prompt(self) -> bool:
@@ -236,6 +250,15 @@ def _text_of(message: Message) -> str:
     return "".join(part[TEXT_PARTS[part["type"]]] for part in texts)
 
 
+def _ignored_parts(messages: Any) -> Iterator[str]:
+    """The content parts of earlier answers that are left out, as the answer names them."""
+    for place, message in enumerate(messages if isinstance(messages, list) else ()):
+        if isinstance(message, dict) and message.get("role") == "assistant":
+            yield from ignored_entries(
+                f"messages[{place}].content", message.get("content"), is_ignored_part
+            )
+
+
 def check_messages(messages: list[Any], kinds: Collection[bytes] = ()) -> None:
     """Raise UserError for messages that no template could render. Text is never refused; images and
     videos are unless they are among `kinds`."""
@@ -261,7 +284,7 @@ def _check_message(message: Any, where: str, kinds: Collection[bytes]) -> None:
     if role == "tool" and message.get("tool_call_id") is None:
         raise _bad(f"{where} has role 'tool' and no tool_call_id")
     if content is None:
-        if role == "assistant" and (calls or _has_other_content(message)):
+        if role == "assistant":
             return
         raise _bad(f"{where} has role {role[:_NAMES_SHOWN]!r} and no content")
     if isinstance(content, str):
@@ -274,20 +297,13 @@ def _check_message(message: Any, where: str, kinds: Collection[bytes]) -> None:
         path = f"{where}.content[{number}]"
         if kinds and isinstance(part, dict) and KINDS.get(str(part.get("type"))) in kinds:
             media_source(part, path)
-        else:
+        elif not (role == "assistant" and is_ignored_part(part)):
             part_text(part, path, taken)
 
 
 def _check_many(entries: list[Any], where: str) -> None:
     if len(entries) > MAX_PARTS:
         raise _bad(f"{where} has {len(entries)} entries, at most {MAX_PARTS} are taken")
-
-
-def _has_other_content(message: Mapping[str, Any]) -> bool:
-    """Whether an assistant message without content has something else to show."""
-    return any(
-        message.get(name) for name in ("reasoning", "reasoning_content", "refusal", "function_call")
-    )
 
 
 def part_text(
@@ -314,11 +330,9 @@ def _check_calls(calls: Any, where: str) -> None:
         raise _bad(f"{where} must be a list")
     _check_many(calls, where)
     for number, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, dict) else None
+        function = call.get("function") or call.get("custom") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise _bad(f"{where}[{number}] has no function with a name")
-        if not isinstance(function.get("arguments", ""), (str, dict)):
-            raise _bad(f"{where}[{number}] has arguments that are not a JSON string")
 
 
 def _bad(message: str) -> UserError:

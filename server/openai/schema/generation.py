@@ -43,7 +43,6 @@ Unsupported = Mapping[str, tuple[object, ...]]
 UNSUPPORTED: Unsupported = {
     "audio": (),
     "early_stopping": (False,),
-    "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
     "kv_transfer_params": ({},),
     "logits_processors": ([],),

@@ -14,6 +14,7 @@ from server.openai.schema.json_schema import (
     record,
     words,
 )
+from server.openai.schema.open_lists import type_of
 from server.parsers.tool.structural_tag import MAX_CALLS, calls_schema, object_schema
 
 MAX_TOOL_NAME_CHARACTERS = 256
@@ -38,11 +39,20 @@ TOOL_CHOICE_SCHEMA = {
 }
 
 
+def is_foreign_tool(tool: Any) -> bool:
+    """Whether it is a tool that other servers run or that is no function: it is ignored."""
+    return type_of(tool) not in (None, "function")
+
+
 def check_tools(tools: list[Any] | None, choice: Any) -> None:
     """Raise UserError for invalid tools, and for a choice that does not match them."""
     if tools is not None and not tools:
         raise _bad("tools is an empty list, it must be absent or hold at least 1")
-    names = {_checked(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())}
+    names = {
+        check_function(tool, f"tools[{index}]")
+        for index, tool in enumerate(tools or ())
+        if not is_foreign_tool(tool)
+    }
     if choice is None or choice in _CHOICES:
         return
     named = name_of(choice)
@@ -51,7 +61,7 @@ def check_tools(tools: list[Any] | None, choice: Any) -> None:
         raise _bad_choice(
             f"tool_choice is {shown}, it must be none, auto, required or name a function"
         )
-    if tools is None:
+    if not names:
         raise _bad_choice("tool_choice asks for a call, and there are no tools")
     if named is not None and named not in names:
         raise _bad_choice(f"tool_choice names {named[:_SHOWN]!r}, which is not in tools")
@@ -77,7 +87,8 @@ def forced_schema(tools: list[Any], choice: Any, *, is_parallel: bool) -> dict[s
     return calls_schema(schemas, max_calls=MAX_CALLS if is_parallel else 1)
 
 
-def _checked(tool: Any, where: str) -> str:
+def check_function(tool: Any, where: str) -> str:
+    """The name of a function. Raises UserError."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise _bad(f"{where} must be an object of type 'function'")
     function = tool.get("function")

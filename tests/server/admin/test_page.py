@@ -3,10 +3,17 @@
 import json
 
 import msgspec
-from http_rig import TalkingClient, in_memory
+from http_rig import TalkingClient, in_memory, on_port
 
 KEY = {"authorization": "Bearer k"}
 ASKED = {"messages": [{"role": "user", "content": "a secret"}]}
+
+
+async def test_the_page_answers_head_without_a_body() -> None:
+    async with on_port() as rig:
+        answer = await rig.http.head("/")
+
+        assert (answer.status_code, answer.content) == (200, b"")
 
 
 async def test_the_page_is_whole_and_takes_nothing_from_elsewhere() -> None:

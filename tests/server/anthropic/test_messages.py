@@ -288,8 +288,57 @@ async def test_counted_tokens_are_those_of_the_answers_usage() -> None:
             )
             usage = (await ask(rig, **fields)).json()["usage"]
 
-            assert count.json() == {"input_tokens": usage["input_tokens"]}
             assert usage["cache_read_input_tokens"] == 3
+            assert count.json() == {"input_tokens": usage["input_tokens"] + 3}
+
+
+async def test_input_tokens_are_those_that_were_not_cached() -> None:
+    async with talking() as rig:
+        rig.client.num_cached = 5  # type: ignore[attr-defined]
+        usage = (await ask(rig)).json()["usage"]
+        events = read_stream((await ask(rig, stream=True)).content)
+
+        fresh = len(rig.client.queues[0].prompt) - 5
+        found = [event for kind, event in events if kind in ("message_start", "message_delta")]
+        for counted in (usage, found[0]["message"]["usage"], found[1]["usage"]):
+            assert counted["input_tokens"] == fresh
+            assert counted["cache_read_input_tokens"] == 5
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.100.a1b; cc_entrypoint=cli; cch="
+
+
+async def test_the_billing_header_of_a_client_is_no_part_of_the_prompt() -> None:
+    def header(value: str) -> dict[str, str]:
+        return {"type": "text", "text": f"{BILLING}{value};"}
+
+    text = {"type": "text", "text": "Be kind."}
+    async with talking() as rig:
+        prompts, counts = [], []
+        for system in (
+            "Be kind.",
+            [text],
+            [header("a"), text],
+            [header("b"), text],
+            f"{BILLING}c;\nBe kind.",
+        ):
+            for fields in (
+                {"system": system},
+                {"messages": [{"role": "system", "content": system}, *HI]},
+            ):
+                await ask(rig, **fields)
+                prompts.append(asked(rig))
+                counted = await rig.post("/v1/messages/count_tokens", {"messages": HI, **fields})
+                counts.append(counted.json()["input_tokens"])
+        await ask(rig)
+        await ask(rig, system=[header("d")])
+        await ask(rig, system=BILLING)
+        quoted = {"messages": [{"role": "user", "content": BILLING}]}
+        await ask(rig, **quoted)
+
+        assert len(set(prompts)) == 1 and len(set(counts)) == 1
+        assert asked(rig, -4) == asked(rig, -3) == asked(rig, -2)
+        assert BILLING in asked(rig)
 
 
 async def test_an_output_format_holds_the_answer_to_a_schema() -> None:
@@ -302,7 +351,49 @@ async def test_an_output_format_holds_the_answer_to_a_schema() -> None:
         assert spec is not None and json.loads(spec.text) == schema
 
 
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 FORM = {"type": "json_schema", "schema": {}}
+
+
+@pytest.mark.parametrize("route", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_tools_and_earlier_blocks_of_other_servers_are_ignored_and_named(route: str) -> None:
+    blocks = [
+        {"type": "redacted_thinking", "data": "xx"},
+        {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {}},
+        {"type": "text", "text": "yo"},
+    ]
+    async with talking() as rig:
+        messages = [*HI, {"role": "assistant", "content": blocks}, *HI]
+        body = {"max_tokens": 4, "messages": messages, "tools": [WEATHER, SEARCH]}
+        answer = await rig.post(route, body)
+
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-gaudiserve-ignored-fields"].split(", ")[-3:] == [
+            "tools[1]:web_search_20250305",
+            "messages[1].content[0]:redacted_thinking",
+            "messages[1].content[1]:server_tool_use",
+        ]
+        if rig.client.queues:
+            assert "assistant\nyo<|im_end|>" in asked(rig)
+            assert "web_search" not in asked(rig)
+
+
+async def test_history_is_replayed_and_not_checked() -> None:
+    reference = {"type": "tool_reference", "tool_name": "Read"}
+    use = {**USE, "input": "cut"}
+    result = {"type": "tool_result", "tool_use_id": "t9", "content": [reference]}
+    async with talking() as rig:
+        answer = await ask(
+            rig,
+            messages=[
+                *HI,
+                {"role": "assistant", "content": [use]},
+                {"role": "user", "content": [result]},
+            ],
+        )
+
+        assert answer.status_code == 200, answer.text
+        assert "Read" in asked(rig)
 
 
 def result(**fields: Any) -> list[Any]:
@@ -323,6 +414,7 @@ def says(*blocks: Any) -> dict[str, Any]:
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": 3}, "temperature is 3"),
         ({"messages": []}, "messages is empty"),
+        ({"messages": [{"role": "system", "content": BILLING}]}, "messages is empty"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0]"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         (says({"text": "x"}), "messages[0].content[0] must be an object with a type"),
@@ -330,14 +422,18 @@ def says(*blocks: Any) -> dict[str, Any]:
         (says({"type": "image", "source": {}}), "takes content of type text and tool_result here"),
         (says({"type": "document"}), "has type 'document', this model takes content of type text"),
         (says({"type": "search_result"}), "'search_result'"),
-        ({"messages": result(tool_use_id="t2")}, "'t2' is of no tool_use"),
         ({"messages": result(content=[{"type": "image"}])}, "content[0].content[0]"),
         ({"messages": result()[:2]}, "a tool_result must follow"),
         ({"system": [{"type": "image"}]}, "system[0]"),
         ({"system": 5}, "system: Input should be a valid list"),
         ({"tools": [WEATHER], "tool_choice": "auto"}, "tool_choice: Input should be an object"),
         ({"metadata": 5}, "metadata: Input should be an object"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search"),
+        (
+            {"tools": [SEARCH, WEATHER], "tool_choice": {"type": "tool", "name": "web_search"}},
+            "'web_search', which is not in tools",
+        ),
+        ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "there are no tools"),
+        ({"tools": [{"type": 5, "name": "f", "input_schema": {}}]}, "tools[0] has a type"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tools": [{"input_schema": {}}]}, "tools[0] has no name"),
         (

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from http_rig import EOS, TOKENIZER, TalkingClient, ids, in_memory
+from http_rig import EOS, TOKENIZER, TalkingClient, events, ids, in_memory
 from scripted_client import columns
 
 from config.errors import UserError
@@ -26,10 +26,14 @@ async def test_an_answer_has_every_key_of_the_contract() -> None:
             "choices": [
                 {
                     "index": 0,
-                    "message": {"role": "assistant", "content": "Hello", "refusal": None},
+                    "message": {
+                        **{"role": "assistant", "content": "Hello", "refusal": None},
+                        **{"annotations": None, "audio": None, "function_call": None},
+                    },
                     "logprobs": None,
                     "finish_reason": "stop",
                     "stop_reason": None,
+                    "token_ids": None,
                 }
             ],
             "usage": {
@@ -39,8 +43,37 @@ async def test_an_answer_has_every_key_of_the_contract() -> None:
                 "prompt_tokens_details": {"cached_tokens": 0},
                 "completion_tokens_details": {"reasoning_tokens": 0},
             },
+            "service_tier": None,
             "system_fingerprint": rig.state.fingerprint,
+            "kv_transfer_params": None,
+            "prompt_logprobs": None,
+            "prompt_token_ids": None,
         }
+
+
+async def test_an_empty_name_is_the_served_model() -> None:
+    async with in_memory() as rig:
+        assert (await rig.chat(model="")).json()["model"] == "demo"
+
+
+async def test_the_removed_choice_of_a_grammar_library_is_ignored_and_named() -> None:
+    async with in_memory(TalkingClient("a")) as rig:
+        fields = {"guided_regex": "a", "guided_decoding_backend": "xgrammar"}
+        for answer in (await rig.chat(**fields), await rig.complete(**fields)):
+            assert answer.status_code == 200
+            assert answer.headers["x-gaudiserve-ignored-fields"] == "guided_decoding_backend"
+
+
+async def test_the_first_chunk_of_a_stream_counts_no_output() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with in_memory() as rig:
+        stream = events((await rig.chat(stream=True, stream_options=options)).content)
+
+        usages = [chunk["usage"] for chunk in stream]
+        prompt = usages[0]["prompt_tokens"]
+        assert usages[0]["completion_tokens"] == 0
+        assert usages[0]["total_tokens"] == prompt == len(rig.client.queues[0].prompt)
+        assert usages[1]["completion_tokens"] >= 1
 
 
 async def test_parts_are_one_text_and_developers_speak_as_the_system() -> None:
@@ -266,6 +299,10 @@ async def test_priorities_reach_an_engine_that_has_them() -> None:
         {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]},
         {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": ""}}]},
         {"role": "assistant", "content": None, "reasoning": "hm"},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "assistant", "tool_calls": [{"custom": {"name": "f", "input": "x"}}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": None}}]},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}]},
         {"role": "assistant", "content": "x", "refusal": None, "audio": None, "annotations": []},
         {"role": "tool", "content": "x", "tool_call_id": "1"},
         {"role": "narrator", "content": "x"},

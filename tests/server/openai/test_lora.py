@@ -108,13 +108,28 @@ async def test_adapters_are_loaded_and_unloaded(client: httpx.AsyncClient) -> No
 
 
 @pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("three", "nowhere"),
+        ("three", "../elsewhere"),
+        ("three", "link"),
+        ("three", "/etc"),
+        ("three", "two\0"),
+    ],
+)
+async def test_a_folder_that_is_missing_or_elsewhere_is_not_found(
+    name: str, path: str, client: httpx.AsyncClient
+) -> None:
+    answer = await load(client, name, path)
+
+    assert answer.status_code == 404
+    error = answer.json()["error"]
+    assert error["param"] == "lora_path" and "names no folder below" in error["message"]
+
+
+@pytest.mark.parametrize(
     ("name", "path", "message"),
     [
-        ("three", "nowhere", "names no folder below"),
-        ("three", "../elsewhere", "names no folder below"),
-        ("three", "link", "names no folder below"),
-        ("three", "/etc", "names no folder below"),
-        ("three", "two\0", "names no folder below"),
         ("three", ".", "has no adapter_config.json"),
         ("wide", "wide", "has rank 32, --max-lora-rank is 16"),
         ("base", "two", "is served already"),

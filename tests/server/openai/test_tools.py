@@ -20,6 +20,7 @@ from http_rig import (
 from server.text.tokenizer import Tokenizer
 from server.text.tokenizer_files import TextFiles
 
+NO_OTHERS = {"annotations": None, "audio": None, "function_call": None}
 WEATHER = {
     "type": "function",
     "function": {
@@ -101,6 +102,7 @@ async def test_calls_stand_in_the_message_and_text_before_them_is_kept() -> None
             "role": "assistant",
             "content": "One moment.",
             "refusal": None,
+            **NO_OTHERS,
         }
         assert [call["function"] for call in calls] == [
             {"name": "get_weather", "arguments": '{"city": "Ålesund"}'},
@@ -207,6 +209,7 @@ async def test_thinking_has_both_names_and_its_tokens_are_counted() -> None:
             "refusal": None,
             "reasoning": "Let me see.",
             "reasoning_content": "Let me see.",
+            **NO_OTHERS,
         }
         count = len(ids(THOUGHT.rstrip()))
         for one in (answer, hidden):
@@ -312,7 +315,10 @@ async def test_parsers_can_be_chosen_and_switched_off() -> None:
     async with with_tools(THOUGHT, chat_template=THINKING_TEMPLATE, reasoning_parser="none") as rig:
         message = (await rig.chat()).json()["choices"][0]["message"]
 
-        assert message == {"role": "assistant", "content": THOUGHT, "refusal": None}
+        assert message == {
+            **{"role": "assistant", "content": THOUGHT, "refusal": None},
+            **NO_OTHERS,
+        }
 
 
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
@@ -379,6 +385,33 @@ UNHELD = {
 }
 
 
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/tokenize"])
+async def test_tools_and_earlier_parts_of_other_servers_are_ignored_and_named(route: str) -> None:
+    parts = [{"type": "reasoning", "text": "hm"}, {"type": "text", "text": "yes"}]
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "user", "content": "hi"},
+    ]
+    async with with_tools("x") as rig:
+        answers = [
+            await rig.post(route, {"messages": messages, "tools": tools})
+            for tools in ([{"type": "web_search"}, NOW], [NOW], [{"type": "web_search"}], None)
+        ]
+
+        assert [answer.status_code for answer in answers] == [200] * 4, answers[0].text
+        assert [answer.headers["x-gaudiserve-ignored-fields"] for answer in answers] == [
+            "tools[0]:web_search, messages[1].content[0]:reasoning",
+            "messages[1].content[0]:reasoning",
+            "tools[0]:web_search, messages[1].content[0]:reasoning",
+            "messages[1].content[0]:reasoning",
+        ]
+        counts = [answer.json().get("count") for answer in answers]
+        if route == "/tokenize":
+            assert counts[0] == counts[1] > counts[2] == counts[3]
+
+
 @pytest.mark.parametrize(
     ("fields", "config", "param", "word"),
     [
@@ -420,7 +453,14 @@ UNHELD = {
         ),
         ({"tools": [UNHELD]}, {"tool_call_parser": "qwen3_coder"}, "tools", "strict"),
         ({"tools": [5]}, {}, "tools", "tools[0]"),
-        ({"tools": [{"type": "web_search"}]}, {}, "tools", "tools[0]"),
+        ({"tools": [{"name": "f"}]}, {}, "tools", "tools[0]"),
+        (
+            {"tools": [{"type": "web_search"}], "tool_choice": "required"},
+            {},
+            "tool_choice",
+            "no tools",
+        ),
+        ({"tools": [{"type": "web_search"}, {"type": "function"}]}, {}, "tools", "tools[1]"),
         ({"tools": [{"type": "function", "function": {}}]}, {}, "tools", "name"),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},

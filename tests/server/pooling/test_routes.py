@@ -122,6 +122,16 @@ async def test_classes_come_with_their_names() -> None:
     assert answer["usage"]["prompt_tokens"] == len(ids("hello") + ids("good"))
 
 
+async def test_an_empty_list_has_no_classes() -> None:
+    engine = client(CLASSIFIER)
+    async with in_memory(engine) as rig:
+        answer = (await rig.post("/classify", {"input": []})).json()
+
+    assert (answer["object"], answer["data"]) == ("list", [])
+    assert answer["usage"] == {"prompt_tokens": 0, "total_tokens": 0}
+    assert not engine.queues
+
+
 async def test_a_cross_encoder_reads_both_texts_together() -> None:
     engine = client(CROSS_ENCODER)
     async with in_memory(engine) as rig:
@@ -202,6 +212,7 @@ BAD = [
     ),
     ("/v1/embeddings", {"input": "a", "prompt_name": "query"}, "prompt_name", "no prompts"),
     ("/classify", {"input": "a"}, "model", "this model can embed, token_embed"),
+    ("/classify", {"input": []}, "model", "this model can embed, token_embed"),
     ("/pooling", {"input": "a", "task": "score"}, "task", "this model can embed, token_embed"),
     ("/score", {"text_1": "a"}, "text_2", "text_2 is missing"),
     ("/score", {}, "text_1", "text_1 and text_2 are missing"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -213,17 +214,128 @@ async def test_arguments_written_as_json_text_reach_the_template_as_an_object() 
     assert calls[0]["function"]["arguments"] == '{"city": "Zürich", "days": 3}'
 
 
-async def test_empty_arguments_are_an_empty_object_and_broken_ones_an_error() -> None:
-    def messages(arguments: str) -> list[dict[str, Any]]:
-        call = {"function": {"name": "f", "arguments": arguments}}
-        return [HELLO[0], {"role": "assistant", "tool_calls": [call]}]
+@pytest.mark.parametrize(
+    "arguments",
+    ["", " ", "{", '{"a": "b', '{"a": 1}}', "null", "[]", '"x"', "5", "[" * 100_000, None, [], 5],
+)
+async def test_arguments_of_earlier_calls_that_are_no_object_are_empty(arguments: Any) -> None:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    messages = [HELLO[0], {"role": "assistant", "tool_calls": [call]}]
 
-    rendered = await ours(TOOLS).render(messages(""))
-    with pytest.raises(UserError, match="'f' are not JSON") as caught:
-        await ours(TOOLS).render(messages("{"))
+    rendered = await ours(TOOLS).render(messages)
 
     assert "<call 1>f\n</call>" in rendered
-    assert caught.value.param == "messages"
+
+
+async def test_calls_of_custom_tools_have_one_argument() -> None:
+    call = {"type": "custom", "id": "c", "custom": {"name": "patch", "input": "*** Begin"}}
+    messages = [HELLO[0], {"role": "assistant", "tool_calls": [call]}]
+
+    rendered = await ours(TOOLS).render(messages)
+
+    assert 'input="*** Begin";' in rendered
+
+
+LLAMA = """{% for m in messages %}{% if 'tool_calls' in m %}
+{% if m.tool_calls | length != 1 %}{{ raise_exception('only single tool-calls') }}{% endif %}
+{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"""
+
+
+async def test_an_empty_list_of_calls_is_no_field() -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "yes", "tool_calls": []}]
+
+    rendered = await ours(LLAMA).render(messages)
+
+    assert "[assistant]yes" in rendered
+
+
+async def test_parts_of_earlier_answers_that_only_other_servers_know_are_left_out() -> None:
+    parts = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "yes"}]
+    messages = [*HELLO, {"role": "assistant", "content": parts}]
+
+    rendered = await ours(LLAMA).render(messages)
+
+    assert rendered.endswith("[assistant]yes")
+
+
+MISTRAL = """{% for m in messages %}[{{ m.role }}]{% for c in m.tool_calls or [] %}
+{% if c.id | length != 9 %}{{ raise_exception('IDs should have length 9!') }}{% endif %}
+<{{ c.id }}>{% endfor %}{% if m.role == 'tool' %}<{{ m.tool_call_id }}>{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize("given", ["call_0123456789", "toolu_1", "abcDEF123"])
+async def test_ids_of_calls_of_other_servers_fit_a_template_that_wants_short_ids(
+    given: str,
+) -> None:
+    call = {"id": given, "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        HELLO[0],
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": given, "content": "x"},
+    ]
+
+    rendered = await ours(MISTRAL).render(messages)
+
+    found = re.findall(r"<(\w+)>", rendered)
+    assert len(found) == 2 and len(set(found)) == 1 and len(found[0]) == 9
+    assert (found[0] == given) == (len(given) == 9)
+
+
+SYSTEM_FIRST = """{% for m in messages %}{% if m.role == 'system' and not loop.first %}
+{{ raise_exception('System message must be at the beginning.') }}
+{% endif %}{{ ' [calls]' if m.tool_calls else ' [' ~ m.role ~ ']' ~ m.content }}{% endfor %}"""
+SYSTEM_DROPPED = re.sub("{{ raise.*}}", "{% continue %}", SYSTEM_FIRST)
+
+
+def said(words: str) -> list[dict[str, Any]]:
+    """Messages from `role:content` words."""
+    messages: list[dict[str, Any]] = []
+    for word in words.split():
+        role, content = word.split(":")
+        if role == "calls":
+            calls = [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]
+            messages.append({"role": "assistant", "content": None, "tool_calls": calls})
+        else:
+            message = {"role": role, "content": content}
+            messages.append({**message, "tool_call_id": "1"} if role == "tool" else message)
+    return messages
+
+
+@pytest.mark.parametrize("template", [SYSTEM_FIRST, SYSTEM_DROPPED])
+@pytest.mark.parametrize(
+    ("sent", "shown"),
+    [
+        ("system:S developer:D user:a", "[system]S+D [user]a"),
+        ("developer:D developer:E user:a", "[system]D+E [user]a"),
+        ("system:I user:a developer:D", "[system]I+D [user]a"),
+        ("user:a assistant:b developer:D user:c", "[system]D [user]a [assistant]b [user]c"),
+        ("system:S user:a system:T developer:D", "[system]S+T+D [user]a"),
+        ("system:S user:a system:T", "[system]S [user]a+T"),
+        ("user:a system:T", "[user]a+T"),
+        ("user:a system:T assistant:b", "[user]a+T [assistant]b"),
+        ("user:a assistant:b system:T user:c", "[user]a [assistant]b [user]T+c"),
+        ("user:a assistant:b system:T", "[user]a [assistant]b [user]T"),
+        ("user:a assistant:b system:T assistant:c", "[user]a [assistant]b [user]T [assistant]c"),
+        ("user:a calls: tool:r tool:s system:T", "[user]a [calls] [tool]r [tool]s+T"),
+        ("user:a calls: system:T tool:r tool:s", "[user]a [calls] [tool]r [tool]s+T"),
+        (
+            "user:a calls: system:T tool:r user:b",
+            "[user]a [calls] [tool]r [user]T+b",
+        ),
+    ],
+)
+async def test_late_system_messages_move_where_a_template_takes_them(
+    template: str, sent: str, shown: str
+) -> None:
+    rendered = await ours(template).render(said(sent))
+
+    assert " ".join(rendered.replace("\n\n", "+").split()) == shown
+
+
+async def test_late_system_messages_stay_where_a_template_shows_them() -> None:
+    rendered = await ours(LLAMA).render(said("system:S user:a developer:D assistant:b system:T"))
+
+    assert rendered == "[system]S[user]a[system]D[assistant]b[system]T"
 
 
 async def test_long_arguments_are_refused_before_they_are_decoded() -> None:

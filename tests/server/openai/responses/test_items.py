@@ -6,7 +6,7 @@ import pytest
 
 from config.errors import UserError
 from server.multimodal.messages import IMAGE
-from server.openai.responses.items import number_in, read_items
+from server.openai.responses.items import ignored_items, number_in, read_items
 from server.openai.responses.messages import messages_of
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"x":1}'}
@@ -17,6 +17,8 @@ THOUGHT = {
 }
 SAID = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Yes"}]}
 RESULT = {"type": "function_call_output", "call_id": "c1", "output": "rain"}
+PATCH = {"type": "custom_tool_call", "call_id": "c2", "name": "apply_patch", "input": "*** Begin"}
+PATCHED = {"type": "custom_tool_call_output", "call_id": "c2", "output": "Done"}
 
 
 def messages(*items: Any, instructions: str | None = None) -> list[dict[str, Any]]:
@@ -83,6 +85,54 @@ def test_a_call_that_was_cut_is_left_out() -> None:
     assert made == [{"role": "assistant", "content": "Yes"}]
 
 
+def test_a_call_that_was_cut_stays_if_it_has_a_result() -> None:
+    made = messages(SAID, {**CALL, "arguments": '{"x', "status": "incomplete"}, RESULT)
+
+    assert [entry["role"] for entry in made] == ["assistant", "tool"]
+    assert made[0]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x'}
+
+
+def test_items_of_other_servers_are_left_out() -> None:
+    search = {"type": "web_search_call", "id": "ws_1"}
+    sound = {"type": "output_audio", "data": "x"}
+
+    made = messages(SAID, search, {**SAID, "content": [sound, *SAID["content"]]})
+
+    assert [entry["content"] for entry in made] == ["Yes", "Yes"]
+    assert list(ignored_items([SAID, search, {**SAID, "content": [sound]}])) == [
+        "input[1]:web_search_call",
+        "input[2].content[0]:output_audio",
+    ]
+
+
+def test_calls_of_custom_tools_are_replayed_as_calls_with_one_argument() -> None:
+    made = messages(PATCH, PATCHED)
+
+    function = made[0]["tool_calls"][0]["function"]
+    assert function == {"name": "apply_patch", "arguments": {"input": "*** Begin"}}
+    assert made[1] == {
+        "role": "tool",
+        "tool_call_id": "c2",
+        "content": "Done",
+        "name": "apply_patch",
+    }
+
+
+@pytest.mark.parametrize("arguments", [None, {"x": 1}, 5, '{"x'])
+def test_arguments_of_earlier_calls_are_taken_in_any_form(arguments: Any) -> None:
+    (item,) = read_items([{**CALL, "arguments": arguments}], "n")
+
+    assert isinstance(item["arguments"], str)
+
+
+def test_parts_of_earlier_reasoning_without_text_are_left_out() -> None:
+    parts = [{"type": "reasoning_text"}, *THOUGHT["content"], 5]
+
+    made = messages({"type": "reasoning", "summary": None, "content": parts}, SAID)
+
+    assert made == [{"role": "assistant", "content": "Yes", "reasoning_content": "Hm"}]
+
+
 def test_several_parts_stay_parts_and_results_become_one_text() -> None:
     parts = [{"type": "input_text", "text": text} for text in ("a", "b")]
 
@@ -104,12 +154,15 @@ def test_several_parts_stay_parts_and_results_become_one_text() -> None:
         ([{"role": "user", "content": [{"type": "what"}]}], "has type 'what', this model takes"),
         ([{"role": "user", "content": [{"type": "input_text"}]}], "no text"),
         ([{"role": "user", "content": ["x"]}], "input[0].content[0] must be an object"),
-        ([{"type": "web_search_call", "id": "ws_1"}], "'web_search_call'"),
         ([{"type": ["message"]}], "it must be one of"),
+        ([{"type": "mesage", "role": "user", "content": "x"}], "has type 'mesage', it must be"),
+        ([{"type": "input_image", "image_url": "x"}], "has type 'input_image', it must be"),
+        ([{"type": "text", "text": "x"}], "has type 'text', it must be"),
+        ([{**PATCH, "name": None}], "no name"),
+        ([{**PATCHED, "call_id": ""}], "no call_id"),
         ([{**CALL, "call_id": None}], "no call_id"),
-        ([{**CALL, "arguments": {}}], "no arguments"),
+        ([{**CALL, "name": ""}], "no name"),
         ([{**RESULT, "output": None}], "input[0].output must be"),
-        ([{**THOUGHT, "content": [{"type": "reasoning_text"}]}], "input[0].content[0]"),
         ([{"type": "item_reference"}], "without an id"),
         ([{**SAID, "id": 5}], "an id that is not a string"),
     ],

@@ -21,6 +21,7 @@ WEATHER = {
     "name": "get_weather",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
+OUTPUT = {"type": "function_call_output", "output": "done"}
 THOUGHT = "<think>\nLet me see.\n</think>\n\n"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 BROKEN = '<tool_call>\n{"name": "get_weather", "arguments": {"city": Oslo'
@@ -382,7 +383,11 @@ async def test_truncation_drops_the_oldest_turns_and_keeps_the_rules() -> None:
         ({"text": {"format": {"type": "xml"}}}, "text"),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text"),
         ({"reasoning": {"effort": "immense"}}, "reasoning"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"name": "f"}]}, "tools"),
+        ({"tools": [{"type": "namespace", "tools": [WEATHER]}]}, "tools"),
+        ({"tools": [{"type": "namespace", "name": "n"}]}, "tools"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [5]}]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"tools": [{**WEATHER, "parameters": 5}]}, "tools"),
         ({"tools": [5]}, "tools"),
@@ -443,6 +448,88 @@ async def test_only_allowed_tools_are_shown() -> None:
         prompt = await prompt_of(rig)
         assert "get_weather" in prompt and "other" not in prompt
         assert made["tool_choice"] == allowed and len(made["tools"]) == 2
+
+
+MAIL = {"type": "namespace", "name": "mcp__mail", "tools": [{**WEATHER, "name": "send"}]}
+
+
+async def test_tools_and_items_of_other_servers_are_ignored_and_named() -> None:
+    async with speaking("x") as rig:
+        answer = await rig.post(
+            ROUTE,
+            {
+                "input": [
+                    {"role": "user", "content": "hi"},
+                    {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+                    {"type": "compaction", "encrypted_content": "x"},
+                    {"role": "assistant", "content": [{"type": "output_audio", "data": "x"}]},
+                ],
+                "tools": [
+                    WEATHER,
+                    {"type": "web_search", "external_web_access": False},
+                    {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}},
+                    {**MAIL, "tools": [*MAIL["tools"], {"type": "custom", "name": "c"}]},
+                ],
+            },
+        )
+
+        assert answer.status_code == 200, answer.text
+        named = answer.headers["x-gaudiserve-ignored-fields"].split(", ")
+        assert named == [
+            "tools[1]:web_search",
+            "tools[2]:custom",
+            "tools[3].tools[1]:custom",
+            "input[1]:web_search_call",
+            "input[2]:compaction",
+            "input[3].content[0]:output_audio",
+        ]
+        prompt = await prompt_of(rig)
+        assert "get_weather" in prompt and "mcp__mail__send" in prompt
+        assert "apply_patch" not in prompt and "web_search" not in prompt
+        offered = [entry["name"] for entry in answer.json()["tools"]]
+        assert offered == ["get_weather", "mcp__mail"]
+        assert [entry["name"] for entry in answer.json()["tools"][1]["tools"]] == ["send"]
+
+
+async def test_a_request_with_ignored_tools_alone_has_no_tools() -> None:
+    async with speaking("x") as rig:
+        for choice in (None, "auto", "none"):
+            made = await resolve_request(rig, tools=[{"type": "web_search"}], tool_choice=choice)
+
+            assert made["tools"] == []
+            assert "web_search" not in await prompt_of(rig)
+
+
+async def test_calls_of_functions_in_namespaces_come_back_with_their_namespace() -> None:
+    call = CALL.replace("get_weather", "mcp__mail__send")
+    plain = {**WEATHER, "name": "a__b"}
+    shows = "{% for m in messages for c in m.tool_calls or [] %}({{ c.function.name }}){% endfor %}"
+    template = THINKING_TEMPLATE + shows.replace(" for c", " %}{% for c") + "{% endfor %}"
+    reply = call + CALL.replace("get_weather", "a__b")
+    async with speaking(reply, chat_template=template) as rig:
+        made = await resolve_request(rig, tools=[MAIL, plain])
+        events = await streamed(rig, tools=[MAIL, plain])
+        again = [*made["output"], {**OUTPUT, "call_id": made["output"][0]["call_id"]}]
+        forced = {"type": "function", "namespace": "mcp__mail", "name": "send"}
+        assert "'g'" in error_of(
+            await rig.post(
+                ROUTE, {"input": "hi", "tools": [MAIL], "tool_choice": {**forced, "name": "g"}}
+            )
+        )[2].replace("mcp__mail__", "")
+        await resolve_request(rig, again, tools=[MAIL], store=False)
+        await resolve_request(rig, "on", tools=[MAIL], previous_response_id=made["id"])
+
+        names = [(entry["name"], entry.get("namespace")) for entry in made["output"]]
+        assert names == [("send", "mcp__mail"), ("a__b", None)]
+        items = [
+            entry["item"] for entry in events if entry["type"].startswith("response.output_item.")
+        ]
+        assert [(entry["name"], entry.get("namespace")) for entry in items] == [
+            *[("send", "mcp__mail")] * 2,
+            *[("a__b", None)] * 2,
+        ]
+        for place in (-1, -2):
+            assert "(mcp__mail__send)" in await prompt_of(rig, place)
 
 
 async def test_a_failure_in_mid_stream_is_a_failed_response() -> None:

@@ -1,0 +1,145 @@
+"""Tools of a response to tools of a chat: functions, and functions of namespaces as
+`namespace__name`. Other tools are ignored, since this server runs no tools of its own."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from config.errors import UserError
+from server.openai.schema.open_lists import ignored_entries, type_of
+from server.openai.schema.tools import check_function, is_foreign_tool
+
+Tool = dict[str, Any]
+
+_FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
+_SHOWN = 40
+
+
+def flat_name(name: Any, namespace: Any) -> Any:
+    """The name of a function as the model sees it."""
+    is_in_namespace = isinstance(namespace, str) and namespace and isinstance(name, str)
+    return f"{namespace}__{name}" if is_in_namespace else name
+
+
+def chat_tools(tools: list[Any] | None) -> list[Tool] | None:
+    """The functions as a chat has them. Raises UserError."""
+    functions = []
+    for tool, namespace, where in _functions(tools):
+        function = {name: tool[name] for name in _FUNCTION_FIELDS if tool.get(name) is not None}
+        if "name" in function:
+            function["name"] = flat_name(function["name"], namespace)
+        functions.append({"type": "function", "function": function})
+        check_function(functions[-1], where)
+    return functions or None
+
+
+def namespaced_names(tools: list[Any] | None) -> Mapping[str, tuple[str, str]]:
+    """Namespace and name of each function of a namespace, by the name that the model sees; `tools`
+    were checked."""
+    found, plain = {}, set()
+    for tool, namespace, _ in _functions(tools):
+        if namespace is None:
+            plain.add(tool["name"])
+        else:
+            found[flat_name(tool["name"], namespace)] = (namespace, tool["name"])
+    return {flat: names for flat, names in found.items() if flat not in plain}
+
+
+def offered_tools(tools: list[Any] | None) -> list[Tool]:
+    """The tools of the response object: those that the model sees. `tools` were checked."""
+    offered = []
+    for tool in tools or ():
+        if tool["type"] == "function":
+            offered.append(_shown(tool))
+        elif tool["type"] == "namespace":
+            members = [_shown(entry) for entry in tool["tools"] if entry["type"] == "function"]
+            offered.append(
+                {
+                    "type": "namespace",
+                    "name": tool["name"],
+                    "description": tool.get("description"),
+                    "tools": members,
+                }
+            )
+    return offered
+
+
+def ignored_tools(tools: Any) -> Iterator[str]:
+    """The tools that the model does not see, as the answer names them."""
+    yield from ignored_entries("tools", tools, _is_ignored)
+    for place, tool in enumerate(tools if isinstance(tools, list) else ()):
+        if type_of(tool) == "namespace":
+            yield from ignored_entries(f"tools[{place}].tools", tool.get("tools"), is_foreign_tool)
+
+
+def chat_choice(choice: Any) -> Any:
+    """A tool_choice as a chat has it; a choice of allowed tools as it is. Raises UserError."""
+    if not isinstance(choice, dict):
+        return choice
+    kind = choice.get("type")
+    if kind == "function":
+        name = flat_name(choice.get("name"), choice.get("namespace"))
+        return {"type": "function", "function": {"name": name}}
+    if kind == "allowed_tools":
+        return choice
+    raise UserError(
+        f"tool_choice has type {str(kind)[:_SHOWN]!r}, it must be function or allowed_tools",
+        param="tool_choice",
+    )
+
+
+def allowed_tools(tools: list[Tool] | None, choice: Tool) -> tuple[list[Tool] | None, Any]:
+    """The functions that a `choice` of allowed tools leaves, and its mode: auto or required.
+    `tools` are those of the chat. Raises UserError."""
+    mode, listed = choice.get("mode"), choice.get("tools")
+    if not isinstance(listed, list):
+        raise UserError("tool_choice must have tools, a list", param="tool_choice")
+    allowed = chat_tools(listed)
+    if mode not in ("auto", "required"):
+        raise UserError(
+            f"tool_choice has mode {str(mode)[:_SHOWN]!r}, it must be auto or required",
+            param="tool_choice",
+        )
+    names = {tool["function"]["name"] for tool in allowed or ()}
+    known = {tool["function"]["name"] for tool in tools or ()}
+    if not names or names - known:
+        raise UserError(
+            f"tool_choice allows {len(names)} tools, {len(names - known)} of them are not in "
+            "tools; it must allow at least 1",
+            param="tool_choice",
+        )
+    return [tool for tool in tools or () if tool["function"]["name"] in names], mode
+
+
+def _functions(tools: list[Any] | None) -> Iterator[tuple[Tool, str | None, str]]:
+    """Each function, its namespace, and its place in the body. Raises UserError."""
+    for place, tool in enumerate(tools or ()):
+        where = f"tools[{place}]"
+        if _checked_type(tool, where) == "function":
+            yield tool, tool.get("namespace") or None, where
+        elif tool["type"] == "namespace":
+            name, members = tool.get("name"), tool.get("tools")
+            if not isinstance(name, str) or not name:
+                raise UserError(f"{where} has type 'namespace' and no name", param="tools")
+            if not isinstance(members, list):
+                raise UserError(
+                    f"{where} has type 'namespace' and no tools, it must have a list", param="tools"
+                )
+            for position, member in enumerate(members):
+                path = f"{where}.tools[{position}]"
+                if _checked_type(member, path) == "function":
+                    yield member, name, path
+
+
+def _checked_type(tool: Any, where: str) -> str:
+    kind = type_of(tool)
+    if kind is None:
+        raise UserError(f"{where} has no type, it must be such as 'function'", param="tools")
+    return kind
+
+
+def _is_ignored(tool: Any) -> bool:
+    return is_foreign_tool(tool) and type_of(tool) != "namespace"
+
+
+def _shown(tool: Tool) -> Tool:
+    return {name: tool.get(name) for name in ("type", *_FUNCTION_FIELDS)}

@@ -1,0 +1,21 @@
+"""Lists with entries of types that this server does not know: the prompt is made without such
+entries, and the answer names them as ignored."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+MAX_TYPE_CHARACTERS = 40
+
+
+def type_of(entry: Any) -> str | None:
+    """The type of an entry; None for an entry without a type."""
+    kind = entry.get("type") if isinstance(entry, dict) else None
+    return kind if isinstance(kind, str) and kind else None
+
+
+def ignored_entries(name: str, entries: Any, is_ignored: Callable[[Any], bool]) -> Iterator[str]:
+    """`name[3]:type` of each ignored entry of the list `name`."""
+    if isinstance(entries, list):
+        for place, entry in enumerate(entries):
+            if is_ignored(entry):
+                yield f"{name}[{place}]:{str(type_of(entry))[:MAX_TYPE_CHARACTERS]}"

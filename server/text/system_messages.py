@@ -1,0 +1,66 @@
+"""System messages for templates that take a system message only at the start."""
+
+from server.text.messages import Message, joined_contents
+
+SEPARATOR = "\n\n"
+_TAKERS = ("user", "tool")
+"""Roles whose messages can hold the text of a system message."""
+
+
+def has_late_system(messages: list[Message]) -> bool:
+    """Whether a message other than the first has the role system."""
+    return any(message.get("role") == "system" for message in messages[1:])
+
+
+def with_leading_system(messages: list[Message], *, merges_all: bool) -> list[Message]:
+    """`messages`, as `normalize_messages` returns them, without system messages after the first
+    message. With `merges_all` the first message has the texts of all system messages; otherwise a
+    later text joins the message of the user or the result of a tool next to it, so that the order
+    of the texts stays, and the cached prefix too."""
+    leading: list[Message] = []
+    rest: list[Message] = []
+    for message in messages:
+        is_leading = message.get("role") == "system" and (merges_all or not rest)
+        (leading if is_leading else rest).append(message)
+    folded = _folded(rest)
+    if not leading:
+        return folded
+    return [{**leading[0], "content": _merged(leading)}, *folded]
+
+
+def _folded(messages: list[Message]) -> list[Message]:
+    folded: list[Message] = []
+    waiting: list[Message] = []
+    """System messages after an answer: a result of a tool must follow its call directly."""
+    for message in messages:
+        role = message.get("role")
+        if role == "system":
+            if folded and not waiting and folded[-1].get("role") in _TAKERS:
+                folded[-1] = {**folded[-1], "content": _merged([folded[-1], message])}
+            else:
+                waiting.append(message)
+        elif role == "tool":
+            folded.append(message)
+        else:
+            if waiting and role == "user":
+                message = {**message, "content": _merged([*waiting, message])}
+            elif waiting:
+                _end(folded, waiting)
+            waiting = []
+            folded.append(message)
+    if waiting:
+        _end(folded, waiting)
+    return folded
+
+
+def _end(folded: list[Message], waiting: list[Message]) -> None:
+    """Put `waiting` behind the last message: into a result, or as a message of the user."""
+    if folded and folded[-1].get("role") == "tool":
+        folded[-1] = {**folded[-1], "content": _merged([folded[-1], *waiting])}
+    else:
+        folded.append({"role": "user", "content": _merged(waiting)})
+
+
+def _merged(messages: list[Message]) -> str | list[dict[str, str]]:
+    first, *others = [message["content"] for message in messages]
+    return joined_contents(first, *(piece for text in others for piece in (SEPARATOR, text)))
