@@ -107,7 +107,7 @@ def pooling_routes(state: AppState) -> APIRouter:
         body = await _parse(state, request, ClassifyBody, ClassifyChatBody)
         params = PoolingParams(task=CLASSIFY, normalize=body.normalizes)
         if isinstance(body, ClassifyBody) and body.input == []:
-            # As in vLLM: clients send batches that may be empty.
+            # Clients send batches that may be empty, and vLLM takes them.
             _processor(state).check(params, "model")
             return _empty_list(state, body)
         inputs = await _inputs(state, request, body, params)

@@ -108,7 +108,7 @@ class Renderer:
             compiled = self._compile(request.template)
             messages = normalize_messages(request.messages)
             if has_late_system(messages) and not compiled.takes_late_system():
-                # As in vLLM: a developer speaks for the whole conversation.
+                # A developer message applies to the whole conversation; vLLM merges it too.
                 merges_all = any(sent.get("role") == "developer" for sent in request.messages)
                 messages = with_leading_system(messages, merges_all=merges_all)
             if request.generic_tools and compiled.needs_generic_tools(messages, given):

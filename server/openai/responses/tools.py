@@ -45,7 +45,7 @@ def namespaced_names(tools: list[Any] | None) -> Mapping[str, tuple[str, str]]:
 
 
 def offered_tools(tools: list[Any] | None) -> list[Tool]:
-    """The tools of the response object: those that the model sees. `tools` were checked."""
+    """The tools that the model sees, for the response object. `tools` were checked."""
     offered = []
     for tool in tools or ():
         if tool["type"] == "function":
@@ -72,7 +72,7 @@ def ignored_tools(tools: Any) -> Iterator[str]:
 
 
 def chat_choice(choice: Any) -> Any:
-    """A tool_choice as a chat has it; a choice of allowed tools as it is. Raises UserError."""
+    """The tool_choice of a chat; a choice of allowed tools stays unchanged. Raises UserError."""
     if not isinstance(choice, dict):
         return choice
     kind = choice.get("type")
@@ -89,7 +89,7 @@ def chat_choice(choice: Any) -> Any:
 
 def allowed_tools(tools: list[Tool] | None, choice: Tool) -> tuple[list[Tool] | None, Any]:
     """The functions that a `choice` of allowed tools leaves, and its mode: auto or required.
-    `tools` are those of the chat. Raises UserError."""
+    `tools` are the tools of the chat. Raises UserError."""
     mode, listed = choice.get("mode"), choice.get("tools")
     if not isinstance(listed, list):
         raise UserError("tool_choice must have tools, a list", param="tool_choice")
