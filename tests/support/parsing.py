@@ -14,6 +14,7 @@ from server.parsers.stream.base import (
     ToolCallArguments,
     ToolCallRetracted,
     ToolCallStart,
+    Tools,
 )
 from server.parsers.tool.base import ToolCallParser
 
@@ -30,10 +31,10 @@ WEATHER = {
 TOOLS = {"get_weather": WEATHER, "now": {}}
 
 
-def parser_of(name: str, max_calls: int | None = None) -> OutputParser:
+def parser_of(name: str, max_calls: int | None = None, tools: Tools = TOOLS) -> OutputParser:
     """The tool parser of a family, as an answer uses it."""
     return OutputParser(
-        None, ToolCallParser(TOOL_CALL_FORMATS[name], TOOLS), lambda: "ID", max_calls
+        None, ToolCallParser(TOOL_CALL_FORMATS[name], tools), lambda: "ID", max_calls
     )
 
 

@@ -1,8 +1,6 @@
 """The tool parser, and what each family defines for it: text up to a marker, a call, text again."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from server.parsers.stream.base import EventBuffer, StreamParser, Tools
 from server.parsers.stream.text_stream import ParseError, Source, Steps, UnexpectedEnd
@@ -83,31 +81,3 @@ def checked_name(name: str) -> str:
     if not 1 <= len(name) <= MAX_NAME_CHARACTERS or not name.isprintable():
         raise ParseError
     return name
-
-
-def types_of(schema: Mapping[str, Any], name: str) -> frozenset[str]:
-    """The JSON types that the schema of parameter `name` allows, if it names any."""
-    properties = schema.get("properties")
-    return _types(properties.get(name)) if isinstance(properties, dict) else frozenset()
-
-
-def _types(schema: object) -> frozenset[str]:
-    if not isinstance(schema, dict):
-        return frozenset()
-    types = set(_type_names(schema.get("type")))
-    for name in ("anyOf", "oneOf"):
-        branches = schema.get(name)
-        # One level only; deeper types are inferred from what was written.
-        for branch in branches if isinstance(branches, list) else ():
-            inner = branch.get("type") if isinstance(branch, dict) else None
-            types.update(_type_names(inner) or ("any",))
-    if not types and isinstance(schema.get("enum"), list):
-        types = {"string" if isinstance(one, str) else "any" for one in schema["enum"]}
-    if "$ref" in schema or "allOf" in schema or "const" in schema:
-        types.add("any")
-    return frozenset(types)
-
-
-def _type_names(kind: object) -> list[str]:
-    kinds = kind if isinstance(kind, list) else [kind]
-    return [one for one in kinds if isinstance(one, str)]

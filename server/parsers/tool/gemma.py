@@ -14,7 +14,8 @@ from server.parsers.stream.json_stream import (
     read_string,
 )
 from server.parsers.stream.text_stream import ParseError, Sink, Source, Steps, UnexpectedEnd
-from server.parsers.tool.base import MAX_NAME_CHARACTERS, ToolCallFormat, checked_name, types_of
+from server.parsers.tool.argument_types import cast, types_of
+from server.parsers.tool.base import MAX_NAME_CHARACTERS, ToolCallFormat, checked_name
 from server.parsers.tool.structural_tag import (
     Argument,
     Functions,
@@ -29,7 +30,6 @@ from server.parsers.tool.structural_tag import (
     text_until,
     unenforceable,
 )
-from server.parsers.tool.xml import cast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

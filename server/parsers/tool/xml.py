@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.parsers.stream.base import EventBuffer, Tools
-from server.parsers.stream.json_stream import quoted, value_of
+from server.parsers.stream.json_stream import quoted
 from server.parsers.stream.text_stream import ParseError, Source, Steps, UnexpectedEnd
-from server.parsers.tool.base import MAX_NAME_CHARACTERS, ToolCallFormat, checked_name, types_of
+from server.parsers.tool.argument_types import ANNOTATIONS, cast, types_of
+from server.parsers.tool.base import MAX_NAME_CHARACTERS, ToolCallFormat, checked_name
 from server.parsers.tool.structural_tag import (
-    ANNOTATIONS,
     Argument,
     Functions,
     Part,
@@ -31,7 +31,6 @@ from server.parsers.tool.structural_tag import (
 MAX_ATTRIBUTES_CHARACTERS = 256
 _LINE_BREAK = regex("\\n?")
 _QUOTES_AND_BLANKS = "\"' \t\r\n"
-_PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,35 +156,6 @@ class Tags(ToolCallFormat):
         return ToolCallGrammar(by_marker, self.ignored_markers)
 
 
-def cast(text: str, types: frozenset[str]) -> str:
-    """`text` as JSON of one of `types`; as a string if it is none of them."""
-    bare = text.strip()
-    bare = _PYTHON.get(bare, bare)
-    if bare[:1] == '"' and "string" in types:
-        return quoted(text)
-    value = value_of(bare)
-    if value is None or ("string" in types and not _fits(value, types)):
-        return quoted(text)
-    return value
-
-
-def _fits(value: str, types: frozenset[str]) -> bool:
-    """Whether a JSON value has one of `types` other than string."""
-    if "any" in types:
-        return True
-    first = value[0]
-    if first == "{":
-        return "object" in types
-    if first == "[":
-        return "array" in types
-    if first in "tf":
-        return "boolean" in types
-    if first == "n":
-        return "null" in types
-    is_whole = value.lstrip("-").isdecimal()
-    return "number" in types or ("integer" in types and is_whole)
-
-
 def _call(family: Tags, name: str, schema: Mapping[str, Any] | None) -> Part:
     """A call after the opening tag."""
     _check_name(name, name, family.name_end)
@@ -228,8 +198,9 @@ def _value(family: Tags, function: str, argument: Argument) -> list[Part]:
     gap = [_LINE_BREAK] if family.is_framed else []
     if is_plain:
         return [*gap, text_until(family.value_end)]
-    types = types_of({"properties": {argument.name: schema}}, argument.name)
-    words = schema.get("enum")
+    named = {**argument.definitions, "properties": {argument.name: schema}}
+    types = types_of(named, argument.name)
+    words = [schema["const"]] if "const" in schema else schema.get("enum")
     if types == {"string"} and isinstance(words, list) and schema.keys() <= _WITH_WORDS:
         return [_one_of(family, function, argument.name, words)]
     if not types or "string" in types:
@@ -237,7 +208,7 @@ def _value(family: Tags, function: str, argument: Argument) -> list[Part]:
     return [*gap, as_json, *gap, literal(family.value_end)]
 
 
-_WITH_WORDS = ANNOTATIONS | {"type", "enum"}
+_WITH_WORDS = ANNOTATIONS | {"type", "enum", "const"}
 
 
 def _one_of(family: Tags, function: str, name: str, words: list[Any]) -> Part:
