@@ -27,6 +27,9 @@ from server.multimodal import decode, fetch, file_checks, image_processor, proce
 from server.process import open_files, supervisor
 from server.serving import job
 from server.text import bounded_encoder, isolated_template, messages
+from server.parsers.tool import argument_types
+from server.process import open_files
+from server.text import bounded_encoder, isolated_template
 from server.text import chat_template as template
 from server.text import template_renderer as renderer
 
@@ -86,6 +89,8 @@ def isolation(limits: compilation.Limits) -> str:
         f"| schema, pattern or grammar | {grammar.MAX_CHARACTERS:,} characters",
         f"| JSON schema | {json_schema.MAX_NESTING} levels, {json_schema.MAX_SCHEMAS:,} "
         f"schemas, {json_schema.MAX_DEPTH:,} on a path, {json_schema.MAX_CHAIN} in a row",
+        f"| types of a tool argument | {argument_types.MAX_SCHEMA_NODES:,} subschemas, "
+        f"{argument_types.MAX_SCHEMA_DEPTH} on a path",
         f"| pattern | {grammar_bounds.MAX_PATTERN_SIZE:,} characters with repetitions expanded, "
         f"{grammar_bounds.MAX_PATTERN_OPTIONS:,} of them optional",
         f"| grammar | {grammar_bounds.MAX_RULES:,} rules, {grammar_bounds.MAX_RULE_DEPTH} on a "

@@ -16,7 +16,6 @@ from server.parsers.stream.base import (
     ParserEvent,
     TextDelta,
     ToolCallArguments,
-    ToolCallRetracted,
     ToolCallStart,
 )
 from server.parsers.stream.json_stream import object_of
@@ -43,7 +42,8 @@ def message_of(job: Job, content: Sequence[Block] = ()) -> dict[str, Any]:
 def full_message(job: Job, choice: ChoiceOutput, *, shows_reasoning: bool) -> dict[str, Any]:
     """The whole message of `choice`."""
     parts = choice.message.parts
-    content = [_block(part, shows_reasoning=shows_reasoning) for part in parts]
+    is_cut = choice.finish_reason == "length"
+    content = [_block(part, is_cut=is_cut, shows_reasoning=shows_reasoning) for part in parts]
     has_calls = any(part.kind == "tool_call" for part in parts)
     ending = stop_fields(choice.finish_reason, choice.stop_reason, has_calls=has_calls)
     return message_of(job, content) | ending
@@ -75,19 +75,22 @@ def stop_fields(
     return {"stop_reason": "end_turn", "stop_sequence": None}
 
 
-def _block(part: MessagePart, *, shows_reasoning: bool) -> Block:
+def _block(part: MessagePart, *, is_cut: bool, shows_reasoning: bool) -> Block:
     if part.call is not None:
-        return {**_tool_use(part.call), "input": msgspec.Raw(_input(part.text).encode())}
+        return {**_tool_use(part.call), "input": msgspec.Raw(_input(part.text, is_cut).encode())}
     if part.kind == "reasoning":
         return {**_THINKING, "thinking": part.text if shows_reasoning else ""}
     return {"type": "text", "text": part.text}
 
 
-def _input(arguments: str) -> str:
-    """Arguments of a call as a JSON object; of a call that was cut, what can be parsed."""
+def _input(arguments: str, is_cut: bool) -> str:
+    """Arguments of a call as a JSON object. If they cannot be parsed: of a call that was cut, what
+    came; else the empty object, since a part of them may do something else."""
     whole = object_of(arguments)
     if whole is not None:
         return whole
+    if not is_cut:
+        return "{}"
     try:
         return json.dumps(from_json(arguments, allow_partial=True), allow_nan=False)
     except ValueError:
@@ -112,7 +115,7 @@ class MessageEvents:
         self._num_blocks = 0
         self._open: str | None = None
         """The type of the open block."""
-        self._calls: set[int] = set()
+        self._has_calls = False
         self._last = Delta(0)
 
     def feed(self, deltas: list[Delta]) -> bytes:
@@ -120,7 +123,7 @@ class MessageEvents:
 
     def ending(self) -> bytes:
         last = self._last
-        ending = stop_fields(last.finish_reason, last.stop_reason, has_calls=bool(self._calls))
+        ending = stop_fields(last.finish_reason, last.stop_reason, has_calls=self._has_calls)
         delta = {"type": "message_delta", "delta": ending, "usage": usage_of(self._job)}
         frames = [self._start_message(), self._end_block(), named_frame("message_delta", delta)]
         return b"".join([*frames, named_frame("message_stop", {"type": "message_stop"})])
@@ -141,13 +144,10 @@ class MessageEvents:
 
     def _event_frames(self, event: ParserEvent) -> bytes:
         if isinstance(event, ToolCallStart):
-            self._calls.add(event.index)
+            self._has_calls = True
             return self._start_block(_tool_use(event))
         if isinstance(event, ToolCallArguments):
             return self._delta({"type": "input_json_delta", "partial_json": event.text})
-        if isinstance(event, ToolCallRetracted):
-            self._calls.discard(event.index)
-            return b""
         is_text = isinstance(event, TextDelta)
         started = b""
         if self._open != ("text" if is_text else "thinking"):

@@ -2,7 +2,7 @@
 calls of each choice."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -27,11 +27,16 @@ from server.parsers.stream.base import (
     ReasoningParser,
     TextDelta,
     ToolCallArguments,
-    ToolCallRetracted,
     ToolCallStart,
     Tools,
 )
-from server.parsers.tool.base import ToolCallFormat, ToolCallParser, ToolCallReader
+from server.parsers.tool.base import (
+    NO_CALLS,
+    CallFinder,
+    ToolCallFormat,
+    ToolCallParser,
+    ToolCallReader,
+)
 from server.parsers.tool.json import CALLS_ALONE, Arguments
 from server.parsers.tool.structural_tag import Functions, ToolCallGrammar
 from server.text.tokenizer import Tokenizer
@@ -89,6 +94,7 @@ class ParserConfig:
         is_inside: bool,
         keeps_whitespace: bool = False,
         is_named: bool = False,
+        finds_stray_calls: bool = False,
         max_calls: int | None,
     ) -> "ChoiceParsers | None":
         """Parsers of answers with calls as `call_reader` reads them, and, with `has_reasoning`,
@@ -105,6 +111,7 @@ class ParserConfig:
             is_inside=is_inside,
             keeps_whitespace=keeps_whitespace,
             is_named=is_named,
+            finds_stray_calls=finds_stray_calls,
             new_id=partial(new_call_id, self.tool_parser or ""),
             max_calls=max_calls,
         )
@@ -193,7 +200,7 @@ class ChoiceParser:
         self._ids: list[int] = []
         """All tokens, until the reasoning has ended."""
         self._num_reasoning: int | None = None if reasoning is not None else 0
-        self._good_calls: set[int] = set()
+        self._has_calls = False
 
     def parse(self, delta: Delta) -> list[ParserEvent]:
         """The events of `delta`; with the last delta, also all that was buffered."""
@@ -205,14 +212,12 @@ class ChoiceParser:
         self._count()
         for event in events:
             if isinstance(event, ToolCallStart):
-                self._good_calls.add(event.index)
-            elif isinstance(event, ToolCallRetracted):
-                self._good_calls.discard(event.index)
+                self._has_calls = True
         return events
 
     def finish_reason(self, given: str | None) -> str | None:
         """Why the choice ended, given why its text did."""
-        chose = bool(self._good_calls) and not self._is_named
+        chose = self._has_calls and not self._is_named
         return "tool_calls" if given == "stop" and chose else given
 
     @property
@@ -247,7 +252,8 @@ class ChoiceParser:
 
     def _has_end_tag(self, ids: list[int]) -> bool:
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
-        return any(mark in text for mark in self._end_tags)
+        marker = self._reasoning.call_marker if self._reasoning is not None else ""
+        return any(mark in text for mark in ((marker,) if marker else self._end_tags))
 
 
 class ChoiceParsers:
@@ -263,22 +269,30 @@ class ChoiceParsers:
         is_inside: bool,
         keeps_whitespace: bool,
         is_named: bool,
+        finds_stray_calls: bool,
         new_id: Callable[[], str],
         max_calls: int | None,
     ) -> None:
         """`is_inside`: the answer begins inside reasoning. `keeps_whitespace`: the text after the
-        reasoning keeps its whitespace. `is_named`: as in `ChoiceParser`."""
+        reasoning keeps its whitespace. `is_named`: as in `ChoiceParser`. `finds_stray_calls`:
+        calls in the reasoning, and unmarked calls in text, are calls; no grammar covers them."""
         self._readers: dict[int, ChoiceParser] = {}
         """One a choice; bounded by n."""
         self._tokenizer = tokenizer
         self._formats = [one for one in (call_reader, reasoning_format) if one is not None]
         self.has_reasoning = reasoning_format is not None
 
+        finder = NO_CALLS
+        if call_reader is not None and finds_stray_calls:
+            finder = CallFinder(call_reader, tools)
+        elif call_reader is not None:
+            call_reader = replace(call_reader, unmarked_starts="")
+
         def make() -> ChoiceParser:
             reasoning = None
             if reasoning_format is not None:
                 reasoning = reasoning_format.parser(
-                    is_inside=is_inside, keeps_whitespace=keeps_whitespace
+                    is_inside=is_inside, keeps_whitespace=keeps_whitespace, calls=finder
                 )
             calls = None if call_reader is None else ToolCallParser(call_reader, tools)
             parser = OutputParser(reasoning, calls, new_id, max_calls)
@@ -335,11 +349,8 @@ class AssistantMessage:
                 self._add("reasoning", event.text)
             elif isinstance(event, ToolCallStart):
                 self.parts.append(MessagePart("tool_call", [], event))
-            elif isinstance(event, ToolCallArguments):
-                self.parts[-1].texts.append(event.text)
             else:
-                # A call is retracted before anything follows it.
-                self.parts.pop()
+                self.parts[-1].texts.append(event.text)
 
     def _add(self, kind: Literal["reasoning", "text"], text: str) -> None:
         if self.parts and self.parts[-1].kind == kind:

@@ -61,16 +61,18 @@ def _free_text(
     parser_config: ParserConfig, tokenizer: Tokenizer, body: ChatBody, prompt: str
 ) -> AnswerFormat:
     """Free text and optional calls; calls of strict functions are constrained to their schemas."""
+    is_strict = any(tool["function"].get("strict") for tool in body.visible_tools or ())
     parsers = parser_config.make_parsers(
         tokenizer,
         None if body.visible_tools is None else parser_config.tool_call_format,
         tool_schemas(body.visible_tools or ()),
         is_inside=parser_config.starts_inside(prompt, body.continued_text),
+        finds_stray_calls=not is_strict,
         max_calls=body.max_calls,
     )
     budget = body.thinking_token_budget
     param, grammar = "thinking_token_budget", GrammarSpec(FREE)
-    if any(tool["function"].get("strict") for tool in body.visible_tools or ()):
+    if is_strict:
         calls = _call_grammar(parser_config, body)
         param, grammar = "tools", spec_of_tags("tools", calls.part())
         if calls.whole is not None:

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from server.parsers.reasoning.tags import ReasoningFormat
 from server.parsers.stream.base import EventBuffer, ReasoningParser, Tools
 from server.parsers.stream.text_stream import ParseError, Sink, Source, Steps
-from server.parsers.tool.base import MAX_NAME_CHARACTERS, ToolCallFormat, checked_name
+from server.parsers.tool.base import (
+    MAX_NAME_CHARACTERS,
+    NO_CALLS,
+    CallFinder,
+    ToolCallFormat,
+    checked_name,
+)
 from server.parsers.tool.json import NO_ARGUMENTS, read_named_call
 from server.parsers.tool.structural_tag import (
     Functions,
@@ -44,8 +50,11 @@ class HarmonyReasoning(ReasoningFormat):
     def answer_start_tags(self) -> tuple[str, ...]:
         return (f"{_END}{_START}assistant{_CHANNEL}final{_MESSAGE}",)
 
-    def parser(self, *, is_inside: bool, keeps_whitespace: bool = False) -> ReasoningParser:
-        """A parser of one answer; whitespace in messages is always kept."""
+    def parser(
+        self, *, is_inside: bool, keeps_whitespace: bool = False, calls: CallFinder = NO_CALLS
+    ) -> ReasoningParser:
+        """A parser of one answer; whitespace in messages is always kept, and calls are messages of
+        their own."""
         return HarmonyReasoningParser(self, is_inside=is_inside)
 
 
@@ -81,7 +90,7 @@ class HarmonyReasoningParser(ReasoningParser):
             elif word in form.begins:
                 self._end_message()
                 yield from self._read_header(word)
-        if not self._is_cut:
+        if not source.is_cut:
             self._end_message()
 
     def _add_content(self, piece: str) -> None:
@@ -128,6 +137,7 @@ class HarmonyToolCalls(ToolCallFormat):
 
     markers: tuple[str, ...] = (_TO,)
     ignored_markers: tuple[str, ...] = (_CALL,)
+    ends: tuple[str, ...] = (_CALL,)
     head_end: str = _MESSAGE
     constrain: str = _CONSTRAIN
 
@@ -141,7 +151,7 @@ class HarmonyToolCalls(ToolCallFormat):
             output.add_arguments(NO_ARGUMENTS)
             output.end_call()
             return
-        yield from read_named_call(source, output, name)
+        yield from read_named_call(source, output, name, None, self.ends)
         yield from source.skip_whitespace()
         yield from source.accept(_CALL)
 

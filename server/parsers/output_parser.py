@@ -4,15 +4,14 @@ from collections.abc import Callable
 
 from server.parsers.stream.base import (
     EventBuffer,
-    Parser,
     ParserEvent,
     ReasoningDelta,
     ReasoningParser,
     TextDelta,
     ToolCallArguments,
-    ToolCallRetracted,
     ToolCallStart,
 )
+from server.parsers.tool.base import ToolCallParser
 
 
 class OutputParser:
@@ -25,7 +24,7 @@ class OutputParser:
     def __init__(
         self,
         reasoning: ReasoningParser | None,
-        tool_parser: Parser | None,
+        tool_parser: ToolCallParser | None,
         new_id: Callable[[], str],
         max_calls: int | None = None,
     ) -> None:
@@ -54,6 +53,8 @@ class OutputParser:
         return cleaned
 
     def _parse_text(self, events: list[ParserEvent]) -> list[ParserEvent]:
+        if self._tool_parser is not None and self._reasoning is not None:
+            self._tool_parser.ignore(self._reasoning.late_end_tags)
         parsed: list[ParserEvent] = []
         for event in events:
             parsed += self._parse_calls(event.text) if isinstance(event, TextDelta) else [event]
@@ -88,7 +89,7 @@ class OutputParser:
         self._has_text = self._has_text or bool(ready)
         output.add_text(ready)
 
-    def _with_id(self, event: ToolCallStart | ToolCallArguments | ToolCallRetracted) -> ParserEvent:
+    def _with_id(self, event: ToolCallStart | ToolCallArguments) -> ParserEvent:
         if not isinstance(event, ToolCallStart):
             return event
         self._has_calls = True

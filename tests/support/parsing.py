@@ -12,8 +12,8 @@ from server.parsers.stream.base import (
     ReasoningDelta,
     TextDelta,
     ToolCallArguments,
-    ToolCallRetracted,
     ToolCallStart,
+    Tools,
 )
 from server.parsers.tool.base import ToolCallParser
 
@@ -30,21 +30,20 @@ WEATHER = {
 TOOLS = {"get_weather": WEATHER, "now": {}}
 
 
-def parser_of(name: str, max_calls: int | None = None) -> OutputParser:
+def parser_of(name: str, max_calls: int | None = None, tools: Tools = TOOLS) -> OutputParser:
     """The tool parser of a family, as an answer uses it."""
     return OutputParser(
-        None, ToolCallParser(TOOL_CALL_FORMATS[name], TOOLS), lambda: "ID", max_calls
+        None, ToolCallParser(TOOL_CALL_FORMATS[name], tools), lambda: "ID", max_calls
     )
 
 
 def read(make: Callable[[], Parser], pieces: Iterable[str], *, is_cut: bool = False) -> Any:
-    """(thinking, text, calls as [name, arguments, id], indices of those that broke)."""
+    """(reasoning, text, calls as [name, arguments, id], indices of calls without valid JSON)."""
     parser = make()
     events: list[ParserEvent] = [event for piece in pieces for event in parser.feed(piece)]
     events += parser.finish(is_cut=is_cut)
     thought, text = "", ""
     calls: list[list[Any]] = []
-    broken = []
     for event in events:
         if isinstance(event, TextDelta):
             text += event.text
@@ -53,12 +52,11 @@ def read(make: Callable[[], Parser], pieces: Iterable[str], *, is_cut: bool = Fa
         elif isinstance(event, ToolCallStart):
             assert event.index == len(calls)
             calls.append([event.name, "", event.id])
-        elif isinstance(event, ToolCallArguments):
+        else:
+            assert isinstance(event, ToolCallArguments)
             assert event.index == len(calls) - 1
             calls[-1][1] += event.text
-        else:
-            assert isinstance(event, ToolCallRetracted)
-            broken.append(event.index)
+    broken = [place for place, call in enumerate(calls) if not is_json(call[1])]
     return thought, text, calls, broken
 
 
@@ -75,3 +73,12 @@ def good_calls(found: Any) -> list[tuple[str, Any]]:
     """(name, arguments) of the calls that are whole."""
     _, _, calls, broken = found
     return [(c[0], json.loads(c[1])) for i, c in enumerate(calls) if i not in broken]
+
+
+def is_json(text: str) -> bool:
+    """Whether `text` is valid JSON."""
+    try:
+        json.loads(text, parse_constant=int)
+    except ValueError:
+        return False
+    return True

@@ -11,8 +11,6 @@ from server.parsers.stream.base import (
     ParserEvent,
     ReasoningDelta,
     TextDelta,
-    ToolCallArguments,
-    ToolCallRetracted,
     ToolCallStart,
 )
 from server.serving.choices import TokenFormatter, chat_logprobs
@@ -31,8 +29,6 @@ class OutputItem:
     status: str = "in_progress"
     texts: list[str] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
-    is_retracted: bool = False
-    """Started as a tool call that could not be parsed."""
 
     @property
     def part(self) -> Item:
@@ -85,7 +81,7 @@ class ResponseOutput:
     @property
     def output(self) -> list[Item]:
         """All items so far."""
-        return [one.item for one in self._items if not one.is_retracted]
+        return [one.item for one in self._items]
 
     def add(self, delta: Delta) -> list[StreamEvent]:
         """The events of `delta`."""
@@ -133,10 +129,6 @@ class ResponseOutput:
         if isinstance(event, ToolCallStart):
             return self._open_item("function_call", call_id=event.id, **self._names(event.name))
         assert self._open is not None
-        if isinstance(event, ToolCallRetracted):
-            self._open.is_retracted = True
-            return self.close("incomplete")
-        assert isinstance(event, ToolCallArguments)
         return [self._add_delta("function_call_arguments", event.text)]
 
     def _names(self, given: str) -> Item:

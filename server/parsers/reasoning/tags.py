@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from server.parsers.stream.base import ReasoningParser
 from server.parsers.stream.text_stream import Sink, Steps
+from server.parsers.tool.base import NO_CALLS, CallFinder
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +44,33 @@ class ReasoningFormat:
         opened = max(text.rfind(mark) for mark in self.start_tags)
         return opened > max(text.rfind(mark) for mark in self.end_tags)
 
-    def parser(self, *, is_inside: bool, keeps_whitespace: bool = False) -> ReasoningParser:
+    def parser(
+        self, *, is_inside: bool, keeps_whitespace: bool = False, calls: CallFinder = NO_CALLS
+    ) -> ReasoningParser:
         """A parser of one answer. `keeps_whitespace`: all that follows the reasoning is text,
-        whitespace too."""
-        return ReasoningTagParser(self, is_inside=is_inside, keeps_whitespace=keeps_whitespace)
+        whitespace too. `calls`: the calls that end the reasoning."""
+        return ReasoningTagParser(
+            self, is_inside=is_inside, keeps_whitespace=keeps_whitespace, calls=calls
+        )
 
 
 class ReasoningTagParser(ReasoningParser):
-    """Whitespace around the tags is dropped; a block without an end tag is reasoning to its end."""
+    """Whitespace around the tags is dropped. Reasoning without an end tag ends before a call, or
+    with the answer."""
 
     def __init__(
-        self, form: ReasoningFormat, *, is_inside: bool, keeps_whitespace: bool = False
+        self,
+        form: ReasoningFormat,
+        *,
+        is_inside: bool,
+        keeps_whitespace: bool = False,
+        calls: CallFinder = NO_CALLS,
     ) -> None:
         super().__init__(is_inside=is_inside)
         self._form = form
         self._is_inside = is_inside
         self._keeps_whitespace = keeps_whitespace
+        self._calls = calls
 
     def _run(self) -> Steps[None]:
         form, source, output = self._form, self._source, self._output
@@ -67,7 +79,7 @@ class ReasoningTagParser(ReasoningParser):
         if opened or self._is_inside:
             self.has_reasoning = True
             yield from source.skip_whitespace()
-            self.is_done = bool((yield from self._until(form.end_tags, output.add_reasoning)))
+            self.is_done = bool((yield from self._read_reasoning()))
             if not self._keeps_whitespace:
                 yield from source.skip_whitespace()
         else:
@@ -79,25 +91,41 @@ class ReasoningTagParser(ReasoningParser):
             and (yield from source.accept(form.answer_open))
         ):
             yield from source.skip_whitespace()
-            yield from self._until((form.answer_close,), output.add_text)
+            yield from source.read_until((form.answer_close,), _Trimmed(output.add_text))
             yield from source.skip_whitespace()
         while not source.has_ended:
             source.take_all(output.add_text)
             yield
         source.take_all(output.add_text)
 
-    def _until(self, words: tuple[str, ...], sink: Sink) -> Steps[str]:
-        """Take text up to one of `words`, without the whitespace before it; returns the word."""
-        trailing = ""
+    def _read_reasoning(self) -> Steps[str]:
+        """Take the reasoning and its end tag, or up to a call; returns the tag or the marker."""
+        source, ends = self._source, self._form.end_tags
+        take = _Trimmed(self._output.add_reasoning)
+        while word := (
+            yield from source.read_until((*ends, *self._calls.markers), take, leave=True)
+        ):
+            if word in ends:
+                return source.take(len(word))
+            if (yield from self._calls.starts_call(source)):
+                self.call_marker, self.late_end_tags = word, ends
+                return word
+            take(source.take(len(word)))
+        return ""
 
-        def take(piece: str) -> None:
-            nonlocal trailing
-            whole = trailing + piece
-            ready = whole.rstrip()
-            trailing = whole[len(ready) :]
-            sink(ready)
 
-        return (yield from self._source.read_until(words, take))
+class _Trimmed:
+    """Passes text on without the whitespace at its end."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._trailing = ""
+
+    def __call__(self, piece: str) -> None:
+        whole = self._trailing + piece
+        ready = whole.rstrip()
+        self._trailing = whole[len(ready) :]
+        self._sink(ready)
 
 
 THINK = ReasoningFormat()

@@ -1,5 +1,6 @@
 """Interfaces of the output parsers: text in pieces in, events out."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -8,6 +9,9 @@ from server.parsers.stream.text_stream import Source, Steps
 
 Tools = Mapping[str, Mapping[str, Any]]
 """The functions of a request: name to JSON schema of the arguments."""
+MAX_HELD_CHARACTERS = 256
+"""Arguments before their first value that are held back."""
+_FIRST_VALUE = re.compile(r'\{\s*"(?:[^"\\]|\\.)*"\s*:\s*\S', re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +39,14 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """The next piece of a call's arguments; the pieces joined are the text of a JSON object."""
+    """The next piece of a call's arguments. The pieces joined are the text of a JSON object, unless
+    the answer was cut or the model wrote arguments that cannot be parsed."""
 
     index: int
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallRetracted:
-    """The call that was started cannot be parsed: all of it follows as text."""
-
-    index: int
-
-
-ParserEvent = TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments | ToolCallRetracted
+ParserEvent = TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments
 
 
 class Parser(Protocol):
@@ -69,13 +67,20 @@ class Parser(Protocol):
 
 
 class EventBuffer:
-    """Collects events and joins adjacent pieces."""
+    """Collects events and joins adjacent pieces.
+
+    A call is held until its first value begins or it ends: text that only begins like a call can
+    still become text. From then on it stays a call.
+    """
 
     def __init__(self) -> None:
         self._events: list[ParserEvent] = []
-        self._num_calls = 0
+        self.num_calls = 0
+        """Calls that events were made of."""
+        self._held: ToolCallStart | None = None
+        self._held_arguments = ""
         self.has_open_call = False
-        """Whether a call has started and not ended."""
+        """Whether an event of a call was made, and the call has not ended."""
 
     def add_text(self, piece: str) -> None:
         """Add text of the answer."""
@@ -95,29 +100,42 @@ class EventBuffer:
 
     def start_call(self, name: str, call_id: str | None = None) -> None:
         """Start a call."""
-        self._events.append(ToolCallStart(self._num_calls, name, call_id))
-        self._num_calls += 1
-        self.has_open_call = True
+        self._held = ToolCallStart(self.num_calls, name, call_id)
+        self._held_arguments = ""
 
     def add_arguments(self, piece: str) -> None:
-        """Add to the open call's arguments."""
-        index = self._num_calls - 1
+        """Add to the started call's arguments."""
+        if self._held is not None:
+            self._held_arguments += piece
+            is_long = len(self._held_arguments) > MAX_HELD_CHARACTERS
+            if is_long or _FIRST_VALUE.match(self._held_arguments):
+                self.release_call()
+            return
+        index = self.num_calls - 1
         last = self._events[-1] if self._events else None
         if isinstance(last, ToolCallArguments) and last.index == index:
             self._events[-1] = ToolCallArguments(index, last.text + piece)
-        else:
+        elif piece:
             self._events.append(ToolCallArguments(index, piece))
 
     def end_call(self) -> None:
-        """The open call is complete."""
+        """The started call is complete."""
+        self.release_call()
         self.has_open_call = False
 
-    def retract_call(self, raw: str) -> None:
-        """Treat what looked like a call, `raw`, as text."""
-        if self.has_open_call:
-            self._events.append(ToolCallRetracted(self._num_calls - 1))
-        self.has_open_call = False
-        self.add_text(raw)
+    def release_call(self) -> None:
+        """The call that is held, if one is, stays a call."""
+        if self._held is None:
+            return
+        held, self._held = self._held, None
+        self._events.append(held)
+        self.num_calls += 1
+        self.has_open_call = True
+        self.add_arguments(self._held_arguments)
+
+    def drop_call(self) -> None:
+        """What is held is no call."""
+        self._held = None
 
     def drain(self) -> list[ParserEvent]:
         """The events since the last call."""
@@ -131,7 +149,6 @@ class StreamParser:
     def __init__(self) -> None:
         self._source = Source()
         self._output = EventBuffer()
-        self._is_cut = False
         self._steps: Steps[None] | None = self._run()
 
     def feed(self, text: str) -> list[ParserEvent]:
@@ -139,8 +156,7 @@ class StreamParser:
         return self._advance()
 
     def finish(self, *, is_cut: bool) -> list[ParserEvent]:
-        self._is_cut = is_cut
-        self._source.has_ended = True
+        self._source.has_ended, self._source.is_cut = True, is_cut
         return self._advance()
 
     def _run(self) -> Steps[None]:
@@ -165,3 +181,7 @@ class ReasoningParser(StreamParser):
         """Whether no reasoning can follow."""
         self.has_reasoning = is_inside
         """Whether reasoning has started."""
+        self.call_marker = ""
+        """The marker of the call that ended the reasoning, if a call did."""
+        self.late_end_tags: tuple[str, ...] = ()
+        """End tags that may still follow, after a call that ended the reasoning."""

@@ -14,16 +14,19 @@ _SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+
 _HEX = re.compile(r"[0-9a-fA-F]{4}")
 
 
-def read_value(source: Source, sink: Sink, depth: int = 0) -> Steps[None]:
-    """Any JSON value, passed on as it is written. Raises ParseError at the first invalid character,
-    and for values nested deeper than MAX_DEPTH."""
+def read_value(
+    source: Source, sink: Sink, depth: int = 0, ends: tuple[str, ...] = ()
+) -> Steps[None]:
+    """Any JSON value, passed on as it is written. Brackets that are missing before one of `ends`,
+    or before an outer bracket, are added, a comma before them is left out. Raises ParseError at
+    the first other invalid character, and for values nested deeper than MAX_DEPTH."""
     first = yield from source.peek()
     if first == '"':
         yield from read_string(source, sink)
     elif first in "{[":
         if depth >= MAX_DEPTH:
             raise ParseError
-        yield from _read_container(source, sink, depth)
+        yield from _read_container(source, sink, depth, ends)
     else:
         word = yield from source.peek_run(_WORD, MAX_SCALAR_CHARACTERS)
         if not _SCALAR.fullmatch(word):
@@ -32,7 +35,8 @@ def read_value(source: Source, sink: Sink, depth: int = 0) -> Steps[None]:
 
 
 def read_string(source: Source, sink: Sink) -> Steps[None]:
-    """A JSON string. Raw control characters, which JSON forbids and models write, are escaped."""
+    """A JSON string. Raw control characters and backslashes before other characters, which JSON
+    forbids and models write, are escaped."""
     yield from source.expect('"')
     sink('"')
     while True:
@@ -57,40 +61,55 @@ def read_short_string(source: Source) -> Steps[str]:
 
 def _read_escape(source: Source, sink: Sink) -> Steps[None]:
     kind = (yield from source.peek_many(2))[1]
-    if kind == "u":
-        if not _HEX.fullmatch((yield from source.peek_many(6))[2:]):
-            raise ParseError
-        sink(source.take(6))
-    elif kind in '"\\/bfnrt':
+    if kind in '"\\/bfnrt':
         sink(source.take(2))
+    elif kind == "'":
+        source.take(1)
+    elif kind == "u" and _HEX.fullmatch((yield from source.peek_many(6))[2:]):
+        sink(source.take(6))
     else:
-        raise ParseError
+        source.take(1)
+        sink("\\\\")
 
 
-def _read_container(source: Source, sink: Sink, depth: int) -> Steps[None]:
+def _read_container(source: Source, sink: Sink, depth: int, ends: tuple[str, ...]) -> Steps[None]:
     is_object = source.take(1) == "{"
     closing = "}" if is_object else "]"
     sink("{" if is_object else "[")
     sink((yield from source.skip_whitespace()))
-    if (yield from source.peek()) == closing:
-        sink(source.take(1))
-        return
-    while True:
+    is_first = True
+    while not (yield from _closes(source, sink, closing, depth, ends)):
+        if not is_first:
+            yield from source.expect(",")
+            space = yield from source.skip_whitespace()
+            if (yield from _closes(source, sink, closing, depth, ends)):
+                return
+            sink("," + space)
+        is_first = False
         if is_object:
             yield from read_string(source, sink)
             sink((yield from source.skip_whitespace()))
             yield from source.expect(":")
             sink(":")
             sink((yield from source.skip_whitespace()))
-        yield from read_value(source, sink, depth + 1)
+        yield from read_value(source, sink, depth + 1, ends)
         sink((yield from source.skip_whitespace()))
-        character = yield from source.peek()
-        if character not in (",", closing):
-            raise ParseError
+
+
+def _closes(
+    source: Source, sink: Sink, closing: str, depth: int, ends: tuple[str, ...]
+) -> Steps[bool]:
+    """Whether a container ends here; its bracket is taken, or added if it is missing."""
+    character = yield from source.peek()
+    if character == closing:
         sink(source.take(1))
-        if character == closing:
-            return
-        sink((yield from source.skip_whitespace()))
+        return True
+    is_missing = bool(ends) and (
+        (depth > 0 and character in "}]") or bool((yield from source.peek_word(*ends)))
+    )
+    if is_missing:
+        sink(closing)
+    return is_missing
 
 
 def read_separated(
@@ -99,13 +118,14 @@ def read_separated(
     read_one: Callable[[bool], Steps[None]],
     *,
     allows_trailing_comma: bool = False,
+    ends: tuple[str, ...] = (),
 ) -> Steps[None]:
-    """Values separated by commas up to `closing`, which is taken; `read_one` is told whether its
-    value is the first."""
+    """Values separated by commas up to `closing`, which is taken, or is missing before one of
+    `ends`; `read_one` is told whether its value is the first."""
     is_first = True
     while True:
         yield from source.skip_whitespace()
-        if (yield from source.accept(closing)):
+        if (yield from source.accept(closing)) or (yield from source.peek_word(*ends)):
             return
         if not is_first:
             yield from source.expect(",")
@@ -124,22 +144,18 @@ def read_members(
     read_one: Callable[[str], Steps[None]],
     *,
     allows_trailing_comma: bool = False,
+    ends: tuple[str, ...] = (),
 ) -> Steps[None]:
-    """Values with names, which `read_key` reads, passed on as a JSON object. Raises ParseError for
-    a name that comes twice."""
-    keys: set[str] = set()
+    """Values with names, which `read_key` reads, passed on as a JSON object."""
 
     def read_member(is_first: bool) -> Steps[None]:
         key = yield from read_key()
-        if key in keys:
-            raise ParseError
-        keys.add(key)
         sink(f"{'' if is_first else ', '}{quoted(key)}: ")
         yield from read_one(key)
 
     sink("{")
     yield from read_separated(
-        source, closing, read_member, allows_trailing_comma=allows_trailing_comma
+        source, closing, read_member, allows_trailing_comma=allows_trailing_comma, ends=ends
     )
     sink("}")
 

@@ -16,6 +16,10 @@ Sink = Callable[[str], object]
 """Receives text piece by piece."""
 
 WHITESPACE = " \t\r\n"
+MAX_REREAD_CHARACTERS = 1024
+"""Text that may be a call and is read again if it is none."""
+MAX_BLANKS = 64
+"""Whitespace before what shows whether a tag ends a value."""
 
 
 class ParseError(Exception):
@@ -34,6 +38,8 @@ class Source:
         self._at = 0
         self._recorded: list[str] | None = None
         self.has_ended = False
+        self.is_cut = False
+        """Whether the text ended because the answer was cut by its length."""
 
     def push(self, text: str) -> None:
         """Append `text`."""
@@ -55,6 +61,19 @@ class Source:
             self.take(len(self._text) - self._at)
         recorded, self._recorded = self._recorded, None
         return "".join(recorded or ())
+
+    def rewind(self, count: int) -> str:
+        """All but the first `count` recorded characters come next again; returns these. A long
+        recording is not read again, and returned as a whole. Stops the recording."""
+        recorded, self._recorded = "".join(self._recorded or ()), None
+        if len(recorded) > MAX_REREAD_CHARACTERS:
+            return recorded
+        self.push_back(recorded[count:])
+        return recorded[:count]
+
+    def push_back(self, text: str) -> None:
+        """`text` comes next."""
+        self._text, self._at = text + self._text[self._at :], 0
 
     @property
     def is_empty(self) -> bool:
@@ -84,6 +103,35 @@ class Source:
                 raise UnexpectedEnd
             yield
         return self._text[self._at : self._at + count]
+
+    def peek_until(self, words: tuple[str, ...], skip: int, most: int) -> Steps[str | None]:
+        """The text, at most `most` characters, between the next `skip` characters and the first of
+        `words`; not taken. None if none of `words` comes there."""
+        pattern, _, longest = _word_search(words)
+        while True:
+            start = self._at + skip
+            match = pattern.search(self._text, start, start + most + longest)
+            if match is not None:
+                return self._text[start : match.start()]
+            if self.has_ended or len(self._text) - start >= most + longest:
+                return None
+            yield
+
+    def is_followed_by(self, words: tuple[str, ...], skip: int) -> Steps[bool]:
+        """Whether one of `words`, or the end of the text, comes after the next `skip` characters
+        and whitespace."""
+        while True:
+            rest = self._text[self._at + skip : self._at + skip + MAX_BLANKS + max(map(len, words))]
+            following = rest.lstrip(WHITESPACE)
+            if following.startswith(words):
+                return True
+            if len(rest) - len(following) > MAX_BLANKS:
+                return False
+            if self.has_ended:
+                return not following
+            if not any(word.startswith(following) for word in words):
+                return False
+            yield
 
     def expect(self, character: str) -> Steps[None]:
         """Take `character`. Raises ParseError if it is another."""
@@ -130,15 +178,29 @@ class Source:
 
     def accept(self, *words: str) -> Steps[str]:
         """Take the longest of `words` that comes next; "" if none does."""
+        return self.take(len((yield from self.peek_word(*words))))
+
+    def peek_word(self, *words: str) -> Steps[str]:
+        """The longest of `words` that comes next, not taken; "" if none does."""
         for word in sorted(words, key=len, reverse=True):
             while True:
                 following = self._text[self._at : self._at + len(word)]
                 if following == word:
-                    return self.take(len(word))
+                    return word
                 if self.has_ended or not word.startswith(following):
                     break
                 yield
         return ""
+
+    def peek_piece(self, start: int, end: int) -> str:
+        """The next characters so far from number `start` to number `end`, not taken."""
+        return self._text[self._at + start : self._at + end]
+
+    def peek_at(self, offset: int) -> Steps[str]:
+        """The character after the next `offset` characters, not taken; "" if the text has ended."""
+        while len(self._text) - self._at <= offset and not self.has_ended:
+            yield
+        return self._text[self._at + offset : self._at + offset + 1]
 
     def read_until(
         self, words: tuple[str, ...], sink: Sink, *, most: int | None = None, leave: bool = False

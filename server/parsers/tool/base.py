@@ -1,11 +1,17 @@
 """The tool parser, and what each family defines for it: text up to a marker, a call, text again."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from server.parsers.stream.base import EventBuffer, StreamParser, Tools
-from server.parsers.stream.text_stream import ParseError, Source, Steps, UnexpectedEnd
+from server.parsers.stream.base import EventBuffer, StreamParser, ToolCallStart, Tools
+from server.parsers.stream.text_stream import (
+    MAX_BLANKS,
+    MAX_REREAD_CHARACTERS,
+    WHITESPACE,
+    ParseError,
+    Source,
+    Steps,
+    UnexpectedEnd,
+)
 from server.parsers.tool.structural_tag import Functions, ToolCallGrammar
 
 MAX_NAME_CHARACTERS = 256
@@ -19,14 +25,26 @@ class ToolCallReader:
     """Texts that start a call or several. None is a prefix of another."""
     ignored_markers: tuple[str, ...] = ()
     """Texts around calls that are dropped."""
+    section: tuple[str, ...] = ()
+    """The ignored markers that start and end a section of calls; other text in it is dropped."""
+    ends: tuple[str, ...] = ()
+    """Optional texts after a call, dropped anywhere after it."""
     allows_unmarked: bool = False
     """Whether an answer may start with a call without a marker."""
+    unmarked_starts: str = ""
+    """Characters that may start a call without a marker anywhere in an answer."""
 
     def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
-        """Read what follows `marker` ("": the answer starts without one), to the end of the calls.
-        Raises ParseError if it is no call; `source` records from the marker on, or from the end of
-        the last complete call."""
+        """Read what follows `marker` ("": a call without one), to the end of the calls. Raises
+        ParseError if it is no call; `source` records from the marker on, or from the end of the
+        last complete call."""
         raise NotImplementedError
+
+    @property
+    def markers_in_reasoning(self) -> tuple[str, ...]:
+        """Markers that start a call in the reasoning too: tags, not words that it may quote."""
+        markers = (*self.section[:1], *self.markers)
+        return tuple(marker for marker in markers if marker[0] in "<[")
 
 
 class ToolCallFormat(ToolCallReader):
@@ -41,73 +59,148 @@ class ToolCallFormat(ToolCallReader):
 
 
 class ToolCallParser(StreamParser):
-    """Parser of one format of calls. What it cannot parse is text."""
+    """Parser of one format of calls. What it cannot parse is text; arguments that it cannot parse
+    are passed on as they are written."""
 
     def __init__(self, reader: ToolCallReader, tools: Tools) -> None:
         super().__init__()
         self._reader = reader
         self._tools = tools
+        self._ignored = self._always_ignored = reader.ignored_markers
+        self._text_end = ""
+        """The end of the text so far."""
+        self._section_text: list[str] | None = None
+        """Text of the open section."""
+
+    def ignore(self, words: tuple[str, ...]) -> None:
+        """Drop `words` from the text that follows."""
+        self._always_ignored = tuple(dict.fromkeys(self._always_ignored + words))
+        self._ignored = self._always_ignored
 
     def _run(self) -> Steps[None]:
-        reader, source, output = self._reader, self._source, self._output
-        words = (*reader.markers, *reader.ignored_markers)
+        reader, source = self._reader, self._source
         if reader.allows_unmarked:
-            space = yield from source.skip_whitespace()
+            self._add_text((yield from source.skip_whitespace()))
             if marker := (yield from source.accept(*reader.markers)):
-                output.add_text(space)
-                source.start_recording(marker)
-            else:
-                source.start_recording(space)
-            yield from self._read(marker)
-        while word := (yield from source.read_until(words, output.add_text)):
+                yield from self._read(marker)
+            elif not source.has_ended or not source.is_empty:
+                yield from self._read("")
+        while True:
+            words = (*reader.markers, *self._ignored, *reader.unmarked_starts)
+            word = yield from source.read_until(words, self._add_text, leave=True)
+            if not word:
+                return
+            if word in reader.unmarked_starts:
+                if self._ends_like_data():
+                    self._add_text(source.take(1))
+                else:
+                    yield from self._read("")
+                continue
+            source.take(len(word))
             if word in reader.markers:
-                source.start_recording(word)
                 yield from self._read(word)
+            elif word in reader.section[:1]:
+                yield from self._read_section()
+
+    def _read_section(self) -> Steps[None]:
+        """Calls of a section, without the text around them."""
+        reader, source, first = self._reader, self._source, self._output.num_calls
+        self._section_text = []
+        while True:
+            words = (*reader.markers, *self._ignored)
+            word = yield from source.read_until(words, self._add_text)
+            if word in reader.markers:
+                yield from self._read(word)
+                if self._output.num_calls > first:
+                    self._section_text.clear()
+            elif not word or word in reader.section[1:]:
+                break
+        text, self._section_text = self._section_text, None
+        if not word or self._output.num_calls == first:
+            self._add_text("".join(text))
 
     def _read(self, marker: str) -> Steps[None]:
-        source, output = self._source, self._output
+        source, output, num_calls = self._source, self._output, self._output.num_calls
+        source.start_recording(marker)
         try:
             yield from self._reader.read(marker, source, output, self._tools)
             source.stop_recording()
-        except UnexpectedEnd:
-            # A call without its end still counts: finish_reason says that the answer was cut.
-            if not (self._is_cut and output.has_open_call):
-                output.retract_call(source.take_recorded())
-        except ParseError:
-            output.retract_call(source.take_recorded())
+        except ParseError as error:
+            if source.is_cut and isinstance(error, UnexpectedEnd):
+                # finish_reason says that the answer was cut.
+                output.release_call()
+            output.drop_call()
+            if output.has_open_call:
+                source.stop_recording()
+                yield from self._read_raw_arguments()
+            else:
+                self._add_text(source.rewind(len(marker) or 1))
+        if output.num_calls == num_calls:
+            # The end tag belongs to what is no call, so it is text too.
+            self._ignored = self._always_ignored
+        else:
+            ends = tuple(end for end in self._reader.ends if end[0] in "<[")
+            self._ignored = tuple(dict.fromkeys(self._always_ignored + ends))
+            self._text_end = ""
+
+    def _read_raw_arguments(self) -> Steps[None]:
+        """The rest of arguments that cannot be parsed."""
+        reader, source, output = self._reader, self._source, self._output
+        yield from source.read_until(
+            (*reader.ends, *reader.markers), output.add_arguments, leave=True
+        )
+        output.end_call()
+
+    def _add_text(self, piece: str) -> None:
+        if self._section_text is not None:
+            self._section_text.append(piece)
+            return
+        self._text_end = (self._text_end + piece)[-MAX_BLANKS:]
+        self._output.add_text(piece)
+
+    def _ends_like_data(self) -> bool:
+        """Whether the text so far ends like JSON or code that goes on."""
+        end = self._text_end.rstrip(WHITESPACE)
+        if end == self._text_end and end and (end[-1].isalnum() or end[-1] in "_])"):
+            return True
+        return end.endswith((",", "[", "{", "(", "=", '":', "':"))
 
 
 def checked_name(name: str) -> str:
     """`name`, stripped. Raises ParseError if no function can have it."""
     name = name.strip()
-    if not 1 <= len(name) <= MAX_NAME_CHARACTERS or not name.isprintable():
+    is_short = 1 <= len(name) <= MAX_NAME_CHARACTERS
+    if not is_short or not name.isprintable() or "<" in name:
         raise ParseError
     return name
 
 
-def types_of(schema: Mapping[str, Any], name: str) -> frozenset[str]:
-    """The JSON types that the schema of parameter `name` allows, if it names any."""
-    properties = schema.get("properties")
-    return _types(properties.get(name)) if isinstance(properties, dict) else frozenset()
+@dataclass(frozen=True, slots=True)
+class CallFinder:
+    """Finds out whether a marker in the reasoning starts a call."""
+
+    reader: ToolCallReader
+    tools: Tools
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The markers that may start a call."""
+        return self.reader.markers_in_reasoning
+
+    def starts_call(self, source: Source) -> Steps[bool]:
+        """Whether a call comes next in `source`, of which nothing is taken."""
+        parser, count = ToolCallParser(self.reader, self.tools), 0
+        while True:
+            piece = source.peek_piece(count, MAX_REREAD_CHARACTERS)
+            count += len(piece)
+            events = parser.feed(piece)
+            is_last = source.has_ended or count == MAX_REREAD_CHARACTERS
+            if is_last:
+                events += parser.finish(is_cut=source.is_cut)
+            if events or is_last:
+                return bool(events) and isinstance(events[0], ToolCallStart)
+            yield
 
 
-def _types(schema: object) -> frozenset[str]:
-    if not isinstance(schema, dict):
-        return frozenset()
-    types = set(_type_names(schema.get("type")))
-    for name in ("anyOf", "oneOf"):
-        branches = schema.get(name)
-        # One level only; deeper types are inferred from what was written.
-        for branch in branches if isinstance(branches, list) else ():
-            inner = branch.get("type") if isinstance(branch, dict) else None
-            types.update(_type_names(inner) or ("any",))
-    if not types and isinstance(schema.get("enum"), list):
-        types = {"string" if isinstance(one, str) else "any" for one in schema["enum"]}
-    if "$ref" in schema or "allOf" in schema or "const" in schema:
-        types.add("any")
-    return frozenset(types)
-
-
-def _type_names(kind: object) -> list[str]:
-    kinds = kind if isinstance(kind, list) else [kind]
-    return [one for one in kinds if isinstance(one, str)]
+NO_CALLS = CallFinder(ToolCallReader(), {})
+"""For answers without calls in the reasoning."""

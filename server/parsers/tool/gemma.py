@@ -14,7 +14,8 @@ from server.parsers.stream.json_stream import (
     read_string,
 )
 from server.parsers.stream.text_stream import ParseError, Sink, Source, Steps, UnexpectedEnd
-from server.parsers.tool.base import MAX_NAME_CHARACTERS, ToolCallFormat, checked_name, types_of
+from server.parsers.tool.argument_types import cast, types_of
+from server.parsers.tool.base import MAX_NAME_CHARACTERS, ToolCallFormat, checked_name
 from server.parsers.tool.structural_tag import (
     Argument,
     Functions,
@@ -29,7 +30,6 @@ from server.parsers.tool.structural_tag import (
     text_until,
     unenforceable,
 )
-from server.parsers.tool.xml import cast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,6 @@ class Gemma(ToolCallFormat):
     value without them is a number, a word, an object or a list. The ignored marker is what the
     model writes when it waits for the results."""
 
-    end: str
     quote: str
 
     def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
@@ -52,7 +51,7 @@ class Gemma(ToolCallFormat):
         output.end_call()
         source.start_recording()
         yield from source.skip_whitespace()
-        yield from source.accept(self.end)
+        yield from source.accept(*self.ends)
 
     def _read_object(
         self, source: Source, sink: Sink, depth: int, schema: "Tools | dict[str, object]"
@@ -64,6 +63,7 @@ class Gemma(ToolCallFormat):
             "}",
             partial(self._read_key, source),
             lambda key: self._read_value(source, sink, depth, types_of(schema, key)),
+            ends=self.ends,
         )
 
     def _read_key(self, source: Source) -> Steps[str]:
@@ -81,10 +81,14 @@ class Gemma(ToolCallFormat):
     ) -> Steps[None]:
         if (yield from source.accept(self.quote)):
             sink('"')
-            if not (
-                yield from source.read_until((self.quote,), lambda one: sink(quoted(one)[1:-1]))
-            ):
+            stops = (self.quote, *self.ends)
+            word = yield from source.read_until(
+                stops, lambda piece: sink(quoted(piece)[1:-1]), leave=True
+            )
+            if not word:
                 raise UnexpectedEnd
+            if not (yield from source.accept(self.quote)):
+                raise ParseError
             sink('"')
             return
         first = yield from source.peek()
@@ -95,17 +99,20 @@ class Gemma(ToolCallFormat):
         elif first == "[":
             yield from source.expect("[")
             sink("[")
-            yield from read_separated(source, "]", partial(self._read_item, source, sink, depth))
+            yield from read_separated(
+                source, "]", partial(self._read_item, source, sink, depth), ends=("}", *self.ends)
+            )
             sink("]")
         elif first == '"':
             yield from read_string(source, sink)
         else:
             word = yield from source.collect_until(
-                (",", "}", "]"), most=MAX_SCALAR_CHARACTERS, leave=True
+                (",", "}", "]", self.quote, *self.ends), most=MAX_SCALAR_CHARACTERS, leave=True
             )
             if not word.strip():
                 raise ParseError
             sink(cast(word.strip(), types))
+            yield from source.accept(self.quote)
 
     def _read_item(self, source: Source, sink: Sink, depth: int, is_first: bool) -> Steps[None]:
         if not is_first:
@@ -125,7 +132,7 @@ class Gemma(ToolCallFormat):
                 return sequence(literal(f"{one.name}:"), free if is_free else one.as_json)
 
             inner = named_arguments(name, schema, literal(","), some, write)
-            calls.append(sequence(literal(f"call:{name}{{"), *inner, literal("}" + self.end)))
+            calls.append(sequence(literal(f"call:{name}{{"), *inner, literal("}" + self.ends[0])))
         return ToolCallGrammar(dict.fromkeys(self.markers, any_of(*calls)))
 
 
@@ -144,13 +151,13 @@ def _is_flat(schema: Any) -> bool:
 
 FUNCTIONGEMMA = Gemma(
     markers=("<start_function_call>",),
-    end="<end_function_call>",
+    ends=("<end_function_call>",),
     quote="<escape>",
     ignored_markers=("<start_function_response>",),
 )
 GEMMA4 = Gemma(
     markers=("<|tool_call>",),
-    end="<tool_call|>",
+    ends=("<tool_call|>",),
     quote='<|"|>',
     ignored_markers=("<|tool_response>",),
 )

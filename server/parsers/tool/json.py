@@ -28,6 +28,8 @@ from server.parsers.tool.structural_tag import (
 )
 
 ARGUMENTS = ("arguments", "parameters")
+NAMES = ("name", "function")
+_OTHER_KEYS = ("id", "type", *NAMES)
 NO_ARGUMENTS = "{}"
 _DEEPSEEK_CALL = "<\uff5ctool\u2581call\u2581begin\uff5c>"
 _DEEPSEEK_CALL_END = "<\uff5ctool\u2581call\u2581end\uff5c>"
@@ -36,11 +38,13 @@ _DEEPSEEK_CALLS_END = "<\uff5ctool\u2581calls\u2581end\uff5c>"
 
 
 def read_object_call(
-    source: Source, output: EventBuffer, allowed: Tools | None = None
+    source: Source, output: EventBuffer, allowed: Tools | None = None, ends: tuple[str, ...] = ()
 ) -> Steps[None]:
-    """`{"name": ..., "arguments": {...}}`, keys in any order, other keys ignored.
+    """`{"name": ..., "arguments": {...}}`, keys in any order, other keys ignored. Brackets before
+    one of `ends` may be missing.
 
-    With `allowed`, an object that names none of these, or has no arguments, is no call.
+    With `allowed`, an object that names none of these, has no arguments, or has keys that no call
+    has, is no call.
     """
     call = _Call(output, allowed)
     yield from source.expect("{")
@@ -50,14 +54,20 @@ def read_object_call(
         yield from source.skip_whitespace()
         yield from source.expect(":")
         yield from source.skip_whitespace()
-        if key == "name" and call.name is None:
+        is_text = (yield from source.peek()) == '"'
+        if key in NAMES and is_text and call.name is None:
             call.take_name((yield from read_short_string(source)))
         elif key in ARGUMENTS and not call.has_arguments:
-            yield from read_arguments(source, call.take_arguments)
+            yield from read_arguments(source, call.take_arguments, ends)
+        elif allowed is None or key in _OTHER_KEYS:
+            yield from read_value(source, _ignore, 1, ends)
         else:
-            yield from read_value(source, _ignore)
+            raise ParseError
         yield from source.skip_whitespace()
-        if (yield from source.accept("}")):
+        if (yield from source.accept("}")) or (yield from source.peek_word(*ends)):
+            break
+        if source.is_empty and source.has_ended and call.is_started:
+            # Only the last bracket is missing.
             break
         yield from source.expect(",")
     call.end()
@@ -73,7 +83,7 @@ class _Call:
         self._output = output
         self._known = allowed
         self._arguments: list[str] = []
-        self._is_started = False
+        self.is_started = False
 
     def take_name(self, name: str) -> None:
         self.name = checked_name(name)
@@ -87,8 +97,8 @@ class _Call:
         if self.name is None:
             self._arguments.append(piece)
             return
-        if not self._is_started:
-            self._is_started = True
+        if not self.is_started:
+            self.is_started = True
             self._output.start_call(self.name)
         self._output.add_arguments(piece)
 
@@ -104,11 +114,11 @@ def _ignore(piece: str) -> None:
     """Drop a value."""
 
 
-def read_arguments(source: Source, sink: Sink) -> Steps[None]:
+def read_arguments(source: Source, sink: Sink, ends: tuple[str, ...] = ()) -> Steps[None]:
     """Arguments: an object, passed on as it comes; a string that holds one; or null for none."""
     first = yield from source.peek()
     if first == "{":
-        yield from read_value(source, sink)
+        yield from read_value(source, sink, 0, ends)
     elif first == '"':
         text = yield from read_short_string(source)
         value = object_of(text) if text.strip() else NO_ARGUMENTS
@@ -121,34 +131,49 @@ def read_arguments(source: Source, sink: Sink) -> Steps[None]:
         raise ParseError
 
 
-def read_calls(source: Source, output: EventBuffer, allowed: Tools | None = None) -> Steps[None]:
+def read_calls(
+    source: Source, output: EventBuffer, allowed: Tools | None = None, ends: tuple[str, ...] = ()
+) -> Steps[None]:
     """One call as an object, or a list of them."""
     if (yield from source.peek()) != "[":
-        yield from read_object_call(source, output, allowed)
+        yield from read_object_call(source, output, allowed, ends)
         return
     yield from source.expect("[")
     yield from source.skip_whitespace()
     if allowed is None and (yield from source.accept("]")):
         return
     while True:
-        yield from read_object_call(source, output, allowed)
+        yield from read_object_call(source, output, allowed, ends)
         yield from source.skip_whitespace()
-        if (yield from source.accept("]")):
+        if (yield from source.accept("]")) or (yield from source.peek_word(*ends)):
             return
         yield from source.expect(",")
         yield from source.skip_whitespace()
 
 
 def read_named_call(
-    source: Source, output: EventBuffer, name: str, call_id: str | None = None
+    source: Source,
+    output: EventBuffer,
+    name: str,
+    call_id: str | None = None,
+    ends: tuple[str, ...] = (),
 ) -> Steps[None]:
     """A call of `name`; its arguments follow as an object."""
     if (yield from source.peek()) != "{":
         raise ParseError
     output.start_call(name, call_id)
-    yield from read_value(source, output.add_arguments)
+    yield from read_value(source, output.add_arguments, 0, ends)
     output.end_call()
     source.start_recording()
+
+
+def collect_name(source: Source, separator: str, reader: ToolCallReader) -> Steps[str]:
+    """The text up to `separator`. Raises ParseError if another tag comes before it."""
+    tags = (separator, *reader.markers, *reader.ignored_markers)
+    name = yield from source.collect_until(tags, most=MAX_NAME_CHARACTERS, leave=True)
+    if not (yield from source.accept(separator)):
+        raise ParseError
+    return name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +181,6 @@ class TaggedJson(ToolCallFormat):
     """One object or a list after a marker, with an optional end. Without a marker, and after one of
     `must_be_known`, only functions of the request are calls: the text may be any JSON."""
 
-    ends: tuple[str, ...] = ()
     after: str = ""
     """Optional text after the marker."""
     must_be_known: tuple[str, ...] = ()
@@ -171,12 +195,12 @@ class TaggedJson(ToolCallFormat):
         if self.after:
             yield from source.accept(self.after)
             yield from source.skip_whitespace()
-        yield from read_calls(source, output, allowed)
+        yield from read_calls(source, output, allowed, self.ends)
         # A surplus brace is the most common mistake.
         space = yield from source.skip_whitespace("}" if marker else "")
         while self.separators and (yield from source.accept(*self.separators)):
             yield from source.skip_whitespace()
-            yield from read_calls(source, output, allowed)
+            yield from read_calls(source, output, allowed, self.ends)
             space = yield from source.skip_whitespace()
         if not (self.ends and (yield from source.accept(*self.ends))):
             output.add_text(space.replace("}", ""))
@@ -236,21 +260,20 @@ class DeepSeek(ToolCallFormat):
     """`function`, a separator, the name and a fenced object; or name, separator, object."""
 
     separator: str = "<\uff5ctool\u2581sep\uff5c>"
-    end: str = _DEEPSEEK_CALL_END
 
     def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
-        name = yield from source.collect_until((self.separator,), most=MAX_NAME_CHARACTERS)
+        name = yield from collect_name(source, self.separator, self)
         yield from source.skip_whitespace()
         if (yield from source.peek()) != "{":
             name = yield from source.collect_until(("\n",), most=MAX_NAME_CHARACTERS)
             yield from source.skip_whitespace()
             yield from source.accept("```json", "```")
             yield from source.skip_whitespace()
-        yield from read_named_call(source, output, checked_name(name))
+        yield from read_named_call(source, output, checked_name(name), None, ("```", *self.ends))
         yield from source.skip_whitespace()
         yield from source.accept("```")
         yield from source.skip_whitespace()
-        yield from source.accept(self.end)
+        yield from source.accept(*self.ends[:1])
 
     def grammar(self, functions: Functions) -> ToolCallGrammar:
         calls = []
@@ -259,7 +282,7 @@ class DeepSeek(ToolCallFormat):
             calls.append(sequence(literal(f"{name}{self.separator}"), arguments))
             head = literal(f"function{self.separator}{name}\n```json\n")
             calls.append(sequence(head, arguments, literal("\n```")))
-        content = sequence(any_of(*calls), literal(self.end))
+        content = sequence(any_of(*calls), literal(self.ends[0]))
         return ToolCallGrammar(dict.fromkeys(self.markers, content), self.ignored_markers)
 
 
@@ -268,17 +291,16 @@ class Kimi(ToolCallFormat):
     """`functions.NAME:NUMBER`, which is the call's id too, a separator, an object."""
 
     separator: str = "<|tool_call_argument_begin|>"
-    end: str = "<|tool_call_end|>"
 
     def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
-        head = yield from source.collect_until((self.separator,), most=MAX_NAME_CHARACTERS)
+        head = yield from collect_name(source, self.separator, self)
         call_id = checked_name(head)
         name = call_id.rpartition(":")[0] or call_id
         yield from source.skip_whitespace()
         name = checked_name(name.removeprefix("functions."))
-        yield from read_named_call(source, output, name, call_id)
+        yield from read_named_call(source, output, name, call_id, self.ends)
         yield from source.skip_whitespace()
-        yield from source.accept(self.end)
+        yield from source.accept(*self.ends[:1])
 
     def grammar(self, functions: Functions) -> ToolCallGrammar:
         calls = [
@@ -287,7 +309,7 @@ class Kimi(ToolCallFormat):
                 regex("[0-9]{1,3}"),
                 literal(self.separator),
                 json_value(object_schema(schema)),
-                literal(self.end),
+                literal(self.ends[0]),
             )
             for name, schema in functions.items()
         ]
@@ -316,9 +338,11 @@ GRANITE = TaggedJson(
 )
 GRANITE_20B = TaggedJson(markers=("<function_call>",))
 LLAMA3_JSON = TaggedJson(
-    markers=("<|python_tag|>",),
+    markers=("<|python_tag|>", "```json"),
+    ends=("```",),
     allows_unmarked=True,
-    must_be_known=("<|python_tag|>",),
+    unmarked_starts="{[",
+    must_be_known=("<|python_tag|>", "```json"),
     separators=";,",
     key="parameters",
 )
@@ -337,6 +361,8 @@ MISTRAL = Mistral(markers=("[TOOL_CALLS]",))
 DEEPSEEK = DeepSeek(
     markers=(_DEEPSEEK_CALL,),
     ignored_markers=(_DEEPSEEK_CALLS, _DEEPSEEK_CALLS_END, _DEEPSEEK_CALL_END),
+    section=(_DEEPSEEK_CALLS, _DEEPSEEK_CALLS_END),
+    ends=(_DEEPSEEK_CALL_END, _DEEPSEEK_CALLS_END),
 )
 KIMI = Kimi(
     markers=("<|tool_call_begin|>",),
@@ -345,4 +371,6 @@ KIMI = Kimi(
         "<|tool_calls_section_end|>",
         "<|tool_call_end|>",
     ),
+    section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    ends=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
 )

@@ -1,8 +1,10 @@
 """Calls written as Python: Llama 3.2, Llama 4, LFM2."""
 
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from server.parsers.stream.base import EventBuffer, Tools
@@ -13,7 +15,14 @@ from server.parsers.stream.json_stream import (
     read_members,
     read_separated,
 )
-from server.parsers.stream.text_stream import ParseError, Sink, Source, Steps
+from server.parsers.stream.text_stream import (
+    MAX_BLANKS,
+    WHITESPACE,
+    ParseError,
+    Sink,
+    Source,
+    Steps,
+)
 from server.parsers.tool.base import MAX_NAME_CHARACTERS, ToolCallFormat
 from server.parsers.tool.structural_tag import (
     Functions,
@@ -35,6 +44,7 @@ _NUMBER = re.compile(r"([+-]?)(\d[\d_]*)?(\.\d*)?([eE][+-]?\d+)?", re.ASCII)
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _WORDS |= {word: word for word in _WORDS.values()}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0"}
+_CLOSINGS = {"[": "]", "(": ")", "{": "}"}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
@@ -45,17 +55,15 @@ class Pythonic(ToolCallFormat):
     Without a marker only functions of the request are calls.
     """
 
-    ends: tuple[str, ...] = ()
-
     def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
         yield from source.skip_whitespace()
         yield from source.expect("[")
         yield from source.skip_whitespace()
         while True:
-            yield from _read_call(source, output, None if marker else tools)
+            yield from _read_call(source, output, None if marker else tools, self.ends)
             source.start_recording()
             yield from source.skip_whitespace()
-            if (yield from source.accept("]")):
+            if (yield from source.accept("]")) or (yield from source.peek_word(*self.ends)):
                 break
             yield from source.expect(",")
             yield from source.skip_whitespace()
@@ -74,9 +82,11 @@ class Pythonic(ToolCallFormat):
         return ToolCallGrammar(form)
 
 
-def _read_call(source: Source, output: EventBuffer, allowed: Tools | None) -> Steps[None]:
+def _read_call(
+    source: Source, output: EventBuffer, allowed: Tools | None, ends: tuple[str, ...]
+) -> Steps[None]:
     name = yield from _read_name(source)
-    if allowed is not None and name not in allowed:
+    if allowed is not None and name not in allowed and name.rpartition(".")[2] not in allowed:
         raise ParseError
     yield from source.expect("(")
     output.start_call(name)
@@ -90,10 +100,52 @@ def _read_call(source: Source, output: EventBuffer, allowed: Tools | None) -> St
         return key
 
     def read_one(key: str) -> Steps[None]:
-        yield from _read_literal(source, sink, 1)
+        yield from _read_literal(source, sink, 1, partial(_ends_argument, source, ends))
 
-    yield from read_members(source, sink, ")", read_key, read_one, allows_trailing_comma=True)
+    yield from read_members(
+        source, sink, ")", read_key, read_one, allows_trailing_comma=True, ends=("]", *ends)
+    )
     output.end_call()
+
+
+def _ends_argument(source: Source, ends: tuple[str, ...]) -> Steps[bool]:
+    """Whether an argument ends after the next character: another one, or the end of the call and
+    another call or none, follows."""
+    at, character = yield from _after_blanks(source, 1)
+    if character == ",":
+        at, character = yield from _after_blanks(source, at + 1)
+        if character != ")":
+            return (yield from _is_name_before(source, at, "="))
+    if character != ")":
+        return (yield from source.is_followed_by(("]", *ends), at))
+    at, character = yield from _after_blanks(source, at + 1)
+    if character == ",":
+        at, _ = yield from _after_blanks(source, at + 1)
+        return (yield from _is_name_before(source, at, "("))
+    return (yield from source.is_followed_by(("]", *ends), at))
+
+
+def _is_name_before(source: Source, at: int, mark: str) -> Steps[bool]:
+    """Whether a name and then `mark` come after the next `at` characters."""
+    start = at
+    while (character := (yield from source.peek_at(at))) and (
+        character.isalnum() or character in "_.-"
+    ):
+        at += 1
+        if at - start > MAX_NAME_CHARACTERS:
+            return False
+    _, character = yield from _after_blanks(source, at)
+    return at > start and character == mark
+
+
+def _after_blanks(source: Source, at: int) -> Steps[tuple[int, str]]:
+    """(place, character) of the first character after the next `at` and whitespace; "" at the
+    end."""
+    for place in range(at, at + MAX_BLANKS):
+        character = yield from source.peek_at(place)
+        if not character or character not in WHITESPACE:
+            return place, character
+    return at + MAX_BLANKS, " "
 
 
 def _read_name(source: Source) -> Steps[str]:
@@ -103,12 +155,17 @@ def _read_name(source: Source) -> Steps[str]:
     return source.take(len(name))
 
 
-def _read_literal(source: Source, sink: Sink, depth: int) -> Steps[None]:
-    """A Python literal, passed on as JSON."""
+Ends = Callable[[], Steps[bool]]
+"""Tells whether a value ends after the next character, which is a quote."""
+
+
+def _read_literal(source: Source, sink: Sink, depth: int, ends: Ends) -> Steps[None]:
+    """A Python literal, passed on as JSON. A set is a list. A quote in a string that does not end
+    the value is part of the string."""
     first = yield from source.peek()
     if first in "\"'":
         sink('"')
-        yield from _read_string(source, sink)
+        yield from _read_string(source, sink, ends)
         sink('"')
     elif first in "[({":
         if depth >= MAX_DEPTH:
@@ -139,28 +196,47 @@ def _number(word: str) -> str | None:
 
 def _read_items(source: Source, sink: Sink, depth: int) -> Steps[None]:
     opening = source.take(1)
-    is_dict = opening == "{"
-    closing = {"[": "]", "(": ")", "{": "}"}[opening]
-    sink("{" if is_dict else "[")
+    closing = _CLOSINGS[opening]
+    others = tuple(mark for mark in _CLOSINGS.values() if mark != closing)
+    is_dict: bool | None = None if opening == "{" else False
+    ends_key, ends_value = (partial(_ends_item, source, marks) for marks in (",:}", "," + closing))
 
     def read_one(is_first: bool) -> Steps[None]:
-        if not is_first:
-            sink(", ")
-        if is_dict:
-            if (yield from source.peek()) not in "\"'":
-                raise ParseError
-            yield from _read_literal(source, sink, depth + 1)
-            yield from source.skip_whitespace()
-            yield from source.expect(":")
-            yield from source.skip_whitespace()
-            sink(": ")
-        yield from _read_literal(source, sink, depth + 1)
+        nonlocal is_dict
+        if is_dict is False:
+            sink("" if is_first else ", ")
+            yield from _read_literal(source, sink, depth + 1, ends_value)
+            return
+        # What follows the first item tells whether it is the key of a dict or in a set.
+        item: list[str] = []
+        yield from _read_literal(source, item.append, depth + 1, ends_key)
+        key = "".join(item)
+        yield from source.skip_whitespace()
+        if is_first:
+            is_dict = (yield from source.peek()) == ":"
+            sink("{" if is_dict else "[")
+        if not is_dict:
+            sink(key)
+            return
+        yield from source.expect(":")
+        yield from source.skip_whitespace()
+        name = key if key.startswith('"') else quoted(key)
+        sink(f"{'' if is_first else ', '}{name}: ")
+        yield from _read_literal(source, sink, depth + 1, ends_value)
 
-    yield from read_separated(source, closing, read_one, allows_trailing_comma=True)
-    sink("}" if is_dict else "]")
+    if is_dict is False:
+        sink("[")
+    yield from read_separated(source, closing, read_one, allows_trailing_comma=True, ends=others)
+    sink("{}" if is_dict is None else "}" if is_dict else "]")
 
 
-def _read_string(source: Source, sink: Sink) -> Steps[None]:
+def _ends_item(source: Source, marks: str) -> Steps[bool]:
+    """Whether an item of a collection ends after the next character."""
+    _, character = yield from _after_blanks(source, 1)
+    return character == "" or character in marks
+
+
+def _read_string(source: Source, sink: Sink, ends: Ends) -> Steps[None]:
     quote = source.take(1)
     plain = re.compile(rf"[^\\{quote}]+")
 
@@ -170,11 +246,13 @@ def _read_string(source: Source, sink: Sink) -> Steps[None]:
     while True:
         source.take_run(plain, take)
         character = yield from source.peek()
-        if character == quote:
-            source.take(1)
-            return
         if character == "\\":
             yield from _read_escape(source, take)
+        elif character == quote:
+            if (yield from ends()):
+                source.take(1)
+                return
+            take(source.take(1))
 
 
 def _read_escape(source: Source, sink: Sink) -> Steps[None]:
@@ -187,11 +265,11 @@ def _read_escape(source: Source, sink: Sink) -> Steps[None]:
             sink(_ESCAPES.get(kind) or (kind if kind in "\\'\"" else "\\" + kind))
         return
     written = (yield from source.peek_many(2 + digits))[2:]
-    if not all(digit in "0123456789abcdefABCDEF" for digit in written):
-        raise ParseError
-    number = int(written, 16)
-    if number > 0x10FFFF:
-        raise ParseError
+    is_number = all(digit in "0123456789abcdefABCDEF" for digit in written)
+    number = int(written, 16) if is_number else sys.maxunicode + 1
+    if number > sys.maxunicode:
+        sink(source.take(1))
+        return
     source.take(2 + digits)
     sink(chr(number))
 
@@ -205,8 +283,11 @@ def _python_call(name: str, schema: Mapping[str, Any] | None) -> Part:
     return sequence(literal(f"{name}("), *inner, literal(")"))
 
 
-PYTHONIC = Pythonic(allows_unmarked=True)
+PYTHONIC = Pythonic(allows_unmarked=True, unmarked_starts="[")
 LLAMA4_PYTHONIC = Pythonic(
-    markers=("<|python_start|>",), ends=("<|python_end|>",), allows_unmarked=True
+    markers=("<|python_start|>",),
+    ends=("<|python_end|>",),
+    allows_unmarked=True,
+    unmarked_starts="[",
 )
 LFM2 = Pythonic(markers=("<|tool_call_start|>",), ends=("<|tool_call_end|>",))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from config.errors import UserError
+from server.parsers.tool.argument_types import ANNOTATIONS, referenced
 
 Part = dict[str, Any]
 Functions = Mapping[str, Mapping[str, Any] | None]
@@ -21,7 +22,6 @@ _NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "defin
 _KEYWORDS = frozenset(
     ("type", "properties", "required", "additionalProperties", "$defs", "definitions")
 )
-ANNOTATIONS = frozenset(("title", "description", "default", "examples", "deprecated", "$comment"))
 
 
 def literal(value: str) -> Part:
@@ -96,7 +96,7 @@ def arguments_of(function: str, schema: Mapping[str, Any]) -> list[Argument]:
         for reference in _references((inner, shared)):
             if not reference.startswith(("#/$defs/", "#/definitions/")):
                 raise unenforceable(function, f"$ref {reference!r:.40}")
-        result.append(Argument(name, inner, shared, name in required))
+        result.append(Argument(name, referenced(inner, shared), shared, name in required))
     return sorted(result, key=lambda argument: not argument.is_required)
 
 

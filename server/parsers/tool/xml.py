@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.parsers.stream.base import EventBuffer, Tools
-from server.parsers.stream.json_stream import quoted, value_of
-from server.parsers.stream.text_stream import ParseError, Source, Steps, UnexpectedEnd
-from server.parsers.tool.base import MAX_NAME_CHARACTERS, ToolCallFormat, checked_name, types_of
+from server.parsers.stream.json_stream import object_of, quoted, value_of
+from server.parsers.stream.text_stream import ParseError, Sink, Source, Steps, UnexpectedEnd
+from server.parsers.tool.argument_types import ANNOTATIONS, ANY_TYPE, cast, types_of
+from server.parsers.tool.base import MAX_NAME_CHARACTERS, ToolCallFormat, checked_name
 from server.parsers.tool.structural_tag import (
-    ANNOTATIONS,
+    IDENTIFIER,
     Argument,
     Functions,
     Part,
@@ -30,14 +31,19 @@ from server.parsers.tool.structural_tag import (
 
 MAX_ATTRIBUTES_CHARACTERS = 256
 _LINE_BREAK = regex("\\n?")
+_WRAPPERS = ("arguments", "input")
+TEXT = frozenset(("string",))
+ANY = frozenset((ANY_TYPE,))
 _QUOTES_AND_BLANKS = "\"' \t\r\n"
-_PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tags(ToolCallFormat):
     """The tags of a family. `opening` precedes the function's name, `key` a parameter's. Markers
-    are the tags around calls; also `opening` itself if models leave them out."""
+    are the tags around calls, and `opening` itself: models leave out the tag before it.
+
+    A tag that is missing is replaced by the next tag of the family. Text between tags is text of
+    the answer, after the call."""
 
     opening: str = ""
     name_end: tuple[str, ...]
@@ -55,94 +61,174 @@ class Tags(ToolCallFormat):
     leaves_name_end: bool = False
     """Whether the name ends at the next tag, which is not taken."""
 
-    def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
-        num_calls = 0
-        while True:
-            if marker != self.opening or num_calls:
-                yield from source.skip_whitespace()
-                if self.section_end and (yield from source.accept(self.section_end)):
-                    break
-                if self.opening and not (yield from source.accept(self.opening)):
-                    if num_calls:
-                        return
-                    raise ParseError
-            yield from self._read_call(source, output, tools)
-            source.start_recording()
-            num_calls += 1
-            if not self.opening:
-                break
-        if not num_calls:
-            raise ParseError
+    @property
+    def _after_call(self) -> tuple[str, ...]:
+        """The tags that may follow a call."""
+        ends = (self.section_end, self.opening, *self.markers, *self.ignored_markers)
+        return tuple(dict.fromkeys(tag for tag in ends if tag))
 
-    def _read_call(self, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
+    def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
+        is_bare = marker == self.opening
+        # Without the tag around it, the tag of a call may be meant as text.
+        known = tools if is_bare and len(self.markers) > 1 else None
+        between: list[str] = []
+        if self.opening and not is_bare:
+            yield from self._skip_to_opening(source, between)
+        while True:
+            yield from self._read_call(source, output, tools, known, between)
+            between.clear()
+            source.start_recording()
+            if not self.opening:
+                return
+            yield from source.skip_whitespace()
+            if self.section_end and (yield from source.accept(self.section_end)):
+                return
+            if not (yield from source.accept(self.opening)):
+                return
+
+    def _skip_to_opening(self, source: Source, between: list[str]) -> Steps[None]:
+        yield from source.skip_whitespace()
+        word = yield from source.read_until(
+            self._after_call, between.append, most=MAX_NAME_CHARACTERS, leave=True
+        )
+        if word != self.opening:
+            raise UnexpectedEnd if not word else ParseError
+        source.take(len(word))
+
+    def _read_call(
+        self,
+        source: Source,
+        output: EventBuffer,
+        tools: Tools,
+        known: Tools | None,
+        between: list[str],
+    ) -> Steps[None]:
         name = yield from source.collect_until(
             self.name_end, most=MAX_NAME_CHARACTERS, leave=self.leaves_name_end
         )
         name = checked_name(name.strip(_QUOTES_AND_BLANKS))
-        schema = tools.get(name, {})
+        if known is not None and name not in known:
+            raise ParseError
+        arguments = _Arguments(output, tools.get(name, {}))
         output.start_call(name)
         output.add_arguments("{")
-        keys: set[str] = set()
         while True:
-            yield from source.skip_whitespace()
+            between.append((yield from source.skip_whitespace()))
             if (yield from source.accept(self.call_end)):
                 break
-            if not (yield from source.accept(self.key)):
-                raise ParseError
-            key = yield from source.collect_until((self.key_end,), most=MAX_NAME_CHARACTERS)
-            key = checked_name(key.strip(_QUOTES_AND_BLANKS))
-            if key in keys:
-                raise ParseError
-            output.add_arguments(f"{', ' if keys else ''}{json.dumps(key)}: ")
-            keys.add(key)
-            yield from self._read_value(source, output, types_of(schema, key))
+            if (yield from source.accept(self.key)):
+                if not (yield from self._read_argument(source, arguments)):
+                    between.append(self.key)
+            elif not (yield from self._skip_to_tag(source, arguments, between)):
+                break
+        arguments.end()
         output.add_arguments("}")
         output.end_call()
+        if text := "".join(between).strip():
+            output.add_text(text)
 
-    def _read_value(
-        self, source: Source, output: EventBuffer, types: frozenset[str]
-    ) -> Steps[None]:
-        is_text = not types or types == {"string"}
+    def _skip_to_tag(
+        self, source: Source, arguments: "_Arguments", between: list[str]
+    ) -> Steps[bool]:
+        """Text up to a tag of the call; False if the call ends before that."""
+        inner = (self.value_end, *((self.value, self.key_end) if self.value else ()))
+        tags = (self.key, self.call_end, *inner, *self._after_call)
+        pieces: list[str] = []
+        word = yield from source.read_until(tags, pieces.append, leave=True)
+        text = "".join(pieces)
+        if not word and (source.is_cut or not arguments.num_keys):
+            raise UnexpectedEnd
+        if self.value and word == self.key_end and text.strip():
+            source.take(len(word))
+            yield from self._read_value(source, arguments, checked_name(text))
+            return True
+        between.append(text)
+        if word in inner:
+            source.take(len(word))
+        return word in (self.key, self.call_end, *inner)
+
+    def _read_argument(self, source: Source, arguments: "_Arguments") -> Steps[bool]:
+        """A key and its value; False if no key follows."""
+        words = (self.key_end, *(("\n",) if self.is_framed else ()), *filter(None, (self.value,)))
+        yield from source.skip_whitespace()
+        key = yield from source.peek_until(words, 0, MAX_NAME_CHARACTERS)
+        name = (key or "").strip(_QUOTES_AND_BLANKS)
+        if not name or not name.isprintable() or "<" in name:
+            if source.is_cut:
+                raise UnexpectedEnd
+            return False
+        source.take(len(key or ""))
+        yield from source.accept(self.key_end)
+        yield from self._read_value(source, arguments, name)
+        return True
+
+    def _read_value(self, source: Source, arguments: "_Arguments", key: str) -> Steps[None]:
+        attributes = ""
         if self.has_attributes:
             attributes = yield from source.collect_until((">",), most=MAX_ATTRIBUTES_CHARACTERS)
-            if "string=" in attributes:
-                is_text = 'string="true"' in attributes
-                types = frozenset(("any",))
         if self.value:
             yield from source.skip_whitespace()
-            if not (yield from source.accept(self.value)):
-                raise ParseError
+            yield from source.accept(self.value)
         if self.is_framed:
             yield from source.accept("\n")
-        if is_text:
-            yield from self._read_text(source, output)
+        types = arguments.types_of(key)
+        if "string=" in attributes:
+            is_text = 'string="true"' in attributes
+            if is_text and (not types or types & {"string", ANY_TYPE}):
+                types = TEXT
         else:
-            yield from self._read_cast(source, output, types)
+            is_text = types <= TEXT
+        if is_text and types <= TEXT and not arguments.is_wrapper(key):
+            arguments.add(key, '"')
+            yield from self._read_raw(
+                source, arguments, key, lambda piece: arguments.more(quoted(piece)[1:-1])
+            )
+            arguments.more('"')
+            return
+        pieces: list[str] = []
+        yield from self._read_raw(source, arguments, key, pieces.append)
+        text = "".join(pieces)
+        if "string=" in attributes and not is_text:
+            value = value_of(text.strip()) or ""
+            arguments.add(key, value if value[:1] == '"' else cast(text, types or ANY))
+        else:
+            arguments.add(key, cast(text, types or TEXT))
 
-    def _read_text(self, source: Source, output: EventBuffer) -> Steps[None]:
-        """Text, passed on as it comes, up to the end tag or the line break before it."""
-        output.add_arguments('"')
+    def _read_raw(
+        self, source: Source, arguments: "_Arguments", key: str, sink: Sink
+    ) -> Steps[None]:
+        """Text up to the end tag of a value, or to the tag after it if the end tag is missing. A
+        tag in the text is part of the value, unless the call goes on or ends after it."""
         trailing = ""
 
         def take(piece: str) -> None:
             nonlocal trailing
             whole = trailing + piece
-            trailing = "\n" if self.is_framed and whole.endswith("\n") else ""
+            trailing = "\n" if whole.endswith("\n") else ""
             if ready := whole[: len(whole) - len(trailing)]:
-                output.add_arguments(quoted(ready)[1:-1])
+                sink(ready)
 
-        if not (yield from source.read_until((self.value_end,), take)):
-            raise UnexpectedEnd
-        output.add_arguments('"')
+        tags = tuple(dict.fromkeys((self.value_end, self.key, self.call_end, *self._after_call)))
+        while True:
+            word = yield from source.read_until(tags, take, leave=True)
+            if word == self.value_end:
+                source.take(len(word))
+                if trailing and not self.is_framed:
+                    sink(trailing)
+                return
+            if not word:
+                sink(trailing)
+                raise UnexpectedEnd
+            if (yield from self._ends_value(source, word, arguments)):
+                return
+            take(source.take(len(word)))
 
-    def _read_cast(self, source: Source, output: EventBuffer, types: frozenset[str]) -> Steps[None]:
-        pieces: list[str] = []
-        if not (yield from source.read_until((self.value_end,), pieces.append)):
-            raise UnexpectedEnd
-        text = "".join(pieces)
-        if self.is_framed:
-            text = text.removesuffix("\n")
-        output.add_arguments(cast(text, types))
+    def _ends_value(self, source: Source, word: str, arguments: "_Arguments") -> Steps[bool]:
+        """Whether `word`, which comes next, is not part of a value."""
+        if word == self.key:
+            key = yield from source.peek_until((self.key_end,), len(word), MAX_NAME_CHARACTERS)
+            return key is not None and arguments.expects(key.strip(_QUOTES_AND_BLANKS))
+        return (yield from source.is_followed_by(self._after_call, len(word)))
 
     def grammar(self, functions: Functions) -> ToolCallGrammar:
         calls = any_of(*(_call(self, name, schema) for name, schema in functions.items()))
@@ -157,33 +243,67 @@ class Tags(ToolCallFormat):
         return ToolCallGrammar(by_marker, self.ignored_markers)
 
 
-def cast(text: str, types: frozenset[str]) -> str:
-    """`text` as JSON of one of `types`; as a string if it is none of them."""
-    bare = text.strip()
-    bare = _PYTHON.get(bare, bare)
-    if bare[:1] == '"' and "string" in types:
-        return quoted(text)
-    value = value_of(bare)
-    if value is None or ("string" in types and not _fits(value, types)):
-        return quoted(text)
-    return value
+class _Arguments:
+    """The arguments of a call as they come."""
 
+    def __init__(self, output: EventBuffer, schema: Mapping[str, Any]) -> None:
+        self._output = output
+        self._schema = schema
+        properties = schema.get("properties")
+        self._names = properties.keys() if isinstance(properties, dict) else frozenset()
+        self._keys: set[str] = set()
+        self._wrapped: tuple[str, str] | None = None
+        """The only argument so far, which may hold all arguments, and its value."""
 
-def _fits(value: str, types: frozenset[str]) -> bool:
-    """Whether a JSON value has one of `types` other than string."""
-    if "any" in types:
-        return True
-    first = value[0]
-    if first == "{":
-        return "object" in types
-    if first == "[":
-        return "array" in types
-    if first in "tf":
-        return "boolean" in types
-    if first == "n":
-        return "null" in types
-    is_whole = value.lstrip("-").isdecimal()
-    return "number" in types or ("integer" in types and is_whole)
+    @property
+    def num_keys(self) -> int:
+        return len(self._keys)
+
+    def types_of(self, key: str) -> frozenset[str]:
+        return types_of(self._schema, key)
+
+    def expects(self, key: str) -> bool:
+        """Whether an argument `key` may follow."""
+        if key in self._keys or not key.isprintable() or "<" in key:
+            return False
+        return key in self._names if self._names else IDENTIFIER.fullmatch(key) is not None
+
+    def is_wrapper(self, key: str) -> bool:
+        """Whether `key` is no parameter but may hold all arguments, as in JSON formats."""
+        is_other = bool(self._names) and key not in self._names
+        return is_other and key in _WRAPPERS and not self._keys
+
+    def add(self, key: str, value: str) -> None:
+        """Add an argument and its value, or the start of the value."""
+        inner = None
+        if self.is_wrapper(key):
+            inner = object_of(value) or object_of(json.loads(value) if value[:1] == '"' else "")
+        if inner is not None and json.loads(inner).keys() <= self._names:
+            self._wrapped = (key, inner)
+            self._keys.add(key)
+            return
+        self._flush()
+        self._add(key, value)
+
+    def more(self, piece: str) -> None:
+        """Add to the last value."""
+        self._output.add_arguments(piece)
+
+    def end(self) -> None:
+        """No argument follows."""
+        if self._wrapped is not None:
+            self._output.add_arguments(self._wrapped[1].strip()[1:-1])
+
+    def _flush(self) -> None:
+        if self._wrapped is not None:
+            (key, value), self._wrapped = self._wrapped, None
+            self._keys.discard(key)
+            self._add(key, value)
+
+    def _add(self, key: str, value: str) -> None:
+        comma = ", " if self._keys else ""
+        self._keys.add(key)
+        self._output.add_arguments(f"{comma}{json.dumps(key)}: {value}")
 
 
 def _call(family: Tags, name: str, schema: Mapping[str, Any] | None) -> Part:
@@ -228,8 +348,9 @@ def _value(family: Tags, function: str, argument: Argument) -> list[Part]:
     gap = [_LINE_BREAK] if family.is_framed else []
     if is_plain:
         return [*gap, text_until(family.value_end)]
-    types = types_of({"properties": {argument.name: schema}}, argument.name)
-    words = schema.get("enum")
+    named = {**argument.definitions, "properties": {argument.name: schema}}
+    types = types_of(named, argument.name)
+    words = [schema["const"]] if "const" in schema else schema.get("enum")
     if types == {"string"} and isinstance(words, list) and schema.keys() <= _WITH_WORDS:
         return [_one_of(family, function, argument.name, words)]
     if not types or "string" in types:
@@ -237,7 +358,7 @@ def _value(family: Tags, function: str, argument: Argument) -> list[Part]:
     return [*gap, as_json, *gap, literal(family.value_end)]
 
 
-_WITH_WORDS = ANNOTATIONS | {"type", "enum"}
+_WITH_WORDS = ANNOTATIONS | {"type", "enum", "const"}
 
 
 def _one_of(family: Tags, function: str, name: str, words: list[Any]) -> Part:
@@ -301,19 +422,30 @@ def _key_and_value(**more: Any) -> Tags:
 
 
 QWEN3_CODER = _in_section("tool_call", markers=("<tool_call>", "<function="))
-SEED = _in_section("seed:tool_call")
-MINIMAX = _invoke("", markers=("<minimax:tool_call>",), section_end="</minimax:tool_call>")
+SEED = _in_section("seed:tool_call", markers=("<seed:tool_call>", "<function="))
+MINIMAX = _invoke(
+    "",
+    markers=("<minimax:tool_call>", "<invoke name="),
+    section_end="</minimax:tool_call>",
+    is_framed=False,
+)
 DSML = _invoke(
     "\uff5cDSML\uff5c",
     '"',
-    markers=("<\uff5cDSML\uff5cfunction_calls>", "<\uff5cDSML\uff5ctool_calls>"),
+    markers=(
+        "<\uff5cDSML\uff5cfunction_calls>",
+        "<\uff5cDSML\uff5ctool_calls>",
+        '<\uff5cDSML\uff5cinvoke name="',
+    ),
     ignored_markers=("</\uff5cDSML\uff5cfunction_calls>", "</\uff5cDSML\uff5ctool_calls>"),
     has_attributes=True,
     is_framed=False,
 )
 GLM = _key_and_value(name_end=("\n", "<arg_key>", "</tool_call>"), leaves_name_end=True)
 HUNYUAN = _key_and_value(
-    name_end=("<tool_sep>",), ignored_markers=("<tool_calls>", "</tool_calls>")
+    name_end=("<tool_sep>",),
+    ignored_markers=("<tool_calls>", "</tool_calls>"),
+    section=("<tool_calls>", "</tool_calls>"),
 )
 STEP3 = _invoke(
     "steptml:",
@@ -324,5 +456,6 @@ STEP3 = _invoke(
         "<\uff5ctool_call_end\uff5c>",
         "<\uff5ctool_calls_end\uff5c>",
     ),
+    section=("<\uff5ctool_calls_begin\uff5c>", "<\uff5ctool_calls_end\uff5c>"),
     is_framed=False,
 )

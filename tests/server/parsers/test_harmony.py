@@ -99,4 +99,3 @@ def test_a_call_cut_by_length_keeps_the_arguments_that_came(length: int) -> None
     found: Any = read_every_way(parser, text, is_cut=True)
 
     assert found[2] == [["get_weather", f'{{"city": "{"x" * length}', "ID"]]
-    assert found[3] == []

@@ -214,13 +214,26 @@ async def test_a_call_that_is_none_is_text_and_no_item() -> None:
         events = await streamed(rig, tools=[WEATHER])
 
         kinds = [item["type"] for item in events[-1]["response"]["output"]]
-        assert kinds == ["message", "message"]
+        assert kinds == ["message"]
         dones = [event for event in events if event["type"] == "response.output_item.done"]
         assert [(one["item"]["type"], one["item"]["status"]) for one in dones] == [
-            ("message", "completed"),
-            ("function_call", "incomplete"),
-            ("message", "completed"),
+            ("message", "completed")
         ]
+
+
+async def test_a_streamed_call_stays_in_the_output_if_its_arguments_cannot_be_parsed() -> None:
+    call = '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo, "x": 1}}</tool_call>'
+    async with speaking(f"Hi. {call} So.") as rig:
+        events = await streamed(rig, tools=[WEATHER])
+
+        output = events[-1]["response"]["output"]
+        assert [item["type"] for item in output] == ["message", "function_call", "message"]
+        arguments = [
+            event["delta"]
+            for event in events
+            if event["type"] == "response.function_call_arguments.delta"
+        ]
+        assert "".join(arguments) == output[1]["arguments"] == '{"city": "Oslo, "x": 1}}'
 
 
 async def test_sampling_form_and_effort_reach_the_engine() -> None:

@@ -25,18 +25,22 @@ SCHEMA: Any = {
         "note": {"type": "string"},
         "size": {"enum": ["small", "large"]},
         "count": {"type": "integer", "minimum": 1, "maximum": 99},
+        "kind": {"$ref": "#/$defs/kind"},
+        "title": {"allOf": [{"$ref": "#/$defs/text"}], "description": "Any text"},
         "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
         "spots": {"type": "array", "items": {"$ref": "#/$defs/spot"}, "maxItems": 2},
     },
     "required": ["count", "size"],
     "additionalProperties": False,
     "$defs": {
+        "kind": {"enum": ["7", "true"]},
+        "text": {"type": "string"},
         "spot": {
             "type": "object",
             "properties": {"x": {"type": "number", "minimum": 0, "maximum": 9}},
             "required": ["x"],
             "additionalProperties": False,
-        }
+        },
     },
 }
 FUNCTIONS = {"measure": SCHEMA, "now": {"type": "object", "properties": {}}, "loose": None}
