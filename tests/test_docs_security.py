@@ -24,12 +24,10 @@ from server.http import auth, json_decoder, tls
 from server.http import body_bounds as bounds
 from server.http import protocol as http_protocol
 from server.multimodal import decode, fetch, file_checks, image_processor, processor, video
+from server.parsers.tool import argument_types
 from server.process import open_files, supervisor
 from server.serving import job
 from server.text import bounded_encoder, isolated_template, messages
-from server.parsers.tool import argument_types
-from server.process import open_files
-from server.text import bounded_encoder, isolated_template
 from server.text import chat_template as template
 from server.text import template_renderer as renderer
 
