@@ -1,7 +1,8 @@
 """A Jinja sandbox for untrusted templates that renders as transformers does.
 
-It bounds every operation that makes a long text out of a short one: a template that runs too long
-can be stopped, a single operation that fills the memory cannot.
+It bounds every operation that makes a long text out of a short one, and every comparison and hash
+of nested values: a template that runs too long can be stopped, a single operation of the
+interpreter that runs for long or fills the memory cannot.
 """
 
 import json
@@ -12,7 +13,7 @@ from functools import wraps
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, nodes
-from jinja2.compiler import CodeGenerator, Frame
+from jinja2.compiler import CodeGenerator, Frame, operators
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import make_attrgetter
@@ -24,6 +25,9 @@ from jinja2.utils import Namespace, pass_environment
 MAX_EXPONENT = 1_000
 MAX_BITS = 10_000
 MAX_JSON_INDENT = 16
+MAX_COMPARED_ITEMS = 2**18
+"""Items of a value that is compared or hashed in some milliseconds. Items that occur several times
+count each time."""
 
 _WIDE_FORMAT = re.compile(r"\d{5}|\*")
 _WIDE_METHODS = ("center", "ljust", "rjust", "zfill", "expandtabs", "replace", "join")
@@ -48,6 +52,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             extensions=[_Generation, loopcontrols],
             finalize=self._sized,
+            # Constants are not computed at compile time, which has no time limit.
+            optimized=False,
         )
         self.code_generator_class = _Bounded
         self.concat = self._concat  # type: ignore[method-assign] # declared a method
@@ -63,7 +69,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters["join"] = self._join
         self.filters["replace"] = self._replace
         self.filters["tojson"] = self._to_json
-        for name in ("pprint", "urlize", "xmlattr"):
+        for name in ("sort", "unique", "groupby", "min", "max", "dictsort"):
+            self.filters[name] = self._compared(self.filters[name])
+        for name in list(self.tests):
+            self.tests[name] = self._compared(self.tests[name])  # type: ignore[arg-type] # functions
+        # The time of striptags is quadratic.
+        for name in ("pprint", "urlize", "xmlattr", "striptags"):
             del self.filters[name]
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -93,6 +104,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 raise SecurityError("translate is not to be had in templates")
             if method in _WIDE_METHODS:
                 self._check_wide(owner, args)
+        elif isinstance(owner, (list, tuple, dict)):
+            for value in (owner, *args):
+                self.comparable(value)
         return super().call(context, callee, *args, **kwargs)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -103,6 +117,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         """`obj[argument]`."""
+        self.comparable(argument)
         if isinstance(obj, str) and argument in ("format", "format_map"):
             _check_format(obj)
         return super().getitem(obj, argument)
@@ -156,6 +171,37 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 length += len(item)
             self._check(length)
         return value
+
+    def comparable(self, value: Any) -> Any:
+        """`value`, if it can be compared and hashed in a short time. A comparison visits shared
+        items again and again, in one operation of the interpreter."""
+        if isinstance(value, (list, tuple, dict)):
+            stack: list[Any] = [value]
+            count = 0
+            while stack:
+                item = stack.pop()
+                count += 1
+                if count > MAX_COMPARED_ITEMS:
+                    raise TemplateError(
+                        f"it compares a value of more than {MAX_COMPARED_ITEMS} items"
+                    )
+                if isinstance(item, dict):
+                    stack += item
+                    stack += item.values()
+                elif isinstance(item, (list, tuple)):
+                    stack += item
+        return value
+
+    def _compared(self, wrapped: Callable[..., Any]) -> Callable[..., Any]:
+        """`wrapped`, a filter or test that compares or hashes its arguments."""
+
+        @wraps(wrapped)
+        def compared(*args: Any, **kwargs: Any) -> Any:
+            for value in (*args, *kwargs.values()):
+                self.comparable(value)
+            return wrapped(*args, **kwargs)
+
+        return compared
 
     def _bounded(self, wrapped: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(wrapped)
@@ -212,7 +258,39 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Bounded(CodeGenerator):
-    """Compiles `~` to the environment's own concatenation; everything else as Jinja does."""
+    """Compiles `~` to the environment's own concatenation, and checks operands of comparisons and
+    keys; everything else as Jinja does."""
+
+    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
+        self.write("(")
+        self._visit_compared(node.expr, frame)
+        for operand in node.ops:
+            self.visit(operand, frame)
+        self.write(")")
+
+    def visit_Operand(self, node: nodes.Operand, frame: Frame) -> None:
+        self.write(f" {operators[node.op]} ")
+        self._visit_compared(node.expr, frame)
+
+    def visit_Pair(self, node: nodes.Pair, frame: Frame) -> None:
+        self._visit_compared(node.key, frame)
+        self.write(": ")
+        self.visit(node.value, frame)
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
+        self.write("{")
+        for item in node.items:
+            self.visit(item, frame)
+            self.write(", ")
+        self.write("}")
+
+    def _visit_compared(self, node: nodes.Expr, frame: Frame) -> None:
+        if isinstance(node, nodes.Const):
+            self.visit(node, frame)
+            return
+        self.write("environment.comparable(")
+        self.visit(node, frame)
+        self.write(")")
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("concat([str(environment.finalize(part)) for part in (")

@@ -681,6 +681,47 @@ GREEDY = [
 ]
 
 
+@pytest.mark.parametrize(
+    "operation",
+    [
+        "{{ ns.a == ns.b }}",
+        "{{ 1 if ns.a in [ns.b] }}",
+        "{{ {ns.t: 1} }}",
+        "{{ {}[ns.t] }}",
+        "{{ [ns.a, ns.b] | sort }}",
+        "{{ [ns.t, ns.t] | unique | list }}",
+        "{{ [ns.a].index(ns.b) }}",
+        "{{ {}.get(ns.t) }}",
+        "{{ ns.a is eq(ns.b) }}",
+        "{{ [ns.a] | select('equalto', ns.b) | list }}",
+    ],
+)
+async def test_a_comparison_of_nested_values_is_refused_before_it_runs(operation: str) -> None:
+    nested = (
+        "{% set ns = namespace(a=[1], b=[1], t=(1,)) %}{% for i in range(40) %}"
+        "{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% set ns.t = (ns.t, ns.t) %}"
+        "{% endfor %}"
+    )
+    template = ours(nested + operation)
+    began_s = time.monotonic()
+
+    with pytest.raises(UserError, match="compares a value of more than 262144 items"):
+        await template.render(HELLO)
+
+    assert time.monotonic() - began_s < 5
+
+
+async def test_comparisons_give_the_results_of_jinja() -> None:
+    template = ours(
+        "{% set x = [1, 2] %}{{ x == [1, 2] }} {{ 1 < 2 <= 2 }} {{ 'a' in {'a': 1} }} "
+        "{{ {'b': x}['b'] == x }} {{ x | sort(reverse=true) }} {{ 2 is gt 1 }} {{ x is iterable }}"
+    )
+
+    rendered = await template.render(HELLO)
+
+    assert rendered == "True True True True [2, 1] True True"
+
+
 @pytest.mark.parametrize("greedy", GREEDY, ids=range(len(GREEDY)))
 async def test_a_template_of_a_request_costs_the_server_neither_time_nor_memory(
     isolation: ForkServer, greedy: str
