@@ -155,7 +155,9 @@ def _type_of(value: object) -> str:
         return "boolean"
     if isinstance(value, (int, float)):
         return "integer" if isinstance(value, int) else "number"
-    return {str: "string", list: "array"}.get(type(value), "object")
+    if isinstance(value, str):
+        return "string"
+    return "array" if isinstance(value, list) else "object"
 
 
 def _union(found: "Iterator[frozenset[str] | None]") -> frozenset[str] | None:

@@ -91,6 +91,8 @@ class ToolCallParser(StreamParser):
             if not word:
                 return
             if word in reader.unmarked_starts:
+                word = (yield from source.peek_word(*reader.markers, *self._ignored)) or word
+            if word in reader.unmarked_starts:
                 if self._ends_like_data():
                     self._add_text(source.take(1))
                 else:
@@ -103,18 +105,22 @@ class ToolCallParser(StreamParser):
                 yield from self._read_section()
 
     def _read_section(self) -> Steps[None]:
-        """Calls of a section, without the text around them."""
+        """Calls of a section, without the text around them. Text before the end tag of a call is no
+        call, but not meant to be dropped."""
         reader, source, first = self._reader, self._source, self._output.num_calls
         self._section_text = []
-        while True:
-            words = (*reader.markers, *self._ignored)
+        word = "to be read"
+        while word and word not in reader.section[1:]:
+            words = tuple(dict.fromkeys((*reader.markers, *self._ignored, *reader.ends)))
             word = yield from source.read_until(words, self._add_text)
             if word in reader.markers:
+                num_calls = self._output.num_calls
                 yield from self._read(word)
-                if self._output.num_calls > first:
+                if self._output.num_calls > num_calls:
                     self._section_text.clear()
-            elif not word or word in reader.section[1:]:
-                break
+            elif word in reader.ends and word not in reader.section:
+                self._output.add_text("".join(self._section_text))
+                self._section_text.clear()
         text, self._section_text = self._section_text, None
         if not word or self._output.num_calls == first:
             self._add_text("".join(text))
