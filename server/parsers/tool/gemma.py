@@ -113,8 +113,6 @@ class Gemma(ToolCallFormat):
             word = yield from source.collect_until(
                 (",", "}", "]", self.quote, *self.ends), most=MAX_SCALAR_CHARACTERS, leave=True
             )
-            if not word.strip():
-                raise ParseError
             sink(cast(word.strip(), types))
             yield from source.accept(self.quote)
 
