@@ -53,8 +53,8 @@ class HarmonyReasoning(ReasoningFormat):
     def parser(
         self, *, is_inside: bool, keeps_whitespace: bool = False, calls: CallFinder = NO_CALLS
     ) -> ReasoningParser:
-        """A parser of one answer; whitespace in messages is always kept, and calls are messages of
-        their own."""
+        """A parser of one answer; whitespace in messages is always kept. A call is a separate
+        message, so it never ends the reasoning."""
         return HarmonyReasoningParser(self, is_inside=is_inside)
 
 

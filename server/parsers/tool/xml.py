@@ -34,6 +34,7 @@ MAX_ATTRIBUTES_CHARACTERS = 256
 _STRING_ATTRIBUTE = re.compile(r'\s*string="(?:true|false)"')
 _LINE_BREAK = regex("\\n?")
 _WRAPPERS = ("arguments", "input")
+"""Names under which models write all arguments as an object."""
 TEXT = frozenset(("string",))
 ANY = frozenset((ANY_TYPE,))
 _QUOTES_AND_BLANKS = "\"' \t\r\n"
