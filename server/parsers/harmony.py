@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from server.parsers.reasoning.tags import ReasoningFormat
 from server.parsers.stream.base import EventBuffer, ReasoningParser, Tools
-from server.parsers.stream.text_stream import ParseError, Sink, Source, Steps
+from server.parsers.stream.text_stream import Sink, Source, Steps
 from server.parsers.tool.base import (
     MAX_NAME_CHARACTERS,
     NO_CALLS,
@@ -53,8 +53,8 @@ class HarmonyReasoning(ReasoningFormat):
     def parser(
         self, *, is_inside: bool, keeps_whitespace: bool = False, calls: CallFinder = NO_CALLS
     ) -> ReasoningParser:
-        """A parser of one answer; whitespace in messages is always kept, and calls are messages of
-        their own."""
+        """A parser of one answer; whitespace in messages is always kept. A call is a separate
+        message, so it never ends the reasoning."""
         return HarmonyReasoningParser(self, is_inside=is_inside)
 
 
@@ -100,13 +100,20 @@ class HarmonyReasoningParser(ReasoningParser):
 
     def _read_header(self, word: str) -> Steps[None]:
         source = self._source
-        source.start_recording(word)
-        try:
-            head = yield from source.collect_until((_MESSAGE,), most=MAX_HEADER_CHARACTERS)
-        except ParseError:
-            self._output.add_text(source.take_recorded())
+        stops = (_MESSAGE, *self._form.ends, _START)
+        head = yield from source.peek_until(stops, 0, MAX_HEADER_CHARACTERS)
+        if head is None:
+            self._output.add_text(word)
             return
-        source.stop_recording()
+        source.take(len(head))
+        if not (yield from source.accept(_MESSAGE)):
+            # The tag before the arguments of a call is missing.
+            name, brace, arguments = head.partition("{")
+            if not (brace and _RECIPIENT.search(name)):
+                self._output.add_text(word + head)
+                return
+            source.push_back(brace + arguments)
+            head = name
         self._start_message(word + head)
 
     def _start_message(self, head: str) -> None:

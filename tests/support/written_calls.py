@@ -265,7 +265,6 @@ TEXT = [
     ("pythonic", "[now(1)]"),
     ("pythonic", "[now(a=1e999)]"),
     ("mistral", "[TOOL_CALLS]now[ARGS]{,}"),
-    ("gemma4", "<|tool_call>call:now{a:}<tool_call|>"),
     ("openai", '<|channel|>commentary to=now<|message|>{"a": oops}'),
     ("qwen3_coder", "<tool_call><function=f>"),
 ]

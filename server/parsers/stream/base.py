@@ -76,11 +76,11 @@ class EventBuffer:
     def __init__(self) -> None:
         self._events: list[ParserEvent] = []
         self.num_calls = 0
-        """Calls that events were made of."""
+        """Calls that were sent."""
         self._held: ToolCallStart | None = None
         self._held_arguments = ""
         self.has_open_call = False
-        """Whether an event of a call was made, and the call has not ended."""
+        """Whether a call was sent and has not ended."""
 
     def add_text(self, piece: str) -> None:
         """Add text of the answer."""
@@ -124,7 +124,7 @@ class EventBuffer:
         self.has_open_call = False
 
     def release_call(self) -> None:
-        """The call that is held, if one is, stays a call."""
+        """Send the held call, if any; it stays a call."""
         if self._held is None:
             return
         held, self._held = self._held, None
@@ -134,7 +134,7 @@ class EventBuffer:
         self.add_arguments(self._held_arguments)
 
     def drop_call(self) -> None:
-        """What is held is no call."""
+        """Drop the held call: it is text."""
         self._held = None
 
     def drain(self) -> list[ParserEvent]:

@@ -120,8 +120,8 @@ def read_separated(
     allows_trailing_comma: bool = False,
     ends: tuple[str, ...] = (),
 ) -> Steps[None]:
-    """Values separated by commas up to `closing`, which is taken, or is missing before one of
-    `ends`; `read_one` is told whether its value is the first."""
+    """Read values separated by commas, and take `closing`, which may be missing before `ends`.
+    `read_one` gets whether its value is the first."""
     is_first = True
     while True:
         yield from source.skip_whitespace()

@@ -19,7 +19,9 @@ WHITESPACE = " \t\r\n"
 MAX_REREAD_CHARACTERS = 1024
 """Text that may be a call and is read again if it is none."""
 MAX_BLANKS = 64
-"""Whitespace before what shows whether a tag ends a value."""
+"""Whitespace before what shows whether a quote ends a value."""
+MAX_LOOKAHEAD = 4096
+"""Text that is searched for what shows whether a tag ends a value."""
 
 
 class ParseError(Exception):
@@ -115,6 +117,19 @@ class Source:
                 return self._text[start : match.start()]
             if self.has_ended or len(self._text) - start >= most + longest:
                 return None
+            yield
+
+    def find_next(self, words: tuple[str, ...], skip: int) -> Steps[str]:
+        """The first of `words` in the MAX_LOOKAHEAD characters after the next `skip`; "" if none is
+        there."""
+        pattern, _, longest = _word_search(words)
+        while True:
+            start = self._at + skip
+            match = pattern.search(self._text, start, start + MAX_LOOKAHEAD + longest)
+            if match is not None:
+                return match[0]
+            if self.has_ended or len(self._text) - start >= MAX_LOOKAHEAD + longest:
+                return ""
             yield
 
     def is_followed_by(self, words: tuple[str, ...], skip: int) -> Steps[bool]:

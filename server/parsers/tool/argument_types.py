@@ -93,7 +93,8 @@ class _Search:
         return self.all_of(iter(found))
 
     def all_of(self, found: "Iterator[frozenset[str] | None]") -> frozenset[str] | None:
-        """The types that all of `found` allow; if there are none, those of the first."""
+        """The types that are in all sets of `found`. A set that contradicts the sets before it is
+        ignored."""
         allowed: frozenset[str] | None = None
         for types in found:
             if types is None or (ANY_TYPE in types and allowed is not None):
@@ -168,7 +169,7 @@ def _union(found: "Iterator[frozenset[str] | None]") -> frozenset[str] | None:
 
 
 def cast(text: str, types: frozenset[str]) -> str:
-    """`text` as JSON of one of `types`; as a string if it is none of them."""
+    """`text` as a JSON value that `types` allow, else as a string."""
     bare = text.strip()
     bare = _WORDS.get(bare, bare)
     if "boolean" in types and not types & {"integer", "number", ANY_TYPE}:

@@ -59,8 +59,8 @@ class ToolCallFormat(ToolCallReader):
 
 
 class ToolCallParser(StreamParser):
-    """Parser of one format of calls. What it cannot parse is text; arguments that it cannot parse
-    are passed on as they are written."""
+    """Parses the calls of a format. Text that is not a call stays text. Arguments that cannot be
+    parsed are passed on unchanged."""
 
     def __init__(self, reader: ToolCallReader, tools: Tools) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class ToolCallParser(StreamParser):
     def ignore(self, words: tuple[str, ...]) -> None:
         """Drop `words` from the text that follows."""
         self._always_ignored = tuple(dict.fromkeys(self._always_ignored + words))
-        self._ignored = self._always_ignored
+        self._ignored = tuple(dict.fromkeys(self._ignored + words))
 
     def _run(self) -> Steps[None]:
         reader, source = self._reader, self._source
@@ -91,6 +91,8 @@ class ToolCallParser(StreamParser):
             if not word:
                 return
             if word in reader.unmarked_starts:
+                word = (yield from source.peek_word(*reader.markers, *self._ignored)) or word
+            if word in reader.unmarked_starts:
                 if self._ends_like_data():
                     self._add_text(source.take(1))
                 else:
@@ -103,16 +105,21 @@ class ToolCallParser(StreamParser):
                 yield from self._read_section()
 
     def _read_section(self) -> Steps[None]:
-        """Calls of a section, without the text around them."""
+        """Read the calls of a section and drop the text around them. Text before an end tag is a
+        call that cannot be parsed: it is kept."""
         reader, source, first = self._reader, self._source, self._output.num_calls
         self._section_text = []
         while True:
-            words = (*reader.markers, *self._ignored)
+            words = tuple(dict.fromkeys((*reader.markers, *self._ignored, *reader.ends)))
             word = yield from source.read_until(words, self._add_text)
             if word in reader.markers:
+                num_calls = self._output.num_calls
                 yield from self._read(word)
-                if self._output.num_calls > first:
+                if self._output.num_calls > num_calls:
                     self._section_text.clear()
+            elif word in reader.ends and word not in reader.section:
+                self._output.add_text("".join(self._section_text))
+                self._section_text.clear()
             elif not word or word in reader.section[1:]:
                 break
         text, self._section_text = self._section_text, None
@@ -188,7 +195,7 @@ class CallFinder:
         return self.reader.markers_in_reasoning
 
     def starts_call(self, source: Source) -> Steps[bool]:
-        """Whether a call comes next in `source`, of which nothing is taken."""
+        """Whether a call comes next. Takes nothing from `source`."""
         parser, count = ToolCallParser(self.reader, self.tools), 0
         while True:
             piece = source.peek_piece(count, MAX_REREAD_CHARACTERS)

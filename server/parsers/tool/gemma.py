@@ -72,7 +72,11 @@ class Gemma(ToolCallFormat):
             yield from source.skip_whitespace()
             yield from source.expect(":")
         else:
-            key = yield from source.collect_until((":",), most=MAX_NAME_CHARACTERS)
+            stops = (":", ",", "}", *self.ends)
+            key = (yield from source.peek_until(stops, 0, MAX_NAME_CHARACTERS)) or ""
+            if (yield from source.peek_at(len(key))) != ":":
+                raise UnexpectedEnd if source.has_ended else ParseError
+            source.take(len(key) + 1)
         yield from source.skip_whitespace()
         return checked_name(key.strip().strip('"'))
 
@@ -109,8 +113,6 @@ class Gemma(ToolCallFormat):
             word = yield from source.collect_until(
                 (",", "}", "]", self.quote, *self.ends), most=MAX_SCALAR_CHARACTERS, leave=True
             )
-            if not word.strip():
-                raise ParseError
             sink(cast(word.strip(), types))
             yield from source.accept(self.quote)
 

@@ -60,6 +60,7 @@ def read_object_call(
         elif key in ARGUMENTS and not call.has_arguments:
             yield from read_arguments(source, call.take_arguments, ends)
         elif allowed is None or key in _OTHER_KEYS:
+            call.has_other_object |= (yield from source.peek()) == "{"
             yield from read_value(source, _ignore, 1, ends)
         else:
             raise ParseError
@@ -80,6 +81,8 @@ class _Call:
     def __init__(self, output: EventBuffer, allowed: Tools | None) -> None:
         self.name: str | None = None
         self.has_arguments = False
+        self.has_other_object = False
+        """Whether a key that is not known has an object, which may be the arguments."""
         self._output = output
         self._known = allowed
         self._arguments: list[str] = []
@@ -104,6 +107,8 @@ class _Call:
 
     def end(self) -> None:
         if self.name is None or (self._known is not None and not self.has_arguments):
+            raise ParseError
+        if self.has_other_object and not self.has_arguments:
             raise ParseError
         if not self.has_arguments:
             self.take_arguments(NO_ARGUMENTS)
@@ -355,6 +360,7 @@ XLAM = TaggedJson(
     markers=("```json", "[TOOL_CALLS]", "<tool_call>"),
     ends=("```", "</tool_call>"),
     allows_unmarked=True,
+    unmarked_starts="{[",
     must_be_known=("```json",),
 )
 MISTRAL = Mistral(markers=("[TOOL_CALLS]",))

@@ -109,8 +109,8 @@ def _read_call(
 
 
 def _ends_argument(source: Source, ends: tuple[str, ...]) -> Steps[bool]:
-    """Whether an argument ends after the next character: another one, or the end of the call and
-    another call or none, follows."""
+    """Whether an argument ends after the next character: an argument or the end of the call
+    follows, and after the call another call or the end of the list."""
     at, character = yield from _after_blanks(source, 1)
     if character == ",":
         at, character = yield from _after_blanks(source, at + 1)

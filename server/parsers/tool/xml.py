@@ -2,6 +2,7 @@
 Step3, Hunyuan."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +31,10 @@ from server.parsers.tool.structural_tag import (
 )
 
 MAX_ATTRIBUTES_CHARACTERS = 256
+_STRING_ATTRIBUTE = re.compile(r'\s*string="(?:true|false)"')
 _LINE_BREAK = regex("\\n?")
 _WRAPPERS = ("arguments", "input")
+"""Names under which models write all arguments as an object."""
 TEXT = frozenset(("string",))
 ANY = frozenset((ANY_TYPE,))
 _QUOTES_AND_BLANKS = "\"' \t\r\n"
@@ -165,7 +168,7 @@ class Tags(ToolCallFormat):
     def _read_value(self, source: Source, arguments: "_Arguments", key: str) -> Steps[None]:
         attributes = ""
         if self.has_attributes:
-            attributes = yield from source.collect_until((">",), most=MAX_ATTRIBUTES_CHARACTERS)
+            attributes = yield from self._read_attributes(source)
         if self.value:
             yield from source.skip_whitespace()
             yield from source.accept(self.value)
@@ -194,6 +197,15 @@ class Tags(ToolCallFormat):
         else:
             arguments.add(key, cast(text, types or TEXT))
 
+    def _read_attributes(self, source: Source) -> Steps[str]:
+        text = yield from source.peek_until((">", "<"), 0, MAX_ATTRIBUTES_CHARACTERS)
+        if text is None:
+            raise UnexpectedEnd if source.has_ended else ParseError
+        if (yield from source.peek_at(len(text))) == ">":
+            return source.take(len(text) + 1)
+        match = _STRING_ATTRIBUTE.match(text)
+        return source.take(match.end() if match is not None else 0)
+
     def _read_raw(
         self, source: Source, arguments: "_Arguments", key: str, sink: Sink
     ) -> Steps[None]:
@@ -208,7 +220,8 @@ class Tags(ToolCallFormat):
             if ready := whole[: len(whole) - len(trailing)]:
                 sink(ready)
 
-        tags = tuple(dict.fromkeys((self.value_end, self.key, self.call_end, *self._after_call)))
+        ends = (self.value_end, self.key, self.call_end, self.section_end)
+        tags = tuple(dict.fromkeys(tag for tag in ends if tag))
         while True:
             word = yield from source.read_until(tags, take, leave=True)
             if word == self.value_end:
@@ -228,7 +241,10 @@ class Tags(ToolCallFormat):
         if word == self.key:
             key = yield from source.peek_until((self.key_end,), len(word), MAX_NAME_CHARACTERS)
             return key is not None and arguments.expects(key.strip(_QUOTES_AND_BLANKS))
-        return (yield from source.is_followed_by(self._after_call, len(word)))
+        if (yield from source.is_followed_by(self._after_call, len(word))):
+            return True
+        ends = (self.section_end,) if self.section_end else self._after_call
+        return (yield from source.find_next((self.value_end, *ends), len(word))) != self.value_end
 
     def grammar(self, functions: Functions) -> ToolCallGrammar:
         calls = any_of(*(_call(self, name, schema) for name, schema in functions.items()))
@@ -446,6 +462,7 @@ HUNYUAN = _key_and_value(
     name_end=("<tool_sep>",),
     ignored_markers=("<tool_calls>", "</tool_calls>"),
     section=("<tool_calls>", "</tool_calls>"),
+    ends=("</tool_call>",),
 )
 STEP3 = _invoke(
     "steptml:",
@@ -457,5 +474,6 @@ STEP3 = _invoke(
         "<\uff5ctool_calls_end\uff5c>",
     ),
     section=("<\uff5ctool_calls_begin\uff5c>", "<\uff5ctool_calls_end\uff5c>"),
+    ends=("<\uff5ctool_call_end\uff5c>",),
     is_framed=False,
 )

@@ -211,6 +211,15 @@ async def test_the_input_of_a_call_is_what_the_model_wrote_as_far_as_it_came(
         assert answer.json()["stop_reason"] == "max_tokens"
 
 
+async def test_the_input_of_a_call_that_the_model_left_open_is_empty() -> None:
+    call = '<tool_call>{"name": "get_weather", "arguments": {"a": 1, "city": "Ber'
+    async with talking(call) as rig:
+        answer = (await ask(rig, tools=[WEATHER])).json()
+
+        assert [block["input"] for block in answer["content"]] == [{}]
+        assert answer["stop_reason"] == "tool_use"
+
+
 async def test_blocks_become_the_messages_that_a_template_reads() -> None:
     template = "{{ messages | tojson }}{% if tools %}{{ tools | tojson }}{% endif %}"
     messages = [

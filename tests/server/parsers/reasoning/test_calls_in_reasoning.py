@@ -45,6 +45,7 @@ CASES: list[tuple[str, str, str, str, str, list[Any]]] = [
     ("qwen3", "hermes", f"hm {HERMES}</think> {HERMES}", "hm", "", [A, A]),
     ("mistral", "mistral", 'hm[TOOL_CALLS]f[ARGS]{"city": "A"}', "hm", "", [A]),
     ("granite", "granite", f"hm {HERMES}", "hm", "", [A]),
+    ("qwen3", "hermes", f"hm</think>{HERMES}</tool_call> x</tool_call>", "hm", "x", [A]),
     # A draft of a call in the reasoning is no call.
     ("qwen3", "llama3_json", '{"name": "f", "parameters": {}}</think>Ok', "{}", "Ok", []),
     ("qwen3", "xlam", '```json\n[{"name": "f", "arguments": {}}]\n```</think>Ok', "{}", "Ok", []),

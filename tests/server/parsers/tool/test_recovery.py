@@ -3,10 +3,13 @@
 import json
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from parsing import good_calls, parser_of, read_every_way
+
+from server.parsers.stream.text_stream import MAX_LOOKAHEAD, MAX_REREAD_CHARACTERS
 
 D = "\uff5cDSML\uff5c"
 TOOLS: Any = {
@@ -240,6 +243,13 @@ def test_an_argument_without_its_end_is_not_completed() -> None:
     found = read_every_way(partial(parser_of, "qwen3_coder", tools=TOOLS), text)
 
     assert found[2][0][1] == '{"s": "rm -r /tmp' and found[3] == [0]
+
+
+def test_the_limits_of_the_documentation_are_those_of_the_code() -> None:
+    page = " ".join((Path(__file__).parents[4] / "docs" / "tools.md").read_text("utf-8").split())
+
+    assert f"at most {MAX_LOOKAHEAD:,} characters after it" in page
+    assert f"up to {MAX_REREAD_CHARACTERS:,} characters" in page
 
 
 @pytest.mark.parametrize(
