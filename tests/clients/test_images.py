@@ -2,6 +2,7 @@
 
 import base64
 from collections.abc import Iterator
+from typing import Any
 
 import anthropic
 import openai
@@ -26,6 +27,11 @@ def vision(
     python = pytestconfig.getoption("--server-python")
     with running(str(folder), log, *flags, python=python) as live:
         yield live
+
+
+def prompt_tokens(usage: Any) -> int:
+    """Tokens of the prompt; `input_tokens` leaves out cached tokens."""
+    return usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
 def test_chats_responses_and_messages_see_the_same_picture(vision: LiveServer) -> None:
@@ -82,7 +88,7 @@ def test_chats_responses_and_messages_see_the_same_picture(vision: LiveServer) -
     assert text and response.output_text == text
     assert [block.text for block in message.content if block.type == "text"] == [text]
     assert chat.usage is not None and response.usage is not None
-    assert chat.usage.prompt_tokens == response.usage.input_tokens == message.usage.input_tokens
+    assert chat.usage.prompt_tokens == response.usage.input_tokens == prompt_tokens(message.usage)
 
 
 def test_pictures_in_results_of_tools_are_counted_alike(vision: LiveServer) -> None:
@@ -133,7 +139,7 @@ def test_pictures_in_results_of_tools_are_counted_alike(vision: LiveServer) -> N
     assert response.usage is not None
     # 16 are the picture's.
     assert response.usage.input_tokens > 16 + len(TEXT)
-    assert message.usage.input_tokens == response.usage.input_tokens == counted.input_tokens
+    assert prompt_tokens(message.usage) == response.usage.input_tokens == counted.input_tokens
 
 
 def test_what_is_no_picture_is_a_400_that_says_so(vision: LiveServer) -> None:
