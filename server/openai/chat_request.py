@@ -122,7 +122,7 @@ async def start_chat(state: AppState, request: Request, body: ChatBody, *, id_pr
     answers = answer_format(state.parser_config, state.text_tokenizer("messages"), body, text)
     if answers.grammar is not None:
         await check_grammar(state, answers.param, answers.grammar)
-    return start_job(
+    return await start_job(
         state,
         request,
         body,
