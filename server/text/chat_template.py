@@ -24,6 +24,7 @@ from config.model.json_fields import MAX_JSON_BYTES
 from config.whole_files import read_limited
 from engine.process.isolation import CallInterrupted, CallKilled, ForkServer
 from server.http.json_encoder import encode_json
+from server.text.fair_slots import FairSlots
 from server.text.messages import Message
 from server.text.template_renderer import (
     MAX_CHARACTERS,
@@ -98,6 +99,10 @@ class ChatTemplate:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="template")
         # Separate threads: the model's template must not wait for templates of requests.
         self._isolated = ThreadPoolExecutor(threads, thread_name_prefix="isolated-template")
+        self._slots = FairSlots(
+            "chat templates", total=threads, per_client=1, max_waiting=MAX_PENDING
+        )
+        """Shares the threads of templates of requests."""
         self._pending = 0
 
     @property
@@ -128,12 +133,14 @@ class ChatTemplate:
         kwargs: Mapping[str, Any] | None = None,
         template: str | None = None,
         mark: TextMarker | None = None,
+        client: str = "",
     ) -> str:
         """The prompt. Raises UserError for what the template rejects, and if it is too slow or its
         text too long; Overloaded if too many renderings wait.
 
         `kwargs` are chat_template_kwargs; `template` replaces the model's. `mark` is applied to all
-        text of the caller.
+        text of the caller. `client` is the client that sent the request: templates of requests run
+        in turns of clients.
         """
         if continue_final_message and add_generation_prompt:
             raise UserError(
@@ -163,12 +170,13 @@ class ChatTemplate:
                 return self._inline.run(call)
             except TooSlow:
                 compiled.was_stopped = True
+        if is_from_request and self._isolation is not None:
+            async with self._slots.hold(client):
+                return await self._render_isolated(self._isolation, request, mark)
         if self._pending >= MAX_PENDING:
             raise Overloaded(f"{self._pending} chats wait for their template")
         self._pending += 1
         try:
-            if is_from_request and self._isolation is not None:
-                return await self._render_isolated(self._isolation, request, mark)
             return await self._run(_Job(call))
         finally:
             self._pending -= 1

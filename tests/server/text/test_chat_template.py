@@ -746,6 +746,24 @@ async def test_a_template_of_a_request_costs_the_server_neither_time_nor_memory(
     assert "Hello" in await template.render(HELLO)
 
 
+async def test_templates_of_another_client_do_not_wait_for_slow_ones(
+    isolation: ForkServer,
+) -> None:
+    template = ours(CHATML, isolation=isolation)
+    slow = [
+        asyncio.create_task(template.render(HELLO, template=SLOW, client="slow")) for _ in range(6)
+    ]
+    await asyncio.sleep(0.01)
+
+    rendered = await template.render(HELLO, template="{{ messages[0].content }}", client="other")
+
+    assert "Hello" in rendered
+    assert sum(task.done() for task in slow) <= 1
+    for task in slow:
+        task.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 async def test_isolated_prompts_are_those_of_transformers(isolation: ForkServer, name: str) -> None:
     template = ours(CHATML, isolation=isolation)
