@@ -47,7 +47,10 @@ FP8_RESCALE = 240 / 448
 TORCH_OF_RELEASE: dict[Release, tuple[int, int]] = {
     (1, 24, 1): (2, 11),
     (1, 24, 0): (2, 10),
+    (1, 23): (2, 9),
     (1, 22): (2, 7),
+    (1, 21): (2, 6),
+    (1, 20): (2, 6),
 }
 """torch version of a release, as observed; unlisted releases are not checked."""
 

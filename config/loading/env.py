@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
-from config.execution import ModeChoice, choose_mode
+from config.execution import ModeChoice, choose_mode, is_vendor_torch
 from config.loading.flags import FILE_FLAGS, FLAGS, variable_of
 from config.loading.values import joined, nearest
 from config.loading.vllm_flags import ACCEPTED, absence
@@ -318,12 +318,10 @@ def set_missing(variables: Mapping[str, str]) -> None:
 
 
 def _has_vendor_torch() -> bool:
-    """Whether torch is the vendor's build: the local part of its version begins with git."""
     try:
-        version = importlib.metadata.version("torch")
+        return is_vendor_torch(importlib.metadata.version("torch"))
     except importlib.metadata.PackageNotFoundError:
         return False
-    return version.partition("+")[2].startswith("git")
 
 
 def is_installed(module: str) -> bool:
