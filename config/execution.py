@@ -324,6 +324,12 @@ class ModeChoice(NamedTuple):
         return self.mode in (HPU_GRAPHS, LAZY)
 
 
+def is_vendor_torch(version: str) -> bool:
+    """Whether this version of torch is a build of Habana: 2.6.0+hpu_1.21.3-57.gitabf798b,
+    2.9.0+hpu.1.23.0.695, or 2.10.0a0+gitc1e5ed4. Habana's bridge accepts the same local parts."""
+    return version.partition("+")[2].startswith(("git", "hpu"))
+
+
 def choose_mode(
     requested: str, *, enforce_eager: bool, lazy_variable: str | None, has_vendor_torch: bool
 ) -> ModeChoice:

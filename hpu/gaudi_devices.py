@@ -24,7 +24,7 @@ class Generation(NamedTuple):
     aligned_scales: tuple[float, ...] | None
     """FP8 scales without cost; None: any power of two."""
     pci_ids: tuple[int, ...]
-    """PCI device ids with the vendor PCI_VENDOR, from the driver."""
+    """PCI device ids with the vendor Habana, from the driver."""
 
     @property
     def usable_bytes(self) -> int:
@@ -39,15 +39,16 @@ GENERATIONS = {
     "gaudi3": Generation("GAUDI3", "Gaudi 3", 128 * GIB, 448.0, None, (0x1060, 0x1063)),
 }
 
-PCI_VENDOR = 0x1DA3
-
 FP8_RESCALE = 240 / 448
 """Factor from the FP8 range of Gaudi 3, for which checkpoints are made, to that of Gaudi 2."""
 
 TORCH_OF_RELEASE: dict[Release, tuple[int, int]] = {
     (1, 24, 1): (2, 11),
     (1, 24, 0): (2, 10),
+    (1, 23): (2, 9),
     (1, 22): (2, 7),
+    (1, 21): (2, 6),
+    (1, 20): (2, 6),
 }
 """torch version of a release, as observed; unlisted releases are not checked."""
 

@@ -31,6 +31,9 @@ MAX_PART_BYTES = 4 * 2**20
 """Size of each of these parts in the file. A table of NFKC has 0.3 MB."""
 MAX_TOKEN_CHARACTERS = 4_096
 """Length of one token. Those of published vocabularies have up to 1,024."""
+MAX_LINEAR_UNIGRAM_CHARACTERS = 64
+"""Length of a token of the kind Unigram, which compares each place of a text with all tokens that
+begin like it: 10 us for each character of a text. Published vocabularies have up to 16."""
 MAX_TOKEN_TEXT_BYTES = 16_384
 """Bytes that the decoder may make of one token, by the bound below."""
 MAX_ADDED_TOKENS = 65_536
@@ -52,8 +55,8 @@ class TokenizerBounds:
 
     growth: int = 1
     """Upper bound of the bytes that one byte of a text becomes."""
-    has_linear_patterns: bool = True
-    """Whether its regular expressions certainly take linear time."""
+    takes_linear_time: bool = True
+    """Whether encoding a text certainly takes linear time."""
 
 
 class _AddedToken(msgspec.Struct):
@@ -107,9 +110,11 @@ class _Checker:
         longest = self._check_tokens(file)
         self._check_padding(file.padding)
         self._check_post_processor(self._part("post_processor", file.post_processor))
-        growth, is_linear_here = self._growth(file)
+        growth, has_linear_patterns = self._growth(file)
         self._check_decoder(file, longest)
-        return TokenizerBounds(growth, is_linear_here)
+        is_unigram = file.model is not None and isinstance(file.model.vocab, list)
+        has_long_tokens = is_unigram and longest > MAX_LINEAR_UNIGRAM_CHARACTERS
+        return TokenizerBounds(growth, has_linear_patterns and not has_long_tokens)
 
     def _check_tokens(self, file: _File) -> int:
         """The length of the longest token."""

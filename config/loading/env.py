@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
-from config.execution import ModeChoice, choose_mode
+from config.execution import ModeChoice, choose_mode, is_vendor_torch
+from config.loading.cards import visible_modules
 from config.loading.flags import FILE_FLAGS, FLAGS, variable_of
 from config.loading.values import joined, nearest
 from config.loading.vllm_flags import ACCEPTED, absence
@@ -197,11 +198,14 @@ def device_environment(
     if variable is None or count == 1:
         return {}
     words = [word.strip() for word in os.environ.get(variable, "").split(",") if word.strip()]
+    source = variable
+    if not words and variable == HABANA_VISIBLE_MODULES:
+        words, source = [str(module) for module in visible_modules()], "this machine"
     cards = words or [str(card) for card in range(count * num_cards)]
     if len(cards) < count * num_cards:
         raise ConfigError(
             f"{count} engines with {num_cards} cards each need {count * num_cards} cards, "
-            f"{variable} has {len(cards)} ({','.join(cards)})"
+            f"{source} has {len(cards)} ({','.join(cards)})"
         )
     own = cards[index * num_cards : (index + 1) * num_cards]
     variables = {variable: ",".join(own)}
@@ -214,6 +218,11 @@ def device_environment(
 def worker_environment(config: EngineConfig) -> dict[str, str]:
     """All variables of a worker's process. Raises ConfigError for an impossible execution mode."""
     variables = {**hpu_environment(config), **os.environ, **runtime_environment(config)}
+    is_unset = not variables.get(HABANA_VISIBLE_MODULES)
+    if chosen_device(config.device) == "hpu" and is_unset and (modules := visible_modules()):
+        # The container runtime does not set it, and the vendor's runtime then takes ranks for
+        # module ids, which belong to other cards than the nodes of the same number.
+        variables[HABANA_VISIBLE_MODULES] = ",".join(map(str, modules))
     if config.parallel.world_size > 1:
         # It wins over a worker's rank, so that all of them would take the same card.
         variables.pop(HLS_MODULE_ID, None)
@@ -223,18 +232,21 @@ def worker_environment(config: EngineConfig) -> dict[str, str]:
 def module_id(device_index: int, world_size: int) -> int | None:
     """The module id of this worker's card, as the vendor's runtime chooses it; `device_index`
     counts the cards of this host. None where the runtime takes any free card. Raises ConfigError
-    when HABANA_VISIBLE_MODULES names too few."""
+    when too few cards are visible."""
     own = os.environ.get(HLS_MODULE_ID, "")
     if is_count(own):
         return int(own)
     if world_size == 1:
         return None
     visible = [word for word in os.environ.get(HABANA_VISIBLE_MODULES, "").split(",") if word]
+    source = f"{HABANA_VISIBLE_MODULES} names"
+    if not visible:
+        visible, source = [str(module) for module in visible_modules()], "this machine has"
     if not visible:
         return device_index
     if device_index >= len(visible):
         raise ConfigError(
-            f"{HABANA_VISIBLE_MODULES} names {len(visible)} cards ({','.join(visible)}), and this "
+            f"{source} {len(visible)} cards ({','.join(visible)}), and this "
             f"host has at least {device_index + 1} workers"
         )
     word = visible[device_index].strip()
@@ -310,6 +322,12 @@ def recipe_cache_folder(config: EngineConfig) -> Path | None:
     return Path(words[0]) if words[0] and not deletes else None
 
 
+def disable_autoload() -> None:
+    """Keep `import torch` in this process and its children from loading the vendor's runtime, as
+    newer releases do by themselves: only workers, which import the runtime, may touch a card."""
+    os.environ.setdefault("PT_HPU_AUTOLOAD", "0")
+
+
 def set_missing(variables: Mapping[str, str]) -> None:
     """Set variables of this process that are not set yet, for a worker in a process that its parent
     did not prepare. Call it before the import of torch, which imports the vendor's runtime."""
@@ -318,12 +336,10 @@ def set_missing(variables: Mapping[str, str]) -> None:
 
 
 def _has_vendor_torch() -> bool:
-    """Whether torch is the vendor's build: the local part of its version begins with git."""
     try:
-        version = importlib.metadata.version("torch")
+        return is_vendor_torch(importlib.metadata.version("torch"))
     except importlib.metadata.PackageNotFoundError:
         return False
-    return version.partition("+")[2].startswith("git")
 
 
 def is_installed(module: str) -> bool:

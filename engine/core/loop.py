@@ -22,6 +22,7 @@ from config.errors import (
     UserError,
 )
 from config.lora.adapter import LoRAInfo
+from config.malloc import trim_memory
 from config.params.lora import NamedAdapter
 from config.params.structured_output import GrammarSpec
 from engine.core.adapter_reader import AdapterReader
@@ -57,6 +58,8 @@ from hpu.protocol import WarmupProgress, WorkerReady
 
 logger = logging.getLogger(__name__)
 
+TRIM_AFTER_S = 5.0
+"""Idle time after which freed memory is returned to the system."""
 MAX_ANNOUNCED_BLOCKS = 1024
 """Of one prompt: as many as a router looks at."""
 
@@ -356,7 +359,8 @@ class EngineLoop:
             self._handle(core, self._inbox.get())
 
     def _wait(self, core: EngineCore) -> Entry | None:
-        """The next entry; None once a bucket was warmed up meanwhile, which must be reported."""
+        """The next entry; None once a bucket was warmed up meanwhile, which must be reported. An
+        idle engine returns freed memory to the system."""
         while core.num_later:
             try:
                 return self._inbox.get(timeout=0.0 if self._is_busy else IDLE_S)
@@ -364,6 +368,9 @@ class EngineLoop:
                 self._is_busy = core.warm_up_next()
             if core.has_work:
                 return None
+        with contextlib.suppress(Empty):
+            return self._inbox.get(timeout=TRIM_AFTER_S)
+        trim_memory()
         return self._inbox.get()
 
     def _wait_coupled(self, core: EngineCore, inbox: WakingInbox, coupled: CoupledSteps) -> None:

@@ -224,18 +224,18 @@ class ForkServer:
             self._forget()
         if self._control is None:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with theirs:
+            # Writing to a pipe would wait for a process that was stopped.
+            with theirs, os.fdopen(os.memfd_create("orders"), "w+b") as orders:
+                orders.write(msgspec.msgpack.encode(self._orders))
+                orders.seek(0)
                 command = [*python_command("engine.process.isolation"), str(theirs.fileno())]
                 self._process = subprocess.Popen(
                     command,
-                    stdin=subprocess.PIPE,
+                    stdin=orders,
                     pass_fds=[theirs.fileno()],
                     env=_environment(environment()),
                 )
             self._control = ours
-            assert self._process.stdin is not None
-            with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
-                stdin.write(msgspec.msgpack.encode(self._orders))
         return self._control
 
     def _forget(self) -> None:
@@ -297,10 +297,7 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """The entry of a fork server."""
     control = socket.socket(fileno=int(sys.argv[2]))
-    data = sys.stdin.buffer.read()
-    if not data:
-        return
-    orders = msgspec.msgpack.decode(data, type=_Orders)
+    orders = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=_Orders)
     # The parent closes the control channel to end this process; the kernel does if the parent dies.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

@@ -15,7 +15,7 @@ from config.version import VERSION
 from hpu.doctor.cards import Card
 from hpu.doctor.machine import ERROR, OK, WARN, Finding, Machine
 from hpu.doctor.preflight import Preflight, has_sign_of_gaudi, preflight
-from hpu.doctor.software import RUNTIME, has_runtime, is_vendor_torch
+from hpu.doctor.software import RUNTIME, has_runtime, has_vendor_torch
 from hpu.gaudi_devices import GIB
 from hpu.host import has_fast_bfloat16, usable_cores, usable_memory
 
@@ -120,7 +120,7 @@ def _mode(
             config.execution.mode,
             enforce_eager=config.enforce_eager,
             lazy_variable=machine.environment.get("PT_HPU_LAZY_MODE"),
-            has_vendor_torch=device_name == "hpu-emulator" or bool(is_vendor_torch(machine)),
+            has_vendor_torch=device_name == "hpu-emulator" or bool(has_vendor_torch(machine)),
         )
     except ConfigError as error:
         return None, str(error)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from config.errors import ConfigError
 from config.execution import EAGER, HPU_GRAPHS, LAZY, TORCH_COMPILE, ExecutionConfig, ModeChoice
 from config.model.kv_cache_dtype import AUTO, ON_GAUDI
+from config.model.model_config import ModelConfig
 from hpu.backends.base import Backend, Function, FusibleModel
 from hpu.backends.gaudi_copies import HostCopies
 from hpu.backends.gaudi_group import GaudiGroup
@@ -75,7 +76,7 @@ OUT_OF_MEMORY = (
 """Parts of the runtime's error texts when the card's memory is full, in lower case; the runtime has
 no error type for it."""
 
-KEEP_TENSOR_CACHE = ("Qwen", "Roberta", "XLMRoberta")
+KEEP_TENSOR_CACHE = ("Llava", "Qwen", "Roberta", "VipLlava", "XLMRoberta")
 """Beginnings of architectures whose graphs need the tensor cache (vllm-project/vllm-gaudi,
 docs/configuration/env_variables.md, PT_HPUGRAPH_DISABLE_TENSOR_CACHE); its pages give no reason."""
 
@@ -83,6 +84,14 @@ COMPILE_FAILED = ("graph compile failed", "cpu fallback is not supported")
 """Parts of the texts, in lower case, when the compiler refuses a recipe, whose status, often 26, is
 generic: a limit of the compiler, not necessarily memory; and when a capture meets an operation that
 the card does not have."""
+
+
+def keeps_tensor_cache(config: ModelConfig) -> bool:
+    """Whether the graphs of a model need the tensor cache, for its text or for its images."""
+    architectures = [config.architecture]
+    if config.vision is not None:
+        architectures.append(config.vision.architecture)
+    return any(name.startswith(KEEP_TENSOR_CACHE) for name in architectures)
 
 
 class GaudiEvent:
@@ -478,14 +487,16 @@ class GaudiBackend(Backend):
         self._hpu.synchronize()
         if isinstance(model, FusibleModel):
             model.use_kernels(self._make_kernels(model), split_qkv=self._execution.split_qkv)
-            if model.config.architecture.startswith(KEEP_TENSOR_CACHE):
+            if keeps_tensor_cache(model.config):
                 self._disables_tensor_cache = False
             if patcher is not None:
                 patcher.patch(model)
                 model.to(self.device)
                 self._htcore.mark_step()
-                # In the order of load_model in the vendor's plug-in for vLLM.
-                self._htcore.hpu_initialize(model, mark_only_scales_as_const=True)
+                # In the order of load_model in the vendor's plug-in for vLLM. The newest bridge
+                # says that this function will be removed.
+                if hasattr(self._htcore, "hpu_initialize"):
+                    self._htcore.hpu_initialize(model, mark_only_scales_as_const=True)
             if self._mode in (HPU_GRAPHS, LAZY):
                 self._mark_layers(model.layers)
         if self._mode == TORCH_COMPILE:

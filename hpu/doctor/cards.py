@@ -2,16 +2,13 @@
 files of all processes. Opens no device."""
 
 import os
-import re
 from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
+from config.loading.cards import card_nodes
 from hpu.doctor.machine import Machine
-from hpu.gaudi_devices import GENERATIONS, PCI_VENDOR
-
-NODES = (("dev/accel", "accel", "accel"), ("dev", "hl", "habanalabs"))
-"""(folder, prefix of the name, class below sys/class) of newer and of older drivers."""
+from hpu.gaudi_devices import GENERATIONS
 
 SMI_FIELDS = "index,module_id,bus_id,uuid,name,memory.total,memory.used"
 
@@ -62,14 +59,14 @@ class _Row(NamedTuple):
 
 def find_cards(machine: Machine) -> Cards:
     """Every card with a device node or in hl-smi, sorted by module."""
-    nodes = _nodes(machine)
+    nodes = card_nodes(machine.root)
     rows = _smi_rows(machine)
-    holders, hidden = _card_holders(machine, {node for node, _ in nodes}) if nodes else ({}, 0)
+    names = {card.node for card in nodes}
+    holders, hidden = _card_holders(machine, names) if nodes else ({}, 0)
     cards = []
-    for node, device in nodes:
+    for node, device, module in nodes:
         bus_id = _bus_id(machine.root / device)
         row = rows.pop(bus_id, _Row(None, "", ""))
-        module = _number(machine.text(f"{device}/module_id"))
         cards.append(
             Card(
                 node,
@@ -89,24 +86,6 @@ def find_cards(machine: Machine) -> Cards:
         ]
     cards.sort(key=lambda card: (card.module is None, card.module, card.node))
     return Cards(tuple(cards), hidden)
-
-
-def _nodes(machine: Machine) -> list[tuple[str, str]]:
-    """(node, its device's folder below sys/class) of each card."""
-    found = []
-    for folder, prefix, kind in NODES:
-        try:
-            names = sorted(os.listdir(machine.root / folder))
-        except OSError:
-            continue
-        for name in names:
-            device = f"sys/class/{kind}/{name}/device"
-            vendor = machine.text(f"{device}/vendor")
-            # Other vendors' accelerators are in the same folder.
-            is_gaudi = vendor is None or _number(vendor) == PCI_VENDOR
-            if re.fullmatch(rf"{prefix}\d+", name) and is_gaudi:
-                found.append((f"/{folder}/{name}", device))
-    return found
 
 
 def _bus_id(device: Path) -> str:

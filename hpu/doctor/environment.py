@@ -2,7 +2,7 @@
 
 from hpu.doctor.cards import Card
 from hpu.doctor.machine import ERROR, OK, WARN, Finding, Machine
-from hpu.doctor.software import is_vendor_torch
+from hpu.doctor.software import has_vendor_torch
 from hpu.gaudi_devices import GIB, NUM_MODULES, PAIRS, QUADS
 from hpu.host import usable_memory
 
@@ -136,7 +136,7 @@ def _lazy(machine: Machine) -> list[Finding]:
     text = machine.environment.get(LAZY)
     if text is None:
         return []
-    if text != "0" and is_vendor_torch(machine) is False:
+    if text != "0" and has_vendor_torch(machine) is False:
         return [
             Finding(
                 ERROR,

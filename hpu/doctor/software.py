@@ -1,6 +1,7 @@
 """Checks of the installed software: the vendor's packages, torch, Python, the driver. Reads
 metadata and the kernel's files."""
 
+from config.execution import is_vendor_torch
 from hpu.doctor.machine import ERROR, OK, WARN, Finding, Machine
 from hpu.gaudi_devices import (
     PYTHONS,
@@ -27,13 +28,10 @@ def runtime_release(machine: Machine) -> Release | None:
     return release_of(machine.version(RUNTIME_DISTRIBUTION) or "")
 
 
-def is_vendor_torch(machine: Machine) -> bool | None:
-    """Whether torch is the vendor's build, which lazy mode needs; None without torch.
-
-    The local version of the vendor's builds begins with `git`.
-    """
+def has_vendor_torch(machine: Machine) -> bool | None:
+    """Whether torch is the vendor's build, which lazy mode needs; None without torch."""
     version = machine.version("torch")
-    return None if version is None else version.partition("+")[2].startswith("git")
+    return None if version is None else is_vendor_torch(version)
 
 
 def driver_version(machine: Machine) -> str | None:
@@ -75,7 +73,7 @@ def _torch(machine: Machine) -> list[Finding]:
     version = machine.version("torch")
     if version is None:
         return [Finding(ERROR, "torch", "this Python has no torch", IMAGE)]
-    build = "the vendor's build" if is_vendor_torch(machine) else "a stock build"
+    build = "the vendor's build" if has_vendor_torch(machine) else "a stock build"
     findings = [Finding(OK, "torch", f"torch {version}, {build}")]
     release, found = runtime_release(machine), release_of(version)
     wanted = torch_of_release(release) if release else None

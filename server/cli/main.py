@@ -14,7 +14,7 @@ from importlib import import_module
 from config import log
 from config.engine import EXTERNAL_LAUNCHER
 from config.errors import CheckpointError, ConfigError, EngineDied
-from config.loading.env import environment
+from config.loading.env import disable_autoload, environment
 from config.loading.flags import FLAGS
 from config.loading.parser import Parser, server_parser
 from config.loading.sources import load
@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words:
         print(HELP, end="")
         return 2
+    disable_autoload()
     try:
         if text := TEXTS.get(words[0]):
             if len(words) > 1:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -108,32 +109,47 @@ class BeamSearchGeneration:
     """The best `params.n` continuations of each prompt, best first. Has the interface of
     `Generation`, but all deltas come at once, when the searches of all prompts have ended."""
 
-    def __init__(
-        self,
+    @classmethod
+    async def start(
+        cls,
         pipeline: Pipeline,
         prompts: list[Prompt],
         params: SamplingParams,
         *,
         length_penalty: float = 1.0,
+        param: str = "messages",
+        **options: Any,
+    ) -> "BeamSearchGeneration":
+        """Check the request and send the first step. Arguments and exceptions are those of
+        `Pipeline.start`; `params.n` is the beam width. A search uses the end tokens, the length
+        and the fields of the output of `params`, and nothing else."""
+        check_length_penalty(length_penalty)
+        check_comparable(pipeline.ready.logprobs_mode, "use_beam_search")
+        params, output_limits = await pipeline.check_request(prompts, params, param)
+        return cls(pipeline, prompts, params, output_limits, length_penalty, **options)
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        prompts: list[Prompt],
+        params: SamplingParams,
+        output_limits: list[int],
+        length_penalty: float,
+        *,
         priority: int = 0,
         cache_salt: str = "",
-        param: str = "messages",
         name: str = "",
         visible_special_ids: frozenset[int] = frozenset(),
         adapter: str = "",
         terms: RequestTerms = NO_TERMS,
     ) -> None:
-        """Check the request and send the first step. Arguments and exceptions are those of
-        `Pipeline.start`; `params.n` is the beam width. Of `params` only the end tokens, the length
-        and the fields of the output are used."""
+        """`params` and `output_limits` are those of `Pipeline.check_request`."""
         ready = pipeline.ready
         eos_ids = frozenset() if params.ignore_eos else frozenset(ready.eos_token_ids)
         self._stop_ids = frozenset(params.stop_token_ids) - eos_ids
         end_ids = eos_ids | self._stop_ids
-        check_length_penalty(length_penalty)
-        check_comparable(ready.logprobs_mode, "use_beam_search")
         _check_params(params, len(end_ids), ready.vocab_size)
-        self._params, output_limits = pipeline.check_request(prompts, params, param)
+        self._params = params
         self._searches = [
             BeamSearch(params.n, limit, end_ids, length_penalty) for limit in output_limits
         ]

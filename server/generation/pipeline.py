@@ -26,6 +26,10 @@ MAX_BAD_WORDS_CHARACTERS = 5_000
 MAX_UPDATE_VALUES = 1_000
 """Tokens and log-probabilities that are applied before other requests go on: 5 ms, with their JSON
 in a stream."""
+MAX_TOKENS_AT_ONCE = 65_536
+"""Prompt tokens that are checked or sent before other requests go on: about 5 ms."""
+TOKENS_PER_SEQUENCE = 1_024
+"""Prompt tokens that take as long as the rest of the work for a sequence."""
 ASLEEP_RETRY_S = 10
 
 
@@ -40,7 +44,7 @@ class Pipeline:
         self._max_stop_strings = config.max_stop_strings
         self._max_logprobs = config.max_logprobs
 
-    def start(
+    async def start(
         self,
         prompts: list[Prompt],
         params: SamplingParams,
@@ -53,20 +57,23 @@ class Pipeline:
         adapter: str = "",
         terms: RequestTerms = NO_TERMS,
     ) -> "Generation":
-        """Check the request and send its `len(prompts) * params.n` sequences, without waiting.
+        """Check the request and send its `len(prompts) * params.n` sequences.
 
         `param` is the field that errors about the prompt name, `name` the request's id in logs,
         `adapter` a LoRAInfo.content;
         `visible_special_ids` are special tokens that always appear in the text. Raises UserError,
         Overloaded, DeadlineExceeded or EngineDied; then nothing remains in the engine.
         """
-        params, limits = self.check_request(prompts, params, param)
+        params, limits = await self.check_request(prompts, params, param)
         generation = Generation(self.client, prompts, params.n)
+        pauses = _Pauses()
         try:
             for prompt_index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
                 tokens = np.asarray(prompt.token_ids, dtype="<u4").tobytes()
                 images = self.image_fields(prompt, cache_salt, adapter)
+                await pauses.after(len(prompt.token_ids))
                 for choice in range(params.n):
+                    await pauses.after(TOKENS_PER_SEQUENCE)
                     sampling = _choice_params(params, choice, limit)
                     queue = None
                     if sampling is not None:
@@ -121,7 +128,7 @@ class Pipeline:
                 param="model",
             )
 
-    def check_request(
+    async def check_request(
         self, prompts: list[Prompt], params: SamplingParams, param: str
     ) -> tuple[SamplingParams, list[int]]:
         """`params` with bad words as token ids, and the output limit of each prompt. Raises like
@@ -136,9 +143,11 @@ class Pipeline:
         check_ids(params, ready.vocab_size)
         check_allowed_tokens(params, ready.eos_token_ids)
         num_ids = ready.prompt_vocab_size or ready.vocab_size
-        limits = [
-            output_limit(prompt, params, num_ids, ready.max_model_len, param) for prompt in prompts
-        ]
+        limits = []
+        pauses = _Pauses()
+        for prompt in prompts:
+            limits.append(output_limit(prompt, params, num_ids, ready.max_model_len, param))
+            await pauses.after(len(prompt.token_ids))
         return params, limits
 
     def _check_logprobs(self, params: SamplingParams) -> None:
@@ -197,6 +206,20 @@ class Pipeline:
                     )
                 banned[ids] = None
         return params.replace_unchecked(bad_words=(), bad_words_token_ids=tuple(banned))
+
+
+class _Pauses:
+    """Lets other requests go on after each MAX_TOKENS_AT_ONCE of work for a request."""
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+
+    async def after(self, num_tokens: int) -> None:
+        """Count work of `num_tokens`, and yield to the event loop if it is due."""
+        self._num_tokens += num_tokens
+        if self._num_tokens > MAX_TOKENS_AT_ONCE:
+            self._num_tokens = 0
+            await asyncio.sleep(0)
 
 
 class Generation:

@@ -452,7 +452,7 @@ class LLM:
             make_prompt, params, salt = jobs[index]
             async with self._start_order:
                 prompt = await make_prompt()
-                generation = self._pipeline.start(
+                generation = await self._pipeline.start(
                     [prompt], params, cache_salt=salt, param="prompt", adapter=adapters[index]
                 )
             outputs = await generation.collect()
@@ -486,7 +486,7 @@ class LLM:
         async def run_search(index: int, bar: "tqdm[Any]") -> BeamSearchOutput:
             text, ids, salt, images = inputs[index]
             prompt = await self._prompt(text, ids, True, sampling, images)
-            search = BeamSearchGeneration(
+            search = await BeamSearchGeneration.start(
                 self._pipeline,
                 [prompt],
                 sampling,

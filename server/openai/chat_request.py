@@ -54,6 +54,7 @@ async def render(state: AppState, request: Request, body: ChatPromptBody) -> Ren
     """The prompt text of a chat, and its images. Only the API key of `request` can name images that
     it sent. Raises UserError and Overloaded."""
     record = record_of(request.scope)
+    client = record.owner or record.client
     inputs = state.images
     check = partial(
         body.check_conversation,
@@ -69,7 +70,6 @@ async def render(state: AppState, request: Request, body: ChatPromptBody) -> Ren
     messages, images = body.messages, []
     if inputs is not None:
         messages, sources = take_media(body.messages)
-        client = record.owner or record.client
         images = await inputs.load(sources, owner=record.owner, client=client)
     text = await template.render(
         messages,
@@ -80,6 +80,7 @@ async def render(state: AppState, request: Request, body: ChatPromptBody) -> Ren
         kwargs=body.template_variables,
         template=body.chat_template,
         mark=None if controls is None else controls.marked,
+        client=client,
     )
     if inputs is not None:
         text = with_image_texts(text, inputs.marks, images)
@@ -122,7 +123,7 @@ async def start_chat(state: AppState, request: Request, body: ChatBody, *, id_pr
     answers = answer_format(state.parser_config, state.text_tokenizer("messages"), body, text)
     if answers.grammar is not None:
         await check_grammar(state, answers.param, answers.grammar)
-    return start_job(
+    return await start_job(
         state,
         request,
         body,

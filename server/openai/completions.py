@@ -75,7 +75,7 @@ async def _start(state: AppState, request: Request) -> Job:
             log_prompt(record_of(request.scope), prompt.text or repr(prompt.token_ids))
     if (constraint := body.constraint) is not None:
         await check_grammar(state, *constraint)
-    return start_job(
+    return await start_job(
         state,
         request,
         body,

@@ -253,11 +253,15 @@ async def _run(
     """Run the inputs in the engine; returns the job, which has ended, and what `entries` makes of
     the results. Raises ClientGone when the client disconnects."""
     model = state.model(body.model)
-    tracker = start_tracked(
+
+    async def start(**options: Any) -> PoolingStream:
+        return PoolingStream(state.client, inputs, **options)
+
+    tracker = await start_tracked(
         state,
         request,
         body,
-        partial(PoolingStream, state.client, inputs),
+        start,
         model=model,
         num_prompt_tokens=sum(len(item.token_ids) for item in inputs),
         num_first_tokens=len(inputs[0].token_ids),

@@ -67,8 +67,6 @@ UNHEALTHY_S = 0.7
 """Time that /health returns 503 before an API server without an engine exits."""
 MANY_CONNECTIONS = 500
 """Memory is trimmed when this many connections have closed: the C library retains it."""
-TRIM_TICKS = 20
-"""Between two looks at how many connections have closed: 2 s."""
 EMULATOR = "hpu-emulator"
 KEEP_ALIVE_S = 75
 """Longer than load balancers keep idle connections: they would race with our close."""
@@ -114,14 +112,40 @@ def resumes(engine: EngineConfig, server: ServerConfig) -> bool:
     return server.resume and is_alone
 
 
+class Closings:
+    """Tells when many connections have closed. It counts accepted sockets, since a TLS handshake
+    that fails never becomes a connection of uvicorn."""
+
+    def __init__(self, handshake_timeout_s: float) -> None:
+        self.num_accepted = 0
+        """Connections since the start."""
+        self._interval_s = handshake_timeout_s + 2.0
+        self._due_s = 0.0
+        self._num_before = 0
+        """Connections that were accepted one interval before `_due_s`."""
+        self._num_reported = 0
+        """Closed connections at the last report."""
+
+    def are_many(self, now_s: float, num_open: int) -> bool:
+        """Whether MANY_CONNECTIONS have closed since this was last true. Looks once in each
+        interval, in which every handshake ends."""
+        if now_s < self._due_s:
+            return False
+        num_closed = self._num_before - num_open
+        self._due_s, self._num_before = now_s + self._interval_s, self.num_accepted
+        if num_closed - self._num_reported < MANY_CONNECTIONS:
+            return False
+        self._num_reported = num_closed
+        return True
+
+
 class UvicornServer(uvicorn.Server):
     """Leaves signals to ApiServer: uvicorn's own handlers close the port first, but a server that
     drains must still answer its probes."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self._most_connections = 0
-        """Since the last look at how many have closed."""
+        self._closings = Closings(cast(HttpConfig, config).limits.request_header_timeout_s)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -131,7 +155,11 @@ class UvicornServer(uvicorn.Server):
         """uvicorn's for given sockets, with a limit on the time for a TLS handshake: by default a
         client that never finishes it holds a descriptor for a minute."""
         config = cast(HttpConfig, self.config)
-        protocol = partial(HttpProtocol, config, self.server_state, self.lifespan.state)
+
+        def protocol() -> HttpProtocol:
+            self._closings.num_accepted += 1
+            return HttpProtocol(config, self.server_state, self.lifespan.state)
+
         listen = partial(asyncio.get_running_loop().create_server, protocol, backlog=config.backlog)
         if config.ssl is not None:
             timeout_s = config.limits.request_header_timeout_s
@@ -145,11 +173,8 @@ class UvicornServer(uvicorn.Server):
         connections = cast("set[HttpProtocol]", self.server_state.connections)
         for connection in [one for one in connections if one.deadline_s <= now_s]:
             connection.expire()
-        self._most_connections = max(self._most_connections, len(connections))
-        if counter % TRIM_TICKS == 0:
-            if self._most_connections - len(connections) >= MANY_CONNECTIONS:
-                await asyncio.to_thread(trim_memory)
-            self._most_connections = len(connections)
+        if self._closings.are_many(now_s, len(connections)):
+            await asyncio.to_thread(trim_memory)
         return await super().on_tick(counter)
 
 

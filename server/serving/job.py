@@ -4,7 +4,7 @@ all generating APIs; pooling requests use the first part."""
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
@@ -278,11 +278,11 @@ def request_id_of(options: EngineOptions, prefix: str) -> str:
     return f"{prefix}{options.request_id or os.urandom(16).hex()}"
 
 
-def start_tracked(
+async def start_tracked(
     state: AppState,
     request: Request,
     options: EngineOptions,
-    start: Callable[..., StreamT],
+    start: Callable[..., Awaitable[StreamT]],
     *,
     model: str,
     num_prompt_tokens: int,
@@ -302,7 +302,7 @@ def start_tracked(
     if state.max_ttft_s:
         state.client.check_ttft(num_first_tokens, priority=priority, terms=terms)
     try:
-        stream = start(
+        stream = await start(
             priority=priority,
             cache_salt=cache_salt_of(state, record, options.cache_salt),
             name=record.id,
@@ -335,7 +335,7 @@ def start_tracked(
     return tracker
 
 
-def start_job(
+async def start_job(
     state: AppState,
     request: Request,
     body: GenerationBody,
@@ -359,12 +359,14 @@ def start_job(
             f"most {max_tokens} may wait",
             param=param,
         )
-    start: Callable[..., GenerationStream] = state.generation_pipeline().start
+    start: Callable[..., Awaitable[GenerationStream]] = state.generation_pipeline().start
     if body.use_beam_search:
         penalty = 1.0 if body.length_penalty is None else body.length_penalty
-        start = partial(BeamSearchGeneration, state.generation_pipeline(), length_penalty=penalty)
+        start = partial(
+            BeamSearchGeneration.start, state.generation_pipeline(), length_penalty=penalty
+        )
     visible_special_ids = frozenset() if parsers is None else parsers.marker_token_ids
-    tracker = start_tracked(
+    tracker = await start_tracked(
         state,
         request,
         body,

@@ -42,7 +42,7 @@ class BoundedEncoder:
         self._encoder = encoder
         self.bounds = bounds
         self._max_direct_bytes: float = MAX_DIRECT_BYTES // bounds.growth
-        if not bounds.has_linear_patterns:
+        if not bounds.takes_linear_time:
             self._max_direct_bytes = -1
         elif bounds.growth <= UNLIMITED_GROWTH:
             self._max_direct_bytes = float("inf")

@@ -8,6 +8,7 @@ process with limits.
 import asyncio
 import ctypes
 import json
+import resource
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from config.model.json_fields import MAX_JSON_BYTES
 from config.whole_files import read_limited
 from engine.process.isolation import CallInterrupted, CallKilled, ForkServer
 from server.http.json_encoder import encode_json
+from server.text.fair_slots import FairSlots
 from server.text.messages import Message
 from server.text.template_renderer import (
     MAX_CHARACTERS,
@@ -48,6 +50,9 @@ INLINE_LIMIT_S = 0.03
 """CPU time after which a rendering on the event loop is stopped and restarted on a thread."""
 INLINE_POLL_S = 0.02
 INLINE_IDLE_POLLS = 50
+MEMORY_POLL_S = 0.05
+MAX_GROWTH_BYTES = 512 * 2**20
+"""Memory by which this process may grow while a template runs for longer than MEMORY_POLL_S."""
 STOP_GRACE_S = 0.3
 """How long to wait for a stopped template before the request gives up on its thread."""
 T = TypeVar("T")
@@ -98,6 +103,10 @@ class ChatTemplate:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="template")
         # Separate threads: the model's template must not wait for templates of requests.
         self._isolated = ThreadPoolExecutor(threads, thread_name_prefix="isolated-template")
+        self._slots = FairSlots(
+            "chat templates", total=threads, per_client=1, max_waiting=MAX_PENDING
+        )
+        """Shares the threads of templates of requests."""
         self._pending = 0
 
     @property
@@ -128,12 +137,14 @@ class ChatTemplate:
         kwargs: Mapping[str, Any] | None = None,
         template: str | None = None,
         mark: TextMarker | None = None,
+        client: str = "",
     ) -> str:
         """The prompt. Raises UserError for what the template rejects, and if it is too slow or its
         text too long; Overloaded if too many renderings wait.
 
         `kwargs` are chat_template_kwargs; `template` replaces the model's. `mark` is applied to all
-        text of the caller.
+        text of the caller. `client` is the client that sent the request: templates of requests run
+        in turns of clients.
         """
         if continue_final_message and add_generation_prompt:
             raise UserError(
@@ -163,12 +174,13 @@ class ChatTemplate:
                 return self._inline.run(call)
             except TooSlow:
                 compiled.was_stopped = True
+        if is_from_request and self._isolation is not None:
+            async with self._slots.hold(client):
+                return await self._render_isolated(self._isolation, request, mark)
         if self._pending >= MAX_PENDING:
             raise Overloaded(f"{self._pending} chats wait for their template")
         self._pending += 1
         try:
-            if is_from_request and self._isolation is not None:
-                return await self._render_isolated(self._isolation, request, mark)
             return await self._run(_Job(call))
         finally:
             self._pending -= 1
@@ -214,30 +226,33 @@ class ChatTemplate:
 
     async def _run(self, job: "_Job[str]") -> str:
         future = asyncio.get_running_loop().run_in_executor(self._threads, job.run)
+        excess, before = "", _resident_bytes()
         try:
-            while True:
+            while not excess:
                 # Queue time does not count: the limit runs from the start on the thread.
                 left_s = self._time_limit_s - job.seconds()
                 if left_s <= 0:
-                    job.stop()
-                    await asyncio.wait([future], timeout=STOP_GRACE_S)
+                    excess = f"took longer than the {self._time_limit_s:g} s it may take"
                     break
-                done, _ = await asyncio.wait([future], timeout=left_s)
+                done, _ = await asyncio.wait([future], timeout=min(left_s, MEMORY_POLL_S))
                 if done:
-                    break
+                    return future.result()
+                if job.seconds() == 0.0:
+                    before = _resident_bytes()
+                elif _resident_bytes() - before > MAX_GROWTH_BYTES:
+                    excess = f"took more than the {MAX_GROWTH_BYTES >> 20} MiB it may take"
+            job.stop()
+            await asyncio.wait([future], timeout=STOP_GRACE_S)
+            # It may have ended before it was stopped.
+            if future.done() and not isinstance(future.exception(), TooSlow):
+                return future.result()
         finally:
             if not future.done():
                 job.stop()
                 future.cancel()
-        if not future.cancelled() and future.done():
-            try:
-                return future.result()
-            except TooSlow:
-                pass
-        raise UserError(
-            f"the chat template took longer than the {self._time_limit_s:g} s it may take",
-            param="messages",
-        )
+            # Its exception has the values of the template.
+            del future
+        raise UserError(f"the chat template {excess}", param="messages")
 
     async def _render_isolated(
         self, isolation: ForkServer, request: RenderRequest, mark: TextMarker | None
@@ -261,6 +276,12 @@ class ChatTemplate:
             return str(reply["text"])
         kind = TextTooLong if reply["is_too_long"] else UserError
         raise kind(reply["error"], param=reply["param"])
+
+
+def _resident_bytes() -> int:
+    """Memory of this process; proc(5), the second field of statm."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 def may_run_inline(compiled: CompiledTemplate) -> bool:

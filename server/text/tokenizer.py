@@ -78,7 +78,7 @@ class Tokenizer:
         self._encoder = BoundedEncoder(files.encoder, files.bounds)
         self.inline_characters = 0
         """Longest text that is encoded on the event loop."""
-        if files.bounds.has_linear_patterns:
+        if files.bounds.takes_linear_time:
             most = INLINE_GROWN_BYTES // files.bounds.growth
             self.inline_characters = min(INLINE_CHARACTERS, most)
         self.chat_template = files.chat_template

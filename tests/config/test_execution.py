@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from config.errors import ConfigError
-from config.execution import ExecutionConfig, WarmupConfig, choose_mode
+from config.execution import ExecutionConfig, WarmupConfig, choose_mode, is_vendor_torch
 
 
 @pytest.mark.parametrize(
@@ -120,3 +120,21 @@ def test_a_profile_of_no_launch_is_refused_with_what_is_allowed(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         ExecutionConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("version", "is_vendor"),
+    [
+        ("2.6.0+hpu_1.20.0-543.git4952fce", True),
+        ("2.6.0+hpu_1.21.3-57.gitabf798b", True),
+        ("2.7.1+hpu.1.22.2.32.git6dbe0a4", True),
+        ("2.9.0+hpu.1.23.0.695", True),
+        ("2.9.0+hpu_1.23.1-25.git8598e6d", True),
+        ("2.10.0a0+gitc1e5ed4", True),
+        ("2.13.0+cpu", False),
+        ("2.11.0+cu128", False),
+        ("2.7.1", False),
+    ],
+)
+def test_builds_of_torch_by_habana(version: str, is_vendor: bool) -> None:
+    assert is_vendor_torch(version) == is_vendor

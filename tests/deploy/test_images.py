@@ -14,7 +14,7 @@ from manifests import ROOT
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(540)]
 
-VENDOR = {"torch": "2.11.0+git0a1b2c3", "habana-torch-plugin": "1.24.1.482"}
+VENDOR = {"torch": "2.11.0a0+git0a1b2c3", "habana-torch-plugin": "1.24.1.482"}
 """Stand-ins for the vendor's packages, without content: the steps look at names and versions."""
 
 

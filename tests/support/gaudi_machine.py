@@ -9,7 +9,7 @@ from typing import Any
 from hpu.doctor.machine import Machine
 
 MODULES = ("habanalabs", "habanalabs_cn", "habanalabs_ib", "habanalabs_en")
-VENDOR_TORCH = "2.7.1+git1234567"
+VENDOR_TORCH = "2.7.1+hpu.1.22.2.32.git6dbe0a4"
 ENOUGH_PAGES = 100_000
 
 

@@ -118,7 +118,9 @@ class ToolCallParser(StreamParser):
                 if self._output.num_calls > num_calls:
                     self._section_text.clear()
             elif word in reader.ends and word not in reader.section:
-                self._output.add_text("".join(self._section_text))
+                # Before the first call an end tag is text, in a section as outside of it.
+                end = "" if word in self._ignored else word
+                self._output.add_text("".join(self._section_text) + end)
                 self._section_text.clear()
             elif not word or word in reader.section[1:]:
                 break

@@ -22,6 +22,7 @@ from tokenizers import normalizers, pre_tokenizers
 
 from config.checkpoint.tokenizer_bounds import (
     MAX_GROWTH,
+    MAX_LINEAR_UNIGRAM_CHARACTERS,
     MAX_TOKEN_CHARACTERS,
     TokenizerBounds,
     check_tokenizer_file,
@@ -100,7 +101,7 @@ def test_ordinary_tokenizers_encode_every_text_directly(tmp_path: Path, name: st
 
     bounds = bounds_of(tmp_path, **fields)
 
-    assert bounds == TokenizerBounds(growth, has_linear_patterns=True)
+    assert bounds == TokenizerBounds(growth, takes_linear_time=True)
     tokenizer = Tokenizer.load(str(tmp_path))
     assert tokenizer._encoder._is_ordinary
     assert tokenizer.inline_characters == 2_000
@@ -164,7 +165,21 @@ def test_no_step_makes_more_of_a_text_than_its_bound(tmp_path: Path, step: Any, 
 
 
 def test_an_unknown_pattern_is_no_bound_and_no_fault(tmp_path: Path) -> None:
-    assert not bounds_of(tmp_path, pre_tokenizer=split(CATASTROPHE)).has_linear_patterns
+    assert not bounds_of(tmp_path, pre_tokenizer=split(CATASTROPHE)).takes_linear_time
+
+
+@pytest.mark.parametrize(
+    ("length", "is_fast"),
+    [(MAX_LINEAR_UNIGRAM_CHARACTERS, True), (MAX_LINEAR_UNIGRAM_CHARACTERS + 1, False)],
+)
+def test_a_unigram_vocabulary_with_long_tokens_is_encoded_with_limits(
+    tmp_path: Path, length: int, is_fast: bool
+) -> None:
+    model = {"type": "Unigram", "vocab": [["a", 0.0], ["x" * length, 0.0]], "unk_id": 0}
+
+    bounds = bounds_of(tmp_path, model=model, added_tokens=[])
+
+    assert bounds.takes_linear_time == is_fast
 
 
 def test_the_last_of_two_equal_fields_counts_as_in_the_library(tmp_path: Path) -> None:

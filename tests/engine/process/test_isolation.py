@@ -156,6 +156,23 @@ def test_a_fork_server_that_is_stopped_while_it_prepares_is_replaced(
     server.close()
 
 
+def test_starting_does_not_wait_for_a_process_that_reads_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(isolation, "python_command", lambda _: ["sleep", "60"])
+    server = ForkServer("tests.support.isolated_calls", bytes(4 * 2**20), LIMITS)
+
+    with ThreadPoolExecutor(1) as threads:
+        started = threads.submit(server.start)
+        try:
+            started.result(10)
+        finally:
+            if server.pid is not None:
+                os.kill(server.pid, signal.SIGKILL)
+
+    server.close()
+
+
 def test_a_fork_server_may_prepare_for_longer_than_a_stuck_process_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

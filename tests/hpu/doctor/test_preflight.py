@@ -127,11 +127,11 @@ def test_an_unknown_driver_version_is_called_unknown(gaudi: GaudiMachine) -> Non
 
 
 def test_a_torch_of_another_release_is_named_with_both_versions(gaudi: GaudiMachine) -> None:
-    gaudi.versions["torch"] = "2.9.0+git1"
+    gaudi.versions["torch"] = "2.9.0+hpu.1.23.0.695"
 
     (found,) = [f for f in preflight(gaudi.seen()).findings if f.level == WARN]
 
-    assert "torch is 2.9.0+git1, release 1.22.1.6 is known with 2.7" in found.what
+    assert "torch is 2.9.0+hpu.1.23.0.695, release 1.22.1.6 is known with 2.7" in found.what
 
 
 def test_missing_kernel_modules_matter_to_several_cards(gaudi: GaudiMachine) -> None:

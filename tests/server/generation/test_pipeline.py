@@ -1,6 +1,7 @@
 """The generation pipeline over a scripted engine: checks, deltas, and aborts."""
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
@@ -33,8 +34,10 @@ def make(client: ScriptedClient, tokenizer: Tokenizer | None = TOKENIZER) -> Pip
     return Pipeline(client, tokenizer, ServerConfig())
 
 
-def start(client: ScriptedClient, prompts: list[Prompt] | None = None, **params: Any) -> Generation:
-    return make(client).start(prompts or [HI], SamplingParams(**params))
+async def start(
+    client: ScriptedClient, prompts: list[Prompt] | None = None, **params: Any
+) -> Generation:
+    return await make(client).start(prompts or [HI], SamplingParams(**params))
 
 
 async def read(generation: Generation) -> list[Delta]:
@@ -43,7 +46,7 @@ async def read(generation: Generation) -> list[Delta]:
 
 async def test_text_comes_as_deltas_and_ends_with_the_reason() -> None:
     client = ScriptedClient(ready())
-    generation = start(client)
+    generation = await start(client)
     client.queues[0].say(*ids("he"), cached=1)
 
     first = await anext(generation)
@@ -62,7 +65,7 @@ async def test_text_comes_as_deltas_and_ends_with_the_reason() -> None:
 
 async def test_half_a_character_waits_for_the_other_half() -> None:
     client = ScriptedClient(ready())
-    generation = start(client)
+    generation = await start(client)
     *most, last = ids("🙂")
     client.queues[0].say(*most)
 
@@ -76,7 +79,7 @@ async def test_half_a_character_waits_for_the_other_half() -> None:
 
 async def test_a_stop_string_cuts_the_text_and_aborts_in_the_engine() -> None:
     client = ScriptedClient(ready())
-    generation = start(client, stop=("END",), logprobs=0)
+    generation = await start(client, stop=("END",), logprobs=0)
     tokens = ids("ok E")
     entries = [columns([([token], [-1.0], 1)]) for token in [*tokens, *ids("ND more")]]
     client.queues[0].say(*tokens, logprobs=entries[: len(tokens)])
@@ -96,7 +99,7 @@ async def test_a_stop_string_cuts_the_text_and_aborts_in_the_engine() -> None:
 
 async def test_buffered_text_comes_with_the_end() -> None:
     client = ScriptedClient(ready())
-    generation = start(client, stop=("END",))
+    generation = await start(client, stop=("END",))
     client.queues[0].say(*ids("the EN"), finish="length")
 
     (output,) = await generation.collect()
@@ -106,7 +109,7 @@ async def test_buffered_text_comes_with_the_end() -> None:
 
 async def test_the_stop_can_stay_in_the_text() -> None:
     client = ScriptedClient(ready())
-    generation = start(client, stop=("END",), include_stop_str_in_output=True)
+    generation = await start(client, stop=("END",), include_stop_str_in_output=True)
     client.queues[0].say(*ids("an END here"))
 
     (output,) = await generation.collect()
@@ -116,7 +119,7 @@ async def test_the_stop_can_stay_in_the_text() -> None:
 
 async def test_no_stop_string_counts_before_min_tokens() -> None:
     client = ScriptedClient(ready())
-    generation = start(client, stop=("x",), min_tokens=4, max_tokens=9)
+    generation = await start(client, stop=("x",), min_tokens=4, max_tokens=9)
     client.queues[0].say(*ids("axb"))
     client.queues[0].say(*ids("xyz"))
 
@@ -127,7 +130,7 @@ async def test_no_stop_string_counts_before_min_tokens() -> None:
 
 async def test_a_stop_token_ends_the_text_before_it() -> None:
     client = ScriptedClient(ready())
-    generation = start(client, stop_token_ids=(ids("!")[0],))
+    generation = await start(client, stop_token_ids=(ids("!")[0],))
     client.queues[0].say(*ids("yes!"), finish="stop", stop_token=ids("!")[0])
 
     (output,) = await generation.collect()
@@ -140,7 +143,7 @@ async def test_a_stop_token_ends_the_text_before_it() -> None:
 def test_deltas_joined_are_the_decoding_cut_at_the_stop(text: str, cuts: list[int]) -> None:
     async def run() -> str:
         client = ScriptedClient(ready())
-        generation = start(client, stop=("END", "b b"), max_tokens=90)
+        generation = await start(client, stop=("END", "b b"), max_tokens=90)
         left = ids(text)
         for cut in cuts:
             client.queues[0].say(*left[:cut])
@@ -157,7 +160,7 @@ def test_deltas_joined_are_the_decoding_cut_at_the_stop(text: str, cuts: list[in
 
 async def test_choices_of_all_prompts_come_merged_with_one_delta_each() -> None:
     client = ScriptedClient(ready())
-    generation = start(client, [HI, Prompt(ids("yo"))], n=2, seed=5)
+    generation = await start(client, [HI, Prompt(ids("yo"))], n=2, seed=5)
     waiting = asyncio.ensure_future(anext(generation))
     await asyncio.sleep(0)
     for queue, letter in zip(client.queues, "abcd", strict=True):
@@ -192,7 +195,7 @@ def test_each_choice_has_its_own_seed_in_64_bits() -> None:
 
 async def test_logprobs_have_texts_bytes_and_ranks() -> None:
     client = ScriptedClient(ready())
-    generation = start(client, logprobs=2)
+    generation = await start(client, logprobs=2)
     half, other = ids("🙂")[0], ids("a")[0]
     entry = columns([([half, other, half], [-2.5, -0.5, float("-inf")], 7)])
     client.queues[0].say(half, logprobs=[entry], finish="length")
@@ -212,7 +215,7 @@ async def test_logprobs_have_texts_bytes_and_ranks() -> None:
 
 async def test_prompt_logprobs_of_the_first_choice_only_with_no_first_entry() -> None:
     client = ScriptedClient(ready())
-    generation = start(client, prompt_logprobs=0, n=2, max_tokens=1)
+    generation = await start(client, prompt_logprobs=0, n=2, max_tokens=1)
     entry = columns([([HI.token_ids[1]], [-1.5], 3)])
     client.queues[0].say(*ids("a"), prompt_logprobs=[entry], finish="length")
     client.queues[1].say(*ids("b"), finish="length")
@@ -228,7 +231,7 @@ async def test_prompt_logprobs_of_the_first_choice_only_with_no_first_entry() ->
 
 async def test_no_output_asked_for_needs_no_engine() -> None:
     client = ScriptedClient(ready())
-    generation = start(client, max_tokens=0, n=2)
+    generation = await start(client, max_tokens=0, n=2)
 
     outputs = await generation.collect()
 
@@ -238,7 +241,7 @@ async def test_no_output_asked_for_needs_no_engine() -> None:
 
 async def test_prompt_logprobs_alone_ask_the_engine_for_no_token() -> None:
     client = ScriptedClient(ready())
-    generation = start(client, max_tokens=0, prompt_logprobs=0)
+    generation = await start(client, max_tokens=0, prompt_logprobs=0)
     entry = columns([([HI.token_ids[1]], [-1.5], 1)])
     client.queues[0].say(prompt_logprobs=[entry])
     client.queues[0].say(finish="length")
@@ -252,7 +255,7 @@ async def test_prompt_logprobs_alone_ask_the_engine_for_no_token() -> None:
 
 async def test_without_a_tokenizer_there_are_ids_but_no_text() -> None:
     client = ScriptedClient(ready())
-    generation = make(client, None).start([HI], SamplingParams(logprobs=0))
+    generation = await make(client, None).start([HI], SamplingParams(logprobs=0))
     client.queues[0].say(5, logprobs=[columns([([5], [-1.0], 1)])], finish="length")
 
     (output,) = await generation.collect()
@@ -261,10 +264,10 @@ async def test_without_a_tokenizer_there_are_ids_but_no_text() -> None:
     assert output.logprobs is not None and output.logprobs[0].chosen.bytes == b""
 
 
-def test_max_tokens_left_open_takes_the_rest_of_the_context() -> None:
+async def test_max_tokens_left_open_takes_the_rest_of_the_context() -> None:
     client = ScriptedClient(ready(max_model_len=20))
 
-    start(client, [Prompt([1] * 7)], max_tokens=None)
+    await start(client, [Prompt([1] * 7)], max_tokens=None)
 
     assert client.queues[0].sampling.max_tokens == 13
 
@@ -273,13 +276,13 @@ def test_max_tokens_left_open_takes_the_rest_of_the_context() -> None:
     ("length", "max_tokens", "numbers"),
     [(15, 6, "20 tokens.*21 tokens"), (20, None, "20 tokens.*20 tokens"), (21, 0, "20.*21")],
 )
-def test_what_does_not_fit_is_refused_with_both_numbers(
+async def test_what_does_not_fit_is_refused_with_both_numbers(
     length: int, max_tokens: int | None, numbers: str
 ) -> None:
     client = ScriptedClient(ready(max_model_len=20))
 
     with pytest.raises(PromptTooLong, match=numbers) as caught:
-        make(client).start(
+        await make(client).start(
             [HI, Prompt([1] * length)], SamplingParams(max_tokens=max_tokens), param="prompt"
         )
 
@@ -305,32 +308,32 @@ def test_what_does_not_fit_is_refused_with_both_numbers(
         ({"stop": ("x",), "detokenize": False}, "stop"),
     ],
 )
-def test_ids_outside_the_vocabulary_and_useless_words_are_refused(
+async def test_ids_outside_the_vocabulary_and_useless_words_are_refused(
     params: dict[str, Any], param: str
 ) -> None:
     client = ScriptedClient(ready(vocab_size=1000))
 
     with pytest.raises(UserError) as caught:
-        start(client, **params)
+        await start(client, **params)
 
     assert caught.value.param == param and client.queues == []
 
 
 @pytest.mark.parametrize("tokens", [[], [1, 1000], [-1, 2]])
-def test_prompts_of_nothing_or_unknown_ids_are_refused(tokens: list[int]) -> None:
+async def test_prompts_of_nothing_or_unknown_ids_are_refused(tokens: list[int]) -> None:
     client = ScriptedClient(ready(vocab_size=1000))
 
     with pytest.raises(UserError):
-        start(client, [HI, Prompt(tokens)])
+        await start(client, [HI, Prompt(tokens)])
 
     assert client.queues == []
 
 
-def test_choices_share_the_lists_of_their_request() -> None:
+async def test_choices_share_the_lists_of_their_request() -> None:
     client = ScriptedClient(ready())
     params = SamplingParams(n=2, seed=1, logit_bias={5: 1.0}, allowed_token_ids=(5, 6))
 
-    make(client).start([HI, HI], params)
+    await make(client).start([HI, HI], params)
 
     sent = [queue.sampling for queue in client.queues]
     assert len(sent) == 4
@@ -338,38 +341,71 @@ def test_choices_share_the_lists_of_their_request() -> None:
     assert all(choice.allowed_token_ids is params.allowed_token_ids for choice in sent)
 
 
-def test_bad_words_go_down_as_ids_with_and_without_a_space() -> None:
+async def test_bad_words_go_down_as_ids_with_and_without_a_space() -> None:
     client = ScriptedClient(ready())
 
-    start(client, bad_words=("the",), stop=("x",))
+    await start(client, bad_words=("the",), stop=("x",))
 
     sampling = client.queues[0].sampling
     assert sampling.bad_words_token_ids == (tuple(ids("the")), tuple(ids(" the")))
     assert sampling.bad_words == () and sampling.stop == ()
 
 
-def test_a_choice_that_is_refused_aborts_the_others() -> None:
+async def test_a_choice_that_is_refused_aborts_the_others() -> None:
     client = ScriptedClient(ready(), room=2)
 
     with pytest.raises(Overloaded):
-        start(client, n=3)
+        await start(client, n=3)
 
     assert client.aborted == [queue.key for queue in client.queues]
 
 
-def test_an_engine_that_starts_or_is_gone_takes_nothing() -> None:
+async def test_other_requests_go_on_while_a_large_one_is_started() -> None:
+    client = ScriptedClient(ready())
+    num_prompts, length = 40, 60
+    prompts = [Prompt([1] * length)] * num_prompts
+    turns: list[int] = []
+
+    async def count() -> None:
+        while True:
+            turns.append(len(client.queues))
+            await asyncio.sleep(0)
+
+    counter = asyncio.create_task(count())
+    await start(client, prompts, n=16, max_tokens=1)
+    counter.cancel()
+
+    # Sequences that are sent without a pause.
+    gaps = [after - before for before, after in itertools.pairwise(turns)]
+    assert len(client.queues) == num_prompts * 16
+    assert max(gaps) <= pipeline.MAX_TOKENS_AT_ONCE // pipeline.TOKENS_PER_SEQUENCE
+
+
+async def test_a_client_that_goes_while_its_request_is_started_leaves_nothing() -> None:
+    client = ScriptedClient(ready())
+    task = asyncio.create_task(start(client, [HI] * 8, n=100, max_tokens=1))
+    await asyncio.sleep(0)
+    task.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert 0 < len(client.queues) < 800
+    assert len(client.aborted) == len(client.queues)
+
+
+async def test_an_engine_that_starts_or_is_gone_takes_nothing() -> None:
     client = ScriptedClient(None)
 
     with pytest.raises(Overloaded):
-        start(client)
+        await start(client)
     client.failure = "killed by signal 9"
     with pytest.raises(EngineDied, match="signal 9"):
-        start(client)
+        await start(client)
 
 
 async def test_a_dead_engine_ends_every_choice() -> None:
     client = ScriptedClient(ready())
-    generation = start(client, n=3)
+    generation = await start(client, n=3)
     for queue in client.queues:
         queue.die("killed by signal 9")
 
@@ -379,7 +415,7 @@ async def test_a_dead_engine_ends_every_choice() -> None:
 
 async def test_a_request_that_broke_takes_its_other_choices_along() -> None:
     client = ScriptedClient(ready())
-    generation = start(client, n=2)
+    generation = await start(client, n=2)
     client.queues[1].say(finish="error", error="logits are not numbers")
 
     with pytest.raises(RequestFailed, match="not numbers"):
@@ -391,7 +427,7 @@ async def test_a_request_that_broke_takes_its_other_choices_along() -> None:
 @pytest.mark.parametrize("choices", [1, 3])
 async def test_abort_ends_a_reader_that_waits_and_may_come_twice(choices: int) -> None:
     client = ScriptedClient(ready())
-    generation = start(client, n=choices)
+    generation = await start(client, n=choices)
     reader = asyncio.create_task(generation.collect())
     await asyncio.sleep(0)
 
@@ -406,7 +442,7 @@ async def test_abort_ends_a_reader_that_waits_and_may_come_twice(choices: int) -
 @pytest.mark.parametrize("choices", [1, 3])
 async def test_a_reader_that_is_cancelled_aborts_its_request(choices: int) -> None:
     client = ScriptedClient(ready())
-    generation = start(client, n=choices)
+    generation = await start(client, n=choices)
     reader = asyncio.create_task(generation.collect())
     await asyncio.sleep(0)
 
@@ -421,7 +457,7 @@ async def test_a_reader_that_is_cancelled_aborts_its_request(choices: int) -> No
 async def test_priority_and_salt_reach_the_engine() -> None:
     client = ScriptedClient(ready())
 
-    make(client).start([HI], SamplingParams(), priority=-3, cache_salt="mine")
+    await make(client).start([HI], SamplingParams(), priority=-3, cache_salt="mine")
 
     assert (client.queues[0].priority, client.queues[0].cache_salt) == (-3, "mine")
 
@@ -429,7 +465,7 @@ async def test_priority_and_salt_reach_the_engine() -> None:
 async def test_updates_of_many_choices_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "MAX_UPDATE_VALUES", 10)
     client = ScriptedClient(ready())
-    generation = start(client, n=8, max_tokens=20)
+    generation = await start(client, n=8, max_tokens=20)
     for queue in client.queues:
         queue.say(*ids("aaaaa"), finish="length")
 
@@ -442,7 +478,7 @@ async def test_updates_of_many_choices_are_taken_in_parts(monkeypatch: pytest.Mo
 async def test_other_requests_go_on_between_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "MAX_UPDATE_VALUES", 1)
     client = ScriptedClient(ready())
-    generation = start(client, n=8, max_tokens=20)
+    generation = await start(client, n=8, max_tokens=20)
     for queue in client.queues:
         queue.say(*ids("aa"), finish="length")
     await anext(generation)

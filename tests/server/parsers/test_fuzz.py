@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from parsing import TOOLS, good_calls, read
 from written_calls import BROKEN, TEXT, WHOLE
@@ -50,6 +50,7 @@ CUTS = st.lists(st.integers(0, 400), max_size=6)
 def test_any_text_can_be_searched_for_calls(family: ToolCallFormat) -> None:
     @settings(max_examples=40)
     @given(texts_of(words_of(family)), CUTS, st.booleans())
+    @example("".join((*family.section[:1], *family.ends)), [], False)
     def check(text: str, places: list[int], is_cut: bool) -> None:
         make = partial(ToolCallParser, family, TOOLS)
         whole = read(make, [text], is_cut=is_cut)

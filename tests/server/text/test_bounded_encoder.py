@@ -103,7 +103,7 @@ def test_a_panic_of_the_library_is_the_callers_fault() -> None:
 
 
 def test_a_panic_in_a_fork_is_told_as_such() -> None:
-    bounds = TokenizerBounds(has_linear_patterns=False)
+    bounds = TokenizerBounds(takes_linear_time=False)
     encoder = BoundedEncoder(catastrophic()._encoder, bounds)
 
     with pytest.raises(UserError, match="a native extension panicked: Onig"):

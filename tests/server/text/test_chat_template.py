@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import re
 import threading
 import time
@@ -17,7 +18,9 @@ from releases import transformers_before
 from transformers import PreTrainedTokenizerFast
 
 from config.errors import ConfigError, Overloaded, UserError
+from config.malloc import trim_memory
 from engine.process.isolation import ForkServer
+from server.text import chat_template
 from server.text.chat_template import (
     ChatTemplate,
     _InlineWatchdog,
@@ -744,6 +747,42 @@ async def test_a_template_of_a_request_costs_the_server_neither_time_nor_memory(
     assert sorted(gaps_s)[-2] < 0.1
     assert process.memory_info().rss - before < 50 * 2**20
     assert "Hello" in await template.render(HELLO)
+
+
+async def test_the_models_own_template_has_a_limit_of_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit = 64 * 2**20
+    monkeypatch.setattr(chat_template, "MAX_GROWTH_BYTES", limit)
+    template = ours(GREEDY[1], time_limit_s=30.0)
+    process = psutil.Process()
+    before = process.memory_info().rss
+
+    with pytest.raises(UserError, match="more than the 64 MiB"):
+        await template.render(HELLO)
+    gc.collect()
+    trim_memory()
+
+    assert process.memory_info().rss - before < limit
+    template.close()
+
+
+async def test_templates_of_another_client_do_not_wait_for_slow_ones(
+    isolation: ForkServer,
+) -> None:
+    template = ours(CHATML, isolation=isolation)
+    slow = [
+        asyncio.create_task(template.render(HELLO, template=SLOW, client="slow")) for _ in range(6)
+    ]
+    await asyncio.sleep(0.01)
+
+    rendered = await template.render(HELLO, template="{{ messages[0].content }}", client="other")
+
+    assert "Hello" in rendered
+    assert sum(task.done() for task in slow) <= 1
+    for task in slow:
+        task.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

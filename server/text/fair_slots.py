@@ -55,7 +55,9 @@ class FairSlots:
                 self._num_waiting -= 1
             entry.num_bytes -= num_bytes
             self._num_bytes -= num_bytes
-            if not entry.waiting and not entry.num_running:
+            is_idle = not entry.waiting and not entry.num_running
+            # Of several requests that are cancelled at once the first removes their client.
+            if is_idle and self._clients.get(client) is entry:
                 del self._clients[client]
             self._serve()
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from config.errors import Overloaded
-from server.multimodal.fair_slots import FairSlots
+from server.text.fair_slots import FairSlots
 
 
 class Workers:
@@ -45,7 +45,8 @@ class Workers:
     async def cancel(self) -> None:
         for task in self.tasks:
             task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
+        ends = await asyncio.gather(*self.tasks, return_exceptions=True)
+        assert all(isinstance(end, asyncio.CancelledError | Overloaded | None) for end in ends)
 
 
 def slots(**limits: int) -> FairSlots:
@@ -87,6 +88,17 @@ async def test_clients_with_as_many_slots_take_turns() -> None:
 
     # The first came before there was another client.
     assert workers.order == ["a", "a", "b", "a", "b"]
+    await workers.cancel()
+
+
+async def test_work_that_is_cancelled_all_at_once_leaves_nothing() -> None:
+    workers = Workers(slots(total=2, per_client=1))
+    await workers.start("gone", 5)
+
+    await workers.cancel()
+
+    await workers.start("gone")
+    assert workers.order == ["gone", "gone"]
     await workers.cancel()
 
 
