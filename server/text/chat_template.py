@@ -56,6 +56,7 @@ MAX_GROWTH_BYTES = 512 * 2**20
 STOP_GRACE_S = 0.3
 """How long to wait for a stopped template before the request gives up on its thread."""
 T = TypeVar("T")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
 
@@ -160,6 +161,7 @@ class ChatTemplate:
                     param="chat_template_kwargs",
                 )
         source = self._source(template, tools)
+        _check_roles(messages, source)
         variables = {**(kwargs or {}), "tools": tools, "documents": documents}
         options = {**self._special_tokens, "add_generation_prompt": add_generation_prompt}
         is_short = not (template or tools or documents or kwargs) and _is_short(messages)
@@ -276,6 +278,18 @@ class ChatTemplate:
             return str(reply["text"])
         kind = TextTooLong if reply["is_too_long"] else UserError
         raise kind(reply["error"], param=reply["param"])
+
+
+def _check_roles(messages: list[Message], source: str) -> None:
+    """Raise UserError for a role that is neither one of the API nor named by the template."""
+    for index, message in enumerate(messages):
+        role = message.get("role")
+        if role in ROLES or f"'{role}'" in source or f'"{role}"' in source:
+            continue
+        raise UserError(
+            f"messages[{index}].role is {str(role)[:40]!r}, this model takes {', '.join(ROLES)}",
+            param=f"messages[{index}].role",
+        )
 
 
 def _resident_bytes() -> int:

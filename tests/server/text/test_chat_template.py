@@ -705,13 +705,13 @@ async def test_a_comparison_of_nested_values_is_refused_before_it_runs(operation
         "{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% set ns.t = (ns.t, ns.t) %}"
         "{% endfor %}"
     )
-    template = ours(nested + operation)
+    template = ours(nested + operation, time_limit_s=20.0)
     began_s = time.monotonic()
 
     with pytest.raises(UserError, match="compares a value of more than 262144 items"):
         await template.render(HELLO)
 
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 20
 
 
 async def test_comparisons_give_the_results_of_jinja() -> None:
@@ -747,6 +747,19 @@ async def test_a_template_of_a_request_costs_the_server_neither_time_nor_memory(
     assert sorted(gaps_s)[-2] < 0.1
     assert process.memory_info().rss - before < 50 * 2**20
     assert "Hello" in await template.render(HELLO)
+
+
+async def test_roles_are_those_of_the_api_and_those_that_the_template_names() -> None:
+    critic = [{"role": "critic", "content": "bad"}]
+
+    with pytest.raises(
+        UserError, match=r"messages\[0\].role is 'critic', .*system.* tool"
+    ) as error:
+        await ours(CHATML).render(critic)
+    named = await ours("{% if messages[0].role == 'critic' %}yes{% endif %}").render(critic)
+
+    assert error.value.param == "messages[0].role"
+    assert named == "yes"
 
 
 async def test_the_models_own_template_has_a_limit_of_memory(
