@@ -19,20 +19,12 @@ from config.checkpoint.tokenizer_bounds import (
     check_tokenizer_file,
 )
 from config.errors import ConfigError
-from config.model.json_fields import MAX_JSON_BYTES, read_any_json, shown
+from config.model.json_fields import MAX_JSON_BYTES, shown
+from config.model.special_tokens import read_object, special_tokens, token_text
 from config.native import NativePanic, panics_as_errors
 from config.owned_directory import OwnedDirectory
 from config.progress import Report, unreported
 
-NAMED_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
 CONVERTED_BYTES = 64 * 2**20
 """Room for a converted tokenizer; published ones are below 40 MB."""
 MAX_REASON = 300
@@ -63,21 +55,23 @@ class TextFiles:
 def read_text_files(path: str, cache_dir: Path) -> TextFiles:
     """Read a checkpoint's folder. Raises ConfigError when it holds no tokenizer we can read."""
     folder, source = Path(path), tokenizer_folder(path, cache_dir)
-    config = _json(folder / "tokenizer_config.json") or _json(source / "tokenizer_config.json")
+    config = read_object(folder / "tokenizer_config.json") or read_object(
+        source / "tokenizer_config.json"
+    )
     bounds = check_tokenizer_file(source / "tokenizer.json")
     encoder = _encoder(source / "tokenizer.json")
     encoder.no_truncation()
     encoder.no_padding()
-    special_tokens = _special_tokens(folder, config)
+    named = special_tokens(folder, config)
     try:
         with panics_as_errors():
-            _mark_special(encoder, config, special_tokens)
+            _mark_special(encoder, config, named)
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, NativePanic) as error:
         raise ConfigError(
             f"the added or special tokens in {folder / 'tokenizer_config.json'} have another form "
             f"than transformers writes: {error!r:.{MAX_REASON}}"
         ) from error
-    return TextFiles(encoder, special_tokens, _chat_template(folder, config), bounds)
+    return TextFiles(encoder, named, _chat_template(folder, config), bounds)
 
 
 def _check_size(file: Path) -> None:
@@ -109,27 +103,6 @@ def tokenizer_folder(path: str, cache_dir: Path, report: Report = unreported) ->
     return _converted(folder, cache_dir, report)
 
 
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    loaded = read_any_json(path)
-    return loaded if isinstance(loaded, dict) else {}
-
-
-def _content(token: object) -> str | None:
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) and token else None
-
-
-def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    older = _json(folder / "special_tokens_map.json")
-    tokens = {
-        name: _content(config.get(name)) or _content(older.get(name)) for name in NAMED_TOKENS
-    }
-    return {name: token for name, token in tokens.items() if token is not None}
-
-
 def _mark_special(encoder: Encoder, config: dict[str, Any], named: dict[str, str]) -> None:
     """Tokens that only the configuration calls special (or knows at all) are so here too."""
     known = {token.content: token for token in encoder.get_added_tokens_decoder().values()}
@@ -142,7 +115,7 @@ def _mark_special(encoder: Encoder, config: dict[str, Any], named: dict[str, str
             known[token.content] = token
     more = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
     listed = more.values() if isinstance(more, dict) else more
-    others = [content for token in listed if (content := _content(token))]
+    others = [content for token in listed if (content := token_text(token))]
     for content in (*named.values(), *others):
         if encoder.token_to_id(content) is not None and not (
             content in known and known[content].special
@@ -153,7 +126,7 @@ def _mark_special(encoder: Encoder, config: dict[str, Any], named: dict[str, str
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
     """Template files come before the configuration's; several give a dict by name."""
     templates: dict[str, str] = {}
-    stored = config.get("chat_template") or _json(folder / "chat_template.json").get(
+    stored = config.get("chat_template") or read_object(folder / "chat_template.json").get(
         "chat_template"
     )
     if isinstance(stored, str):

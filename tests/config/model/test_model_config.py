@@ -156,7 +156,7 @@ def test_end_tokens_and_sampling_defaults_come_from_the_generation_config(tmp_pa
 
     config = _read(tmp_path, generation, eos_token_id=4, bos_token_id=1)
 
-    assert config.eos_token_ids == (5, 6)
+    assert config.eos_token_ids == (5, 6, 4)
     assert config.bos_token_id == 1
     assert config.generation_defaults == {"temperature": 0.6, "top_k": 20.0}
 
