@@ -29,6 +29,7 @@ from config.model.moe import MoEConfig, moe_config
 from config.model.multimodal.text_part import text_part
 from config.model.multimodal.vision import read_vision
 from config.model.quantization.registry import is_served, read_quantization
+from config.model.rope_fields import is_nested, rope_fields
 from config.model.special_tokens import eos_token_id
 
 _CLASS_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\Z")
@@ -272,8 +273,8 @@ def _ropes(
     fields: Fields, max_position: int, head_dim: int
 ) -> tuple[RopeConfig, RopeConfig | None]:
     """(of most layers, of windowed and chunked layers where it differs)."""
-    raw = fields.get("rope_parameters", dict, None) or fields.get("rope_scaling", dict, None) or {}
-    if not any(isinstance(value, dict) for value in raw.values()):
+    raw = rope_fields(fields)
+    if not is_nested(raw):
         rope = _rope(raw, fields, max_position, head_dim)
         theta = fields.number_or_none("rope_local_base_freq", above=1.0, maximum=MAX_THETA)
         return rope, None if theta is None else RopeConfig(theta, partial=rope.partial)
@@ -336,8 +337,8 @@ def _rope(raw: Json, fields: Fields, max_position: int, head_dim: int) -> RopeCo
 
 def _scaling(rope: Fields, fields: Fields, kind: str, max_position: int) -> RopeScaling:
     name = "original_max_position_embeddings"
-    original = rope.count_or_none(name, maximum=MAX_POSITION)
-    original = original or fields.count_or_none(name, maximum=MAX_POSITION)
+    original = fields.count_or_none(name, maximum=MAX_POSITION)
+    original = original or rope.count_or_none(name, maximum=MAX_POSITION)
     factor = rope.number_or_none("factor", maximum=MAX_POSITION)
     if factor is None:
         # The published longrope and some yarn checkpoints do not have it.

@@ -22,6 +22,7 @@ from config.model.context_length import describe_context_length, max_context_len
 from config.model.kv_cache_dtype import AUTO
 from config.model.model_config import ModelConfig
 from config.model.pooler import PoolerConfig
+from config.model.rope_fields import describe_rope_conflict
 from config.parallel import WHOLE, Stage
 from config.startup_checks import choose_context, chosen_quantization
 from hpu.backends.base import Backend
@@ -573,6 +574,13 @@ def _log_model(
     dtype: torch.dtype,
     max_model_len: int,
 ) -> None:
+    if lost := describe_rope_conflict(facts.fields):
+        logger.warning(
+            "rope_scaling and rope_parameters in %s disagree: rope_scaling is used, as in "
+            "transformers, and has to hold all fields; without effect in rope_parameters: %s",
+            facts.fields.file,
+            lost,
+        )
     longest = max_context_length(facts)
     if max_model_len > longest:
         logger.warning(
