@@ -197,8 +197,8 @@ def _is_in_transformers(facts: ModelConfig) -> bool:
 
 def choose_context(config: EngineConfig, facts: ModelConfig, pooler: PoolerConfig | None) -> int:
     """The maximum number of tokens of a sequence: max_model_len, or else the checkpoint's limit. A
-    pooling model computes a text in one step, so the limit is at most max_num_batched_tokens, and
-    by default at most that of sentence-transformers. Raises ConfigError."""
+    pooling model computes a text in one step, so the limit is at most max_num_batched_tokens, if
+    it is set; by default the limit is at most that of sentence-transformers. Raises ConfigError."""
     is_emulated = config.device == "hpu-emulator"
     longest = choose_max_model_len(
         config.max_model_len,
@@ -210,8 +210,9 @@ def choose_context(config: EngineConfig, facts: ModelConfig, pooler: PoolerConfi
         return longest
     budget = config.scheduler.max_num_batched_tokens
     if config.max_model_len is None:
-        return min(longest, budget, pooler.max_tokens or longest)
-    if longest > budget:
+        longest = min(longest, pooler.max_tokens or longest)
+        return longest if budget is None else min(longest, budget)
+    if budget is not None and longest > budget:
         raise ConfigError(
             f"--max-model-len is {longest} and --max-num-batched-tokens is {budget}: a pooling "
             f"model reads a text in one step, so set --max-num-batched-tokens to {longest} or more"

@@ -195,7 +195,7 @@ class LoadedModel:
                 block_size=self.block_size,
                 max_model_len=self.max_model_len,
                 max_num_seqs=scheduler.max_num_seqs,
-                max_num_batched_tokens=scheduler.max_num_batched_tokens,
+                max_num_batched_tokens=scheduler.token_budget(),
                 max_prefill_batch=scheduler.prefill_batch(),
                 num_blocks=num_blocks,
                 prefix_caching=self.prefix_caching,
