@@ -124,23 +124,25 @@ def _mark_special(encoder: Encoder, config: dict[str, Any], named: dict[str, str
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
-    """Template files come before the configuration's; several give a dict by name."""
-    templates: dict[str, str] = {}
-    stored = config.get("chat_template") or read_object(folder / "chat_template.json").get(
-        "chat_template"
+    """The chat template, or several by name. For each name the first of these counts:
+
+    1. chat_template.jinja (the name default) and additional_chat_templates/NAME.jinja.
+    2. chat_template in the processor's files of a model with images: chat_template.json, then
+       processor_config.json.
+    3. chat_template in tokenizer_config.json, `config`.
+    4. The files of 2, if the model has no processor.
+    """
+    processor = [folder / "chat_template.json", folder / "processor_config.json"]
+    stored = [(file, read_object(file).get("chat_template")) for file in processor]
+    # The order of transformers and vLLM: a processor's template has the places of images.
+    has_processor = any(
+        (folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")
     )
-    if isinstance(stored, str):
-        templates["default"] = stored
-    elif isinstance(stored, list):
-        for entry in stored:
-            named = entry if isinstance(entry, dict) else {}
-            name, text = named.get("name"), named.get("template")
-            if not isinstance(name, str) or not isinstance(text, str):
-                raise ConfigError(
-                    f"chat_template in {folder / 'tokenizer_config.json'} holds {shown(entry)}, it "
-                    "must be a text, or a list of objects with name and template"
-                )
-            templates[name] = text
+    own = (folder / "tokenizer_config.json", config.get("chat_template"))
+    stored.insert(len(stored) if has_processor else 0, own)
+    templates: dict[str, str] = {}
+    for file, value in reversed(stored):
+        templates.update(_named_templates(value, file))
     if (main := folder / "chat_template.jinja").is_file():
         templates["default"] = _text(main)
     for extra in sorted((folder / "additional_chat_templates").glob("*.jinja")):
@@ -148,6 +150,27 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str]
     if list(templates) == ["default"]:
         return templates["default"]
     return templates or None
+
+
+def _named_templates(stored: object, file: Path) -> dict[str, str]:
+    """Templates by name: a text is named default, or a list or an object has several."""
+    if not stored:
+        return {}
+    if isinstance(stored, str):
+        return {"default": stored}
+    if isinstance(stored, dict):
+        stored = [{"name": name, "template": text} for name, text in stored.items()]
+    templates: dict[str, str] = {}
+    for entry in stored if isinstance(stored, list) else [stored]:
+        named = entry if isinstance(entry, dict) else {}
+        name, text = named.get("name"), named.get("template")
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise ConfigError(
+                f"chat_template in {file} holds {shown(entry)}, it must be a text, or a list of "
+                "objects with name and template"
+            )
+        templates[name] = text
+    return templates
 
 
 def _text(file: Path) -> str:
