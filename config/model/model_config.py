@@ -129,7 +129,6 @@ class ModelConfig:
     """Set for encoders of the BERT family, which have no rotary embedding."""
     dtype: str = "bfloat16"
     eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
     num_parameters: int | None = None
     """In the files, where they were counted: the size of a model that is not built in."""
     num_tower_parameters: int = 0

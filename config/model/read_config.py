@@ -78,7 +78,6 @@ def model_config_of(path: str, fields: Fields, generation: Fields) -> ModelConfi
         # Without a dtype, decoders are in bfloat16 and older encoders in float32.
         dtype=_dtype(fields, "float32" if encoder else "bfloat16"),
         eos_token_ids=_eos_token_ids(Path(path), fields, generation, facts["vocab_size"]),
-        bos_token_id=fields.get("bos_token_id", int, None),
         generation_defaults=_generation_defaults(generation),
     )
 
