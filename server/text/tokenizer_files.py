@@ -131,22 +131,28 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str]
        processor_config.json.
     3. chat_template in tokenizer_config.json, `config`.
     4. The files of 2, if the model has no processor.
+
+    Where 2 replaces the default template of 3, the latter is tool_use, the template of requests
+    with tools: a processor's template often renders no tools.
     """
-    processor = [folder / "chat_template.json", folder / "processor_config.json"]
-    stored = [(file, read_object(file).get("chat_template")) for file in processor]
+    own = _named_templates(config.get("chat_template"), folder / "tokenizer_config.json")
+    processor: dict[str, str] = {}
+    for name in ("processor_config.json", "chat_template.json"):
+        stored = read_object(folder / name).get("chat_template")
+        processor.update(_named_templates(stored, folder / name))
+    files = {
+        file.stem: _text(file) for file in (folder / "additional_chat_templates").glob("*.jinja")
+    }
+    if (main := folder / "chat_template.jinja").is_file():
+        files["default"] = _text(main)
     # The order of transformers and vLLM: a processor's template has the places of images.
     has_processor = any(
         (folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")
     )
-    own = (folder / "tokenizer_config.json", config.get("chat_template"))
-    stored.insert(len(stored) if has_processor else 0, own)
-    templates: dict[str, str] = {}
-    for file, value in reversed(stored):
-        templates.update(_named_templates(value, file))
-    if (main := folder / "chat_template.jinja").is_file():
-        templates["default"] = _text(main)
-    for extra in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[extra.stem] = _text(extra)
+    templates = {**own, **processor, **files} if has_processor else {**processor, **own, **files}
+    is_replaced = has_processor and "default" in processor and "default" not in files
+    if is_replaced and own.get("default") not in (None, processor["default"]):
+        templates.setdefault("tool_use", own["default"])
     if list(templates) == ["default"]:
         return templates["default"]
     return templates or None

@@ -39,9 +39,14 @@ PROCESSOR = {"chat_template": "processor"}
         (None, {"processor_config": {"chat_template": None}}, None),
         # A text model has no processor that reads this file.
         ("own", {"chat_template": JSON}, "own"),
-        ("own", {"chat_template": JSON, "preprocessor_config": {}}, "json"),
-        ("own", {"processor_config": PROCESSOR}, "processor"),
-        ("own", {"processor_config": PROCESSOR, "chat_template": JSON}, "json"),
+        # Requests with tools keep the tokenizer's template.
+        (
+            "own",
+            {"chat_template": JSON, "preprocessor_config": {}},
+            {"default": "json", "tool_use": "own"},
+        ),
+        ("processor", {"processor_config": PROCESSOR}, "processor"),
+        (None, {"processor_config": PROCESSOR, "chat_template": JSON}, "json"),
         (TOOLS, {"processor_config": PROCESSOR}, {"default": "processor", "tool_use": "tools"}),
     ],
 )
