@@ -196,6 +196,11 @@ class EngineConfig:
         choices=("auto", "bfloat16", "float16", "float32"),
         spellings={"half": "float16", "float": "float32"},
     )
+    hf_overrides: str = setting(
+        "",
+        'Fields of config.json as JSON, in place of the checkpoint\'s: {"max_position_embeddings": '
+        "8192}",
+    )
     max_model_len: int | None = setting(
         None,
         "Maximum number of tokens of prompt and output together; auto: the checkpoint's, on "
