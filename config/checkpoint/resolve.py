@@ -69,7 +69,7 @@ def _folder(
     report: Report,
     check: Callable[[str], object],
 ) -> str:
-    """As `resolve`, without overrides."""
+    """The folder of `model` with its own config.json. `resolve` explains the arguments."""
     sampling = NO_SAMPLING
     if model in NAMES:
         model, sampling = fetch_demo(cache_dir, progress, report), SAMPLING

@@ -12,6 +12,7 @@ from config.model.encoder import encoder_fields
 from config.model.family_fields import causal_name, with_usual_names
 from config.model.json_fields import Fields, Json, read_json, shown
 from config.model.model_config import (
+    DEFAULT_THETA,
     DTYPES,
     GENERATION_FIELDS,
     LAYER_TYPES,
@@ -300,7 +301,9 @@ def _rope(raw: Json, fields: Fields, max_position: int, head_dim: int) -> RopeCo
     """Version 5 has all in one object."""
     rope = Fields(raw, fields.file)
     bounds: dict[str, float] = {"above": 1.0, "maximum": MAX_THETA}
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0, **bounds), **bounds)
+    theta = rope.number(
+        "rope_theta", fields.number("rope_theta", DEFAULT_THETA, **bounds), **bounds
+    )
     rotated = fields.count("rotary_dim", head_dim)
     partial = fields.number("partial_rotary_factor", rotated / head_dim)
     partial = rope.number("partial_rotary_factor", partial)

@@ -1,7 +1,7 @@
 """Rope fields of config.json: one object from rope_scaling and rope_parameters."""
 
 from config.model.json_fields import Fields, Json, shown
-from config.model.model_config import LAYER_TYPES
+from config.model.model_config import DEFAULT_THETA, LAYER_TYPES
 
 _FULL = LAYER_TYPES[0]
 _TYPES = ("rope_type", "type")
@@ -10,8 +10,8 @@ _OWN_FIELDS = ("rope_theta", "partial_rotary_factor")
 
 
 def rope_fields(fields: Fields) -> Json:
-    """The rope of config.json, which rope_parameters (transformers 5) and rope_scaling
-    (transformers 4) give. If both do, the result is that of transformers 5.24:
+    """The rope of config.json: rope_parameters (transformers 5) or rope_scaling (transformers 4).
+    The rules for a file with both are the rules of transformers 5.24:
 
     1. rope_scaling replaces rope_parameters, whose other fields, rope_theta too, have no effect.
     2. rope_parameters of several layer types stay, and rope_scaling extends full_attention.
@@ -43,7 +43,8 @@ def describe_rope_conflict(fields: Fields) -> str:
         return ""
     read = rope_fields(fields)
     own = {name: fields.raw[name] for name in _OWN_FIELDS if fields.raw.get(name) is not None}
-    given, used = _with_type(parameters), _with_type({**own, **read})
+    given = _with_type(parameters)
+    used = _with_type({"rope_theta": DEFAULT_THETA, **own, **read})
     lost = [name for name, value in given.items() if value != used.get(name)]
     return ", ".join(f"{name} {shown(given[name])}" for name in lost)
 

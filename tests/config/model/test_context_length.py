@@ -105,3 +105,24 @@ def test_the_message_says_where_the_length_comes_from(tmp_path: Path) -> None:
         r"64 times the yarn factor 4\): set --max-model-len to 256 or less",
     ):
         choose_max_model_len(300, _read(tmp_path, rope_scaling=rope))
+
+
+@pytest.mark.parametrize(
+    ("fields", "longest"),
+    [
+        ({"model_max_length": 512, "rope_theta": 10000.0}, 512),
+        ({"model_max_length": 512}, 64),
+        ({"model_max_length": 32}, 32),
+        ({"model_max_length": 512, "rope_scaling": {"type": "linear", "factor": 2.0}}, 1024),
+        ({"max_sequence_length": 48}, 48),
+        ({"max_sequence_length": 48, "seq_length": 40}, 40),
+        ({"seq_length": 128}, 64),
+        # The number that tokenizers write for no limit.
+        ({"model_max_length": 10**30, "rope_theta": 10000.0}, 64),
+        ({"model_max_length": None, "max_seq_length": -1}, 64),
+    ],
+)
+def test_other_fields_may_have_the_length(
+    tmp_path: Path, fields: dict[str, Any], longest: int
+) -> None:
+    assert max_context_length(_read(tmp_path, **fields)) == longest

@@ -43,7 +43,8 @@ def test_sections_of_three_axes_stay() -> None:
 @pytest.mark.parametrize(
     ("parameters", "scaling", "more", "lost"),
     [
-        (DEFAULT, YARN, {}, "rope_type 'default', rope_theta 10000.0"),
+        (DEFAULT, YARN, {}, "rope_type 'default'"),
+        ({**DEFAULT, "rope_theta": 5e5}, YARN, {}, "rope_type 'default', rope_theta 500000.0"),
         (DEFAULT, YARN, {"rope_theta": 10000.0}, "rope_type 'default'"),
         ({**DEFAULT, **YARN, "rope_type": "yarn"}, {**YARN, "rope_theta": 1e4}, {}, ""),
         (DEFAULT, {"type": "mrope", "mrope_section": [2, 3, 3]}, {"rope_theta": 10000.0}, ""),
