@@ -21,9 +21,11 @@ def parse_overrides(text: str) -> Json:
     try:
         value = parse_json(text or "{}")
     except ValueError as error:
-        raise ConfigError(f"hf_overrides is {text!r}, it must be a JSON object: {error}") from None
+        raise ConfigError(
+            f"--hf-overrides is {text!r}, it must be a JSON object: {error}"
+        ) from None
     if not isinstance(value, dict):
-        raise ConfigError(f"hf_overrides is {text!r}, it must be a JSON object")
+        raise ConfigError(f"--hf-overrides is {text!r}, it must be a JSON object")
     return value
 
 

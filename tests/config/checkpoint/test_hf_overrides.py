@@ -101,7 +101,7 @@ def test_parts_are_merged_and_other_objects_replaced() -> None:
 
 @pytest.mark.parametrize("text", ["{", "[1]", "5", "null"])
 def test_overrides_that_are_no_object_are_refused(text: str, folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"hf_overrides is .*, it must be a JSON object"):
+    with pytest.raises(ConfigError, match=r"--hf-overrides is .*, it must be a JSON object"):
         resolve(str(folder), hf_overrides=text)
 
 
