@@ -123,7 +123,7 @@ def null_ready(config: EngineConfig) -> WorkerReady:
         block_size=cache.block_size,
         max_model_len=longest,
         max_num_seqs=schedule.max_num_seqs,
-        max_num_batched_tokens=schedule.max_num_batched_tokens,
+        max_num_batched_tokens=schedule.token_budget(),
         max_prefill_batch=schedule.prefill_batch(),
         num_blocks=cache.num_blocks,
         prefix_caching=cache.enable_prefix_caching,

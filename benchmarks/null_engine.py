@@ -49,7 +49,7 @@ def make_null_executor(
         block_size=BLOCK_SIZE,
         max_model_len=longest,
         max_num_seqs=schedule.max_num_seqs,
-        max_num_batched_tokens=schedule.max_num_batched_tokens,
+        max_num_batched_tokens=schedule.token_budget(),
         max_prefill_batch=schedule.prefill_batch(),
         num_blocks=num_blocks,
         prefix_caching=config.cache.enable_prefix_caching,

@@ -27,6 +27,7 @@ RAY = "ray"
 EXTERNAL_LAUNCHER = "external_launcher"
 EXECUTORS = ("auto", "uni", "mp", RAY, EXTERNAL_LAUNCHER)
 DEFAULT_PREFILL_BATCH, DEFAULT_POOLING_BATCH = 4, 16
+DEFAULT_TOKEN_BUDGET = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +98,11 @@ class SchedulerConfig:
     """Which requests run, and how many at once."""
 
     max_num_seqs: int = setting(32, "Maximum number of sequences that run at once", minimum=1)
-    max_num_batched_tokens: int = setting(
-        2048, "Maximum number of tokens computed in one step", minimum=1
+    max_num_batched_tokens: int | None = setting(
+        None,
+        f"Maximum number of tokens computed in one step; auto: {DEFAULT_TOKEN_BUDGET}, or the "
+        "longest text of a pooling model if it is longer",
+        minimum=1,
     )
     max_prefill_batch: int | None = setting(
         None,
@@ -151,11 +155,16 @@ class SchedulerConfig:
         check_settings(self)
         if self.max_inflight_steps not in (1, 2):
             raise ConfigError(f"max_inflight_steps is {self.max_inflight_steps}, it must be 1 or 2")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.token_budget() < self.max_num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}, it must be at least "
+                f"max_num_batched_tokens is {self.token_budget()}, it must be at least "
                 f"max_num_seqs, which is {self.max_num_seqs}"
             )
+
+    def token_budget(self, longest_text: int = 0) -> int:
+        """`max_num_batched_tokens` or its default, which is at least `longest_text`: the maximum
+        number of tokens of a text for a pooling model, which computes a text in one step."""
+        return self.max_num_batched_tokens or max(DEFAULT_TOKEN_BUDGET, longest_text)
 
     def prefill_batch(self, *, is_pooling: bool = False, is_exact: bool = False) -> int:
         """`max_prefill_batch` or its default; `is_exact`: launches are not padded to buckets."""
@@ -186,6 +195,11 @@ class EngineConfig:
         "Data type of weights and activations",
         choices=("auto", "bfloat16", "float16", "float32"),
         spellings={"half": "float16", "float": "float32"},
+    )
+    hf_overrides: str = setting(
+        "",
+        'Fields of config.json as JSON, in place of the checkpoint\'s: {"max_position_embeddings": '
+        "8192}",
     )
     max_model_len: int | None = setting(
         None,

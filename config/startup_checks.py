@@ -14,6 +14,11 @@ from config.engine import AT_LOAD, DUMMY, EngineConfig
 from config.errors import ConfigError
 from config.loading.env import is_installed
 from config.model.architectures import decoder_spec, is_native
+from config.model.context_length import (
+    default_context_length,
+    describe_context_length,
+    max_context_length,
+)
 from config.model.family_fields import causal_name
 from config.model.kv_cache_dtype import AUTO, FP8_INC
 from config.model.model_config import (
@@ -192,8 +197,8 @@ def _is_in_transformers(facts: ModelConfig) -> bool:
 
 def choose_context(config: EngineConfig, facts: ModelConfig, pooler: PoolerConfig | None) -> int:
     """The maximum number of tokens of a sequence: max_model_len, or else the checkpoint's limit. A
-    pooling model computes a text in one step, so the limit is at most max_num_batched_tokens, and
-    by default at most that of sentence-transformers. Raises ConfigError."""
+    pooling model computes a text in one step, so the limit is at most max_num_batched_tokens, if
+    it is set; by default the limit is at most that of sentence-transformers. Raises ConfigError."""
     is_emulated = config.device == "hpu-emulator"
     longest = choose_max_model_len(
         config.max_model_len,
@@ -205,8 +210,9 @@ def choose_context(config: EngineConfig, facts: ModelConfig, pooler: PoolerConfi
         return longest
     budget = config.scheduler.max_num_batched_tokens
     if config.max_model_len is None:
-        return min(longest, budget, pooler.max_tokens or longest)
-    if longest > budget:
+        longest = min(longest, pooler.max_tokens or longest)
+        return longest if budget is None else min(longest, budget)
+    if budget is not None and longest > budget:
         raise ConfigError(
             f"--max-model-len is {longest} and --max-num-batched-tokens is {budget}: a pooling "
             f"model reads a text in one step, so set --max-num-batched-tokens to {longest} or more"
@@ -221,12 +227,13 @@ def choose_max_model_len(
     is_emulated: bool = False,
     allows_longer: bool = False,
 ) -> int:
-    """The requested length, or else the checkpoint's, on the emulated card at most
-    EMULATOR_MAX_MODEL_LEN. Raises ConfigError for a longer one than the checkpoint's, unless
+    """The requested length, or else the checkpoint's default, on the emulated card at most
+    EMULATOR_MAX_MODEL_LEN. Raises ConfigError for a length above the checkpoint's maximum, unless
     `allows_longer` and positions are computed."""
-    longest = facts.max_position
+    longest = max_context_length(facts)
     if requested is None:
-        return min(longest, EMULATOR_MAX_MODEL_LEN) if is_emulated else longest
+        default = default_context_length(facts)
+        return min(default, EMULATOR_MAX_MODEL_LEN) if is_emulated else default
     if requested <= longest:
         return requested
     if facts.encoder is not None:
@@ -236,8 +243,9 @@ def choose_max_model_len(
         )
     if not allows_longer:
         raise ConfigError(
-            f"--max-model-len is {requested}, the checkpoint was made for {longest}: set "
-            f"--max-model-len to {longest} or less, or allow it with --allow-long-max-model-len"
+            f"--max-model-len is {requested}, the checkpoint was made for "
+            f"{describe_context_length(facts)}: set --max-model-len to {longest} or less, or allow "
+            "it with --allow-long-max-model-len"
         )
     if requested > MAX_POSITION:
         raise ConfigError(f"--max-model-len is {requested}, it must be at most {MAX_POSITION}")

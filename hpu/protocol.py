@@ -358,7 +358,7 @@ class BucketLimits:
             block_size=block_size,
             max_model_len=max_model_len,
             max_num_seqs=schedule.max_num_seqs,
-            max_num_batched_tokens=schedule.max_num_batched_tokens,
+            max_num_batched_tokens=schedule.token_budget(max_model_len),
             max_prefill_batch=schedule.prefill_batch(is_pooling=True),
             # No cache is allocated; some strategies compute decode shapes that are then dropped.
             num_blocks=schedule.max_num_seqs * math.ceil(max_model_len / block_size),

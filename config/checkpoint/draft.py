@@ -8,6 +8,7 @@ from config.checkpoint.weight_maps.hidden_heads import read_head_sizes
 from config.engine import DUMMY, EngineConfig
 from config.errors import ConfigError
 from config.model.architectures import ARCHITECTURES
+from config.model.context_length import default_context_length, max_context_length
 from config.model.model_config import ModelConfig
 from config.model.read_config import read_model_config
 from config.model.split import check_split, states_of
@@ -99,11 +100,11 @@ def draft_config(
     target: ModelConfig,
 ) -> EngineConfig:
     """The settings of the drafter of `facts` in `folder` beside the model `target` of `config`."""
-    longest = config.max_model_len or target.max_position
+    longest = config.max_model_len or default_context_length(target)
     return replace(
         config,
         model=folder,
-        max_model_len=min(longest, facts.max_position, method.max_model_len or longest),
+        max_model_len=min(longest, max_context_length(facts), method.max_model_len or longest),
         quantization=None,
         quant_config=None,
         # It is whole on the last pipeline stage.

@@ -10,6 +10,7 @@ from config.checkpoint.demo import NAMES, fetch_demo
 from config.checkpoint.gguf import check_facts
 from config.checkpoint.gguf_config import model_config
 from config.checkpoint.gguf_metadata import open_gguf
+from config.checkpoint.hf_overrides import merged, parse_overrides, with_overrides
 from config.checkpoint.hub import download_files, is_hub_id
 from config.checkpoint.resolve import no_such_model
 from config.checkpoint.safetensors_files import folder_shapes
@@ -28,23 +29,28 @@ def model_facts(
     revision: str | None = None,
     cache_dir: str | None = None,
     download_dir: str | None = None,
+    hf_overrides: str = "",
     complete: Callable[[ModelConfig], ModelConfig] = lambda facts: facts,
 ) -> ModelConfig:
     """The facts of `model`: a folder, a config.json, a .gguf file, the demo, or a Hugging Face id,
-    of which only config.json is fetched. `path` of the result is `model`. `complete` adds facts
-    that are not in config.json, whose folder is `path` of its argument. Raises ConfigError."""
+    of which only config.json is fetched. `hf_overrides` as in `resolve`. `path` of the result is
+    `model`. `complete` adds facts that are not in config.json, whose folder is `path` of its
+    argument. Raises ConfigError."""
     path = Path(os.path.expanduser(fetch_demo(cache_dir) if model in NAMES else model))
     if path.name == _FILE:
-        facts = read_model_config(str(path.parent), allow_quantized=True)
+        folder = with_overrides(str(path.parent), hf_overrides, cache_dir)
+        facts = read_model_config(folder, allow_quantized=True)
     elif path.is_dir():
-        facts = read_model_config(str(path), allow_quantized=True)
+        folder = with_overrides(str(path), hf_overrides, cache_dir)
+        facts = read_model_config(folder, allow_quantized=True)
     elif path.suffix.lower() == ".gguf" and path.is_file():
-        facts = _of_gguf(path)
+        facts = _of_gguf(path, hf_overrides)
     elif path.exists():
         raise ConfigError(f"{path} is neither a folder nor a {_FILE} nor a .gguf file")
     elif is_hub_id(model):
-        folder = download_files(model, revision, download_dir, (_FILE,))
-        facts = read_model_config(str(folder), allow_quantized=True)
+        found = download_files(model, revision, download_dir, (_FILE,))
+        folder = with_overrides(str(found), hf_overrides, cache_dir)
+        facts = read_model_config(folder, allow_quantized=True)
     else:
         raise no_such_model(model)
     if path.is_dir() and any(path.glob("*.safetensors")):
@@ -65,6 +71,7 @@ def model_facts(
     return replace(complete(facts), path=model)
 
 
-def _of_gguf(path: Path) -> ModelConfig:
+def _of_gguf(path: Path, hf_overrides: str) -> ModelConfig:
     file = open_gguf(path)
-    return check_facts(file, model_config(file, "bfloat16"), {})
+    config = merged(model_config(file, "bfloat16"), parse_overrides(hf_overrides))
+    return check_facts(file, config, {})

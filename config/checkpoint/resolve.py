@@ -6,6 +6,7 @@ from pathlib import Path
 
 from config.checkpoint.demo import NAMES, SAMPLING, fetch_demo
 from config.checkpoint.gguf import NO_SAMPLING, converted
+from config.checkpoint.hf_overrides import parse_overrides, with_overrides
 from config.checkpoint.hub import download_model, is_hub_id
 from config.checkpoint.safetensors_files import incomplete
 from config.errors import ConfigError
@@ -24,6 +25,7 @@ def resolve(
     dtype: str = "bfloat16",
     keep_blocks: bool = False,
     has_weights: bool = True,
+    hf_overrides: str = "",
     report: Report = unreported,
     check: Callable[[str], object] = read_model_config,
 ) -> str:
@@ -34,9 +36,40 @@ def resolve(
     `download_dir` after `check` of its other files (config/checkpoint/hub.py). With `keep_blocks`
     the folder of a GGUF file also has its quantized weights. `dtype` auto means bfloat16.
     Without `has_weights` a folder may have no *.safetensors, and none are downloaded.
+    With `hf_overrides`, a JSON object, its config.json has the fields of the object.
     `progress` shows bars, `report` is called with the same progress. ConfigError says what is
     missing or wrong.
     """
+    parse_overrides(hf_overrides)
+    folder = _folder(
+        model,
+        revision=revision,
+        cache_dir=cache_dir,
+        download_dir=download_dir,
+        progress=progress,
+        dtype=dtype,
+        keep_blocks=keep_blocks,
+        has_weights=has_weights,
+        report=report,
+        check=lambda found: check(with_overrides(found, hf_overrides, cache_dir)),
+    )
+    return with_overrides(folder, hf_overrides, cache_dir)
+
+
+def _folder(
+    model: str,
+    *,
+    revision: str | None,
+    cache_dir: str | None,
+    download_dir: str | None,
+    progress: bool,
+    dtype: str,
+    keep_blocks: bool,
+    has_weights: bool,
+    report: Report,
+    check: Callable[[str], object],
+) -> str:
+    """The folder of `model` with its own config.json. `resolve` explains the arguments."""
     sampling = NO_SAMPLING
     if model in NAMES:
         model, sampling = fetch_demo(cache_dir, progress, report), SAMPLING

@@ -201,8 +201,8 @@ ABSENT = (
     ("mamba-*", "models with a recurrent state are not supported"),
     ("hf-token", "set the variable HF_TOKEN"),
     (
-        "hf-overrides hf-config-path rope-scaling rope-theta override-attention-dtype",
-        "the model is what its config.json says; change it there",
+        "hf-config-path rope-scaling rope-theta override-attention-dtype",
+        "the model is what its config.json says; --hf-overrides changes its fields",
     ),
     ("tokenizer-revision", "the tokenizer comes with the model, at --revision"),
     ("disable-sliding-window", "set --max-model-len to the length of the window"),

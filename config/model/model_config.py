@@ -23,6 +23,7 @@ MAX_WIDTH = 2**20
 MAX_VOCAB = 2**24
 MAX_TOKEN_ID = 2**32 - 1
 MAX_TOP_K = 2**31 - 1
+DEFAULT_THETA = 10000.0
 MAX_THETA = 1e30
 """Well within float32, the dtype of the frequency computation."""
 
@@ -51,7 +52,7 @@ class RopeScaling:
 class RopeConfig:
     """Rotary position embedding."""
 
-    theta: float = 10000.0
+    theta: float = DEFAULT_THETA
     scaling: RopeScaling | None = None
     partial: float = 1.0
     """Rotated fraction of a head."""
@@ -129,7 +130,6 @@ class ModelConfig:
     """Set for encoders of the BERT family, which have no rotary embedding."""
     dtype: str = "bfloat16"
     eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
     num_parameters: int | None = None
     """In the files, where they were counted: the size of a model that is not built in."""
     num_tower_parameters: int = 0

@@ -12,6 +12,7 @@ from config.model.encoder import encoder_fields
 from config.model.family_fields import causal_name, with_usual_names
 from config.model.json_fields import Fields, Json, read_json, shown
 from config.model.model_config import (
+    DEFAULT_THETA,
     DTYPES,
     GENERATION_FIELDS,
     LAYER_TYPES,
@@ -29,6 +30,8 @@ from config.model.moe import MoEConfig, moe_config
 from config.model.multimodal.text_part import text_part
 from config.model.multimodal.vision import read_vision
 from config.model.quantization.registry import is_served, read_quantization
+from config.model.rope_fields import is_nested, rope_fields
+from config.model.special_tokens import eos_token_id
 
 _CLASS_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\Z")
 
@@ -63,7 +66,6 @@ def model_config_of(path: str, fields: Fields, generation: Fields) -> ModelConfi
     config/checkpoint/shapes.py compares them with the tensors before a model is built."""
     architecture = _architecture(fields)
     family = ARCHITECTURES.get(causal_name(architecture))
-    eos = generation.raw.get("eos_token_id", fields.raw.get("eos_token_id"))
     encoder = encoder_fields(architecture, fields)
     usual = with_usual_names(fields)
     if family is not None:
@@ -76,8 +78,7 @@ def model_config_of(path: str, fields: Fields, generation: Fields) -> ModelConfi
         fields=usual,
         # Without a dtype, decoders are in bfloat16 and older encoders in float32.
         dtype=_dtype(fields, "float32" if encoder else "bfloat16"),
-        eos_token_ids=_token_ids(eos, fields.file, facts["vocab_size"]),
-        bos_token_id=fields.get("bos_token_id", int, None),
+        eos_token_ids=_eos_token_ids(Path(path), fields, generation, facts["vocab_size"]),
         generation_defaults=_generation_defaults(generation),
     )
 
@@ -272,8 +273,8 @@ def _ropes(
     fields: Fields, max_position: int, head_dim: int
 ) -> tuple[RopeConfig, RopeConfig | None]:
     """(of most layers, of windowed and chunked layers where it differs)."""
-    raw = fields.get("rope_parameters", dict, None) or fields.get("rope_scaling", dict, None) or {}
-    if not any(isinstance(value, dict) for value in raw.values()):
+    raw = rope_fields(fields)
+    if not is_nested(raw):
         rope = _rope(raw, fields, max_position, head_dim)
         theta = fields.number_or_none("rope_local_base_freq", above=1.0, maximum=MAX_THETA)
         return rope, None if theta is None else RopeConfig(theta, partial=rope.partial)
@@ -300,7 +301,9 @@ def _rope(raw: Json, fields: Fields, max_position: int, head_dim: int) -> RopeCo
     """Version 5 has all in one object."""
     rope = Fields(raw, fields.file)
     bounds: dict[str, float] = {"above": 1.0, "maximum": MAX_THETA}
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0, **bounds), **bounds)
+    theta = rope.number(
+        "rope_theta", fields.number("rope_theta", DEFAULT_THETA, **bounds), **bounds
+    )
     rotated = fields.count("rotary_dim", head_dim)
     partial = fields.number("partial_rotary_factor", rotated / head_dim)
     partial = rope.number("partial_rotary_factor", partial)
@@ -336,8 +339,8 @@ def _rope(raw: Json, fields: Fields, max_position: int, head_dim: int) -> RopeCo
 
 def _scaling(rope: Fields, fields: Fields, kind: str, max_position: int) -> RopeScaling:
     name = "original_max_position_embeddings"
-    original = rope.count_or_none(name, maximum=MAX_POSITION)
-    original = original or fields.count_or_none(name, maximum=MAX_POSITION)
+    original = fields.count_or_none(name, maximum=MAX_POSITION)
+    original = original or rope.count_or_none(name, maximum=MAX_POSITION)
     factor = rope.number_or_none("factor", maximum=MAX_POSITION)
     if factor is None:
         # The published longrope and some yarn checkpoints do not have it.
@@ -370,21 +373,36 @@ def _scaling(rope: Fields, fields: Fields, kind: str, max_position: int) -> Rope
     )
 
 
-def _token_ids(value: object, file: Path, vocab_size: int) -> tuple[int, ...]:
+def _eos_token_ids(
+    folder: Path, fields: Fields, generation: Fields, vocab_size: int
+) -> tuple[int, ...]:
+    """All end tokens: the union of eos_token_id in generation_config.json and config.json (a
+    number or a list; null is absent) and the tokenizer's eos_token. A fine-tune often changes only
+    one of the three."""
+    listed = [*_token_ids(generation), *_token_ids(fields)]
+    own = eos_token_id(folder)
+    if own is not None:
+        listed.append(own)
+    # Some files have -1 for no such token; ids beyond the vocabulary are never sampled.
+    return tuple(dict.fromkeys(token for token in listed if 0 <= token < vocab_size))
+
+
+def _token_ids(fields: Fields) -> list[int]:
+    value = fields.raw.get("eos_token_id")
     if value is None:
-        return ()
+        return []
     ids: list[Any] = value if isinstance(value, list) else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
         raise ConfigError(
-            f"eos_token_id of {file} is {shown(value)}, it must be a token id or a list"
+            f"eos_token_id of {fields.file} is {shown(value)}, it must be a token id or a list"
         )
     for token in ids:
         if abs(token) > MAX_TOKEN_ID:
             raise ConfigError(
-                f"eos_token_id of {file} is {shown(token)}, it must be at most {MAX_TOKEN_ID}"
+                f"eos_token_id of {fields.file} is {shown(token)}, it must be at most "
+                f"{MAX_TOKEN_ID}"
             )
-    # Some files have -1 for no such token; ids beyond the vocabulary are never sampled.
-    return tuple(token for token in ids if 0 <= token < vocab_size)
+    return ids
 
 
 def _generation_defaults(generation: Fields) -> dict[str, float]:

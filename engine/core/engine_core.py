@@ -144,12 +144,14 @@ class EngineCore:
             offload=self._offload,
             all_see_images=ready.request_tiles > 0,
         )
+        longest_text = 0 if ready.pooling is None else ready.max_model_len
+        self._max_batched_tokens = scheduler.token_budget(longest_text)
         self._packer = LaunchPacker(
             table,
             max_prefill_batch=scheduler.prefill_batch(
                 is_pooling=ready.pooling is not None, is_exact=table.is_exact
             ),
-            max_tokens=scheduler.max_num_batched_tokens,
+            max_tokens=self._max_batched_tokens,
             stats=self._stats,
             on_unwarmed=config.warmup.on_unwarmed_shape,
             contiguous=ready.contiguous,
@@ -168,11 +170,12 @@ class EngineCore:
                 whole_images=ready.whole_images,
                 request_tiles=ready.request_tiles,
             )
-        self._max_batched_tokens = scheduler.max_num_batched_tokens
         self._pooling = ready.pooling
         self._scheduler: Scheduler | PoolingScheduler
         if ready.pooling is not None:
-            self._scheduler = PoolingScheduler(scheduler, ready.pooling, self._packer, self._lora)
+            self._scheduler = PoolingScheduler(
+                scheduler, ready.pooling, self._packer, self._max_batched_tokens, self._lora
+            )
         else:
             self._scheduler = Scheduler(
                 scheduler,

@@ -299,7 +299,7 @@ class EngineLoop:
                 group,
                 self._engine,
                 make_table(self._config, worker),
-                max_tokens=self._config.scheduler.max_num_batched_tokens,
+                max_tokens=self._config.scheduler.token_budget(),
             )
         core = EngineCore(
             self._config,

@@ -44,7 +44,7 @@ def planned_limits(config: EngineConfig) -> BucketLimits:
         block_size=block_size,
         max_model_len=max_model_len,
         max_num_seqs=schedule.max_num_seqs,
-        max_num_batched_tokens=schedule.max_num_batched_tokens,
+        max_num_batched_tokens=schedule.token_budget(),
         max_prefill_batch=schedule.prefill_batch(),
         num_blocks=cache.num_blocks or full,
         prefix_caching=cache.enable_prefix_caching,

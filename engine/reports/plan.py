@@ -95,7 +95,7 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
         kv_width=kv_width(cache.kv_cache_dtype, WIDTHS[dtype]),
         max_model_len=max_model_len,
         max_num_seqs=schedule.max_num_seqs,
-        max_num_batched_tokens=schedule.max_num_batched_tokens,
+        max_num_batched_tokens=schedule.token_budget(),
         block_size=cache.block_size or BLOCK_SIZE,
         utilization=cache.gpu_memory_utilization,
         graph_reserved=0.0 if config.enforce_eager else config.warmup.graph_memory_fraction,

@@ -24,6 +24,7 @@ class PoolingScheduler:
         config: SchedulerConfig,
         facts: PoolingFacts,
         packer: LaunchPacker,
+        max_tokens: int,
         lora: LoRASlots | None = None,
     ) -> None:
         self.waiting = make_waiting_queue(config, lora)
@@ -31,7 +32,7 @@ class PoolingScheduler:
         self._lora = lora
         self._facts = facts
         self._packer = packer
-        self._max_tokens = config.max_num_batched_tokens
+        self._max_tokens = max_tokens
         self._max_texts = config.max_num_seqs
         self._running: set[int] = set()
         self._suspect: int | None = None

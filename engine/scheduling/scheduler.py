@@ -101,15 +101,15 @@ class Scheduler:
         self._kv = kv
         self._packer = packer
         self._stats = stats
-        self._max_tokens = config.max_num_batched_tokens
-        self._launch_tokens = prefill_launch_tokens or config.max_num_batched_tokens
+        self._max_tokens = config.token_budget()
+        self._launch_tokens = prefill_launch_tokens or config.token_budget()
         self._num_since_decodes = 0
         """Prompt tokens scheduled since the last decodes, if every step since then was full; 0: the
         next step decodes."""
         self._num_stages = num_stages
         self._decode_tokens = max_tokens_per_step
         num_decode_tokens = config.max_num_seqs * max_tokens_per_step
-        if max_tokens_per_step > 1 and num_decode_tokens > config.max_num_batched_tokens:
+        if max_tokens_per_step > 1 and num_decode_tokens > config.token_budget():
             logger.warning(
                 "%d decodes of %d tokens, with their drafts, need %d tokens in a step, "
                 "max_num_batched_tokens is %d: such a step computes at most %d prompt tokens; "
@@ -117,7 +117,7 @@ class Scheduler:
                 config.max_num_seqs,
                 max_tokens_per_step,
                 num_decode_tokens,
-                config.max_num_batched_tokens,
+                config.token_budget(),
                 kv.block_size,
                 num_decode_tokens,
             )

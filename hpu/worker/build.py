@@ -306,7 +306,7 @@ def num_cache_rows(loaded: LoadedModel) -> int:
     if vision.cross is not None:
         images = loaded.config.cache.cross_attention_images
         return cross_cache_tiles(vision.cross, images, loaded.config.scheduler.max_num_seqs)
-    return encoder_cache_rows(loaded.max_model_len, loaded.config.scheduler.max_num_batched_tokens)
+    return encoder_cache_rows(loaded.max_model_len, loaded.config.scheduler.token_budget())
 
 
 def num_request_tiles(loaded: LoadedModel) -> int:
@@ -508,7 +508,7 @@ def _estimated_activations(loaded: LoadedModel) -> int:
     sizes = {
         "num_cards": loaded.groups.tensor.size,
         "width": loaded.dtype.itemsize,
-        "num_tokens": scheduler.max_num_batched_tokens,
+        "num_tokens": scheduler.token_budget(),
         "num_seqs": scheduler.max_num_seqs,
     }
     return activation_bytes(loaded.facts, **sizes) + cross_activation_bytes(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from config.checkpoint.draft import draft_config, draft_facts, draft_folder
 from config.checkpoint.weight_maps.hidden_heads import read_head_sizes
 from config.engine import DUMMY, EngineConfig
+from config.model.context_length import default_context_length, max_context_length
 from config.model.model_config import ModelConfig
 from config.model.pooler import PoolerConfig
 from config.parallel import WHOLE, Stage
@@ -67,7 +68,7 @@ def load_drafter(
             target,
             dtype=dtype,
             device=backend.device,
-            max_model_len=settings.max_model_len or facts.max_position,
+            max_model_len=settings.max_model_len or max_context_length(facts),
             group=groups.tensor,
         )
     if config.load_format == DUMMY:
@@ -87,7 +88,7 @@ def load_drafter(
         pooler=None,
         model=head,
         dtype=dtype,
-        max_model_len=settings.max_model_len or target.max_position,
+        max_model_len=settings.max_model_len or default_context_length(target),
         block_size=config.cache.block_size or backend.default_block_size,
         weight_bytes=weight_bytes,
         load_s=time.perf_counter() - start,

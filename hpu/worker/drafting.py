@@ -229,7 +229,7 @@ def _draft_runner(
         sampler.greedy,
         Agreement(drafter.groups.stage_host),
         max_model_len=drafter.max_model_len,
-        max_prefill_tokens=drafter.config.scheduler.max_num_batched_tokens,
+        max_prefill_tokens=drafter.config.scheduler.token_budget(),
         hidden_cache=caches.hidden,
     )
 

@@ -43,9 +43,7 @@ def calculate_kv_scales(loaded: LoadedModel) -> None:
     assert isinstance(model, nn.Module) and format is not None and format.has_layer_scales
     layers = [one for one in model.modules() if isinstance(one, PagedAttention)]
     start = time.perf_counter()
-    num_tokens = min(
-        NUM_TOKENS, loaded.max_model_len - 1, loaded.config.scheduler.max_num_batched_tokens
-    )
+    num_tokens = min(NUM_TOKENS, loaded.max_model_len - 1, loaded.config.scheduler.token_budget())
     with _unquantized_cache(model):
         components = _run_prompt(replace(loaded, kv_cache_format=None), num_tokens)
         group = loaded.groups.stage_host

@@ -18,9 +18,11 @@ from config.engine import DUMMY, EngineConfig
 from config.errors import ConfigError
 from config.lora.configured import unused_image_adapter
 from config.model.architectures import decoder_spec, is_native
+from config.model.context_length import describe_context_length, max_context_length
 from config.model.kv_cache_dtype import AUTO
 from config.model.model_config import ModelConfig
 from config.model.pooler import PoolerConfig
+from config.model.rope_fields import describe_rope_conflict
 from config.parallel import WHOLE, Stage
 from config.startup_checks import choose_context, chosen_quantization
 from hpu.backends.base import Backend
@@ -193,7 +195,7 @@ class LoadedModel:
                 block_size=self.block_size,
                 max_model_len=self.max_model_len,
                 max_num_seqs=scheduler.max_num_seqs,
-                max_num_batched_tokens=scheduler.max_num_batched_tokens,
+                max_num_batched_tokens=scheduler.token_budget(),
                 max_prefill_batch=scheduler.prefill_batch(),
                 num_blocks=num_blocks,
                 prefix_caching=self.prefix_caching,
@@ -572,26 +574,33 @@ def _log_model(
     dtype: torch.dtype,
     max_model_len: int,
 ) -> None:
-    if max_model_len > facts.max_position:
+    if lost := describe_rope_conflict(facts.fields):
+        logger.warning(
+            "rope_scaling and rope_parameters in %s disagree: rope_scaling is used, as in "
+            "transformers, and has to hold all fields; without effect in rope_parameters: %s",
+            facts.fields.file,
+            lost,
+        )
+    longest = max_context_length(facts)
+    if max_model_len > longest:
         logger.warning(
             "The context of %d tokens is longer than the %d that the checkpoint was made for: "
             "beyond them answers may get worse (--allow-long-max-model-len)",
             max_model_len,
-            facts.max_position,
+            longest,
         )
     if pooler is None:
         logger.info("Device %s, %s, context %d", backend.name, dtype_name(dtype), max_model_len)
-        return
-    logger.info(
-        "Device %s, %s, texts of %d tokens for %s",
-        backend.name,
-        dtype_name(dtype),
-        max_model_len,
-        " and ".join(pooler.facts.tasks),
-    )
-    if config.max_model_len is None and max_model_len < facts.max_position:
+    else:
         logger.info(
-            "The checkpoint was made for %d tokens: --max-model-len asks for more, within "
-            "--max-num-batched-tokens",
-            facts.max_position,
+            "Device %s, %s, texts of %d tokens for %s",
+            backend.name,
+            dtype_name(dtype),
+            max_model_len,
+            " and ".join(pooler.facts.tasks),
+        )
+    if config.max_model_len is None and max_model_len < longest:
+        logger.info(
+            "The checkpoint was made for %s: --max-model-len asks for more",
+            describe_context_length(facts),
         )

@@ -62,6 +62,7 @@ def main(argv: list[str]) -> int:
         revision=engine.revision,
         cache_dir=engine.cache_dir,
         download_dir=engine.download_dir,
+        hf_overrides=engine.hf_overrides,
         complete=partial(with_sizes, model_impl=engine.model_impl),
     )
     plan = make_plan(facts, engine, target)

@@ -68,6 +68,7 @@ def _preset(engine: EngineConfig, device: str, num_cards: int) -> Preset:
         revision=engine.revision,
         cache_dir=engine.cache_dir,
         download_dir=engine.download_dir,
+        hf_overrides=engine.hf_overrides,
         complete=partial(with_sizes, model_impl=engine.model_impl),
     )
     target = Target(device=device)

@@ -72,6 +72,7 @@ def resolve_checkpoint(engine: EngineConfig, server: ServerConfig, report: Repor
         dtype=engine.dtype,
         keep_blocks=engine.quantization == "gguf",
         has_weights=engine.load_format != DUMMY,
+        hf_overrides=engine.hf_overrides,
         report=report,
         check=partial(check_model_config, engine),
     )

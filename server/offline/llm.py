@@ -89,6 +89,7 @@ class LLM:
             dtype=engine.dtype,
             keep_blocks=engine.quantization == "gguf",
             has_weights=engine.load_format != DUMMY,
+            hf_overrides=engine.hf_overrides,
             check=partial(check_model_config, engine),
         )
         check_checkpoint(engine, path)

@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from config.errors import UserError
+from config.model.special_tokens import NAMED_TOKENS
 from server.http.body import json_response, parse
 from server.http.openapi import ANSWERS, takes
 from server.openai.chat_request import render_watched
@@ -14,7 +15,6 @@ from server.openai.schema.tokenize import DetokenizeBody, TokenizeChatBody, Toke
 from server.serving.prompts import encode_for_counting, max_counted_tokens
 from server.serving.state import AppState
 from server.text.tokenizer import Tokenizer
-from server.text.tokenizer_files import NAMED_TOKENS
 
 INLINE_IDS = 10_000
 """Tokens that are decoded on the event loop, in a millisecond."""

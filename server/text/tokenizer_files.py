@@ -19,20 +19,12 @@ from config.checkpoint.tokenizer_bounds import (
     check_tokenizer_file,
 )
 from config.errors import ConfigError
-from config.model.json_fields import MAX_JSON_BYTES, read_any_json, shown
+from config.model.json_fields import MAX_JSON_BYTES, shown
+from config.model.special_tokens import read_object, special_tokens, token_text
 from config.native import NativePanic, panics_as_errors
 from config.owned_directory import OwnedDirectory
 from config.progress import Report, unreported
 
-NAMED_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
 CONVERTED_BYTES = 64 * 2**20
 """Room for a converted tokenizer; published ones are below 40 MB."""
 MAX_REASON = 300
@@ -63,21 +55,23 @@ class TextFiles:
 def read_text_files(path: str, cache_dir: Path) -> TextFiles:
     """Read a checkpoint's folder. Raises ConfigError when it holds no tokenizer we can read."""
     folder, source = Path(path), tokenizer_folder(path, cache_dir)
-    config = _json(folder / "tokenizer_config.json") or _json(source / "tokenizer_config.json")
+    config = read_object(folder / "tokenizer_config.json") or read_object(
+        source / "tokenizer_config.json"
+    )
     bounds = check_tokenizer_file(source / "tokenizer.json")
     encoder = _encoder(source / "tokenizer.json")
     encoder.no_truncation()
     encoder.no_padding()
-    special_tokens = _special_tokens(folder, config)
+    named = special_tokens(folder, config)
     try:
         with panics_as_errors():
-            _mark_special(encoder, config, special_tokens)
+            _mark_special(encoder, config, named)
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, NativePanic) as error:
         raise ConfigError(
             f"the added or special tokens in {folder / 'tokenizer_config.json'} have another form "
             f"than transformers writes: {error!r:.{MAX_REASON}}"
         ) from error
-    return TextFiles(encoder, special_tokens, _chat_template(folder, config), bounds)
+    return TextFiles(encoder, named, _chat_template(folder, config), bounds)
 
 
 def _check_size(file: Path) -> None:
@@ -109,27 +103,6 @@ def tokenizer_folder(path: str, cache_dir: Path, report: Report = unreported) ->
     return _converted(folder, cache_dir, report)
 
 
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    loaded = read_any_json(path)
-    return loaded if isinstance(loaded, dict) else {}
-
-
-def _content(token: object) -> str | None:
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) and token else None
-
-
-def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    older = _json(folder / "special_tokens_map.json")
-    tokens = {
-        name: _content(config.get(name)) or _content(older.get(name)) for name in NAMED_TOKENS
-    }
-    return {name: token for name, token in tokens.items() if token is not None}
-
-
 def _mark_special(encoder: Encoder, config: dict[str, Any], named: dict[str, str]) -> None:
     """Tokens that only the configuration calls special (or knows at all) are so here too."""
     known = {token.content: token for token in encoder.get_added_tokens_decoder().values()}
@@ -142,7 +115,7 @@ def _mark_special(encoder: Encoder, config: dict[str, Any], named: dict[str, str
             known[token.content] = token
     more = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
     listed = more.values() if isinstance(more, dict) else more
-    others = [content for token in listed if (content := _content(token))]
+    others = [content for token in listed if (content := token_text(token))]
     for content in (*named.values(), *others):
         if encoder.token_to_id(content) is not None and not (
             content in known and known[content].special
@@ -151,30 +124,59 @@ def _mark_special(encoder: Encoder, config: dict[str, Any], named: dict[str, str
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
-    """Template files come before the configuration's; several give a dict by name."""
-    templates: dict[str, str] = {}
-    stored = config.get("chat_template") or _json(folder / "chat_template.json").get(
-        "chat_template"
-    )
-    if isinstance(stored, str):
-        templates["default"] = stored
-    elif isinstance(stored, list):
-        for entry in stored:
-            named = entry if isinstance(entry, dict) else {}
-            name, text = named.get("name"), named.get("template")
-            if not isinstance(name, str) or not isinstance(text, str):
-                raise ConfigError(
-                    f"chat_template in {folder / 'tokenizer_config.json'} holds {shown(entry)}, it "
-                    "must be a text, or a list of objects with name and template"
-                )
-            templates[name] = text
+    """The chat template, or several by name. For each name the first of these counts:
+
+    1. chat_template.jinja (the name default) and additional_chat_templates/NAME.jinja.
+    2. chat_template in the processor's files of a model with images: chat_template.json, then
+       processor_config.json.
+    3. chat_template in tokenizer_config.json, `config`.
+    4. The files of 2, if the model has no processor.
+
+    Where 2 replaces the default template of 3, the latter is tool_use, the template of requests
+    with tools: a processor's template often renders no tools.
+    """
+    own = _named_templates(config.get("chat_template"), folder / "tokenizer_config.json")
+    processor: dict[str, str] = {}
+    for name in ("processor_config.json", "chat_template.json"):
+        stored = read_object(folder / name).get("chat_template")
+        processor.update(_named_templates(stored, folder / name))
+    files = {
+        file.stem: _text(file) for file in (folder / "additional_chat_templates").glob("*.jinja")
+    }
     if (main := folder / "chat_template.jinja").is_file():
-        templates["default"] = _text(main)
-    for extra in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[extra.stem] = _text(extra)
+        files["default"] = _text(main)
+    # The order of transformers and vLLM: a processor's template has the places of images.
+    has_processor = any(
+        (folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")
+    )
+    templates = {**own, **processor, **files} if has_processor else {**processor, **own, **files}
+    is_replaced = has_processor and "default" in processor and "default" not in files
+    if is_replaced and own.get("default") not in (None, processor["default"]):
+        templates.setdefault("tool_use", own["default"])
     if list(templates) == ["default"]:
         return templates["default"]
     return templates or None
+
+
+def _named_templates(stored: object, file: Path) -> dict[str, str]:
+    """Templates by name: a text is named default, or a list or an object has several."""
+    if not stored:
+        return {}
+    if isinstance(stored, str):
+        return {"default": stored}
+    if isinstance(stored, dict):
+        stored = [{"name": name, "template": text} for name, text in stored.items()]
+    templates: dict[str, str] = {}
+    for entry in stored if isinstance(stored, list) else [stored]:
+        named = entry if isinstance(entry, dict) else {}
+        name, text = named.get("name"), named.get("template")
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise ConfigError(
+                f"chat_template in {file} holds {shown(entry)}, it must be a text, or a list of "
+                "objects with name and template"
+            )
+        templates[name] = text
+    return templates
 
 
 def _text(file: Path) -> str:

@@ -154,10 +154,9 @@ def test_equal_ropes_of_all_layers_are_one(tmp_path: Path, kinds: tuple[str, ...
 def test_end_tokens_and_sampling_defaults_come_from_the_generation_config(tmp_path: Path) -> None:
     generation = {"eos_token_id": [5, 6], "temperature": 0.6, "top_k": 20, "do_sample": True}
 
-    config = _read(tmp_path, generation, eos_token_id=4, bos_token_id=1)
+    config = _read(tmp_path, generation, eos_token_id=4)
 
-    assert config.eos_token_ids == (5, 6)
-    assert config.bos_token_id == 1
+    assert config.eos_token_ids == (5, 6, 4)
     assert config.generation_defaults == {"temperature": 0.6, "top_k": 20.0}
 
 

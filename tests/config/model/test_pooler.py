@@ -213,6 +213,21 @@ def test_a_text_has_to_fit_into_one_step(tmp_path: Path) -> None:
         check_checkpoint(EngineConfig(str(folder), max_model_len=101, scheduler=small), str(folder))
 
 
+def test_the_default_token_budget_holds_the_longest_text(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "LlamaForSequenceClassification", max_position_embeddings=8192)
+    model = read_model_config(str(folder))
+
+    def context(max_model_len: int | None) -> int:
+        config = EngineConfig(str(folder), max_model_len=max_model_len)
+        return choose_context(config, model, choose_pooler(config, model))
+
+    assert (context(None), context(4000)) == (8192, 4000)
+    assert SchedulerConfig().token_budget() == 2048
+    assert SchedulerConfig().token_budget(8192) == 8192
+    assert SchedulerConfig().token_budget(1000) == 2048
+    assert SchedulerConfig(max_num_batched_tokens=100).token_budget(8192) == 100
+
+
 @pytest.mark.parametrize(
     ("files", "longest"),
     [

@@ -314,7 +314,7 @@ def test_a_scheduler_lets_few_requests_pass_an_older_one_that_waits_for_a_slot(
     scheduler: Scheduler | PoolingScheduler
     if is_pooling:
         facts = PoolingFacts(tasks=("embed",), width=3, token_width=3)
-        scheduler = PoolingScheduler(config, facts, packer, slots)
+        scheduler = PoolingScheduler(config, facts, packer, 64, slots)
     else:
         kv = KVCacheManager(256, 4, prefix_caching=False)
         scheduler = Scheduler(config, kv, packer, stats, lora=slots)

@@ -11,7 +11,7 @@ from greedy import assert_same_as_transformers, greedy_by_pages, load_reference
 from paged_harness import load_decoder, load_transformers_model
 from releases import transformers_before
 from safetensors.torch import load_file, save_file
-from tiny_models import make_tiny, write_tokenizer
+from tiny_models import EOS, make_tiny, write_tokenizer
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from config.checkpoint.facts import model_facts
@@ -133,7 +133,7 @@ def test_the_text_model_of_a_larger_one_gives_the_tokens_of_a_text_model(
     assert line.startswith("2 tensors in") and line.endswith(
         "images, audio and video are not served"
     )
-    assert read_model_config(str(folder)).eos_token_ids == (7, 9)
+    assert read_model_config(str(folder)).eos_token_ids == (7, 9, EOS)
     sizes = sum(one.numel() for one in model.parameters())
     assert count_parameters(model_facts(str(folder))) == sizes
 

@@ -1,0 +1,71 @@
+"""--hf-overrides: fields of config.json that a user sets without changing the checkpoint."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from config.cache_folder import cache_errors
+from config.errors import ConfigError
+from config.json_text import parse_json
+from config.loading.env import cache_home
+from config.model.json_fields import Json, read_json
+from config.owned_directory import OwnedDirectory
+
+_FILE = "config.json"
+
+
+def parse_overrides(text: str) -> Json:
+    """The JSON object in `text`; an empty text is an empty object. Raises ConfigError."""
+    try:
+        value = parse_json(text or "{}")
+    except ValueError as error:
+        raise ConfigError(
+            f"--hf-overrides is {text!r}, it must be a JSON object: {error}"
+        ) from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"--hf-overrides is {text!r}, it must be a JSON object")
+    return value
+
+
+def merged(config: Json, overrides: Mapping[str, Any]) -> Json:
+    """`config` with the fields of `overrides`. The fields of a part with a config of its own
+    (text_config, vision_config) are merged; every other object is replaced, as in vLLM."""
+    result = dict(config)
+    for name, value in overrides.items():
+        own = result.get(name)
+        is_part = name.endswith("_config") and name != "quantization_config"
+        if is_part and isinstance(own, dict) and isinstance(value, dict):
+            value = merged(own, value)
+        result[name] = value
+    return result
+
+
+def with_overrides(folder: str, text: str, cache_dir: str | None) -> str:
+    """`folder`, or for overrides in `text` a folder in the cache with the same files, as links, and
+    the merged config.json: all processes and transformers read the same fields. Raises
+    ConfigError."""
+    overrides = parse_overrides(text)
+    if not overrides:
+        return folder
+    source = Path(folder).absolute()
+    config = merged(read_json(source / _FILE), overrides)
+    content = json.dumps(config, ensure_ascii=False)
+    names = sorted(path.name for path in source.iterdir() if path.name != _FILE)
+    digest = hashlib.sha256("\0".join((str(source), content, *names)).encode(errors="replace"))
+    target = Path(cache_dir or cache_home()) / "hf-overrides" / digest.hexdigest()[:32]
+    if target.is_dir():
+        return str(target)
+    with cache_errors(target.parent, "the overridden config.json"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with OwnedDirectory(".making-", target.parent) as made:
+            fresh = Path(made, "folder")
+            fresh.mkdir()
+            (fresh / _FILE).write_text(content, encoding="utf-8")
+            for name in names:
+                (fresh / name).symlink_to(source / name)
+            # Another process may have been first; either folder is good.
+            if not target.is_dir():
+                fresh.rename(target)
+    return str(target)

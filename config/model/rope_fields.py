@@ -1,0 +1,59 @@
+"""Rope fields of config.json: one object from rope_scaling and rope_parameters."""
+
+from config.model.json_fields import Fields, Json, shown
+from config.model.model_config import DEFAULT_THETA, LAYER_TYPES
+
+_FULL = LAYER_TYPES[0]
+_TYPES = ("rope_type", "type")
+_OWN_FIELDS = ("rope_theta", "partial_rotary_factor")
+"""Fields of config.json that count for a rope that does not have them."""
+
+
+def rope_fields(fields: Fields) -> Json:
+    """The rope of config.json: rope_parameters (transformers 5) or rope_scaling (transformers 4).
+    The rules for a file with both are the rules of transformers 5.24:
+
+    1. rope_scaling replaces rope_parameters, whose other fields, rope_theta too, have no effect.
+    2. rope_parameters of several layer types stay, and rope_scaling extends full_attention.
+
+    An absent, null or empty object gives nothing.
+    """
+    parameters = fields.get("rope_parameters", dict, None) or {}
+    scaling = fields.get("rope_scaling", dict, None) or {}
+    if not scaling or not parameters:
+        return scaling or parameters
+    if is_nested(parameters) and not is_nested(scaling):
+        full = Fields(parameters, fields.file).get(_FULL, dict, {})
+        return {**parameters, _FULL: {**full, **scaling}}
+    # Sections of three axes belong to the model, not to a scaling that a user adds.
+    sections = {name: value for name, value in parameters.items() if name.startswith("mrope_")}
+    return {**sections, **scaling}
+
+
+def is_nested(rope: Json) -> bool:
+    """Whether `rope` has an object for each layer type."""
+    return any(isinstance(value, dict) for value in rope.values())
+
+
+def describe_rope_conflict(fields: Fields) -> str:
+    """The fields of rope_parameters that have no effect since rope_scaling has other values; empty
+    if the two agree."""
+    parameters = fields.get("rope_parameters", dict, None) or {}
+    if not fields.get("rope_scaling", dict, None) or not parameters:
+        return ""
+    read = rope_fields(fields)
+    own = {name: fields.raw[name] for name in _OWN_FIELDS if fields.raw.get(name) is not None}
+    given = _with_type(parameters)
+    used = _with_type({"rope_theta": DEFAULT_THETA, **own, **read})
+    lost = [name for name, value in given.items() if value != used.get(name)]
+    return ", ".join(f"{name} {shown(given[name])}" for name in lost)
+
+
+def _with_type(rope: Json) -> Json:
+    """`rope` with its type under the newer name."""
+    if is_nested(rope):
+        return rope
+    kind = next((rope[name] for name in _TYPES if rope.get(name) is not None), "default")
+    # Three axes are no scaling.
+    kind = "default" if kind == "mrope" else kind
+    return {**{name: value for name, value in rope.items() if name != "type"}, "rope_type": kind}

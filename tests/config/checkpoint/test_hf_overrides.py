@@ -1,0 +1,119 @@
+"""--hf-overrides: fields of config.json that are read in place of the checkpoint's."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config.checkpoint.facts import model_facts
+from config.checkpoint.hf_overrides import merged, with_overrides
+from config.checkpoint.resolve import resolve
+from config.errors import ConfigError
+from config.model.context_length import max_context_length
+from config.model.read_config import read_model_config
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+YARN = {
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+def test_the_checkpoint_is_read_with_the_fields_and_not_changed(
+    folder: Path, tmp_path: Path
+) -> None:
+    text, cache = json.dumps(YARN), str(tmp_path / "cache")
+
+    found = Path(resolve(str(folder), cache_dir=cache, hf_overrides=text))
+
+    assert max_context_length(read_model_config(str(found))) == 256
+    assert (found / "model.safetensors").read_bytes() == b"weights"
+    assert max_context_length(read_model_config(str(folder))) == 64
+    assert resolve(str(folder), cache_dir=cache, hf_overrides=text) == str(found)
+    assert resolve(str(folder), cache_dir=cache) == str(folder)
+
+
+def test_changed_files_and_fields_give_another_folder(folder: Path, tmp_path: Path) -> None:
+    cache, text = str(tmp_path / "cache"), json.dumps(YARN)
+    folders = {with_overrides(str(folder), text, cache)}
+
+    folders.add(with_overrides(str(folder), '{"rope_theta": 500}', cache))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 7}')
+    folders.add(with_overrides(str(folder), text, cache))
+
+    assert len(folders) == 3
+    assert read_model_config(with_overrides(str(folder), text, cache)).eos_token_ids == (7,)
+
+
+def test_a_plan_has_the_fields_too(folder: Path, tmp_path: Path) -> None:
+    cache = str(tmp_path / "cache")
+    (folder / "model.safetensors").unlink()
+
+    for model in (folder, folder / "config.json"):
+        facts = model_facts(str(model), cache_dir=cache, hf_overrides=json.dumps(YARN))
+        assert (facts.path, max_context_length(facts)) == (str(model), 256)
+
+
+def test_parts_are_merged_and_other_objects_replaced() -> None:
+    config: dict[str, Any] = {
+        "text_config": {"hidden_size": 64, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        "quantization_config": {"bits": 4, "group_size": 64},
+        "vision_config": None,
+    }
+
+    found = merged(
+        config,
+        {
+            "text_config": {"rope_scaling": {"type": "yarn"}},
+            "quantization_config": {"bits": 8},
+            "vision_config": {"depth": 2},
+        },
+    )
+
+    assert found == {
+        "text_config": {"hidden_size": 64, "rope_scaling": {"type": "yarn"}},
+        "quantization_config": {"bits": 8},
+        "vision_config": {"depth": 2},
+    }
+    assert config["text_config"]["rope_scaling"] == {"type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "5", "null"])
+def test_overrides_that_are_no_object_are_refused(text: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--hf-overrides is .*, it must be a JSON object"):
+        resolve(str(folder), hf_overrides=text)
+
+
+def test_a_field_of_another_type_is_refused_with_its_name(folder: Path, tmp_path: Path) -> None:
+    found = with_overrides(str(folder), '{"num_hidden_layers": "two"}', str(tmp_path / "cache"))
+
+    with pytest.raises(ConfigError, match=r"num_hidden_layers .* is 'two', it must be a int"):
+        read_model_config(found)
+
+
+def test_a_cache_that_cannot_be_written_is_named(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+
+    with pytest.raises(ConfigError, match=r"the overridden config\.json cannot be written"):
+        with_overrides(str(folder), json.dumps(YARN), str(tmp_path / "cache"))
