@@ -1,5 +1,5 @@
-"""Adapters of routed experts. Their products are inside those of an expert, so that a layer with
-them runs on its method, and not on a fused operator of the device."""
+"""Adapters of routed experts. Their products are inside an expert's products, so that a layer with
+adapters runs on its method, and not on a fused operator of the device."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from config.errors import ConfigError
-from hpu.layers.moe import Experts
+from hpu.layers.moe import SWIGLU_OAI, Experts
 from hpu.lora.adapter_weights import LowRank
 from hpu.lora.context import LoRAContext
 from hpu.protocol import NO_SLOT
@@ -138,7 +138,9 @@ def wrap_experts(
             "leave them out"
         )
     inner = experts.expert_cost // (3 * hidden_size)
-    w13 = ExpertSlots(experts.num_experts, hidden_size, [inner, inner], context)
+    # Interleaved rows of gate and up make a single output.
+    sizes = [2 * inner] if experts.activation_name == SWIGLU_OAI else [inner, inner]
+    w13 = ExpertSlots(experts.num_experts, hidden_size, sizes, context)
     w2 = ExpertSlots(experts.num_experts, inner, [hidden_size], context)
     experts.method = LoRAMoEMethod(experts.method, context, w13, w2)
     return {"w13": w13, "w2": w2}
