@@ -319,15 +319,18 @@ def _modules_of(
         )
     if module.refusal:
         raise ConfigError(f"{file} has weights for {name}: {module.refusal}")
-    if not config.selects(name) and not (config.ties_weights and module.kind == HEAD):
+    # The router is a parameter that PEFT adapts like a linear layer.
+    key = f"{name}.weight" if config.selects_parameter(f"{name}.weight") else name
+    is_tied = config.ties_weights and module.kind == HEAD
+    if key == name and not config.selects(name) and not is_tied:
         raise ConfigError(
             f"{file} has weights for {name}, which target_modules of {config.file} does not name"
         )
     is_table = module.kind == EMBEDDING
     a, b = _matrices(name, pair, _TABLE_NAMES if is_table else _NAMES, file)
-    rank = config.rank_of(name, max(a.shape[0] if a.shape else 1, 1))
+    rank = config.rank_of(key, max(a.shape[0] if a.shape else 1, 1))
     _check_shapes(file, rank, {a: (rank, module.in_features), b: (module.out_features, rank)})
-    yield AdapterModule(module, rank, config.scale_of(name, rank), a, b)
+    yield AdapterModule(module, rank, config.scale_of(key, rank), a, b)
 
 
 def _experts(

@@ -16,6 +16,11 @@ from config.params.lora import EMBEDDING, EXPERTS, HEAD
 _WEIGHT = ".weight"
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 """Parameters of all experts of a layer in transformers."""
+_ROUTER = ".gate.weight"
+_GATES = (_ROUTER, ".shared_expert_gate.weight")
+"""Ends of the parameters of routers, and of gates of shared experts."""
+_ROUTER_NAMES = re.compile(r".+\.(?:gate|router)")
+"""Paths of routers in transformers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,7 @@ class BaseModules:
         self._weight_map: WeightMap = weight_map
         self._modules: dict[str, BaseModule] = {}
         self._experts: dict[str, ExpertStack] = {}
+        self._routers: dict[str, BaseModule] = {}
         self._layer = re.compile(re.escape(weight_map.layer_prefix) + r"[0-9]+(?=\.)")
         self.tensors = BaseTensors(Path(facts.path), weight_map)
         for spec in weight_map.entries():
@@ -87,6 +93,8 @@ class BaseModules:
             if module is not None:
                 self._modules[module.name] = module
             layer = self._layer.match(spec.name)
+            if layer is not None and module is not None and spec.parameter.endswith(_ROUTER):
+                self._routers[layer[0]] = module
             if layer is not None and _is_of_experts(spec):
                 self._experts.setdefault(layer[0], ExpertStack()).add(spec)
         if facts.tie_word_embeddings and facts.encoder is None:
@@ -98,8 +106,14 @@ class BaseModules:
         return self._modules
 
     def find(self, name: str) -> BaseModule | None:
-        """The module that an adapter calls `name`."""
-        return self._modules.get(self._mapped(name))
+        """The module that an adapter calls `name`. The path of a router in transformers may differ
+        from its path in the checkpoint."""
+        mapped = self._mapped(name)
+        found = self._modules.get(mapped)
+        if found is None and _ROUTER_NAMES.fullmatch(mapped):
+            layer = self._layer.match(mapped)
+            return None if layer is None else self._routers.get(layer[0])
+        return found
 
     def find_experts(self, name: str) -> ExpertStack | None:
         """The routed experts that an adapter calls `name`. Only the layer and the last part of the
@@ -175,10 +189,8 @@ def _module(spec: WeightSpec) -> BaseModule | None:
         kind = HEAD
         if spec.normalized or spec.offset:
             refusal = "the head's weights are changed when they are loaded"
-    elif spec.expert is not None:
+    elif spec.expert is not None or parameter.endswith(_GATES):
         kind = EXPERTS
-    elif parameter.endswith((".gate.weight", ".shared_expert_gate.weight")):
-        refusal = "routers of experts take no adapter"
     elif parameter.endswith(".kv_b_proj.weight"):
         refusal = "it is absorbed into other weights for decodes"
     elif ".conv1d" in parameter or "qk_norm" in parameter:

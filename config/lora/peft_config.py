@@ -36,7 +36,9 @@ _INFORMATION = frozenset(
     )
 )
 # Initialisations that leave the weights of the base as they are.
-_PLAIN_INITS = (True, False, None, "true", "false", "gaussian", "orthogonal", "eva", "lora_ga")
+_PLAIN_INITS = (
+    *(True, False, None, "true", "false", "gaussian", "orthogonal", "eva", "lora_ga", "mica"),
+)
 
 
 class Pattern(Generic[Value]):

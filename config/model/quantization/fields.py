@@ -16,6 +16,8 @@ _FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files of checkpoints whose config.json says nothing of quantization, as AutoGPTQ and AutoAWQ
 wrote them at first, and their quant_method."""
 _BITS = ("bits", "w_bit")
+_BITSANDBYTES = ("load_in_4bit", "load_in_8bit")
+"""Fields of bitsandbytes, whose early checkpoints have no quant_method."""
 _SKIPPED, _CHANGED = "-:", "+:"
 """Before a pattern of `dynamic`: its modules are not quantized, or have other settings."""
 
@@ -42,6 +44,8 @@ def quantization_fields(fields: Fields) -> Fields | None:
 def _with_method(raw: object, method: str | None, file: Path) -> Fields:
     if not isinstance(raw, dict):
         raise ConfigError(f"quantization_config in {file} is {shown(raw)}, it must be an object")
+    if method is None and any(raw.get(name) for name in _BITSANDBYTES):
+        method = "bitsandbytes"
     return Fields({"quant_method": method, **raw}, file)
 
 

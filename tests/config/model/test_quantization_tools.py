@@ -88,6 +88,11 @@ def test_the_older_name_of_the_field_of_compressed_tensors(
     assert found.scheme_of("lm_head") is None
 
 
+@pytest.mark.parametrize("field", ["load_in_4bit", "load_in_8bit"])
+def test_early_bitsandbytes_has_no_method(field: str, tmp_path: Path) -> None:
+    assert read(tmp_path, {"quantization_config": {field: True}}).method == "bitsandbytes"
+
+
 @pytest.mark.parametrize(
     ("order", "desc_act"),
     [("group", True), ("dynamic", True), (True, True), ("weight", False), ("static", False)],

@@ -314,14 +314,15 @@ def test_experts_that_peft_adapts_one_by_one_are_as_it_merges_them(
 
 STACKS: dict[str, dict[str, Any]] = {
     "mixtral": {
-        "target_modules": ["q_proj"],
+        "target_modules": ["q_proj", "gate"],
         "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
         "rank_pattern": {"experts.down_proj": 2},
     },
     "qwen3_moe": {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]},
+    "qwen2_moe": {"target_modules": "all-linear", "alpha_pattern": {"gate.weight": 2}},
     "gpt_oss": {
         "target_modules": [],
-        "target_parameters": ["0.mlp.experts.gate_up_proj", "experts.down_proj"],
+        "target_parameters": ["0.mlp.experts.gate_up_proj", "experts.down_proj", "router.weight"],
     },
     "granitemoe": {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj"]},
 }
@@ -333,6 +334,13 @@ def test_stacks_of_experts_that_peft_adapts_are_as_it_merges_them(
     family: str, tmp_path: Path
 ) -> None:
     check_peft(tmp_path, family, STACKS[family])
+
+
+@pytest.mark.slow
+@PEFT_WARNS
+@pytest.mark.parametrize("family", ["qwen2_moe"])
+def test_stacks_of_experts_on_the_emulated_card(family: str, tmp_path: Path) -> None:
+    check_peft(tmp_path, family, STACKS[family], **CARD, emulator_strict=True)
 
 
 @pytest.mark.slow
