@@ -1,9 +1,10 @@
 """LoRA adapters in folders of PEFT: their tensors and values, checked against the base model, and
 the hash of their contents. hpu/lora/adapter_weights.py makes tensors of their bytes."""
 
+import logging
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,10 +12,12 @@ from typing import NamedTuple
 from config.checkpoint.safetensors_files import StoredTensor
 from config.errors import ConfigError
 from config.lora.adapter_folder import CONFIG_FILE, WEIGHTS_FILE, AdapterFolder, OpenWeights
-from config.lora.base_modules import BaseModule, BaseModules
+from config.lora.base_modules import BaseModule, BaseModules, ExpertStack
 from config.lora.peft_config import PeftConfig, path_ends
 from config.model.json_fields import shown
-from config.params.lora import EMBEDDING, EXTRA_TARGETS, NamedAdapter
+from config.params.lora import EMBEDDING, EXTRA_TARGETS, HEAD, NamedAdapter
+
+logger = logging.getLogger(__name__)
 
 PICKLE_FILE = "adapter_model.bin"
 NEW_TOKENS_FILE = "new_embeddings.safetensors"
@@ -25,8 +28,15 @@ MAX_VALUE = 65504.0
 """Largest absolute value of a weight, times the scale for the second matrix: the largest number of
 float16, so that no serving dtype overflows. Weights of trained adapters are below 100."""
 
+MAX_TENSORS_PER_MODULE = 4
+"""Tensors of an adapter for each module of the base model: two matrices, and the base's own weight
+and bias beside them."""
+
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(.+)\.(lora_A\.weight|lora_B\.weight|lora_embedding_A|lora_embedding_B)")
+_NAMES = ("lora_A.weight", "lora_B.weight")
+_TABLE_NAMES = ("lora_embedding_A", "lora_embedding_B")
+_BASE_TENSOR = re.compile(r"(.+?)(?:\.base_layer)?\.(weight|bias)")
 
 
 class LoRAInfo(NamedTuple):
@@ -54,6 +64,17 @@ class LoRAInfo(NamedTuple):
         return NamedAdapter(self.name, self.path, self.parent, self.kind, self.root, self.source)
 
 
+class ExpertPart(NamedTuple):
+    """The part of an expert in the matrices of all experts of a layer. ParamWrapper of
+    peft.tuners.lora.layer stacks the experts: (experts * rank, in), and (out, rank * experts) with
+    the expert as the faster index."""
+
+    expert: int
+    num_experts: int
+    first_row: int
+    """The first row of the module's outputs."""
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterModule:
     """The two matrices of one module: y += scale * (x A^T) B^T."""
@@ -65,6 +86,17 @@ class AdapterModule:
     """(rank, in); of an embedding (rank, tokens)."""
     b: StoredTensor
     """(out, rank)"""
+    part: ExpertPart | None = None
+    """The part of `a` and `b` that the module has, if they hold all experts of a layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseTensor:
+    """A tensor of the base model that the adapter's file repeats."""
+
+    stored: StoredTensor
+    name: str
+    """The tensor's name in the checkpoint, as WeightMap.map_name gives it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +106,7 @@ class Adapter:
     folder: AdapterFolder
     config: PeftConfig
     modules: tuple[AdapterModule, ...]
+    base_tensors: tuple[BaseTensor, ...]
 
     @property
     def file(self) -> str:
@@ -87,8 +120,9 @@ class Adapter:
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensors."""
-        return sum(one.a.num_bytes + one.b.num_bytes for one in self.modules)
+        """Size of the low-rank matrices."""
+        tensors = {tensor for module in self.modules for tensor in (module.a, module.b)}
+        return sum(tensor.num_bytes for tensor in tensors)
 
     @property
     def extra_targets(self) -> tuple[str, ...]:
@@ -141,6 +175,8 @@ def load_adapter(
     once."""
     with _opened(folder, base) as (adapter, config, weights):
         _check_limits(adapter, max_rank, extra_targets)
+        for base_tensor in adapter.base_tensors:
+            _check_base_values(adapter, base_tensor, weights, base)
         content, data, largest = weights.read(config, keeps_bytes=keeps_bytes)
     for module in adapter.modules:
         for tensor, scale in ((module.a, 1.0), (module.b, abs(module.scale))):
@@ -166,29 +202,92 @@ def _opened(
         )
     with folder.open(WEIGHTS_FILE) as opened:
         file = folder.file(WEIGHTS_FILE)
-        weights = OpenWeights(opened, file)
-        yield Adapter(folder, config, _modules(weights, file, config, base)), data, weights
+        weights = OpenWeights(opened, file, MAX_TENSORS_PER_MODULE * len(base.modules))
+        pairs, base_tensors = _sorted(weights, file, base)
+        modules = _modules(pairs, file, config, base)
+        yield Adapter(folder, config, modules, base_tensors), data, weights
+
+
+Pairs = dict[str, dict[str, StoredTensor]]
+"""The tensors of modules, by the names of the modules and the ends of their own names."""
+
+
+def _sorted(
+    weights: OpenWeights, file: str, base: BaseModules
+) -> tuple[Pairs, tuple[BaseTensor, ...]]:
+    """The low-rank matrices, and the tensors of the base model beside them."""
+    pairs: Pairs = {}
+    base_tensors = []
+    for tensor in weights.tensors:
+        name = tensor.name.removeprefix(_PREFIX)
+        if name == tensor.name:
+            raise _no_tensor(file, tensor)
+        match = _TENSOR.fullmatch(name)
+        if match is not None:
+            pairs.setdefault(match[1], {})[match[2]] = tensor
+        else:
+            base_tensors.append(_base_tensor(tensor, name, file, base))
+    if not pairs:
+        raise ConfigError(f"{file} has 0 low-rank matrices, an adapter needs at least 2")
+    return pairs, tuple(base_tensors)
+
+
+def _no_tensor(file: str, tensor: StoredTensor) -> ConfigError:
+    return ConfigError(f"{file} has {shown(tensor.name)[1:-1]}, which is no tensor of LoRA")
+
+
+def _base_tensor(tensor: StoredTensor, name: str, file: str, base: BaseModules) -> BaseTensor:
+    """The tensor of the base model that the file calls `name`: PEFT saves the embedding and the
+    head that an adapter targets (`save_embedding_layers`)."""
+    match = _BASE_TENSOR.fullmatch(name)
+    module = None if match is None else base.find(match[1])
+    if match is None or module is None:
+        raise _no_tensor(file, tensor)
+    weight = module.spec.shape
+    shape = weight if match[2] == "weight" else (module.out_features,)
+    if tensor.shape != shape:
+        raise ConfigError(
+            f"{file} has {tensor.name} of {_text(tensor.shape)}, the base model has "
+            f"{_text(shape)}: {_OTHER_BASE}"
+        )
+    return BaseTensor(tensor, f"{module.name}.{match[2]}")
+
+
+_OTHER_BASE = (
+    "an adapter whose training changed weights of the base is not served, merge it into the base "
+    "(merge_and_unload) and serve that"
+)
 
 
 def _modules(
-    weights: OpenWeights, file: str, config: PeftConfig, base: BaseModules
+    pairs: Pairs, file: str, config: PeftConfig, base: BaseModules
 ) -> tuple[AdapterModule, ...]:
-    pairs: dict[str, dict[str, StoredTensor]] = {}
-    for tensor in weights.tensors:
-        match = _TENSOR.fullmatch(tensor.name.removeprefix(_PREFIX))
-        if match is None or not tensor.name.startswith(_PREFIX):
-            raise ConfigError(f"{file} has {shown(tensor.name)[1:-1]}, which is no tensor of LoRA")
-        pairs.setdefault(match[1], {})[match[2]] = tensor
-    if not pairs:
-        raise ConfigError(f"{file} has 0 tensors, an adapter needs at least 2")
     modules: dict[str, AdapterModule] = {}
     for name, pair in pairs.items():
-        module = _module(name, pair, file, config, base)
-        if module.base.name in modules:
-            raise ConfigError(f"{file} has weights for {name} under 2 names, it needs 1")
-        modules[module.base.name] = module
-    _check_targets(config, pairs)
+        for module in _modules_of(name, pair, file, config, base):
+            if module.base.name in modules:
+                raise ConfigError(f"{file} has weights for {name} under 2 names, it needs 1")
+            modules[module.base.name] = module
+    _report_targets(config, pairs)
     return tuple(modules.values())
+
+
+def _check_base_values(
+    adapter: Adapter, tensor: BaseTensor, weights: OpenWeights, base: BaseModules
+) -> None:
+    """Raise ConfigError unless the base model has the values of `tensor`."""
+    found = base.tensors.find(tensor.name)
+    if found is None:
+        logger.warning(
+            "%s has %s, which the base model does not store as such a tensor: it is not used",
+            adapter.file,
+            tensor.stored.name,
+        )
+    elif not weights.has_values(tensor.stored, *found):
+        raise ConfigError(
+            f"{adapter.file} has other values in {tensor.stored.name} than the base model: "
+            f"{_OTHER_BASE}"
+        )
 
 
 def _check_value(adapter: Adapter, tensor: StoredTensor, largest: float, scale: float) -> None:
@@ -205,13 +304,14 @@ def _check_value(adapter: Adapter, tensor: StoredTensor, largest: float, scale: 
         )
 
 
-def _module(
-    name: str,
-    pair: Mapping[str, StoredTensor],
-    file: str,
-    config: PeftConfig,
-    base: BaseModules,
-) -> AdapterModule:
+def _modules_of(
+    name: str, pair: Mapping[str, StoredTensor], file: str, config: PeftConfig, base: BaseModules
+) -> Iterator[AdapterModule]:
+    """The modules whose matrices the file has under `name`."""
+    stack = base.find_experts(name.removesuffix(".base_layer"))
+    if stack is not None:
+        yield from _experts(name, pair, stack, file, config)
+        return
     module = base.find(name)
     if module is None:
         raise ConfigError(
@@ -219,47 +319,96 @@ def _module(
         )
     if module.refusal:
         raise ConfigError(f"{file} has weights for {name}: {module.refusal}")
-    if not config.selects(name):
+    # The router is a parameter that PEFT adapts like a linear layer.
+    key = f"{name}.weight" if config.selects_parameter(f"{name}.weight") else name
+    is_tied = config.ties_weights and module.kind == HEAD
+    if key == name and not config.selects(name) and not is_tied:
         raise ConfigError(
             f"{file} has weights for {name}, which target_modules of {config.file} does not name"
         )
     is_table = module.kind == EMBEDDING
-    names = (
-        ("lora_embedding_A", "lora_embedding_B") if is_table else ("lora_A.weight", "lora_B.weight")
+    a, b = _matrices(name, pair, _TABLE_NAMES if is_table else _NAMES, file)
+    rank = config.rank_of(key, max(a.shape[0] if a.shape else 1, 1))
+    _check_shapes(file, rank, {a: (rank, module.in_features), b: (module.out_features, rank)})
+    yield AdapterModule(module, rank, config.scale_of(key, rank), a, b)
+
+
+def _experts(
+    name: str,
+    pair: Mapping[str, StoredTensor],
+    stack: ExpertStack,
+    file: str,
+    config: PeftConfig,
+) -> Iterator[AdapterModule]:
+    """The modules of a parameter in which transformers stacks all experts of a layer."""
+    path = name.removesuffix(".base_layer")
+    # PEFT wraps the parameters of a layer's experts around each other, in this order.
+    parameters = [one for one in stack.parameters if config.selects_parameter(f"{path}.{one}")]
+    depth = 1 if name != path else 0
+    if depth >= len(parameters):
+        raise ConfigError(
+            f"{file} has weights for {name}, and target_parameters of {config.file} names "
+            f"{len(parameters)} parameters of {path}"
+        )
+    parameter = parameters[-1 - depth]
+    products = stack.parameters[parameter]
+    count = stack.num_experts
+    a, b = _matrices(name, pair, _NAMES, file)
+    key = f"{path}.{parameter}"
+    rank = config.rank_of(key, max((a.shape[0] if a.shape else 1) // count, 1))
+    first = products[0][0]
+    out_features = sum(modules[0].out_features for modules in products)
+    _check_shapes(
+        file, rank, {a: (count * rank, first.in_features), b: (out_features, rank * count)}
     )
-    missing = [one for one in names if one not in pair]
+    first_row = 0
+    for modules in products:
+        for expert, module in enumerate(modules):
+            part = ExpertPart(expert, count, first_row)
+            yield AdapterModule(module, rank, config.scale_of(key, rank), a, b, part)
+        first_row += modules[0].out_features
+
+
+def _matrices(
+    name: str, pair: Mapping[str, StoredTensor], names: tuple[str, str], file: str
+) -> tuple[StoredTensor, StoredTensor]:
+    """The two matrices of a module, which must be called `names`. Raises ConfigError."""
+    missing = [end for end in names if end not in pair]
     if missing:
         raise ConfigError(
             f"{file} has no {name}.{missing[0]}, but {next(iter(pair.values())).name}"
         )
-    extra = [one.name for key, one in pair.items() if key not in names]
+    extra = [tensor.name for end, tensor in pair.items() if end not in names]
     if extra:
         raise ConfigError(f"{file} has {extra[0]} besides {pair[names[0]].name}")
-    a, b = (pair[one] for one in names)
-    rank = config.rank_of(name, max(a.shape[0] if a.shape else 1, 1))
-    expected = {a: (rank, module.in_features), b: (module.out_features, rank)}
+    return pair[names[0]], pair[names[1]]
+
+
+def _check_shapes(file: str, rank: int, expected: Mapping[StoredTensor, tuple[int, ...]]) -> None:
     for tensor, shape in expected.items():
         if tensor.shape != shape:
             raise ConfigError(
                 f"{file} has {tensor.name} of {_text(tensor.shape)}, the base model and rank "
                 f"{rank} need {_text(shape)}"
             )
-    return AdapterModule(module, rank, config.scale_of(name, rank), a, b)
 
 
 def _text(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 
-def _check_targets(config: PeftConfig, found: Mapping[str, object]) -> None:
-    """Raise ConfigError for a target without weights in the file."""
+def _report_targets(config: PeftConfig, found: Iterable[str]) -> None:
+    """Log targets without weights: PEFT writes a list for several models, and names that
+    exclude_modules or layers_to_transform leave out, as they are."""
     if not isinstance(config.targets, frozenset):
         return
     missing = config.targets.difference(*map(path_ends, found))
     if missing:
-        raise ConfigError(
-            f"{config.file} says target_modules {shown(min(missing))}, and {WEIGHTS_FILE} has "
-            f"weights for 0 of them"
+        logger.warning(
+            "%s says target_modules %s, and %s has weights for 0 of them",
+            config.file,
+            shown(min(missing)),
+            WEIGHTS_FILE,
         )
 
 

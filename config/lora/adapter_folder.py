@@ -8,11 +8,12 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from config.checkpoint.safetensors_files import StoredTensor
 from config.errors import ConfigError
@@ -35,6 +36,9 @@ _CHUNK_BYTES = 2**20
 _LENGTH_BYTES = 8
 _MAX_DIMS = 8
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
+
+_ROUNDING, _SMALLEST = 2**-8, 2**-24
+"""Relative error of a number that is rounded to bfloat16; smallest number above 0 of float16."""
 
 DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Dtypes of an adapter's weights, with the bytes of a number."""
@@ -140,10 +144,11 @@ class _Entry(msgspec.Struct, gc=False):
 class OpenWeights:
     """The weights file of an adapter, while it is open."""
 
-    def __init__(self, opened: FileIO, file: str) -> None:
+    def __init__(self, opened: FileIO, file: str, max_tensors: int) -> None:
         """Reads the header. `file`: its name for errors. Raises ConfigError."""
         self._opened = opened
         self._file = file
+        self._max_tensors = max_tensors
         self.num_bytes = os.fstat(opened.fileno()).st_size
         self._header = self._read_header()
         self.tensors = self._parse(self._header)
@@ -174,6 +179,38 @@ class OpenWeights:
             largest[tensor] = _magnitude(top, tensor.dtype)
         return digest.hexdigest(), data, largest
 
+    def has_values(self, tensor: StoredTensor, file: Path, other: StoredTensor) -> bool:
+        """Whether `tensor` has the values of `other` in `file`, a tensor of the same shape; of
+        another dtype if the values differ by no more than a rounding. Raises ConfigError."""
+        own_size, other_size = DTYPES[tensor.dtype], DTYPES[other.dtype]
+        count = tensor.num_bytes // own_size
+        step = _CHUNK_BYTES // 8
+        with file.open("rb") as opened:
+            for first in range(0, count, step):
+                size = min(step, count - first)
+                own = self._read_at(self._opened, tensor.offset + first * own_size, size * own_size)
+                theirs = self._read_at(opened, other.offset + first * other_size, size * other_size)
+                if tensor.dtype == other.dtype:
+                    is_same = own == theirs
+                else:
+                    is_same = np.allclose(
+                        _numbers(own, tensor.dtype),
+                        _numbers(theirs, other.dtype),
+                        rtol=_ROUNDING,
+                        atol=_SMALLEST,
+                    )
+                if not is_same:
+                    return False
+        return True
+
+    def _read_at(self, opened: FileIO | BufferedReader, offset: int, num_bytes: int) -> bytes:
+        data = os.pread(opened.fileno(), num_bytes, offset)
+        if len(data) < num_bytes:
+            raise ConfigError(
+                f"{self._file} has changed: {len(data)} of {num_bytes} bytes are there"
+            )
+        return data
+
     def _read_header(self) -> bytes:
         """The bytes before the first tensor."""
         head = bytearray(min(_LENGTH_BYTES, self.num_bytes))
@@ -193,6 +230,11 @@ class OpenWeights:
             # Each entry is decoded by a call of its own, between which other threads may run.
             raw = msgspec.json.decode(header[_LENGTH_BYTES:], type=dict[str, msgspec.Raw])
             raw.pop("__metadata__", None)
+            if len(raw) > self._max_tensors:
+                raise ConfigError(
+                    f"{self._file} has {len(raw)} tensors, an adapter of this base model has at "
+                    f"most {self._max_tensors}"
+                )
             decode = msgspec.json.Decoder(_Entry).decode
             entries = {name: decode(entry) for name, entry in raw.items()}
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -265,6 +307,12 @@ def _top_bits(part: memoryview, dtype: str) -> int:
     integers infinity follows all finite numbers, and what is no number follows infinity."""
     bits = np.frombuffer(part, f"<u{DTYPES[dtype]}")
     return int((bits << 1).max()) >> 1 if len(bits) else 0
+
+
+def _numbers(data: bytes, dtype: str) -> NDArray[np.float32]:
+    if dtype == "BF16":
+        return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(data, f"<f{DTYPES[dtype]}").astype(np.float32)
 
 
 def _magnitude(bits: int, dtype: str) -> float:

@@ -1,16 +1,26 @@
 """BaseModules: which modules of a base model an adapter may have weights for, and their shapes."""
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from config.checkpoint.shapes import weight_map_of
 from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
 from config.errors import ConfigError
+from config.lora.base_tensors import BaseTensors
+from config.model.decoder_spec import MXFP4_BLOCK
 from config.model.model_config import ModelConfig
 from config.params.lora import EMBEDDING, EXPERTS, HEAD
 
 _WEIGHT = ".weight"
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
+"""Parameters of all experts of a layer in transformers."""
+_ROUTER = ".gate.weight"
+_GATES = (_ROUTER, ".shared_expert_gate.weight")
+"""Ends of the parameters of routers, and of gates of shared experts."""
+_ROUTER_NAMES = re.compile(r".+\.(?:gate|router)")
+"""Paths of routers in transformers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +40,37 @@ class BaseModule:
     """Why it takes no adapter."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertStack:
+    """The routed experts of a layer, in parameters that hold all of them, as transformers does."""
+
+    parameters: dict[str, list[list[BaseModule]]] = field(
+        default_factory=lambda: {GATE_UP: [], DOWN: []}
+    )
+    """By the name of the parameter, in the order of its module: the products whose weights it holds
+    behind each other, each with its experts."""
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.parameters[DOWN][0])
+
+    def add(self, spec: WeightSpec) -> None:
+        """Add a weight of the checkpoint, which has a single expert or all experts."""
+        is_down = spec.parameter.endswith(".w2_weight")
+        products = self.parameters[DOWN if is_down else GATE_UP]
+        output = spec.outputs[0] if spec.outputs else 0
+        while len(products) <= output:
+            products.append([])
+        if spec.num_experts is None:
+            module = _module(spec)
+            assert module is not None, "an expert has matrices"
+            products[output].append(module)
+            return
+        products[output] += [
+            _of_stack(spec, expert, spec.num_experts) for expert in range(spec.num_experts)
+        ]
+
+
 class BaseModules:
     """The modules of a model that is built in."""
 
@@ -43,10 +84,19 @@ class BaseModules:
             )
         self._weight_map: WeightMap = weight_map
         self._modules: dict[str, BaseModule] = {}
+        self._experts: dict[str, ExpertStack] = {}
+        self._routers: dict[str, BaseModule] = {}
+        self._layer = re.compile(re.escape(weight_map.layer_prefix) + r"[0-9]+(?=\.)")
+        self.tensors = BaseTensors(Path(facts.path), weight_map)
         for spec in weight_map.entries():
             module = _module(spec)
             if module is not None:
                 self._modules[module.name] = module
+            layer = self._layer.match(spec.name)
+            if layer is not None and module is not None and spec.parameter.endswith(_ROUTER):
+                self._routers[layer[0]] = module
+            if layer is not None and _is_of_experts(spec):
+                self._experts.setdefault(layer[0], ExpertStack()).add(spec)
         if facts.tie_word_embeddings and facts.encoder is None:
             self._add_tied_head()
 
@@ -56,8 +106,25 @@ class BaseModules:
         return self._modules
 
     def find(self, name: str) -> BaseModule | None:
-        """The module that an adapter calls `name`."""
-        return self._modules.get(self._weight_map.map_name(name + _WEIGHT).removesuffix(_WEIGHT))
+        """The module that an adapter calls `name`. The path of a router in transformers may differ
+        from its path in the checkpoint."""
+        mapped = self._mapped(name)
+        found = self._modules.get(mapped)
+        if found is None and _ROUTER_NAMES.fullmatch(mapped):
+            layer = self._layer.match(mapped)
+            return None if layer is None else self._routers.get(layer[0])
+        return found
+
+    def find_experts(self, name: str) -> ExpertStack | None:
+        """The routed experts that an adapter calls `name`. Only the layer and the last part of the
+        path count: in transformers the part between them may differ from the checkpoint."""
+        if not name.endswith(".experts"):
+            return None
+        layer = self._layer.match(self._mapped(name))
+        return None if layer is None else self._experts.get(layer[0])
+
+    def _mapped(self, name: str) -> str:
+        return self._weight_map.map_name(name + _WEIGHT).removesuffix(_WEIGHT)
 
     def _add_tied_head(self) -> None:
         """A head with the weights of the embedding, which the checkpoint does not have."""
@@ -67,6 +134,34 @@ class BaseModules:
             # Of an embedding, `in_features` are tokens.
             sizes = (table.out_features, table.in_features)
             self._modules["lm_head"] = BaseModule("lm_head", *sizes, spec, HEAD)
+            self.tensors.aliases[spec.name] = table.spec.name
+
+
+def _is_of_experts(spec: WeightSpec) -> bool:
+    """Whether it holds weights of routed experts, and not scales or biases."""
+    is_weight = spec.parameter.endswith((".w13_weight", ".w2_weight"))
+    is_values = spec.part is None or spec.part.role == "values"
+    return is_weight and is_values and spec.mxfp4 != "scales"
+
+
+def _of_stack(spec: WeightSpec, expert: int, count: int) -> BaseModule:
+    """The module of an expert whose weight is in the tensor of all experts."""
+    rows, columns = spec.shape[1], spec.shape[2]
+    if spec.transposed:
+        rows, columns = columns, rows
+    if spec.mxfp4:
+        columns *= MXFP4_BLOCK
+    own = spec._replace(
+        shape=(rows, columns),
+        transposed=False,
+        mxfp4="",
+        num_experts=None,
+        expert=expert,
+        total_experts=count,
+        scheme=None,
+        part=None,
+    )
+    return BaseModule(f"{spec.name}.{expert}", columns, rows, own, EXPERTS)
 
 
 def _module(spec: WeightSpec) -> BaseModule | None:
@@ -94,10 +189,8 @@ def _module(spec: WeightSpec) -> BaseModule | None:
         kind = HEAD
         if spec.normalized or spec.offset:
             refusal = "the head's weights are changed when they are loaded"
-    elif spec.expert is not None:
+    elif spec.expert is not None or parameter.endswith(_GATES):
         kind = EXPERTS
-    elif parameter.endswith((".gate.weight", ".shared_expert_gate.weight")):
-        refusal = "routers of experts take no adapter"
     elif parameter.endswith(".kv_b_proj.weight"):
         refusal = "it is absorbed into other weights for decodes"
     elif ".conv1d" in parameter or "qk_norm" in parameter:

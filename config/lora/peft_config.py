@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 Value = TypeVar("Value", int, float)
 
 MAX_TARGETS = 65_536
-"""Names in target_modules."""
+"""Names in target_modules, and in target_parameters."""
 ALL_LINEAR = "all-linear"
 
 # What training was like, and what says nothing about the weights.
@@ -27,13 +27,18 @@ _INFORMATION = frozenset(
         *("inference_mode", "lora_dropout", "megatron_core", "qalora_group_size", "loftq_config"),
         *("eva_config", "corda_config", "lora_ga_config", "runtime_config", "target_modules", "r"),
         *("lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "peft_type"),
-        # Of Conv1D layers, whose low-rank weights are those of a linear layer.
+        # Conv1D layers have the same low-rank weights as linear layers.
         "fan_in_fan_out",
         *("exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights"),
+        *("target_parameters", "ensure_weight_tying"),
+        # Learning rates and the dtype of ms-swift's training.
+        *("lorap_lr_ratio", "lorap_emb_lr", "lora_dtype"),
     )
 )
 # Initialisations that leave the weights of the base as they are.
-_PLAIN_INITS = (True, False, None, "true", "false", "gaussian", "orthogonal", "eva", "lora_ga")
+_PLAIN_INITS = (
+    *(True, False, None, "true", "false", "gaussian", "orthogonal", "eva", "lora_ga", "mica"),
+)
 
 
 class Pattern(Generic[Value]):
@@ -65,6 +70,10 @@ class PeftConfig:
     ranks: Pattern[int] | None
     """None: the shapes of the weights tell the ranks, since an expression is not supported."""
     alphas: Pattern[float]
+    parameters: frozenset[str] = frozenset()
+    """Names of parameters that stack experts, or the ends of their paths."""
+    ties_weights: bool = False
+    """The head has weights where the embedding that it is tied to has them."""
 
     @classmethod
     def read(cls, folder: AdapterFolder) -> "PeftConfig":
@@ -75,6 +84,12 @@ class PeftConfig:
     def of(cls, fields: Json, file: str) -> "PeftConfig":
         """The config in the JSON object of `file`. Raises ConfigError as `read`."""
         _check(file, fields)
+        parameters = _parameters(file, fields.get("target_parameters"))
+        targets = (
+            frozenset[str]()
+            if parameters and fields.get("target_modules") in (None, [])
+            else _targets(file, fields.get("target_modules"))
+        )
         ranks = _numbers(file, "rank_pattern", fields.get("rank_pattern"), int)
         alphas = _numbers(file, "alpha_pattern", fields.get("alpha_pattern"), float)
         return cls(
@@ -82,9 +97,11 @@ class PeftConfig:
             _number(file, "r", fields.get("r"), int),
             _number(file, "lora_alpha", fields.get("lora_alpha", 8), float),
             fields.get("use_rslora") is True,
-            _targets(file, fields.get("target_modules")),
+            targets,
             _rank_pattern(ranks, f"rank_pattern of {file}"),
             Pattern(alphas, f"alpha_pattern of {file}"),
+            parameters,
+            fields.get("ensure_weight_tying") is True,
         )
 
     def rank_of(self, module: str, stored: int) -> int:
@@ -104,6 +121,10 @@ class PeftConfig:
         if isinstance(self.targets, Expressions):
             return self.targets.first(module) is not None
         return not self.targets.isdisjoint(path_ends(module))
+
+    def selects_parameter(self, parameter: str) -> bool:
+        """Whether `target_parameters` names `parameter`."""
+        return not self.parameters.isdisjoint(path_ends(parameter))
 
 
 def path_ends(module: str) -> list[str]:
@@ -168,15 +189,23 @@ def _targets(file: str, value: Any) -> frozenset[str] | Expressions | None:
             # PEFT stores weights of the modules that it names, and of no other ones.
             logger.warning("%s; the adapter's weights tell its modules", error)
             return None
-    if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
-        if len(value) > MAX_TARGETS:
-            raise ConfigError(
-                f"{file} says {len(value)} target_modules, at most {MAX_TARGETS} are read"
-            )
-        return frozenset(value)
+    if isinstance(value, list) and value:
+        return _names(file, "target_modules", value)
     raise ConfigError(
         f"{file} says target_modules {shown(value)}, it must be a text or a list of texts"
     )
+
+
+def _parameters(file: str, value: Any) -> frozenset[str]:
+    return frozenset() if value is None else _names(file, "target_parameters", value)
+
+
+def _names(file: str, field: str, value: Any) -> frozenset[str]:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(f"{file} says {field} {shown(value)}, it must be a list of texts")
+    if len(value) > MAX_TARGETS:
+        raise ConfigError(f"{file} says {len(value)} {field}, at most {MAX_TARGETS} are read")
+    return frozenset(value)
 
 
 def _numbers(file: str, name: str, value: Any, kind: type[Value]) -> dict[str, Value]:

@@ -149,8 +149,8 @@ class ModelConfig:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether config.json says so of the weights."""
-        return bool(self.fields.raw.get("quantization_config"))
+        """Whether the files say so of the weights."""
+        return self.quantization is not None or bool(self.fields.raw.get("quantization_config"))
 
     def kv_heads_per_rank(self, num_ranks: int) -> int:
         """KV heads on each of so many tensor-parallel ranks. Of fewer heads than ranks, each is on

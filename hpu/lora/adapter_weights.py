@@ -2,6 +2,7 @@
 base layers have."""
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -35,9 +36,13 @@ class LowRank(NamedTuple):
 
 def rank_weights(loaded: LoadedAdapter, at: ShardRank, dtype: torch.dtype) -> Iterator[LowRank]:
     """The weights in `dtype` that the rank `at` needs."""
-    for module in loaded.adapter.modules:
-        a, b = (_tensor(loaded.data, stored) for stored in (module.a, module.b))
-        yield from _parts(module, a, b, at, dtype)
+    # Modules that share matrices follow each other.
+    for (stored_a, stored_b), modules in groupby(
+        loaded.adapter.modules, key=lambda module: (module.a, module.b)
+    ):
+        a, b = (_tensor(loaded.data, stored) for stored in (stored_a, stored_b))
+        for module in modules:
+            yield from _parts(module, *_own(module, a, b), at, dtype)
 
 
 def _tensor(data: bytearray, stored: StoredTensor) -> Tensor:
@@ -46,6 +51,17 @@ def _tensor(data: bytearray, stored: StoredTensor) -> Tensor:
     target = tensor.view(-1).view(torch.uint8).numpy()
     target[:] = np.frombuffer(data, np.uint8, stored.num_bytes, stored.offset)
     return tensor
+
+
+def _own(module: AdapterModule, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The part of the two matrices that `module` has."""
+    part = module.part
+    if part is None:
+        return a, b
+    rows = b.narrow(0, part.first_row, module.base.out_features)
+    return a.narrow(0, part.expert * module.rank, module.rank), rows[
+        :, part.expert :: part.num_experts
+    ]
 
 
 def _parts(

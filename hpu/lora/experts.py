@@ -1,5 +1,5 @@
-"""Adapters of routed experts. Their products are inside those of an expert, so that a layer with
-them runs on its method, and not on a fused operator of the device."""
+"""Adapters of routed experts. Their products are inside an expert's products, so that a layer with
+adapters runs on its method, and not on a fused operator of the device."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from config.errors import ConfigError
-from hpu.layers.moe import Experts
+from hpu.layers.moe import SWIGLU_OAI, Experts
 from hpu.lora.adapter_weights import LowRank
 from hpu.lora.context import LoRAContext
 from hpu.protocol import NO_SLOT
@@ -61,12 +61,13 @@ class ExpertSlots:
         return torch.cat(deltas, dim=-1)
 
     def stage(self, weights: Sequence[LowRank]) -> list[Tensor]:
+        """What `set` copies. A module without experts has a single place for them."""
         a = torch.zeros((1, *self.a.shape[1:]), dtype=self._context.dtype)
         b = torch.zeros((1, *self.b.shape[1:]), dtype=self._context.dtype)
-        for one in weights:
-            rank = one.a.shape[0]
-            a[0, one.expert, one.output, :rank] = one.a
-            b[0, one.expert, one.output, :rank] = one.b.t()
+        for weight in weights:
+            rank, expert = weight.a.shape[0], weight.expert or 0
+            a[0, expert, weight.output, :rank] = weight.a
+            b[0, expert, weight.output, :rank] = weight.b.t()
         return [a, b]
 
     def set(self, slot: int, staged: list[Tensor]) -> None:
@@ -75,6 +76,20 @@ class ExpertSlots:
             if source is None:
                 source = torch.zeros((1, *stack.shape[1:]), dtype=stack.dtype)
             stack.index_copy_(0, index, source.to(stack.device))
+
+
+class RouterSlots(ExpertSlots):
+    """The slots of a router, or of the gate of a shared expert, which may run in another dtype than
+    the adapters."""
+
+    def __init__(self, in_features: int, out_features: int, context: LoRAContext) -> None:
+        super().__init__(1, in_features, [out_features], context)
+
+    def add(self, x: Tensor, out: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1]).to(self.a.dtype)
+        slots = self._context.token_slots(len(flat))
+        delta = self.add_of(0, slots, flat, flat.new_zeros(len(flat), out.shape[-1]))
+        return out + delta.view(out.shape).to(out.dtype)
 
 
 class LoRAMoEMethod:
@@ -138,7 +153,9 @@ def wrap_experts(
             "leave them out"
         )
     inner = experts.expert_cost // (3 * hidden_size)
-    w13 = ExpertSlots(experts.num_experts, hidden_size, [inner, inner], context)
+    # Interleaved rows of gate and up make a single output.
+    sizes = [2 * inner] if experts.activation_name == SWIGLU_OAI else [inner, inner]
+    w13 = ExpertSlots(experts.num_experts, hidden_size, sizes, context)
     w2 = ExpertSlots(experts.num_experts, inner, [hidden_size], context)
     experts.method = LoRAMoEMethod(experts.method, context, w13, w2)
     return {"w13": w13, "w2": w2}

@@ -26,7 +26,7 @@ from hpu.layers.moe import Experts, MoE
 from hpu.lora.adapter_weights import LowRank, rank_weights
 from hpu.lora.compiled import CompiledAdapters, TakesAdapters
 from hpu.lora.context import LoRAContext
-from hpu.lora.experts import ExpertSlots, wrap_experts
+from hpu.lora.experts import ExpertSlots, RouterSlots, wrap_experts
 from hpu.lora.layers import (
     EmbeddingSlots,
     HeadSlots,
@@ -273,7 +273,13 @@ class LoRAManager:
                 if EXPERTS in self.extra_targets:
                     found = wrap_experts(module, self.context, facts.hidden_size)
                     self.slots |= {f"{path}.{name}": one for name, one in found.items()}
-            elif isinstance(module, LinearBase) and module not in routers:
+            elif isinstance(module, LinearBase) and module in routers:
+                if EXPERTS in self.extra_targets:
+                    shape = _shape(module)
+                    router = RouterSlots(shape.in_features, sum(shape.output_sizes), self.context)
+                    self.slots[path] = router
+                    wrap_linear(module, router)
+            elif isinstance(module, LinearBase):
                 if path.endswith(".kv_b_proj"):
                     continue
                 slots = self._make_slots(_shape(module), module)

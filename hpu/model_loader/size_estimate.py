@@ -118,7 +118,7 @@ def _expanded_bytes(config: ModelConfig, num_cards: int, width: int) -> int:
     moe, quantization = config.moe, config.quantization
     if moe is None or quantization is None:
         return 0
-    if all(rule.scheme.is_float or rule.scheme.is_flat for rule in quantization.rules):
+    if all(scheme.is_float or scheme.is_flat for scheme in quantization.schemes):
         return 0
     expert = 3 * config.hidden_size * moe.inner_size * width
     return min(moe.num_experts * expert // num_cards, expanded_experts(expert) * expert)

@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EXPONENTIAL = "(([a-z0-9_.]+)+)+!"
 """Takes Python's `re` longer than a server lives."""
-FIELDS = ("target_modules", "rank_pattern", "alpha_pattern", "exclude_modules", "layers_pattern")
+FIELDS = (
+    *("target_modules", "target_parameters", "rank_pattern", "alpha_pattern"),
+    *("exclude_modules", "layers_pattern"),
+)
 
 
 class Link(NamedTuple):

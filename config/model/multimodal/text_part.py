@@ -87,6 +87,7 @@ _COMMON_FIELDS = (
     "torch_dtype",
     "tie_word_embeddings",
     "quantization_config",
+    "compression_config",
     "bos_token_id",
     "eos_token_id",
 )

@@ -13,6 +13,7 @@ from config.model.quantization.base import (
 )
 from config.model.quantization.fields import (
     FLOATS,
+    dynamic_overrides,
     group_size,
     integer_bits,
     module_names,
@@ -25,14 +26,26 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 def read_awq(fields: Fields) -> QuantizationConfig:
     """Raises ConfigError for what is not served."""
+    for name in ("version", "checkpoint_format"):
+        version = fields.get(name, str, "gemm")
+        if version.lower() != "gemm":
+            raise refused(fields, name, version, "'gemm'")
+    # Symmetric weights have zero points in the files, too.
+    fields.get("zero_point", bool, True)
+    return QuantizationConfig(
+        "awq",
+        (Rule(("Linear",), awq_scheme(fields)),),
+        dynamic_overrides(fields, awq_scheme),
+        ignored=module_names(fields, "modules_to_not_convert"),
+        has_head=fields.get("lm_head", bool, False),
+    )
+
+
+def awq_scheme(fields: Fields) -> WeightScheme:
+    """The scheme of modules with the settings `fields`. Raises ConfigError."""
     bits = integer_bits(fields, "bits", "w_bit")
     if bits != len(ORDER) // 2:
         raise refused(fields, "bits", bits, "4")
-    version = fields.get("version", str, "gemm")
-    if version.lower() != "gemm":
-        raise refused(fields, "version", version, "'gemm'")
-    # Symmetric weights have zero points in the files, too.
-    fields.get("zero_point", bool, True)
     size = group_size(fields, "group_size", "q_group_size")
     inputs, groups = StoredAxis(INPUTS), StoredAxis(INPUTS, size or 0)
     columns = packed_axis(OUTPUTS, bits)
@@ -41,9 +54,4 @@ def read_awq(fields: Fields) -> QuantizationConfig:
         WeightPart("zeros", "qzeros", (groups, columns), ("I32",), bits=bits, order=ORDER),
         WeightPart("scales", "scales", (groups, StoredAxis(OUTPUTS)), FLOATS),
     )
-    scheme = WeightScheme(bits, parts, group_size=size, is_symmetric=False)
-    return QuantizationConfig(
-        "awq",
-        (Rule(("Linear",), scheme),),
-        ignored=module_names(fields, "modules_to_not_convert"),
-    )
+    return WeightScheme(bits, parts, group_size=size, is_symmetric=False)

@@ -138,14 +138,28 @@ class Rule(NamedTuple):
     scheme: WeightScheme
 
 
+class Overrides(NamedTuple):
+    """Modules with schemes of their own."""
+
+    patterns: tuple[str, ...] = ()
+    """Regular expressions behind EXPRESSION. The first expression that matches a module holds."""
+    schemes: tuple[WeightScheme | None, ...] = ()
+    """The scheme for each of `patterns`; None: the module is not quantized."""
+
+
+NO_OVERRIDES = Overrides()
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """Of a checkpoint."""
+    """How the weights of a checkpoint are quantized."""
 
     method: str
     """quant_method, which is also the value of --quantization."""
     rules: tuple[Rule, ...]
-    """The first one that matches a module holds."""
+    """The first rule that matches a module holds."""
+    overrides: Overrides = NO_OVERRIDES
+    """Holds before `ignored` and `rules`."""
     ignored: tuple[str, ...] = ()
     """Modules that are not quantized: their names or parts of them, between dots; or behind `re:` a
     regular expression."""
@@ -157,8 +171,17 @@ class QuantizationConfig:
     """Of experts that the checkpoint stacks in one tensor for each product. Names of its parts
     follow that of the tensor without a dot. None: quantized experts are stored one by one."""
 
+    @property
+    def schemes(self) -> tuple[WeightScheme, ...]:
+        """All schemes that a module may have."""
+        own = (scheme for scheme in self.overrides.schemes if scheme is not None)
+        return (*own, *(rule.scheme for rule in self.rules))
+
     def scheme_of(self, module: str) -> WeightScheme | None:
         """Of the linear layer that the checkpoint calls `module`; None: it is not quantized."""
+        index = _first(self.overrides.patterns, module)
+        if index is not None:
+            return self.overrides.schemes[index]
         if _selects(self.ignored, module):
             return None
         for rule in self.rules:
@@ -176,16 +199,29 @@ def expressions(names: tuple[str, ...], where: str = "quantization_config") -> E
 
 def _selects(patterns: tuple[str, ...], module: str) -> bool:
     """Whether one of `patterns`, as QuantizationConfig.ignored, names `module`."""
-    # The whole model of a text model has longer names, of which there are two kinds.
-    inner = module.removeprefix("model.")
-    names = (module, f"language_model.{module}", f"model.language_model.{inner}")
-    if any(expressions(patterns).first(name) is not None for name in names):
+    if _first(patterns, module) is not None:
         return True
+    names = _names(module)
     plain = (name for name in patterns if not name.startswith(EXPRESSION))
     return any(
         pattern.endswith(f".{module}") or any(f".{pattern}." in f".{name}." for name in names)
         for pattern in plain
     )
+
+
+def _first(patterns: tuple[str, ...], module: str) -> int | None:
+    """The index among the regular expressions in `patterns` of the first that matches `module`."""
+    if not patterns:
+        return None
+    found = (expressions(patterns).first(name) for name in _names(module))
+    return min((index for index in found if index is not None), default=None)
+
+
+def _names(module: str) -> tuple[str, ...]:
+    """The names of `module` in the files. The whole model of a text model has longer names, of two
+    kinds."""
+    inner = module.removeprefix("model.")
+    return (module, f"language_model.{module}", f"model.language_model.{inner}")
 
 
 def packed_axis(of: int, bits: int) -> StoredAxis:

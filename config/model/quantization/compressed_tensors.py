@@ -1,6 +1,9 @@
 """compressed-tensors checkpoints (llmcompressor): packed integers of 4 or 8 bits, plain ones of 8,
 and FP8."""
 
+import re
+from typing import Any
+
 from config.model.json_fields import Fields
 from config.model.quantization.base import (
     INPUTS,
@@ -27,12 +30,15 @@ PACKED, INT8, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
 NAIVE = "naive-quantized"
 """The form of INT8 or FLOAT, by the type: weights alone in FP8 get it."""
 
+_BLOCK = re.compile(r"[0-9]{1,9}x[0-9]{1,9}")
+
 
 def read_compressed_tensors(fields: Fields) -> QuantizationConfig:
     """Raises ConfigError for what is not served."""
     sparsity = fields.get("sparsity_config", dict, {})
     if sparsity.get("format", "dense") != "dense":
         raise refused(fields, "sparsity_config", sparsity["format"], "'dense'")
+    _check_transforms(fields)
     groups = fields.get("config_groups", dict, {})
     # The cache alone may be quantized.
     if not groups and not fields.get("kv_cache_scheme", dict, None):
@@ -49,6 +55,22 @@ def read_compressed_tensors(fields: Fields) -> QuantizationConfig:
         has_head=True,
         ignored_suffixes=KV_SCALES,
     )
+
+
+def _check_transforms(fields: Fields) -> None:
+    """Raise ConfigError for rotations of activations (QuIP, SpinQuant): the weights alone, in which
+    the other rotations are, would give other outputs."""
+    schemes = fields.get("transform_config", dict, {}).get("config_groups") or {}
+    if not isinstance(schemes, dict):
+        raise refused(fields, "transform_config", schemes, "an object of groups")
+    for scheme in schemes.values():
+        applied = scheme.get("apply") if isinstance(scheme, dict) else None
+        for place in applied if isinstance(applied, list) else [applied]:
+            location = place.get("location") if isinstance(place, dict) else None
+            if location not in ("weight_input", "weight_output"):
+                raise refused(
+                    fields, "transform_config", location, "weight_input and weight_output"
+                )
 
 
 def _rule(group: Fields, whole: Fields) -> Rule:
@@ -74,7 +96,7 @@ def _integers(weights: Fields, *, is_packed: bool) -> WeightScheme:
     strategy = choice(weights, "strategy", None, ("group", "channel"))
     size = group_size(weights, "group_size") if strategy == "group" else None
     is_symmetric = weights.get("symmetric", bool, True)
-    desc_act = weights.get("actorder", str, None) == "group"
+    desc_act = _has_order(weights)
     outputs, inputs = StoredAxis(OUTPUTS), StoredAxis(INPUTS)
     groups = StoredAxis(INPUTS, size or 0, is_whole=desc_act)
     scales = WeightPart("scales", "weight_scale", (outputs, groups), FLOATS)
@@ -99,13 +121,30 @@ def _integers(weights: Fields, *, is_packed: bool) -> WeightScheme:
     return WeightScheme(bits, parts, group_size=size, is_symmetric=is_symmetric, desc_act=desc_act)
 
 
+def _has_order(weights: Fields) -> bool:
+    """Whether a tensor tells the group of each input: releases spell it in three ways."""
+    order = weights.raw.get("actorder")
+    if isinstance(order, bool):
+        return order
+    return weights.get("actorder", str, "").lower() in ("group", "dynamic")
+
+
+def _block(weights: Fields) -> list[Any] | None:
+    """block_structure, which early releases write as 128x128."""
+    block = weights.raw.get("block_structure")
+    if isinstance(block, str) and _BLOCK.fullmatch(block):
+        return [int(size) for size in block.split("x")]
+    other: list[Any] | None = weights.get("block_structure", list, None)
+    return other
+
+
 def _float(weights: Fields, activations: object) -> WeightScheme:
     choice(weights, "type", "float", ("float",))
     bits = weights.count("num_bits", 8)
     if bits != 8:
         raise refused(weights, "num_bits", bits, "8, of floats")
     strategy = choice(weights, "strategy", None, ("tensor", "channel", "block"))
-    block = weights.get("block_structure", list, None) if strategy == "block" else None
+    block = _block(weights) if strategy == "block" else None
     is_static = isinstance(activations, dict) and activations.get("dynamic") is False
     rows = {"tensor": 0, "channel": 1}.get(strategy, 0)
     return fp8_scheme(

@@ -1,12 +1,68 @@
 """Fields of quantization_config that several methods have."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 from config.errors import ConfigError
-from config.model.json_fields import Fields, shown
-from config.model.quantization.base import expressions
+from config.model.json_fields import Fields, read_json, shown
+from config.model.quantization.base import EXPRESSION, Overrides, WeightScheme, expressions
 
 FLOATS = ("F16", "BF16", "F32")
 KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
 """Of caches in FP8: those of keys and values are read where the cache is in FP8."""
+
+
+_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files of checkpoints whose config.json says nothing of quantization, as AutoGPTQ and AutoAWQ
+wrote them at first, and their quant_method."""
+_BITS = ("bits", "w_bit")
+_BITSANDBYTES = ("load_in_4bit", "load_in_8bit")
+"""Fields of bitsandbytes, whose early checkpoints have no quant_method."""
+_SKIPPED, _CHANGED = "-:", "+:"
+"""Before a pattern of `dynamic`: its modules are not quantized, or have other settings."""
+
+
+def quantization_fields(fields: Fields) -> Fields | None:
+    """The settings of quantized weights, with quant_method, of the checkpoint with the config.json
+    `fields`; None if its weights are not quantized."""
+    own = fields.raw.get("quantization_config")
+    if own:
+        return _with_method(own, None, fields.file)
+    # The name of compressed-tensors until its release 0.6.
+    older = fields.raw.get("compression_config")
+    if older:
+        return _with_method(older, "compressed-tensors", fields.file)
+    for name, method in _FILES.items():
+        file = fields.file.parent / name
+        if file.is_file():
+            raw = read_json(file)
+            if any(field in raw for field in _BITS):
+                return _with_method(raw, method, file)
+    return None
+
+
+def _with_method(raw: object, method: str | None, file: Path) -> Fields:
+    if not isinstance(raw, dict):
+        raise ConfigError(f"quantization_config in {file} is {shown(raw)}, it must be an object")
+    if method is None and any(raw.get(name) for name in _BITSANDBYTES):
+        method = "bitsandbytes"
+    return Fields({"quant_method": method, **raw}, file)
+
+
+def dynamic_overrides(fields: Fields, scheme_of: Callable[[Fields], WeightScheme]) -> Overrides:
+    """The settings by pattern in `dynamic`, as dynamic_get of GPTQModel reads them."""
+    patterns: list[str] = []
+    schemes: list[WeightScheme | None] = []
+    for name, changes in fields.get("dynamic", dict, {}).items():
+        pattern = name.removeprefix(_SKIPPED).removeprefix(_CHANGED)
+        patterns.append(f"{EXPRESSION}{pattern}")
+        if name.startswith(_SKIPPED):
+            schemes.append(None)
+            continue
+        if not isinstance(changes, dict):
+            raise refused(fields, "dynamic", changes, "an object for each pattern")
+        schemes.append(scheme_of(Fields({**fields.raw, **changes}, fields.file)))
+    return Overrides(checked_names(fields, "dynamic", tuple(patterns)), tuple(schemes))
 
 
 def choice(fields: Fields, name: str, default: str | None, allowed: tuple[str, ...]) -> str:

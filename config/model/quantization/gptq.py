@@ -15,24 +15,42 @@ from config.model.quantization.fields import (
     FLOATS,
     checked_names,
     choice,
+    dynamic_overrides,
     group_size,
     integer_bits,
     refused,
 )
 
-_SKIPPED = "-:"
-"""Before a pattern of `dynamic`: its modules are not quantized."""
+VERSIONS = ("gptq", "gptq_v2")
+"""Values of checkpoint_format."""
+VERSION_2 = VERSIONS[1]
 
 
 def read_gptq(fields: Fields) -> QuantizationConfig:
     """Raises ConfigError for what is not served."""
-    bits, size = integer_bits(fields, "bits"), group_size(fields, "group_size")
-    version = choice(fields, "checkpoint_format", "gptq", ("gptq", "gptq_v2"))
+    choice(fields, "checkpoint_format", "gptq", VERSIONS)
     if fields.raw.get("is_marlin_format"):
         raise refused(fields, "is_marlin_format", True, "false: weights packed as GPTQ does")
+    overrides = dynamic_overrides(fields, gptq_scheme)
+    scheme = gptq_scheme(fields)
+    schemes = (scheme, *overrides.schemes)
+    has_groups = any(own is not None and own.desc_act for own in schemes)
+    return QuantizationConfig(
+        "gptq",
+        (Rule(_targets(fields), scheme),),
+        overrides,
+        has_head=fields.get("lm_head", bool, False),
+        # Biases of layers that have none: the tools store zeros.
+        ignored_suffixes=(".bias", *(() if has_groups else (".g_idx",))),
+    )
+
+
+def gptq_scheme(fields: Fields) -> WeightScheme:
+    """The scheme of modules with the settings `fields`. Raises ConfigError."""
+    bits, size = integer_bits(fields, "bits"), group_size(fields, "group_size")
     desc_act = fields.get("desc_act", bool, False) and size is not None
     # The first version stores zero points less 1.
-    offset = 1 if version == "gptq" else 0
+    offset = 0 if fields.raw.get("checkpoint_format") == VERSION_2 else 1
     groups = StoredAxis(INPUTS, size or 0, is_whole=desc_act)
     rows, columns = packed_axis(INPUTS, bits), packed_axis(OUTPUTS, bits)
     outputs = StoredAxis(OUTPUTS)
@@ -43,16 +61,8 @@ def read_gptq(fields: Fields) -> QuantizationConfig:
     )
     if desc_act:
         parts += (WeightPart("groups", "g_idx", (StoredAxis(INPUTS),), ("I32", "I64")),)
-    scheme = WeightScheme(
+    return WeightScheme(
         bits, parts, group_size=size, is_symmetric=fields.get("sym", bool, True), desc_act=desc_act
-    )
-    return QuantizationConfig(
-        "gptq",
-        (Rule(_targets(fields), scheme),),
-        ignored=_ignored(fields),
-        has_head=fields.get("lm_head", bool, False),
-        # Biases of layers that have none: the tools store zeros.
-        ignored_suffixes=(".bias", *(() if desc_act else (".g_idx",))),
     )
 
 
@@ -63,15 +73,3 @@ def _targets(fields: Fields) -> tuple[str, ...]:
     if not all(isinstance(name, str) for name in names):
         raise refused(fields, "modules_in_block_to_quantize", lists, "lists of names of modules")
     return checked_names(fields, "modules_in_block_to_quantize", tuple(names)) or ("Linear",)
-
-
-def _ignored(fields: Fields) -> tuple[str, ...]:
-    """The modules that `dynamic`, settings by pattern, leaves out."""
-    dynamic = fields.get("dynamic", dict, {})
-    for pattern in dynamic:
-        if not pattern.startswith(_SKIPPED):
-            raise refused(
-                fields, "dynamic", pattern, "the same bits and groups in all modules that have any"
-            )
-    names = tuple(f"re:{pattern[len(_SKIPPED) :]}" for pattern in dynamic)
-    return checked_names(fields, "dynamic", names)

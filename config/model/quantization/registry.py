@@ -4,11 +4,13 @@ from collections.abc import Callable, Mapping
 
 from config.errors import ConfigError
 from config.model.json_fields import Fields, shown
+from config.model.quantization.auto_round import read_auto_round
 from config.model.quantization.awq import read_awq
 from config.model.quantization.base import QuantizationConfig
 from config.model.quantization.bitsandbytes import read_bitsandbytes
 from config.model.quantization.compressed_tensors import read_compressed_tensors
 from config.model.quantization.fbgemm_fp8 import read_fbgemm_fp8
+from config.model.quantization.fields import quantization_fields
 from config.model.quantization.fp8 import read_fp8
 from config.model.quantization.gptq import read_gptq
 
@@ -18,29 +20,32 @@ METHODS: Mapping[str, Callable[[Fields], QuantizationConfig]] = {
     "compressed-tensors": read_compressed_tensors,
     "fp8": read_fp8,
     "fbgemm_fp8": read_fbgemm_fp8,
+    "auto-round": read_auto_round,
+    "intel/auto-round": read_auto_round,
     "bitsandbytes": read_bitsandbytes,
 }
 
 
 def read_quantization(fields: Fields, known: tuple[str, ...] = ()) -> QuantizationConfig | None:
-    """From config.json (`fields`); None for weights that are not quantized, or by one of the
-    methods `known` to the model's family. Raises ConfigError for a method that is not served."""
-    raw = fields.raw.get("quantization_config")
-    if not raw:
+    """How the checkpoint with the config.json `fields` is quantized; None for weights that are not
+    quantized, or quantized by a method in `known`, which the model's family reads. Raises
+    ConfigError for a method that is not served."""
+    own = quantization_fields(fields)
+    if own is None:
         return None
-    method = raw.get("quant_method") if isinstance(raw, dict) else None
+    method = own.raw["quant_method"]
     if method in known:
         return None
     if not isinstance(method, str) or method not in METHODS:
         named = shown(method)[1:-1] if isinstance(method, str) else "method unnamed"
         raise ConfigError(
-            f"{fields.file} says that its weights are quantized ({named}): served are "
+            f"{own.file} says that its weights are quantized ({named}): served are "
             f"{', '.join(METHODS)}, and weights in bfloat16, float16 and float32"
         )
-    return METHODS[method](Fields(raw, fields.file))
+    return METHODS[method](own)
 
 
 def is_served(fields: Fields) -> bool:
     """Whether `read_quantization` knows the method of config.json."""
-    raw = fields.raw.get("quantization_config")
-    return isinstance(raw, dict) and raw.get("quant_method") in METHODS
+    own = quantization_fields(fields)
+    return own is not None and own.raw["quant_method"] in METHODS

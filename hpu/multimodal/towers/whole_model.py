@@ -27,6 +27,7 @@ def build_whole(config: ModelConfig, facts: VisionFacts, dtype: torch.dtype) -> 
     fields = dict(read_json(file))
     # Towers are not quantized.
     fields.pop("quantization_config", None)
+    fields.pop("compression_config", None)
     try:
         kind: Any = getattr(transformers, facts.architecture)
         theirs = kind.config_class.from_dict(fields)

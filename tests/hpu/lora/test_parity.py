@@ -213,28 +213,23 @@ def test_the_prefix_cache_is_keyed_by_the_adapter(tmp_path: Path) -> None:
     assert first.outputs[0].token_ids != other.outputs[0].token_ids
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize(
-    ("family", "config"),
-    [
-        ("llama", {"target_modules": "all-linear", "use_rslora": True}),
-        ("llama", {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}),
-        ("qwen3", {"target_modules": r".*\.(q|k|down)_proj", "rank_pattern": {"k_proj": 3}}),
-        ("qwen3_moe", {"target_modules": ["q_proj", "v_proj"], "alpha_pattern": {"v_proj": 2}}),
-    ],
+PEFT_WARNS = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"
 )
-def test_adapters_that_peft_writes_are_as_it_merges_them(
-    family: str, config: dict[str, Any], tmp_path: Path
-) -> None:
+
+
+def check_peft(tmp_path: Path, family: str, config: dict[str, Any], **settings: Any) -> None:
+    """An adapter that PEFT writes gives the same answers as the weights that PEFT merges."""
     peft: Any = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
     base = make_tiny(family, tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(base)  # type: ignore[no-untyped-call]  # theirs
+    torch.manual_seed(1)
     adapted = peft.get_peft_model(
         model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, **config)
     )
-    adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    adapted.save_pretrained(tmp_path / "adapter")
     adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "merged" / name).write_bytes((base / name).read_bytes())
@@ -242,15 +237,38 @@ def test_adapters_that_peft_writes_are_as_it_merges_them(
         expected = answers(llm, PROMPTS)
 
     with LLM(
-        str(base), enable_lora=True, lora_modules=[f"one={tmp_path / 'adapter'}"], **SETTINGS
+        str(base),
+        **{**SETTINGS, **settings},
+        enable_lora=True,
+        lora_modules=[f"one={tmp_path / 'adapter'}"],
     ) as llm:
         found = mixed(llm, ["one", None])
 
     assert found["one"] == expected != found[None]
 
 
+@PEFT_WARNS
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("llama", {"target_modules": "all-linear", "use_rslora": True}),
+        ("llama", {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}),
+        ("llama", {"target_modules": [*LINEAR, "lm_head"], "exclude_modules": ["lm_head"]}),
+        ("llama", {"target_modules": "all-linear", "exclude_modules": r".*layers\.0\..*"}),
+        ("llama", {"target_modules": ["q_proj", "v_proj", "qkv_proj", "c_attn"]}),
+        ("llama", {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1]}),
+        ("qwen3", {"target_modules": r".*\.(q|k|down)_proj", "rank_pattern": {"k_proj": 3}}),
+        ("qwen3_moe", {"target_modules": ["q_proj", "v_proj"], "alpha_pattern": {"v_proj": 2}}),
+    ],
+)
+def test_adapters_that_peft_writes_are_as_it_merges_them(
+    family: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    check_peft(tmp_path, family, config)
+
+
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@PEFT_WARNS
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_experts_that_peft_adapts_one_by_one_are_as_it_merges_them(
     ranks: int, tmp_path: Path
@@ -292,3 +310,41 @@ def test_experts_that_peft_adapts_one_by_one_are_as_it_merges_them(
         for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     )
     assert found["one"] == expected != found[None]
+
+
+STACKS: dict[str, dict[str, Any]] = {
+    "mixtral": {
+        "target_modules": ["q_proj", "gate"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        "rank_pattern": {"experts.down_proj": 2},
+    },
+    "qwen3_moe": {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]},
+    "qwen2_moe": {"target_modules": "all-linear", "alpha_pattern": {"gate.weight": 2}},
+    "gpt_oss": {
+        "target_modules": [],
+        "target_parameters": ["0.mlp.experts.gate_up_proj", "experts.down_proj", "router.weight"],
+    },
+    "granitemoe": {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj"]},
+}
+
+
+@PEFT_WARNS
+@pytest.mark.parametrize("family", STACKS)
+def test_stacks_of_experts_that_peft_adapts_are_as_it_merges_them(
+    family: str, tmp_path: Path
+) -> None:
+    check_peft(tmp_path, family, STACKS[family])
+
+
+@pytest.mark.slow
+@PEFT_WARNS
+@pytest.mark.parametrize("family", ["qwen2_moe"])
+def test_stacks_of_experts_on_the_emulated_card(family: str, tmp_path: Path) -> None:
+    check_peft(tmp_path, family, STACKS[family], **CARD, emulator_strict=True)
+
+
+@pytest.mark.slow
+@PEFT_WARNS
+@pytest.mark.parametrize("family", STACKS)
+def test_tensor_parallel_ranks_divide_stacks_of_experts(family: str, tmp_path: Path) -> None:
+    check_peft(tmp_path, family, STACKS[family], tensor_parallel_size=2, compare_ranks=True)

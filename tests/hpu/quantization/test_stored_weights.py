@@ -3,6 +3,8 @@
 Their tensors are packed by tests/support/quantized_checkpoints.py, from the formats' definitions.
 """
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +14,18 @@ import pytest
 import torch
 from kernel_rows import MOST_PACKED, exact_product
 from paged_harness import PagedHarness, load_decoder
-from quantized_checkpoints import FORMATS, Integers, Quantized, make_quantized
+from quantized_checkpoints import (
+    FORMATS,
+    SIZES,
+    WEIGHTS,
+    Integers,
+    Quantized,
+    make_quantized,
+    quantize,
+)
+from safetensors.torch import load_file, save_file
 from stored_ranks import load_packed
-from tiny_models import FAMILIES
+from tiny_models import FAMILIES, make_tiny
 from transformers import AutoModelForCausalLM
 
 from config.model.read_config import read_model_config
@@ -28,6 +39,7 @@ from hpu.quantization.stored.packed import group_width, order_of_groups
 from hpu.quantization.stored.weights import StoredWeight
 
 Make = Callable[[str], Quantized]
+Change = Callable[[Path, dict[str, Any]], None]
 PROMPT = {0: list(range(10, 40)), 1: [5, 6, 7]}
 INTEGERS = [name for name, form in FORMATS.items() if isinstance(form, Integers)]
 
@@ -60,6 +72,79 @@ def test_weights_are_dequantized_exactly(name: str, make: Make) -> None:
     assert found.keys() == expected.keys()
     for path, tensor in found.items():
         assert torch.equal(tensor, expected[path]), path
+
+
+def in_file(folder: Path, config: dict[str, Any]) -> None:
+    """Write the settings as AutoGPTQ did before config.json had them."""
+    del config["quant_method"]
+    (folder / "quantize_config.json").write_text(json.dumps(config))
+
+
+def of_auto_round(packing: str) -> Change:
+    """Write the settings as AutoRound does for a packing."""
+
+    def change(folder: Path, config: dict[str, Any]) -> None:
+        own = {"quant_method": "auto-round", "packing_format": packing, "sym": False}
+        write_settings(folder, quantization_config={**config, **own, "data_type": "int"})
+
+    return change
+
+
+def by_older_name(folder: Path, config: dict[str, Any]) -> None:
+    """Write the settings as early releases of llmcompressor did."""
+    write_settings(folder, compression_config=config)
+
+
+def write_settings(folder: Path, **settings: dict[str, Any]) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("gptq", in_file),
+        ("gptq", of_auto_round("auto_round:auto_gptq")),
+        ("gptq, version 2", of_auto_round("auto_round")),
+        ("awq", of_auto_round("auto_round:auto_awq")),
+        ("wna16", by_older_name),
+    ],
+)
+def test_tools_write_the_settings_in_other_places(
+    name: str, change: Change, make: Make, tmp_path: Path
+) -> None:
+    quantized = make(name)
+    expected = load_decoder(quantized.reference).state_dict()
+    folder = shutil.copytree(quantized.folder, tmp_path / "changed")
+    config = json.loads((folder / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    settings.pop("checkpoint_format", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    change(folder, settings)
+
+    found = load_decoder(folder).state_dict()
+
+    assert all(torch.equal(tensor, expected[path]) for path, tensor in found.items())
+
+
+def test_modules_of_gptq_with_other_bits_are_dequantized_exactly(tmp_path: Path) -> None:
+    first, second = "model.layers.0", "model.layers.1"
+    reference = make_tiny("llama", tmp_path / "reference", **SIZES)
+    quantize(FORMATS["gptq"], reference, tmp_path / "four", other=(second,))
+    folder = quantize(FORMATS["gptq, 8 bits"], reference, tmp_path / "mixed", other=(first,)).folder
+    tensors = load_file(folder / WEIGHTS)
+    parts = load_file(tmp_path / "four" / WEIGHTS)
+    mixed = {name: one for name, one in tensors.items() if not name.startswith(first)}
+    mixed |= {name: one for name, one in parts.items() if name.startswith(first)}
+    save_file(mixed, folder / WEIGHTS)
+    settings = json.loads((tmp_path / "four" / "config.json").read_text())["quantization_config"]
+    settings["dynamic"] = {r"+:.*layers\.1\.": {"bits": 8}}
+    write_settings(folder, quantization_config=settings)
+    expected = load_decoder(reference).state_dict()
+
+    found = load_decoder(folder).state_dict()
+
+    assert all(torch.equal(tensor, expected[path]) for path, tensor in found.items())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,99 @@
+"""AutoRound checkpoints: integers of 4 or 8 bits, packed as GPTQ or AWQ packs them."""
+
+import re
+from collections.abc import Callable
+
+from config.model.json_fields import Fields
+from config.model.quantization.awq import awq_scheme
+from config.model.quantization.base import (
+    EXPRESSION,
+    Overrides,
+    QuantizationConfig,
+    Rule,
+    WeightScheme,
+)
+from config.model.quantization.fields import checked_names, refused
+from config.model.quantization.gptq import VERSION_2, gptq_scheme
+
+HEAD = "lm_head"
+QUANTIZED_BITS = 8
+"""The most bits of a quantized weight: AutoRound writes 16 for a weight that is not."""
+_EXPRESSION_SIGNS = frozenset("*+?^$()[]{}|\\")
+"""A name in `extra_config` with such a character is a regular expression that may match any part
+of a module's name, as vLLM reads it."""
+
+
+def read_auto_round(fields: Fields) -> QuantizationConfig:
+    """Raises ConfigError for what is not served."""
+    _check_integers(fields)
+    settings, scheme_of = _packing(fields)
+    overrides, has_head = _overrides(settings, scheme_of)
+    return QuantizationConfig(
+        "auto-round",
+        (Rule(_blocks(fields), scheme_of(settings)),),
+        overrides,
+        has_head=has_head,
+        # AutoRound writes no groups of reordered inputs.
+        ignored_suffixes=(".bias", ".g_idx"),
+    )
+
+
+def _check_integers(fields: Fields) -> None:
+    """Raise ConfigError for formats other than integer weights alone."""
+    kind = fields.get("data_type", str, "int")
+    # Names of variants of the rounding, such as int_sym_dq, begin with int.
+    if not kind.startswith("int"):
+        raise refused(fields, "data_type", kind, "'int'")
+    bits = fields.get("act_bits", int, 16)
+    if bits < 16:
+        raise refused(fields, "act_bits", bits, "16: weights alone are quantized")
+    for name in ("super_bits", "rotation_config"):
+        if fields.raw.get(name):
+            raise refused(fields, name, fields.raw[name], "null")
+
+
+def _packing(fields: Fields) -> tuple[Fields, Callable[[Fields], WeightScheme]]:
+    """The settings, and what makes a scheme of them. Early releases name the packing `backend`."""
+    name = "packing_format" if fields.raw.get("packing_format") else "backend"
+    packing = fields.get(name, str, "auto_round:auto_gptq").replace("autoround", "auto_round")
+    if "awq" in packing:
+        return fields, awq_scheme
+    if packing not in ("auto_round", "auto_round:exllamav2") and "gptq" not in packing:
+        raise refused(
+            fields, name, packing, "auto_round, auto_round:auto_gptq or auto_round:auto_awq"
+        )
+    is_plain = "gptq" not in packing or "gptqmodel" in packing
+    raw = {**fields.raw, "desc_act": False, "checkpoint_format": VERSION_2 if is_plain else None}
+    return Fields(raw, fields.file), gptq_scheme
+
+
+def _blocks(fields: Fields) -> tuple[str, ...]:
+    """The blocks whose linear layers are quantized."""
+    value = fields.raw.get("block_name_to_quantize")
+    names = value.split(",") if isinstance(value, str) else value or []
+    flat = [name for part in names for name in (part if isinstance(part, list) else [part])]
+    if not all(isinstance(name, str) for name in flat):
+        raise refused(fields, "block_name_to_quantize", value, "names of modules")
+    return tuple(name.strip() for name in flat) or ("Linear",)
+
+
+def _overrides(
+    fields: Fields, scheme_of: Callable[[Fields], WeightScheme]
+) -> tuple[Overrides, bool]:
+    """The settings of single modules, names before expressions; and whether the head is quantized,
+    which is only if it is among them."""
+    found: dict[bool, list[tuple[str, WeightScheme | None]]] = {False: [], True: []}
+    has_head = False
+    for name, changes in fields.get("extra_config", dict, {}).items():
+        if not isinstance(changes, dict):
+            raise refused(fields, "extra_config", changes, "an object for each module")
+        own = Fields({**fields.raw, **changes}, fields.file)
+        bits = own.get("bits", int, 16)
+        scheme = scheme_of(own) if bits <= QUANTIZED_BITS else None
+        is_expression = not _EXPRESSION_SIGNS.isdisjoint(name)
+        pattern = f".*(?:{name})" if is_expression else f"{re.escape(name)}$"
+        found[is_expression].append((f"{EXPRESSION}{pattern}", scheme))
+        has_head = has_head or (HEAD in name and scheme is not None)
+    both = found[False] + found[True]
+    patterns = checked_names(fields, "extra_config", tuple(pattern for pattern, _ in both))
+    return Overrides(patterns, tuple(scheme for _, scheme in both)), has_head

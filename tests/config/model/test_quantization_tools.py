@@ -1,0 +1,233 @@
+"""What tools write of quantized weights, besides the tensors."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config.errors import ConfigError
+from config.model.json_fields import Fields
+from config.model.quantization.base import QuantizationConfig, WeightScheme
+from config.model.quantization.registry import is_served, read_quantization
+
+GPTQ = {"bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+AWQ = {"w_bit": 4, "q_group_size": 128, "zero_point": True, "version": "GEMM"}
+ROUND = {"bits": 4, "group_size": 128, "sym": True, "data_type": "int"}
+WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+COMPRESSED = {
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}},
+    "ignore": ["lm_head"],
+}
+QUERY, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
+
+
+def read(folder: Path, config: dict[str, Any], **files: dict[str, Any]) -> QuantizationConfig:
+    """The settings of a folder with this config.json and JSON files."""
+    for name, content in {"config": config, **files}.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    fields = Fields(config, folder / "config.json")
+    found = read_quantization(fields)
+    assert is_served(fields)
+    assert found is not None
+    return found
+
+
+def zeros_offset(scheme: WeightScheme | None) -> int:
+    assert scheme is not None
+    (zeros,) = [part for part in scheme.parts if part.role == "zeros"]
+    return zeros.offset
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "method"),
+    [
+        ("quantize_config", {**GPTQ, "model_file_base_name": "model"}, "gptq"),
+        ("quantize_config", {**AWQ, "quant_method": "awq"}, "awq"),
+        ("quant_config", AWQ, "awq"),
+    ],
+)
+def test_settings_in_a_file_of_their_own(
+    name: str, content: dict[str, Any], method: str, tmp_path: Path
+) -> None:
+    found = read(tmp_path, {}, **{name: content})
+
+    assert found.method == method
+    assert {scheme.bits for scheme in found.schemes} == {4}
+    assert {scheme.group_size for scheme in found.schemes} == {128}
+
+
+def test_config_json_counts_before_other_files(tmp_path: Path) -> None:
+    own = {"quantization_config": {**GPTQ, "quant_method": "gptq"}}
+
+    found = read(tmp_path, own, quantize_config={**GPTQ, "bits": 3})
+
+    assert [scheme.bits for scheme in found.schemes] == [4]
+
+
+def test_errors_name_the_file_of_the_settings(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"bits .*quantize_config\.json is 3, served is 4 or 8"):
+        read(tmp_path, {}, quantize_config={**GPTQ, "bits": 3})
+
+
+def test_a_file_without_bits_says_nothing(tmp_path: Path) -> None:
+    (tmp_path / "quantize_config.json").write_text('{"dataset": "c4"}')
+
+    assert read_quantization(Fields({}, tmp_path / "config.json")) is None
+
+
+@pytest.mark.parametrize("method", [{}, {"quant_method": "compressed-tensors"}])
+def test_the_older_name_of_the_field_of_compressed_tensors(
+    method: dict[str, Any], tmp_path: Path
+) -> None:
+    found = read(tmp_path, {"compression_config": {**COMPRESSED, **method}})
+
+    assert found.method == "compressed-tensors"
+    assert found.scheme_of(QUERY) is not None
+    assert found.scheme_of("lm_head") is None
+
+
+@pytest.mark.parametrize("field", ["load_in_4bit", "load_in_8bit"])
+def test_early_bitsandbytes_has_no_method(field: str, tmp_path: Path) -> None:
+    assert read(tmp_path, {"quantization_config": {field: True}}).method == "bitsandbytes"
+
+
+@pytest.mark.parametrize(
+    ("order", "desc_act"),
+    [("group", True), ("dynamic", True), (True, True), ("weight", False), ("static", False)],
+)
+def test_spellings_of_the_order_of_inputs(order: Any, desc_act: bool, tmp_path: Path) -> None:
+    group = {"targets": ["Linear"], "weights": {**WEIGHTS, "actorder": order}}
+    config = {**COMPRESSED, "config_groups": {"group_0": group}}
+
+    found = read(tmp_path, {"compression_config": config})
+
+    assert [scheme.desc_act for scheme in found.schemes] == [desc_act]
+
+
+def test_blocks_of_fp8_as_a_text(tmp_path: Path) -> None:
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "128x64"}
+    group = {"targets": ["Linear"], "weights": weights}
+    config = {"format": "float-quantized", "config_groups": {"group_0": group}}
+
+    (scheme,) = read(tmp_path, {"compression_config": config}).schemes
+
+    assert (scheme.block_rows, scheme.group_size) == (128, 64)
+
+
+def transforms(*locations: str) -> dict[str, Any]:
+    applied = [{"targets": ["Linear"], "location": location} for location in locations]
+    return {"transform_config": {"config_groups": {"R1": {"type": "hadamard", "apply": applied}}}}
+
+
+def test_rotations_of_weights_are_in_the_weights(tmp_path: Path) -> None:
+    own = transforms("weight_input", "weight_output")
+
+    assert read(tmp_path, {"compression_config": {**COMPRESSED, **own}}).rules
+
+
+def test_rotations_of_activations_are_refused(tmp_path: Path) -> None:
+    own = transforms("weight_output", "input")
+
+    with pytest.raises(ConfigError, match=r"transform_config .* is 'input', served is weight_i"):
+        read(tmp_path, {"compression_config": {**COMPRESSED, **own}})
+
+
+def test_the_first_pattern_of_dynamic_counts(tmp_path: Path) -> None:
+    dynamic = {
+        r"+:.*layers\.0\..*q_proj": {"bits": 8, "group_size": 32},
+        r"-:.*layers\.0\.": {},
+        r".*down_proj": {"bits": 8},
+    }
+    own = {"quantization_config": {**GPTQ, "quant_method": "gptq", "dynamic": dynamic}}
+
+    found = read(tmp_path, own)
+
+    query, down = found.scheme_of(QUERY), found.scheme_of(DOWN)
+    other = found.scheme_of("model.layers.1.mlp.up_proj")
+    assert query is not None
+    assert down is not None
+    assert other is not None
+    assert (query.bits, query.group_size) == (8, 32)
+    assert (down.bits, down.group_size) == (8, 128)
+    assert (other.bits, other.group_size) == (4, 128)
+    assert found.scheme_of("model.layers.0.mlp.up_proj") is None
+    # Names of the text model in a whole model.
+    assert found.scheme_of("layers.0.self_attn.q_proj") == query
+
+
+@pytest.mark.parametrize(
+    ("packing", "offset"),
+    [
+        ({}, 1),
+        ({"packing_format": "auto_round:auto_gptq"}, 1),
+        ({"packing_format": "auto_round"}, 0),
+        ({"packing_format": "auto_round:gptqmodel"}, 0),
+        ({"packing_format": "auto_round:auto_awq"}, 0),
+        ({"backend": "autoround:gptq:exllamav2"}, 1),
+        ({"backend": "auto_round:exllamav2"}, 0),
+    ],
+)
+@pytest.mark.parametrize("method", ["auto-round", "intel/auto-round"])
+def test_packings_of_auto_round(
+    packing: dict[str, Any], offset: int, method: str, tmp_path: Path
+) -> None:
+    own = {"quantization_config": {**ROUND, **packing, "quant_method": method}}
+
+    found = read(tmp_path, own)
+
+    assert found.method == "auto-round"
+    assert zeros_offset(found.scheme_of(QUERY)) == offset
+    assert not found.has_head
+
+
+def test_modules_of_auto_round_with_settings_of_their_own(tmp_path: Path) -> None:
+    extra = {
+        r".*layers\.1\..*": {"bits": 8},
+        DOWN: {"bits": 16, "data_type": "float"},
+        "lm_head": {"bits": 8, "group_size": 64},
+    }
+    config = {**ROUND, "extra_config": extra, "block_name_to_quantize": "model.layers"}
+
+    found = read(tmp_path, {"quantization_config": {**config, "quant_method": "auto-round"}})
+
+    head, up = found.scheme_of("lm_head"), found.scheme_of("model.layers.1.mlp.up_proj")
+    assert found.has_head
+    assert head is not None
+    assert up is not None
+    assert (head.bits, head.group_size) == (8, 64)
+    assert (up.bits, up.group_size) == (8, 128)
+    assert found.scheme_of(DOWN) is None
+    assert found.scheme_of("visual.blocks.0.attn.q_proj") is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bits": 3}, "bits .* is 3, served is 4 or 8"),
+        ({"data_type": "mx_fp"}, "data_type .* is 'mx_fp', served is 'int'"),
+        ({"act_bits": 8}, "act_bits .* is 8, served is 16"),
+        ({"super_bits": 6}, "super_bits .* is 6"),
+        ({"packing_format": "mlx"}, "packing_format .* is 'mlx', served is auto_round"),
+        ({"packing_format": "auto_round:auto_awq", "bits": 8}, "bits .* is 8, served is 4"),
+        ({"extra_config": {"lm_head": 8}}, "extra_config .* is 8"),
+        ({"extra_config": {"(": {"bits": 8}}}, "extra_config .* is no regular expression"),
+        ({"block_name_to_quantize": [[1]]}, r"block_name_to_quantize .* is \[\[1\]\]"),
+    ],
+)
+def test_what_auto_round_writes_and_is_not_served(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    own = {"quantization_config": {**ROUND, "quant_method": "auto-round", **changes}}
+
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path, own)
+
+
+@pytest.mark.parametrize("field", ["version", "checkpoint_format"])
+def test_other_layouts_of_awq_are_refused(field: str, tmp_path: Path) -> None:
+    own = {"bits": 4, "group_size": 128, "quant_method": "awq", field: "gemv"}
+
+    with pytest.raises(ConfigError, match=f"{field} .* is 'gemv', served is 'gemm'"):
+        read(tmp_path, {"quantization_config": own})
