@@ -22,6 +22,7 @@ PROMPT = "Answer with a sentence."
 ANSWER = "This sentence is the whole answer: 7 + 5 = 12."
 NOTE = "The password is swordfish."
 READ_NOTE = "I have read the note. It names a fish."
+COPY = "This is the copy."
 
 
 def call(name: str, arguments: str) -> str:
@@ -33,6 +34,7 @@ def call(name: str, arguments: str) -> str:
 ANSWERS = {
     PROMPT: ANSWER,
     "Read the note with exec_command.": call("exec_command", '{"cmd": "cat note.txt"}'),
+    "Write copy.txt, then test.": f"I write the file.\n\ncopy.txt\n```\n{COPY}\n```\n",
     NOTE: READ_NOTE,
 }
 """Answers of the model by the phrase that is last in the messages of the user and the results of
