@@ -34,6 +34,7 @@ def call(name: str, arguments: str) -> str:
 ANSWERS = {
     PROMPT: ANSWER,
     "Read the note with exec_command.": call("exec_command", '{"cmd": "cat note.txt"}'),
+    "Read the note with Bash.": call("Bash", '{"command": "cat note.txt"}'),
     "Write copy.txt, then test.": f"I write the file.\n\ncopy.txt\n```\n{COPY}\n```\n",
     NOTE: READ_NOTE,
 }
