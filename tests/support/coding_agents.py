@@ -35,6 +35,9 @@ ANSWERS = {
     PROMPT: ANSWER,
     "Read the note with exec_command.": call("exec_command", '{"cmd": "cat note.txt"}'),
     "Read the note with Bash.": call("Bash", '{"command": "cat note.txt"}'),
+    "Read the note with bash.": call(
+        "bash", '{"command": "cat note.txt", "description": "Print the note"}'
+    ),
     "Write copy.txt, then test.": f"I write the file.\n\ncopy.txt\n```\n{COPY}\n```\n",
     NOTE: READ_NOTE,
 }

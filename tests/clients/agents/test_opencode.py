@@ -1,0 +1,51 @@
+"""opencode: streams of chat completions, of the Responses API and of the Messages API."""
+
+import json
+from typing import Any
+
+import pytest
+from coding_agents import ANSWER, NOTE, PROMPT, READ_NOTE, Workplace, needs
+
+CHAT = "@ai-sdk/openai-compatible"
+pytestmark = [
+    pytest.mark.clients,
+    needs("opencode"),
+    pytest.mark.parametrize("package", [CHAT, "@ai-sdk/openai", "@ai-sdk/anthropic"]),
+]
+
+
+def run_opencode(workplace: Workplace, package: str, prompt: str) -> list[dict[str, Any]]:
+    """The parts of messages that opencode prints."""
+    config = workplace.home / ".config" / "opencode" / "opencode.json"
+    config.parent.mkdir(parents=True)
+    documented = workplace.documented("opencode", "json")
+    assert CHAT in documented
+    config.write_text(documented.replace(CHAT, package))
+    script = workplace.documented("opencode", "bash").replace("Explain README.md.", prompt)
+    output = workplace.run(script.replace("opencode run", "opencode run --format json"))
+    return [json.loads(line)["part"] for line in output.splitlines()]
+
+
+def texts(parts: list[dict[str, Any]]) -> list[str]:
+    return [part["text"] for part in parts if part["type"] == "text"]
+
+
+def test_opencode_prints_an_answer(workplace: Workplace, package: str) -> None:
+    parts = run_opencode(workplace, package, PROMPT)
+
+    assert texts(parts) == [ANSWER]
+    assert parts[-1]["reason"] == "stop"
+    assert {*workplace.asked_hosts} <= {"registry.npmjs.org:443"}
+
+
+def test_opencode_returns_the_output_of_a_command(workplace: Workplace, package: str) -> None:
+    parts = run_opencode(workplace, package, "Read the note with bash.")
+
+    (command,) = [part["state"] for part in parts if part["type"] == "tool"]
+    assert (command["output"], command["metadata"]["exit"]) == (f"{NOTE}\n", 0)
+    assert texts(parts) == ["I read the note.", READ_NOTE]
+    ends = [part for part in parts if part["type"] == "step-finish"]
+    assert [end["reason"] for end in ends] == ["tool-calls", "stop"]
+    # The second prompt repeats the first one and its answer.
+    assert ends[1]["tokens"]["cache"]["read"] > ends[1]["tokens"]["input"]
+    assert {*workplace.asked_hosts} <= {"registry.npmjs.org:443"}
