@@ -5,10 +5,10 @@ from typing import Any
 
 from config.errors import UserError
 from server.anthropic.schema import CountBody, MessagesBody, is_foreign_tool, is_ignored_block
-from server.anthropic.signatures import reasoning_of
 from server.http.body_bounds import MAX_PARTS
 from server.multimodal.parts import wrong_type
 from server.openai.schema.chat import ChatBody, Message
+from server.text.hidden_reasoning import hidden_reasoning
 
 _SEPARATOR = "\n"
 """Separates consecutive messages of one role, which are joined."""
@@ -179,7 +179,7 @@ class _MessageBuilder:
                 calls.append(self._call(block, where))
             elif block["type"] == "thinking":
                 shown = _string(block, "thinking", where)
-                reasoning.append(shown or reasoning_of(block.get("signature")))
+                reasoning.append(shown or hidden_reasoning(block.get("signature")))
             elif not is_ignored_block(block):
                 parts.append(_text(block, where, ("text", "thinking", "tool_use")))
         message = self._append("assistant", parts)

@@ -8,7 +8,6 @@ import msgspec
 from pydantic_core import from_json
 
 from server.anthropic.errors import error_object
-from server.anthropic.signatures import signature_of
 from server.generation.answer_parser import MessagePart
 from server.generation.outputs import Delta
 from server.http.errors import Fault
@@ -22,6 +21,7 @@ from server.parsers.stream.base import (
 from server.parsers.stream.json_stream import object_of
 from server.serving.choices import ChoiceOutput
 from server.serving.job import Job
+from server.text.hidden_reasoning import hide_reasoning
 
 Block = dict[str, Any]
 
@@ -82,7 +82,7 @@ def _block(part: MessagePart, *, is_cut: bool, shows_reasoning: bool) -> Block:
     if part.kind == "reasoning":
         if shows_reasoning:
             return {**_THINKING, "thinking": part.text}
-        return {**_THINKING, "signature": signature_of(part.text)}
+        return {**_THINKING, "signature": hide_reasoning(part.text)}
     return {"type": "text", "text": part.text}
 
 
@@ -183,7 +183,7 @@ class MessageEvents:
             return b""
         signed = b""
         if self._open == "thinking":
-            signature = signature_of("".join(self._hidden))
+            signature = hide_reasoning("".join(self._hidden))
             self._hidden.clear()
             signed = self._delta({"type": "signature_delta", "signature": signature})
         stop = {"type": "content_block_stop", "index": self._num_blocks}
