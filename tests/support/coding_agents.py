@@ -22,13 +22,15 @@ PROMPT = "Answer with a sentence."
 ANSWER = "This sentence is the whole answer: 7 + 5 = 12."
 NOTE = "The password is swordfish."
 READ_NOTE = "I have read the note. It names a fish."
+THOUGHT = "The command cat prints a file."
+INTENT = "I read the note."
 COPY = "This is the copy."
 
 
 def call(name: str, arguments: str) -> str:
-    """A sentence and a tool call, as the model writes them."""
+    """Reasoning, a sentence and a tool call, as the model writes them."""
     function = f'{{"name": "{name}", "arguments": {arguments}}}'
-    return f"I read the note.\n<tool_call>\n{function}\n</tool_call>"
+    return f"<think>{THOUGHT}</think>{INTENT}\n<tool_call>\n{function}\n</tool_call>"
 
 
 ANSWERS = {
@@ -42,7 +44,8 @@ ANSWERS = {
     NOTE: READ_NOTE,
 }
 """Answers of the model by the phrase that is last in the messages of the user and the results of
-tools: the answer READ_NOTE proves that the output of the command reached the model."""
+tools: the answer READ_NOTE proves that the output of the command and the reasoning before the call
+reached the model."""
 
 
 def needs(program: str) -> pytest.MarkDecorator:

@@ -14,18 +14,28 @@ _TRAINED_TOKENS = 2_000
 _PIECE_BYTES = 4
 _LOGIT = 50.0
 _TEMPLATE = """\
-{%- set last = namespace(phrase='') %}
+{%- set last = namespace(phrase='', has_reasoning=false) %}
 {%- if tools %}{{ START + 'system\\n<tools>' }}
 {%- for tool in tools %}{{ '\\n' + tool | tojson }}{% endfor %}
 {{- '\\n</tools>' + END + '\\n' }}
 {%- endif %}
 {%- for message in messages %}
+{%- if message.role == 'assistant' %}
+{%- set last.has_reasoning = message.reasoning_content is defined %}
+{%- endif %}
+{%- if message.role in ('user', 'tool') %}
+{%- if message.role == 'tool' %}{% set last.phrase = '' %}{% endif %}
 {%- for phrase in PHRASES %}
-{%- if message.role in ('user', 'tool') and phrase in message.content %}
+{%- if phrase in message.content and (message.role == 'user' or last.has_reasoning) %}
 {%- set last.phrase = phrase %}
 {%- endif %}
 {%- endfor %}
-{{- START + message.role + '\\n' + message.content }}
+{%- endif %}
+{{- START + message.role + '\\n' }}
+{%- if message.reasoning_content %}
+{{- '<think>' + message.reasoning_content + '</think>' }}
+{%- endif %}
+{{- message.content }}
 {%- for call in message.tool_calls or [] %}
 {{- '\\n<tool_call>\\n' + call.function | tojson + '\\n</tool_call>' }}
 {%- endfor %}
@@ -40,8 +50,8 @@ def write_scripted(folder: Path, answers: Mapping[str, str], prose: Iterable[str
 
     The keys of `answers` are phrases. The model answers with the text of the phrase that is last in
     the messages of the user and the results of tools: the chat template ends the prompt with a
-    token for this phrase. Without a phrase the answer is empty. The tokenizer is trained on
-    `prose`.
+    token for this phrase. The answer to a result of a tool is empty if the result has no phrase, or
+    the call no reasoning. The tokenizer is trained on `prose`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     encoder, paths = _tokenizer(answers, prose)

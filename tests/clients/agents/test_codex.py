@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from coding_agents import ANSWER, NOTE, PROMPT, READ_NOTE, Workplace, needs
+from coding_agents import ANSWER, INTENT, NOTE, PROMPT, READ_NOTE, Workplace, needs
 
 pytestmark = [pytest.mark.clients, needs("codex")]
 
@@ -41,7 +41,7 @@ def test_codex_returns_the_output_of_a_command(workplace: Workplace) -> None:
     (command,) = items(events, "command_execution")
     assert (command["aggregated_output"], command["exit_code"]) == (f"{NOTE}\n", 0)
     texts = [item["text"] for item in items(events, "agent_message")]
-    assert texts == ["I read the note.", READ_NOTE]
+    assert texts == [INTENT, READ_NOTE]
     usage = events[-1]["usage"]
     # The second prompt repeats the first one and its answer.
     assert usage["cached_input_tokens"] > usage["input_tokens"] / 3

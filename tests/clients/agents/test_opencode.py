@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from coding_agents import ANSWER, NOTE, PROMPT, READ_NOTE, Workplace, needs
+from coding_agents import ANSWER, INTENT, NOTE, PROMPT, READ_NOTE, Workplace, needs
 
 CHAT = "@ai-sdk/openai-compatible"
 pytestmark = [
@@ -43,7 +43,7 @@ def test_opencode_returns_the_output_of_a_command(workplace: Workplace, package:
 
     (command,) = [part["state"] for part in parts if part["type"] == "tool"]
     assert (command["output"], command["metadata"]["exit"]) == (f"{NOTE}\n", 0)
-    assert texts(parts) == ["I read the note.", READ_NOTE]
+    assert texts(parts) == [INTENT, READ_NOTE]
     ends = [part for part in parts if part["type"] == "step-finish"]
     assert [end["reason"] for end in ends] == ["tool-calls", "stop"]
     # The second prompt repeats the first one and its answer.
