@@ -21,7 +21,7 @@ _TEMPLATE = """\
 {%- endif %}
 {%- for message in messages %}
 {%- if message.role == 'assistant' %}
-{%- set last.has_reasoning = message.reasoning_content is defined %}
+{%- set last.has_reasoning = true if message.reasoning_content else false %}
 {%- endif %}
 {%- if message.role in ('user', 'tool') %}
 {%- if message.role == 'tool' %}{% set last.phrase = '' %}{% endif %}
