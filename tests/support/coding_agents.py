@@ -48,12 +48,11 @@ tools: the answer READ_NOTE proves that the output of the command and the reason
 reached the model."""
 
 
-def needs(program: str) -> pytest.MarkDecorator:
+def needs(program: str, requirement: str) -> pytest.MarkDecorator:
     """A mark that skips tests where `make test-clients` could not install the program."""
     is_installed = any((folder / program).exists() for folder in PROGRAMS)
-    return pytest.mark.skipif(
-        not is_installed, reason=f"{program} is not installed: `make test-clients` installs it"
-    )
+    reason = f"{program} is not installed: `make test-clients` installs it with {requirement}"
+    return pytest.mark.skipif(not is_installed, reason=reason)
 
 
 class RefusingProxy(ThreadingHTTPServer):
@@ -110,8 +109,9 @@ class Workplace:
             DOCUMENTED_URL, self._url
         )
 
-    def run(self, script: str) -> str:
-        """The output of a shell script, without an environment variable of the caller's."""
+    def run(self, script: str, status: int = 0) -> str:
+        """The output of a shell script that ends with `status`, and inherits no variable of the
+        environment but PATH."""
         proxy = self._proxy.url
         environment = {
             "PATH": os.pathsep.join([*map(str, PROGRAMS), os.environ["PATH"]]),
@@ -129,5 +129,5 @@ class Workplace:
             text=True,
             timeout=TIME_LIMIT_S,
         )
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.returncode == status, done.stdout + done.stderr
         return done.stdout

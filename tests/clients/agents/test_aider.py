@@ -3,7 +3,7 @@
 import pytest
 from coding_agents import ANSWER, COPY, PROMPT, READ_NOTE, Workplace, needs
 
-pytestmark = [pytest.mark.clients, needs("aider")]
+pytestmark = [pytest.mark.clients, needs("aider", "Python 3.10 to 3.12")]
 
 
 def run_aider(workplace: Workplace, prompt: str, options: str) -> str:

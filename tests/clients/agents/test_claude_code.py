@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from coding_agents import ANSWER, INTENT, NOTE, PROMPT, READ_NOTE, THOUGHT, Workplace, needs
 
-pytestmark = [pytest.mark.clients, needs("claude")]
+pytestmark = [pytest.mark.clients, needs("claude", "npm")]
 
 
-def run_claude(workplace: Workplace, prompt: str, options: str) -> str:
+def run_claude(workplace: Workplace, prompt: str, options: str, status: int = 0) -> str:
     script = workplace.documented("Claude Code", "bash").replace("Explain README.md.", prompt)
-    return workplace.run(script.replace("claude -p", f"claude {options} -p"))
+    return workplace.run(script.replace("claude -p", f"claude {options} -p"), status)
 
 
 def blocks(events: list[dict[str, Any]], role: str) -> list[dict[str, Any]]:
@@ -51,3 +51,9 @@ def test_claude_code_returns_reasoning_that_it_does_not_show(workplace: Workplac
     output = run_claude(workplace, "Read the note with Bash.", "--allowedTools=Bash")
 
     assert output.strip() == READ_NOTE
+
+
+def test_claude_code_names_a_conversation_that_is_too_long(small_workplace: Workplace) -> None:
+    output = run_claude(small_workplace, PROMPT, "", status=1)
+
+    assert output.startswith("Prompt is too long")

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from coding_agents import ANSWER, INTENT, NOTE, PROMPT, READ_NOTE, Workplace, needs
 
-pytestmark = [pytest.mark.clients, needs("codex")]
+pytestmark = [pytest.mark.clients, needs("codex", "npm")]
 
 
-def run_codex(workplace: Workplace, prompt: str) -> list[dict[str, Any]]:
+def run_codex(workplace: Workplace, prompt: str, status: int = 0) -> list[dict[str, Any]]:
     """The events that Codex prints with --json."""
     config = workplace.home / ".codex" / "config.toml"
     config.parent.mkdir()
@@ -17,7 +17,7 @@ def run_codex(workplace: Workplace, prompt: str) -> list[dict[str, Any]]:
     script = workplace.documented("Codex", "bash").replace("Explain README.md.", prompt)
     # The sandbox needs user namespaces, which a container may not have.
     options = "--json --skip-git-repo-check --sandbox danger-full-access"
-    output = workplace.run(script.replace("codex exec", f"codex exec {options}"))
+    output = workplace.run(script.replace("codex exec", f"codex exec {options}"), status)
     return [json.loads(line) for line in output.splitlines()]
 
 
@@ -46,3 +46,10 @@ def test_codex_returns_the_output_of_a_command(workplace: Workplace) -> None:
     # The second prompt repeats the first one and its answer.
     assert usage["cached_input_tokens"] > usage["input_tokens"] / 3
     assert workplace.asked_hosts == []
+
+
+def test_codex_names_a_conversation_that_is_too_long(small_workplace: Workplace) -> None:
+    events = run_codex(small_workplace, PROMPT, status=1)
+
+    assert events[-1]["type"] == "turn.failed"
+    assert "ran out of room in the model's context window" in events[-1]["error"]["message"]
