@@ -14,6 +14,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CLIENTS := .venv-clients
 QUANTIZERS := .venv-quantizers
 NODE_CLIENT := tests/clients/node
+AGENTS := tests/clients/agents
+AIDER := .venv-aider
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-hpu serve test test-slow test-overload test-resume test-clients test-cuda test-deploy test-kernels test-fuzz test-parallel test-quantizers lint style format bench bench-cuda clean
@@ -77,7 +79,18 @@ $(CLIENTS)/.installed: pyproject.toml
 $(NODE_CLIENT)/node_modules: $(NODE_CLIENT)/package-lock.json
 	@if command -v npm >/dev/null; then cd $(NODE_CLIENT) && npm ci --silent && touch node_modules; fi
 
-test-clients: $(VENV)/.installed $(CLIENTS)/.installed $(NODE_CLIENT)/node_modules ## Other makers' clients against a server with the demo model
+$(AGENTS)/node_modules: $(AGENTS)/package-lock.json
+	@if command -v npm >/dev/null; then cd $(AGENTS) && npm ci --silent && touch node_modules; fi
+
+$(AIDER)/.installed: $(AGENTS)/aider.txt
+	@# The newest aider takes no Python from 3.13 on; its pins are for an environment of its own.
+	@mkdir -p $(AIDER)
+	@if $(PYTHON) -c 'import sys; sys.exit(sys.version_info >= (3, 13))'; then \
+	echo "Installing aider into $(AIDER)" && $(PYTHON) -m venv $(AIDER) && \
+	$(AIDER)/bin/python -m pip --disable-pip-version-check --quiet install --requirement $<; fi
+	@touch $@
+
+test-clients: $(VENV)/.installed $(CLIENTS)/.installed $(NODE_CLIENT)/node_modules $(AGENTS)/node_modules $(AIDER)/.installed ## Other makers' clients and coding agents against a server on this machine
 	@# With the SDK that is newest here, too: others may hold an older one in their environment.
 	@$(BIN)/python -m pytest -q -m clients tests/clients/test_openai_python.py
 	@$(CLIENTS)/bin/python -m pytest -q -m clients -W default --server-python=$(BIN)/python tests/clients $(ARGS)
@@ -136,5 +149,5 @@ bench-cuda: $(VENV)/.installed ## With a GPU too: decode steps against its bandw
 	@$(BIN)/python benchmarks/cuda_compare.py $(ARGS)
 
 clean: ## Remove .venv, caches and build output
-	@rm -rf $(VENV) $(CLIENTS) $(QUANTIZERS) $(NODE_CLIENT)/node_modules build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf $(VENV) $(CLIENTS) $(QUANTIZERS) $(AIDER) $(NODE_CLIENT)/node_modules $(AGENTS)/node_modules build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -106,7 +106,7 @@ def test_links_with_an_anchor_lead_to_a_heading(page: Path) -> None:
 
 def test_the_files_that_the_pages_name_exist() -> None:
     folders = "benchmarks|config|deploy|docs|engine|hpu|server|tests"
-    path = re.compile(rf"(?<![\w/])(?:{folders})/[\w/.-]*[\w/]")
+    path = re.compile(rf"(?<![\w/.])(?:{folders})/[\w/.-]*[\w/]")
     named = {(page.name, name) for page in PAGES for name in path.findall(page.read_text("utf-8"))}
 
     missing = sorted((page, name) for page, name in named if not (ROOT / name).exists())

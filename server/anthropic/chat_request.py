@@ -8,6 +8,7 @@ from server.anthropic.schema import CountBody, MessagesBody, is_foreign_tool, is
 from server.http.body_bounds import MAX_PARTS
 from server.multimodal.parts import wrong_type
 from server.openai.schema.chat import ChatBody, Message
+from server.text.hidden_reasoning import hidden_reasoning
 
 _SEPARATOR = "\n"
 """Separates consecutive messages of one role, which are joined."""
@@ -177,7 +178,8 @@ class _MessageBuilder:
             if block["type"] == "tool_use":
                 calls.append(self._call(block, where))
             elif block["type"] == "thinking":
-                reasoning.append(_string(block, "thinking", where))
+                shown = _string(block, "thinking", where)
+                reasoning.append(shown or hidden_reasoning(block.get("signature")))
             elif not is_ignored_block(block):
                 parts.append(_text(block, where, ("text", "thinking", "tool_use")))
         message = self._append("assistant", parts)

@@ -21,6 +21,7 @@ from server.parsers.stream.base import (
 from server.parsers.stream.json_stream import object_of
 from server.serving.choices import ChoiceOutput
 from server.serving.job import Job
+from server.text.hidden_reasoning import hide_reasoning
 
 Block = dict[str, Any]
 
@@ -79,7 +80,9 @@ def _block(part: MessagePart, *, is_cut: bool, shows_reasoning: bool) -> Block:
     if part.call is not None:
         return {**_tool_use(part.call), "input": msgspec.Raw(_input(part.text, is_cut).encode())}
     if part.kind == "reasoning":
-        return {**_THINKING, "thinking": part.text if shows_reasoning else ""}
+        if shows_reasoning:
+            return {**_THINKING, "thinking": part.text}
+        return {**_THINKING, "signature": hide_reasoning(part.text)}
     return {"type": "text", "text": part.text}
 
 
@@ -115,6 +118,8 @@ class MessageEvents:
         self._num_blocks = 0
         self._open: str | None = None
         """The type of the open block."""
+        self._hidden: list[str] = []
+        """Reasoning of the open block that is not shown."""
         self._has_calls = False
         self._last = Delta(0)
 
@@ -155,6 +160,7 @@ class MessageEvents:
         if is_text:
             return started + self._delta({"type": "text_delta", "text": event.text})
         if not self._shows_reasoning:
+            self._hidden.append(event.text)
             return started
         return started + self._delta({"type": "thinking_delta", "thinking": event.text})
 
@@ -177,7 +183,9 @@ class MessageEvents:
             return b""
         signed = b""
         if self._open == "thinking":
-            signed = self._delta({"type": "signature_delta", "signature": ""})
+            signature = hide_reasoning("".join(self._hidden))
+            self._hidden.clear()
+            signed = self._delta({"type": "signature_delta", "signature": signature})
         stop = {"type": "content_block_stop", "index": self._num_blocks}
         self._open = None
         self._num_blocks += 1

@@ -172,7 +172,7 @@ OVERRIDES: Mapping[str, Mapping[str, str]] = {
     },
     "ThinkingChoice": {
         "budget_tokens": "Maximum reasoning tokens; for type enabled, at least 1.",
-        "display": "omitted: no reasoning in the answer.",
+        "display": "omitted: the reasoning is in the signature of its block only.",
         "type": "enabled, disabled or adaptive.",
     },
     "OutputConfig": {

@@ -11,6 +11,7 @@ from server.http.body_bounds import MAX_MESSAGES, MAX_PARTS
 from server.multimodal.messages import IMAGE
 from server.openai.schema.chat import part_text
 from server.openai.schema.open_lists import ignored_entries, type_of
+from server.text.hidden_reasoning import hidden_reasoning
 from server.text.messages import is_ignored_part
 
 Item = dict[str, Any]
@@ -191,6 +192,8 @@ def _reasoning(item: Item, where: str) -> Item:
             raise _bad(f"{where}.{name} must be a list of parts")
         texts = [part.get("text") for part in parts if isinstance(part, dict)]
         fields[name] = [{"type": kind, "text": text} for text in texts if isinstance(text, str)]
+    if not fields["content"] and (text := hidden_reasoning(item.get("encrypted_content"))):
+        fields["content"] = [{"type": "reasoning_text", "text": text}]
     return {**fields, "status": "completed"}
 
 

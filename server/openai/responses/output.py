@@ -14,6 +14,7 @@ from server.parsers.stream.base import (
     ToolCallStart,
 )
 from server.serving.choices import TokenFormatter, chat_logprobs
+from server.text.hidden_reasoning import hide_reasoning
 
 StreamEvent = dict[str, Any]
 """A stream event: its type and fields, without the sequence number."""
@@ -42,6 +43,10 @@ class OutputItem:
     def item(self) -> Item:
         """The item so far."""
         item = {**self.fields, "status": self.status}
+        if "encrypted_content" in item:
+            item["encrypted_content"] = (
+                hide_reasoning("".join(self.texts)) if self.is_done else None
+            )
         if self.kind == "function_call":
             return {**item, "arguments": "".join(self.texts)}
         return {**item, "content": [self.part] if self.texts or self.is_done else []}
@@ -63,15 +68,18 @@ class ResponseOutput:
         namespaces: Mapping[str, tuple[str, str]],
         has_logprobs: bool,
         shows_reasoning: bool,
+        hides_reasoning: bool,
     ) -> None:
         """`parse` splits deltas into reasoning, text and calls. `namespaces`: namespace and name of
-        functions, by the name that the model sees."""
+        functions, by the name that the model sees. `hides_reasoning`: items of reasoning have
+        `encrypted_content`, too."""
         self._number = number
         self._parse = parse
         self._token_formatter = token_formatter
         self._namespaces = namespaces
         self._has_logprobs = has_logprobs
         self._shows_reasoning = shows_reasoning
+        self._hides_reasoning = hides_reasoning
         self._items: list[OutputItem] = []
         self._open: OutputItem | None = None
         self._pending: list[PositionLogprobs] = []
@@ -140,7 +148,8 @@ class ResponseOutput:
     def _add_reasoning(self, text: str) -> list[StreamEvent]:
         emitted = []
         if self._open is None or self._open.kind != "reasoning":
-            emitted = self._open_item("reasoning", summary=[])
+            hidden = {"encrypted_content": None} if self._hides_reasoning else {}
+            emitted = self._open_item("reasoning", summary=[], **hidden)
         return [*emitted, self._add_delta("reasoning_text", text)]
 
     def _open_message(self) -> list[StreamEvent]:

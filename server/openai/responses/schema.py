@@ -39,10 +39,10 @@ from server.openai.schema.json_schema import (
 from server.openai.schema.tools import FUNCTION
 
 WITH_LOGPROBS = "message.output_text.logprobs"
+WITH_HIDDEN_REASONING = "reasoning.encrypted_content"
 INCLUDABLE = (
     WITH_LOGPROBS,
-    # Reasoning items have plain text, which a client can send back as it is.
-    "reasoning.encrypted_content",
+    WITH_HIDDEN_REASONING,
     # Items that this server never produces: there is nothing to leave out.
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -196,6 +196,11 @@ class ResponseBody(GenerationBody):
     def has_logprobs(self) -> bool:
         """Whether the texts come with log-probabilities."""
         return WITH_LOGPROBS in (self.include or ())
+
+    @property
+    def hides_reasoning(self) -> bool:
+        """Whether items of reasoning have `encrypted_content`, too."""
+        return WITH_HIDDEN_REASONING in (self.include or ())
 
     @property
     def chat_fields(self) -> dict[str, Any]:

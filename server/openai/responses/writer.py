@@ -44,6 +44,7 @@ class ResponseWriter:
             namespaces=namespaced_names(body.tools),
             has_logprobs=body.has_logprobs,
             shows_reasoning=body.include_reasoning is not False,
+            hides_reasoning=body.hides_reasoning,
         )
 
     def fields(self) -> Fields:

@@ -187,6 +187,35 @@ async def test_thinking_is_off_unless_it_is_asked_for_and_may_be_left_out_of_the
         assert shown["usage"]["output_tokens_details"] == {"thinking_tokens": count}
 
 
+HIDES = {"thinking": {"type": "adaptive", "display": "omitted"}}
+
+
+async def test_reasoning_that_is_not_shown_comes_back_with_its_signature() -> None:
+    template = "{{ messages | tojson }}<think>{{ enable_thinking }}"
+    async with talking(THOUGHT + "Yes.", chat_template=template, reasoning_parser="qwen3") as rig:
+        whole = (await ask(rig, **HIDES)).json()["content"]
+        streamed = joined(read_stream((await ask(rig, **HIDES, stream=True)).content))["content"]
+        await ask(rig, messages=[*HI, {"role": "assistant", "content": whole}, *HI])
+
+        assert whole == streamed
+        assert (whole[0]["type"], whole[0]["thinking"]) == ("thinking", "")
+        shown, _ = json.JSONDecoder().raw_decode(asked(rig))
+        assert (shown[1]["reasoning_content"], shown[1]["content"]) == ("Let me see.", "Yes.")
+
+
+@pytest.mark.parametrize("signature", ["", "EpAC", "gaudiserve.a", "gaudiserve./w==", 7, None])
+async def test_signatures_of_other_servers_are_ignored(signature: object) -> None:
+    template = "{{ messages | tojson }}"
+    thinking = {"type": "thinking", "thinking": "", "signature": signature}
+    answer = {"role": "assistant", "content": [thinking, {"type": "text", "text": "Yes."}]}
+    async with talking(chat_template=template) as rig:
+        response = await ask(rig, messages=[*HI, answer, *HI])
+
+        assert response.status_code == 200, response.text
+        shown, _ = json.JSONDecoder().raw_decode(asked(rig))
+        assert (shown[1].get("reasoning_content", ""), shown[1]["content"]) == ("", "Yes.")
+
+
 @pytest.mark.parametrize(
     ("arguments", "given"),
     [

@@ -56,6 +56,13 @@ def test_what_the_model_did_in_one_turn_is_one_message() -> None:
     ]
 
 
+@pytest.mark.parametrize("given", ["", "gAAAAAB", "gaudiserve.a", "gaudiserve./w==", 7, None])
+def test_encrypted_reasoning_of_other_servers_is_ignored(given: object) -> None:
+    hidden = {"type": "reasoning", "summary": [], "encrypted_content": given}
+
+    assert messages(hidden, SAID) == [{"role": "assistant", "content": "Yes"}]
+
+
 def test_a_new_thought_begins_a_new_turn() -> None:
     made = messages(THOUGHT, CALL, RESULT, THOUGHT, SAID, THOUGHT, SAID)
 

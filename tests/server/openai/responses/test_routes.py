@@ -120,6 +120,22 @@ async def test_a_response_has_every_field_and_an_item_for_each_thing_said() -> N
         assert "Be brief." in await prompt_of(rig)
 
 
+async def test_encrypted_reasoning_comes_back_without_its_text() -> None:
+    asks = {"include": ["reasoning.encrypted_content"]}
+    template = "{{ messages | tojson }}<think>"
+    async with speaking(THOUGHT + "Hi.", chat_template=template, reasoning_parser="qwen3") as rig:
+        thought, said = (await resolve_request(rig, **asks))["output"]
+        events = await streamed(rig, **asks)
+        del thought["content"]
+        await resolve_request(rig, [{"role": "user", "content": "hi"}, thought, said])
+
+        same = events[-1]["response"]["output"][0]
+        assert same["encrypted_content"] == thought["encrypted_content"]
+        assert same in [event.get("item") for event in events]
+        shown, _ = json.JSONDecoder().raw_decode(await prompt_of(rig))
+        assert (shown[1]["reasoning_content"], shown[1]["content"]) == ("Let me see.", "Hi.")
+
+
 async def test_events_come_in_the_order_of_the_contract() -> None:
     async with speaking(THOUGHT + "Hi.\n" + CALL) as rig:
         events = await streamed(rig, tools=[WEATHER])

@@ -1,0 +1,21 @@
+"""Reasoning as a text that clients cannot show, and send back: signatures of the Messages API and
+encrypted content of the Responses API. Base64 is enough, since the reasoning is no secret."""
+
+from base64 import b64decode, b64encode
+
+_PREFIX = "gaudiserve."
+
+
+def hide_reasoning(reasoning: str) -> str:
+    """`reasoning` in the form that `hidden_reasoning` reads; empty for an empty text."""
+    return _PREFIX + b64encode(reasoning.encode()).decode() if reasoning else ""
+
+
+def hidden_reasoning(given: object) -> str:
+    """The reasoning in a text of `hide_reasoning`; empty for the text of another server."""
+    if not isinstance(given, str) or not given.startswith(_PREFIX):
+        return ""
+    try:
+        return b64decode(given.removeprefix(_PREFIX), validate=True).decode("utf-8")
+    except ValueError:
+        return ""
