@@ -70,7 +70,8 @@ def isolation(limits: compilation.Limits) -> str:
         f"{fetch.MAX_FETCHES_PER_CLIENT} of an API key; {fetch.MAX_WAITING_FETCHES} wait, then 503",
         f"| time of a fetch | {DEFAULTS.image_fetch_timeout_s:g} s, of a video "
         f"{DEFAULTS.video_fetch_timeout_s:g} s",
-        f"stopped after {template.TIME_LIMIT_S:g} s on a thread, and after "
+        f"stopped after {template.TIME_LIMIT_S:g} s on a thread, or when memory grows by "
+        f"{template.MAX_GROWTH_BYTES // MIB} MiB meanwhile, and after "
         f"{template.INLINE_LIMIT_S * 1e3:g} ms",
         f"| URL and headers | {DEFAULTS.h11_max_incomplete_event_size // KIB} KiB,",
         f"| number of headers | {DEFAULTS.h11_max_header_count}, then 431",
