@@ -24,6 +24,8 @@ MAX_IMAGES = 64
 MAX_VIDEOS = 8
 MAX_FRAMES = 768
 """Of one video."""
+RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+"""Variables of a chat template that are fields of a request, and no chat_template_kwargs."""
 TOOL_TEMPLATES = ("auto", "none")
 REASONING_PARSERS = (
     *("auto", "none", "deepseek_r1", "deepseek_v3", "qwen3", "glm45", "granite", "mistral"),
@@ -206,6 +208,12 @@ class ServerConfig:
     chat_template: str | None = setting(
         None, "Chat template: a file or the template itself; none: the model's own", group="Text"
     )
+    default_chat_template_kwargs: str = setting(
+        "",
+        'Variables for the chat template as JSON, under those of a request: {"enable_thinking": '
+        "false}",
+        group="Text",
+    )
     trust_request_chat_template: bool = setting(
         False, "Let a request bring its own chat template", group="Text"
     )
@@ -232,6 +240,14 @@ class ServerConfig:
         group="Text",
         minimum=0,
         maximum=MAX_LOGPROBS,
+    )
+    return_tokens_as_token_ids: bool = setting(
+        False,
+        "Name tokens in log-probabilities as `token_id:5`, unless a request says otherwise",
+        group="Text",
+    )
+    enable_force_include_usage: bool = setting(
+        False, "End every stream with a chunk that has the usage", group="Text"
     )
     max_stop_strings: int = setting(
         4,
@@ -352,6 +368,12 @@ class ServerConfig:
         group="Logs",
         aliases=("disable-uvicorn-access-log",),
     )
+    disable_access_log_for_endpoints: tuple[str, ...] = setting(
+        (),
+        "Paths whose HTTP calls are not logged, requests to the engine included; separated by "
+        "commas: /health,/metrics",
+        group="Logs",
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -361,6 +383,11 @@ class ServerConfig:
         _check_addresses(self.forwarded_allow_ips)
         _generation_overrides(self.override_generation_config)
         _object("mm_processor_kwargs", self.mm_processor_kwargs)
+        for name in RESERVED_VARIABLES:
+            if name in self.template_defaults:
+                raise ConfigError(
+                    f"default_chat_template_kwargs sets {name!r}, which is a field of a request"
+                )
         for kind, count in (("images", self.max_images), ("videos", self.max_videos)):
             if count < 0:
                 raise ConfigError(f"limit_mm_per_prompt has {count} {kind}, it must be at least 0")
@@ -450,6 +477,11 @@ class ServerConfig:
         return _object("mm_processor_kwargs", self.mm_processor_kwargs)
 
     @property
+    def template_defaults(self) -> dict[str, Any]:
+        """Variables of the chat template that a request may override. Raises ConfigError."""
+        return _object("default_chat_template_kwargs", self.default_chat_template_kwargs)
+
+    @property
     def log(self) -> LogConfig:
         """Of all processes of the server."""
         return LogConfig(self.log_level, self.log_format)
@@ -461,6 +493,9 @@ class ServerConfig:
         return {**recommended, **_generation_overrides(self.override_generation_config)}
 
 
+IGNORED_GENERATION = ("attn_temperature_tuning",)
+"""Names in override_generation_config that are no sampling parameters: scripts for Llama 4 on vLLM
+set them, to no effect there either."""
 _LIMITED = ("image", "video", "audio")
 """Kinds in limit_mm_per_prompt; scripts for vLLM name audio, which no model takes."""
 _FRAMES = {"num_frames": 32, "fps": -1}
@@ -492,6 +527,8 @@ def _generation_overrides(text: str) -> dict[str, float]:
         values = parse_json(text or "{}")
     except ValueError as error:
         raise ConfigError(f"{name} is {text!r}, it must be JSON: {error}") from None
+    if isinstance(values, dict):
+        values = {key: value for key, value in values.items() if key not in IGNORED_GENERATION}
     if not isinstance(values, dict) or not set(values) <= set(GENERATION_FIELDS):
         allowed = ", ".join(GENERATION_FIELDS)
         raise ConfigError(f"{name} is {text!r}, it must be a JSON object of some of {allowed}")

@@ -105,6 +105,8 @@ def _serve(argv: list[str]) -> int:
         )
     server = loaded.server
     log.setup("server", server.log, access_log=not server.disable_access_log)
+    for note in loaded.notes:
+        logger.warning("%s", note)
     if loaded.without_effect:
         logger.info("Accepted without effect: %s", _with_reasons(loaded.without_effect))
     if ignored := ignored_variables(environment()):
