@@ -189,8 +189,8 @@ class ServerConfig:
     )
     allow_runtime_lora_updating: bool = setting(
         False,
-        "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter; needs --api-key, --lora-dir and "
-        "--enable-lora",
+        "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter; without --api-key, --lora-dir "
+        "and --enable-lora they refuse each request",
         group="LoRA",
         variables=("VLLM_ALLOW_RUNTIME_LORA_UPDATING",),
     )
@@ -392,14 +392,7 @@ class ServerConfig:
             if count < 0:
                 raise ConfigError(f"limit_mm_per_prompt has {count} {kind}, it must be at least 0")
         _check_frames(*self.video_frames)
-        if self.allow_runtime_lora_updating and self.lora_dir is None:
-            raise ConfigError(
-                "allow_runtime_lora_updating is on and lora_dir is not set: it must be a folder"
-            )
-        for name in (
-            *("enable_dev_endpoints", "cache_salt_per_key"),
-            "allow_runtime_lora_updating",
-        ):
+        for name in ("enable_dev_endpoints", "cache_salt_per_key"):
             if getattr(self, name) and not self.has_api_keys:
                 raise ConfigError(f"{name} is on and api_keys holds 0 keys, it needs 1")
         if self.uds is not None and self.api_server_count > 1:
