@@ -43,7 +43,9 @@ commands:
   quantize MODEL  write a checkpoint with quantized weights
   fetch-demo      download the demo model into the cache folder
   config          print the resolved configuration and the source of each value
+  vllm-command    write a command `vllm` that is gaudiserve, for scripts that call it
 
+  Flags without a command are those of serve: gaudiserve --model MODEL.
   gaudiserve COMMAND --help shows a command's flags.
   gaudiserve --version prints {VERSION}.
 """
@@ -67,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ConfigError(f"`gaudiserve {words[0]}` takes no argument {words[1]!r}")
             print(text, end="")
             return 0
+        if words[0].startswith("-"):
+            # The entry point of vLLM's images takes flags alone, which charts set as arguments.
+            words.insert(0, "serve")
         return _command(words[0])(words[1:])
     except (CheckpointError, EngineDied) as error:
         print(f"gaudiserve: {error}", file=sys.stderr)
@@ -187,6 +192,7 @@ COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "quantize": partial(_module, "quantize"),
     "run-batch": partial(_module, "run_batch"),
     "chat": partial(_module, "chat"),
+    "vllm-command": partial(_module, "vllm_command"),
 }
 
 if __name__ == "__main__":
