@@ -1,6 +1,7 @@
 """ServerConfig: the settings of the API servers: HTTP, text and logs."""
 
 import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -286,8 +287,8 @@ class ServerConfig:
     )
     limit_mm_per_prompt: str = setting(
         "",
-        'Maximum number of images and videos of a prompt as JSON: {"image": 4, "video": 1}; 0: the '
-        "server takes none",
+        'Maximum number of images and videos of a prompt as JSON: {"image": 4, "video": 1}, or '
+        "image=4,video=1; 0: the server takes none",
         group="Images",
     )
     allowed_media_domains: tuple[str, ...] = setting(
@@ -433,7 +434,7 @@ class ServerConfig:
         return self._limit("video", MAX_VIDEOS)
 
     def _limit(self, kind: str, default: int) -> int:
-        limits = _object("limit_mm_per_prompt", self.limit_mm_per_prompt)
+        limits = _mm_limits(self.limit_mm_per_prompt)
         if unknown := set(limits) - set(_LIMITED):
             raise ConfigError(
                 f"limit_mm_per_prompt has {', '.join(sorted(unknown))}, it may have "
@@ -512,6 +513,14 @@ def _object(name: str, text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{name} is {text!r}, it must be a JSON object")
     return value
+
+
+def _mm_limits(text: str) -> dict[str, Any]:
+    """JSON, or image=4,video=1, as older releases of vLLM took it."""
+    if re.fullmatch(r"\w+=\d{1,9}(,\w+=\d{1,9})*", text):
+        pairs = (pair.split("=") for pair in text.split(","))
+        return {kind: int(count) for kind, count in pairs}
+    return _object("limit_mm_per_prompt", text)
 
 
 def _generation_overrides(text: str) -> dict[str, float]:

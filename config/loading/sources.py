@@ -25,6 +25,7 @@ from config.loading.flags import FILE_FLAGS, FLAGS, PARTS, Flag
 from config.loading.parser import Parser, server_parser
 from config.loading.values import Given, clipped, convert, joined, nearest, shown, truth, wrong
 from config.loading.vllm_flags import ACCEPTED, absence, is_chat_template
+from config.loading.vllm_spelling import with_objects_of_dots
 from config.parallel import ParallelConfig
 from config.params.lora import LoRAConfig
 from config.params.offload import OffloadConfig
@@ -244,7 +245,7 @@ def _read_file(path: str, problems: list[str]) -> list[Given]:
         raise ConfigError(f"the file {path} holds {len(content)} keys, at most {MAX_FILE_KEYS}")
     source = f"file {path}"
     found: dict[str, Given] = {}
-    for key, value in content.items():
+    for key, value in with_objects_of_dots(content):
         name = _known(shown(key) if not isinstance(key, str) else key, value, source, problems)
         if not name:
             continue

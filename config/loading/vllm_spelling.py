@@ -3,7 +3,7 @@
 import json
 import re
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from config.errors import ConfigError
@@ -112,13 +112,27 @@ def _with_objects(words: Iterable[str]) -> list[str]:
         keys = path.split(".")
         if len(keys) > MAX_DOTS:
             raise ConfigError(f"{name} has {len(keys)} dots, it may have {MAX_DOTS}")
-        _merge(objects.setdefault(name, {}), keys, value.split(",") if plus else _value(value))
+        set_entry(objects.setdefault(name, {}), keys, value.split(",") if plus else _value(value))
     for name, content in objects.items():
         plain += [name, json.dumps(content)]
     return plain
 
 
-def _merge(target: dict[str, Any], keys: list[str], value: Any) -> None:
+def with_objects_of_dots(content: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+    """The entries of a file, the keys with dots of one name as one object at the end."""
+    plain: list[tuple[Any, Any]] = []
+    objects: dict[str, dict[str, Any]] = {}
+    for key, value in content.items():
+        name, *keys = str(key).split(".")
+        name = name.replace("_", "-")
+        if isinstance(key, str) and keys and len(keys) <= MAX_DOTS:
+            set_entry(objects.setdefault(name, {}), keys, value)
+        else:
+            plain.append((key, value))
+    return [*plain, *objects.items()]
+
+
+def set_entry(target: dict[str, Any], keys: list[str], value: Any) -> None:
     """Set the entry at the path `keys`; lists grow, and objects are merged."""
     *parents, last = keys
     for key in parents:

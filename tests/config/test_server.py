@@ -55,6 +55,8 @@ def test_limits_of_images_and_videos_are_read_in_both_forms() -> None:
     assert ServerConfig().max_images == 64
     plain = ServerConfig(limit_mm_per_prompt='{"image": 4, "audio": 0}')
     assert (plain.max_images, plain.max_videos) == (4, 8)
+    former = ServerConfig(limit_mm_per_prompt="image=13,video=0")
+    assert (former.max_images, former.max_videos) == (13, 0)
     sized = ServerConfig(limit_mm_per_prompt='{"video": {"count": 2, "num_frames": 9}}')
     assert (sized.max_images, sized.max_videos) == (64, 2)
     options = ServerConfig(mm_processor_kwargs='{"max_pixels": 9}').image_options

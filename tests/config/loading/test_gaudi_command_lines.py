@@ -121,6 +121,15 @@ PLUGIN_LINES = (
     f"--disable-log-requests --enforce-eager --kv-transfer-config '{_LMCACHE}'",
 )
 
+FORK_LINES = (
+    # HabanaAI/vllm-fork, internvl-scripts/server-internvl.sh.
+    "--host localhost --port 12345 --block-size 128 --model org/model --revision 4ab0878e "
+    "--dtype bfloat16 --tensor-parallel-size 1 --max-model-len 19456 "
+    "--max-num-batched-tokens 19456 --gpu_memory_utilization 0.99 "
+    "--limit-mm-per-prompt image=13 --max-num-prefill-seqs 4 --max-num-seqs 64 --split_qkv "
+    "--disable-log-requests --disable-log-stats",
+)
+
 OPEA_LINES = (
     # opea-project/GenAIExamples: compose files of Gaudi.
     "--model org/model --tensor-parallel-size 1 --host 0.0.0.0 --port 80 --block-size 128 "
@@ -144,11 +153,11 @@ OPEA_LINES = (
     "--disable-log-request",
 )
 
-LINES = (*CHART_LINES, *LLM_D_LINES, *PLUGIN_LINES, *OPEA_LINES)
+LINES = (*CHART_LINES, *LLM_D_LINES, *PLUGIN_LINES, *FORK_LINES, *OPEA_LINES)
 WITHOUT_EFFECT = {
     *("num-scheduler-steps", "use-padding-aware-scheduling", "trust-remote-code"),
     *("use-v2-block-manager", "tokenizer-mode", "max-seq-len-to-capture", "config-format"),
-    *("collect-detailed-traces", "kv-transfer-config", "weights-load-device"),
+    *("collect-detailed-traces", "kv-transfer-config", "weights-load-device", "disable-log-stats"),
 }
 """Flags of the lines that have nothing to switch here."""
 NOTED = re.compile(r"(--[\w-]+) (?:is taken for|\S+ is a file of vLLM's image)")

@@ -236,7 +236,7 @@ def test_the_log_has_a_warning_for_each_note(
         ("--speculative-max-model-len 5", "--speculative-max-model-len is not in this version"),
         ("--enable-eplb", "--enable-eplb is not in this version: each device of --enable-exp"),
         ("--cuda-graph-sizes 8", "--cuda-graph-sizes is not in this version: --execution-mode"),
-        ("--limit-mm-per-prompt image=1", "--limit-mm-per-prompt is 'image=1', it must be JSON"),
+        ("--limit-mm-per-prompt image=x", "--limit-mm-per-prompt is 'image=x', it must be JSON"),
         ("--mm-processor-cache-type shm", "--mm-processor-cache-type is not in this version"),
         ("--enable-lora-bias", "--enable-lora-bias is not in this version: adapters are low-rank"),
         ("--lora-extra-vocab-size 9", "--lora-extra-vocab-size is not in this version"),

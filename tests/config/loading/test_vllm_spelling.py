@@ -1,6 +1,7 @@
 """config/loading/vllm_spelling.py: abbreviated and dotted flags."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,6 +124,26 @@ def test_a_dotted_flag_that_makes_no_sense_is_refused(line: str, message: str) -
         load(["m", *line.split()], environ={})
 
     assert message in str(caught.value)
+
+
+def test_keys_with_dots_in_a_file_are_one_json_object(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "speculative-config.method: ngram\nspeculative_config.num_speculative_tokens: 2\n"
+    )
+
+    loaded = load(["m", "--config", str(file)], environ={})
+
+    given = json.loads(str(loaded.sources["speculative-config"][0]))
+    assert given == {"method": "ngram", "num_speculative_tokens": 2}
+
+
+def test_a_setting_of_a_file_is_whole_or_in_parts(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("speculative-config: {}\nspeculative-config.method: ngram\n")
+
+    with pytest.raises(ConfigError, match="gives speculative-config twice"):
+        load(["m", "--config", str(file)], environ={})
 
 
 def test_a_dot_in_a_value_makes_no_dotted_flag() -> None:
