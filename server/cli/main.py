@@ -17,7 +17,7 @@ from config.errors import CheckpointError, ConfigError, EngineDied
 from config.loading.env import environment
 from config.loading.flags import FLAGS
 from config.loading.parser import Parser, server_parser
-from config.loading.sources import load
+from config.loading.sources import Loaded, load
 from config.loading.values import nearest
 from config.loading.vendor_variables import ignored_variables
 from config.version import VERSION
@@ -110,16 +110,21 @@ def _serve(argv: list[str]) -> int:
         )
     server = loaded.server
     log.setup("server", server.log, access_log=not server.disable_access_log)
-    for note in loaded.notes:
-        logger.warning("%s", note)
-    if loaded.without_effect:
-        logger.info("Accepted without effect: %s", _with_reasons(loaded.without_effect))
+    log_spellings(loaded)
     if ignored := ignored_variables(environment()):
         logger.warning("Variables without effect: %s", _with_reasons(ignored))
     from server.cli.presets import with_preset
     from server.cli.start import start
 
     return start(with_preset(loaded, argv).engine, server)
+
+
+def log_spellings(loaded: Loaded) -> None:
+    """Log how vLLM's spellings were understood, and which of its flags have no effect."""
+    for note in loaded.notes:
+        logger.warning("%s", note)
+    if loaded.without_effect:
+        logger.info("Accepted without effect: %s", _with_reasons(loaded.without_effect))
 
 
 def _with_reasons(reasons: Mapping[str, str]) -> str:

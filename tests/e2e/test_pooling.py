@@ -83,12 +83,13 @@ def test_a_batch_asks_the_pooling_routes(embedder: LiveServer, tmp_path: Path) -
     (tmp_path / "in").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     command = [sys.executable, "-m", "gaudiserve", "run-batch", f"--base-url={embedder.url}"]
-    command += ["-i", f"{tmp_path}/in", "-o", f"{tmp_path}/out"]
+    command += ["-i", f"{tmp_path}/in", "-o", f"{tmp_path}/out", "--max-num-seq", "4"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
     answers = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     found = {answer["custom_id"]: answer["response"] for answer in answers}
     assert done.returncode == 0, done.stderr
+    assert "--max-num-seq is taken for --max-num-seqs" in done.stderr
     assert {url: found[url]["status_code"] for url in asked} == dict.fromkeys(asked, 200)
     assert len(found["/score"]["body"]["data"]) == len(found["/rerank"]["body"]["results"]) == 4
 
