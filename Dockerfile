@@ -16,7 +16,8 @@ RUN set -eu; \
     python3 -m venv /opt/gaudiserve; \
     torch=$(/opt/gaudiserve/bin/python deploy/torch_build.py ${TORCH_INDEX:+--index "$TORCH_INDEX"}); \
     /opt/gaudiserve/bin/python -m pip install --no-cache-dir $torch ".[cpu${EXTRAS}]"; \
-    /opt/gaudiserve/bin/python deploy/package_names.py
+    /opt/gaudiserve/bin/python deploy/package_names.py; \
+    /opt/gaudiserve/bin/gaudiserve vllm-command
 
 FROM python:${PYTHON}-slim-bookworm
 # The kernels are compiled for the machine that runs them, at the first start, into /cache.
@@ -25,7 +26,8 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=install /opt/gaudiserve /opt/gaudiserve
 ENV PATH=/opt/gaudiserve/bin:$PATH \
-    XDG_CACHE_HOME=/cache
+    XDG_CACHE_HOME=/cache \
+    GAUDISERVE_HOST=0.0.0.0
 RUN useradd --create-home --uid 10001 --user-group gaudiserve \
     && install -d -o gaudiserve -g gaudiserve /cache
 USER gaudiserve
@@ -35,4 +37,4 @@ EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=6s --start-period=60s --retries=3 \
     CMD ["python3", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health', timeout=5)"]
 ENTRYPOINT ["gaudiserve"]
-CMD ["serve", "--host", "0.0.0.0"]
+CMD ["serve"]

@@ -232,7 +232,7 @@ class EngineConfig:
         ".gguf file is converted; dummy: small random weights, from config.json alone, for sizing "
         "and benchmarks",
         choices=("auto", "safetensors", DUMMY),
-        spellings={"hf": "safetensors"},
+        spellings={"hf": "safetensors", "mistral": "auto"},
     )
     runner: str = setting(
         "auto",

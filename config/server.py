@@ -1,6 +1,7 @@
 """ServerConfig: the settings of the API servers: HTTP, text and logs."""
 
 import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ MAX_IMAGES = 64
 MAX_VIDEOS = 8
 MAX_FRAMES = 768
 """Of one video."""
+RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+"""Variables of a chat template that are fields of a request, and no chat_template_kwargs."""
 TOOL_TEMPLATES = ("auto", "none")
 REASONING_PARSERS = (
     *("auto", "none", "deepseek_r1", "deepseek_v3", "qwen3", "glm45", "granite", "mistral"),
@@ -187,8 +190,8 @@ class ServerConfig:
     )
     allow_runtime_lora_updating: bool = setting(
         False,
-        "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter; needs --api-key, --lora-dir and "
-        "--enable-lora",
+        "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter; without --api-key, --lora-dir "
+        "and --enable-lora they refuse each request",
         group="LoRA",
         variables=("VLLM_ALLOW_RUNTIME_LORA_UPDATING",),
     )
@@ -205,6 +208,12 @@ class ServerConfig:
     )
     chat_template: str | None = setting(
         None, "Chat template: a file or the template itself; none: the model's own", group="Text"
+    )
+    default_chat_template_kwargs: str = setting(
+        "",
+        'Variables for the chat template as JSON, under those of a request: {"enable_thinking": '
+        "false}",
+        group="Text",
     )
     trust_request_chat_template: bool = setting(
         False, "Let a request bring its own chat template", group="Text"
@@ -232,6 +241,14 @@ class ServerConfig:
         group="Text",
         minimum=0,
         maximum=MAX_LOGPROBS,
+    )
+    return_tokens_as_token_ids: bool = setting(
+        False,
+        "Name tokens in log-probabilities as `token_id:5`, unless a request says otherwise",
+        group="Text",
+    )
+    enable_force_include_usage: bool = setting(
+        False, "End every stream with a chunk that has the usage", group="Text"
     )
     max_stop_strings: int = setting(
         4,
@@ -270,8 +287,8 @@ class ServerConfig:
     )
     limit_mm_per_prompt: str = setting(
         "",
-        'Maximum number of images and videos of a prompt as JSON: {"image": 4, "video": 1}; 0: the '
-        "server takes none",
+        'Maximum number of images and videos of a prompt as JSON: {"image": 4, "video": 1}, or '
+        "image=4,video=1; 0: the server takes none",
         group="Images",
     )
     allowed_media_domains: tuple[str, ...] = setting(
@@ -352,6 +369,12 @@ class ServerConfig:
         group="Logs",
         aliases=("disable-uvicorn-access-log",),
     )
+    disable_access_log_for_endpoints: tuple[str, ...] = setting(
+        (),
+        "Paths whose HTTP calls are not logged, requests to the engine included; separated by "
+        "commas: /health,/metrics",
+        group="Logs",
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -361,18 +384,16 @@ class ServerConfig:
         _check_addresses(self.forwarded_allow_ips)
         _generation_overrides(self.override_generation_config)
         _object("mm_processor_kwargs", self.mm_processor_kwargs)
+        for name in RESERVED_VARIABLES:
+            if name in self.template_defaults:
+                raise ConfigError(
+                    f"default_chat_template_kwargs sets {name!r}, which is a field of a request"
+                )
         for kind, count in (("images", self.max_images), ("videos", self.max_videos)):
             if count < 0:
                 raise ConfigError(f"limit_mm_per_prompt has {count} {kind}, it must be at least 0")
         _check_frames(*self.video_frames)
-        if self.allow_runtime_lora_updating and self.lora_dir is None:
-            raise ConfigError(
-                "allow_runtime_lora_updating is on and lora_dir is not set: it must be a folder"
-            )
-        for name in (
-            *("enable_dev_endpoints", "cache_salt_per_key"),
-            "allow_runtime_lora_updating",
-        ):
+        for name in ("enable_dev_endpoints", "cache_salt_per_key"):
             if getattr(self, name) and not self.has_api_keys:
                 raise ConfigError(f"{name} is on and api_keys holds 0 keys, it needs 1")
         if self.uds is not None and self.api_server_count > 1:
@@ -413,7 +434,7 @@ class ServerConfig:
         return self._limit("video", MAX_VIDEOS)
 
     def _limit(self, kind: str, default: int) -> int:
-        limits = _object("limit_mm_per_prompt", self.limit_mm_per_prompt)
+        limits = _mm_limits(self.limit_mm_per_prompt)
         if unknown := set(limits) - set(_LIMITED):
             raise ConfigError(
                 f"limit_mm_per_prompt has {', '.join(sorted(unknown))}, it may have "
@@ -450,6 +471,11 @@ class ServerConfig:
         return _object("mm_processor_kwargs", self.mm_processor_kwargs)
 
     @property
+    def template_defaults(self) -> dict[str, Any]:
+        """Variables of the chat template that a request may override. Raises ConfigError."""
+        return _object("default_chat_template_kwargs", self.default_chat_template_kwargs)
+
+    @property
     def log(self) -> LogConfig:
         """Of all processes of the server."""
         return LogConfig(self.log_level, self.log_format)
@@ -461,6 +487,9 @@ class ServerConfig:
         return {**recommended, **_generation_overrides(self.override_generation_config)}
 
 
+IGNORED_GENERATION = ("attn_temperature_tuning",)
+"""Names in override_generation_config that are no sampling parameters: scripts for Llama 4 on vLLM
+set them, to no effect there either."""
 _LIMITED = ("image", "video", "audio")
 """Kinds in limit_mm_per_prompt; scripts for vLLM name audio, which no model takes."""
 _FRAMES = {"num_frames": 32, "fps": -1}
@@ -486,12 +515,22 @@ def _object(name: str, text: str) -> dict[str, Any]:
     return value
 
 
+def _mm_limits(text: str) -> dict[str, Any]:
+    """JSON, or image=4,video=1, as older releases of vLLM took it."""
+    if re.fullmatch(r"\w+=\d{1,9}(,\w+=\d{1,9})*", text):
+        pairs = (pair.split("=") for pair in text.split(","))
+        return {kind: int(count) for kind, count in pairs}
+    return _object("limit_mm_per_prompt", text)
+
+
 def _generation_overrides(text: str) -> dict[str, float]:
     name = "override_generation_config"
     try:
         values = parse_json(text or "{}")
     except ValueError as error:
         raise ConfigError(f"{name} is {text!r}, it must be JSON: {error}") from None
+    if isinstance(values, dict):
+        values = {key: value for key, value in values.items() if key not in IGNORED_GENERATION}
     if not isinstance(values, dict) or not set(values) <= set(GENERATION_FIELDS):
         allowed = ", ".join(GENERATION_FIELDS)
         raise ConfigError(f"{name} is {text!r}, it must be a JSON object of some of {allowed}")

@@ -78,6 +78,7 @@ class Request:
         "num_computed_tokens",
         "num_preemptions",
         "num_prefill_tokens",
+        "num_prefix_tokens",
         "num_prompt_logprobs",
         "num_prompt_tokens",
         "num_tokens",
@@ -188,6 +189,8 @@ class Request:
         self.num_prefill_tokens = self.num_tokens
         """Its tokens when it was last scheduled from the waiting queue: it decodes once all of them
         are computed."""
+        self.num_prefix_tokens = 0
+        """Tokens that the prefix cache had when it was last scheduled from the waiting queue."""
         self.decode_limit = 0
         """Value of `num_computed_tokens` at which a decode needs another block, or its last token
         is scheduled."""

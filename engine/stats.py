@@ -65,14 +65,16 @@ class StepStats:
         self.counts.lookups[name] = self.counts.lookups.get(name, 0) + 1
 
     def count_step(self, num_tokens: int, phases: list[int], seconds: list[float]) -> None:
-        """Count a collected step: its tokens without padding, and each launch's phase and time."""
+        """Count a collected step: its tokens (OutputProcessor.num_step_tokens), and each launch's
+        phase and time. A step without tokens is no sample: a part of a prompt, for example."""
         counts = self.counts
         counts.steps += 1
         if len(counts.step_tokens) >= MAX_SAMPLES:
             counts.step_tokens.clear()
         if len(counts.step_seconds) >= MAX_SAMPLES:
             counts.step_seconds.clear()
-        counts.step_tokens.append(num_tokens)
+        if num_tokens:
+            counts.step_tokens.append(num_tokens)
         counts.step_seconds.extend(zip(phases, seconds, strict=False))
 
     def update_counters(self, counters: dict[str, float]) -> None:

@@ -125,7 +125,7 @@ def test_flags_that_the_documents_name_exist() -> None:
     known |= set(calibrate_parser()._option_string_actions)
     known |= set(batch_parser()._option_string_actions)
     known |= set(chat_parser()._option_string_actions)
-    known |= {"--no-NAME", "--max_model_len", "--version"}
+    known |= {"--no-NAME", "--max_model_len", "--version", "--gpu-memory-util"}
     # clients.md has the flags of other programs.
     texts = [page.read_text(encoding="utf-8") for page in PAGES if page.name != "clients.md"]
     texts += [(ROOT / "deploy" / name).read_text(encoding="utf-8") for name in MANIFESTS]

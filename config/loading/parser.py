@@ -4,19 +4,17 @@ import argparse
 import math
 import re
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
 from config.errors import ConfigError
 from config.loading.flags import FILE_FLAGS, FLAGS, GROUPS, Flag
 from config.loading.values import Given, joined, nearest
-from config.loading.vllm_flags import ACCEPTED, SHORT_FORMS, absence
+from config.loading.vllm_flags import ACCEPTED, absence
+from config.loading.vllm_spelling import Spelled, ambiguity, respelled, with_dashes
 
 _FLAG = re.compile(r"--?[a-zA-Z]")
-_SHORT = re.compile(r"(-[a-zA-Z-]+)((?:[=.].*)?)$", re.DOTALL)
 _OF_NUMBER = re.compile(r"^argument --([\w-]+)(?:/--[\w-]+)*: is ")
-_SWITCHES = {"true": "--NAME", "false": "--no-NAME"}
 METAVARS = {bool: "", int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
 
@@ -27,8 +25,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**facts)
         self.absence: Callable[[str], str] = lambda name: ""
         """Why a flag of vLLM's command of this name is not in this version."""
-        self.spell: Callable[[list[str]], Iterable[str]] = iter
-        """Rewrites vLLM's spellings of flags."""
+        self.spell: Callable[[Iterable[str], Collection[str]], Spelled] = _as_given
+        """Rewrites vLLM's spellings of the flags that the parser knows."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(_OF_NUMBER.sub(r"\1 is ", message))
@@ -41,14 +39,17 @@ class Parser(argparse.ArgumentParser):
         return arguments
 
     def parse_known(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """The arguments, and what is wrong with the others."""
+        """The arguments, and what is wrong with the others. `notes` of the arguments says how
+        vLLM's spellings were understood."""
         words, problems = [], []
-        for word in self.spell([_with_dashes(word) for word in argv]):
+        spelled = self.spell(argv, self._option_string_actions)
+        for word in spelled.words:
             if problem := self._value_of_switch(word):
                 problems.append(problem)
             else:
                 words.append(word)
         arguments, left = self.parse_known_args(words)
+        arguments.notes = spelled.notes
         unknown = [word for word in left if _FLAG.match(word)]
         problems += [self._unknown(word.partition("=")[0]) for word in unknown]
         if left and not unknown:
@@ -59,7 +60,7 @@ class Parser(argparse.ArgumentParser):
         if reason := self.absence(name):
             return f"{name} is not in this version: {reason}"
         known = [word for word in self._option_string_actions if word.startswith("--")]
-        return f"{name} is no flag of {self.prog}{nearest(name, known)}"
+        return f"{name} is no flag of {self.prog}{ambiguity(name, known) or nearest(name, known)}"
 
     def _value_of_switch(self, word: str) -> str:
         # argparse's own message would say that the value is ignored, which is wrong.
@@ -70,6 +71,10 @@ class Parser(argparse.ArgumentParser):
         off = f"--no-{name[2:]}"
         hint = f"; {off} turns it off" if off in self._option_string_actions else ""
         return f"{name} takes no value, {word} gives one{hint}"
+
+
+def _as_given(words: Iterable[str], known: Collection[str]) -> Spelled:
+    return Spelled(list(map(with_dashes, words)), [])
 
 
 def number(
@@ -98,39 +103,6 @@ def number(
         return value
 
     return read
-
-
-def _with_dashes(word: str) -> str:
-    """--max_model_len and --max-model-len are the same flag."""
-    if not word.startswith("--"):
-        return word
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value
-
-
-def _vllm_spelling(words: list[str]) -> Iterator[str]:
-    """`words` with long forms, without the values that vLLM allows behind a switch, and without
-    what turns off that which is not here."""
-    rest = deque(map(_long_form, words))
-    while rest:
-        word = rest.popleft()
-        name, equals, value = word.partition("=")
-        accepted = ACCEPTED.get(name[2:])
-        if accepted is not None and accepted.is_switch:
-            if not equals and rest and rest[0].lower() in _SWITCHES:
-                value = rest.popleft()
-            word = _SWITCHES.get(value.lower(), word).replace("NAME", name[2:])
-        # --no-enable-lora asks for nothing.
-        if not (word.startswith("--no-") and absence(word)):
-            yield word
-
-
-def _long_form(word: str) -> str:
-    # Like a compiler's, -O may have its value directly behind it.
-    match = _SHORT.match(re.sub(r"^-O(?=\d)", "-O=", word))
-    if match is None or match[1] not in SHORT_FORMS:
-        return word
-    return SHORT_FORMS[match[1]] + match[2]
 
 
 class _Record(argparse.Action):
@@ -166,7 +138,7 @@ def server_parser(prog: str, description: str, *, has_model: bool = True) -> Par
         "of the YAML file. A flag wins over a variable, a variable over the file. "
         "docs/coming-from-vllm.md lists vLLM's flags.",
     )
-    parser.absence, parser.spell = absence, _vllm_spelling
+    parser.absence, parser.spell = absence, respelled
     parser.set_defaults(given=[], model=None)
     if has_model:
         parser.add_argument(

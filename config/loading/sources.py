@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -23,7 +24,8 @@ from config.loading import env
 from config.loading.flags import FILE_FLAGS, FLAGS, PARTS, Flag
 from config.loading.parser import Parser, server_parser
 from config.loading.values import Given, clipped, convert, joined, nearest, shown, truth, wrong
-from config.loading.vllm_flags import ACCEPTED, absence
+from config.loading.vllm_flags import ACCEPTED, absence, is_chat_template
+from config.loading.vllm_spelling import with_objects_of_dots
 from config.parallel import ParallelConfig
 from config.params.lora import LoRAConfig
 from config.params.offload import OffloadConfig
@@ -50,6 +52,8 @@ class Loaded:
     sources: Mapping[str, tuple[object, str]]
     without_effect: Mapping[str, str]
     """vLLM's flags that were accepted, with their values -> why they have no effect."""
+    notes: tuple[str, ...]
+    """How other spellings and files of vLLM were understood."""
     arguments: argparse.Namespace
     """Of the command line; also has the flags that only its command knows."""
 
@@ -148,13 +152,14 @@ def _merge(
             problems.append("no model is given; give a folder, a .gguf file or a Hugging Face id")
     model = str(values.get("model", ("",))[0])
     without_effect = _without_effect(chain(*layers), model, problems)
+    notes = [*getattr(arguments, "notes", ()), *_without_absent_template(values)]
     if problems:
         raise ConfigError(joined(problems))
     for flag in FLAGS:
         values.setdefault(flag.key, (flag.default, DEFAULT))
     engine, server = _build(values)
     sources = {flag.key: values[flag.key] for flag in FLAGS}
-    return Loaded(engine, server, sources, without_effect, arguments)
+    return Loaded(engine, server, sources, without_effect, tuple(notes), arguments)
 
 
 def _layer(layer: Iterable[Given], problems: list[str]) -> dict[str, tuple[object, str]]:
@@ -206,6 +211,25 @@ def _without_effect(layers: Iterable[Given], model: str, problems: list[str]) ->
     return found
 
 
+def _without_absent_template(values: dict[str, tuple[object, str]]) -> Iterator[str]:
+    """Remove a missing chat template of vLLM's image from `values`; yields a note about it.
+
+    The model's own template replaces the missing template, and chooses the parser of tool calls.
+    """
+    template, source = values.get("chat-template", (None, ""))
+    if not isinstance(template, str) or not is_chat_template(template) or Path(template).exists():
+        return
+    values["chat-template"] = (None, source)
+    changed = ""
+    if values.get("tool-call-parser", ("auto", ""))[0] not in ("auto", "none"):
+        values["tool-call-parser"] = ("auto", source)
+        changed = " with --tool-call-parser auto"
+    yield (
+        f"--chat-template {template} is a file of vLLM's image, which is not here: the model's own "
+        f"chat template is used{changed}"
+    )
+
+
 def _read_file(path: str, problems: list[str]) -> list[Given]:
     try:
         content = _parsed(read_limited(path, MAX_FILE_BYTES).decode("utf-8"))
@@ -221,7 +245,7 @@ def _read_file(path: str, problems: list[str]) -> list[Given]:
         raise ConfigError(f"the file {path} holds {len(content)} keys, at most {MAX_FILE_KEYS}")
     source = f"file {path}"
     found: dict[str, Given] = {}
-    for key, value in content.items():
+    for key, value in with_objects_of_dots(content):
         name = _known(shown(key) if not isinstance(key, str) else key, value, source, problems)
         if not name:
             continue

@@ -16,7 +16,7 @@ from config.loading.flags import Flag
 
 _NUMBER = re.compile(r"^([+-]?\d[\d_]*(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB])?$")
 # A lower-case letter is a power of 1000, a capital one of 1024, as in vLLM.
-_UNITS = {
+UNITS = {
     letter: base ** (1 + power)
     for letters, base in (("kmgt", 1000), ("KMGT", 1024))
     for power, letter in enumerate(letters)
@@ -130,7 +130,7 @@ def _number(flag: Flag, given: Given) -> int | float:
         else:
             digits, unit, _ = match.groups()
             value = _plain_number(digits)
-            value = None if value is None else value * _UNITS.get(unit, 1)
+            value = None if value is None else value * UNITS.get(unit, 1)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise wrong(given, expected)
     if isinstance(value, int) and abs(value) >= MAX_INTEGER:

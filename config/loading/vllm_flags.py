@@ -2,8 +2,12 @@
 effect, or refused with a reason."""
 
 import fnmatch
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
+
+from config.json_text import parse_json
 
 SHORT_FORMS: Mapping[str, str] = {
     "-tp": "--tensor-parallel-size",
@@ -28,6 +32,19 @@ SHORT_FORMS: Mapping[str, str] = {
     "-cc": "--compilation-config",
 }
 
+GRAMMAR_COMPILERS = ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer")
+"""Names of vLLM's back ends for structured output."""
+
+CHAT_TEMPLATES = (
+    *("apertus", "deepseekr1", "deepseekv3", "deepseekv31", "functiongemma", "gemma3_pythonic"),
+    *("gemma4", "glm4", "granite", "granite_20b_fc", "hermes", "hunyuan_a13b", "internlm2_tool"),
+    *("llama3.1_json", "llama3.2_json", "llama3.2_pythonic", "llama4_json", "llama4_pythonic"),
+    *("mistral", "mistral3", "mistral_parallel", "phi4_mini", "qwen3coder", "toolace"),
+    *("xlam_llama", "xlam_qwen"),
+)
+"""Names of the templates for tools in vLLM's image: examples/tool_chat_template_NAME.jinja."""
+_TEMPLATE_FILES = ("template_llava", *(f"tool_chat_template_{name}" for name in CHAT_TEMPLATES))
+
 MODEL, NUMBER = "the model's name", "a number"
 """Stand for the value of --model and for any number in `VALUES`."""
 
@@ -44,13 +61,21 @@ VALUES = (
         ("mp",),
         "engines are processes that the server starts",
     ),
-    ("config-format", ("auto", "hf"), "config.json is read"),
+    (
+        "config-format",
+        ("auto", "hf", "mistral"),
+        "config.json is read, also where there is a params.json beside it",
+    ),
     (
         "tokenizer",
         (MODEL,),
         "the tokenizer is the one in the model's folder; put another one there",
     ),
-    ("tokenizer-mode", ("auto", "hf"), "the tokenizer is of the kind that the model's files name"),
+    (
+        "tokenizer-mode",
+        ("auto", "hf", "slow", "mistral"),
+        "the tokenizer is of the kind that the model's files name",
+    ),
     ("tokenizer-pool-size", ("0",), "--tokenizer-threads sets the number of threads"),
     ("code-revision", (), "code in a checkpoint is never run"),
     (
@@ -92,9 +117,27 @@ VALUES = (
     ),
     (
         "guided-decoding-backend",
-        ("auto", "guidance"),
+        GRAMMAR_COMPILERS,
         "llguidance compiles all grammars, schemas and patterns",
     ),
+    (
+        "structured-outputs-config",
+        tuple(json.dumps({"backend": name}) for name in GRAMMAR_COMPILERS),
+        "llguidance compiles all grammars, schemas and patterns, without options",
+    ),
+    (
+        "compilation-config optimization-level",
+        (),
+        "--execution-mode chooses how the model is compiled, and the buckets (such as "
+        "--decode-bs-bucket-max) which shapes",
+    ),
+    (
+        "kv-transfer-config",
+        (),
+        "the KV cache stays in its engine, which computes each prompt itself; "
+        "--kv-offloading-size is its part outside the device",
+    ),
+    ("collect-detailed-traces", (), "a trace always has what is measured"),
     ("worker-cls", ("auto",), "there is one kind of worker"),
     ("lora-dtype", ("auto",), "adapters have the data type of the model"),
     ("chat-template-content-format", ("auto",), "found from the chat template"),
@@ -183,8 +226,7 @@ ABSENT = (
         "images have no such options",
     ),
     (
-        "compilation-config cudagraph-* cuda-graph-sizes max-cudagraph-capture-size "
-        "optimization-level",
+        "cudagraph-* cuda-graph-sizes max-cudagraph-capture-size",
         "--execution-mode chooses how the model is compiled, and the buckets (such as "
         "--decode-bs-bucket-max) which shapes",
     ),
@@ -195,7 +237,7 @@ ABSENT = (
     ),
     ("kv-cache-dtype-skip-layers", "all layers cache in --kv-cache-dtype"),
     (
-        "kv-transfer-config kv-events-config kv-sharing-fast-prefill",
+        "kv-events-config kv-sharing-fast-prefill",
         "the KV cache stays in its engine; --kv-offloading-size is its part outside the device",
     ),
     ("mamba-*", "models with a recurrent state are not supported"),
@@ -214,7 +256,7 @@ ABSENT = (
         "there are no plug-ins",
     ),
     (
-        "structured-outputs-config guided-decoding-disable-*",
+        "guided-decoding-disable-*",
         "llguidance compiles all grammars, schemas and patterns, without options",
     ),
     (
@@ -224,20 +266,15 @@ ABSENT = (
     ("ssl-ciphers", "the ciphers are those that Python's ssl module takes for a server"),
     ("grpc", "the server speaks HTTP"),
     ("allow-credentials", "keys travel in the Authorization header, not in cookies"),
-    ("default-chat-template-kwargs", "send chat_template_kwargs with the request"),
-    ("return-tokens-as-token-ids", "send return_tokens_as_token_ids with the request"),
-    ("enable-force-include-usage", "send stream_options.include_usage with the request"),
     ("exclude-tools-when-tool-choice-none", "send no tools with the request"),
     ("tool-server", "tools are run by the client"),
     (
-        "log-config-file max-log-len enable-log-outputs enable-log-deltas log-error-stack "
-        "disable-access-log-for-endpoints",
+        "log-config-file max-log-len enable-log-outputs enable-log-deltas log-error-stack",
         "--log-level, --enable-log-requests and --disable-access-log choose what is logged",
     ),
     (
-        "collect-detailed-traces show-hidden-metrics-for-version "
-        "enable-mfu-metrics kv-cache-metrics* enable-layerwise-nvtx-tracing "
-        "aggregate-engine-logging enable-per-request-metrics",
+        "show-hidden-metrics-for-version enable-mfu-metrics kv-cache-metrics* "
+        "enable-layerwise-nvtx-tracing aggregate-engine-logging enable-per-request-metrics",
         "/metrics and traces have what is measured",
     ),
     ("profiler-config", "--profiler and --profiler-trace write a trace"),
@@ -261,7 +298,7 @@ class Accepted:
 
     def fits(self, value: object, model: str) -> bool:
         """Whether `value` has no effect."""
-        word = str(value).lower()
+        word = _plain(value).lower()
         number = _number(word)
         return not self.values or any(
             word == accepted
@@ -269,6 +306,16 @@ class Accepted:
             or (number is not None and accepted in (NUMBER, f"{number:g}"))
             for accepted in self.values
         )
+
+
+def _plain(value: object) -> str:
+    """`value` as text, JSON as json.dumps writes it."""
+    if not isinstance(value, Mapping):
+        try:
+            value = parse_json(str(value))
+        except ValueError:
+            return str(value)
+    return json.dumps(value) if isinstance(value, Mapping) else str(value)
 
 
 def _number(word: str) -> float | None:
@@ -296,3 +343,11 @@ def absence(name: str, rows: Iterable[tuple[str, str]] = ABSENT) -> str:
         if any(fnmatch.fnmatchcase(bare, pattern) for pattern in patterns.split()):
             return reason
     return ""
+
+
+def is_chat_template(path: str) -> bool:
+    """Whether `path` is the place of a chat template in vLLM's image."""
+    file = PurePath(path)
+    return (
+        file.parent.name == "examples" and file.suffix == ".jinja" and file.stem in _TEMPLATE_FILES
+    )

@@ -646,7 +646,7 @@ class EngineCore:
                     self._offload.rates.add_prefill(sum(launch.query_lens), seconds)
         # Padding for other engines is no step of this one.
         if output.num_tokens or self._coupled is None:
-            self._stats.count_step(output.num_tokens, phases, result.seconds)
+            self._stats.count_step(self._outputs.num_step_tokens, phases, result.seconds)
             self._has_output = True
         if self._prefill_rate is not None:
             num_tokens = sum(chunk.num_tokens for chunk in output.chunks)

@@ -19,6 +19,9 @@ class OutputProcessor:
         self._kv = kv
         self._step = -1
         self._messages: dict[int, StepOutput] = {}
+        self.num_step_tokens = 0
+        """Tokens of the latest step as vLLM counts them: generated tokens, and the computed tokens
+        of each prompt that the step completed."""
 
     @property
     def is_empty(self) -> bool:
@@ -76,6 +79,17 @@ class OutputProcessor:
         """
         assert result.step == output.step, f"result {result.step} for plan {output.step}"
         self._step = result.step
+        self.num_step_tokens = -self._num_unsent_tokens()
+        finished = self._finished_by(output, result, now)
+        self.num_step_tokens += self._num_unsent_tokens()
+        return finished
+
+    def _num_unsent_tokens(self) -> int:
+        return sum(len(message.tokens) for message in self._messages.values())
+
+    def _finished_by(
+        self, output: SchedulerOutput, result: StepResult, now: float
+    ) -> list[Request]:
         if output.plan is not None and output.plan.texts:
             return self._process_vectors(output, result, now)
         decodes = output.decodes
@@ -108,7 +122,7 @@ class OutputProcessor:
             request = chunk.request
             if request.state == FINISHED:
                 continue
-            request.first_token_at = now
+            self._complete_prompt(request, now)
             finished.append(request)
             if num_rows < 0:
                 self.finish(request, "error", now, error="the model's vectors were not numbers")
@@ -125,9 +139,13 @@ class OutputProcessor:
             request.num_cached_tokens += num_tokens
             if samples:
                 if request.first_token_at < 0:
-                    request.first_token_at = now
+                    self._complete_prompt(request, now)
             elif request.state != FINISHED:
                 self._kv.cache_blocks(request, request.num_cached_tokens)
+
+    def _complete_prompt(self, request: Request, now: float) -> None:
+        request.first_token_at = now
+        self.num_step_tokens += max(request.num_prompt_tokens - request.num_prefix_tokens, 0)
 
     def _append_tokens(
         self, requests: list[Request], tokens: list[int], now: float

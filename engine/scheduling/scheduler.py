@@ -430,6 +430,7 @@ class Scheduler:
         request.req_index = self._free_indices.pop()
         request.state = RUNNING
         request.num_prefill_tokens = request.num_tokens
+        request.num_prefix_tokens = num_cached
         request.drafts = []
         if request.is_suspect:
             self._suspect = request

@@ -206,7 +206,7 @@ class EngineStats(msgspec.Struct, omit_defaults=True, gc=False):
     kv_offload: dict[str, int] = {}
     """KVOffload.gauges: blocks that left the device; empty where none do."""
     step_tokens: list[int] = []
-    """Tokens computed in each step since the last stats were sent (for a histogram)."""
+    """Tokens of each step since the last stats were sent (OutputProcessor.num_step_tokens)."""
     step_seconds: list[tuple[int, float]] = []
     """(phase, seconds) of each launch since the last stats were sent."""
 

@@ -29,7 +29,8 @@ SHARED: Mapping[str, str] = {
     "add_generation_prompt": "Whether the prompt ends with the start of an answer; default true.",
     "continue_final_message": "Continue the last message; not with add_generation_prompt true.",
     "chat_template": "Template of this request; only with `--trust-request-chat-template`.",
-    "chat_template_kwargs": "Variables for the chat template.",
+    "chat_template_kwargs": "Variables for the chat template, over those of "
+    "`--default-chat-template-kwargs`.",
     "add_special_tokens": "Whether the tokenizer adds its own, such as a BOS; default false.",
     "truncate_prompt_tokens": "Keep only the last tokens of the prompt; -1: as many as fit.",
     "prompt": f"A text or token ids, or a list of up to {MAX_PROMPTS} of either.",
@@ -72,7 +73,8 @@ SHARED: Mapping[str, str] = {
     # The answer.
     "stream": "Server-sent events instead of one answer; default false.",
     "stream_options": "Only with stream.",
-    "include_usage": "Send a last chunk without choices that has the usage.",
+    "include_usage": "Send a last chunk without choices that has the usage; default: "
+    "`--enable-force-include-usage`.",
     "continuous_usage_stats": "Every chunk has the usage so far; needs include_usage.",
     "prompt_logprobs": f"0 to {MAX_LOGPROBS}: number of most likely tokens to return for each "
     "prompt token; not with stream.",
@@ -80,7 +82,8 @@ SHARED: Mapping[str, str] = {
     "skip_special_tokens": "Leave control tokens out of the text; default true.",
     "spaces_between_special_tokens": "Only for tokenizers that add spaces there; default true.",
     "return_token_ids": "Also return the token ids of prompt and output; default false.",
-    "return_tokens_as_token_ids": "Log-probabilities name tokens as `token_id:5`; default false.",
+    "return_tokens_as_token_ids": "Log-probabilities name tokens as `token_id:5`; default: "
+    "`--return-tokens-as-token-ids`.",
     "return_token_strs": "Also return each token as it is in the vocabulary; default false.",
     # The request itself.
     "model": "A served name; default: the first one.",

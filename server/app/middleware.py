@@ -96,7 +96,10 @@ class RecordMiddleware:
         )
         if record.model is not None:
             self._state.recent_requests.append(record.summary())
-        access_log = not self._state.config.disable_access_log and record.path not in PROBES
+        config = self._state.config
+        if record.path in config.disable_access_log_for_endpoints:
+            return
+        access_log = not config.disable_access_log and record.path not in PROBES
         record.write(access_log=access_log)
 
 

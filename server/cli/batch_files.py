@@ -18,6 +18,8 @@ from config.json_text import parse_json
 from server.cli.http_client import Answer
 
 PREFIX = "batch_req_"
+POOLING_PATHS = ("/score", "/rerank", "/v2/rerank", "/classify", "/pooling")
+"""Paths outside of /v1/ that answer a body."""
 MAX_LINE_BYTES = 64 * 2**20
 """As --max-body-bytes."""
 
@@ -79,8 +81,9 @@ def _parsed(number: int, raw: bytes) -> BatchLine | InvalidLine:
     body, url = line.get("body"), line.get("url")
     if line.get("method", "POST") != "POST":
         problem = f"method is {line['method']!r}, it must be POST"
-    elif not isinstance(url, str) or not url.startswith("/v1/") or not url.isprintable():
-        problem = f"url is {url!r}, it must be a path: /v1/chat/completions"
+    elif not isinstance(url, str) or not _is_path(url):
+        paths = ", ".join(POOLING_PATHS)
+        problem = f"url is {url!r}, it must be a path, such as /v1/chat/completions, or {paths}"
     elif " " in url:
         problem = f"url is {url!r}, it must be without blanks"
     elif not isinstance(body, dict):
@@ -90,6 +93,10 @@ def _parsed(number: int, raw: bytes) -> BatchLine | InvalidLine:
     else:
         return BatchLine(number, custom_id, url, body)
     return InvalidLine(number, custom_id, problem)
+
+
+def _is_path(url: str) -> bool:
+    return url in POOLING_PATHS or (url.startswith("/v1/") and url.isprintable())
 
 
 class BatchOutput:

@@ -17,7 +17,7 @@ from config.errors import CheckpointError, ConfigError, EngineDied
 from config.loading.env import disable_autoload, environment
 from config.loading.flags import FLAGS
 from config.loading.parser import Parser, server_parser
-from config.loading.sources import load
+from config.loading.sources import Loaded, load
 from config.loading.values import nearest
 from config.loading.vendor_variables import ignored_variables
 from config.version import VERSION
@@ -43,7 +43,9 @@ commands:
   quantize MODEL  write a checkpoint with quantized weights
   fetch-demo      download the demo model into the cache folder
   config          print the resolved configuration and the source of each value
+  vllm-command    write a command `vllm` that is gaudiserve, for scripts that call it
 
+  Flags without a command are those of serve: gaudiserve --model MODEL.
   gaudiserve COMMAND --help shows a command's flags.
   gaudiserve --version prints {VERSION}.
 """
@@ -68,6 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ConfigError(f"`gaudiserve {words[0]}` takes no argument {words[1]!r}")
             print(text, end="")
             return 0
+        if words[0].startswith("-"):
+            # The entry point of vLLM's images takes flags alone, which charts set as arguments.
+            words.insert(0, "serve")
         return _command(words[0])(words[1:])
     except (CheckpointError, EngineDied) as error:
         print(f"gaudiserve: {error}", file=sys.stderr)
@@ -106,14 +111,21 @@ def _serve(argv: list[str]) -> int:
         )
     server = loaded.server
     log.setup("server", server.log, access_log=not server.disable_access_log)
-    if loaded.without_effect:
-        logger.info("Accepted without effect: %s", _with_reasons(loaded.without_effect))
+    log_spellings(loaded)
     if ignored := ignored_variables(environment()):
         logger.warning("Variables without effect: %s", _with_reasons(ignored))
     from server.cli.presets import with_preset
     from server.cli.start import start
 
     return start(with_preset(loaded, argv).engine, server)
+
+
+def log_spellings(loaded: Loaded) -> None:
+    """Log how vLLM's spellings were understood, and which of its flags have no effect."""
+    for note in loaded.notes:
+        logger.warning("%s", note)
+    if loaded.without_effect:
+        logger.info("Accepted without effect: %s", _with_reasons(loaded.without_effect))
 
 
 def _with_reasons(reasons: Mapping[str, str]) -> str:
@@ -186,6 +198,7 @@ COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "quantize": partial(_module, "quantize"),
     "run-batch": partial(_module, "run_batch"),
     "chat": partial(_module, "chat"),
+    "vllm-command": partial(_module, "vllm_command"),
 }
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from config.loading.parser import Parser, number, server_parser
 from config.loading.sources import Loaded, load
 from server.cli.batch_files import BatchLine, BatchOutput, InvalidLine, read_lines
 from server.cli.http_client import Answer, HttpClient, HttpFailure
+from server.cli.main import log_spellings
 from server.cli.private_server import PrivateServer
 
 DESCRIPTION = """\
@@ -59,6 +60,7 @@ def main(argv: list[str]) -> int:
     loaded = load(argv, default_model=NAMES[0], parser=batch_parser())
     arguments = loaded.arguments
     log.setup("run-batch", loaded.server.log)
+    log_spellings(loaded)
     with BatchOutput(Path(arguments.output_file)) as output:
         lines = _unanswered(Path(arguments.input_file), output)
         if output.num_answered:

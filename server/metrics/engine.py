@@ -22,7 +22,7 @@ RESULTS = ("hit", "miss", "fallback", "refused")
 STAGES = ("warmup", "serving")
 STEP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 COMPILE_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000)
+TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 
 
 SPEC_DECODE = (
@@ -74,7 +74,10 @@ class _EngineMetrics:
         self._engine = engine
         self._values = labels
         self._iteration_tokens = histograms.histogram(
-            "vllm:iteration_tokens_total", "Tokens computed in a step.", LABELS, TOKENS
+            "vllm:iteration_tokens_total",
+            "Tokens that a step generated, and computed tokens of the prompts that it completed.",
+            LABELS,
+            TOKENS,
         ).labels(*labels)
         step_seconds = histograms.histogram(
             "hpu_step_seconds", "A forward pass with sampling.", (*LABELS, "phase"), STEP_S

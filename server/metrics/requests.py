@@ -90,6 +90,14 @@ class RequestMetrics:
         self.inter_token_latency = times(
             "inter_token_latency", "Between two deliveries of tokens to a sequence.", TOKEN_S
         )
+        # vLLM's former name, which dashboards still read: the same histogram, observed once.
+        former = self._registry.histogram(
+            "vllm:time_per_output_token_seconds",
+            "The same as inter_token_latency_seconds.",
+            LABELS,
+            TOKEN_S,
+        )
+        former.series[self._labels] = self.inter_token_latency
         self.time_per_output_token = times(
             "request_time_per_output_token", "Mean over a request's tokens but the first.", TOKEN_S
         )

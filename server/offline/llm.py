@@ -111,6 +111,7 @@ class LLM:
             template = read_template(server.chat_template)
         named = self._tokenizer.special_tokens if self._tokenizer else {}
         self._template = ChatTemplate(template, named, generic_tools=server.tool_template == "auto")
+        self._template_defaults = server.template_defaults
         recommended = facts.generation_defaults
         self._defaults = _sampling_params(server.sampling_defaults(recommended))
         self._client = make_client(dataclasses.replace(engine, model=path), server.log)
@@ -227,7 +228,7 @@ class LLM:
                     documents=documents,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
-                    kwargs=dict(chat_template_kwargs or {}),
+                    kwargs={**self._template_defaults, **(chat_template_kwargs or {})},
                     template=chat_template,
                     mark=None if controls is None else controls.marked,
                 )

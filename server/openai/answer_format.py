@@ -42,7 +42,12 @@ class AnswerFormat:
 
 
 def answer_format(
-    parser_config: ParserConfig, tokenizer: Tokenizer, body: ChatBody, prompt: str
+    parser_config: ParserConfig,
+    tokenizer: Tokenizer,
+    body: ChatBody,
+    prompt: str,
+    *,
+    wants_reasoning: bool,
 ) -> AnswerFormat:
     """The format of the answers to `prompt`; `body` was checked. Raises UserError."""
     if body.thinking_token_budget is not None and parser_config.reasoning_parser is None:
@@ -54,7 +59,9 @@ def answer_format(
     constraint = body.constraint
     if constraint is None:
         return _free_text(parser_config, tokenizer, body, prompt)
-    return _constrained(parser_config, tokenizer, body, prompt, *constraint)
+    return _constrained(
+        parser_config, tokenizer, body, prompt, *constraint, wants_reasoning=wants_reasoning
+    )
 
 
 def _free_text(
@@ -101,6 +108,8 @@ def _constrained(
     prompt: str,
     param: str,
     grammar: GrammarSpec,
+    *,
+    wants_reasoning: bool,
 ) -> AnswerFormat:
     """A grammar for the answer, or calls instead of it if the model may choose."""
     skips_blanks = grammar.kind in _NO_LEADING_WHITESPACE
@@ -111,7 +120,7 @@ def _constrained(
         call_reader = parser_config.tool_call_format
         grammar = _or_calls(parser_config, body, param, grammar)
     reasoning = parser_config.reasoning_spec(
-        prompt, body.continued_text, is_wanted=body.wants_reasoning, skips_blanks=skips_blanks
+        prompt, body.continued_text, is_wanted=wants_reasoning, skips_blanks=skips_blanks
     )
     parsers = parser_config.make_parsers(
         tokenizer,

@@ -77,7 +77,7 @@ async def render(state: AppState, request: Request, body: ChatPromptBody) -> Ren
         documents=body.documents,
         add_generation_prompt=body.adds_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
-        kwargs=body.template_variables,
+        kwargs=body.template_variables(state.template_defaults),
         template=body.chat_template,
         mark=None if controls is None else controls.marked,
         client=client,
@@ -120,7 +120,13 @@ async def start_chat(state: AppState, request: Request, body: ChatBody, *, id_pr
     text = state.text_tokenizer("messages").unmarked(rendered.text)
     if state.config.enable_log_requests:
         log_prompt(record_of(request.scope), text)
-    answers = answer_format(state.parser_config, state.text_tokenizer("messages"), body, text)
+    answers = answer_format(
+        state.parser_config,
+        state.text_tokenizer("messages"),
+        body,
+        text,
+        wants_reasoning=body.wants_reasoning(state.template_defaults),
+    )
     if answers.grammar is not None:
         await check_grammar(state, answers.param, answers.grammar)
     return await start_job(

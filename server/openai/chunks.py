@@ -23,12 +23,12 @@ class _Chunks:
         self._started: set[int] = set()
         self._has_logprobs = job.params.logprobs is not None
         self._has_ids = bool(job.body.return_token_ids)
-        self._has_usage = job.body.includes_usage_in_chunks
+        self._has_usage = job.includes_usage_in_chunks
         self._is_plain = not (self._has_logprobs or self._has_ids or self._has_usage)
         """Whether chunks that are not the last have only text."""
 
     def ending(self) -> bytes:
-        if not self._job.body.includes_usage:
+        if not self._job.includes_usage:
             return DONE
         return self._envelope.chunk(b"", {"usage": self._job.usage()}) + DONE
 

@@ -1,5 +1,5 @@
 """POST /v1/load_lora_adapter and /v1/unload_lora_adapter: adapters at run time, from folders below
---lora-dir. Only with --allow-runtime-lora-updating and API keys, see ServerConfig."""
+--lora-dir. The routes exist with --allow-runtime-lora-updating, and need API keys."""
 
 import asyncio
 from pathlib import Path
@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from config.errors import NotFound, UserError
 from config.params.lora import NamedAdapter
+from config.server import ServerConfig
 from engine.transport.messages import LOAD_ADAPTER, UNLOAD_ADAPTER
 from server.http.body import json_response, parse
 from server.http.openapi import ANSWERS, takes
@@ -54,10 +55,10 @@ def lora_routes(state: AppState) -> APIRouter:
     )
     async def load_lora_adapter(request: Request) -> Response:
         state.check_awake()
+        folder = allowed_folder(state.config)
         body = await parse(LoadAdapterBody, await state.bodies.read_object(request))
         _check_name(state, body.lora_name)
-        assert state.config.lora_dir is not None, "checked by ServerConfig"
-        adapter = await asyncio.to_thread(_adapter, state.config.lora_dir, body)
+        adapter = await asyncio.to_thread(_adapter, folder, body)
         await state.client.control(LOAD_ADAPTER, adapter=adapter)
         return json_response({"message": f"Success: LoRA adapter '{body.lora_name}' added."})
 
@@ -68,6 +69,7 @@ def lora_routes(state: AppState) -> APIRouter:
     )
     async def unload_lora_adapter(request: Request) -> Response:
         state.check_awake()
+        allowed_folder(state.config)
         body = await parse(UnloadAdapterBody, await state.bodies.read_object(request))
         name = body.lora_name
         if name not in state.client.adapters:
@@ -81,6 +83,21 @@ def lora_routes(state: AppState) -> APIRouter:
         )
 
     return router
+
+
+def allowed_folder(config: ServerConfig) -> str:
+    """The folder below which adapters may be. Raises UserError with the missing flags for a server
+    without --lora-dir, and without API keys: anybody could change what the server serves."""
+    if config.lora_dir is not None and config.has_api_keys:
+        return config.lora_dir
+    missing = [] if config.lora_dir else ["--lora-dir FOLDER"]
+    missing += [] if config.has_api_keys else ["--api-key KEY"]
+    raise UserError(
+        f"the server has no {' and no '.join(flag.split()[0] for flag in missing)}, so its "
+        f"adapters cannot be changed: start it with --enable-lora {' '.join(missing)}, and load "
+        "adapters from folders below FOLDER",
+        param="lora_path",
+    )
 
 
 def _check_name(state: AppState, name: str) -> None:

@@ -100,8 +100,21 @@ class Job(RunningRequest[GenerationStream]):
     @property
     def token_formatter(self) -> TokenFormatter:
         """How tokens are written in log-probabilities."""
-        as_ids = bool(self.body.return_tokens_as_token_ids) or self.state.tokenizer is None
-        return token_formatter(as_ids=as_ids)
+        as_ids = self.body.return_tokens_as_token_ids
+        if as_ids is None:
+            as_ids = self.state.config.return_tokens_as_token_ids
+        return token_formatter(as_ids=as_ids or self.state.tokenizer is None)
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return self.body.includes_usage or self.state.config.enable_force_include_usage
+
+    @property
+    def includes_usage_in_chunks(self) -> bool:
+        """Whether every chunk of a stream has the usage."""
+        options = self.body.stream_options
+        return self.includes_usage and options is not None and bool(options.continuous_usage_stats)
 
     def events(self, delta: Delta) -> list[ParserEvent]:
         """What `delta` adds to its choice; without parsers, text. To be called once a delta."""

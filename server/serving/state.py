@@ -79,12 +79,15 @@ class AppState:
     bodies: BodyReader = field(init=False)
     """Reads request bodies within this server's limits."""
     api_keys: ApiKeys = field(init=False)
+    template_defaults: Mapping[str, Any] = field(init=False)
+    """Variables of the chat template that a request may override."""
     fingerprint: str = field(init=False)
     """The system_fingerprint; constant for one model and version."""
 
     def __post_init__(self) -> None:
         self.bodies = BodyReader(self.config.max_body_bytes)
         self.api_keys = ApiKeys(self.config.api_keys, self.config.api_key_file)
+        self.template_defaults = self.config.template_defaults
         digest = hashlib.sha256(f"{self.version}:{self.root}".encode()).hexdigest()
         self.fingerprint = f"fp_{digest[:10]}"
 

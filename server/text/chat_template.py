@@ -22,6 +22,7 @@ from jinja2 import TemplateError
 
 from config.errors import ConfigError, Overloaded, UserError
 from config.model.json_fields import MAX_JSON_BYTES
+from config.server import RESERVED_VARIABLES
 from config.whole_files import read_limited
 from engine.process.isolation import CallInterrupted, CallKilled, ForkServer
 from server.http.json_encoder import encode_json
@@ -57,7 +58,6 @@ STOP_GRACE_S = 0.3
 """How long to wait for a stopped template before the request gives up on its thread."""
 T = TypeVar("T")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 def read_template(given: str) -> str:
@@ -155,7 +155,7 @@ class ChatTemplate:
         if not messages:
             raise UserError("messages is empty, it must have at least 1 message", param="messages")
         for name in kwargs or {}:
-            if name in RESERVED:
+            if name in RESERVED_VARIABLES:
                 raise UserError(
                     f"chat_template_kwargs sets {name!r}, which is a field of its own",
                     param="chat_template_kwargs",

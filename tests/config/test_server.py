@@ -32,10 +32,31 @@ def test_sampling_defaults_that_make_no_sense_are_refused(value: str, message: s
         ServerConfig(override_generation_config=value)
 
 
+def test_a_name_that_is_no_sampling_parameter_of_vllm_either_is_ignored() -> None:
+    value = '{"attn_temperature_tuning": true, "top_k": 3}'
+
+    assert ServerConfig(override_generation_config=value).sampling_defaults({}) == {"top_k": 3}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("{x", "default_chat_template_kwargs is '{x', it must be JSON"),
+        ("[1]", "it must be a JSON object"),
+        ('{"tools": []}', "default_chat_template_kwargs sets 'tools', which is a field of a req"),
+    ],
+)
+def test_variables_of_the_template_that_make_no_sense_are_refused(value: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ServerConfig(default_chat_template_kwargs=value)
+
+
 def test_limits_of_images_and_videos_are_read_in_both_forms() -> None:
     assert ServerConfig().max_images == 64
     plain = ServerConfig(limit_mm_per_prompt='{"image": 4, "audio": 0}')
     assert (plain.max_images, plain.max_videos) == (4, 8)
+    former = ServerConfig(limit_mm_per_prompt="image=13,video=0")
+    assert (former.max_images, former.max_videos) == (13, 0)
     sized = ServerConfig(limit_mm_per_prompt='{"video": {"count": 2, "num_frames": 9}}')
     assert (sized.max_images, sized.max_videos) == (64, 2)
     options = ServerConfig(mm_processor_kwargs='{"max_pixels": 9}').image_options

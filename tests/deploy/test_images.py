@@ -91,10 +91,11 @@ def test_the_steps_of_an_hpu_image_install_the_server_and_keep_the_vendors_torch
         [base / "bin/pip", "list", "--format=freeze"], capture_output=True, text=True, check=True
     ).stdout
     assert all(f"{package}=={version}" in shown for package, version in VENDOR.items())
-    said = subprocess.run(
-        [base / "bin/gaudiserve", "--version"], capture_output=True, text=True, cwd=tmp_path
-    )
-    assert said.returncode == 0, said.stderr
+    for command in ("gaudiserve", "vllm"):
+        said = subprocess.run(
+            [base / "bin" / command, "--version"], capture_output=True, text=True, cwd=tmp_path
+        )
+        assert said.returncode == 0, said.stderr
 
 
 def test_the_steps_of_the_cpu_image_install_a_server_that_starts(

@@ -1,7 +1,9 @@
 """Pooling models end to end: a server with the official SDK, LLM, and the examples of
 docs/pooling.md; vectors and scores equal those of transformers."""
 
+import json
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import numpy as np
 import openai
 import pytest
 import torch
-from live import LiveServer, running
+from live import ROOT, LiveServer, running
 from tiny_encoders import make_pooling, write_modules
 from tokenizers import Tokenizer as Encoder
 from tokenizers import processors
@@ -65,6 +67,31 @@ def embedder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     flags = ("--served-model-name=tiny", "--dtype=float32", "--max-num-seqs=4", "--device=cpu")
     with running(str(folder), log, *flags) as live:
         yield live
+
+
+def test_a_batch_asks_the_pooling_routes(embedder: LiveServer, tmp_path: Path) -> None:
+    pair = {"text_1": "a kitten", "text_2": TEXTS}
+    documents = {"query": "a kitten", "documents": TEXTS}
+    asked = {
+        "/v1/embeddings": {"input": TEXTS},
+        "/pooling": {"input": TEXTS},
+        "/score": pair,
+        "/rerank": documents,
+        "/v2/rerank": documents,
+    }
+    lines = [{"custom_id": url, "url": url, "body": body} for url, body in asked.items()]
+    (tmp_path / "in").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    command = [sys.executable, "-m", "gaudiserve", "run-batch", f"--base-url={embedder.url}"]
+    command += ["-i", f"{tmp_path}/in", "-o", f"{tmp_path}/out", "--max-num-seq", "4"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+    answers = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    found = {answer["custom_id"]: answer["response"] for answer in answers}
+    assert done.returncode == 0, done.stderr
+    assert "--max-num-seq is taken for --max-num-seqs" in done.stderr
+    assert {url: found[url]["status_code"] for url in asked} == dict.fromkeys(asked, 200)
+    assert len(found["/score"]["body"]["data"]) == len(found["/rerank"]["body"]["results"]) == 4
 
 
 @pytest.fixture

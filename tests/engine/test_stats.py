@@ -48,6 +48,16 @@ def test_samples_go_up_once_and_counters_stay() -> None:
     assert second.steps == 1
 
 
+def test_a_step_without_tokens_is_no_sample() -> None:
+    stats = StepStats()
+    stats.count_step(0, [PREFILL], [0.1])
+
+    sent = snapshot(stats)
+
+    assert sent.step_tokens == [] and sent.steps == 1
+    assert sent.step_seconds == [(PREFILL, 0.1)]
+
+
 def test_a_snapshot_does_not_change_when_counting_goes_on() -> None:
     stats = StepStats()
     stats.count_launch("decode", "hit", useful=1, padded=1, shape=(1, 1, 0))

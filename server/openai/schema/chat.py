@@ -130,10 +130,10 @@ class ChatPromptBody(Body):
             return not self.continue_final_message
         return self.add_generation_prompt
 
-    @property
-    def template_variables(self) -> dict[str, Any]:
-        """chat_template_kwargs, and the variables that reasoning_effort sets."""
-        variables: dict[str, Any] = {}
+    def template_variables(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """`defaults`, overridden by the variables that reasoning_effort sets, overridden by
+        chat_template_kwargs."""
+        variables = dict(defaults)
         if self.reasoning_effort is not None:
             variables["reasoning_effort"] = self.reasoning_effort
             variables["enable_thinking"] = self.reasoning_effort != "none"
@@ -218,10 +218,9 @@ class ChatBody(ChatPromptBody, GenerationBody):
         """The text that the answer continues, with continue_final_message."""
         return self.last_text if self.continue_final_message else None
 
-    @property
-    def wants_reasoning(self) -> bool:
-        """Whether reasoning is not disabled."""
-        variables = self.template_variables
+    def wants_reasoning(self, defaults: Mapping[str, Any]) -> bool:
+        """Whether reasoning is not disabled, also not by `defaults` of the template's variables."""
+        variables = self.template_variables(defaults)
         return all(variables.get(name) is not False for name in ("enable_thinking", "thinking"))
 
     @property

@@ -174,15 +174,8 @@ class GenerationBody(Body):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with a usage chunk."""
+        """Whether the request asks for a usage chunk at the end of a stream."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def includes_usage_in_chunks(self) -> bool:
-        """Whether every chunk of a stream has the usage."""
-        return self.includes_usage and bool(
-            self.stream_options and self.stream_options.continuous_usage_stats
-        )
 
     async def sampling_params(
         self,

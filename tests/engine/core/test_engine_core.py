@@ -225,7 +225,38 @@ def test_stats_go_to_every_front_end_even_to_one_without_requests() -> None:
     assert last is not None
     assert (last.steps, last.running, last.blocks_total) == (2, 0, 64)
     samples = [m.stats.step_tokens for f, m in messages if f == 1 and m.stats is not None]
-    assert samples == [[3], [1]]
+    assert samples == [[4], [1]]
+
+
+def step_tokens(rig: CoreRig) -> list[int]:
+    """The samples of all steps until the rig has no more work."""
+    found = []
+    while rig.core.has_work:
+        for _, message in rig.step():
+            found += message.stats.step_tokens if message.stats is not None else []
+    return found
+
+
+@pytest.mark.parametrize(("depth", "most"), [(1, 1), (2, 1), (2, 3)])
+def test_a_step_counts_the_tokens_that_it_generates_and_the_prompts_that_it_completes(
+    depth: int, most: int
+) -> None:
+    rig = CoreRig(depth=depth, max_tokens_per_step=most)
+    for key in range(10):
+        rig.add(key, [1, 2, 3, key], max_tokens=15, ignore_eos=True)
+
+    assert sum(step_tokens(rig)) == 10 * (4 + 15)
+
+
+def test_a_step_counts_no_cached_tokens_and_a_prompt_in_parts_once() -> None:
+    rig = CoreRig(depth=1, budget=16)
+    rig.add(0, list(range(40)), max_tokens=2, ignore_eos=True)
+    first = step_tokens(rig)
+    rig.add(1, list(range(40)), max_tokens=2, ignore_eos=True)
+
+    assert first == [41, 1]
+    assert step_tokens(rig) == [40 - rig.ledger.requests[1].num_cached + 1, 1]
+    assert rig.ledger.requests[1].num_cached > 0
 
 
 def test_an_abort_alone_is_enough_to_send_new_gauges() -> None:

@@ -163,6 +163,20 @@ async def test_the_access_log_has_a_line_but_for_the_probes(
         assert line.startswith("GET /v1/models") and "status=200" in line
 
 
+async def test_the_access_log_has_no_line_of_the_endpoints_that_are_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "server.http.access_log")
+    unlogged = ("/v1/models", "/v1/completions")
+    async with in_memory(disable_access_log_for_endpoints=unlogged) as rig:
+        await rig.http.get("/v1/models?a=1")
+        await rig.complete("hi")
+        await rig.http.get("/version")
+
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert line.startswith("GET /version")
+
+
 async def test_prompts_are_logged_only_with_the_flag(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "server.http.access_log")
     async with in_memory(enable_log_requests=True) as rig:

@@ -54,6 +54,27 @@ def test_a_line_that_is_no_request_says_why(line: str, message: str, tmp_path: P
     assert message in found.error
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("/v1/embeddings", "/v1/score", "/v1/rerank"),
+        *("/score", "/rerank", "/v2/rerank", "/classify", "/pooling"),
+    ],
+)
+def test_the_pooling_paths_are_taken(url: str, tmp_path: Path) -> None:
+    (found,) = lines_of(tmp_path / "in", request(url=url))
+
+    assert isinstance(found, BatchLine) and found.url == url
+
+
+@pytest.mark.parametrize("url", ["/metrics", "/sleep", "/score/x", "/v2/x", "/tokenize"])
+def test_other_paths_outside_of_v1_are_refused(url: str, tmp_path: Path) -> None:
+    (found,) = lines_of(tmp_path / "in", request(url=url))
+
+    assert isinstance(found, InvalidLine)
+    assert found.error.endswith("or /score, /rerank, /v2/rerank, /classify, /pooling")
+
+
 def test_a_custom_id_is_there_once(tmp_path: Path) -> None:
     first, second = lines_of(tmp_path / "in", request("a"), request("a"))
 

@@ -33,6 +33,7 @@ VLLM = [
     "admission_rejections_total",
     "time_to_first_token_seconds_bucket",
     "inter_token_latency_seconds_count",
+    "time_per_output_token_seconds_bucket",
     "request_time_per_output_token_seconds_sum",
     "e2e_request_latency_seconds_bucket",
     "request_queue_time_seconds_bucket",

@@ -45,6 +45,7 @@ OFF: Any = {"chat_template_kwargs": {"enable_thinking": False}}
         (ALWAYS, {}, thinking(is_inside=True)),
         (ALWAYS, OFF, None),
         (ALWAYS, {"chat_template_kwargs": {"thinking": False}}, None),
+        ({**ALWAYS, "default_chat_template_kwargs": '{"thinking": false}'}, {}, None),
         (ALWAYS, {"continue_final_message": True}, None),
         ({**MAY_THINK, "reasoning_parser": "none"}, {}, None),
     ],

@@ -192,6 +192,42 @@ async def test_tokens_may_be_named_by_their_ids() -> None:
         assert answer.json()["prompt_token_ids"] == rig.client.queues[0].prompt
 
 
+async def test_a_server_may_name_tokens_by_their_ids_unless_a_request_says_otherwise() -> None:
+    async with in_memory(TalkingClient("a"), return_tokens_as_token_ids=True) as rig:
+        answers = [
+            await rig.chat(logprobs=True, return_tokens_as_token_ids=asked)
+            for asked in (None, False, True)
+        ]
+
+        firsts = [
+            answer.json()["choices"][0]["logprobs"]["content"][0]["token"] for answer in answers
+        ]
+        assert firsts == [f"token_id:{ids('a')[0]}", "a", f"token_id:{ids('a')[0]}"]
+
+
+@pytest.mark.parametrize("options", [None, {"include_usage": False}])
+async def test_a_server_may_end_every_stream_with_the_usage(options: Any) -> None:
+    async with in_memory(enable_force_include_usage=True) as rig:
+        chats = events((await rig.chat(stream=True, stream_options=options)).content)
+        texts = events((await rig.complete(stream=True, stream_options=options)).content)
+
+        for stream in (chats, texts):
+            assert stream[-1]["usage"]["completion_tokens"] > 0
+            assert not any(chunk.get("usage") for chunk in stream[:-1])
+
+
+async def test_variables_of_the_template_have_defaults_that_a_request_overrides() -> None:
+    template = "{{ enable_thinking }}-{{ colour }}-{{ messages[0].content }}"
+    defaults = '{"enable_thinking": false, "colour": "red"}'
+    async with in_memory(chat_template=template, default_chat_template_kwargs=defaults) as rig:
+        await rig.chat("a")
+        await rig.chat("b", chat_template_kwargs={"colour": "blue"})
+        await rig.chat("c", reasoning_effort="low")
+
+        prompts = [prompt_of(rig.client, index) for index in range(3)]
+        assert prompts == ["False-red-a", "False-blue-b", "True-red-c"]
+
+
 async def test_prompt_logprobs_begin_with_null() -> None:
     async with in_memory(TalkingClient("a")) as rig:
         answer = (await rig.chat("x", prompt_logprobs=1, n=2)).json()

@@ -13,9 +13,11 @@ from typing import Any
 import httpx
 import pytest
 from adapters import write_adapter
+from http_rig import in_memory
 from live import LiveServer, running
 from tiny_models import make_tiny
 
+from config.loading.sources import load as load_config
 from engine.core.adapter_reader import MAX_PENDING
 
 KEY = {"Authorization": "Bearer secret"}
@@ -270,6 +272,36 @@ async def test_an_adapter_that_changed_since_is_named_without_its_folder(
     assert answer.status_code == 500
     assert f"was-{change}" in answer.json()["error"]["message"]
     assert str(folders["root"]) not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("config", "missing", "flags"),
+    [
+        ({}, "--lora-dir and no --api-key", "--lora-dir FOLDER --api-key KEY"),
+        ({"api_keys": ("secret",)}, "--lora-dir", "--lora-dir FOLDER"),
+        ({"lora_dir": "/"}, "--api-key", "--api-key KEY"),
+    ],
+)
+async def test_a_server_without_an_allowed_folder_says_how_to_allow_it(
+    config: Any, missing: str, flags: str
+) -> None:
+    async with in_memory(allow_runtime_lora_updating=True, **config) as rig:
+        rig.http.headers.update(KEY)
+        loaded = await rig.post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/x"})
+        unloaded = await rig.post("/v1/unload_lora_adapter", {"lora_name": "a"})
+
+        for answer in (loaded, unloaded):
+            assert answer.status_code == 400
+            message = answer.json()["error"]["message"]
+            assert message.startswith(f"the server has no {missing}, so its adapters cannot be")
+            assert f"start it with --enable-lora {flags}, and load adapters from" in message
+
+
+def test_the_variable_of_vllm_alone_starts_a_server() -> None:
+    loaded = load_config(["m"], environ={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"})
+
+    assert loaded.server.allow_runtime_lora_updating
+    assert loaded.server.lora_dir is None
 
 
 async def test_values_that_are_no_numbers_are_refused(

@@ -1,0 +1,174 @@
+"""Spellings of vLLM: short forms, dotted flags, abbreviations, values of switches."""
+
+import json
+import re
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from config.errors import ConfigError
+from config.json_text import parse_json
+from config.loading.flags import FLAGS
+from config.loading.values import UNITS
+from config.loading.vllm_flags import ACCEPTED, SHORT_FORMS, absence
+
+MAX_DOTS = 16
+"""Dots of a dotted flag: --speculative-config.method has one."""
+MAX_SHOWN = 4
+"""Flags that the error of an ambiguous abbreviation names."""
+_SHORT = re.compile(r"(-[a-zA-Z-]+)((?:[=.].*)?)$", re.DOTALL)
+_DOTTED = re.compile(r"(--[a-zA-Z][\w-]*)\.([^=]+?)(\+?)(?:=(.*))?$", re.DOTALL)
+_WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])$")
+_SWITCHES = {"true": "--NAME", "false": "--no-NAME"}
+
+
+class Spelled(NamedTuple):
+    """A command line without vLLM's spellings."""
+
+    words: list[str]
+    notes: list[str]
+    """What an operator should know: each abbreviation, and the flag that it stands for."""
+
+
+def respelled(words: Iterable[str], known: Collection[str]) -> Spelled:
+    """`words` with whole flags; `known` are the flags of the parser. Raises ConfigError for a
+    dotted flag without a value."""
+    notes: list[str] = []
+    whole = []
+    for word in _with_objects(map(_long_form, map(with_dashes, words))):
+        name, equals, value = word.partition("=")
+        meant = abbreviated(name, known)
+        if len(meant) == 1:
+            notes.append(f"{name} is taken for {meant[0]}; write the whole name")
+            word = meant[0] + equals + value
+        whole.append(word)
+    return Spelled(list(_with_plain_switches(whole)), notes)
+
+
+def with_dashes(word: str) -> str:
+    """--max_model_len and --max-model-len are the same flag. The keys of a dotted flag stay."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    name, dot, keys = name.partition(".")
+    return name.replace("_", "-") + dot + keys + equals + value
+
+
+def abbreviated(name: str, known: Collection[str]) -> list[str]:
+    """The flags that `name` may be the beginning of, one name for each setting; none for a whole
+    name."""
+    if not re.match(r"--[a-z]", name) or name in known or absence(name):
+        return []
+    meant: dict[object, str] = {}
+    for flag in known:
+        if flag.startswith(name):
+            meant.setdefault(_meaning(flag), flag)
+    return list(meant.values())
+
+
+def ambiguity(name: str, known: Collection[str]) -> str:
+    """`; it may be ...` for an abbreviation of several flags, else nothing."""
+    meant = sorted(abbreviated(name, known))
+    return f"; it may be {', '.join(meant)}" if 1 < len(meant) <= MAX_SHOWN else ""
+
+
+_SETTINGS = {name: (flag.key, flag.all_switches.get(name)) for flag in FLAGS for name in flag.names}
+
+
+def _meaning(flag: str) -> object:
+    """The same for two names of one setting."""
+    name = flag.lstrip("-")
+    if name.startswith("no-") and name[3:] in _SETTINGS:
+        key, states = _SETTINGS[name[3:]]
+        return key, states and states[::-1]
+    return _SETTINGS.get(name, name)
+
+
+def _long_form(word: str) -> str:
+    # Like a compiler's, -O may have its value directly behind it.
+    match = _SHORT.match(re.sub(r"^-O(?=\d)", "-O=", word))
+    if match is None or match[1] not in SHORT_FORMS:
+        return word
+    return SHORT_FORMS[match[1]] + match[2]
+
+
+def _with_objects(words: Iterable[str]) -> list[str]:
+    """`words`, with the dotted flags of one name as one flag with a JSON object behind the others:
+    --a.b.c 1 is --a '{"b": {"c": 1}}', --a.b+ 1,2 is --a '{"b": ["1", "2"]}'."""
+    rest = deque(words)
+    plain: list[str] = []
+    objects: dict[str, dict[str, Any]] = {}
+    while rest:
+        word = rest.popleft()
+        match = _DOTTED.match(word)
+        if match is None:
+            plain.append(word)
+            continue
+        name, path, plus, value = match.groups()
+        if value is None:
+            if not rest:
+                raise ConfigError(f"{word} has no value, it must have one: {word} VALUE")
+            value = rest.popleft()
+        keys = path.split(".")
+        if len(keys) > MAX_DOTS:
+            raise ConfigError(f"{name} has {len(keys)} dots, it may have {MAX_DOTS}")
+        set_entry(objects.setdefault(name, {}), keys, value.split(",") if plus else _value(value))
+    for name, content in objects.items():
+        plain += [name, json.dumps(content)]
+    return plain
+
+
+def with_objects_of_dots(content: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+    """The entries of a file, the keys with dots of one name as one object at the end."""
+    plain: list[tuple[Any, Any]] = []
+    objects: dict[str, dict[str, Any]] = {}
+    for key, value in content.items():
+        name, *keys = str(key).split(".")
+        name = name.replace("_", "-")
+        if isinstance(key, str) and keys and len(keys) <= MAX_DOTS:
+            set_entry(objects.setdefault(name, {}), keys, value)
+        else:
+            plain.append((key, value))
+    return [*plain, *objects.items()]
+
+
+def set_entry(target: dict[str, Any], keys: list[str], value: Any) -> None:
+    """Set the entry at the path `keys`; lists grow, and objects are merged."""
+    *parents, last = keys
+    for key in parents:
+        if not isinstance(target.get(key), dict):
+            target[key] = {}
+        target = target[key]
+    before = target.get(last)
+    if isinstance(before, list) and isinstance(value, list):
+        before += value
+    elif isinstance(before, dict) and isinstance(value, dict):
+        before.update(value)
+    else:
+        target[last] = value
+
+
+def _value(word: str) -> Any:
+    """JSON, else a number with a unit (80g), else text."""
+    try:
+        return parse_json(word)
+    except ValueError:
+        match = _WITH_UNIT.match(word)
+        return word if match is None else int(float(match[1]) * UNITS[match[2]])
+
+
+def _with_plain_switches(words: Iterable[str]) -> Iterator[str]:
+    """`words` without the values that vLLM allows behind a switch, and without `--no-` flags of
+    what is not in this version."""
+    rest = deque(words)
+    while rest:
+        word = rest.popleft()
+        name, equals, value = word.partition("=")
+        accepted = ACCEPTED.get(name[2:])
+        if accepted is not None and accepted.is_switch:
+            if not equals and rest and rest[0].lower() in _SWITCHES:
+                value = rest.popleft()
+            word = _SWITCHES.get(value.lower(), word).replace("NAME", name[2:])
+        # --no-enable-lora asks for nothing.
+        if not (word.startswith("--no-") and absence(word)):
+            yield word

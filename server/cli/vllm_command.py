@@ -1,0 +1,86 @@
+"""`gaudiserve vllm-command`: writes a command `vllm` for scripts that call `vllm serve`.
+
+The written command is gaudiserve. It never hides a vLLM that is installed: nothing is written where
+there is one, and a vLLM that is installed later is run in place of gaudiserve.
+"""
+
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from config.errors import ConfigError
+from config.loading.env import environment, is_installed
+from config.loading.parser import Parser
+from config.version import VERSION
+from server.cli import main as gaudiserve
+
+NAME = "vllm"
+SCRIPT = """\
+#!{python}
+# Written by `gaudiserve vllm-command`.
+import sys
+
+from server.cli.vllm_command import run
+
+sys.exit(run())
+"""
+MARK = SCRIPT.splitlines()[1]
+MAX_SCRIPT_BYTES = 2**10
+
+
+def main(argv: list[str]) -> int:
+    """Write the command into the folder of this environment's commands. Raises ConfigError if that
+    fails."""
+    Parser(
+        prog="gaudiserve vllm-command",
+        description="Write a command `vllm` that is gaudiserve beside the command gaudiserve, "
+        "unless vLLM is installed.",
+    ).parse_all(argv)
+    path = Path(sysconfig.get_path("scripts")) / NAME
+    if found := installed(path):
+        print(f"{found} is installed: nothing is written")
+        return 0
+    try:
+        path.write_text(SCRIPT.format(python=sys.executable), encoding="utf-8")
+        path.chmod(0o755)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+    print(f"{path} is gaudiserve {VERSION}")
+    return 0
+
+
+def run() -> int:
+    """The written command: vLLM if it was installed later, else gaudiserve."""
+    for path in _commands():
+        os.execv(path, [str(path), *sys.argv[1:]])
+    print(
+        f"vllm: this is gaudiserve {VERSION}, which takes the command line of vLLM",
+        file=sys.stderr,
+    )
+    return gaudiserve.main()
+
+
+def installed(path: Path) -> str:
+    """The vLLM that `path` would hide; empty: there is none."""
+    if is_installed(NAME):
+        return "the package vllm"
+    other = next(_commands(), path if path.exists() and not _is_ours(path) else None)
+    return "" if other is None else str(other)
+
+
+def _commands() -> Iterator[Path]:
+    """The commands named vllm in PATH that are no file of ours."""
+    for folder in os.get_exec_path(dict(environment())):
+        path = Path(folder) / NAME
+        if path.is_file() and os.access(path, os.X_OK) and not _is_ours(path):
+            yield path
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return MARK.encode() in file.read(MAX_SCRIPT_BYTES)
+    except OSError:
+        return False

@@ -1,0 +1,152 @@
+"""config/loading/vllm_spelling.py: abbreviated and dotted flags."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config.errors import ConfigError
+from config.loading.sources import load
+
+
+def notes_of(line: str) -> tuple[str, ...]:
+    return load(["m", *line.split()], environ={}).notes
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "value"),
+    [
+        ("--gpu-memory-util 0.5", "gpu-memory-utilization", 0.5),
+        ("--gpu_memory_util=0.5", "gpu-memory-utilization", 0.5),
+        ("--max-num-batched-token=4096", "max-num-batched-tokens", 4096),
+        ("--served-model-nam a b", "served-model-name", ("a", "b")),
+        ("--disable-log-request", "enable-log-requests", False),
+        ("--no-enable-prefix-cach", "enable-prefix-caching", False),
+    ],
+)
+def test_an_abbreviation_of_one_flag_is_that_flag_with_a_note(
+    line: str, key: str, value: object
+) -> None:
+    loaded = load(["m", *line.split()], environ={})
+
+    assert loaded.sources[key][0] == value
+    (note,) = loaded.notes
+    word = line.split()[0].partition("=")[0].replace("_", "-")
+    assert note.startswith(f"{word} is taken for --") and note.endswith("; write the whole name")
+
+
+def test_a_whole_name_has_no_note() -> None:
+    assert (
+        notes_of(
+            "--max-num-seqs 4 --trust-remote-code --speculative-config.method ngram "
+            "--speculative-config.num_speculative_tokens 2"
+        )
+        == ()
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "end"), [("--max-lora", "; it may be --max-lora-rank, --max-loras"), ("--max", "")]
+)
+def test_an_abbreviation_of_several_flags_is_refused(word: str, end: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(["m", word, "4"], environ={})
+
+    assert str(caught.value) == f"{word} is no flag of gaudiserve serve{end}"
+
+
+def test_a_flag_that_is_not_here_is_no_abbreviation() -> None:
+    with pytest.raises(ConfigError, match="--hf-token is not in this version"):
+        load(["m", "--hf-token", "x"], environ={})
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "value"),
+    [
+        (
+            "--speculative-config.method ngram --speculative-config.num_speculative_tokens=2",
+            "speculative-config",
+            {"method": "ngram", "num_speculative_tokens": 2},
+        ),
+        (
+            "-sc.method=ngram -sc.num_speculative_tokens 2",
+            "speculative-config",
+            {"method": "ngram", "num_speculative_tokens": 2},
+        ),
+        ("--limit_mm_per_prompt.image 4", "limit-mm-per-prompt", {"image": 4}),
+        (
+            "--media-io-kwargs.video.num_frames 8 --media-io-kwargs.video.fps 2",
+            "media-io-kwargs",
+            {"video": {"num_frames": 8, "fps": 2}},
+        ),
+        ("--mm-processor-kwargs.max_pixels 1k", "mm-processor-kwargs", {"max_pixels": 1000}),
+        (
+            "--default-chat-template-kwargs.enable_thinking false",
+            "default-chat-template-kwargs",
+            {"enable_thinking": False},
+        ),
+        (
+            "--default-chat-template-kwargs.a+ 1,2 --default-chat-template-kwargs.a+ 3",
+            "default-chat-template-kwargs",
+            {"a": ["1", "2", "3"]},
+        ),
+        (
+            '--default-chat-template-kwargs.a {"b":1} --default-chat-template-kwargs.a.c x',
+            "default-chat-template-kwargs",
+            {"a": {"b": 1, "c": "x"}},
+        ),
+        (
+            '--default-chat-template-kwargs {"a":1} --default-chat-template-kwargs.b 2',
+            "default-chat-template-kwargs",
+            {"b": 2},
+        ),
+    ],
+)
+def test_dotted_flags_are_one_json_object(line: str, key: str, value: Any) -> None:
+    loaded = load(["m", *line.split()], environ={})
+
+    assert json.loads(str(loaded.sources[key][0])) == value
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--speculative-config.method", "--speculative-config.method has no value, it must"),
+        ("--eplb-config.window_size 3", "--eplb-config is not in this version"),
+        ("--frobnicate.a 3", "--frobnicate is no flag of gaudiserve serve"),
+        ("--port.a 3", "--port is '{\"a\": 3}', it must be a whole number"),
+        ("--a" + ".b" * 17 + " 1", "--a has 17 dots, it may have 16"),
+    ],
+)
+def test_a_dotted_flag_that_makes_no_sense_is_refused(line: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(["m", *line.split()], environ={})
+
+    assert message in str(caught.value)
+
+
+def test_keys_with_dots_in_a_file_are_one_json_object(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "speculative-config.method: ngram\nspeculative_config.num_speculative_tokens: 2\n"
+    )
+
+    loaded = load(["m", "--config", str(file)], environ={})
+
+    given = json.loads(str(loaded.sources["speculative-config"][0]))
+    assert given == {"method": "ngram", "num_speculative_tokens": 2}
+
+
+def test_a_setting_of_a_file_is_whole_or_in_parts(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("speculative-config: {}\nspeculative-config.method: ngram\n")
+
+    with pytest.raises(ConfigError, match="gives speculative-config twice"):
+        load(["m", "--config", str(file)], environ={})
+
+
+def test_a_dot_in_a_value_makes_no_dotted_flag() -> None:
+    loaded = load(["m", "--host=10.0.0.1", "--swap-space", "0.5"], environ={})
+
+    assert (loaded.server.host, loaded.engine.offload.swap_space) == ("10.0.0.1", 0.5)

@@ -1,0 +1,104 @@
+"""server/cli/vllm_command.py: the command vllm that is gaudiserve, and never hides vLLM."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from config.version import VERSION
+from server.cli.main import main
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder of commands, which is first in PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(folder))
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return folder
+
+
+def write_command(path: Path, text: str = "#!/bin/sh\necho the real one $*\n") -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def call(*words: str, **options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, capture_output=True, text=True, timeout=60, **options)
+
+
+def test_the_command_vllm_is_gaudiserve_and_says_so(scripts: Path, tmp_path: Path) -> None:
+    assert main(["vllm-command"]) == 0
+    assert main(["vllm-command"]) == 0
+
+    version = call("vllm", "--version", cwd=str(tmp_path))
+    refused = call("vllm", "serve", "m", "--frobnicate", cwd=str(tmp_path))
+
+    line = f"vllm: this is gaudiserve {VERSION}, which takes the command line of vLLM\n"
+    assert (version.returncode, version.stdout, version.stderr) == (0, f"{VERSION}\n", line)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith(line) and "--frobnicate is no flag" in refused.stderr
+
+
+@pytest.mark.parametrize("place", ["bin", "other"])
+def test_nothing_is_written_where_a_command_vllm_is_installed(
+    place: str,
+    scripts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    real = write_command(tmp_path / place / "vllm")
+    monkeypatch.setenv("PATH", f"{os.environ['PATH']}{os.pathsep}{tmp_path / 'other'}")
+
+    assert main(["vllm-command"]) == 0
+
+    assert capsys.readouterr().out == f"{real} is installed: nothing is written\n"
+    assert call("vllm", "serve").stdout == "the real one serve\n"
+
+
+def test_nothing_is_written_where_the_package_is_installed(
+    scripts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+
+    assert main(["vllm-command"]) == 0
+
+    assert list(scripts.iterdir()) == []
+
+
+def test_a_vllm_that_is_installed_later_is_run(
+    scripts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main(["vllm-command"])
+    write_command(tmp_path / "other" / "vllm")
+    monkeypatch.setenv("PATH", f"{os.environ['PATH']}{os.pathsep}{tmp_path / 'other'}")
+
+    done = call("vllm", "serve", "m")
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "the real one serve m\n", "")
+
+
+def test_a_folder_that_cannot_be_written_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda name: "/no/such/folder")
+
+    assert main(["vllm-command"]) == 2
+
+    assert "/no/such/folder/vllm cannot be written: No such file" in capsys.readouterr().err
+
+
+def test_flags_alone_are_those_of_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--block-size", "128", "--frobnicate", "--model", "m"]) == 2
+
+    assert "--frobnicate is no flag of gaudiserve serve" in capsys.readouterr().err
