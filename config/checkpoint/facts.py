@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from config.checkpoint.demo import NAMES, fetch_demo
-from config.checkpoint.gguf import check_facts
+from config.checkpoint.gguf import read_entries
 from config.checkpoint.gguf_config import model_config
 from config.checkpoint.gguf_metadata import open_gguf
 from config.checkpoint.hub import download_files, is_hub_id
@@ -67,4 +67,5 @@ def model_facts(
 
 def _of_gguf(path: Path) -> ModelConfig:
     file = open_gguf(path)
-    return check_facts(file, model_config(file, "bfloat16"), {})
+    facts, _ = read_entries(file, model_config(file, "bfloat16"), {}, "bfloat16")
+    return facts

@@ -6,18 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from config.checkpoint.gguf_families import FAMILIES, has
 from config.checkpoint.gguf_metadata import GgufFile
 from config.errors import ConfigError
+from config.model.architectures import ARCHITECTURES
 from config.model.json_fields import shown
-
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "granite": "GraniteForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-}
 
 MAX_FACTORS = 2**16
 """Maximum number of rope factors: one per frequency, half the width of a head."""
@@ -30,24 +23,22 @@ _CONTROL = 3
 def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
     """The config.json of `file`, whose weights are stored as `dtype`.
 
-    ConfigError for an architecture that is not in ARCHITECTURES or a missing field.
+    ConfigError for an architecture that is not in FAMILIES or a missing field.
     """
-    if file.architecture not in ARCHITECTURES:
+    family = FAMILIES.get(file.architecture)
+    if family is None:
         raise ConfigError(
             f"{file.path} holds the architecture {shown(file.architecture)}, "
-            f"it must be one of {', '.join(ARCHITECTURES)}"
+            f"it must be one of {', '.join(FAMILIES)}"
         )
     heads = file.count("attention.head_count")
     hidden = file.count("embedding_length")
     rope_dims = file.get("rope.dimension_count", int)
-    model_type = _model_type(file)
-    head_dim = file.get("attention.key_length", int) or _head_dim(
-        model_type, hidden, heads, rope_dims
-    )
+    head_dim = file.get("attention.key_length", int) or _head_dim(file, hidden, heads, rope_dims)
     theta = file.get("rope.freq_base", float)
     config: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[model_type]],
-        "model_type": model_type,
+        "architectures": [family.name],
+        "model_type": family.model_type or file.architecture,
         "vocab_size": _vocab_size(file),
         "hidden_size": hidden,
         "intermediate_size": file.count("feed_forward_length"),
@@ -56,15 +47,14 @@ def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
         "num_key_value_heads": file.count("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": file.count("context_length"),
-        "rms_norm_eps": _need_number(file, "attention.layer_norm_rms_epsilon"),
-        "hidden_act": "silu",
+        family.eps: _epsilon(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "torch_dtype": dtype,
         "rope_theta": 10000.0 if theta is None else theta,
     }
-    if "blk.0.attn_q.bias" in file.tensors and model_type != "qwen2":
+    if has(file, "attn_q.bias") and file.architecture != "qwen2":
         config["attention_bias"] = True
-    if "blk.0.ffn_gate.bias" in file.tensors:
+    if has(file, "ffn_gate.bias"):
         config["mlp_bias"] = True
     if rope_dims is not None and rope_dims < head_dim:
         config["partial_rotary_factor"] = rope_dims / head_dim
@@ -72,9 +62,49 @@ def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
         config["sliding_window"] = window
     if (scaling := _rope_scaling(file, config)) is not None:
         config["rope_scaling"] = scaling
-    config.update(_multipliers(file))
+    for name, field in family.optional.items():
+        if (value := file.get(name, float)) is not None:
+            config[field] = value
+    config.update(family.derive(file, config))
+    config.update(_experts(file, config))
     config.update(_special_ids(file))
     return config
+
+
+def _experts(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of experts, under the names that the family has for them."""
+    family = ARCHITECTURES.get(config["architectures"][0])
+    names = None if family is None else family.moe
+    if names is None:
+        return {}
+    found: dict[str, Any] = {
+        names.num_experts: file.count("expert_count"),
+        names.top_k: file.count("expert_used_count"),
+    }
+    inner = file.get("expert_feed_forward_length", int)
+    found[names.inner_size] = inner or _columns(file, "ffn_down_exps.weight")
+    if names.shared_size:
+        shared = file.get("expert_shared_feed_forward_length", int)
+        found[names.shared_size] = shared or _columns(file, "ffn_down_shexp.weight")
+    keys = {
+        names.num_shared: ("expert_shared_count", int),
+        names.num_groups: ("expert_group_count", int),
+        names.top_groups: ("expert_group_used_count", int),
+        names.scaling_factor: ("expert_weights_scale", float),
+        names.first_layer: ("leading_dense_block_count", int),
+    }
+    for field, (key, kind) in keys.items():
+        value: float | None = file.get(key, kind)
+        if field and value is not None:
+            found[field] = value
+    return found
+
+
+def _columns(file: GgufFile, part: str) -> int:
+    """Number of inputs of the tensor `part` in the first layer that has it; 0 without such a
+    layer."""
+    found = (tensor for name, tensor in file.tensors.items() if name.endswith(f".{part}"))
+    return next((tensor.shape[0] for tensor in found), 0)
 
 
 def generation_config(file: GgufFile) -> dict[str, Any]:
@@ -93,15 +123,9 @@ def generation_config(file: GgufFile) -> dict[str, Any]:
     return ids
 
 
-def _model_type(file: GgufFile) -> str:
-    """Files of Mistral have the architecture llama; a llama file with a window is a Mistral."""
-    window = file.get("attention.sliding_window", int)
-    return "mistral" if file.architecture == "llama" and window else file.architecture
-
-
-def _head_dim(model_type: str, hidden: int, heads: int, rope_dims: int | None) -> int:
-    # Only these families rotate all dimensions of a head.
-    if rope_dims is not None and model_type in ("llama", "mistral"):
+def _head_dim(file: GgufFile, hidden: int, heads: int, rope_dims: int | None) -> int:
+    # Files of this architecture may have another size, and rotate all dimensions of a head.
+    if rope_dims is not None and file.architecture == "llama":
         return rope_dims
     return hidden // heads
 
@@ -115,22 +139,15 @@ def _vocab_size(file: GgufFile) -> int:
     return shape[1]
 
 
-def _need_number(file: GgufFile, name: str) -> float:
-    found = file.get(name, float)
-    if found is None:
-        raise ConfigError(f"{file.path} has no {file.architecture}.{name} in its metadata")
-    return found
-
-
-def _multipliers(file: GgufFile) -> dict[str, float]:
-    names = {
-        "embedding_scale": "embedding_multiplier",
-        "attention.scale": "attention_multiplier",
-        "residual_scale": "residual_multiplier",
-        "logit_scale": "logits_scaling",
-    }
-    found = {ours: file.get(name, float) for name, ours in names.items()}
-    return {name: value for name, value in found.items() if value is not None}
+def _epsilon(file: GgufFile) -> float:
+    names = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
+    found = [file.get(name, float) for name in names]
+    if found == [None, None]:
+        raise ConfigError(
+            f"{file.path} has no {file.architecture}.{names[0]} and no "
+            f"{file.architecture}.{names[1]} in its metadata"
+        )
+    return next(value for value in found if value is not None)
 
 
 def _special_ids(file: GgufFile) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Small GGUF files with random weights, one for each family."""
+"""Small GGUF files with random weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -54,11 +55,13 @@ def write_gguf(
     *,
     weights: Weights | None = None,
     quantised: dict[str, GGMLQuantizationType] | None = None,
+    raw: Mapping[str, GGMLQuantizationType] = MappingProxyType({}),
     settings: dict[str, Any] | None = None,
     tokenizer: str | None = "gpt2",
     pre: str = "smollm",
 ) -> Path:
-    """Write a GGUF file; `settings` are further metadata of the model (name without the family)."""
+    """Write a GGUF file; `settings` are further metadata of the model (name without the family).
+    The weights that `raw` names are blocks of its types."""
     weights = family_weights(architecture) if weights is None else weights
     writer = GGUFWriter(path, architecture)
     writer.add_block_count(1 + max(int(n.split(".")[1]) for n in weights if n.startswith("blk.")))
@@ -73,6 +76,7 @@ def write_gguf(
     for name, value in (settings or {}).items():
         add: dict[type, Callable[[str, Any], None]] = {
             str: writer.add_string,
+            bool: writer.add_bool,
             int: writer.add_uint32,
             float: writer.add_float32,
         }
@@ -83,7 +87,9 @@ def write_gguf(
         _add_sentencepiece(writer)
     for name, values in weights.items():
         kind = (quantised or {}).get(name)
-        if kind is None:
+        if name in raw:
+            writer.add_tensor(name, values, raw_dtype=raw[name])
+        elif kind is None:
             writer.add_tensor(name, values)
         else:
             writer.add_tensor(name, quants.quantize(values, kind), raw_dtype=kind)

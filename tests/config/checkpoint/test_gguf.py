@@ -95,6 +95,37 @@ def test_quantised_weights_are_exact_in_float32_and_rounded_once_in_bfloat16(
     assert rounded["model.norm.weight"].dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    "kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_S", "IQ4_XS", "MXFP4"]
+)
+def test_blocks_of_every_kind_become_the_numbers_of_the_library(tmp_path: Path, kind: str) -> None:
+    # The library quantizes into few of them: any bytes are blocks.
+    qtype, name = GGMLQuantizationType[kind], "blk.0.ffn_down.weight"
+    random = np.random.default_rng(1)
+    wanted = np.full(1, np.nan, np.float32)
+    while not np.isfinite(wanted).all():
+        size = quants.quant_shape_to_byte_shape((HIDDEN, 256), qtype)
+        blocks = random.integers(0, 256, size, dtype=np.uint8)
+        # Of most kinds the exponent of a scale is in one of these places.
+        blocks[:, [1, 3, -1, -3]] &= 0x3F
+        with np.errstate(over="ignore", invalid="ignore"):
+            wanted = quants.dequantize(blocks, qtype)
+    weights: dict[str, Any] = family_weights("llama", layers=1)
+    weights |= dict.fromkeys(
+        ("blk.0.ffn_up.weight", "blk.0.ffn_gate.weight"), np.zeros((256, HIDDEN), np.float32)
+    )
+    source = write_gguf(
+        tmp_path / "m.gguf",
+        weights={**weights, name: blocks},
+        raw={name: qtype},
+        settings={"feed_forward_length": 256},
+    )
+
+    found = _tensors(_convert(source))["model.layers.0.mlp.down_proj.weight"]
+
+    assert torch.equal(found, torch.from_numpy(wanted))
+
+
 def test_bfloat16_rounds_ties_to_even_and_keeps_nan_and_infinity() -> None:
     values = np.array([1.0, 1.00390625, 1.01171875, -3.1e-40, 3.4e38, np.inf, np.nan], np.float32)
     values = np.concatenate((values, np.array([0x7FFFFFFF], np.uint32).view(np.float32)))
@@ -233,13 +264,13 @@ def test_what_is_not_known_is_refused_by_name_and_leaves_no_copy(tmp_path: Path)
     weights = family_weights("llama")
     odd = {**weights, "blk.0.attn_sinks.weight": np.zeros(HEADS, np.float32)}
     (tmp_path / "torn.gguf").write_bytes(b"GGUF\x03\x00\x00\x00" + b"\x01" * 40)
-    write_gguf(tmp_path / "arch.gguf", "gemma2", weights=weights)
+    write_gguf(tmp_path / "arch.gguf", "mamba", weights=weights)
     write_gguf(tmp_path / "pre.gguf", pre="martian")
     write_gguf(tmp_path / "tensor.gguf", weights=odd)
 
     for name, words in {
         "torn": "cannot be read as a GGUF file",
-        "arch": "'gemma2', it must be one of llama",
+        "arch": "'mamba', it must be one of llama",
         "pre": "'martian', it must be one of",
         "tensor": "attn_sinks",
     }.items():

@@ -1,0 +1,68 @@
+"""A GGUF file of each family gives the tensors and the facts of the checkpoint it was made of."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf_families import CASES, architecture_of, with_mxfp4, write_case, write_checkpoint
+from safetensors.numpy import load_file
+
+from config.checkpoint.gguf import converted
+from config.checkpoint.gguf_families import FAMILIES
+from config.model.architectures import decoder_spec
+from config.model.model_config import ModelConfig
+from config.model.read_config import read_model_config
+
+_OF_THE_FILE = {"path", "fields", "eos_token_ids", "bos_token_id", "generation_defaults"}
+_UNUSED = {
+    "PhiForCausalLM": {"attention_bias", "attention_out_bias"},
+    "Starcoder2ForCausalLM": {"attention_bias", "attention_out_bias"},
+}
+"""Facts that the spec of a family does not depend on."""
+
+
+def _differing(ours: Any, theirs: Any, *, unused: set[str]) -> dict[str, tuple[Any, Any]]:
+    pairs = {
+        one.name: (getattr(ours, one.name), getattr(theirs, one.name))
+        for one in fields(ours)
+        if one.name not in unused
+    }
+    # GGUF has numbers in float32.
+    return {
+        name: (mine, other)
+        for name, (mine, other) in pairs.items()
+        if mine != other
+        and not (isinstance(mine, float) and isinstance(other, float) and np.isclose(mine, other))
+    }
+
+
+def _facts(folder: Path) -> ModelConfig:
+    return read_model_config(str(folder), allow_quantized=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tensors_and_facts_of_a_file_are_those_of_the_checkpoint(tmp_path: Path, case: str) -> None:
+    tensors = write_checkpoint(tmp_path / "hf", case)
+    source = write_case(tmp_path / "m.gguf", case, with_mxfp4(tensors))
+
+    folder = converted(source, tmp_path / "cache", dtype="float32", progress=False)
+
+    found = load_file(folder / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, values in tensors.items():
+        assert found[name].shape == values.shape, name
+        # A norm less 1 is rounded.
+        assert np.allclose(found[name], values, rtol=1e-5, atol=1e-6), name
+    ours, theirs = _facts(folder), _facts(tmp_path / "hf")
+    unused = _OF_THE_FILE | _UNUSED.get(theirs.architecture, set())
+    assert _differing(ours, theirs, unused=unused | {"encoder"}) == {}
+    if theirs.encoder is None:
+        assert _differing(decoder_spec(ours), decoder_spec(theirs), unused=set()) == {}
+    else:
+        assert _differing(ours.encoder, theirs.encoder, unused=set()) == {}
+
+
+def test_every_architecture_of_the_table_is_compared() -> None:
+    assert {architecture_of(case) for case in CASES} == set(FAMILIES)
