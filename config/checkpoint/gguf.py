@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from config.cache_folder import cache_errors, check_room
-from config.checkpoint.gguf_config import generation_config, model_config
+from config.checkpoint.gguf_config import generation_config, model_config, pooling_files
 from config.checkpoint.gguf_metadata import GgufFile, open_gguf
 from config.checkpoint.gguf_tensors import Entry, model_entries, num_blocks
 from config.checkpoint.gguf_tokenizer import tokenizer_files
@@ -118,6 +118,9 @@ def _convert(
     _check_room(folder, file, entries, keep_blocks)
     for name, content in (tokenizer_files(file) or {}).items():
         _write_json(folder / name, content)
+    for name, content in pooling_files(file).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        _write_json(folder / name, content)
     _write_json(folder / "generation_config.json", generation)
     write_safetensors(file, entries, folder / "model.safetensors", progress, report)
     if keep_blocks:
@@ -149,7 +152,7 @@ def _check_room(folder: Path, file: GgufFile, entries: list[Entry], keep_blocks:
     check_room(folder.parent, needed, "the converted model")
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def _write_json(path: Path, content: Any) -> None:
     with path.open("w", encoding="utf-8") as file:
         json.dump(content, file, ensure_ascii=False)
         file.flush()

@@ -11,13 +11,19 @@ from config.checkpoint.gguf_metadata import GgufFile
 from config.errors import ConfigError
 from config.model.architectures import ARCHITECTURES
 from config.model.json_fields import shown
+from config.model.sentence_transformers import CLS, LAST, MEAN
 
 MAX_FACTORS = 2**16
 """Maximum number of rope factors: one per frequency, half the width of a head."""
 
 # End-of-turn tokens, which not every file lists as end tokens.
-_END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
-_CONTROL = 3
+_END_OF_TURN = (
+    *("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>"),
+    *("<|return|>", "<|call|>"),
+)
+# Of the GLM families a turn ends where the next role begins.
+_ROLES = {"glm4": ("<|user|>", "<|observation|>"), "glm4moe": ("<|user|>", "<|observation|>")}
+_CONTROL, _USER_DEFINED = 3, 4
 
 
 def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
@@ -114,10 +120,14 @@ def generation_config(file: GgufFile) -> dict[str, Any]:
     ends = [file.value(f"tokenizer.ggml.{name}_token_id", int) for name in names]
     tokens = file.values("tokenizer.ggml.tokens", str) or []
     kinds = file.values("tokenizer.ggml.token_type", int) or []
+    turns = {*_END_OF_TURN, *_ROLES.get(file.architecture, ())}
+    if "<|return|>" in tokens:
+        # The format harmony, where this token ends a message, and not the turn.
+        turns -= {"<|end|>"}
     ends += [
         number
         for number, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if kind == _CONTROL and token in _END_OF_TURN
+        if kind in (_CONTROL, _USER_DEFINED) and token in turns
     ]
     ids["eos_token_id"] = list(dict.fromkeys(end for end in ends if end is not None))
     return ids
@@ -128,6 +138,31 @@ def _head_dim(file: GgufFile, hidden: int, heads: int, rope_dims: int | None) ->
     if rope_dims is not None and file.architecture == "llama":
         return rope_dims
     return hidden // heads
+
+
+def pooling_files(file: GgufFile) -> dict[str, Any]:
+    """Path -> content of the files of sentence-transformers; none without a kind of pooling that
+    gives a vector. The vectors have a length of 1, as in llama.cpp."""
+    mode = {1: MEAN, 2: CLS, 3: LAST}.get(file.get("pooling_type", int) or 0)
+    if mode is None:
+        return {}
+    modules = {
+        "": "models.Transformer",
+        "1_Pooling": "models.Pooling",
+        "2_Normalize": "models.Normalize",
+    }
+    return {
+        "modules.json": [
+            {
+                "idx": index,
+                "name": str(index),
+                "path": path,
+                "type": f"sentence_transformers.{kind}",
+            }
+            for index, (path, kind) in enumerate(modules.items())
+        ],
+        "1_Pooling/config.json": {"pooling_mode": mode},
+    }
 
 
 def _vocab_size(file: GgufFile) -> int:

@@ -308,8 +308,8 @@ def _random(spec: WeightSpec, random: np.random.Generator) -> Array:
     return random.standard_normal(spec.shape, dtype=np.float32)
 
 
-def write_case(path: Path, case: str, tensors: dict[str, Array]) -> Path:
-    """The GGUF file of a case."""
+def write_case(path: Path, case: str, tensors: dict[str, Array], **further: Any) -> Path:
+    """The GGUF file of a case. `further`: arguments of write_gguf."""
     _, fields, settings = CASES[case]
     architecture = architecture_of(case)
     config = {**_COMMON, **fields}
@@ -322,7 +322,9 @@ def write_case(path: Path, case: str, tensors: dict[str, Array]) -> Path:
         for name, values in stored.items()
         if values.dtype == np.uint8
     }
-    return write_gguf(path, architecture, weights=stored, raw=raw, settings=dict(settings))
+    return write_gguf(
+        path, architecture, weights=stored, raw=raw, **{"settings": dict(settings), **further}
+    )
 
 
 def _stored(

@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quants
 
 from config.checkpoint.gguf_tokenizer import byte_alphabet
 
-Weights = dict[str, npt.NDArray[np.float32]]
+Weights = dict[str, npt.NDArray[Any]]
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP = 288, 64, 4, 2, 16, 96
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -85,6 +85,8 @@ def write_gguf(
         _add_byte_level(writer, pre)
     elif tokenizer == "llama":
         _add_sentencepiece(writer)
+    elif tokenizer == "bert":
+        _add_wordpiece(writer)
     for name, values in weights.items():
         kind = (quantised or {}).get(name)
         if name in raw:
@@ -129,3 +131,21 @@ def _add_sentencepiece(writer: GGUFWriter) -> None:
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+
+
+WORDS = ["hello", "world", "##s", "##ing", "a", "##b", "é", ",", "日"]
+"""The vocabulary of BERT behind its special tokens."""
+BERT_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def _add_wordpiece(writer: GGUFWriter) -> None:
+    words = [word[2:] if word.startswith("##") else f"▁{word}" for word in WORDS]
+    writer.add_tokenizer_model("bert")
+    writer.add_token_list([*BERT_SPECIAL, *words])
+    kinds = [TokenType.CONTROL] * len(BERT_SPECIAL) + [TokenType.NORMAL] * len(words)
+    writer.add_token_types(kinds)
+    writer.add_pad_token_id(0)
+    writer.add_unk_token_id(1)
+    writer.add_bos_token_id(2)
+    writer.add_sep_token_id(3)
+    writer.add_mask_token_id(4)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from demo import demo_folder, demo_gguf, demo_reader, read_demo_once
 from gguf import GGMLQuantizationType, quants
+from gguf_families import write_case, write_checkpoint
 from safetensors import safe_open
 from tiny_gguf import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, family_weights, write_gguf
 from tokenizers import Tokenizer
@@ -19,7 +20,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from config.checkpoint.gguf import converted
-from config.checkpoint.gguf_tokenizer import byte_alphabet
+from config.checkpoint.gguf_metadata import open_gguf
+from config.checkpoint.gguf_tokenizer import byte_alphabet, tokenizer_files
 from config.checkpoint.gguf_weights import to_bfloat16
 from config.errors import ConfigError
 from config.model.read_config import read_model_config
@@ -237,6 +239,68 @@ def test_byte_level_text_comes_back_and_specials_stay_whole(tmp_path: Path) -> N
     config = _json(folder, "tokenizer_config.json")
     assert (config["bos_token"], config["eos_token"]) == ("<|im_start|>", "<|endoftext|>")
     assert config["chat_template"] == "{{ messages[0]['content'] }}"
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("deepseek-v3", ["Ġthe", "Ġpi", "ĠCafÃ©", "Ġ", "123", "45", "Ġ", "Ġ!", "x"]),
+        ("deepseek-coder", [*("Ġthe", "Ġpi", "ĠCafÃ©", "Ġ"), *"12345", "Ġ", "Ġ!", "x"]),
+        # Its range of punctuation ends behind z.
+        ("deepseek-llm", [*("Ġthe", "Ġpi", "ĠCaf", "Ã©", "Ġ"), *"12345", "Ġ", "Ġ!", "x"]),
+        ("falcon", ["Ġthe", "Ġpi", "ĠCafÃ©", "Ġ", "123", "45", "ĠĠ", "!", "x"]),
+        ("glm4", ["Ġthe", "Ġpi", "ĠCafÃ©", "Ġ", "123", "45", "Ġ", "Ġ!", "x"]),
+        ("qwen35", [*("Ġthe", "Ġpi", "ĠCafÃ©", "Ġ"), *"12345", "Ġ", "Ġ!", "x"]),
+    ],
+)
+def test_text_is_split_as_the_file_says(tmp_path: Path, pre: str, pieces: list[str]) -> None:
+    folder = _convert(write_gguf(tmp_path / "m.gguf", pre=pre))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = " the pi Café 12345  !x"
+
+    found = tokenizer.pre_tokenizer.pre_tokenize_str(text)
+
+    assert [piece for piece, _ in found] == pieces
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+@pytest.mark.parametrize(
+    ("pre", "begins"), [("llama-bpe", True), ("tekken", True), ("pixtral", True), ("qwen2", False)]
+)
+def test_a_file_that_does_not_name_the_bos_rule_has_that_of_llama_cpp(
+    tmp_path: Path, pre: str, begins: bool
+) -> None:
+    file = open_gguf(write_gguf(tmp_path / "m.gguf", pre=pre))
+    del file.metadata["tokenizer.ggml.add_bos_token"]
+
+    files = tokenizer_files(file)
+
+    assert files is not None
+    assert files["tokenizer_config.json"]["add_bos_token"] == begins
+    assert (files["tokenizer.json"]["post_processor"] is not None) == begins
+
+
+@pytest.mark.parametrize(
+    ("architecture", "specials", "ends"),
+    [
+        ("gpt-oss", ["<|return|>", "<|end|>", "<|call|>"], (0, 2)),
+        ("glm4", ["<|user|>", "<|assistant|>", "<|observation|>"], (0, 2)),
+        ("phi3", ["<|endoftext|>", "<|user|>", "<|end|>"], (0, 2)),
+    ],
+)
+def test_a_turn_ends_at_the_tokens_of_the_family(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    specials: list[str],
+    ends: tuple[int, ...],
+) -> None:
+    monkeypatch.setattr("tiny_gguf.SPECIAL", specials)
+    tensors = write_checkpoint(tmp_path / "hf", architecture)
+
+    folder = _convert(write_case(tmp_path / "m.gguf", architecture, tensors))
+
+    assert read_model_config(str(folder)).eos_token_ids == ends
 
 
 def test_the_byte_alphabet_is_that_of_the_library() -> None:

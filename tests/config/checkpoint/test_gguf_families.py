@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 from gguf_families import CASES, architecture_of, with_mxfp4, write_case, write_checkpoint
 from safetensors.numpy import load_file
+from tiny_gguf import BERT_SPECIAL, WORDS
+from tokenizers import Tokenizer
+from tokenizers.implementations import BertWordPieceTokenizer
 
 from config.checkpoint.gguf import converted
 from config.checkpoint.gguf_families import FAMILIES
 from config.model.architectures import decoder_spec
 from config.model.model_config import ModelConfig
 from config.model.read_config import read_model_config
+from config.model.sentence_transformers import read_sentence_config
 
 _OF_THE_FILE = {"path", "fields", "eos_token_ids", "bos_token_id", "generation_defaults"}
 _UNUSED = {
@@ -62,6 +66,42 @@ def test_tensors_and_facts_of_a_file_are_those_of_the_checkpoint(tmp_path: Path,
         assert _differing(decoder_spec(ours), decoder_spec(theirs), unused=set()) == {}
     else:
         assert _differing(ours.encoder, theirs.encoder, unused=set()) == {}
+
+
+def test_tokens_of_a_bert_are_those_of_transformers(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path / "hf", "bert")
+    source = write_case(tmp_path / "m.gguf", "bert", tensors, tokenizer="bert")
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text("\n".join([*BERT_SPECIAL, *WORDS]), encoding="utf-8")
+
+    folder = converted(source, tmp_path / "cache", progress=False)
+
+    ours = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    theirs = BertWordPieceTokenizer(str(vocab))
+    for text in ("Hello worlds", "helloing, ab É 日a", "unknown hello", "", "[MASK] a"):
+        assert ours.encode(text).ids == theirs.encode(text).ids, text
+    assert ours.encode("a", "b").ids == theirs.encode("a", "b").ids
+    assert ours.decode(ours.encode("hello worlds").ids) == "hello worlds"
+
+
+@pytest.mark.parametrize(("kind", "mode"), [(1, "mean"), (2, "cls"), (3, "lasttoken")])
+def test_the_pooling_of_a_file_is_that_of_its_vectors(tmp_path: Path, kind: int, mode: str) -> None:
+    tensors = write_checkpoint(tmp_path / "hf", "bert")
+    settings = {"pooling_type": kind}
+    source = write_case(tmp_path / "m.gguf", "bert", tensors, settings=settings)
+
+    folder = converted(source, tmp_path / "cache", progress=False)
+
+    sentence = read_sentence_config(str(folder))
+    assert sentence is not None and (sentence.modes, sentence.normalizes) == ((mode,), True)
+
+
+def test_a_model_that_generates_has_no_pooling(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path / "hf", "qwen3")
+
+    folder = converted(write_case(tmp_path / "m.gguf", "qwen3", tensors), tmp_path, progress=False)
+
+    assert read_sentence_config(str(folder)) is None
 
 
 def test_every_architecture_of_the_table_is_compared() -> None:
