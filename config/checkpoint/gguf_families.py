@@ -22,6 +22,8 @@ class GgufFamily(NamedTuple):
     """In the field `architectures`."""
     model_type: str = ""
     """Empty: as the file calls the architecture."""
+    others: tuple[str, ...] = ()
+    """Hugging Face names that `derive` gives some files."""
     eps: str = EPS
     """The field of the norms' epsilon."""
     optional: Mapping[str, str] = {}
@@ -264,7 +266,9 @@ def _bert(file: GgufFile, config: Json) -> Json:
 
 
 FAMILIES: Mapping[str, GgufFamily] = {
-    "llama": GgufFamily("LlamaForCausalLM", derive=_llama),
+    "llama": GgufFamily(
+        "LlamaForCausalLM", others=("MistralForCausalLM", "MixtralForCausalLM"), derive=_llama
+    ),
     "qwen2": GgufFamily("Qwen2ForCausalLM"),
     "qwen3": GgufFamily("Qwen3ForCausalLM"),
     "granite": GgufFamily("GraniteForCausalLM", derive=_granite),
@@ -275,24 +279,28 @@ FAMILIES: Mapping[str, GgufFamily] = {
     "qwen2moe": GgufFamily("Qwen2MoeForCausalLM", "qwen2_moe", derive=_qwen_moe),
     "qwen3moe": GgufFamily("Qwen3MoeForCausalLM", "qwen3_moe", derive=_qwen_moe),
     "qwen3next": GgufFamily("Qwen3NextForCausalLM", "qwen3_next", derive=_qwen3_next),
-    "deepseek2": GgufFamily("DeepseekV2ForCausalLM", "deepseek_v2", derive=_deepseek2),
+    "deepseek2": GgufFamily(
+        "DeepseekV2ForCausalLM", "deepseek_v2", ("DeepseekV3ForCausalLM",), derive=_deepseek2
+    ),
     "gpt-oss": GgufFamily("GptOssForCausalLM", "gpt_oss", derive=_gpt_oss),
     "glm4": GgufFamily("Glm4ForCausalLM"),
     "glm4moe": GgufFamily("Glm4MoeForCausalLM", "glm4_moe", derive=_glm4_moe),
     "smollm3": GgufFamily("SmolLM3ForCausalLM", derive=_smollm3),
     "olmo2": GgufFamily("Olmo2ForCausalLM", derive=_olmo2),
     "olmoe": GgufFamily("OlmoeForCausalLM"),
-    "phi2": GgufFamily("PhiForCausalLM", "phi", "layer_norm_eps", derive=_phi),
+    "phi2": GgufFamily("PhiForCausalLM", "phi", eps="layer_norm_eps", derive=_phi),
     "starcoder2": GgufFamily("Starcoder2ForCausalLM", eps="norm_epsilon", derive=_starcoder2),
     "command-r": GgufFamily(
         "CohereForCausalLM",
         "cohere",
-        "layer_norm_eps",
+        eps="layer_norm_eps",
         optional={"logit_scale": "logit_scale"},
         derive=_cohere,
     ),
     "mpt": GgufFamily("MPTForCausalLM", eps="layer_norm_epsilon", derive=_mpt),
     "falcon": GgufFamily("FalconForCausalLM", eps="layer_norm_epsilon", derive=_falcon),
-    "bert": GgufFamily("BertModel", eps="layer_norm_eps", derive=_bert),
+    "bert": GgufFamily(
+        "BertModel", others=("DistilBertModel",), eps="layer_norm_eps", derive=_bert
+    ),
 }
 """By the names that files have in general.architecture."""

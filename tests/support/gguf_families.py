@@ -123,6 +123,9 @@ _GPT_OSS = Case(
 
 CASES: dict[str, Case] = {
     "llama": Case("LlamaForCausalLM"),
+    "llama with a window": Case(
+        "MistralForCausalLM", {"sliding_window": 9}, {"attention.sliding_window": 9}
+    ),
     "llama with experts": Case(
         "MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}, _EXPERTS
     ),

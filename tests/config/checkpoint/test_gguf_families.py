@@ -10,7 +10,7 @@ from gguf_families import CASES, architecture_of, with_mxfp4, write_case, write_
 from safetensors.numpy import load_file
 from tiny_gguf import BERT_SPECIAL, WORDS
 from tokenizers import Tokenizer
-from tokenizers.implementations import BertWordPieceTokenizer
+from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
 
 from config.checkpoint.gguf import converted
 from config.checkpoint.gguf_families import FAMILIES
@@ -106,3 +106,5 @@ def test_a_model_that_generates_has_no_pooling(tmp_path: Path) -> None:
 
 def test_every_architecture_of_the_table_is_compared() -> None:
     assert {architecture_of(case) for case in CASES} == set(FAMILIES)
+    named = {name for family in FAMILIES.values() for name in (family.name, *family.others)}
+    assert {case.name for case in CASES.values()} == named
