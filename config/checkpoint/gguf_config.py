@@ -62,10 +62,13 @@ def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
         config["attention_bias"] = True
     if has(file, "ffn_gate.bias"):
         config["mlp_bias"] = True
-    if rope_dims is not None and rope_dims < head_dim:
-        config["partial_rotary_factor"] = rope_dims / head_dim
+    # llama.cpp rotates whole heads by default, some families a part.
+    partial = min(rope_dims or head_dim, head_dim) / head_dim
+    if partial != _default(family.name, "partial_rotary_factor", 1.0):
+        config["partial_rotary_factor"] = partial
     if window := file.get("attention.sliding_window", int):
         config["sliding_window"] = window
+        config.update(_windows(file))
     if (scaling := _rope_scaling(file, config)) is not None:
         config["rope_scaling"] = scaling
     for name, field in family.optional.items():
@@ -75,6 +78,22 @@ def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
     config.update(_experts(file, config))
     config.update(_special_ids(file))
     return config
+
+
+def _default(architecture: str, field: str, usual: float) -> Any:
+    family = ARCHITECTURES.get(architecture)
+    return usual if family is None else family.defaults.get(field, usual)
+
+
+def _windows(file: GgufFile) -> dict[str, Any]:
+    """The layers with a window, where the file says which: a number for the last layer of so many
+    that has none, or true for each layer that has a window."""
+    found = file.metadata.get(f"{file.architecture}.attention.sliding_window_pattern")
+    if not isinstance(found, list):
+        step = file.get("attention.sliding_window_pattern", int)
+        return {} if step is None else {"sliding_window_pattern": step}
+    kinds = ("full_attention", "sliding_attention")
+    return {"layer_types": [kinds[bool(has_window)] for has_window in found]}
 
 
 def _experts(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
@@ -98,6 +117,7 @@ def _experts(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
         names.top_groups: ("expert_group_used_count", int),
         names.scaling_factor: ("expert_weights_scale", float),
         names.first_layer: ("leading_dense_block_count", int),
+        names.layer_step: ("interleave_moe_layer_step", int),
     }
     for field, (key, kind) in keys.items():
         value: float | None = file.get(key, kind)

@@ -240,6 +240,63 @@ def _smollm3(file: GgufFile, config: Json) -> Json:
     return {"no_rope_layer_interval": 4, "use_sliding_window": False}
 
 
+def _gpt2(file: GgufFile, config: Json) -> Json:
+    return {
+        "n_layer": config["num_hidden_layers"],
+        "n_head": config["num_attention_heads"],
+        "n_embd": config["hidden_size"],
+        "n_inner": config["intermediate_size"],
+        "n_positions": config["max_position_embeddings"],
+        "multi_query": config["num_key_value_heads"] == 1,
+    }
+
+
+def _residual(file: GgufFile, config: Json) -> Json:
+    parallel = file.get("use_parallel_residual", bool)
+    return {
+        "use_parallel_residual": parallel is not False,
+        # Of StableLM.
+        "use_qkv_bias": has(file, "attn_q.bias"),
+        "qk_layernorm": has(file, "attn_q_norm.weight"),
+        # Of GPT-NeoX.
+        "attention_bias": has(file, "attn_q.bias") or has(file, "attn_qkv.bias"),
+    }
+
+
+def _ernie(file: GgufFile, config: Json) -> Json:
+    return {"use_bias": has(file, "attn_q.bias")}
+
+
+def _granite_moe(file: GgufFile, config: Json) -> Json:
+    found = _granite(file, config)
+    if file.get("expert_shared_feed_forward_length", int):
+        found["architectures"] = ["GraniteMoeSharedForCausalLM"]
+        found["model_type"] = "granitemoeshared"
+    return found
+
+
+def _llama4(file: GgufFile, config: Json) -> Json:
+    # llama.cpp has these as facts of the architecture; Maverick has 128 experts.
+    return {
+        "intermediate_size_mlp": config["intermediate_size"],
+        "attention_chunk_size": 8192,
+        "sliding_window": None,
+        "no_rope_layer_interval": 4,
+        "use_qk_norm": file.get("expert_count", int) != 128,
+    }
+
+
+def _qwen35(file: GgufFile, config: Json) -> Json:
+    sections = (file.values("qwen35.rope.dimension_sections", int) or [])[:3]
+    if file.architecture == "qwen35moe":
+        sections = (file.values("qwen35moe.rope.dimension_sections", int) or [])[:3]
+    rope = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    rope |= {"mrope_interleaved": True, "mrope_section": sections} if any(sections) else {}
+    if "partial_rotary_factor" in config:
+        rope["partial_rotary_factor"] = config["partial_rotary_factor"]
+    return {**_qwen3_next(file, config), "rope_parameters": rope}
+
+
 def _olmo2(file: GgufFile, config: Json) -> Json:
     if file.get("attention.sliding_window", int):
         raise ConfigError(
@@ -299,6 +356,26 @@ FAMILIES: Mapping[str, GgufFamily] = {
     ),
     "mpt": GgufFamily("MPTForCausalLM", eps="layer_norm_epsilon", derive=_mpt),
     "falcon": GgufFamily("FalconForCausalLM", eps="layer_norm_epsilon", derive=_falcon),
+    "starcoder": GgufFamily(
+        "GPTBigCodeForCausalLM", "gpt_bigcode", eps="layer_norm_epsilon", derive=_gpt2
+    ),
+    "gpt2": GgufFamily("GPT2LMHeadModel", eps="layer_norm_epsilon", derive=_gpt2),
+    "gptneox": GgufFamily("GPTNeoXForCausalLM", "gpt_neox", eps="layer_norm_eps", derive=_residual),
+    "stablelm": GgufFamily("StableLmForCausalLM", eps="layer_norm_eps", derive=_residual),
+    "nemotron": GgufFamily("NemotronForCausalLM", eps="norm_eps"),
+    "cohere2": GgufFamily(
+        "Cohere2ForCausalLM", eps="layer_norm_eps", optional={"logit_scale": "logit_scale"}
+    ),
+    "exaone4": GgufFamily("Exaone4ForCausalLM"),
+    "ernie4_5": GgufFamily("Ernie4_5ForCausalLM", derive=_ernie),
+    "ernie4_5-moe": GgufFamily("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", derive=_ernie),
+    "granitemoe": GgufFamily(
+        "GraniteMoeForCausalLM", others=("GraniteMoeSharedForCausalLM",), derive=_granite_moe
+    ),
+    "minimax-m2": GgufFamily("MiniMaxM2ForCausalLM", "minimax_m2"),
+    "llama4": GgufFamily("Llama4ForCausalLM", "llama4_text", derive=_llama4),
+    "qwen35": GgufFamily("Qwen3_5ForCausalLM", "qwen3_5_text", derive=_qwen35),
+    "qwen35moe": GgufFamily("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", derive=_qwen35),
     "bert": GgufFamily(
         "BertModel", others=("DistilBertModel",), eps="layer_norm_eps", derive=_bert
     ),

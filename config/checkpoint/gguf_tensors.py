@@ -36,9 +36,11 @@ DTYPES = {
     "uint8": ("U8", 1),
 }
 """The name of a dtype in safetensors, and its bytes."""
-PERMUTED = ("llama", "mistral", "granite", "granitemoe", "smollm3")
+PERMUTED = ("llama", "granite", "granitemoe", "smollm3")
 """Architectures whose files interleave the two halves of each head of q and k, so that rope rotates
 neighbours."""
+
+_TILED = ("qwen35", "qwen35moe")
 
 # Settings that are stored as tensors, which config/checkpoint/gguf_config.py reads; and the head of
 # an encoder for reranking, which is not part of the encoder.
@@ -46,7 +48,8 @@ _OTHERS = re.compile(
     r"(^|\.)(rope_freqs|rope_factors_(long|short)|attn_rot_embd)\.weight$|^cls[._]"
 )
 _BLOCK = re.compile(r"^blk\.([0-9]{1,9})\.")
-_EXPERT = re.compile(r"\.experts\.[0-9]+\.")
+# Indices of what files stack: experts, and norms of heads.
+_EXPERT, _NORM = re.compile(r"\.experts\.[0-9]+\."), re.compile(r"\.norms\.[0-9]+\.")
 _RENAMED = {
     ".e_score_correction_bias": ".e_score_correction.bias",
     ".dt_bias": ".dt_proj.bias",
@@ -180,6 +183,10 @@ class _Tensors:
             return tuple(self._stacked_experts(spec))
         if ".in_proj_qkvz." in spec.name:
             return self._fused_delta(spec, kind)
+        if spec.name.endswith(".shared_mlp.input_linear.weight"):
+            return self._merged_mlp(spec)
+        if spec.name.endswith(".linear_attn.out_proj.weight"):
+            return self._delta_output(spec)
         if spec.name.endswith(".kv_b_proj.weight"):
             return self._latent_heads(spec)
         name = self._stored_name(spec.name)
@@ -187,7 +194,10 @@ class _Tensors:
             found = self._other_layout(spec, name, kind)
             if found is not None:
                 return found
-        source = self._source(name, spec.name, spec.expert, spec.total_experts)
+        stacked = (spec.expert, spec.total_experts)
+        if spec.row is not None:
+            stacked = (spec.row, spec.output_sizes[spec.outputs[0]])
+        source = self._source(name, spec.name, *stacked)
         if spec.transposed and len(source.shape) == 2:
             self._check_shape(source, spec.shape[::-1], spec.name)
             return (Part((source,), np.transpose),)
@@ -202,7 +212,7 @@ class _Tensors:
         layer = self._layer.match(name)
         if layer is not None:
             name = f"{self._layer_prefix}0.{name[layer.end() :]}"
-        name = _EXPERT.sub(".experts.", name)
+        name = _NORM.sub(".", _EXPERT.sub(".experts.", name))
         found = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
         if found is None or layer is None:
             return found
@@ -224,8 +234,8 @@ class _Tensors:
         self._used.add(name)
         if expert is not None and (len(tensor.shape) < 2 or tensor.shape[-1] != num_experts):
             raise ConfigError(
-                f"{self._file.path} says {num_experts} experts (expert_count), the shape of {name} "
-                f"is {_size_text(tensor.shape[::-1])}"
+                f"{self._file.path} says {num_experts} experts or heads for {weight}, the shape of "
+                f"{name} is {_size_text(tensor.shape[::-1])}"
             )
         return Source(tensor, expert)
 
@@ -245,6 +255,8 @@ class _Tensors:
         if is_attention and spec.row_groups is not None:
             self._check_shape(source, (sum(spec.output_sizes), *source.shape[1:]), spec.name)
             return _grouped(spec.row_groups, spec.output_sizes)
+        if (order := self._delta_order(spec.name, rows)) is not None:
+            return order
         heads = {(0,): self._facts.num_heads, (1,): self._facts.num_kv_heads}.get(spec.outputs)
         if not is_attention or heads is None or self._file.architecture not in PERMUTED:
             return None
@@ -314,30 +326,83 @@ class _Tensors:
         order = _grouped(spec.row_groups, sizes)
         return (Part((qkv, gate), lambda *parts: np.concatenate(parts)[order]),)
 
+    def _delta_sizes(self) -> tuple[int, int, int]:
+        """(key heads, value heads for each of them, entries of a value head)."""
+        fields = self._facts.fields
+        keys, values = (fields.count(f"linear_num_{kind}_heads") for kind in ("key", "value"))
+        return keys, values // keys, fields.count("linear_value_head_dim")
+
+    def _delta_order(self, name: str, rows: int) -> npt.NDArray[np.int64] | None:
+        """Source.order of gated DeltaNet: files of Qwen3.5 have the first value head of each key
+        head, then the second value head of each."""
+        if self._file.architecture not in _TILED or ".linear_attn." not in name:
+            return None
+        keys, each, size = self._delta_sizes()
+        if name.endswith((".A_log", ".dt_bias", ".in_proj_a.weight", ".in_proj_b.weight")):
+            size = 1
+        elif ".norm." in name:
+            return None
+        num_values = keys * each * size
+        if rows < num_values:
+            raise ConfigError(
+                f"{self._file.path} has {rows} rows for {name}, its settings say at least "
+                f"{num_values}"
+            )
+        tiled = np.arange(rows - num_values, rows).reshape(each, keys, size)
+        # Queries and keys are in front of the values.
+        return np.concatenate((np.arange(rows - num_values), tiled.swapaxes(0, 1).reshape(-1)))
+
+    def _delta_output(self, spec: WeightSpec) -> tuple[Part, ...]:
+        """The output of gated DeltaNet, whose inputs are the value heads."""
+        source = self._source(self._stored_name(spec.name), spec.name)
+        if self._file.architecture not in _TILED:
+            return (Part((source,)),)
+        self._check_shape(source, spec.shape, spec.name)
+        order = self._delta_order(".linear_attn.", spec.shape[1])
+        return (Part((source,), lambda values: values[:, order]),)
+
+    def _merged_mlp(self, spec: WeightSpec) -> tuple[Part, ...]:
+        """Gate and up, which the checkpoint has as one tensor."""
+        layer = self._layer.match(spec.name)
+        assert layer is not None
+        names = (f"blk.{layer[1]}.ffn_{part}_shexp.weight" for part in ("gate", "up"))
+        return tuple(Part((self._source(name, spec.name),)) for name in names)
+
     def _stacked_experts(self, spec: WeightSpec) -> Iterator[Part]:
         """Weights or biases of all experts, which the file has for gate, up and down."""
         path, count = spec.name, spec.num_experts
         assert count is not None
         kind = "bias" if path.endswith("_bias") else "weight"
         stem = path.removesuffix("_bias").removesuffix("_blocks").removesuffix("_scales")
-        names = [stem] if stem.endswith("down_proj") else []
-        names = names or [stem.replace("gate_up_proj", part) for part in ("gate_proj", "up_proj")]
-        stored = [self._stored_name(f"{name}.{kind}") for name in names]
+        if (layer := self._layer.match(path)) is not None and path.endswith("_linear.weight"):
+            parts = ("down",) if path.endswith("output_linear.weight") else ("gate", "up")
+            stored: list[str | None] = [f"blk.{layer[1]}.ffn_{part}_exps.weight" for part in parts]
+        else:
+            names = [stem] if stem.endswith("down_proj") else []
+            both = ("gate_proj", "up_proj")
+            names = names or [stem.replace("gate_up_proj", part) for part in both]
+            stored = [self._stored_name(f"{name}.{kind}") for name in names]
         if kind == "bias":
             sources = tuple(self._source(name, path) for name in stored)
             for source in sources:
                 self._check_shape(source, (count, spec.shape[1] // len(sources)), path)
             yield Part(sources, lambda *parts: np.stack(parts, axis=-1))
             return
-        rows, columns = (
-            (spec.shape[2], spec.shape[1])
-            if spec.transposed
-            else (spec.shape[1], spec.shape[2] * MXFP4_BLOCK)
-        )
+        if spec.mxfp4:
+            rows, columns = spec.shape[1], spec.shape[2] * MXFP4_BLOCK
+        else:
+            rows, columns = spec.shape[:0:-1] if spec.transposed else spec.shape[1:]
+
+        def joined(parts: tuple[Array, ...]) -> Array:
+            """Gate before up; rows of both in turns where their sizes are not named."""
+            if spec.output_sizes:
+                return np.concatenate(parts)
+            return np.stack(parts, axis=1).reshape(rows, -1)
+
         combine: Callable[..., Array] = {
-            "": lambda *parts: np.stack(parts, axis=1).reshape(rows, columns).T,
-            "blocks": lambda *parts: _mxfp4_blocks(np.stack(parts, axis=1)),
-            "scales": lambda *parts: _mxfp4(np.stack(parts, axis=1))[..., 0],
+            "": lambda *parts: joined(parts).T if spec.transposed else joined(parts),
+            "blocks": lambda *parts: _mxfp4_blocks(joined(parts)),
+            "scales": lambda *parts: _mxfp4(joined(parts))[..., 0],
         }[spec.mxfp4]
         for expert in range(count):
             sources = tuple(self._source(name, path, expert, count) for name in stored)

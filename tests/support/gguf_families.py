@@ -32,7 +32,7 @@ _COMMON: dict[str, Any] = {
     "rope_theta": 50000.0,
     "tie_word_embeddings": False,
 }
-_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 
 
 class Case(NamedTuple):
@@ -99,6 +99,31 @@ _GLM4_MOE = {
     "num_nextn_predict_layers": 1,
 }
 _GEMMA = {"tie_word_embeddings": True, "query_pre_attn_scalar": 16, "sliding_window": 9}
+_QWEN35 = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 50000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+_QWEN35_SETTINGS = {
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 16,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 96,
+    "rope.dimension_count": 8,
+    "rope.dimension_sections": [2, 1, 1, 0],
+    "attention.key_length": 16,
+}
 _GPT_OSS = Case(
     "GptOssForCausalLM",
     {
@@ -275,6 +300,136 @@ CASES: dict[str, Case] = {
         {"num_key_value_heads": 1, "multi_query": True, "tie_word_embeddings": True},
         {"attention.head_count_kv": 1},
     ),
+    "starcoder": Case(
+        "GPTBigCodeForCausalLM",
+        {"num_key_value_heads": 1, "multi_query": True, "tie_word_embeddings": True},
+        {"attention.head_count_kv": 1},
+    ),
+    "gpt2": Case(
+        "GPT2LMHeadModel",
+        {"num_key_value_heads": 4, "tie_word_embeddings": True},
+        {"attention.head_count_kv": 4},
+    ),
+    "gptneox": Case(
+        "GPTNeoXForCausalLM",
+        {"num_key_value_heads": 4, "rotary_pct": 0.5, "use_parallel_residual": False},
+        {
+            "attention.head_count_kv": 4,
+            "rope.dimension_count": HEAD_DIM // 2,
+            "use_parallel_residual": False,
+        },
+    ),
+    "stablelm": Case(
+        "StableLmForCausalLM",
+        {"use_qkv_bias": True, "partial_rotary_factor": 0.25},
+        {"rope.dimension_count": HEAD_DIM // 4, "use_parallel_residual": False},
+    ),
+    "stablelm with norms of heads": Case(
+        "StableLmForCausalLM",
+        {
+            "qk_layernorm": True,
+            "use_parallel_residual": True,
+            "partial_rotary_factor": 0.25,
+        },
+        {"rope.dimension_count": HEAD_DIM // 4, "use_parallel_residual": True},
+    ),
+    "nemotron": Case(
+        "NemotronForCausalLM",
+        {"partial_rotary_factor": 0.5},
+        {"rope.dimension_count": HEAD_DIM // 2},
+    ),
+    "cohere2": Case(
+        "Cohere2ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "tie_word_embeddings": True,
+            "logit_scale": 0.125,
+            "sliding_window": 9,
+        },
+        {"logit_scale": 0.125, "attention.sliding_window": 9},
+    ),
+    "exaone4": Case(
+        "Exaone4ForCausalLM",
+        {"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]},
+        {"attention.sliding_window": 9, "attention.sliding_window_pattern": [False, True]},
+    ),
+    "ernie4_5": Case("Ernie4_5ForCausalLM", {"use_bias": False}),
+    "ernie4_5-moe": Case(
+        "Ernie4_5_MoeForCausalLM",
+        {
+            "num_hidden_layers": 3,
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_intermediate_size": 48,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_interval": 1,
+        },
+        {
+            "expert_count": 6,
+            "expert_used_count": 3,
+            "expert_feed_forward_length": 48,
+            "expert_shared_count": 2,
+            "leading_dense_block_count": 1,
+            "interleave_moe_layer_step": 1,
+        },
+    ),
+    "granitemoe": Case(
+        "GraniteMoeForCausalLM",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.25},
+        {**_EXPERTS, "attention.scale": 0.25},
+    ),
+    "granitemoe with a shared expert": Case(
+        "GraniteMoeSharedForCausalLM",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "attention_multiplier": 0.25,
+            "shared_intermediate_size": 48,
+        },
+        {**_EXPERTS, "attention.scale": 0.25, "expert_shared_feed_forward_length": 48},
+    ),
+    "minimax-m2": Case(
+        "MiniMaxM2ForCausalLM",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
+        {**_EXPERTS, "expert_feed_forward_length": MLP, "rope.dimension_count": 8},
+    ),
+    "llama4": Case(
+        "Llama4ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "intermediate_size": 48,
+            "intermediate_size_mlp": MLP,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 8192,
+            "no_rope_layer_interval": 4,
+            "use_qk_norm": True,
+        },
+        {
+            "expert_count": 4,
+            "expert_used_count": 1,
+            "expert_feed_forward_length": 48,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
+    "qwen35": Case("Qwen3_5ForCausalLM", _QWEN35, _QWEN35_SETTINGS),
+    "qwen35moe": Case(
+        "Qwen3_5MoeForCausalLM",
+        {
+            **_QWEN35,
+            **_EXPERT_FIELDS,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 40,
+        },
+        {
+            **_QWEN35_SETTINGS,
+            **_EXPERTS,
+            "expert_feed_forward_length": 48,
+            "expert_shared_feed_forward_length": 40,
+        },
+    ),
     "bert": Case("BertModel", {"type_vocab_size": 2}),
     "bert of DistilBERT": Case(
         "DistilBertModel",
@@ -346,6 +501,7 @@ def _stored(
         changed = _CHANGED.get(architecture, _as_they_are)(name, values, config)
         for own, stored in changed:
             stacked = re.sub(r"\.experts\.\d+\.", ".experts.", own)
+            stacked = re.sub(r"\.norms\.\d+\.", ".", stacked)
             if stacked != own:
                 experts.setdefault(stored_name(stacked), []).append(stored)
             else:
@@ -460,12 +616,68 @@ def _falcon(name: str, values: Array, config: dict[str, Any]) -> Changed:
     yield name, values
 
 
+def _qkv_by_head(name: str, values: Array, config: dict[str, Any]) -> Changed:
+    if "query_key_value" in name:
+        heads = values.reshape(HEADS, 3, HEAD_DIM, *values.shape[1:])
+        values = heads.swapaxes(0, 1).reshape(values.shape)
+    yield name, values
+
+
+def _transposed(name: str, values: Array, config: dict[str, Any]) -> Changed:
+    is_linear = ".attn.c_" in name or ".mlp.c_" in name
+    yield name, np.ascontiguousarray(values.T) if is_linear else values
+
+
+def _granite_moe(name: str, values: Array, config: dict[str, Any]) -> Changed:
+    if "input_linear" in name:
+        layer = name.split(".")[2]
+        kind = "shexp" if "shared_mlp" in name else "exps"
+        for part, half in zip(("gate", "up"), np.split(values, 2, axis=-2), strict=True):
+            yield f"blk.{layer}.ffn_{part}_{kind}.weight", np.ascontiguousarray(half)
+    else:
+        yield from _permuted(name, values, config)
+
+
+def _llama4(name: str, values: Array, config: dict[str, Any]) -> Changed:
+    if ".experts." not in name:
+        yield name, values
+        return
+    rows = values.swapaxes(1, 2)
+    yield from _gate_up(name, "weight", tuple(np.split(rows, 2, 1)) if "gate" in name else (rows,))
+
+
+def _qwen35(name: str, values: Array, config: dict[str, Any]) -> Changed:
+    keys, each = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    each, size = each // keys, config["linear_value_head_dim"]
+
+    def tiled(part: Array, size: int) -> Array:
+        heads = part.reshape(keys, each, size, *part.shape[1:])
+        return heads.swapaxes(0, 1).reshape(part.shape)
+
+    kind = name.split(".linear_attn.")[-1].partition(".")[0]
+    if kind in ("in_proj_a", "in_proj_b", "A_log", "dt_bias"):
+        values = tiled(values, 1)
+    elif kind == "in_proj_z":
+        values = tiled(values, size)
+    elif kind == "out_proj":
+        values = np.ascontiguousarray(tiled(values.T, size).T)
+    elif kind in ("in_proj_qkv", "conv1d"):
+        begin = 2 * keys * config["linear_key_head_dim"]
+        values = np.concatenate([values[:begin], tiled(values[begin:], size)])
+    yield from _qwen3_next(name, values, config)
+
+
 _CHANGED: dict[str, Change] = {
     **dict.fromkeys(("llama", "granite", "smollm3"), _permuted),
-    **dict.fromkeys(("gemma", "gemma2", "gemma3"), _norms_plus_1),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3", "nemotron"), _norms_plus_1),
+    **dict.fromkeys(("qwen35", "qwen35moe"), _qwen35),
+    **dict.fromkeys(("glm4moe", "ernie4_5-moe", "minimax-m2"), _with_bias),
+    "gptneox": _qkv_by_head,
+    "gpt2": _transposed,
+    "granitemoe": _granite_moe,
+    "llama4": _llama4,
     "qwen3next": _qwen3_next,
     "deepseek2": _deepseek2,
-    "glm4moe": _with_bias,
     "gpt-oss": _gpt_oss,
     "falcon": _falcon,
 }

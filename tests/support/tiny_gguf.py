@@ -77,6 +77,7 @@ def write_gguf(
         add: dict[type, Callable[[str, Any], None]] = {
             str: writer.add_string,
             bool: writer.add_bool,
+            list: writer.add_array,
             int: writer.add_uint32,
             float: writer.add_float32,
         }
