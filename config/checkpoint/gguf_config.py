@@ -21,7 +21,7 @@ _END_OF_TURN = (
     *("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>"),
     *("<|return|>", "<|call|>"),
 )
-# Of the GLM families a turn ends where the next role begins.
+# In the GLM families a turn ends where the next role begins.
 _ROLES = {"glm4": ("<|user|>", "<|observation|>"), "glm4moe": ("<|user|>", "<|observation|>")}
 _CONTROL, _USER_DEFINED = 3, 4
 
@@ -40,7 +40,8 @@ def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
     heads = file.count("attention.head_count")
     hidden = file.count("embedding_length")
     rope_dims = file.get("rope.dimension_count", int)
-    head_dim = file.get("attention.key_length", int) or _head_dim(file, hidden, heads, rope_dims)
+    usual = _head_dim(file, hidden, heads, rope_dims)
+    head_dim = file.count("attention.key_length", usual)
     theta = file.get("rope.freq_base", float)
     config: dict[str, Any] = {
         "architectures": [family.name],
@@ -86,8 +87,8 @@ def _default(architecture: str, field: str, usual: float) -> Any:
 
 
 def _windows(file: GgufFile) -> dict[str, Any]:
-    """The layers with a window, where the file says which: a number for the last layer of so many
-    that has none, or true for each layer that has a window."""
+    """The layers with a window, where the file names them: by a number n, if each n-th layer has no
+    window, or by a list with true for each layer with a window."""
     found = file.metadata.get(f"{file.architecture}.attention.sliding_window_pattern")
     if not isinstance(found, list):
         step = file.get("attention.sliding_window_pattern", int)
@@ -127,8 +128,8 @@ def _experts(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _columns(file: GgufFile, part: str) -> int:
-    """Number of inputs of the tensor `part` in the first layer that has it; 0 without such a
-    layer."""
+    """Number of inputs of the tensor `part` in the first layer with this tensor; 0 if there is no
+    such layer."""
     found = (tensor for name, tensor in file.tensors.items() if name.endswith(f".{part}"))
     return next((tensor.shape[0] for tensor in found), 0)
 

@@ -112,7 +112,7 @@ def _qwen3_next(file: GgufFile, config: Json) -> Json:
 
 
 def _deepseek2(file: GgufFile, config: Json) -> Json:
-    # Of newer files attention.key_length is the size of the latent.
+    # In newer files attention.key_length is the size of the latent.
     key = file.get("attention.key_length_mla", int) or file.count("attention.key_length")
     value = file.get("attention.value_length_mla", int) or file.count("attention.value_length")
     rotated = file.count("rope.dimension_count")
@@ -255,10 +255,10 @@ def _residual(file: GgufFile, config: Json) -> Json:
     parallel = file.get("use_parallel_residual", bool)
     return {
         "use_parallel_residual": parallel is not False,
-        # Of StableLM.
+        # StableLM reads these two fields.
         "use_qkv_bias": has(file, "attn_q.bias"),
         "qk_layernorm": has(file, "attn_q_norm.weight"),
-        # Of GPT-NeoX.
+        # GPT-NeoX reads this field.
         "attention_bias": has(file, "attn_q.bias") or has(file, "attn_qkv.bias"),
     }
 
@@ -287,9 +287,7 @@ def _llama4(file: GgufFile, config: Json) -> Json:
 
 
 def _qwen35(file: GgufFile, config: Json) -> Json:
-    sections = (file.values("qwen35.rope.dimension_sections", int) or [])[:3]
-    if file.architecture == "qwen35moe":
-        sections = (file.values("qwen35moe.rope.dimension_sections", int) or [])[:3]
+    sections = (file.values(f"{file.architecture}.rope.dimension_sections", int) or [])[:3]
     rope = {"rope_type": "default", "rope_theta": config["rope_theta"]}
     rope |= {"mrope_interleaved": True, "mrope_section": sections} if any(sections) else {}
     if "partial_rotary_factor" in config:

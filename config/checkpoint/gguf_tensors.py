@@ -1,7 +1,7 @@
 """The weights of a model as parts of the tensors of its GGUF file.
 
-The names are those of the package `gguf`, which llama.cpp's converter takes them from. What the
-converter changes besides names (order of rows, stacked experts, offsets) is undone here, see
+The names come from the package `gguf`, like the names that llama.cpp's converter writes. This file
+undoes what the converter changes besides names (order of rows, stacked experts, offsets), see
 https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py
 """
 
@@ -104,7 +104,7 @@ class Entry:
     """One of DTYPES; uint8: the sources are not dequantized."""
     parts: tuple[Part, ...]
     change: Callable[[Array], Array] | None = None
-    """Of each number; None: the numbers stay as they are."""
+    """Applied to each number; None: the numbers stay as they are."""
 
     @property
     def num_bytes(self) -> int:
@@ -169,8 +169,8 @@ class _Tensors:
             return Entry(spec.name, spec.shape, "uint8", parts)
         shape = spec.shape
         if all(part.combine is None for part in parts):
-            shapes = [source.shape for part in parts for source in part.sources]
-            shape = (sum(one[0] for one in shapes), *shapes[0][1:])
+            stored = [source.shape for part in parts for source in part.sources]
+            shape = (sum(rows for rows, *_ in stored), *stored[0][1:])
             # Files leave out dimensions of 1, such as the input channel of a convolution.
             shape = spec.shape if _squeezed(shape) == _squeezed(spec.shape) else shape
         is_vector = len(shape) == 1
@@ -191,7 +191,7 @@ class _Tensors:
             return self._latent_heads(spec)
         name = self._stored_name(spec.name)
         if name is None or name not in self._file.tensors:
-            found = self._other_layout(spec, name, kind)
+            found = self._fused_part(spec, kind)
             if found is not None:
                 return found
         stacked = (spec.expert, spec.total_experts)
@@ -269,22 +269,20 @@ class _Tensors:
         order = np.arange(rows).reshape(heads, rows // heads // 2, 2)
         return order.swapaxes(1, 2).reshape(-1)
 
-    def _other_layout(
-        self, spec: WeightSpec, name: str | None, kind: str
-    ) -> tuple[Part, ...] | None:
-        """Queries, keys and values that the checkpoint has as one tensor and the file as three, or
-        the other way round."""
+    def _fused_part(self, spec: WeightSpec, kind: str) -> tuple[Part, ...] | None:
+        """Queries, keys or values of a file that has them in a single tensor; None if there is no
+        such tensor."""
         layer = self._layer.match(spec.name)
-        if layer is None or "qkv_proj" not in spec.parameter:
+        if layer is None or "qkv_proj" not in spec.parameter or len(spec.outputs) != 1:
             return None
-        fused = f"blk.{layer[1]}.attn_qkv.{kind}"
-        if len(spec.outputs) == 1 and fused in self._file.tensors:
-            source = self._source(fused, spec.name)
-            self._check_shape(source, (sum(spec.output_sizes), *spec.shape[1:]), spec.name)
-            begin = sum(spec.output_sizes[: spec.outputs[0]])
-            order = np.arange(begin, begin + spec.output_sizes[spec.outputs[0]])
-            return (Part((Source(source.tensor, None, order),)),)
-        return None
+        name = f"blk.{layer[1]}.attn_qkv.{kind}"
+        if name not in self._file.tensors:
+            return None
+        source = self._source(name, spec.name)
+        self._check_shape(source, (sum(spec.output_sizes), *spec.shape[1:]), spec.name)
+        begin = sum(spec.output_sizes[: spec.outputs[0]])
+        order = np.arange(begin, begin + spec.output_sizes[spec.outputs[0]])
+        return (Part((Source(source.tensor, None, order),)),)
 
     def _latent_heads(self, spec: WeightSpec) -> tuple[Part, ...]:
         """kv_b_proj of latent attention: in newer files the keys of all heads, transposed, and the
@@ -295,8 +293,10 @@ class _Tensors:
         heads, rank = self._facts.num_heads, spec.shape[1]
         size = self._facts.fields.count("v_head_dim")
         keys = spec.shape[0] // heads - size
-        names = (spec.name.replace("kv_b_proj", part) for part in ("k_b_proj", "v_b_proj"))
-        key, value = (self._source(self._stored_name(one), spec.name) for one in names)
+        key, value = (
+            self._source(self._stored_name(spec.name.replace("kv_b_proj", part)), spec.name)
+            for part in ("k_b_proj", "v_b_proj")
+        )
         self._check_shape(key, (heads, rank, keys), spec.name)
         self._check_shape(value, (heads, size, rank), spec.name)
 
@@ -362,11 +362,15 @@ class _Tensors:
         return (Part((source,), lambda values: values[:, order]),)
 
     def _merged_mlp(self, spec: WeightSpec) -> tuple[Part, ...]:
-        """Gate and up, which the checkpoint has as one tensor."""
+        """Gate and up of a shared expert, which the checkpoint merges."""
         layer = self._layer.match(spec.name)
         assert layer is not None
-        names = (f"blk.{layer[1]}.ffn_{part}_shexp.weight" for part in ("gate", "up"))
-        return tuple(Part((self._source(name, spec.name),)) for name in names)
+        parts = []
+        for name in ("gate", "up"):
+            source = self._source(f"blk.{layer[1]}.ffn_{name}_shexp.weight", spec.name)
+            self._check_shape(source, (spec.shape[0] // 2, spec.shape[1]), spec.name)
+            parts.append(Part((source,)))
+        return tuple(parts)
 
     def _stacked_experts(self, spec: WeightSpec) -> Iterator[Part]:
         """Weights or biases of all experts, which the file has for gate, up and down."""
@@ -454,8 +458,8 @@ def _mxfp4(rows: Array) -> Array:
 
 
 def _mxfp4_blocks(rows: Array) -> Array:
-    """The weights: a byte has two neighbours, where the file has those of the two halves of a
-    block."""
+    """The weights in the order of the checkpoint: a byte has the weights 2i and 2i + 1, in the file
+    the weights i and i + 16."""
     packed = _mxfp4(rows)[..., 1:]
     codes = np.concatenate((packed & 0xF, packed >> 4), axis=-1)
     blocks: Array = codes[..., 0::2] | (codes[..., 1::2] << 4)

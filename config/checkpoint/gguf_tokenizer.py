@@ -309,7 +309,7 @@ def _named(file: GgufFile) -> dict[str, tuple[str, int]]:
         "eos": "eos",
         "unknown": "unk",
         "padding": "pad",
-        # As llama.cpp spells it.
+        # llama.cpp spells it so.
         "seperator": "sep",
         "cls": "cls",
         "mask": "mask",

@@ -41,9 +41,9 @@ class Case(NamedTuple):
     name: str
     """Its Hugging Face architecture."""
     fields: Mapping[str, Any] = MappingProxyType({})
-    """Of config.json."""
+    """Fields of config.json."""
     settings: Mapping[str, Any] = MappingProxyType({})
-    """Of the metadata, without the prefix."""
+    """Metadata, without the prefix."""
 
 
 _EXPERTS = {"expert_count": 4, "expert_used_count": 2}
@@ -436,7 +436,7 @@ CASES: dict[str, Case] = {
         {"dim": HIDDEN, "hidden_dim": MLP, "n_layers": 2, "n_heads": HEADS},
     ),
 }
-"""The name of a case begins with that of its architecture in GGUF."""
+"""By name; the name begins with the architecture in GGUF."""
 
 
 def architecture_of(case: str) -> str:

@@ -108,7 +108,7 @@ def test_blocks_of_every_kind_become_the_numbers_of_the_library(tmp_path: Path, 
     while not np.isfinite(wanted).all():
         size = quants.quant_shape_to_byte_shape((HIDDEN, 256), qtype)
         blocks = random.integers(0, 256, size, dtype=np.uint8)
-        # Of most kinds the exponent of a scale is in one of these places.
+        # Most kinds have the exponents of their scales in these places.
         blocks[:, [1, 3, -1, -3]] &= 0x3F
         with np.errstate(over="ignore", invalid="ignore"):
             wanted = quants.dequantize(blocks, qtype)

@@ -1,5 +1,6 @@
 """A GGUF file of each family gives the tensors and the facts of the checkpoint it was made of."""
 
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
 
 from config.checkpoint.gguf import converted
 from config.checkpoint.gguf_families import FAMILIES
+from config.errors import ConfigError
 from config.model.architectures import decoder_spec
 from config.model.model_config import ModelConfig
 from config.model.read_config import read_model_config
@@ -29,9 +31,9 @@ _UNUSED = {
 
 def _differing(ours: Any, theirs: Any, *, unused: set[str]) -> dict[str, tuple[Any, Any]]:
     pairs = {
-        one.name: (getattr(ours, one.name), getattr(theirs, one.name))
-        for one in fields(ours)
-        if one.name not in unused
+        field.name: (getattr(ours, field.name), getattr(theirs, field.name))
+        for field in fields(ours)
+        if field.name not in unused
     }
     # GGUF has numbers in float32.
     return {
@@ -102,6 +104,67 @@ def test_a_model_that_generates_has_no_pooling(tmp_path: Path) -> None:
     folder = converted(write_case(tmp_path / "m.gguf", "qwen3", tensors), tmp_path, progress=False)
 
     assert read_sentence_config(str(folder)) is None
+
+
+@pytest.mark.parametrize(
+    ("case", "settings", "message"),
+    [
+        ("qwen2", {"attention.head_count": 100}, "attention.key_length in .* is 0, it must be at"),
+        ("qwen3moe", {"expert_count": 8}, "says 8 experts or heads for .*, the shape of .* is 4x"),
+        ("deepseek2", {"attention.key_length_mla": 8}, "rotates 8 entries of a head, which has 8"),
+        ("deepseek2", {"expert_gating_func": 3}, "expert_gating_func in .* is 3, it must be 1 "),
+        (
+            "deepseek2",
+            {"attention.value_length_mla": 20},
+            "a tensor of 4x16x32 for .*, its settings say 4x20x32",
+        ),
+        ("falcon", {"attention.head_count_kv": 4}, "a tensor of 128x64 for .*, its settings say"),
+        (
+            "gpt-oss",
+            {"expert_feed_forward_length": 48},
+            "a tensor of 96x64 for .*, its settings say 48x64",
+        ),
+        ("qwen35", {"ssm.inner_size": 9600}, "rows for .*, its settings say at least"),
+        ("olmo2", {"attention.sliding_window": 9}, "is an OLMo 3"),
+        ("glm4moe", {"nextn_predict_layers": 3}, "num_hidden_layers"),
+    ],
+)
+def test_settings_that_do_not_fit_the_tensors_are_named(
+    tmp_path: Path, case: str, settings: dict[str, Any], message: str
+) -> None:
+    tensors = write_checkpoint(tmp_path / "hf", case)
+    settings = {**CASES[case].settings, **settings}
+    source = write_case(tmp_path / "m.gguf", case, tensors, settings=settings)
+
+    with pytest.raises(ConfigError, match=message):
+        converted(source, tmp_path / "cache", progress=False)
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path / "hf", "gemma2")
+    del tensors["model.layers.1.post_feedforward_layernorm.weight"]
+    source = write_case(tmp_path / "m.gguf", "gemma2", tensors)
+
+    with pytest.raises(ConfigError, match=r"no tensor blk\.1\.post_ffw_norm\.weight, which"):
+        converted(source, tmp_path / "cache", progress=False)
+
+
+def test_fused_queries_keys_and_values_are_parted_where_the_checkpoint_has_three(
+    tmp_path: Path,
+) -> None:
+    tensors = write_checkpoint(tmp_path / "hf", "phi2")
+    stored = {n: t for n, t in tensors.items() if not re.search(r"\.[qkv]_proj\.", n)}
+    for layer in range(2):
+        for kind in ("weight", "bias"):
+            names = [f"model.layers.{layer}.self_attn.{part}_proj.{kind}" for part in "qkv"]
+            fused = f"blk.{layer}.attn_qkv.{kind}"
+            stored[fused] = np.concatenate([tensors[name] for name in names])
+    source = write_case(tmp_path / "m.gguf", "phi2", stored)
+
+    folder = converted(source, tmp_path / "cache", dtype="float32", progress=False)
+
+    found = load_file(folder / "model.safetensors")
+    assert all(np.array_equal(found[name], values) for name, values in tensors.items())
 
 
 def test_every_architecture_of_the_table_is_compared() -> None:
