@@ -31,6 +31,11 @@ def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
 
     ConfigError for an architecture that is not in FAMILIES or a missing field.
     """
+    if file.value("general.type", str) == "adapter":
+        raise ConfigError(
+            f"{file.path} is a LoRA adapter, not a model: adapters are folders of PEFT, given with "
+            "--lora-modules"
+        )
     family = FAMILIES.get(file.architecture)
     if family is None:
         raise ConfigError(

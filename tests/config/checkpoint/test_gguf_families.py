@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGUFWriter
 from gguf_families import CASES, architecture_of, with_mxfp4, write_case, write_checkpoint
 from safetensors.numpy import load_file
 from tiny_gguf import BERT_SPECIAL, WORDS
@@ -147,6 +148,19 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"no tensor blk\.1\.post_ffw_norm\.weight, which"):
         converted(source, tmp_path / "cache", progress=False)
+
+
+def test_an_adapter_is_not_taken_for_a_model(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_type("adapter")
+    writer.add_tensor("blk.0.attn_q.weight.lora_a", np.zeros((4, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    with pytest.raises(ConfigError, match="is a LoRA adapter, not a model"):
+        converted(tmp_path / "m.gguf", tmp_path / "cache", progress=False)
 
 
 def test_fused_queries_keys_and_values_are_parted_where_the_checkpoint_has_three(
