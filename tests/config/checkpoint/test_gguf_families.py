@@ -16,6 +16,7 @@ from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
 
 from config.checkpoint.gguf import converted
 from config.checkpoint.gguf_families import FAMILIES
+from config.checkpoint.gguf_metadata import open_gguf
 from config.errors import ConfigError
 from config.model.architectures import decoder_spec
 from config.model.model_config import ModelConfig
@@ -148,6 +149,30 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"no tensor blk\.1\.post_ffw_norm\.weight, which"):
         converted(source, tmp_path / "cache", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("case", "layers", "heads", "scalar"),
+    # The sizes of Gemma 2 9B and 27B, and of Gemma 3 12B and 27B.
+    [("gemma2", 42, 16, 256), ("gemma2", 46, 32, 144), ("gemma3", 48, 16, 256)]
+    + [("gemma3", 62, 32, 168)],
+)
+def test_the_query_scale_of_gemma_follows_from_the_number_of_layers(
+    tmp_path: Path, case: str, layers: int, heads: int, scalar: int
+) -> None:
+    file = open_gguf(write_case(tmp_path / "m.gguf", case, write_checkpoint(tmp_path / "hf", case)))
+    hidden = {42: 3584, 46: 4608, 48: 3840, 62: 5376}[layers]
+    config = {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "head_dim": 128 if layers in (46, 62) else 256,
+        "rope_theta": 10000.0,
+    }
+
+    fields = FAMILIES[case].derive(file, config)
+
+    assert fields["query_pre_attn_scalar"] == scalar
 
 
 def test_an_adapter_is_not_taken_for_a_model(tmp_path: Path) -> None:
