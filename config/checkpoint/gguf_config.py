@@ -22,7 +22,7 @@ _END_OF_TURN = (
     *("<|return|>", "<|call|>"),
 )
 # In the GLM families a turn ends where the next role begins.
-_ROLES = {"glm4": ("<|user|>", "<|observation|>"), "glm4moe": ("<|user|>", "<|observation|>")}
+_ROLES = dict.fromkeys(("chatglm", "glm4", "glm4moe"), ("<|user|>", "<|observation|>"))
 _CONTROL, _USER_DEFINED = 3, 4
 
 

@@ -339,6 +339,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
     ),
     "gpt-oss": GgufFamily("GptOssForCausalLM", "gpt_oss", derive=_gpt_oss),
     "glm4": GgufFamily("Glm4ForCausalLM"),
+    "chatglm": GgufFamily("GlmForCausalLM", "glm"),
     "glm4moe": GgufFamily("Glm4MoeForCausalLM", "glm4_moe", derive=_glm4_moe),
     "smollm3": GgufFamily("SmolLM3ForCausalLM", derive=_smollm3),
     "olmo2": GgufFamily("Olmo2ForCausalLM", derive=_olmo2),

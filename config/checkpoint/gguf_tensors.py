@@ -257,7 +257,8 @@ class _Tensors:
             return _grouped(spec.row_groups, spec.output_sizes)
         if (order := self._delta_order(spec.name, rows)) is not None:
             return order
-        heads = {(0,): self._facts.num_heads, (1,): self._facts.num_kv_heads}.get(spec.outputs)
+        counts = {0: self._facts.num_heads, 1: self._facts.num_kv_heads}
+        heads = counts.get(spec.outputs[0]) if len(spec.outputs) == 1 else None
         if not is_attention or heads is None or self._file.architecture not in PERMUTED:
             return None
         if rows % (2 * heads):

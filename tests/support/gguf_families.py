@@ -253,6 +253,9 @@ CASES: dict[str, Case] = {
     "glm4": Case(
         "Glm4ForCausalLM", {"partial_rotary_factor": 0.5}, {"rope.dimension_count": HEAD_DIM // 2}
     ),
+    "chatglm": Case(
+        "GlmForCausalLM", {"partial_rotary_factor": 0.5}, {"rope.dimension_count": HEAD_DIM // 2}
+    ),
     "glm4moe": Case(
         "Glm4MoeForCausalLM",
         _GLM4_MOE,
@@ -652,7 +655,8 @@ def _qwen35(name: str, values: Array, config: dict[str, Any]) -> Changed:
 
     def tiled(part: Array, size: int) -> Array:
         heads = part.reshape(keys, each, size, *part.shape[1:])
-        return heads.swapaxes(0, 1).reshape(part.shape)
+        stored: Array = heads.swapaxes(0, 1).reshape(part.shape)
+        return stored
 
     kind = name.split(".linear_attn.")[-1].partition(".")[0]
     if kind in ("in_proj_a", "in_proj_b", "A_log", "dt_bias"):

@@ -154,8 +154,12 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "layers", "heads", "scalar"),
     # The sizes of Gemma 2 9B and 27B, and of Gemma 3 12B and 27B.
-    [("gemma2", 42, 16, 256), ("gemma2", 46, 32, 144), ("gemma3", 48, 16, 256)]
-    + [("gemma3", 62, 32, 168)],
+    [
+        ("gemma2", 42, 16, 256),
+        ("gemma2", 46, 32, 144),
+        ("gemma3", 48, 16, 256),
+        ("gemma3", 62, 32, 168),
+    ],
 )
 def test_the_query_scale_of_gemma_follows_from_the_number_of_layers(
     tmp_path: Path, case: str, layers: int, heads: int, scalar: int
