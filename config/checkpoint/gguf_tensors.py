@@ -267,8 +267,9 @@ class _Tensors:
                 "halves do not divide"
             )
         # Rows of a head alternate between its first and second half.
-        order = np.arange(rows).reshape(heads, rows // heads // 2, 2)
-        return order.swapaxes(1, 2).reshape(-1)
+        stored = np.arange(rows).reshape(heads, rows // heads // 2, 2)
+        halves: npt.NDArray[np.int64] = stored.swapaxes(1, 2).reshape(-1)
+        return halves
 
     def _fused_part(self, spec: WeightSpec, kind: str) -> tuple[Part, ...] | None:
         """Queries, keys or values of a file that has them in a single tensor; None if there is no
