@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from config.checkpoint.demo import NAMES, fetch_demo
-from config.checkpoint.gguf import check_facts
+from config.checkpoint.gguf import read_entries
 from config.checkpoint.gguf_config import model_config
 from config.checkpoint.gguf_metadata import open_gguf
 from config.checkpoint.hf_overrides import merged, parse_overrides, with_overrides
@@ -74,4 +74,5 @@ def model_facts(
 def _of_gguf(path: Path, hf_overrides: str) -> ModelConfig:
     file = open_gguf(path)
     config = merged(model_config(file, "bfloat16"), parse_overrides(hf_overrides))
-    return check_facts(file, config, {})
+    facts, _ = read_entries(file, config, {}, "bfloat16")
+    return facts

@@ -13,20 +13,21 @@ from types import MappingProxyType
 from typing import Any
 
 from config.cache_folder import cache_errors, check_room
-from config.checkpoint.gguf_config import generation_config, model_config
+from config.checkpoint.gguf_config import generation_config, model_config, pooling_files
 from config.checkpoint.gguf_metadata import GgufFile, open_gguf
+from config.checkpoint.gguf_tensors import Entry, model_entries, num_blocks
 from config.checkpoint.gguf_tokenizer import tokenizer_files
-from config.checkpoint.gguf_weights import DTYPES, stored_shapes, write_blocks, write_safetensors
-from config.checkpoint.shapes import check_shapes
+from config.checkpoint.gguf_weights import stored_shapes, write_blocks, write_safetensors
+from config.checkpoint.shapes import check_num_layers, check_shapes, weight_map_of
 from config.errors import ConfigError
 from config.model.json_fields import Fields, Json
-from config.model.model_config import BLOCKS, ModelConfig
+from config.model.model_config import BLOCKS, DTYPES, ModelConfig
 from config.model.read_config import model_config_of
 from config.progress import Report, unreported
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 """Increased when the result of a conversion changes, so that older copies are not used."""
 _SAMPLE_BYTES = 2**20
 NO_SAMPLING: Mapping[str, float] = MappingProxyType({})
@@ -113,34 +114,45 @@ def _convert(
     config = model_config(file, dtype)
     generation = {**generation_config(file), **sampling}
     # Before gigabytes are written that no worker can load.
-    check_facts(file, config, generation)
-    _check_room(folder, file.tensors.values(), DTYPES[dtype][1], keep_blocks)
+    _, entries = read_entries(file, config, generation, dtype)
+    _check_room(folder, file, entries, keep_blocks)
     for name, content in (tokenizer_files(file) or {}).items():
         _write_json(folder / name, content)
+    for name, content in pooling_files(file).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        _write_json(folder / name, content)
     _write_json(folder / "generation_config.json", generation)
-    write_safetensors(file, folder / "model.safetensors", dtype, progress, report)
+    write_safetensors(file, entries, folder / "model.safetensors", progress, report)
     if keep_blocks:
-        write_blocks(file, folder / BLOCKS)
+        write_blocks(entries, folder / BLOCKS)
     _write_json(folder / "config.json", config)
 
 
-def check_facts(file: GgufFile, config: Json, generation: Json) -> ModelConfig:
-    """The facts in `config` and `generation`, which were made from `file`. ConfigError for a model
-    that is not supported, and for sizes that differ from those of the tensors."""
+def read_entries(
+    file: GgufFile, config: Json, generation: Json, dtype: str
+) -> tuple[ModelConfig, list[Entry]]:
+    """The facts in `config` and `generation`, which were made from `file`, and the tensors of the
+    checkpoint. ConfigError for a model that is not supported, and for sizes that differ from those
+    of the tensors."""
     fields, defaults = Fields(config, file.path), Fields(generation, file.path)
     facts = model_config_of(str(file.path), fields, defaults)
-    check_shapes(facts, stored_shapes(file), file.path)
-    return facts
+    # Before a weight map of 10^9 layers is built.
+    check_num_layers(facts, num_blocks(file), file.path)
+    weight_map = weight_map_of(facts)
+    assert weight_map is not None, "the table of architectures has built-in models only"
+    entries = model_entries(file, facts, weight_map, dtype)
+    check_shapes(facts, stored_shapes(entries), file.path)
+    return facts, entries
 
 
-def _check_room(folder: Path, tensors: Any, width: int, keep_blocks: bool) -> None:
-    needed = sum(int(tensor.n_elements) * width for tensor in tensors)
+def _check_room(folder: Path, file: GgufFile, entries: list[Entry], keep_blocks: bool) -> None:
+    needed = sum(entry.num_bytes for entry in entries)
     if keep_blocks:
-        needed += sum(int(tensor.n_bytes) for tensor in tensors)
+        needed += sum(tensor.n_bytes for tensor in file.tensors.values())
     check_room(folder.parent, needed, "the converted model")
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def _write_json(path: Path, content: Any) -> None:
     with path.open("w", encoding="utf-8") as file:
         json.dump(content, file, ensure_ascii=False)
         file.flush()

@@ -6,48 +6,51 @@ from typing import Any
 
 import numpy as np
 
+from config.checkpoint.gguf_families import FAMILIES, has
 from config.checkpoint.gguf_metadata import GgufFile
 from config.errors import ConfigError
+from config.model.architectures import ARCHITECTURES
 from config.model.json_fields import shown
-
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "granite": "GraniteForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-}
+from config.model.sentence_transformers import CLS, LAST, MEAN
 
 MAX_FACTORS = 2**16
 """Maximum number of rope factors: one per frequency, half the width of a head."""
 
 # End-of-turn tokens, which not every file lists as end tokens.
-_END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
-_CONTROL = 3
+_END_OF_TURN = (
+    *("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>"),
+    *("<|return|>", "<|call|>"),
+)
+# In the GLM families a turn ends where the next role begins.
+_ROLES = dict.fromkeys(("chatglm", "glm4", "glm4moe"), ("<|user|>", "<|observation|>"))
+_CONTROL, _USER_DEFINED = 3, 4
 
 
 def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
     """The config.json of `file`, whose weights are stored as `dtype`.
 
-    ConfigError for an architecture that is not in ARCHITECTURES or a missing field.
+    ConfigError for an architecture that is not in FAMILIES or a missing field.
     """
-    if file.architecture not in ARCHITECTURES:
+    if file.value("general.type", str) == "adapter":
+        raise ConfigError(
+            f"{file.path} is a LoRA adapter, not a model: adapters are folders of PEFT, given with "
+            "--lora-modules"
+        )
+    family = FAMILIES.get(file.architecture)
+    if family is None:
         raise ConfigError(
             f"{file.path} holds the architecture {shown(file.architecture)}, "
-            f"it must be one of {', '.join(ARCHITECTURES)}"
+            f"it must be one of {', '.join(FAMILIES)}"
         )
     heads = file.count("attention.head_count")
     hidden = file.count("embedding_length")
     rope_dims = file.get("rope.dimension_count", int)
-    model_type = _model_type(file)
-    head_dim = file.get("attention.key_length", int) or _head_dim(
-        model_type, hidden, heads, rope_dims
-    )
+    usual = _head_dim(file, hidden, heads, rope_dims)
+    head_dim = file.count("attention.key_length", usual)
     theta = file.get("rope.freq_base", float)
     config: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[model_type]],
-        "model_type": model_type,
+        "architectures": [family.name],
+        "model_type": family.model_type or file.architecture,
         "vocab_size": _vocab_size(file),
         "hidden_size": hidden,
         "intermediate_size": file.count("feed_forward_length"),
@@ -56,25 +59,84 @@ def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
         "num_key_value_heads": file.count("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": file.count("context_length"),
-        "rms_norm_eps": _need_number(file, "attention.layer_norm_rms_epsilon"),
-        "hidden_act": "silu",
+        family.eps: _epsilon(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "torch_dtype": dtype,
         "rope_theta": 10000.0 if theta is None else theta,
     }
-    if "blk.0.attn_q.bias" in file.tensors and model_type != "qwen2":
+    if has(file, "attn_q.bias") and file.architecture != "qwen2":
         config["attention_bias"] = True
-    if "blk.0.ffn_gate.bias" in file.tensors:
+    if has(file, "ffn_gate.bias"):
         config["mlp_bias"] = True
-    if rope_dims is not None and rope_dims < head_dim:
-        config["partial_rotary_factor"] = rope_dims / head_dim
+    # llama.cpp rotates whole heads by default, some families a part.
+    partial = min(rope_dims or head_dim, head_dim) / head_dim
+    if partial != _default(family.name, "partial_rotary_factor", 1.0):
+        config["partial_rotary_factor"] = partial
     if window := file.get("attention.sliding_window", int):
         config["sliding_window"] = window
+        config.update(_windows(file))
     if (scaling := _rope_scaling(file, config)) is not None:
         config["rope_scaling"] = scaling
-    config.update(_multipliers(file))
+    for name, field in family.optional.items():
+        if (value := file.get(name, float)) is not None:
+            config[field] = value
+    config.update(family.derive(file, config))
+    config.update(_experts(file, config))
     config.update(_special_ids(file))
     return config
+
+
+def _default(architecture: str, field: str, usual: float) -> Any:
+    family = ARCHITECTURES.get(architecture)
+    return usual if family is None else family.defaults.get(field, usual)
+
+
+def _windows(file: GgufFile) -> dict[str, Any]:
+    """The layers with a window, where the file names them: by a number n, if each n-th layer has no
+    window, or by a list with true for each layer with a window."""
+    found = file.metadata.get(f"{file.architecture}.attention.sliding_window_pattern")
+    if not isinstance(found, list):
+        step = file.get("attention.sliding_window_pattern", int)
+        return {} if step is None else {"sliding_window_pattern": step}
+    kinds = ("full_attention", "sliding_attention")
+    return {"layer_types": [kinds[bool(has_window)] for has_window in found]}
+
+
+def _experts(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of experts, under the names that the family has for them."""
+    family = ARCHITECTURES.get(config["architectures"][0])
+    names = None if family is None else family.moe
+    if names is None:
+        return {}
+    found: dict[str, Any] = {
+        names.num_experts: file.count("expert_count"),
+        names.top_k: file.count("expert_used_count"),
+    }
+    inner = file.get("expert_feed_forward_length", int)
+    found[names.inner_size] = inner or _columns(file, "ffn_down_exps.weight")
+    if names.shared_size:
+        shared = file.get("expert_shared_feed_forward_length", int)
+        found[names.shared_size] = shared or _columns(file, "ffn_down_shexp.weight")
+    keys = {
+        names.num_shared: ("expert_shared_count", int),
+        names.num_groups: ("expert_group_count", int),
+        names.top_groups: ("expert_group_used_count", int),
+        names.scaling_factor: ("expert_weights_scale", float),
+        names.first_layer: ("leading_dense_block_count", int),
+        names.layer_step: ("interleave_moe_layer_step", int),
+    }
+    for field, (key, kind) in keys.items():
+        value: float | None = file.get(key, kind)
+        if field and value is not None:
+            found[field] = value
+    return found
+
+
+def _columns(file: GgufFile, part: str) -> int:
+    """Number of inputs of the tensor `part` in the first layer with this tensor; 0 if there is no
+    such layer."""
+    found = (tensor for name, tensor in file.tensors.items() if name.endswith(f".{part}"))
+    return next((tensor.shape[0] for tensor in found), 0)
 
 
 def generation_config(file: GgufFile) -> dict[str, Any]:
@@ -84,26 +146,49 @@ def generation_config(file: GgufFile) -> dict[str, Any]:
     ends = [file.value(f"tokenizer.ggml.{name}_token_id", int) for name in names]
     tokens = file.values("tokenizer.ggml.tokens", str) or []
     kinds = file.values("tokenizer.ggml.token_type", int) or []
+    turns = {*_END_OF_TURN, *_ROLES.get(file.architecture, ())}
+    if "<|return|>" in tokens:
+        # The format harmony, where this token ends a message, and not the turn.
+        turns -= {"<|end|>"}
     ends += [
         number
         for number, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if kind == _CONTROL and token in _END_OF_TURN
+        if kind in (_CONTROL, _USER_DEFINED) and token in turns
     ]
     ids["eos_token_id"] = list(dict.fromkeys(end for end in ends if end is not None))
     return ids
 
 
-def _model_type(file: GgufFile) -> str:
-    """Files of Mistral have the architecture llama; a llama file with a window is a Mistral."""
-    window = file.get("attention.sliding_window", int)
-    return "mistral" if file.architecture == "llama" and window else file.architecture
-
-
-def _head_dim(model_type: str, hidden: int, heads: int, rope_dims: int | None) -> int:
-    # Only these families rotate all dimensions of a head.
-    if rope_dims is not None and model_type in ("llama", "mistral"):
+def _head_dim(file: GgufFile, hidden: int, heads: int, rope_dims: int | None) -> int:
+    # Files of this architecture may have another size, and rotate all dimensions of a head.
+    if rope_dims is not None and file.architecture == "llama":
         return rope_dims
     return hidden // heads
+
+
+def pooling_files(file: GgufFile) -> dict[str, Any]:
+    """Path -> content of the files of sentence-transformers; none without a kind of pooling that
+    gives a vector. The vectors have a length of 1, as in llama.cpp."""
+    mode = {1: MEAN, 2: CLS, 3: LAST}.get(file.get("pooling_type", int) or 0)
+    if mode is None:
+        return {}
+    modules = {
+        "": "models.Transformer",
+        "1_Pooling": "models.Pooling",
+        "2_Normalize": "models.Normalize",
+    }
+    return {
+        "modules.json": [
+            {
+                "idx": index,
+                "name": str(index),
+                "path": path,
+                "type": f"sentence_transformers.{kind}",
+            }
+            for index, (path, kind) in enumerate(modules.items())
+        ],
+        "1_Pooling/config.json": {"pooling_mode": mode},
+    }
 
 
 def _vocab_size(file: GgufFile) -> int:
@@ -115,22 +200,15 @@ def _vocab_size(file: GgufFile) -> int:
     return shape[1]
 
 
-def _need_number(file: GgufFile, name: str) -> float:
-    found = file.get(name, float)
-    if found is None:
-        raise ConfigError(f"{file.path} has no {file.architecture}.{name} in its metadata")
-    return found
-
-
-def _multipliers(file: GgufFile) -> dict[str, float]:
-    names = {
-        "embedding_scale": "embedding_multiplier",
-        "attention.scale": "attention_multiplier",
-        "residual_scale": "residual_multiplier",
-        "logit_scale": "logits_scaling",
-    }
-    found = {ours: file.get(name, float) for name, ours in names.items()}
-    return {name: value for name, value in found.items() if value is not None}
+def _epsilon(file: GgufFile) -> float:
+    names = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
+    found = [file.get(name, float) for name in names]
+    if found == [None, None]:
+        raise ConfigError(
+            f"{file.path} has no {file.architecture}.{names[0]} and no "
+            f"{file.architecture}.{names[1]} in its metadata"
+        )
+    return next(value for value in found if value is not None)
 
 
 def _special_ids(file: GgufFile) -> dict[str, Any]:

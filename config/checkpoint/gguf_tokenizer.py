@@ -4,6 +4,7 @@ The converters of transformers are private and differ between 4.51 and 5: anothe
 rules for `tokenizer.ggml.pre`.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from config.checkpoint.gguf_metadata import GgufFile
@@ -34,18 +35,47 @@ _GPT4O = (
     rf"{_WORD}{_UPPER}*{_LOWER}+{_SHORTENED}|{_WORD}{_UPPER}+{_LOWER}*{_SHORTENED}"
     rf"|\p{{N}}{{1,3}}{_REST}"
 )
+_QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _SPLITS = {
     **dict.fromkeys(
         ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe"), _LLAMA3
     ),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
-    **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
+    **dict.fromkeys(("glm4", "chatglm-bpe"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), _QWEN2),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _GPT4O),
     "tekken": _TEKKEN,
+    "qwen35": _QWEN35,
 }
+_CHINESE, _HAN = (
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+)
+_DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SEQUENCES: Mapping[str, tuple[str, ...]] = {
+    "deepseek-v3": (r"\p{N}{1,3}", _CHINESE, _DEEPSEEK3),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}"),
+    "deepseek-llm": (
+        r"[\r\n]",
+        # Letters of the scripts that have small and capital letters.
+        r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+        "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$",
+        _HAN,
+        r"\p{N}",
+    ),
+}
+"""Rules of several patterns, which split the pieces of the pattern before them."""
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
-_GPT2 = ("gpt-2", "gpt2", "default", "olmo", "mpt", "jais")
+_GPT2 = ("gpt-2", "gpt2", "default", "olmo", "mpt", "jais", "phi-2", "roberta-bpe")
 _WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")
-"""Rules with ignore_merges: a piece that is in the vocabulary is one token."""
+"""Rules with ignore_merges: a piece that is in the vocabulary is a token. Texts begin with bos,
+unless the file says otherwise."""
 
 
 def tokenizer_files(file: GgufFile) -> dict[str, dict[str, Any]] | None:
@@ -57,7 +87,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, dict[str, Any]] | None:
     kind = file.value("tokenizer.ggml.model", str)
     if kind is None or "tokenizer.ggml.tokens" not in file.metadata:
         return None
-    builders = {"gpt2": _byte_level, "llama": _sentencepiece}
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece, "bert": _wordpiece}
     if kind not in builders:
         raise ConfigError(
             f"{file.path} has a tokenizer of kind {shown(kind)}, it must be one of "
@@ -107,7 +137,7 @@ def _byte_level(file: GgufFile) -> dict[str, Any]:
         "added_tokens": _added_tokens(tokens, (_CONTROL,)),
         "normalizer": None,
         "pre_tokenizer": _pre_tokenizer(file, pre, byte_level),
-        "post_processor": _post_processor(file, bos=pre in ("llama3", "llama-v3", "llama-bpe")),
+        "post_processor": _post_processor(file),
         "decoder": {**byte_level, "use_regex": True},
         "model": {
             "type": "BPE",
@@ -125,16 +155,34 @@ def _pre_tokenizer(file: GgufFile, pre: str, byte_level: dict[str, Any]) -> dict
     if pre in _GPT2:
         return {**byte_level, "use_regex": True}
     if pre in _SINGLE_DIGITS:
-        first: dict[str, Any] = {"type": "Digits", "individual_digits": True}
+        first = {"type": "Digits", "individual_digits": True}
         second = {**byte_level, "use_regex": True}
-    elif pre in _SPLITS:
-        pattern = {"Regex": _SPLITS[pre]}
-        first = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
-        second = {**byte_level, "use_regex": False}
-    else:
-        known = ", ".join(sorted((*_GPT2, *_SINGLE_DIGITS, *_SPLITS)))
+        return _in_order(first, second)
+    if pre == "falcon":
+        return _in_order(
+            {"type": "Punctuation", "behavior": "Contiguous"},
+            {**byte_level, "use_regex": True},
+            {"type": "Digits", "individual_digits": False},
+            _split("[0-9][0-9][0-9]"),
+        )
+    patterns = (_SPLITS[pre],) if pre in _SPLITS else _SEQUENCES.get(pre)
+    if patterns is None:
+        known = ", ".join(sorted((*_GPT2, *_SINGLE_DIGITS, *_SPLITS, *_SEQUENCES, "falcon")))
         raise ConfigError(f"{file.path} splits text by {shown(pre)}, it must be one of {known}")
-    return {"type": "Sequence", "pretokenizers": [first, second]}
+    return _in_order(*map(_split, patterns), {**byte_level, "use_regex": False})
+
+
+def _in_order(*pretokenizers: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", "pretokenizers": list(pretokenizers)}
+
+
+def _split(pattern: str) -> dict[str, Any]:
+    return {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
 
 
 def _sentencepiece(file: GgufFile) -> dict[str, Any]:
@@ -161,7 +209,7 @@ def _sentencepiece(file: GgufFile) -> dict[str, Any]:
         "added_tokens": _added_tokens(tokens, (_CONTROL, _UNKNOWN)),
         "normalizer": {"type": "Sequence", "normalizers": spaces},
         "pre_tokenizer": None,
-        "post_processor": _post_processor(file, bos=True),
+        "post_processor": _post_processor(file),
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": {
             "type": "BPE",
@@ -171,6 +219,39 @@ def _sentencepiece(file: GgufFile) -> dict[str, Any]:
             "ignore_merges": False,
             "vocab": vocab,
             "merges": _merges(file, vocab),
+        },
+    }
+
+
+def _wordpiece(file: GgufFile) -> dict[str, Any]:
+    """The vocabulary of BERT: files write the beginning of a word with a space, and its
+    continuations without ##."""
+    tokens = _tokens(file)
+    vocab: dict[str, int] = {}
+    for number, (token, kind) in enumerate(tokens):
+        is_text = kind == _NORMAL
+        text = token.removeprefix(_SPACE)
+        vocab[f"##{text}" if is_text and text == token else text] = number
+    # Files do not say it: a vocabulary without capital letters is of texts in lower case.
+    is_cased = any(token != token.lower() for token, kind in tokens if kind == _NORMAL)
+    return {
+        "added_tokens": _added_tokens(tokens, (_CONTROL, _UNKNOWN)),
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": None,
+            "lowercase": not is_cased,
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "post_processor": _post_processor(file),
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": _named(file)["unk"][0] if "unk" in _named(file) else "[UNK]",
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+            "vocab": vocab,
         },
     }
 
@@ -222,8 +303,17 @@ def _added_tokens(tokens: list[tuple[str, int]], special: tuple[int, ...]) -> li
 
 
 def _named(file: GgufFile) -> dict[str, tuple[str, int]]:
-    """bos, eos, unk, pad -> (text, id), if the file names them."""
-    names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+    """bos, eos, unk, pad, sep, cls, mask -> (text, id), if the file names them."""
+    names = {
+        "bos": "bos",
+        "eos": "eos",
+        "unknown": "unk",
+        "padding": "pad",
+        # llama.cpp spells it so.
+        "seperator": "sep",
+        "cls": "cls",
+        "mask": "mask",
+    }
     tokens = file.values("tokenizer.ggml.tokens", str) or []
     found = {}
     for name, ours in names.items():
@@ -233,16 +323,23 @@ def _named(file: GgufFile) -> dict[str, tuple[str, int]]:
     return found
 
 
-def _adds(file: GgufFile, name: str, default: bool) -> bool:
+def _adds(file: GgufFile, name: str) -> bool:
+    """Whether texts get the token bos or eos."""
     adds = file.value(f"tokenizer.ggml.add_{name}_token", bool)
-    return default if adds is None else adds
+    if adds is not None:
+        return adds
+    kind, pre = (file.value(f"tokenizer.ggml.{key}", str) for key in ("model", "pre"))
+    return kind == "bert" or (name == "bos" and (kind == "llama" or pre in _WHOLE_WORDS))
 
 
-def _post_processor(file: GgufFile, *, bos: bool) -> dict[str, Any] | None:
-    """Adds bos and eos as the file says; `bos` is the default of its kind."""
+def _post_processor(file: GgufFile) -> dict[str, Any] | None:
+    """Adds bos and eos as the file says; for BERT they are cls and sep."""
     named = _named(file)
-    before = [named["bos"]] if _adds(file, "bos", bos) and "bos" in named else []
-    after = [named["eos"]] if _adds(file, "eos", False) and "eos" in named else []
+    is_bert = file.value("tokenizer.ggml.model", str) == "bert"
+    first = named.get("cls", named.get("bos")) if is_bert else named.get("bos")
+    last = named.get("sep", named.get("eos")) if is_bert else named.get("eos")
+    before = [first] if first is not None and _adds(file, "bos") else []
+    after = [last] if last is not None and _adds(file, "eos") else []
     if not before and not after:
         return None
 
@@ -256,7 +353,8 @@ def _post_processor(file: GgufFile, *, bos: bool) -> dict[str, Any] | None:
     return {
         "type": "TemplateProcessing",
         "single": around("A", 0),
-        "pair": [*around("A", 0), *around("B", 1)],
+        # BERT has cls only at the beginning.
+        "pair": [*around("A", 0), *(around("B", 1)[1:] if is_bert else around("B", 1))],
         "special_tokens": {
             token: {"id": token, "ids": [number], "tokens": [token]}
             for token, number in (*before, *after)
@@ -265,14 +363,10 @@ def _post_processor(file: GgufFile, *, bos: bool) -> dict[str, Any] | None:
 
 
 def _tokenizer_config(file: GgufFile) -> dict[str, Any]:
-    sentencepiece = file.value("tokenizer.ggml.model", str) == "llama"
-    pre = file.value("tokenizer.ggml.pre", str)
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "add_bos_token": _adds(
-            file, "bos", sentencepiece or pre in ("llama3", "llama-v3", "llama-bpe")
-        ),
-        "add_eos_token": _adds(file, "eos", False),
+        "add_bos_token": _adds(file, "bos"),
+        "add_eos_token": _adds(file, "eos"),
         "clean_up_tokenization_spaces": False,
         "model_max_length": file.count("context_length"),
     }

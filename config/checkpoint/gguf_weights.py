@@ -1,10 +1,9 @@
-"""Conversion of the weights of a GGUF file to one safetensors file, as a stream."""
+"""Conversion of the weights of a GGUF file to a safetensors file, as a stream."""
 
 import json
+import math
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,12 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from config.checkpoint.gguf_metadata import GgufFile, GgufTensor
+from config.checkpoint.gguf_metadata import GgufFile
+from config.checkpoint.gguf_tensors import DTYPES, Entry, Source
 from config.checkpoint.safetensors_files import Shapes
 from config.errors import ConfigError
-from config.model.json_fields import shown
 from config.progress import Bar, Report, unreported
 
-DTYPES = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}
 BLOCK_TYPES = (
     GGMLQuantizationType.Q4_0,
     GGMLQuantizationType.Q4_1,
@@ -29,78 +27,23 @@ BLOCK_TYPES = (
 _PIECE_BYTES = 64 * 2**20
 """Float32 bytes that are dequantized at a time."""
 
-_TOP = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_qkv": "self_attn.qkv_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-# Settings that are stored as tensors; config/checkpoint/gguf_config.py reads them.
-_SETTINGS = re.compile(r"(^|\.)(rope_freqs|rope_factors_(long|short)|attn_rot_embd)\.weight$")
-_LAYER_NAME = re.compile(r"^blk\.(\d+)\.(\w+)\.(weight|bias)$")
-_PERMUTED = ("llama", "mistral", "granite")
 
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    name: str
-    tensor: GgufTensor
-    heads: int
-    """Number of heads whose rows are interleaved for rope; 0: not interleaved."""
-    dtype: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        # GGUF lists the innermost dimension first.
-        return self.tensor.shape[::-1]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.tensor.n_elements * DTYPES[self.dtype][1]
-
-
-def checkpoint_name(architecture: str, name: str) -> str:
-    """The Hugging Face name of tensor `name`. KeyError if there is none."""
-    stem, _, kind = name.rpartition(".")
-    if stem in _TOP:
-        return f"{_TOP[stem]}.{kind}"
-    match = _LAYER_NAME.match(name)
-    if match is None:
-        raise KeyError(name)
-    layer, part, kind = match.groups()
-    if architecture == "phi3" and part == "ffn_up":
-        return f"model.layers.{layer}.mlp.gate_up_proj.{kind}"
-    return f"model.layers.{layer}.{_LAYER[part]}.{kind}"
-
-
-def stored_shapes(file: GgufFile) -> Shapes:
-    """Hugging Face name -> shape of the weights of `file`. ConfigError like write_safetensors."""
-    return {entry.name: entry.shape for entry in _entries(file, "bfloat16")}
+def stored_shapes(entries: Iterable[Entry]) -> Shapes:
+    """Hugging Face name -> shape."""
+    return {entry.name: entry.shape for entry in entries}
 
 
 def write_safetensors(
-    file: GgufFile, target: Path, dtype: str, progress: bool, report: Report = unreported
+    file: GgufFile,
+    entries: Iterable[Entry],
+    target: Path,
+    progress: bool,
+    report: Report = unreported,
 ) -> None:
-    """Write the weights of `file` to `target`, matrices in `dtype`, vectors (norms and biases, a
-    few thousandths of all weights) in float32. Synced to disk on return.
-
-    ConfigError for a tensor that the model does not have, or of an unsupported type.
-    """
+    """Write `entries`, which are made of the tensors of `file`, to `target`. Synced to disk on
+    return. ConfigError for a tensor of an unsupported type."""
     # Wider dtypes first, so that every tensor is aligned to its width.
-    entries = sorted(_entries(file, dtype), key=lambda entry: entry.dtype != "float32")
+    entries = sorted(entries, key=lambda entry: -DTYPES[entry.dtype][1])
     look = {"desc": f"Converting {file.path.name}", "disable": not progress}
     with Bar("convert", report, total=sum(entry.num_bytes for entry in entries), **look) as bar:
         _write(
@@ -136,54 +79,39 @@ def _write(
         os.fsync(out.fileno())
 
 
-def _entries(file: GgufFile, dtype: str) -> list[_Entry]:
-    entries = []
-    for name, tensor in file.tensors.items():
-        if _SETTINGS.search(name):
-            continue
-        try:
-            target = checkpoint_name(file.architecture, name)
-        except KeyError as error:
-            raise ConfigError(
-                f"{file.path} has a tensor {shown(name)}, which no {file.architecture} model has"
-            ) from error
-        vector, heads = len(tensor.shape) == 1, _heads(file, name)
-        if heads and tensor.shape[-1] % (2 * heads):
-            raise ConfigError(
-                f"{file.path} has {tensor.shape[-1]} rows in {name}, which {heads} heads of two "
-                "halves do not divide"
+def _pieces(file: GgufFile, entry: Entry) -> Iterator[npt.NDArray[Any]]:
+    """The bytes of a tensor of the checkpoint, a number of rows at a time."""
+    for part in entry.parts:
+        if entry.dtype == "uint8":
+            assert part.combine is not None
+            yield np.ascontiguousarray(part.combine(*(source.rows() for source in part.sources)))
+        elif part.combine is None:
+            for numbers in _numbers(file, entry, part.sources[0]):
+                yield _as_stored(numbers, entry)
+        else:
+            sources = (
+                np.concatenate(list(_numbers(file, entry, source))) for source in part.sources
             )
-        entries.append(_Entry(target, tensor, heads, "float32" if vector else dtype))
-    return entries
+            yield _as_stored(part.combine(*sources), entry)
 
 
-def _heads(file: GgufFile, name: str) -> int:
-    """Heads of q or k in files whose rows are interleaved, so that rope rotates neighbours."""
-    if file.architecture not in _PERMUTED:
-        return 0
-    heads = file.count("attention.head_count")
-    if ".attn_q." in name:
-        return heads
-    return file.count("attention.head_count_kv", heads) if ".attn_k." in name else 0
-
-
-def _pieces(file: GgufFile, entry: _Entry) -> Iterator[npt.NDArray[Any]]:
-    """The bytes of one tensor, a number of rows at a time."""
-    data = _rows(entry)
-    rows = len(data)
-    row_bytes = 4 * int(np.prod(entry.shape[1:]))
+def _numbers(file: GgufFile, entry: Entry, source: Source) -> Iterator[npt.NDArray[np.float32]]:
+    """The rows of `source`, a number of them at a time."""
+    data, kind = source.rows(), source.tensor.tensor_type
+    row_bytes = 4 * math.prod(source.shape[1:])
     step = max(1, _PIECE_BYTES // row_bytes)
-    for start in range(0, rows, step):
+    for start in range(0, len(data), step):
         try:
             # A damaged scale is found below.
             with np.errstate(over="ignore", invalid="ignore"):
-                values = dequantize(data[start : start + step], entry.tensor.tensor_type)
+                values = dequantize(data[start : start + step], kind)
         except NotImplementedError as error:
-            kind = entry.tensor.tensor_type.name
-            raise ConfigError(f"{file.path}: {entry.name} is stored as {kind}: {error}") from error
+            raise ConfigError(
+                f"{file.path}: {entry.name} is stored as {kind.name}: {error}"
+            ) from error
         numbers = np.ascontiguousarray(values, dtype=np.float32)
         _check_finite(numbers, f"{entry.name} in {file.path}")
-        yield _as_stored(numbers, entry.dtype)
+        yield numbers
 
 
 def _check_finite(numbers: npt.NDArray[np.float32], where: str) -> None:
@@ -197,42 +125,46 @@ def _check_finite(numbers: npt.NDArray[np.float32], where: str) -> None:
     raise ConfigError(f"{where} has {count} of {numbers.size} weights that are NaN or infinite")
 
 
-def _rows(entry: _Entry) -> npt.NDArray[Any]:
-    """A tensor's stored rows in the order of a Hugging Face checkpoint."""
-    rows = entry.shape[0]
-    data: npt.NDArray[Any] = entry.tensor.data.reshape(rows, -1)
-    if not entry.heads:
-        return data
-    # A head's rows alternate between its first and second half; put the halves one after the other.
-    # Whole rows move, so this works for quantized rows too.
-    order = np.arange(rows).reshape(entry.heads, rows // entry.heads // 2, 2)
-    ordered: npt.NDArray[Any] = data[order.swapaxes(1, 2).reshape(-1)]
-    return ordered
-
-
-def write_blocks(file: GgufFile, target: Path) -> None:
+def write_blocks(entries: Iterable[Entry], target: Path) -> None:
     """Write the blocks of all matrices of BLOCK_TYPES to `target`: uint8 (rows, bytes per row),
     with name and type as the key, such as `lm_head.weight Q8_0`. Synced to disk on return."""
     matrices = [
-        (entry, entry.tensor.data.reshape(entry.shape[0], -1))
-        for entry in _entries(file, "bfloat16")
-        if entry.tensor.tensor_type in BLOCK_TYPES and len(entry.shape) == 2
+        (entry, source)
+        for entry in entries
+        if (source := entry.only_source) is not None
+        and source.tensor.tensor_type in BLOCK_TYPES
+        and len(entry.shape) == 2
     ]
     _write(
         target,
         [
-            (f"{e.name} {e.tensor.tensor_type.name}", "U8", raw.shape, raw.nbytes)
-            for e, raw in matrices
+            (
+                f"{e.name} {s.tensor.tensor_type.name}",
+                "U8",
+                _block_shape(s),
+                math.prod(_block_shape(s)),
+            )
+            for e, s in matrices
         ],
-        (np.ascontiguousarray(_rows(entry)) for entry, _ in matrices),
+        (np.ascontiguousarray(source.rows()) for _, source in matrices),
         lambda _: None,
     )
 
 
-def _as_stored(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any]:
-    if dtype == "float32":
+def _block_shape(source: Source) -> tuple[int, int]:
+    """(rows, bytes per row)."""
+    stored_rows = source.tensor.n_elements // source.tensor.shape[0]
+    return source.shape[0], source.tensor.n_bytes // stored_rows
+
+
+def _as_stored(values: npt.NDArray[np.float32], entry: Entry) -> npt.NDArray[Any]:
+    """The numbers with the change of `entry`, in its dtype, in the order of their bytes."""
+    if entry.change is not None:
+        values = entry.change(values)
+    values = np.ascontiguousarray(values, dtype=np.float32)
+    if entry.dtype == "float32":
         return values
-    if dtype == "float16":
+    if entry.dtype == "float16":
         return values.astype(np.float16)
     return to_bfloat16(values)
 

@@ -44,14 +44,19 @@ def check_shapes(facts: ModelConfig, stored: Shapes, source: Path) -> None:
     if outer is None:
         return
     shapes = {outer.map_name(name): shape for name, shape in stored.items()}
-    num_layers = _num_layers(shapes, outer.layer_prefix)
+    check_num_layers(facts, _num_layers(shapes, outer.layer_prefix), source)
+    weight_map = weight_map_of(facts)
+    assert weight_map is not None
+    _check(weight_map.entries(), shapes, source)
+
+
+def check_num_layers(facts: ModelConfig, num_layers: int, source: Path) -> None:
+    """Raise ConfigError unless `num_layers`, the layers of the files, are those that `source`
+    gives, and can be built."""
     if not facts.num_layers <= num_layers <= facts.num_layers + facts.num_mtp_layers:
         raise ConfigError(f"{source} says {facts.num_layers} layers, the files have {num_layers}")
     if num_layers > MAX_LAYERS:
         raise ConfigError(f"{source} says {num_layers} layers, at most {MAX_LAYERS} are built")
-    weight_map = weight_map_of(facts)
-    assert weight_map is not None
-    _check(weight_map.entries(), shapes, source)
 
 
 def model_shapes(facts: ModelConfig, stored: Shapes) -> Shapes:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from textwrap import fill
 
+from config.checkpoint.gguf_families import FAMILIES as GGUF_FAMILIES
 from config.loading.flags import FILE_FLAGS, FLAGS, GROUPS, Flag, variable_of
 from config.loading.vendor_variables import VendorVariable, vendor_variables
 from config.loading.vllm_flags import ABSENT, MODEL, NUMBER, SHORT_FORMS, SWITCHES, VALUES
@@ -74,9 +75,18 @@ def vllm_flags() -> str:
 
 def models() -> str:
     """The table of models.md."""
-    heads = ("architecture", "models", "feed-forward", "limits")
+    heads = ("architecture", "models", "feed-forward", "in GGUF", "limits")
+    in_gguf = {
+        name: stored for stored, gguf in GGUF_FAMILIES.items() for name in (gguf.name, *gguf.others)
+    }
     rows = [
-        (f"`{name}`", family.models, "dense" if family.moe is None else "experts", family.limits)
+        (
+            f"`{name}`",
+            family.models,
+            "dense" if family.moe is None else "experts",
+            f"`{in_gguf[name]}`" if name in in_gguf else "",
+            family.limits,
+        )
         for name, family in ARCHITECTURES.items()
     ]
     return f"{_table(heads, rows)}\n"

@@ -1,7 +1,8 @@
-"""Small GGUF files with random weights, one for each family."""
+"""Small GGUF files with random weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quants
 
 from config.checkpoint.gguf_tokenizer import byte_alphabet
 
-Weights = dict[str, npt.NDArray[np.float32]]
+Weights = dict[str, npt.NDArray[Any]]
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP = 288, 64, 4, 2, 16, 96
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -54,11 +55,13 @@ def write_gguf(
     *,
     weights: Weights | None = None,
     quantised: dict[str, GGMLQuantizationType] | None = None,
+    raw: Mapping[str, GGMLQuantizationType] = MappingProxyType({}),
     settings: dict[str, Any] | None = None,
     tokenizer: str | None = "gpt2",
     pre: str = "smollm",
 ) -> Path:
-    """Write a GGUF file; `settings` are further metadata of the model (name without the family)."""
+    """Write a GGUF file; `settings` are further metadata of the model (name without the family).
+    The weights that `raw` names are blocks of its types."""
     weights = family_weights(architecture) if weights is None else weights
     writer = GGUFWriter(path, architecture)
     writer.add_block_count(1 + max(int(n.split(".")[1]) for n in weights if n.startswith("blk.")))
@@ -73,6 +76,8 @@ def write_gguf(
     for name, value in (settings or {}).items():
         add: dict[type, Callable[[str, Any], None]] = {
             str: writer.add_string,
+            bool: writer.add_bool,
+            list: writer.add_array,
             int: writer.add_uint32,
             float: writer.add_float32,
         }
@@ -81,9 +86,13 @@ def write_gguf(
         _add_byte_level(writer, pre)
     elif tokenizer == "llama":
         _add_sentencepiece(writer)
+    elif tokenizer == "bert":
+        _add_wordpiece(writer)
     for name, values in weights.items():
         kind = (quantised or {}).get(name)
-        if kind is None:
+        if name in raw:
+            writer.add_tensor(name, values, raw_dtype=raw[name])
+        elif kind is None:
             writer.add_tensor(name, values)
         else:
             writer.add_tensor(name, quants.quantize(values, kind), raw_dtype=kind)
@@ -123,3 +132,21 @@ def _add_sentencepiece(writer: GGUFWriter) -> None:
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+
+
+WORDS = ["hello", "world", "##s", "##ing", "a", "##b", "é", ",", "日"]
+"""The vocabulary of BERT behind its special tokens."""
+BERT_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def _add_wordpiece(writer: GGUFWriter) -> None:
+    words = [word[2:] if word.startswith("##") else f"▁{word}" for word in WORDS]
+    writer.add_tokenizer_model("bert")
+    writer.add_token_list([*BERT_SPECIAL, *words])
+    kinds = [TokenType.CONTROL] * len(BERT_SPECIAL) + [TokenType.NORMAL] * len(words)
+    writer.add_token_types(kinds)
+    writer.add_pad_token_id(0)
+    writer.add_unk_token_id(1)
+    writer.add_bos_token_id(2)
+    writer.add_sep_token_id(3)
+    writer.add_mask_token_id(4)

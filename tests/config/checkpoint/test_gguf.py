@@ -12,6 +12,7 @@ import pytest
 import torch
 from demo import demo_folder, demo_gguf, demo_reader, read_demo_once
 from gguf import GGMLQuantizationType, quants
+from gguf_families import write_case, write_checkpoint
 from safetensors import safe_open
 from tiny_gguf import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, family_weights, write_gguf
 from tokenizers import Tokenizer
@@ -19,7 +20,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from config.checkpoint.gguf import converted
-from config.checkpoint.gguf_tokenizer import byte_alphabet
+from config.checkpoint.gguf_metadata import open_gguf
+from config.checkpoint.gguf_tokenizer import byte_alphabet, tokenizer_files
 from config.checkpoint.gguf_weights import to_bfloat16
 from config.errors import ConfigError
 from config.model.read_config import read_model_config
@@ -93,6 +95,37 @@ def test_quantised_weights_are_exact_in_float32_and_rounded_once_in_bfloat16(
     assert torch.equal(exact["model.layers.0.mlp.up_proj.weight"], wanted)
     assert torch.equal(rounded["model.layers.0.mlp.up_proj.weight"], wanted.bfloat16())
     assert rounded["model.norm.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_S", "IQ4_XS", "MXFP4"]
+)
+def test_blocks_of_every_kind_become_the_numbers_of_the_library(tmp_path: Path, kind: str) -> None:
+    # The library quantizes into few of them: any bytes are blocks.
+    qtype, name = GGMLQuantizationType[kind], "blk.0.ffn_down.weight"
+    random = np.random.default_rng(1)
+    wanted = np.full(1, np.nan, np.float32)
+    while not np.isfinite(wanted).all():
+        size = quants.quant_shape_to_byte_shape((HIDDEN, 256), qtype)
+        blocks = random.integers(0, 256, size, dtype=np.uint8)
+        # Most kinds have the exponents of their scales in these places.
+        blocks[:, [1, 3, -1, -3]] &= 0x3F
+        with np.errstate(over="ignore", invalid="ignore"):
+            wanted = quants.dequantize(blocks, qtype)
+    weights: dict[str, Any] = family_weights("llama", layers=1)
+    weights |= dict.fromkeys(
+        ("blk.0.ffn_up.weight", "blk.0.ffn_gate.weight"), np.zeros((256, HIDDEN), np.float32)
+    )
+    source = write_gguf(
+        tmp_path / "m.gguf",
+        weights={**weights, name: blocks},
+        raw={name: qtype},
+        settings={"feed_forward_length": 256},
+    )
+
+    found = _tensors(_convert(source))["model.layers.0.mlp.down_proj.weight"]
+
+    assert torch.equal(found, torch.from_numpy(wanted))
 
 
 def test_bfloat16_rounds_ties_to_even_and_keeps_nan_and_infinity() -> None:
@@ -208,6 +241,68 @@ def test_byte_level_text_comes_back_and_specials_stay_whole(tmp_path: Path) -> N
     assert config["chat_template"] == "{{ messages[0]['content'] }}"
 
 
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("deepseek-v3", ["Ġthe", "Ġpi", "ĠCafÃ©", "Ġ", "123", "45", "Ġ", "Ġ!", "x"]),
+        ("deepseek-coder", [*("Ġthe", "Ġpi", "ĠCafÃ©", "Ġ"), *"12345", "Ġ", "Ġ!", "x"]),
+        # Its range of punctuation ends behind z.
+        ("deepseek-llm", [*("Ġthe", "Ġpi", "ĠCaf", "Ã©", "Ġ"), *"12345", "Ġ", "Ġ!", "x"]),
+        ("falcon", ["Ġthe", "Ġpi", "ĠCafÃ©", "Ġ", "123", "45", "ĠĠ", "!", "x"]),
+        ("glm4", ["Ġthe", "Ġpi", "ĠCafÃ©", "Ġ", "123", "45", "Ġ", "Ġ!", "x"]),
+        ("qwen35", [*("Ġthe", "Ġpi", "ĠCafÃ©", "Ġ"), *"12345", "Ġ", "Ġ!", "x"]),
+    ],
+)
+def test_text_is_split_as_the_file_says(tmp_path: Path, pre: str, pieces: list[str]) -> None:
+    folder = _convert(write_gguf(tmp_path / "m.gguf", pre=pre))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = " the pi Café 12345  !x"
+
+    found = tokenizer.pre_tokenizer.pre_tokenize_str(text)
+
+    assert [piece for piece, _ in found] == pieces
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+@pytest.mark.parametrize(
+    ("pre", "begins"), [("llama-bpe", True), ("tekken", True), ("pixtral", True), ("qwen2", False)]
+)
+def test_a_file_that_does_not_name_the_bos_rule_has_that_of_llama_cpp(
+    tmp_path: Path, pre: str, begins: bool
+) -> None:
+    file = open_gguf(write_gguf(tmp_path / "m.gguf", pre=pre))
+    del file.metadata["tokenizer.ggml.add_bos_token"]
+
+    files = tokenizer_files(file)
+
+    assert files is not None
+    assert files["tokenizer_config.json"]["add_bos_token"] == begins
+    assert (files["tokenizer.json"]["post_processor"] is not None) == begins
+
+
+@pytest.mark.parametrize(
+    ("architecture", "specials", "ends"),
+    [
+        ("gpt-oss", ["<|return|>", "<|end|>", "<|call|>"], (0, 2)),
+        ("glm4", ["<|user|>", "<|assistant|>", "<|observation|>"], (0, 2)),
+        ("phi3", ["<|endoftext|>", "<|user|>", "<|end|>"], (0, 2)),
+    ],
+)
+def test_a_turn_ends_at_the_tokens_of_the_family(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    specials: list[str],
+    ends: tuple[int, ...],
+) -> None:
+    monkeypatch.setattr("tiny_gguf.SPECIAL", specials)
+    tensors = write_checkpoint(tmp_path / "hf", architecture)
+
+    folder = _convert(write_case(tmp_path / "m.gguf", architecture, tensors))
+
+    assert read_model_config(str(folder)).eos_token_ids == ends
+
+
 def test_the_byte_alphabet_is_that_of_the_library() -> None:
     assert sorted(byte_alphabet()) == sorted(ByteLevel.alphabet())
 
@@ -233,13 +328,13 @@ def test_what_is_not_known_is_refused_by_name_and_leaves_no_copy(tmp_path: Path)
     weights = family_weights("llama")
     odd = {**weights, "blk.0.attn_sinks.weight": np.zeros(HEADS, np.float32)}
     (tmp_path / "torn.gguf").write_bytes(b"GGUF\x03\x00\x00\x00" + b"\x01" * 40)
-    write_gguf(tmp_path / "arch.gguf", "gemma2", weights=weights)
+    write_gguf(tmp_path / "arch.gguf", "mamba", weights=weights)
     write_gguf(tmp_path / "pre.gguf", pre="martian")
     write_gguf(tmp_path / "tensor.gguf", weights=odd)
 
     for name, words in {
         "torn": "cannot be read as a GGUF file",
-        "arch": "'gemma2', it must be one of llama",
+        "arch": "'mamba', it must be one of llama",
         "pre": "'martian', it must be one of",
         "tensor": "attn_sinks",
     }.items():

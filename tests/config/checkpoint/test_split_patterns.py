@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
-from config.checkpoint.gguf_tokenizer import _SPLITS
+from config.checkpoint.gguf_tokenizer import _SEQUENCES, _SPLITS
 from config.checkpoint.split_patterns import is_linear, min_match_characters
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -16,6 +16,13 @@ _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _WORD = r"[^\r\n\p{L}\p{N}]?"
 ORDINARY = {
     **_SPLITS,
+    **{
+        f"{name}, {index}": pattern
+        for name, patterns in _SEQUENCES.items()
+        for index, pattern in enumerate(patterns)
+        # At each of many spaces it looks for the end of the text, also in published files.
+        if pattern != r"\s+$"
+    },
     "gpt2": GPT2,
     "qwen3.5": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",

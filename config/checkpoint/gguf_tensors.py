@@ -1,0 +1,472 @@
+"""The weights of a model as parts of the tensors of its GGUF file.
+
+The names come from the package `gguf`, like the names that llama.cpp's converter writes. This file
+undoes what the converter changes besides names (order of rows, stacked experts, offsets), see
+https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf import (
+    MODEL_ARCH_NAMES,
+    GGMLQuantizationType,
+    TensorNameMap,
+    get_tensor_name_map,
+)
+
+from config.checkpoint.gguf_metadata import GgufFile, GgufTensor
+from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
+from config.errors import ConfigError
+from config.model.decoder_spec import MXFP4_BLOCK
+from config.model.json_fields import shown
+from config.model.model_config import ModelConfig
+
+Array = npt.NDArray[Any]
+
+DTYPES = {
+    "float32": ("F32", 4),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "uint8": ("U8", 1),
+}
+"""The name of a dtype in safetensors, and its bytes."""
+PERMUTED = ("llama", "granite", "granitemoe", "smollm3")
+"""Architectures whose files interleave the two halves of each head of q and k, so that rope rotates
+neighbours."""
+
+_TILED = ("qwen35", "qwen35moe")
+
+# Settings that are stored as tensors, which config/checkpoint/gguf_config.py reads; and the head of
+# an encoder for reranking, which is not part of the encoder.
+_OTHERS = re.compile(
+    r"(^|\.)(rope_freqs|rope_factors_(long|short)|attn_rot_embd)\.weight$|^cls[._]"
+)
+_BLOCK = re.compile(r"^blk\.([0-9]{1,9})\.")
+# Indices of what files stack: experts, and norms of heads.
+_EXPERT, _NORM = re.compile(r"\.experts\.[0-9]+\."), re.compile(r"\.norms\.[0-9]+\.")
+_RENAMED = {
+    ".e_score_correction_bias": ".e_score_correction.bias",
+    ".dt_bias": ".dt_proj.bias",
+    ".sinks": ".sinks.weight",
+}
+"""Ends of names that the converter changes before it looks them up."""
+_MXFP4_BYTES = 1 + MXFP4_BLOCK // 2
+"""A scale, and two weights a byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Rows of a tensor of the file."""
+
+    tensor: GgufTensor
+    expert: int | None = None
+    """Index in a tensor that stacks experts; None: the whole tensor."""
+    order: npt.NDArray[np.int64] | None = None
+    """The stored rows in the order of the checkpoint; None: as they are."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Outermost dimension first."""
+        shape = self.tensor.shape[::-1]
+        if self.expert is not None:
+            shape = shape[1:]
+        return shape if self.order is None else (len(self.order), *shape[1:])
+
+    def rows(self) -> Array:
+        """(rows, numbers or bytes per row), as stored. Whole rows move, also quantized rows."""
+        data = self.tensor.data if self.expert is None else self.tensor.data[self.expert]
+        data = data.reshape(data.shape[0] if data.ndim else 1, -1)
+        return data if self.order is None else data[self.order]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Neighbouring bytes of a weight."""
+
+    sources: tuple[Source, ...]
+    combine: Callable[..., Array] | None = None
+    """Makes the part of all its sources; None: the part is the rows of its only source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of the checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """One of DTYPES; uint8: the sources are not dequantized."""
+    parts: tuple[Part, ...]
+    change: Callable[[Array], Array] | None = None
+    """Applied to each number; None: the numbers stay as they are."""
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype][1]
+
+    @property
+    def only_source(self) -> Source | None:
+        """The source whose rows are the rows of the entry; None if there are several, or if numbers
+        change."""
+        if self.change is None and len(self.parts) == 1 and self.parts[0].combine is None:
+            return self.parts[0].sources[0]
+        return None
+
+
+def num_blocks(file: GgufFile) -> int:
+    """Number of layers that tensors of `file` belong to."""
+    matches = (_BLOCK.match(name) for name in file.tensors)
+    return max((int(match[1]) + 1 for match in matches if match), default=0)
+
+
+def model_entries(
+    file: GgufFile, facts: ModelConfig, weight_map: WeightMap, dtype: str
+) -> list[Entry]:
+    """The tensors of the checkpoint that `file` holds: matrices in `dtype`, vectors (norms and
+    biases, a few thousandths of all weights) in float32.
+
+    ConfigError for a tensor that is missing, or that the model does not have.
+    """
+    tensors = _Tensors(file, facts, weight_map)
+    entries = [tensors.entry(spec, dtype) for spec in weight_map.entries()]
+    tensors.check_all_used()
+    return entries
+
+
+class _Tensors:
+    """The tensors of a file, found by the weights that are made of them."""
+
+    def __init__(self, file: GgufFile, facts: ModelConfig, weight_map: WeightMap) -> None:
+        self._file = file
+        self._facts = facts
+        self._used: set[str] = set()
+        self._names = _name_map(file.architecture)
+        self._layer = re.compile(f"^{re.escape(weight_map.layer_prefix)}([0-9]+)\\.")
+        self._layer_prefix = weight_map.layer_prefix
+
+    def check_all_used(self) -> None:
+        """Raise ConfigError for a tensor that no weight is made of. Layers for multi-token
+        prediction, which are behind the others, are not loaded."""
+        for name in self._file.tensors:
+            block = _BLOCK.match(name)
+            is_mtp = block is not None and int(block[1]) >= self._facts.num_layers
+            if name not in self._used and not is_mtp and not _OTHERS.search(name):
+                raise ConfigError(
+                    f"{self._file.path} has a tensor {shown(name)}, which no "
+                    f"{self._file.architecture} model has"
+                )
+
+    def entry(self, spec: WeightSpec, dtype: str) -> Entry:
+        """The weight that `spec` describes."""
+        parts = self._parts(spec)
+        if spec.mxfp4:
+            return Entry(spec.name, spec.shape, "uint8", parts)
+        shape = spec.shape
+        if all(part.combine is None for part in parts):
+            stored = [source.shape for part in parts for source in part.sources]
+            shape = (sum(rows for rows, *_ in stored), *stored[0][1:])
+            # Files leave out dimensions of 1, such as the input channel of a convolution.
+            shape = spec.shape if _squeezed(shape) == _squeezed(spec.shape) else shape
+        is_vector = len(shape) == 1
+        change = _change(spec)
+        return Entry(spec.name, shape, "float32" if is_vector else dtype, parts, change)
+
+    def _parts(self, spec: WeightSpec) -> tuple[Part, ...]:
+        kind = spec.name.rpartition(".")[2]
+        if spec.num_experts is not None:
+            return tuple(self._stacked_experts(spec))
+        if ".in_proj_qkvz." in spec.name:
+            return self._fused_delta(spec, kind)
+        if spec.name.endswith(".shared_mlp.input_linear.weight"):
+            return self._merged_mlp(spec)
+        if spec.name.endswith(".linear_attn.out_proj.weight"):
+            return self._delta_output(spec)
+        if spec.name.endswith(".kv_b_proj.weight"):
+            return self._latent_heads(spec)
+        name = self._stored_name(spec.name)
+        if name is None or name not in self._file.tensors:
+            found = self._fused_part(spec, kind)
+            if found is not None:
+                return found
+        stacked = (spec.expert, spec.total_experts)
+        if spec.row is not None:
+            stacked = (spec.row, spec.output_sizes[spec.outputs[0]])
+        source = self._source(name, spec.name, *stacked)
+        if spec.transposed and len(source.shape) == 2:
+            self._check_shape(source, spec.shape[::-1], spec.name)
+            return (Part((source,), np.transpose),)
+        order = self._order(spec, source, name)
+        return (Part((Source(source.tensor, source.expert, order),)),)
+
+    def _stored_name(self, name: str) -> str | None:
+        """The name in the file of the tensor that the checkpoint calls `name`."""
+        for theirs, ours in _RENAMED.items():
+            if name.endswith(theirs):
+                name = name.removesuffix(theirs) + ours
+        layer = self._layer.match(name)
+        if layer is not None:
+            name = f"{self._layer_prefix}0.{name[layer.end() :]}"
+        name = _NORM.sub(".", _EXPERT.sub(".experts.", name))
+        found = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if found is None or layer is None:
+            return found
+        return found.replace("blk.0.", f"blk.{layer[1]}.", 1)
+
+    def _source(
+        self,
+        name: str | None,
+        weight: str,
+        expert: int | None = None,
+        num_experts: int | None = None,
+    ) -> Source:
+        tensor = None if name is None else self._file.tensors.get(name)
+        if name is None or tensor is None:
+            raise ConfigError(
+                f"{self._file.path} has no tensor {name or f'for {weight}'}, which a "
+                f"{self._file.architecture} model with its settings has"
+            )
+        self._used.add(name)
+        if expert is not None and (len(tensor.shape) < 2 or tensor.shape[-1] != num_experts):
+            raise ConfigError(
+                f"{self._file.path} says {num_experts} experts or heads for {weight}, the shape of "
+                f"{name} is {_size_text(tensor.shape[::-1])}"
+            )
+        return Source(tensor, expert)
+
+    def _check_shape(self, source: Source, shape: tuple[int, ...], weight: str) -> None:
+        if source.shape != shape:
+            raise ConfigError(
+                f"{self._file.path} has a tensor of {_size_text(source.shape)} for {weight}, its "
+                f"settings say {_size_text(shape)}"
+            )
+
+    def _order(
+        self, spec: WeightSpec, source: Source, name: str | None
+    ) -> npt.NDArray[np.int64] | None:
+        """Source.order of a weight that is the whole tensor `name` of the file."""
+        rows = source.shape[0] if source.shape else 1
+        is_attention = "qkv_proj" in spec.parameter
+        if is_attention and spec.row_groups is not None:
+            self._check_shape(source, (sum(spec.output_sizes), *source.shape[1:]), spec.name)
+            return _grouped(spec.row_groups, spec.output_sizes)
+        if (order := self._delta_order(spec.name, rows)) is not None:
+            return order
+        counts = {0: self._facts.num_heads, 1: self._facts.num_kv_heads}
+        heads = counts.get(spec.outputs[0]) if len(spec.outputs) == 1 else None
+        if not is_attention or heads is None or self._file.architecture not in PERMUTED:
+            return None
+        if rows % (2 * heads):
+            raise ConfigError(
+                f"{self._file.path} has {rows} rows in {name}, which {heads} heads of two "
+                "halves do not divide"
+            )
+        # Rows of a head alternate between its first and second half.
+        stored = np.arange(rows).reshape(heads, rows // heads // 2, 2)
+        halves: npt.NDArray[np.int64] = stored.swapaxes(1, 2).reshape(-1)
+        return halves
+
+    def _fused_part(self, spec: WeightSpec, kind: str) -> tuple[Part, ...] | None:
+        """Queries, keys or values of a file that has them in a single tensor; None if there is no
+        such tensor."""
+        layer = self._layer.match(spec.name)
+        if layer is None or "qkv_proj" not in spec.parameter or len(spec.outputs) != 1:
+            return None
+        name = f"blk.{layer[1]}.attn_qkv.{kind}"
+        if name not in self._file.tensors:
+            return None
+        source = self._source(name, spec.name)
+        self._check_shape(source, (sum(spec.output_sizes), *spec.shape[1:]), spec.name)
+        begin = sum(spec.output_sizes[: spec.outputs[0]])
+        order = np.arange(begin, begin + spec.output_sizes[spec.outputs[0]])
+        return (Part((Source(source.tensor, None, order),)),)
+
+    def _latent_heads(self, spec: WeightSpec) -> tuple[Part, ...]:
+        """kv_b_proj of latent attention: in newer files the keys of all heads, transposed, and the
+        values."""
+        name = self._stored_name(spec.name)
+        if name in self._file.tensors:
+            return (Part((self._source(name, spec.name),)),)
+        heads, rank = self._facts.num_heads, spec.shape[1]
+        size = self._facts.fields.count("v_head_dim")
+        keys = spec.shape[0] // heads - size
+        key, value = (
+            self._source(self._stored_name(spec.name.replace("kv_b_proj", part)), spec.name)
+            for part in ("k_b_proj", "v_b_proj")
+        )
+        self._check_shape(key, (heads, rank, keys), spec.name)
+        self._check_shape(value, (heads, size, rank), spec.name)
+
+        def combine(keys_t: Array, values: Array) -> Array:
+            parts = (
+                keys_t.reshape(heads, rank, keys).swapaxes(1, 2),
+                values.reshape(heads, size, rank),
+            )
+            return np.concatenate(parts, axis=1)
+
+        return (Part((key, value), combine),)
+
+    def _fused_delta(self, spec: WeightSpec, kind: str) -> tuple[Part, ...]:
+        """Queries, keys, values and gates of gated DeltaNet, which the checkpoint has by key head;
+        older files have them so too, newer ones have the gates in a tensor of their own."""
+        layer = self._layer.match(spec.name)
+        assert layer is not None
+        name = f"blk.{layer[1]}.ssm_in.{kind}"
+        if name in self._file.tensors:
+            return (Part((self._source(name, spec.name),)),)
+        qkv = self._source(f"blk.{layer[1]}.attn_qkv.{kind}", spec.name)
+        gate = self._source(f"blk.{layer[1]}.attn_gate.{kind}", spec.name)
+        sizes = tuple(spec.output_sizes[output] for output in spec.outputs)
+        self._check_shape(qkv, (sum(sizes[:3]), *spec.shape[1:]), spec.name)
+        self._check_shape(gate, (sizes[3], *spec.shape[1:]), spec.name)
+        assert spec.row_groups is not None
+        order = _grouped(spec.row_groups, sizes)
+        return (Part((qkv, gate), lambda *parts: np.concatenate(parts)[order]),)
+
+    def _delta_sizes(self) -> tuple[int, int, int]:
+        """(key heads, value heads for each of them, entries of a value head)."""
+        fields = self._facts.fields
+        keys, values = (fields.count(f"linear_num_{kind}_heads") for kind in ("key", "value"))
+        return keys, values // keys, fields.count("linear_value_head_dim")
+
+    def _delta_order(self, name: str, rows: int) -> npt.NDArray[np.int64] | None:
+        """Source.order of gated DeltaNet: files of Qwen3.5 have the first value head of each key
+        head, then the second value head of each."""
+        if self._file.architecture not in _TILED or ".linear_attn." not in name:
+            return None
+        keys, each, size = self._delta_sizes()
+        if name.endswith((".A_log", ".dt_bias", ".in_proj_a.weight", ".in_proj_b.weight")):
+            size = 1
+        elif ".norm." in name:
+            return None
+        num_values = keys * each * size
+        if rows < num_values:
+            raise ConfigError(
+                f"{self._file.path} has {rows} rows for {name}, its settings say at least "
+                f"{num_values}"
+            )
+        tiled = np.arange(rows - num_values, rows).reshape(each, keys, size)
+        # Queries and keys are in front of the values.
+        return np.concatenate((np.arange(rows - num_values), tiled.swapaxes(0, 1).reshape(-1)))
+
+    def _delta_output(self, spec: WeightSpec) -> tuple[Part, ...]:
+        """The output of gated DeltaNet, whose inputs are the value heads."""
+        source = self._source(self._stored_name(spec.name), spec.name)
+        if self._file.architecture not in _TILED:
+            return (Part((source,)),)
+        self._check_shape(source, spec.shape, spec.name)
+        order = self._delta_order(".linear_attn.", spec.shape[1])
+        return (Part((source,), lambda values: values[:, order]),)
+
+    def _merged_mlp(self, spec: WeightSpec) -> tuple[Part, ...]:
+        """Gate and up of a shared expert, which the checkpoint merges."""
+        layer = self._layer.match(spec.name)
+        assert layer is not None
+        parts = []
+        for name in ("gate", "up"):
+            source = self._source(f"blk.{layer[1]}.ffn_{name}_shexp.weight", spec.name)
+            self._check_shape(source, (spec.shape[0] // 2, spec.shape[1]), spec.name)
+            parts.append(Part((source,)))
+        return tuple(parts)
+
+    def _stacked_experts(self, spec: WeightSpec) -> Iterator[Part]:
+        """Weights or biases of all experts, which the file has for gate, up and down."""
+        path, count = spec.name, spec.num_experts
+        assert count is not None
+        kind = "bias" if path.endswith("_bias") else "weight"
+        stem = path.removesuffix("_bias").removesuffix("_blocks").removesuffix("_scales")
+        if (layer := self._layer.match(path)) is not None and path.endswith("_linear.weight"):
+            parts = ("down",) if path.endswith("output_linear.weight") else ("gate", "up")
+            stored: list[str | None] = [f"blk.{layer[1]}.ffn_{part}_exps.weight" for part in parts]
+        else:
+            names = [stem] if stem.endswith("down_proj") else []
+            both = ("gate_proj", "up_proj")
+            names = names or [stem.replace("gate_up_proj", part) for part in both]
+            stored = [self._stored_name(f"{name}.{kind}") for name in names]
+        if kind == "bias":
+            sources = tuple(self._source(name, path) for name in stored)
+            for source in sources:
+                self._check_shape(source, (count, spec.shape[1] // len(sources)), path)
+            yield Part(sources, lambda *parts: np.stack(parts, axis=-1))
+            return
+        if spec.mxfp4:
+            rows, columns = spec.shape[1], spec.shape[2] * MXFP4_BLOCK
+        else:
+            rows, columns = spec.shape[:0:-1] if spec.transposed else spec.shape[1:]
+
+        def joined(parts: tuple[Array, ...]) -> Array:
+            """Gate before up; rows of both in turns where their sizes are not named."""
+            if spec.output_sizes:
+                return np.concatenate(parts)
+            return np.stack(parts, axis=1).reshape(rows, -1)
+
+        combine: Callable[..., Array] = {
+            "": lambda *parts: joined(parts).T if spec.transposed else joined(parts),
+            "blocks": lambda *parts: _mxfp4_blocks(joined(parts)),
+            "scales": lambda *parts: _mxfp4(joined(parts))[..., 0],
+        }[spec.mxfp4]
+        for expert in range(count):
+            sources = tuple(self._source(name, path, expert, count) for name in stored)
+            for source in sources:
+                self._check_shape(source, (rows // len(sources), columns), path)
+                if spec.mxfp4 and source.tensor.tensor_type != GGMLQuantizationType.MXFP4:
+                    raise ConfigError(
+                        f"{self._file.path} has experts in MXFP4 and {path} in "
+                        f"{source.tensor.tensor_type.name}, all must be in MXFP4"
+                    )
+            yield Part(sources, combine)
+
+
+def _name_map(architecture: str) -> TensorNameMap:
+    """Names of checkpoints to names of files, for one layer: with index 0."""
+    kind = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    return get_tensor_name_map(kind, 1)
+
+
+def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
+
+
+def _grouped(groups: int, sizes: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """Rows of outputs of `sizes`, one output after the other, in the order of `groups` that have a
+    part of each output."""
+    ends = np.cumsum(sizes)
+    outputs = [
+        np.arange(end - size, end).reshape(groups, -1)
+        for size, end in zip(sizes, ends, strict=True)
+    ]
+    return np.concatenate(outputs, axis=1).reshape(-1)
+
+
+def _change(spec: WeightSpec) -> Callable[[Array], Array] | None:
+    """Files hold the weights of norms with their offset, and -exp(A_log)."""
+    if spec.offset:
+        offset = np.float32(spec.offset)
+        return lambda values: values - offset
+    if spec.name.endswith(".A_log"):
+        return lambda values: np.log(-values)
+    return None
+
+
+def _mxfp4(rows: Array) -> Array:
+    """(..., blocks, bytes of a block)."""
+    blocks: Array = rows.reshape(*rows.shape[:-1], -1, _MXFP4_BYTES)
+    return blocks
+
+
+def _mxfp4_blocks(rows: Array) -> Array:
+    """The weights in the order of the checkpoint: a byte has the weights 2i and 2i + 1, in the file
+    the weights i and i + 16."""
+    packed = _mxfp4(rows)[..., 1:]
+    codes = np.concatenate((packed & 0xF, packed >> 4), axis=-1)
+    blocks: Array = codes[..., 0::2] | (codes[..., 1::2] << 4)
+    return blocks
+
+
+def _size_text(shape: tuple[int, ...]) -> str:
+    return "x".join(str(size) for size in shape) or "one number"
