@@ -51,11 +51,11 @@ def check_shapes(facts: ModelConfig, stored: Shapes, source: Path) -> None:
         raise ConfigError(f"{source} says {num_layers} layers, at most {MAX_LAYERS} are built")
     weight_map = weight_map_of(facts)
     assert weight_map is not None
-    _check(weight_map.entries(), shapes, source)
+    _check(weight_map.stored_as(shapes).entries(), shapes, source)
 
 
 def model_shapes(facts: ModelConfig, stored: Shapes) -> Shapes:
-    """Those of `stored` that belong to the model, and not to images or audio."""
+    """The shapes in `stored` of the text model, without tensors for images or audio."""
     if not facts.is_text_part:
         return stored
     return {

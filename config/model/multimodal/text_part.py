@@ -10,7 +10,7 @@ WHOLE_MODELS = frozenset(
     for name in (
         *("Gemma3", "Gemma3n", "Gemma4", "Idefics3", "InternVL", "Llama4", "Llava", "LlavaNext"),
         *("Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "SmolVLM"),
-        *("AyaVision", "DeepseekVL", "Mllama", "VipLlava"),
+        *("AyaVision", "DeepseekVL", "Mllama", "Qwen3_5", "Qwen3_5Moe", "VipLlava"),
     )
 ) | {"Phi4MultimodalForCausalLM"}
 """Their text model computes the same without images as a text model of its own."""
@@ -43,6 +43,8 @@ TEXT_MODELS = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
     "qwen3_vl_moe_text": "Qwen3VLMoeTextForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
