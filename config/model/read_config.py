@@ -346,9 +346,9 @@ def _scaling(rope: Fields, fields: Fields, kind: str, max_position: int) -> Rope
         raise ConfigError(f"the rope factor in {fields.file} is {factor}, it must be above 0")
     low = rope.number("low_freq_factor", 1.0, above=0.0)
     high = rope.number("high_freq_factor", 4.0, above=0.0)
-    if kind == "llama3" and high <= low:
+    if kind == "llama3" and high < low:
         raise ConfigError(
-            f"high_freq_factor in {fields.file} is {high:g}, it must be above low_freq_factor, "
+            f"high_freq_factor in {fields.file} is {high:g}, it must be at least low_freq_factor, "
             f"which is {low:g}"
         )
     if kind == "longrope" and (original or max_position) < 2:
