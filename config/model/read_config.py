@@ -26,7 +26,7 @@ from config.model.model_config import (
     RopeScaling,
 )
 from config.model.moe import MoEConfig, moe_config
-from config.model.multimodal.text_part import text_part
+from config.model.multimodal.text_part import text_part, with_architecture
 from config.model.multimodal.vision import read_vision
 from config.model.quantization.registry import is_served, read_quantization
 
@@ -47,7 +47,7 @@ def read_model_config(path: str, *, allow_quantized: bool = False) -> ModelConfi
         raise ConfigError(f"{path} holds no config.json, so it is not a model's folder")
     generation_file = Path(path) / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
-    whole = Fields(read_json(file), file)
+    whole = with_architecture(Fields(read_json(file), file))
     part = text_part(whole)
     fields = part or whole
     facts = model_config_of(path, fields, Fields(generation, generation_file))

@@ -481,6 +481,8 @@ def _parts(spec: WeightSpec, tensor: Tensor) -> Iterable[Tensor]:
 
 def _as_stored(spec: WeightSpec, tensor: Tensor) -> Tensor:
     """`tensor` of a checkpoint in the order and with the values of the whole parameter."""
+    if spec.leading_rows is not None:
+        tensor = tensor[: spec.leading_rows]
     if spec.transposed:
         tensor = tensor.transpose(-1, -2)
     if spec.row_groups is not None:

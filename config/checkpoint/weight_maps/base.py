@@ -59,6 +59,8 @@ class WeightSpec(NamedTuple):
     """Rows of each head in front of those of `interleaved_size`, which stay as they are."""
     repeats: int | None = None
     """How often the tensor is repeated along a new first dimension; None: there is none."""
+    leading_rows: int | None = None
+    """How many rows at the beginning of the tensor the parameter has; None: all."""
     mxfp4: Literal["", "blocks", "scales"] = ""
     """Of a parameter whose checkpoint has MXFP4: which half of it the tensor is. Both halves have
     the other fields in common."""
@@ -123,7 +125,7 @@ class WeightSpec(NamedTuple):
     def is_stored_as_is(self) -> bool:
         """Whether the bytes of the tensor are those of a part of the parameter with its dtype."""
         changes = (self.transposed, self.offset, self.normalized, self.mxfp4, self.part)
-        is_set = (self.interleaved_size, self.row_groups, self.row, self.repeats)
+        is_set = (self.interleaved_size, self.row_groups, self.row, self.repeats, self.leading_rows)
         return not (any(changes) or self.is_kv_scale) and all(one is None for one in is_set)
 
     def num_shards(self, output: int, num_ranks: int) -> int:
@@ -139,6 +141,8 @@ class WeightSpec(NamedTuple):
         if self.mxfp4_columns is not None:
             begin, end = self.mxfp4_columns
             return math.prod(self.shape[:-2]) * (end - begin)
+        if self.leading_rows is not None:
+            return self.leading_rows * math.prod(self.shape[1:])
         # A byte of blocks has two values.
         return math.prod(self.shape) * (self.repeats or 1) * (2 if self.mxfp4 else 1)
 

@@ -57,8 +57,9 @@ def other_expert_weights(
 
 def _router(names: MoESpec, experts: Axis, hidden: Axis) -> Iterator[WeightSpec]:
     name, parameter = f"{names.block}.{names.gate}", f"{names.block}.gate"
-    weight = matrix(f"{name}.weight", experts, hidden)
-    yield weight._replace(parameter=f"{parameter}.weight")
+    rows, columns = (hidden, experts) if names.transposed_router else (experts, hidden)
+    weight = matrix(f"{name}.weight", rows, columns)
+    yield weight._replace(parameter=f"{parameter}.weight", transposed=names.transposed_router)
     if names.router_bias:
         yield WeightSpec(f"{name}.bias", (experts.size,), f"{parameter}.bias")
     if names.correction_bias:
@@ -66,6 +67,7 @@ def _router(names: MoESpec, experts: Axis, hidden: Axis) -> Iterator[WeightSpec]
             f"{names.block}.{names.correction_bias}",
             (*names.correction_rows, experts.size),
             f"{names.block}.e_score_correction_bias",
+            leading_rows=1 if names.correction_rows > (1,) else None,
         )
 
 
