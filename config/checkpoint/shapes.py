@@ -47,7 +47,7 @@ def check_shapes(facts: ModelConfig, stored: Shapes, source: Path) -> None:
     check_num_layers(facts, _num_layers(shapes, outer.layer_prefix), source)
     weight_map = weight_map_of(facts)
     assert weight_map is not None
-    _check(weight_map.entries(), shapes, source)
+    _check(weight_map.stored_as(shapes).entries(), shapes, source)
 
 
 def check_num_layers(facts: ModelConfig, num_layers: int, source: Path) -> None:
@@ -60,7 +60,7 @@ def check_num_layers(facts: ModelConfig, num_layers: int, source: Path) -> None:
 
 
 def model_shapes(facts: ModelConfig, stored: Shapes) -> Shapes:
-    """Those of `stored` that belong to the model, and not to images or audio."""
+    """The shapes in `stored` of the text model, without tensors for images or audio."""
     if not facts.is_text_part:
         return stored
     return {

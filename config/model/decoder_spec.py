@@ -90,7 +90,10 @@ class MoESpec:
     correction_bias: str = ""
     """Added to the scores for the choice of experts; empty: there is none."""
     correction_rows: tuple[int, ...] = ()
-    """Dimensions of the correction bias in front of that of the experts."""
+    """Dimensions of the correction bias before the dimension of the experts. The first row counts;
+    further rows belong to experts for images."""
+    transposed_router: bool = False
+    """The checkpoint holds the matrix of the router as (in, out)."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Gate, up and down of an expert."""
     shared: str = ""

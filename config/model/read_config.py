@@ -27,7 +27,7 @@ from config.model.model_config import (
     RopeScaling,
 )
 from config.model.moe import MoEConfig, moe_config
-from config.model.multimodal.text_part import text_part
+from config.model.multimodal.text_part import text_part, with_architecture
 from config.model.multimodal.vision import read_vision
 from config.model.quantization.registry import is_served, read_quantization
 from config.model.rope_fields import is_nested, rope_fields
@@ -50,7 +50,7 @@ def read_model_config(path: str, *, allow_quantized: bool = False) -> ModelConfi
         raise ConfigError(f"{path} holds no config.json, so it is not a model's folder")
     generation_file = Path(path) / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
-    whole = Fields(read_json(file), file)
+    whole = with_architecture(Fields(read_json(file), file))
     part = text_part(whole)
     fields = part or whole
     facts = model_config_of(path, fields, Fields(generation, generation_file))
@@ -349,9 +349,9 @@ def _scaling(rope: Fields, fields: Fields, kind: str, max_position: int) -> Rope
         raise ConfigError(f"the rope factor in {fields.file} is {factor}, it must be above 0")
     low = rope.number("low_freq_factor", 1.0, above=0.0)
     high = rope.number("high_freq_factor", 4.0, above=0.0)
-    if kind == "llama3" and high <= low:
+    if kind == "llama3" and high < low:
         raise ConfigError(
-            f"high_freq_factor in {fields.file} is {high:g}, it must be above low_freq_factor, "
+            f"high_freq_factor in {fields.file} is {high:g}, it must be at least low_freq_factor, "
             f"which is {low:g}"
         )
     if kind == "longrope" and (original or max_position) < 2:

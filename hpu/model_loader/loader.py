@@ -285,16 +285,22 @@ def _match(
     weight_map: WeightMap, folder: Path
 ) -> dict[Path, list[tuple[StoredTensor, WeightSpec]]]:
     """The tensors of each file that the model needs. One error for all that do not fit."""
-    specs = {spec.name: spec for spec in weight_map.entries()}
+    headers = {file: read_header(file) for file in weight_files(folder)}
+    shapes = {
+        weight_map.map_name(stored.name): stored.shape
+        for header in headers.values()
+        for stored in header
+    }
+    specs = {spec.name: spec for spec in weight_map.stored_as(shapes).entries()}
     optional = {spec.name: spec for spec in weight_map.optional}
     files: dict[Path, list[tuple[StoredTensor, WeightSpec]]] = {}
     found: dict[str, Path] = {}
     left_over: list[str] = []
     wrong: list[str] = []
     num_outside = 0
-    for file in weight_files(folder):
+    for file, header in headers.items():
         files[file] = []
-        for stored in read_header(file):
+        for stored in header:
             name = weight_map.map_name(stored.name)
             spec = specs.get(name) or optional.get(name)
             if spec is not None and spec.is_kv_scale:
@@ -475,6 +481,8 @@ def _parts(spec: WeightSpec, tensor: Tensor) -> Iterable[Tensor]:
 
 def _as_stored(spec: WeightSpec, tensor: Tensor) -> Tensor:
     """`tensor` of a checkpoint in the order and with the values of the whole parameter."""
+    if spec.leading_rows is not None:
+        tensor = tensor[: spec.leading_rows]
     if spec.transposed:
         tensor = tensor.transpose(-1, -2)
     if spec.row_groups is not None:

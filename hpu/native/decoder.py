@@ -16,6 +16,7 @@ from config.model.model_config import ModelConfig
 from hpu.distributed.agreement import Agreement
 from hpu.layers.attention import SelfAttention
 from hpu.layers.attention_base import Shape
+from hpu.layers.cross_attention import CrossAttention
 from hpu.layers.linear import LinearBase
 from hpu.layers.metadata import (
     AttentionInputs,
@@ -284,6 +285,10 @@ class CompiledDecoder(CausalLM):
 
     def bind_states(self, states: list[tuple[Tensor, ...]]) -> None:
         self.model.bind_states(states)
+
+    @property
+    def cross_attentions(self) -> list[CrossAttention]:
+        return self.model.cross_attentions
 
     def read_contiguously(self) -> None:
         self.model.read_contiguously()

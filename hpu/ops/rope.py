@@ -46,7 +46,11 @@ def _llama3(theta: float, scaling: RopeScaling, size: int, max_position: int) ->
     original = scaling.original_max_position or max_position
     rotations = original * default / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    smooth = ((rotations - low) / (high - low)).clamp(0, 1)
+    if low == high:
+        # Llama 4 Scout is published so: there is no transition.
+        smooth = (rotations >= low).float()
+    else:
+        smooth = ((rotations - low) / (high - low)).clamp(0, 1)
     return default / scaling.factor * (1 - smooth) + default * smooth
 
 

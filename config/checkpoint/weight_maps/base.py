@@ -1,8 +1,8 @@
 """WeightMap and its entries, and the entries of linear layers."""
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from config.checkpoint.weight_maps.text_part import OUTSIDE, text_part_name
@@ -59,6 +59,8 @@ class WeightSpec(NamedTuple):
     """Rows of each head in front of those of `interleaved_size`, which stay as they are."""
     repeats: int | None = None
     """How often the tensor is repeated along a new first dimension; None: there is none."""
+    leading_rows: int | None = None
+    """How many rows at the beginning of the tensor the parameter has; None: all."""
     mxfp4: Literal["", "blocks", "scales"] = ""
     """Of a parameter whose checkpoint has MXFP4: which half of it the tensor is. Both halves have
     the other fields in common."""
@@ -123,7 +125,7 @@ class WeightSpec(NamedTuple):
     def is_stored_as_is(self) -> bool:
         """Whether the bytes of the tensor are those of a part of the parameter with its dtype."""
         changes = (self.transposed, self.offset, self.normalized, self.mxfp4, self.part)
-        is_set = (self.interleaved_size, self.row_groups, self.row, self.repeats)
+        is_set = (self.interleaved_size, self.row_groups, self.row, self.repeats, self.leading_rows)
         return not (any(changes) or self.is_kv_scale) and all(one is None for one in is_set)
 
     def num_shards(self, output: int, num_ranks: int) -> int:
@@ -139,6 +141,8 @@ class WeightSpec(NamedTuple):
         if self.mxfp4_columns is not None:
             begin, end = self.mxfp4_columns
             return math.prod(self.shape[:-2]) * (end - begin)
+        if self.leading_rows is not None:
+            return self.leading_rows * math.prod(self.shape[1:])
         # A byte of blocks has two values.
         return math.prod(self.shape) * (self.repeats or 1) * (2 if self.mxfp4 else 1)
 
@@ -167,8 +171,11 @@ class WeightMap:
     ignored_suffixes: tuple[str, ...] = ()
     optional: tuple[WeightSpec, ...] = ()
     """Tensors that a checkpoint may hold; some are other names of the same one."""
+    alternatives: tuple[tuple[WeightSpec, ...], ...] = ()
+    """Groups of tensors of a layer. A checkpoint may hold each group in place of the tensors of
+    `layers` with the same parameters: one tensor of all experts in place of a tensor for each."""
     is_text_part: bool = False
-    """The checkpoint holds a model with images or audio, of which this is the text model."""
+    """Whether the checkpoint holds a model with images or audio, and the map its text model."""
     has_tower: bool = False
     """The vision tower is loaded too, by a map of its own: this one is of the rest, or of it."""
 
@@ -179,6 +186,32 @@ class WeightMap:
             name, parameter = f"{self.layer_prefix}{index}.", f"{self.parameter_prefix}{index}."
             for spec in layer:
                 yield spec._replace(name=name + spec.name, parameter=parameter + spec.parameter)
+
+    def stored_as(self, shapes: Mapping[str, tuple[int, ...]]) -> "WeightMap":
+        """This map for a checkpoint whose tensors have `shapes`, by their names as `map_name` gives
+        them. In a layer where the checkpoint holds an alternative group and not the tensors of
+        `layers`, the group replaces these tensors."""
+        if not self.alternatives:
+            return self
+        layers = tuple(
+            self._layer_stored_as(f"{self.layer_prefix}{index}.", layer, shapes)
+            for index, layer in enumerate(self.layers)
+        )
+        return replace(self, layers=layers)
+
+    def _layer_stored_as(
+        self, prefix: str, layer: tuple[WeightSpec, ...], shapes: Mapping[str, tuple[int, ...]]
+    ) -> tuple[WeightSpec, ...]:
+        def is_stored(group: Iterable[WeightSpec]) -> bool:
+            found = ((one, shapes.get(prefix + one.name)) for one in group)
+            return all(shape is not None and one.fits(shape) for one, shape in found)
+
+        for group in self.alternatives:
+            parameters = {one.parameter for one in group}
+            replaced = [one for one in layer if one.parameter in parameters]
+            if replaced and is_stored(group) and not is_stored(replaced):
+                return (*(one for one in layer if one.parameter not in parameters), *group)
+        return layer
 
     def map_name(self, name: str) -> str:
         """The name in this map of the tensor that a checkpoint calls `name`; with OUTSIDE before it

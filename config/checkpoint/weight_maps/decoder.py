@@ -13,7 +13,7 @@ from config.checkpoint.weight_maps.base import (
 from config.checkpoint.weight_maps.cross import cross_weights
 from config.checkpoint.weight_maps.mla import mla_weights
 from config.checkpoint.weight_maps.mlp import merged_mlp_weights, mlp_weights
-from config.checkpoint.weight_maps.moe import moe_weights
+from config.checkpoint.weight_maps.moe import moe_weights, other_expert_weights
 from config.checkpoint.weight_maps.quantized import quantized_weights
 from config.checkpoint.weight_maps.state import gated_delta_weights, mamba2_weights
 from config.model.decoder_spec import NORMS, DecoderSpec
@@ -77,6 +77,12 @@ def decoder_weight_map(
             ".rotary_emb.inv_freq",
             *spec.unused,
             *(() if quantization is None else quantization.ignored_suffixes),
+        ),
+        # transformers 5 saves the text model of a Qwen3.5 with the prefix of the whole model.
+        renamed=(("model.language_model.", "model."),),
+        alternatives=tuple(
+            tuple(_named(weight, spec) for weight in group)
+            for group in other_expert_weights(config, spec, hidden)
         ),
         is_text_part=config.is_text_part,
         has_tower=config.vision is not None,

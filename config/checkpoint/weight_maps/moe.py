@@ -1,6 +1,7 @@
 """The tensors of a mixture of experts."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from config.checkpoint.weight_maps.base import Axis, WeightSpec, matrix
 from config.checkpoint.weight_maps.mlp import merged_mlp_weights, mlp_weights
@@ -17,8 +18,7 @@ def moe_weights(config: ModelConfig, spec: DecoderSpec, hidden: Axis) -> Iterato
     shared = Axis(moe.shared_size, moe.shared_fields)
     yield from _router(names, experts, hidden)
     if names.layout == "separate":
-        for expert in range(moe.num_experts):
-            yield from _expert(expert, experts, names, hidden, inner)
+        yield from _separate_experts(names, experts, hidden, inner)
     elif names.layout == "merged":
         yield from _merged_experts(names.block, experts, hidden, inner)
     else:
@@ -37,10 +37,29 @@ def moe_weights(config: ModelConfig, spec: DecoderSpec, hidden: Axis) -> Iterato
         yield weight._replace(parameter=f"{names.block}.shared_expert_gate.weight")
 
 
+def other_expert_weights(
+    config: ModelConfig, spec: DecoderSpec, hidden: Axis
+) -> Iterator[tuple[WeightSpec, ...]]:
+    """The groups of tensors that the routed experts of a layer may be stored as, apart from the
+    layout of the family. transformers 5 stacks experts in memory, as (experts, out, in), and saves
+    some families so; Qwen3.5 is published so."""
+    moe, names = config.moe, spec.moe
+    if moe is None or names is None or config.quantization is not None or names.expert_bias:
+        return
+    experts = Axis(moe.num_experts, moe.fields.num_experts)
+    inner = Axis(moe.inner_size, moe.fields.inner_size)
+    if names.layout in ("separate", "transposed"):
+        plain = replace(names, layout="separate")
+        yield tuple(_stacked_experts(plain, experts, hidden, inner))
+    if names.layout == "transposed":
+        yield tuple(_separate_experts(names, experts, hidden, inner))
+
+
 def _router(names: MoESpec, experts: Axis, hidden: Axis) -> Iterator[WeightSpec]:
     name, parameter = f"{names.block}.{names.gate}", f"{names.block}.gate"
-    weight = matrix(f"{name}.weight", experts, hidden)
-    yield weight._replace(parameter=f"{parameter}.weight")
+    rows, columns = (hidden, experts) if names.transposed_router else (experts, hidden)
+    weight = matrix(f"{name}.weight", rows, columns)
+    yield weight._replace(parameter=f"{parameter}.weight", transposed=names.transposed_router)
     if names.router_bias:
         yield WeightSpec(f"{name}.bias", (experts.size,), f"{parameter}.bias")
     if names.correction_bias:
@@ -48,7 +67,16 @@ def _router(names: MoESpec, experts: Axis, hidden: Axis) -> Iterator[WeightSpec]
             f"{names.block}.{names.correction_bias}",
             (*names.correction_rows, experts.size),
             f"{names.block}.e_score_correction_bias",
+            leading_rows=1 if names.correction_rows > (1,) else None,
         )
+
+
+def _separate_experts(
+    names: MoESpec, experts: Axis, hidden: Axis, inner: Axis
+) -> Iterator[WeightSpec]:
+    """Three tensors for each routed expert."""
+    for expert in range(experts.size):
+        yield from _expert(expert, experts, names, hidden, inner)
 
 
 def _expert(
@@ -99,7 +127,8 @@ def _of_all(spec: WeightSpec, experts: Axis) -> WeightSpec:
 def _stacked_experts(
     names: MoESpec, experts: Axis, hidden: Axis, inner: Axis
 ) -> Iterator[WeightSpec]:
-    """Gate with up, and down, each for all routed experts, transposed or in MXFP4."""
+    """Gate with up, and down, each for all routed experts: as (experts, out, in), transposed or in
+    MXFP4."""
     prefix = f"{names.block}.experts"
     gate_up = _merged(f"{prefix}.gate_up_proj", f"{prefix}.w13_weight", inner, hidden)
     if names.clamped_swiglu is not None:
@@ -121,6 +150,8 @@ def _stacked_experts(
                 fields=f"{fields} x {num_bytes}",
             )
             yield _of_all(blocks._replace(mxfp4="blocks"), experts)
+        elif names.layout == "separate":
+            yield _of_all(spec, experts)
         else:
             fields = f"{column_fields} x {row_fields}"
             spec = spec._replace(shape=(columns, rows), fields=fields, transposed=True)

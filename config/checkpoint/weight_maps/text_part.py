@@ -4,8 +4,11 @@ OUTSIDE = "(no text) "
 """Before the names of tensors that are not the text model's."""
 
 _PREFIXES = {
+    # transformers 5.24 saves Kimi K2.5 so.
+    "language_model.model.blocks.": "model.layers.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
+    "language_model.output.": "output.",
     "model.language_model.": "model.",
     "model.text_model.": "model.",
     "model.layers.": "model.layers.",

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from config.model.decoder_spec import DecoderSpec, Family, uniform_layers
+from config.model.decoder_spec import DecoderSpec, Family, TemperatureTuning, uniform_layers
+from config.model.json_fields import Fields
 from config.model.model_config import ModelConfig
 
 
@@ -19,6 +20,20 @@ def llama(config: ModelConfig) -> DecoderSpec:
 
 def _mistral(config: ModelConfig) -> DecoderSpec:
     return DecoderSpec(layers=uniform_layers(config))
+
+
+def _ministral3(config: ModelConfig) -> DecoderSpec:
+    """Mistral with queries that are scaled by position."""
+    spec, scaling = _mistral(config), config.rope.scaling
+    rope = Fields(config.fields.get("rope_parameters", dict, {}), config.fields.file)
+    scale = rope.number_or_none("llama_4_scaling_beta")
+    if scale is None or scaling is None or scaling.original_max_position is None:
+        return spec
+    return replace(
+        spec,
+        layers=tuple(layer._replace(tunes_temperature=True) for layer in spec.layers),
+        temperature=TemperatureTuning(scale, float(scaling.original_max_position)),
+    )
 
 
 def _qwen2(config: ModelConfig) -> DecoderSpec:
@@ -54,6 +69,7 @@ def _phi3(config: ModelConfig) -> DecoderSpec:
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(llama, "Llama 2, 3, 3.1, 3.2, 3.3, and others of this shape"),
     "MistralForCausalLM": Family(_mistral, "Mistral 7B, Nemo, Small"),
+    "Ministral3ForCausalLM": Family(_ministral3, "Ministral 3 3B, 8B, 14B"),
     "Qwen2ForCausalLM": Family(_qwen2, "Qwen2, Qwen2.5"),
     "Qwen3ForCausalLM": Family(qwen3, "Qwen3"),
     "GraniteForCausalLM": Family(granite, "Granite 3"),

@@ -82,7 +82,7 @@ def _qwen3_next(config: ModelConfig) -> DecoderSpec:
 
 
 def _qwen3_5(config: ModelConfig) -> DecoderSpec:
-    """Qwen3.5, text only."""
+    """The text model of Qwen3.5."""
     return _qwen_hybrid(config, fused_weights=False)
 
 
@@ -185,13 +185,13 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Qwen3_5ForCausalLM": Family(
         _qwen3_5,
-        "the text part of Qwen3.5 0.8B to 27B, saved as a text model",
+        "Qwen3.5 and 3.6, 0.8B to 27B: text",
         _QWEN_LIMITS,
         defaults=_QWEN_DEFAULTS,
     ),
     "Qwen3_5MoeForCausalLM": Family(
         _qwen3_5,
-        "the text part of Qwen3.5 35B-A3B to 397B-A17B, saved as a text model",
+        "Qwen3.5 and 3.6, 35B-A3B to 397B-A17B: text",
         _QWEN_LIMITS,
         renamed={
             "num_local_experts": ("num_experts",),

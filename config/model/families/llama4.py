@@ -16,14 +16,17 @@ BLOCK = "feed_forward"
 
 
 def _llama4(config: ModelConfig) -> DecoderSpec:
-    """Layers with rotation attend within chunks; those without see all tokens, and scale their
-    queries by position."""
+    """Layers with rotation attend within chunks; layers without rotation see all tokens, and scale
+    their queries by position, unless attn_temperature_tuning is false or 0: the first checkpoints
+    have 4 for true."""
     fields = config.fields
-    tunes = fields.get("attn_temperature_tuning", bool, True)
+    tunes = fields.raw.get("attn_temperature_tuning")
+    if not isinstance(tunes, int):
+        tunes = fields.get("attn_temperature_tuning", bool, True)
     return DecoderSpec(
         layers=tuple(
             layer._replace(
-                qk_norm=layer.rope != "none", tunes_temperature=tunes and layer.rope == "none"
+                qk_norm=layer.rope != "none", tunes_temperature=bool(tunes) and layer.rope == "none"
             )
             for layer in uniform_layers(config)
         ),

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from config.model.decoder_spec import DecoderSpec, Family, MoESpec, uniform_layers
 from config.model.families.dense import granite, qwen3
+from config.model.json_fields import Fields
 from config.model.model_config import ModelConfig
-from config.model.moe import MoEFields
+from config.model.moe import MAX_EXPERTS, MoEFields
 
 
 def _mixtral(config: ModelConfig) -> DecoderSpec:
@@ -70,6 +72,45 @@ def _ernie_moe(config: ModelConfig) -> DecoderSpec:
     )
 
 
+def _ernie_vl(config: ModelConfig) -> DecoderSpec:
+    """The text model of ERNIE 4.5 VL. The experts for images follow the experts for text, and have
+    a router of their own: both stay unloaded."""
+    spec, moe = _ernie_moe(config), config.moe
+    assert spec.moe is not None and moe is not None
+    first, prefix = moe.num_experts, f".{spec.moe.block}.experts"
+    others = range(first, first + config.fields.count(_VISION_EXPERTS, maximum=MAX_EXPERTS))
+    return replace(
+        spec,
+        moe=replace(spec.moe, correction_rows=(2,), transposed_router=True),
+        unused=(
+            f".{spec.moe.block}.gate.weight_1",
+            *(
+                f"{prefix}.{expert}.{projection}.weight"
+                for expert in others
+                for projection in spec.moe.projections
+            ),
+        ),
+    )
+
+
+def _ernie_vl_fields(fields: Fields) -> Mapping[str, Any]:
+    """Published files list a number for text and a number for images."""
+    found: dict[str, Any] = {}
+    for name in (
+        *("moe_num_experts", "moe_intermediate_size"),
+        *("moe_layer_start_index", "moe_layer_end_index"),
+    ):
+        value = fields.raw.get(name)
+        found[name] = value[0] if isinstance(value, list) and value else value
+    experts = fields.raw.get("moe_num_experts")
+    found[_VISION_EXPERTS] = experts[-1] if isinstance(experts, list) and experts else experts
+    # transformers 5 saves this field.
+    kinds = fields.get("mlp_layer_types", list, None)
+    if kinds is not None:
+        found["moe_layers"] = [index for index, kind in enumerate(kinds) if kind == "sparse"]
+    return found
+
+
 def _minimax_m2(config: ModelConfig) -> DecoderSpec:
     return DecoderSpec(
         layers=uniform_layers(config),
@@ -103,6 +144,8 @@ GLM_FIELDS = MoEFields(
     scaling_factor="routed_scaling_factor",
     first_layer="first_k_dense_replace",
 )
+_VISION_EXPERTS = "moe_num_vision_experts"
+"""A field that `_ernie_vl_fields` adds."""
 _ERNIE = MoEFields(
     "moe_num_experts",
     top_k="moe_k",
@@ -112,6 +155,12 @@ _ERNIE = MoEFields(
     last_layer="moe_layer_end_index",
     layer_step="moe_layer_interval",
 )
+_ERNIE_DEFAULTS = {
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1,
+}
 
 FAMILIES: Mapping[str, Family] = {
     "MixtralForCausalLM": Family(
@@ -127,7 +176,7 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3MoeForCausalLM": Family(
         _qwen3_moe,
         "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
-        # As transformers 5 saves it.
+        # transformers 5 saves this field.
         renamed={"num_local_experts": ("num_experts",)},
         moe=QWEN_FIELDS,
     ),
@@ -162,13 +211,16 @@ FAMILIES: Mapping[str, Family] = {
         _ernie_moe,
         "ERNIE-4.5-21B-A3B, 300B-A47B",
         f"{_MTP}; `use_bias` is refused",
-        defaults={
-            "rope_theta": 500000.0,
-            "tie_word_embeddings": True,
-            "moe_num_shared_experts": 2,
-            "moe_layer_start_index": 1,
-        },
+        defaults=_ERNIE_DEFAULTS,
         moe=_ERNIE,
+    ),
+    "Ernie4_5_VLMoeTextForCausalLM": Family(
+        _ernie_vl,
+        "the text model of ERNIE-4.5-VL-28B-A3B, VL-424B-A47B",
+        "`use_bias` is refused",
+        defaults=_ERNIE_DEFAULTS,
+        moe=_ERNIE._replace(expert_layers="moe_layers"),
+        derive=_ernie_vl_fields,
     ),
     "MiniMaxM2ForCausalLM": Family(
         _minimax_m2,

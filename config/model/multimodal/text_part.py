@@ -10,9 +10,10 @@ WHOLE_MODELS = frozenset(
     for name in (
         *("Gemma3", "Gemma3n", "Gemma4", "Idefics3", "InternVL", "Llama4", "Llava", "LlavaNext"),
         *("Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "SmolVLM"),
-        *("AyaVision", "DeepseekVL", "Mllama", "VipLlava"),
+        *("AyaVision", "DeepseekVL", "Mllama", "Qwen3_5", "Qwen3_5Moe", "VipLlava"),
+        *("Ernie4_5_VLMoe", "Glm4v", "Glm4vMoe", "Glm46V", "KimiK25", "KimiVL", "Kimi_K25"),
     )
-) | {"Phi4MultimodalForCausalLM"}
+) | {"InternVLChatModel", "Phi4MultimodalForCausalLM"}
 """Their text model computes the same without images as a text model of its own."""
 TEXT_MODELS = {
     "aria_text": "AriaTextForCausalLM",
@@ -20,6 +21,7 @@ TEXT_MODELS = {
     "cohere2": "Cohere2ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "ernie4_5_vl_moe_text": "Ernie4_5_VLMoeTextForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
@@ -27,9 +29,18 @@ TEXT_MODELS = {
     "gemma3n_text": "Gemma3nForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
     "glm4": "Glm4ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "glm4v_text": "Glm4ForCausalLM",
+    "glm4v_moe_text": "Glm4MoeForCausalLM",
+    "Glm4vMoe_text": "Glm4MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "internlm2": "InternLM2ForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "mllama_text_model": "MllamaForCausalLM",
@@ -43,6 +54,8 @@ TEXT_MODELS = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
     "qwen3_vl_moe_text": "Qwen3VLMoeTextForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
@@ -51,6 +64,7 @@ TEXT_MODELS = {
 """model_type of a text model -> its architecture."""
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
+    "glm4v_text": {"attention_bias": True},
     "llama": {
         "hidden_size": 4096,
         "intermediate_size": 11008,
@@ -74,9 +88,13 @@ _WITHOUT_TEXT_CONFIG = {
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
     "Phi4MultimodalForCausalLM": "phi3",
+    "Ernie4_5_VLMoeForConditionalGeneration": "ernie4_5_vl_moe_text",
 }
 """Architectures whose first checkpoints, or all, have the fields of the text model beside the
 others -> its model_type."""
+
+_CONFIG_NAMES = {"InternVLChatModel": "llm_config"}
+"""Architectures whose text model is described by another field than text_config."""
 
 _INTERLEAVED = ("qwen3_vl_text", "qwen3_vl_moe_text")
 """model_type of the text models whose three axes take turns in the frequencies, whether the rope
@@ -96,6 +114,18 @@ _COMMON_FIELDS = (
 
 IMAGE_TOKEN_FIELDS = ("image_token_id", "image_token_index")
 """The second one is the older name."""
+
+
+def with_architecture(fields: Fields) -> Fields:
+    """`fields` with the architecture of a whole model beside `text_config`: transformers 4.57 saves
+    Qwen2-VL and Qwen2.5-VL with the architecture in `text_config` alone."""
+    text = fields.raw.get("text_config")
+    if fields.raw.get("architectures") is not None or not isinstance(text, dict):
+        return fields
+    names = text.get("architectures")
+    if not isinstance(names, list) or names[:1] not in [[name] for name in WHOLE_MODELS]:
+        return fields
+    return Fields({**fields.raw, "architectures": names}, fields.file)
 
 
 def is_unknown_whole(fields: Fields) -> bool:
@@ -119,8 +149,9 @@ def text_part(fields: Fields) -> Fields | None:
         return None
     if names[0] not in WHOLE_MODELS and not is_unknown_whole(fields):
         return None
-    if "text_config" in fields.raw:
-        text = fields.get("text_config", dict, {})
+    name = _CONFIG_NAMES.get(names[0], "text_config")
+    if name in fields.raw:
+        text = fields.get(name, dict, {})
     elif names[0] in _WITHOUT_TEXT_CONFIG:
         text = {**fields.raw, "model_type": _WITHOUT_TEXT_CONFIG[names[0]]}
         for name in ("vision_config", "audio_config"):
@@ -130,7 +161,7 @@ def text_part(fields: Fields) -> Fields | None:
     model_type = text.get("model_type")
     if not isinstance(model_type, str) or model_type not in TEXT_MODELS:
         raise ConfigError(
-            f"text_config in {fields.file} has the model_type {shown(model_type)}, of a "
+            f"{name} in {fields.file} has the model_type {shown(model_type)}, of a "
             f"{names[0]} it may be one of {', '.join(TEXT_MODELS)}"
         )
     common: dict[str, Any] = {

@@ -31,6 +31,9 @@ SCALINGS = {
     "llama3, other borders": RopeScaling(
         "llama3", factor=32.0, low_freq_factor=2.0, high_freq_factor=9.0, original_max_position=512
     ),
+    "llama3, one border, as Llama 4 Scout": RopeScaling(
+        "llama3", factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_position=8192
+    ),
     "yarn": RopeScaling("yarn", factor=4.0, original_max_position=1024),
     "yarn, untruncated": RopeScaling(
         "yarn", factor=4.0, original_max_position=1024, truncate=False

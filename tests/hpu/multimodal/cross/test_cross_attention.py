@@ -85,6 +85,21 @@ def is_text(prompt: Prompt) -> np.ndarray:
     return np.array(prompt.tokens[1:]) != IMAGE
 
 
+def test_images_in_bfloat16(
+    folder: Path, whole: Any, pictures: list[tuple[bytes, Picture]]
+) -> None:
+    """A CPU multiplies in the compiled library then, which has no layers that read images."""
+    prompt = write(text(1, 7), pictures[1], text(2, 6))
+    rig = WorkerRig(folder, dtype="bfloat16", images_per_request=6)
+    try:
+        found = told(rig, prompt)
+    finally:
+        rig.worker.close()
+
+    kept = is_text(prompt)
+    np.testing.assert_allclose(found[kept], expected(whole, prompt)[kept], atol=0.1)
+
+
 @pytest.mark.parametrize("chunk", [None, 5])
 def test_each_token_sees_the_images_that_it_sees_in_transformers(
     chunk: int | None, folder: Path, whole: Any, pictures: list[tuple[bytes, Picture]]

@@ -1,0 +1,275 @@
+"""Checkpoints in the forms that their makers publish, and that transformers 5 saves: the text model
+against transformers in float32."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from greedy import assert_same_as_transformers, greedy_by_pages, load_reference, random_prompts
+from paged_harness import load_decoder
+from releases import transformers_before
+from safetensors.torch import load_file, save_file
+from tiny_models import COMMON, FAMILIES, VOCAB_SIZE, make_tiny
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from config.checkpoint.facts import model_facts
+from hpu.model_loader.size_estimate import count_parameters
+
+if transformers_before("5.18"):
+    pytest.skip("needs the interfaces of transformers 5.18", allow_module_level=True)
+
+NEW_TOKENS, TOLERANCE = 8, 1e-3
+IMAGE = VOCAB_SIZE - 1
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+QWEN: dict[str, Any] = {
+    "rope_parameters": {
+        **ROPE,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    }
+}
+MINISTRAL: dict[str, Any] = {
+    "head_dim": 16,
+    "initializer_range": 0.3,
+    "rope_parameters": {
+        **ROPE,
+        **{"rope_type": "yarn", "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        **{"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5},
+    },
+}
+GLM: dict[str, Any] = {
+    "head_dim": 16,
+    "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+}
+ERNIE: dict[str, Any] = {
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "moe_intermediate_size": [48, 32],
+    "rope_parameters": {**ROPE, "mrope_section": [3, 3, 2]},
+}
+VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "patch_size": 14}
+LAYERS = {**VISION, "num_hidden_layers": 1, "num_attention_heads": 2}
+BLOCKS = {**VISION, "depth": 1, "num_heads": 2}
+QWEN_BLOCKS = {**BLOCKS, "patch_size": 4, "out_hidden_size": 64, "num_position_embeddings": 16}
+GLM_BLOCKS = {**BLOCKS, "image_size": 28, "out_hidden_size": 64}
+WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen3_5": ("qwen3_5_text", QWEN, QWEN_BLOCKS),
+    "qwen3_5_moe": ("qwen3_5_moe_text", QWEN, QWEN_BLOCKS),
+    # Its experts are saved as (experts, out, in), and published as (experts, in, out).
+    "qwen3_vl_moe": (
+        "qwen3_vl_moe_text",
+        {
+            **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+            "rope_parameters": {**QWEN["rope_parameters"], "partial_rotary_factor": 1.0},
+            "head_dim": 8,
+        },
+        {**QWEN_BLOCKS, "deepstack_visual_indexes": [0]},
+    ),
+    "glm4v": ("glm4v_text", GLM, GLM_BLOCKS),
+    "glm4v_moe": (
+        "glm4v_moe_text",
+        {**FAMILIES["glm4_moe"], **GLM, "use_qk_norm": False},
+        GLM_BLOCKS,
+    ),
+    "kimi_k25": ("deepseek_v3", {}, LAYERS),
+    "ernie4_5_vl_moe": ("ernie4_5_vl_moe_text", ERNIE, BLOCKS),
+    "mistral3": ("ministral3", MINISTRAL, {**LAYERS, "model_type": "pixtral", "image_size": 28}),
+    "internvl": (
+        "gpt_oss",
+        {"swiglu_limit": 7.0},
+        {**LAYERS, "model_type": "internvl_vision", "image_size": [28, 28], "patch_size": [14, 14]},
+    ),
+}
+"""model_type of a whole model -> that of its text model, fields of the text model, and the vision
+config."""
+
+
+def make_whole(model_type: str, folder: Path) -> Any:
+    """Write the checkpoint of a whole model as transformers does; the model of transformers."""
+    text_type, text, vision = WHOLE[model_type]
+    text = {**COMMON, **FAMILIES.get(text_type, {}), **text, "model_type": text_type}
+    config = AutoConfig.for_model(
+        model_type,
+        text_config=text,
+        vision_config=vision,
+        image_token_id=IMAGE,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(2)
+    whole = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")  # type: ignore[no-untyped-call]  # theirs
+    whole = whole.float().eval()
+    whole.save_pretrained(folder)
+    return whole
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    """Write the tensors of the checkpoint as `change` gives them."""
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+
+
+def assert_served_as_by(reference: Any, folder: Path) -> None:
+    prompts = random_prompts(1, 40)
+    model = load_decoder(folder)
+
+    found = greedy_by_pages(model, prompts, NEW_TOKENS)
+
+    assert_same_as_transformers(found, prompts, reference, TOLERANCE)
+    sizes = sum(one.numel() for one in model.parameters())
+    assert count_parameters(model_facts(str(folder))) == sizes
+
+
+@pytest.mark.parametrize("model_type", WHOLE)
+@torch.inference_mode()
+def test_the_text_of_a_whole_model_is_that_of_transformers(model_type: str, tmp_path: Path) -> None:
+    whole = make_whole(model_type, tmp_path)
+    # Layers for multi-token prediction, which transformers does not save.
+    mtp = {
+        "mtp.layers.0.self_attn.q_proj.weight": torch.zeros(3, 5),
+        "mtp.fc.weight": torch.ones(2),
+    }
+    rewrite(tmp_path, lambda tensors: {**tensors, **mtp})
+
+    assert_served_as_by(whole, tmp_path)
+
+
+@torch.inference_mode()
+def test_a_text_model_that_was_saved_from_a_whole_checkpoint(tmp_path: Path) -> None:
+    """Training loads a Qwen3.5 so, and transformers keeps the names of the whole checkpoint."""
+    whole, saved = tmp_path / "whole", tmp_path / "saved"
+    make_whole("qwen3_5", whole)
+    AutoModelForCausalLM.from_pretrained(whole).save_pretrained(saved)
+    assert "model.language_model.norm.weight" in load_file(saved / "model.safetensors")
+
+    assert_served_as_by(load_reference(saved), saved)
+
+
+@torch.inference_mode()
+def test_ernie_vl_as_published(tmp_path: Path) -> None:
+    """Fields of the text model stand beside the others, and list numbers for text and images."""
+    whole = make_whole("ernie4_5_vl_moe", tmp_path)
+    file = tmp_path / "config.json"
+    fields = json.loads(file.read_text())
+    text = fields.pop("text_config")
+    for name in ("model_type", "mlp_layer_types"):
+        del text[name]
+    lists = {"moe_num_experts": [4, 4], "moe_layer_start_index": [1, 1]}
+    lists |= {"moe_layer_end_index": [1, 1]}
+    del fields["image_token_id"]
+    file.write_text(json.dumps({**text, **fields, **lists, "moe_layer_interval": 1}))
+
+    assert_served_as_by(whole, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "family", "name", "text_type"),
+    [
+        ("KimiK25ForConditionalGeneration", "deepseek_v3", "text_config", "kimi_k2"),
+        ("KimiVLForConditionalGeneration", "deepseek_v3", "text_config", "deepseek_v3"),
+        ("InternVLChatModel", "qwen2", "llm_config", "qwen2"),
+    ],
+)
+@torch.inference_mode()
+def test_models_with_code_of_their_own(
+    architecture: str, family: str, name: str, text_type: str, tmp_path: Path
+) -> None:
+    make_tiny(family, tmp_path)
+    reference = load_reference(tmp_path)
+    rewrite(
+        tmp_path,
+        lambda tensors: {
+            "vision_tower.weight": torch.zeros(3),
+            **{f"language_model.{name}": tensor for name, tensor in tensors.items()},
+        },
+    )
+    file = tmp_path / "config.json"
+    text = {**json.loads(file.read_text()), "model_type": text_type}
+    whole = {"architectures": [architecture], "vision_config": {}, name: text}
+    file.write_text(json.dumps({**whole, "media_placeholder_token_id": IMAGE}))
+
+    assert_served_as_by(reference, tmp_path)
+
+
+@torch.inference_mode()
+def test_an_architecture_inside_text_config(tmp_path: Path) -> None:
+    """transformers 4.57 saves Qwen2-VL and Qwen2.5-VL so."""
+    make_tiny("qwen2", tmp_path)
+    reference = load_reference(tmp_path)
+    file = tmp_path / "config.json"
+    text = json.loads(file.read_text())
+    text |= {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl_text",
+    }
+    file.write_text(json.dumps({"model_type": "qwen2_5_vl", "text_config": text}))
+
+    assert_served_as_by(reference, tmp_path)
+
+
+def stacked(tensors: dict[str, Tensor], block: str, num_experts: int) -> dict[str, Tensor]:
+    """`tensors` with all experts of a layer as (experts, out, in)."""
+    prefixes = {name.partition(".experts.")[0] for name in tensors if f"{block}.experts." in name}
+    rest = {name: one for name, one in tensors.items() if f"{block}.experts." not in name}
+    for prefix in prefixes:
+        gates, ups, downs = (
+            [tensors[f"{prefix}.experts.{i}.{kind}_proj.weight"] for i in range(num_experts)]
+            for kind in ("gate", "up", "down")
+        )
+        pairs = zip(gates, ups, strict=True)
+        rest[f"{prefix}.experts.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
+        rest[f"{prefix}.experts.down_proj"] = torch.stack(downs)
+    return rest
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "deepseek_v3"])
+@torch.inference_mode()
+def test_stacked_experts(family: str, tmp_path: Path) -> None:
+    """Qwen3.5 is published with stacked experts. Other families are saved so from the tensors that
+    transformers 5 has in memory."""
+    make_tiny(family, tmp_path)
+    reference = load_reference(tmp_path)
+    num_experts = {"deepseek_v3": 8}.get(family, 4)
+    rewrite(tmp_path, lambda tensors: stacked(tensors, "mlp", num_experts))
+
+    assert_served_as_by(reference, tmp_path)
+
+
+@torch.inference_mode()
+def test_llama4_scout_as_first_published(tmp_path: Path) -> None:
+    """Both borders of its rope are 1, and attn_temperature_tuning is a number."""
+    rope = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
+    rope |= {"rope_theta": 10000.0, "original_max_position_embeddings": 32}
+    make_tiny("llama4_text", tmp_path, rope_parameters=rope)
+    reference = load_reference(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "attn_temperature_tuning": 4}))
+
+    assert_served_as_by(reference, tmp_path)
+
+
+@torch.inference_mode()
+def test_separate_experts_of_llama4(tmp_path: Path) -> None:
+    """Tools for quantization write the experts one by one."""
+
+    def separated(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            prefix, dot, kind = name.partition(".experts.")
+            if not dot:
+                found[name] = tensor
+                continue
+            for expert, own in enumerate(tensor.mT):
+                names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+                for part, piece in zip(names, own.chunk(len(names)), strict=True):
+                    found[f"{prefix}.experts.{expert}.{part}.weight"] = piece.contiguous()
+        return found
+
+    make_tiny("llama4_text", tmp_path)
+    reference = load_reference(tmp_path)
+    rewrite(tmp_path, separated)
+
+    assert_served_as_by(reference, tmp_path)
