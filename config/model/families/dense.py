@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from config.model.decoder_spec import DecoderSpec, Family, TemperatureTuning, uniform_layers
 from config.model.json_fields import Fields
@@ -66,12 +67,15 @@ def _phi3(config: ModelConfig) -> DecoderSpec:
     return DecoderSpec(layers=uniform_layers(config), qkv_layout="fused", fused_gate_up=True)
 
 
+QWEN_WINDOWS: Mapping[str, Any] = {"use_sliding_window": False, "max_window_layers": 28}
+"""Defaults of the classes of transformers for a config.json that has only `sliding_window`."""
+
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(llama, "Llama 2, 3, 3.1, 3.2, 3.3, and others of this shape"),
     "MistralForCausalLM": Family(_mistral, "Mistral 7B, Nemo, Small"),
     "Ministral3ForCausalLM": Family(_ministral3, "Ministral 3 3B, 8B, 14B"),
-    "Qwen2ForCausalLM": Family(_qwen2, "Qwen2, Qwen2.5"),
-    "Qwen3ForCausalLM": Family(qwen3, "Qwen3"),
+    "Qwen2ForCausalLM": Family(_qwen2, "Qwen2, Qwen2.5", defaults=QWEN_WINDOWS),
+    "Qwen3ForCausalLM": Family(qwen3, "Qwen3", defaults=QWEN_WINDOWS),
     "GraniteForCausalLM": Family(granite, "Granite 3"),
     "Phi3ForCausalLM": Family(_phi3, "Phi-3, Phi-3.5 mini, Phi-4, Phi-4-mini"),
 }

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from config.model.decoder_spec import DecoderSpec, Family, MoESpec, uniform_layers
-from config.model.families.dense import granite, qwen3
+from config.model.families.dense import QWEN_WINDOWS, granite, qwen3
 from config.model.json_fields import Fields
 from config.model.model_config import ModelConfig
 from config.model.moe import MAX_EXPERTS, MoEFields
@@ -170,7 +170,7 @@ FAMILIES: Mapping[str, Family] = {
         _qwen2_moe,
         "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
         renamed={"qkv_bias": ("attention_bias",)},
-        defaults={"attention_bias": True},
+        defaults={"attention_bias": True, **QWEN_WINDOWS},
         moe=QWEN_FIELDS._replace(shared_size="shared_expert_intermediate_size"),
     ),
     "Qwen3MoeForCausalLM": Family(
@@ -178,6 +178,7 @@ FAMILIES: Mapping[str, Family] = {
         "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
         # transformers 5 saves this field.
         renamed={"num_local_experts": ("num_experts",)},
+        defaults={"use_sliding_window": False},
         moe=QWEN_FIELDS,
     ),
     "OlmoeForCausalLM": Family(

@@ -36,7 +36,7 @@ def _phimoe(config: ModelConfig) -> DecoderSpec:
 
 def _rope_factor(fields: Fields) -> Mapping[str, Any]:
     """The factor on cosines and sines of its longrope, which has names of its own."""
-    for name in ("rope_parameters", "rope_scaling"):
+    for name in ("rope_scaling", "rope_parameters"):
         rope = fields.raw.get(name)
         if not isinstance(rope, dict) or "short_mscale" not in rope:
             continue
