@@ -96,6 +96,10 @@ others -> its model_type."""
 _CONFIG_NAMES = {"InternVLChatModel": "llm_config"}
 """Architectures whose text model is described by another field than text_config."""
 
+_BIDIRECTIONAL = ("PaliGemmaForConditionalGeneration",)
+"""Architectures whose text model sees the whole prompt from each of its tokens; transformers 4
+writes no field about it."""
+
 _INTERLEAVED = ("qwen3_vl_text", "qwen3_vl_moe_text")
 """model_type of the text models whose three axes take turns in the frequencies, whether the rope
 says so or not."""
@@ -149,6 +153,11 @@ def text_part(fields: Fields) -> Fields | None:
         return None
     if names[0] not in WHOLE_MODELS and not is_unknown_whole(fields):
         return None
+    if names[0] in _BIDIRECTIONAL:
+        raise ConfigError(
+            f"{fields.file} describes a {names[0]}, which reads its prompt in both directions: "
+            "that is not supported"
+        )
     name = _CONFIG_NAMES.get(names[0], "text_config")
     if name in fields.raw:
         text = fields.get(name, dict, {})
