@@ -14,9 +14,9 @@ from http_rig import VOCAB_SIZE, TalkingClient, ids, in_memory, on_port
 from hypothesis import given
 from hypothesis import strategies as st
 
+from config.model.special_tokens import NAMED_TOKENS
 from config.server import ServerConfig
 from server.process.supervisor import bind
-from server.text.tokenizer_files import NAMED_TOKENS
 
 ROOT = Path(__file__).parents[3]
 ROUTES = {
