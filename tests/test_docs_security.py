@@ -24,6 +24,7 @@ from server.http import auth, json_decoder, tls
 from server.http import body_bounds as bounds
 from server.http import protocol as http_protocol
 from server.multimodal import decode, fetch, file_checks, image_processor, processor, video
+from server.openai.responses import chat_request as responses
 from server.parsers.tool import argument_types
 from server.process import open_files, supervisor
 from server.serving import job
@@ -112,6 +113,8 @@ def isolation(limits: compilation.Limits) -> str:
         f"`metadata.user_id` of `/v1/messages` | {bounds.MAX_USER_ID_CHARACTERS} characters |",
         f"`previous_response_id` | {bounds.MAX_LABEL_CHARACTERS} characters; the OpenAI API",
         f"| prompt rendered by a template | {renderer.MAX_CHARACTERS // MIB} Mi characters",
+        "| items of a conversation before a response, and items that a response references | "
+        f"{responses.MAX_CONVERSATION_BYTES // MIB} MiB of JSON",
         f"| stored responses | {DEFAULTS.responses_store_max_count:,}, "
         f"{DEFAULTS.responses_store_max_bytes // MIB} MiB, one day",
         f"| JSON files of a checkpoint | {fields.MAX_JSON_BYTES // MIB} MiB; `tokenizer.json` "

@@ -137,6 +137,8 @@ class _MessageBuilder:
                 last = {}
         for message in self.messages:
             parts = message["content"]
+            if "reasoning" in message:
+                message["reasoning"] = "".join(message["reasoning"])
             if message["role"] == "assistant" and not parts:
                 message["content"] = None if message.get("tool_calls") else ""
             elif len(parts) == 1 and "text" in parts[0]:
@@ -186,7 +188,8 @@ class _MessageBuilder:
         if calls:
             message.setdefault("tool_calls", []).extend(calls)
         if reasoning:
-            message["reasoning"] = "".join([message.get("reasoning", ""), *reasoning])
+            # `close` joins the texts: joining for each message would take the square of the time.
+            message.setdefault("reasoning", []).extend(reasoning)
 
     def _part(self, block: Any, where: str, *others: str) -> Part:
         """A text, or an image if the model takes them. `others`: types that may be there too."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import re
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -20,16 +19,16 @@ PING = ServerSentEvent(comment="keep-alive", sep="\n").encode()
 
 _encoder = msgspec.json.Encoder()
 # Some clients split a stream with str.splitlines, for which these characters end a line too.
-_LINE_SEPARATORS = re.compile("[\x85\u2028\u2029]")
+_LINE_SEPARATORS = tuple(
+    (character.encode(), f"\\u{ord(character):04x}".encode())
+    for character in ("\x85", "\u2028", "\u2029")
+)
+"""Line separators in UTF-8, and their form in JSON."""
 
 
 def json_text(text: str) -> bytes:
     """`text` as a JSON string without any character that ends a line."""
-    encoded = _encoder.encode(text)
-    if text.isascii() or not _LINE_SEPARATORS.search(text):
-        return encoded
-    safe = _LINE_SEPARATORS.sub(lambda match: f"\\u{ord(match[0]):04x}", encoded.decode())
-    return safe.encode()
+    return _escaped(_encoder.encode(text))
 
 
 def json_line(value: Any) -> bytes:
@@ -45,10 +44,9 @@ def long_json_line(value: Any) -> bytes:
 def _escaped(encoded: bytes) -> bytes:
     if encoded.isascii():
         return encoded
-    text = encoded.decode()
-    if not _LINE_SEPARATORS.search(text):
-        return encoded
-    return _LINE_SEPARATORS.sub(lambda match: f"\\u{ord(match[0]):04x}", text).encode()
+    for separator, escape in _LINE_SEPARATORS:
+        encoded = encoded.replace(separator, escape)
+    return encoded
 
 
 def frame(data: bytes) -> bytes:

@@ -5,8 +5,11 @@ import contextlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+import msgspec
+
 from config.errors import NotFound, UserError
 from server.http.body import MANY_BYTES, validate_fields
+from server.http.json_decoder import decode_json
 from server.openai.responses.items import Item, is_reference, number_in, read_items
 from server.openai.responses.messages import messages_of
 from server.openai.responses.schema import MOVED, ResponseBody
@@ -14,6 +17,9 @@ from server.openai.responses.store import ItemHistory, ResponseStore, StoredResp
 from server.openai.schema.chat import ChatBody
 
 ID_PREFIX = "resp_"
+MAX_CONVERSATION_BYTES = 64 * 2**20
+"""JSON of the items before a request, and of the items that it references: decoded they take up to
+ten times as much memory."""
 _SHOWN = 80
 _FIELD_NAMES = {
     "logprobs": "include",
@@ -66,8 +72,10 @@ async def resolve_request(
         items = read_items(body.input, number, kinds)
     else:
         items = await asyncio.to_thread(read_items, body.input, number, kinds)
-    items = _with_references(store, items, owner)
-    if num_bytes + (0 if before is None else before.num_bytes) <= MANY_BYTES:
+    items = await _with_references(store, items, owner)
+    num_before = 0 if before is None else before.num_bytes
+    _check_bytes(num_before, "the conversation before has", "previous_response_id")
+    if num_bytes + num_before <= MANY_BYTES:
         return _resolve(body, items, before, number)
     return await asyncio.to_thread(_resolve, body, items, before, number)
 
@@ -113,29 +121,44 @@ def _resolve(
         return ResponseRequest(validate_fields(ChatBody, fields), history)
 
 
-def _with_references(store: ResponseStore, items: list[Item], owner: str) -> list[Item]:
-    """`items` with references resolved."""
-    seen: dict[str, dict[str, Item]] = {}
-    return [
-        _referenced_item(store, item["id"], owner, seen)
-        if item["type"] == "item_reference"
-        else item
-        for item in items
-    ]
+async def _with_references(store: ResponseStore, items: list[Item], owner: str) -> list[Item]:
+    """`items` with references resolved. Raises NotFound and UserError."""
+    ids = [item["id"] for item in items if item["type"] == "item_reference"]
+    if not ids:
+        return items
+    entries: dict[str, StoredResponse | None] = {}
+    for item_id in ids:
+        number = number_in(item_id) or ""
+        if number not in entries:
+            entries[number] = None
+            with contextlib.suppress(NotFound):
+                entries[number] = store.get(ID_PREFIX + number, owner)
+    return await asyncio.to_thread(_resolved, items, ids, list(entries.values()))
 
 
-def _referenced_item(
-    store: ResponseStore, item_id: str, owner: str, seen: dict[str, dict[str, Item]]
-) -> Item:
-    number = number_in(item_id) or ""
-    with contextlib.suppress(NotFound):
-        if number not in seen:
-            entry = store.get(ID_PREFIX + number, owner)
-            seen[number] = {item["id"]: item for item in _items_of(entry)}
-        if (item := seen[number].get(item_id)) is not None:
-            return item
-    raise NotFound(f"There is no item {item_id[:_SHOWN]!r}, or no longer.", param="input")
+def _resolved(
+    items: list[Item], ids: list[str], entries: list[StoredResponse | None]
+) -> list[Item]:
+    """`items` with the items of `entries` in place of references to them."""
+    wanted, encoded = frozenset(ids), dict[str, msgspec.Raw]()
+    for entry in entries:
+        if entry is not None:
+            # The id of an item names its response, so that previous ones need not be searched.
+            encoded |= entry.input_history.find(wanted)
+            if entry.full_history is not None:
+                encoded |= entry.full_history.find(wanted)
+    num_bytes = 0
+    for item_id in ids:
+        if item_id not in encoded:
+            raise NotFound(f"There is no item {item_id[:_SHOWN]!r}, or no longer.", param="input")
+        num_bytes += len(bytes(encoded[item_id]))
+    _check_bytes(num_bytes, "the items that input references have", "input")
+    found = {item_id: decode_json(bytes(item)) for item_id, item in encoded.items()}
+    return [found[item["id"]] if item["type"] == "item_reference" else item for item in items]
 
 
-def _items_of(entry: StoredResponse) -> list[Item]:
-    return (entry.full_history or entry.input_history).items()
+def _check_bytes(num_bytes: int, what: str, param: str) -> None:
+    if num_bytes > MAX_CONVERSATION_BYTES:
+        raise UserError(
+            f"{what} {num_bytes} bytes, at most {MAX_CONVERSATION_BYTES} are read", param=param
+        )

@@ -20,7 +20,7 @@ def messages_of(items: Sequence[Item], instructions: str | None = None) -> list[
     builder = _MessageBuilder({item["call_id"] for item in items if item["type"] in outputs})
     for item in items:
         builder.add(item)
-    messages = builder.messages
+    messages = builder.finish()
     if instructions is None:
         return messages
     texts = [instructions]
@@ -38,6 +38,9 @@ class _MessageBuilder:
         """The assistant message that the next items may extend."""
         self._names: dict[str, str] = {}
         """Function names by call id."""
+        self._texts: dict[str, list[str]] = {}
+        """Texts that `finish` adds to fields of the assistant message: one long text for each item
+        would take the square of the time."""
 
     def add(self, item: Item) -> None:
         kind = item["type"]
@@ -46,12 +49,12 @@ class _MessageBuilder:
         elif kind in ("function_call", "custom_tool_call"):
             self._add_call(item)
         elif kind in ("function_call_output", "custom_tool_call_output"):
-            self._assistant = None
+            self._end_assistant()
             self._add_result(item)
         elif item["role"] == "assistant":
             self._add_text(item)
         else:
-            self._assistant = None
+            self._end_assistant()
             self.messages.append({"role": item["role"], "content": _content(item["content"])})
 
     def _add_reasoning(self, item: Item) -> None:
@@ -60,8 +63,7 @@ class _MessageBuilder:
             return
         if self._assistant is None or self._assistant["content"] or "tool_calls" in self._assistant:
             self._start_assistant()
-        assert self._assistant is not None
-        self._assistant["reasoning_content"] = self._assistant.get("reasoning_content", "") + text
+        self._texts.setdefault("reasoning_content", []).append(text)
 
     def _add_text(self, item: Item) -> None:
         if self._assistant is None:
@@ -69,9 +71,7 @@ class _MessageBuilder:
         assert self._assistant is not None
         if self._assistant.get("tool_calls"):
             # Text after a call joins the same message: the results must follow the calls.
-            self._assistant["content"] = _joined(self._assistant["content"]) + _joined(
-                item["content"]
-            )
+            self._texts.setdefault("content", []).append(_joined(item["content"]))
             return
         if self._assistant["content"]:
             self._start_assistant()
@@ -103,9 +103,22 @@ class _MessageBuilder:
             message["name"] = name
         self.messages.append(message)
 
+    def finish(self) -> list[Message]:
+        """The messages of all items."""
+        self._end_assistant()
+        return self.messages
+
     def _start_assistant(self) -> None:
+        self._end_assistant()
         self._assistant = {"role": "assistant", "content": ""}
         self.messages.append(self._assistant)
+
+    def _end_assistant(self) -> None:
+        for name, texts in self._texts.items():
+            assert self._assistant is not None
+            self._assistant[name] = "".join([_joined(self._assistant.get(name, "")), *texts])
+        self._texts.clear()
+        self._assistant = None
 
 
 def _content(parts: list[Item]) -> str | list[Item]:

@@ -1,5 +1,6 @@
 """/v1/responses: create (whole, streamed, background), retrieve, cancel, delete."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
@@ -9,9 +10,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from config.errors import PromptTooLong, UserError
+from config.errors import UserError
 from server.http.access_log import attach_record, record_of
-from server.http.body import ReceivedBody, built_response, json_response, parse
+from server.http.body import MANY_BYTES, ReceivedBody, built_response, json_response, parse
 from server.http.openapi import ANSWERS, GENERATES, takes
 from server.http.peer_proxy import ForwardedResponse
 from server.http.sse import EventStream
@@ -26,7 +27,7 @@ from server.openai.responses.chat_request import (
 )
 from server.openai.responses.schema import ResponseBody
 from server.openai.responses.store import ResponseStore, StoredResponse
-from server.openai.responses.truncation import shortened
+from server.openai.responses.truncation import is_too_long, shortened
 from server.openai.responses.writer import Fields, ResponseWriter, number_of
 from server.serving.job import Job, run_to_end, sse_frames
 from server.serving.state import AppState
@@ -75,7 +76,16 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
             if is_stored:
                 store.finish(entry, response)
 
-        writer = ResponseWriter(job, body, is_stored=is_stored, on_end=on_end)
+        def make_writer() -> ResponseWriter:
+            return ResponseWriter(job, body, is_stored=is_stored, on_end=on_end)
+
+        is_long = sent.num_bytes > MANY_BYTES
+        try:
+            writer = await asyncio.to_thread(make_writer) if is_long else make_writer()
+        except BaseException:
+            # Also when the client is gone meanwhile.
+            job.close()
+            raise
         if body.background:
             if body.stream:
                 entry.events = []
@@ -202,8 +212,8 @@ async def _start(
     with as_response_fields():
         try:
             return await start_chat(state, request, resolved.chat, id_prefix=ID_PREFIX)
-        except PromptTooLong:
-            if not is_cut:
+        except UserError as error:
+            if not is_cut or not is_too_long(error):
                 raise
         chat = await shortened(state, request, resolved.chat)
         return await start_chat(state, request, chat, id_prefix=ID_PREFIX)

@@ -2,10 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Protocol
+
+import msgspec
 
 from config.errors import NotFound, Overloaded
 from server.http.json_decoder import decode_json
@@ -17,6 +19,10 @@ CONTINUABLE = ("completed", "incomplete")
 MIN_EXPIRY_INTERVAL_S = 1.0
 """Between two checks for expired responses."""
 _SHOWN = 80
+
+
+class _Identified(msgspec.Struct):
+    id: str | None = None
 
 
 class ItemHistory:
@@ -60,6 +66,15 @@ class ItemHistory:
         """All items of the conversation, in order."""
         histories = list(self._chain())
         return [item for history in reversed(histories) for item in decode_json(history.data)]
+
+    def find(self, ids: Collection[str]) -> dict[str, msgspec.Raw]:
+        """The items with `ids` as JSON, without those of previous histories."""
+        found = {}
+        for item in msgspec.json.decode(self.data, type=list[msgspec.Raw]):
+            item_id = msgspec.json.decode(item, type=_Identified).id
+            if item_id is not None and item_id in ids:
+                found[item_id] = item.copy()
+        return found
 
     def _chain(self) -> Iterator["ItemHistory"]:
         history: ItemHistory | None = self

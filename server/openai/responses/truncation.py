@@ -2,7 +2,7 @@
 
 from starlette.requests import Request
 
-from config.errors import PromptTooLong
+from config.errors import UserError
 from server.openai.chat_request import count_prompt_tokens
 from server.openai.responses.messages import LEADING
 from server.openai.schema.chat import ChatBody
@@ -31,9 +31,16 @@ async def shortened(state: AppState, request: Request, chat: ChatBody) -> ChatBo
     return without(starts[low]) if starts else chat
 
 
+def is_too_long(error: UserError) -> bool:
+    """Whether a prompt was refused for its length: by the context, or before it was counted."""
+    return error.code == "context_length_exceeded" or isinstance(error, TextTooLong)
+
+
 async def _fits(state: AppState, request: Request, chat: ChatBody) -> bool:
     try:
         count = await count_prompt_tokens(state, request, chat)
-    except (PromptTooLong, TextTooLong):
+    except UserError as error:
+        if not is_too_long(error):
+            raise
         return False
     return count + (chat.limit or 1) <= state.max_model_len

@@ -4,9 +4,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from server.generation.outputs import Delta
 from server.http.errors import Fault, shortened
-from server.http.sse import named_frame
+from server.http.sse import long_json_line, named_frame
 from server.openai.responses.output import ResponseOutput, StreamEvent
 from server.openai.responses.schema import ResponseBody
 from server.openai.responses.tools import namespaced_names, offered_tools
@@ -109,6 +111,11 @@ def number_of(response_id: str) -> str:
     return response_id.partition("_")[2]
 
 
+def _encoded(value: Any) -> msgspec.Raw:
+    """A field of a request, which may be large and is in several events, as JSON."""
+    return msgspec.Raw(long_json_line(value))
+
+
 def _usage_of(job: Job) -> Fields:
     stream = job.generation
     cached = {"cached_tokens": stream.num_cached_tokens, "cache_write_tokens": 0}
@@ -129,7 +136,7 @@ def _fields_of(job: Job, body: ResponseBody, *, is_stored: bool) -> Fields:
         "object": "response",
         "created_at": job.created,
         "background": bool(body.background),
-        "instructions": body.instructions,
+        "instructions": _encoded(body.instructions),
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
@@ -143,11 +150,11 @@ def _fields_of(job: Job, body: ResponseBody, *, is_stored: bool) -> Fields:
         "store": is_stored,
         "temperature": job.params.temperature,
         "text": {
-            "format": (text.format if text else None) or {"type": "text"},
+            "format": _encoded((text.format if text else None) or {"type": "text"}),
             "verbosity": (text.verbosity if text else None) or "medium",
         },
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-        "tools": offered_tools(body.tools),
+        "tools": _encoded(offered_tools(body.tools)),
         "top_logprobs": body.top_logprobs or 0,
         "top_p": job.params.top_p,
         "truncation": body.truncation or "disabled",

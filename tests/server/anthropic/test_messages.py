@@ -1,6 +1,7 @@
 """The Messages API over HTTP: what is asked of the model, whole answers, streams, and errors."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from http_rig import (
     ids,
     in_memory,
 )
+
+from server.anthropic.chat_request import to_chat_body
+from server.anthropic.schema import CountBody
 
 WEATHER = {
     "name": "get_weather",
@@ -581,3 +585,17 @@ async def test_a_full_or_closing_server_is_overloaded_and_a_broken_request_an_ap
         (kind, event) = read_stream(streamed.content)[-1]
         assert (kind, event["error"]["type"]) == ("error", "api_error")
         assert b"[DONE]" not in streamed.content
+
+
+def test_many_messages_with_reasoning_are_joined_once() -> None:
+    thought = {"type": "thinking", "thinking": "r" * 1500, "signature": ""}
+    assistant = {"role": "assistant", "content": [thought]}
+    user = {"role": "user", "content": "hi"}
+    body = CountBody(model="m", messages=[user, *[assistant] * 20_000, user])
+    start_s = time.monotonic()
+
+    chat = to_chat_body(body, has_reasoning=True)
+
+    # One text for each message took minutes.
+    assert time.monotonic() - start_s < 20
+    assert chat.messages[1]["reasoning"] == "r" * 1500 * 20_000

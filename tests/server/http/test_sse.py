@@ -302,3 +302,15 @@ def test_httpx_reads_what_we_send_line_by_line() -> None:
     lines = list(httpx.Response(200, content=line).iter_lines())
 
     assert len(lines) == 2
+
+
+def test_many_line_separators_are_replaced_in_one_pass() -> None:
+    separators = "\x85\u2028\u2029"
+    count = 1_000_000
+    start_s = time.monotonic()
+
+    line = json_line({"text": separators * count})
+
+    # A call of Python for each of them took seconds.
+    assert time.monotonic() - start_s < 1.5
+    assert line == b'{"text":"' + b"\\u0085\\u2028\\u2029" * count + b'"}'

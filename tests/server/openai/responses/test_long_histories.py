@@ -1,0 +1,99 @@
+"""Long conversations and many references cost time and memory in proportion to their size."""
+
+import time
+from typing import Any
+
+import pytest
+from http_rig import TalkingClient, in_memory
+
+from server.openai.responses import chat_request, store
+from server.openai.responses.messages import messages_of
+
+ROUTE = "/v1/responses"
+REASONING = {
+    "type": "reasoning",
+    "summary": [],
+    "content": [{"type": "reasoning_text", "text": "r" * 1500}],
+}
+ANSWER = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "t"}]}
+CALL = {
+    "type": "function_call",
+    "call_id": "c",
+    "name": "f",
+    "arguments": "{}",
+    "status": "completed",
+}
+RESULT = {"type": "function_call_output", "call_id": "c", "output": "done"}
+
+
+def test_many_pieces_of_one_message_are_joined_once() -> None:
+    pieces = 20_000
+    start_s = time.monotonic()
+
+    (thought,) = messages_of([REASONING] * pieces)
+    (called, result) = messages_of([CALL, *[ANSWER] * pieces, RESULT])
+
+    # One text for each piece took over a minute.
+    assert time.monotonic() - start_s < 20
+    assert thought["reasoning_content"] == "r" * 1500 * pieces
+    assert called["content"] == "t" * pieces
+    assert result["content"] == "done"
+
+
+def error_of(answer: Any) -> tuple[int, str, str]:
+    error = answer.json()["error"]
+    return answer.status_code, error["param"], error["message"]
+
+
+async def made(rig: Any, given: Any, **fields: Any) -> dict[str, Any]:
+    answer = await rig.post(ROUTE, {"input": given, **fields})
+    assert answer.status_code == 200, answer.text
+    response: dict[str, Any] = answer.json()
+    return response
+
+
+async def test_a_reference_reads_the_items_of_its_response_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoded: list[int] = []
+    decode = store.decode_json
+
+    def counted(data: Any) -> Any:
+        decoded.append(len(data))
+        return decode(data)
+
+    async with in_memory(TalkingClient("x", max_model_len=100_000)) as rig:
+        first = await made(rig, "long " * 4000)
+        second = await made(rig, "short", previous_response_id=first["id"])
+        monkeypatch.setattr(store, "decode_json", counted)
+        monkeypatch.setattr(chat_request, "decode_json", counted)
+        reference = {"type": "item_reference", "id": second["output"][0]["id"]}
+        await made(rig, [reference, {"role": "user", "content": "why?"}])
+
+    assert decoded and max(decoded) < 1000
+
+
+async def test_bytes_of_references_and_of_earlier_items_are_limited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chat_request, "MAX_CONVERSATION_BYTES", 2000)
+    async with in_memory(TalkingClient("x", max_model_len=100_000)) as rig:
+        first = await made(rig, "y" * 3000)
+        other = await made(rig, "hi")
+        reference = {"type": "item_reference", "id": other["output"][0]["id"]}
+        many = await rig.post(ROUTE, {"input": [reference] * 50})
+        long = await rig.post(ROUTE, {"input": "a", "previous_response_id": first["id"]})
+        short = await rig.post(ROUTE, {"input": "a", "previous_response_id": other["id"]})
+
+    assert error_of(many)[:2] == (400, "input")
+    assert "bytes, at most 2000" in error_of(many)[2]
+    assert error_of(long)[:2] == (400, "previous_response_id")
+    assert short.status_code == 200
+
+
+async def test_truncation_shortens_a_text_that_is_not_even_counted() -> None:
+    turns = [{"role": "user", "content": "x" * 60} for _ in range(6000)]
+    async with in_memory(TalkingClient("x", max_model_len=400)) as rig:
+        taken = await rig.post(ROUTE, {"input": turns, "truncation": "auto"})
+
+    assert taken.status_code == 200, taken.text
