@@ -126,11 +126,19 @@ def check_comparable(logprobs_mode: str, param: str) -> None:
 
 
 def truncate_prompt(
-    ids: list[int], keep: int | None, max_model_len: int, limit: int | None
+    ids: list[int],
+    keep: int | None,
+    max_model_len: int,
+    limit: int | None,
+    *,
+    keep_end: bool = True,
 ) -> list[int]:
-    """The last `keep` tokens; -1 keeps as many as fit into the context beside the output."""
+    """The last `keep` tokens, or the first; -1 keeps as many as fit into the context beside the
+    output."""
     num_kept = num_kept_tokens(keep, max_model_len, limit)
-    return ids if num_kept is None or len(ids) <= num_kept else ids[-num_kept:]
+    if num_kept is None or len(ids) <= num_kept:
+        return ids
+    return ids[-num_kept:] if keep_end else ids[:num_kept]
 
 
 def num_kept_tokens(keep: int | None, max_model_len: int, limit: int | None) -> int | None:
