@@ -33,6 +33,8 @@ NAMED_TOKENS = (
     "cls_token",
     "mask_token",
 )
+TOKENIZER_CLASS = "PreTrainedTokenizerFast"
+"""Class of transformers for a tokenizer.json whose checkpoint names no class."""
 CONVERTED_BYTES = 64 * 2**20
 """Room for a converted tokenizer; published ones are below 40 MB."""
 MAX_REASON = 300
@@ -58,6 +60,8 @@ class TextFiles:
     chat_template: str | dict[str, str] | None
     bounds: TokenizerBounds = field(default_factory=TokenizerBounds)
     """What the tokenizer can make of a text."""
+    tokenizer_class: str = TOKENIZER_CLASS
+    """Class of transformers that the checkpoint names."""
 
 
 def read_text_files(path: str, cache_dir: Path) -> TextFiles:
@@ -77,7 +81,10 @@ def read_text_files(path: str, cache_dir: Path) -> TextFiles:
             f"the added or special tokens in {folder / 'tokenizer_config.json'} have another form "
             f"than transformers writes: {error!r:.{MAX_REASON}}"
         ) from error
-    return TextFiles(encoder, special_tokens, _chat_template(folder, config), bounds)
+    named = config.get("tokenizer_class")
+    tokenizer_class = named if isinstance(named, str) and named else TOKENIZER_CLASS
+    template = _chat_template(folder, config)
+    return TextFiles(encoder, special_tokens, template, bounds, tokenizer_class)
 
 
 def _check_size(file: Path) -> None:
