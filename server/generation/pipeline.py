@@ -27,18 +27,26 @@ MAX_UPDATE_VALUES = 1_000
 """Tokens and log-probabilities that are applied before other requests go on: 5 ms, with their JSON
 in a stream."""
 ASLEEP_RETRY_S = 10
+UNLIMITED = 2**31 - 1
+"""A `max_new_tokens` above every context."""
 
 
 class Pipeline:
     """Starts generations. Checks everything about a request that depends on the model."""
 
     def __init__(
-        self, client: EngineClient, tokenizer: Tokenizer | None, config: ServerConfig
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer | None,
+        config: ServerConfig,
+        max_new_tokens: int = UNLIMITED,
     ) -> None:
+        """`max_new_tokens` limits the output of every choice."""
         self.client = client
         self.tokenizer = tokenizer if not config.skip_tokenizer_init else None
         self._max_stop_strings = config.max_stop_strings
         self._max_logprobs = config.max_logprobs
+        self._max_new_tokens = max_new_tokens
 
     def start(
         self,
@@ -137,7 +145,8 @@ class Pipeline:
         check_allowed_tokens(params, ready.eos_token_ids)
         num_ids = ready.prompt_vocab_size or ready.vocab_size
         limits = [
-            output_limit(prompt, params, num_ids, ready.max_model_len, param) for prompt in prompts
+            output_limit(prompt, params, num_ids, ready.max_model_len, self._max_new_tokens, param)
+            for prompt in prompts
         ]
         return params, limits
 
