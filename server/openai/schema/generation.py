@@ -43,11 +43,14 @@ Unsupported = Mapping[str, tuple[object, ...]]
 UNSUPPORTED: Unsupported = {
     "audio": (),
     "early_stopping": (False,),
+    "ec_transfer_params": ({},),
     "guided_whitespace_pattern": (),
     "kv_transfer_params": ({},),
     "logits_processors": ([],),
+    "logprob_token_ids": ([],),
     "lora_path": (),
     "prompt_embeds": (),
+    "repetition_detection": (),
     "vllm_xargs": ({},),
 }
 """Unsupported fields, and the values that are harmless (null always is). To ignore one silently
