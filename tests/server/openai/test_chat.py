@@ -247,7 +247,11 @@ async def test_a_prompt_may_be_cut_to_its_last_tokens() -> None:
 
 
 async def test_truncation_side_chooses_the_kept_end_of_a_prompt() -> None:
-    sides = ({}, {"truncation_side": "left"}, {"truncation_side": "right"})
+    sides: tuple[dict[str, str], ...] = (
+        {},
+        {"truncation_side": "left"},
+        {"truncation_side": "right"},
+    )
     async with in_memory(TalkingClient()) as rig:
         whole = await rig.chat("abc" * 100)
         answers = [await rig.chat("abc" * 100, truncate_prompt_tokens=5, **side) for side in sides]
