@@ -10,7 +10,12 @@ from config.model.moe import MoEConfig
 from config.model.multimodal.vision import VisionFacts
 from config.model.quantization.base import QuantizationConfig
 
-GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+MAX_NEW_TOKENS = "max_new_tokens"
+"""Field of a generation config: the limit of the output of every request."""
+GENERATION_FIELDS = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    MAX_NEW_TOKENS,
+)
 DTYPES = ("bfloat16", "float16", "float32")
 BLOCKS = "blocks.gguf.safetensors"
 """The file next to the weights with the quantized blocks of a GGUF file."""
@@ -144,8 +149,7 @@ class ModelConfig:
     fields: Fields = field(default=Fields({}, Path()), compare=False, repr=False)
     """config.json, for what only one family reads."""
     generation_defaults: dict[str, float] = field(default_factory=dict)
-    """temperature, top_p, top_k, min_p, repetition_penalty of generation_config.json, if
-    present."""
+    """GENERATION_FIELDS of generation_config.json, if present."""
 
     @property
     def is_quantized(self) -> bool:

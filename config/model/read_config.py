@@ -18,6 +18,7 @@ from config.model.model_config import (
     LAYER_TYPES,
     MAX_LAYERS,
     MAX_MTP_LAYERS,
+    MAX_NEW_TOKENS,
     MAX_POSITION,
     MAX_THETA,
     MAX_TOKEN_ID,
@@ -409,4 +410,6 @@ def _generation_defaults(generation: Fields) -> dict[str, float]:
     values = {
         name: generation.number_or_none(name, maximum=MAX_TOP_K) for name in GENERATION_FIELDS
     }
+    if (limit := values[MAX_NEW_TOKENS]) is not None and limit < 1:
+        values[MAX_NEW_TOKENS] = None
     return {name: value for name, value in values.items() if value is not None}

@@ -65,6 +65,7 @@ def to_chat_body(body: CountBody, *, has_reasoning: bool, takes_images: bool = F
             "top_p": body.top_p,
             "top_k": body.top_k,
             "timeout": body.timeout,
+            "cache_salt": body.cache_salt,
         }
         if has_reasoning and body.thinking is not None and body.thinking.type == "enabled":
             fields["thinking_token_budget"] = body.thinking.budget_tokens
@@ -72,11 +73,16 @@ def to_chat_body(body: CountBody, *, has_reasoning: bool, takes_images: bool = F
 
 
 def _reasoning_fields(body: CountBody) -> dict[str, Any]:
-    """Reasoning is on only if requested; templates use either variable name."""
+    """Reasoning is on only if requested; templates use either variable name. Variables of the
+    request come before both."""
     thinking = body.thinking
     thinks = thinking is not None and thinking.type != "disabled"
     fields: dict[str, Any] = {
-        "chat_template_kwargs": {"enable_thinking": thinks, "thinking": thinks}
+        "chat_template_kwargs": {
+            "enable_thinking": thinks,
+            "thinking": thinks,
+            **(body.chat_template_kwargs or {}),
+        }
     }
     if body.output_config is not None:
         fields["reasoning_effort"] = body.output_config.effort

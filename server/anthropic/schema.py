@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, WithJsonSchema
 
 from config.errors import UserError
-from server.http.body_bounds import Blocks, Label, Messages, Strings, Tools, UserId
+from server.http.body_bounds import Blocks, Label, Messages, Strings, Tools, UserId, Variables
 from server.openai.schema.generation import Body, Integer, Unsupported, check_at_least, check_stops
 from server.openai.schema.json_schema import NULL, OBJECT, TEXT, any_of, array, record, words
 from server.openai.schema.open_lists import ignored_entries, type_of
@@ -84,6 +84,7 @@ class CountBody(Body):
     )
     unsupported: ClassVar[Unsupported] = {
         "container": (),
+        "kv_transfer_params": ({},),
         "context_management": ({}, {"edits": []}, {"edits": [_KEEP_ALL]}),
         "mcp_servers": ([],),
     }
@@ -97,6 +98,7 @@ class CountBody(Body):
     thinking: ThinkingChoice | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(None, description="As output_config.format.")
+    chat_template_kwargs: Variables | None = None
 
     @classmethod
     def unknown_fields(cls, data: Mapping[str, Any]) -> list[str]:
@@ -155,6 +157,7 @@ class MessagesBody(CountBody):
     metadata: RequestMetadata | None = None
     service_tier: Label | None = None
     timeout: float | None = None
+    cache_salt: str | None = None
 
     def check(self) -> None:
         super().check()

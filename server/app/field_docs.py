@@ -33,6 +33,7 @@ SHARED: Mapping[str, str] = {
     "`--default-chat-template-kwargs`.",
     "add_special_tokens": "Whether the tokenizer adds its own, such as a BOS; default false.",
     "truncate_prompt_tokens": "Keep only the last tokens of the prompt; -1: as many as fit.",
+    "truncation_side": "The side that truncate_prompt_tokens cuts off; default left.",
     "prompt": f"A text or token ids, or a list of up to {MAX_PROMPTS} of either.",
     # Tools and reasoning.
     "tools": "Functions that the model may call.",

@@ -31,18 +31,26 @@ MAX_TOKENS_AT_ONCE = 65_536
 TOKENS_PER_SEQUENCE = 1_024
 """Prompt tokens that take as long as the rest of the work for a sequence."""
 ASLEEP_RETRY_S = 10
+UNLIMITED = 2**31 - 1
+"""A `max_new_tokens` above every context."""
 
 
 class Pipeline:
     """Starts generations. Checks everything about a request that depends on the model."""
 
     def __init__(
-        self, client: EngineClient, tokenizer: Tokenizer | None, config: ServerConfig
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer | None,
+        config: ServerConfig,
+        max_new_tokens: int = UNLIMITED,
     ) -> None:
+        """`max_new_tokens` limits the output of every choice."""
         self.client = client
         self.tokenizer = tokenizer if not config.skip_tokenizer_init else None
         self._max_stop_strings = config.max_stop_strings
         self._max_logprobs = config.max_logprobs
+        self._max_new_tokens = max_new_tokens
 
     async def start(
         self,
@@ -146,7 +154,10 @@ class Pipeline:
         limits = []
         pauses = _Pauses()
         for prompt in prompts:
-            limits.append(output_limit(prompt, params, num_ids, ready.max_model_len, param))
+            limit = output_limit(
+                prompt, params, num_ids, ready.max_model_len, self._max_new_tokens, param
+            )
+            limits.append(limit)
             await pauses.after(len(prompt.token_ids))
         return params, limits
 

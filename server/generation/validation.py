@@ -92,9 +92,15 @@ def check_allowed_tokens(params: SamplingParams, eos_ids: Iterable[int]) -> None
 
 
 def output_limit(
-    prompt: Prompt, params: SamplingParams, vocab_size: int, max_model_len: int, param: str
+    prompt: Prompt,
+    params: SamplingParams,
+    vocab_size: int,
+    max_model_len: int,
+    max_new_tokens: int,
+    param: str,
 ) -> int:
-    """The maximum number of output tokens; without max_tokens, what the context leaves."""
+    """The maximum number of output tokens, at most `max_new_tokens`; without max_tokens, what the
+    context leaves."""
     count = len(prompt.token_ids)
     if not count:
         raise UserError("the prompt is empty, it must have at least 1 token", param=param)
@@ -104,16 +110,22 @@ def output_limit(
                 f"the prompt has token id {token_id}, the vocabulary has 0 to {vocab_size - 1}",
                 param=param,
             )
+    if params.min_tokens > max_new_tokens:
+        raise UserError(
+            f"min_tokens is {params.min_tokens}, this server generates at most {max_new_tokens} "
+            "tokens (max_new_tokens of its generation config)",
+            param="min_tokens",
+        )
     max_output = max_model_len - count
     if params.max_tokens is None:
         if max_output < 1:
             raise PromptTooLong(count, None, max_model_len, param=param)
         if params.min_tokens > max_output:
             raise PromptTooLong(count, params.min_tokens, max_model_len, param=param)
-        return max_output
+        return min(max_output, max_new_tokens)
     if params.max_tokens > max_output:
         raise PromptTooLong(count, params.max_tokens, max_model_len, param=param)
-    return params.max_tokens
+    return min(params.max_tokens, max_new_tokens)
 
 
 def check_comparable(logprobs_mode: str, param: str) -> None:
@@ -126,11 +138,19 @@ def check_comparable(logprobs_mode: str, param: str) -> None:
 
 
 def truncate_prompt(
-    ids: list[int], keep: int | None, max_model_len: int, limit: int | None
+    ids: list[int],
+    keep: int | None,
+    max_model_len: int,
+    limit: int | None,
+    *,
+    keep_end: bool = True,
 ) -> list[int]:
-    """The last `keep` tokens; -1 keeps as many as fit into the context beside the output."""
+    """The last `keep` tokens, or the first; -1 keeps as many as fit into the context beside the
+    output."""
     num_kept = num_kept_tokens(keep, max_model_len, limit)
-    return ids if num_kept is None or len(ids) <= num_kept else ids[-num_kept:]
+    if num_kept is None or len(ids) <= num_kept:
+        return ids
+    return ids[-num_kept:] if keep_end else ids[:num_kept]
 
 
 def num_kept_tokens(keep: int | None, max_model_len: int, limit: int | None) -> int | None:

@@ -17,6 +17,7 @@ from config.checkpoint.resolve import resolve
 from config.engine import DUMMY, EXTERNAL_LAUNCHER
 from config.errors import UserError
 from config.loading.sources import from_keywords
+from config.model.model_config import MAX_NEW_TOKENS
 from config.model.read_config import read_model_config
 from config.params.beam_search import BeamSearchParams
 from config.params.pooling import CLASSIFY, EMBED, PoolingParams
@@ -572,4 +573,6 @@ def _sampling_params(recommended: Mapping[str, float]) -> SamplingParams:
     values: dict[str, Any] = dict(recommended)
     if "top_k" in values:
         values["top_k"] = int(values["top_k"])
+    if MAX_NEW_TOKENS in values:
+        values["max_tokens"] = int(values.pop(MAX_NEW_TOKENS))
     return SamplingParams(**values)

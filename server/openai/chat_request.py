@@ -113,6 +113,7 @@ async def start_chat(state: AppState, request: Request, body: ChatBody, *, id_pr
         rendered.text,
         special=bool(body.add_special_tokens),
         keep=body.truncate_prompt_tokens,
+        keep_end=body.keeps_end,
         limit=body.limit,
         param="messages",
     )
@@ -153,6 +154,7 @@ async def count_prompt_tokens(state: AppState, request: Request, body: ChatBody)
         rendered.text,
         special=bool(body.add_special_tokens),
         keep=body.truncate_prompt_tokens,
+        keep_end=body.keeps_end,
         limit=body.limit,
         param="messages",
     )

@@ -118,12 +118,21 @@ async def _prompts(state: AppState, body: CompletionBody, params: SamplingParams
     # Before the work of tokenizing thousands of texts that can never be taken.
     check_admission(state, body, len(given) * params.n, "prompt")
 
-    async def prompt(one: str | list[int]) -> Prompt:
-        if not isinstance(one, str):
-            return Prompt(truncate_prompt(one, keep, state.max_model_len, body.limit))
+    async def prompt(text_or_ids: str | list[int]) -> Prompt:
+        if not isinstance(text_or_ids, str):
+            limit, keep_end = body.limit, body.keeps_end
+            return Prompt(
+                truncate_prompt(text_or_ids, keep, state.max_model_len, limit, keep_end=keep_end)
+            )
         special = body.add_special_tokens is not False
         return await encode_prompt(
-            state, one, special=special, keep=keep, limit=body.limit, param="prompt"
+            state,
+            text_or_ids,
+            special=special,
+            keep=keep,
+            keep_end=body.keeps_end,
+            limit=body.limit,
+            param="prompt",
         )
 
     return await asyncio.gather(*map(prompt, given))

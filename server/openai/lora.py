@@ -60,7 +60,9 @@ def lora_routes(state: AppState) -> APIRouter:
         _check_name(state, body.lora_name)
         adapter = await asyncio.to_thread(_adapter, folder, body)
         await state.client.control(LOAD_ADAPTER, adapter=adapter)
-        return json_response({"message": f"Success: LoRA adapter '{body.lora_name}' added."})
+        return json_response(
+            {"message": f"Success: LoRA adapter '{body.lora_name}' added successfully."}
+        )
 
     @router.post(
         "/v1/unload_lora_adapter",
@@ -77,7 +79,7 @@ def lora_routes(state: AppState) -> APIRouter:
         left = await state.client.control(UNLOAD_ADAPTER, lora_name=name)
         return json_response(
             {
-                "message": f"Success: LoRA adapter '{name}' removed.",
+                "message": f"Success: LoRA adapter '{name}' removed successfully.",
                 "requests": sum(left) if isinstance(left, list) else left,
             }
         )

@@ -72,9 +72,11 @@ def tokenize_routes(state: AppState) -> APIRouter:
     )
     async def tokenizer_info() -> Response:
         state.check_open()
-        tokens = state.text_tokenizer("model").special_tokens
+        tokenizer = state.text_tokenizer("model")
+        tokens = tokenizer.special_tokens
         return json_response(
             {
+                "tokenizer_class": tokenizer.tokenizer_class,
                 **{name: tokens.get(name) for name in NAMED_TOKENS},
                 "chat_template": state.chat_template().default,
                 "model_max_length": state.max_model_len,

@@ -20,20 +20,22 @@ async def encode_prompt(
     *,
     special: bool,
     keep: int | None,
+    keep_end: bool,
     limit: int | None,
     param: str,
 ) -> Prompt:
-    """Encode `text`, truncated to its last `keep` tokens; -1 keeps as many as fit into the context
-    beside `limit` output tokens. Without truncation raises PromptTooLong for a prompt longer than
-    the context; before tokenizing, where the length of the text is enough to tell."""
+    """Encode `text`, truncated to its last `keep` tokens, or to its first without `keep_end`; -1
+    keeps as many as fit into the context beside `limit` output tokens. Without truncation raises
+    PromptTooLong for a prompt longer than the context; before tokenizing, where the length of the
+    text is enough to tell."""
     max_model_len = state.max_model_len
     try:
-        ids = await _encode(state, text, special, keep, limit, max_model_len, param)
+        ids = await _encode(state, text, special, keep, keep_end, limit, max_model_len, param)
     except TooManyTokens as error:
         raise PromptTooLong(
             error.count, limit, max_model_len, param=param, at_least=error.at_least
         ) from None
-    truncated_ids = truncate_prompt(ids, keep, max_model_len, limit)
+    truncated_ids = truncate_prompt(ids, keep, max_model_len, limit, keep_end=keep_end)
     is_whole = truncated_ids is ids
     return Prompt(truncated_ids, state.text_tokenizer(param).unmarked(text) if is_whole else None)
 
@@ -49,6 +51,7 @@ async def encode_for_counting(
     *,
     special: bool,
     keep: int | None = None,
+    keep_end: bool = True,
     limit: int | None = None,
     param: str,
 ) -> list[int]:
@@ -56,7 +59,7 @@ async def encode_for_counting(
     `max_counted_tokens`. Raises UserError."""
     max_tokens = max_counted_tokens(state)
     try:
-        ids = await _encode(state, text, special, keep, limit, max_tokens, param)
+        ids = await _encode(state, text, special, keep, keep_end, limit, max_tokens, param)
     except TooManyTokens as error:
         more = "at least " if error.at_least else ""
         raise UserError(
@@ -65,7 +68,7 @@ async def encode_for_counting(
             param=param,
             code="context_length_exceeded",
         ) from None
-    return truncate_prompt(ids, keep, state.max_model_len, limit)
+    return truncate_prompt(ids, keep, state.max_model_len, limit, keep_end=keep_end)
 
 
 async def _encode(
@@ -73,6 +76,7 @@ async def _encode(
     text: str,
     special: bool,
     keep: int | None,
+    keep_end: bool,
     limit: int | None,
     max_tokens: int,
     param: str,
@@ -84,7 +88,7 @@ async def _encode(
     try:
         if num_kept is None or num_kept > max_tokens:
             return await tokenizer.encode(text, special, max_tokens)
-        return await tokenizer.encode_part(text, special, num_kept, from_end=True)
+        return await tokenizer.encode_part(text, special, num_kept, from_end=keep_end)
     except TooManyCharacters as error:
         error.param = param
         raise

@@ -83,6 +83,7 @@ class Tokenizer:
             self.inline_characters = min(INLINE_CHARACTERS, most)
         self.chat_template = files.chat_template
         self.special_tokens = files.special_tokens
+        self.tokenizer_class = files.tokenizer_class
         added = self._encoder.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = self._encoder.get_vocab_size(with_added_tokens=True)

@@ -25,6 +25,8 @@ from config.native import NativePanic, panics_as_errors
 from config.owned_directory import OwnedDirectory
 from config.progress import Report, unreported
 
+TOKENIZER_CLASS = "PreTrainedTokenizerFast"
+"""Class of transformers for a tokenizer.json whose checkpoint names no class."""
 CONVERTED_BYTES = 64 * 2**20
 """Room for a converted tokenizer; published ones are below 40 MB."""
 MAX_REASON = 300
@@ -50,6 +52,8 @@ class TextFiles:
     chat_template: str | dict[str, str] | None
     bounds: TokenizerBounds = field(default_factory=TokenizerBounds)
     """What the tokenizer can make of a text."""
+    tokenizer_class: str = TOKENIZER_CLASS
+    """Class of transformers that the checkpoint names."""
 
 
 def read_text_files(path: str, cache_dir: Path) -> TextFiles:
@@ -71,7 +75,10 @@ def read_text_files(path: str, cache_dir: Path) -> TextFiles:
             f"the added or special tokens in {folder / 'tokenizer_config.json'} have another form "
             f"than transformers writes: {error!r:.{MAX_REASON}}"
         ) from error
-    return TextFiles(encoder, named, _chat_template(folder, config), bounds)
+    given = config.get("tokenizer_class")
+    tokenizer_class = given if isinstance(given, str) and given else TOKENIZER_CLASS
+    template = _chat_template(folder, config)
+    return TextFiles(encoder, named, template, bounds, tokenizer_class)
 
 
 def _check_size(file: Path) -> None:

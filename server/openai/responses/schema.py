@@ -119,6 +119,7 @@ class ResponseBody(GenerationBody):
         "logprobs": (False,),
         "moderation": (),
         "n": (1,),
+        "previous_input_messages": ([],),
         "prompt": (),
         "prompt_logprobs": (),
         "request_id": (),

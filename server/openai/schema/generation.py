@@ -6,7 +6,7 @@ Values out of range are refused by config.params.sampling.
 import asyncio
 from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
@@ -43,11 +43,14 @@ Unsupported = Mapping[str, tuple[object, ...]]
 UNSUPPORTED: Unsupported = {
     "audio": (),
     "early_stopping": (False,),
+    "ec_transfer_params": ({},),
     "guided_whitespace_pattern": (),
     "kv_transfer_params": ({},),
     "logits_processors": ([],),
+    "logprob_token_ids": ([],),
     "lora_path": (),
     "prompt_embeds": (),
+    "repetition_detection": (),
     "vllm_xargs": ({},),
 }
 """Unsupported fields, and the values that are harmless (null always is). To ignore one silently
@@ -60,7 +63,7 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
     unsupported: ClassVar[Unsupported] = {}
     without_effect: ClassVar[frozenset[str]] = frozenset()
-    """Fields that other servers define, and that no answer of this one could depend on."""
+    """Fields that other servers define, and that no answer of this server could depend on."""
 
     @classmethod
     def unknown_fields(cls, data: Mapping[str, Any]) -> list[str]:
@@ -136,6 +139,7 @@ class GenerationBody(Body):
     length_penalty: float | None = None
     prompt_logprobs: Integer | None = None
     truncate_prompt_tokens: Integer | None = None
+    truncation_side: Literal["left", "right"] | None = None
     add_special_tokens: bool | None = None
     echo: bool | None = None
     priority: Integer | None = None
@@ -171,6 +175,11 @@ class GenerationBody(Body):
         given = ((name, getattr(self, name)) for name in FIELDS)
         others = {name: value for name, value in given if value is not None}
         return spec_of(self.response_format, self.structured_outputs, others)
+
+    @property
+    def keeps_end(self) -> bool:
+        """Whether truncation keeps the last tokens of the prompt."""
+        return self.truncation_side != "right"
 
     @property
     def includes_usage(self) -> bool:

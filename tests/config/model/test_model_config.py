@@ -160,6 +160,13 @@ def test_end_tokens_and_sampling_defaults_come_from_the_generation_config(tmp_pa
     assert config.generation_defaults == {"temperature": 0.6, "top_k": 20.0}
 
 
+@pytest.mark.parametrize(("limit", "kept"), [(256, {"max_new_tokens": 256.0}), (0, {}), (-1, {})])
+def test_an_output_limit_comes_from_the_generation_config(
+    tmp_path: Path, limit: int, kept: dict[str, float]
+) -> None:
+    assert _read(tmp_path, {"max_new_tokens": limit}).generation_defaults == kept
+
+
 def test_end_tokens_come_from_the_config_if_nothing_else_names_them(tmp_path: Path) -> None:
     assert _read(tmp_path, {}, eos_token_id=4).eos_token_ids == (4,)
 

@@ -220,6 +220,19 @@ async def test_signatures_of_other_servers_are_ignored(signature: object) -> Non
         assert (shown[1].get("reasoning_content", ""), shown[1]["content"]) == ("", "Yes.")
 
 
+async def test_chat_template_variables_and_a_cache_salt_may_be_sent() -> None:
+    async with talking(THOUGHT + "Yes.") as rig:
+        thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+        answer = await ask(rig, cache_salt="s", **thinking)
+        wrong = await ask(rig, chat_template_kwargs="x")
+        refused = await ask(rig, kv_transfer_params={"remote_port": 1})
+
+        assert not asked(rig, 0).endswith("<think></think>")
+        assert [queue.cache_salt for queue in rig.client.queues] == ["s"]
+        assert "x-gaudiserve-ignored-fields" not in answer.headers
+        assert (wrong.status_code, refused.status_code) == (400, 400)
+
+
 @pytest.mark.parametrize(
     ("arguments", "given"),
     [

@@ -152,6 +152,7 @@ async def test_what_a_client_needs_to_tokenize_here_is_told() -> None:
         assert rig.state.template is not None
         assert told == {
             **dict.fromkeys(NAMED_TOKENS),
+            "tokenizer_class": "PreTrainedTokenizerFast",
             "chat_template": rig.state.template.default,
             "model_max_length": 4096,
         }

@@ -282,6 +282,32 @@ async def test_a_prompt_may_be_cut_to_its_last_tokens() -> None:
         assert fitting.json()["usage"]["prompt_tokens"] == 42
 
 
+async def test_truncation_side_chooses_the_kept_end_of_a_prompt() -> None:
+    sides: tuple[dict[str, str], ...] = (
+        {},
+        {"truncation_side": "left"},
+        {"truncation_side": "right"},
+    )
+    async with in_memory(TalkingClient()) as rig:
+        whole = await rig.chat("abc" * 100)
+        answers = [await rig.chat("abc" * 100, truncate_prompt_tokens=5, **side) for side in sides]
+        texts = [
+            await rig.complete(prompt, truncate_prompt_tokens=2, **side)
+            for prompt in ([1, 2, 3, 4], "abcd")
+            for side in sides
+        ]
+        wrong = await rig.chat("abc", truncate_prompt_tokens=5, truncation_side="top")
+
+        assert all(answer.status_code == 200 for answer in (whole, *answers, *texts))
+        prompts = [list(queue.prompt) for queue in rig.client.queues]
+        ids = prompts[0]
+        assert prompts[1:4] == [ids[-5:], ids[-5:], ids[:5]]
+        assert prompts[4:7] == [[3, 4], [3, 4], [1, 2]]
+        assert prompts[7] == prompts[8] != prompts[9]
+        assert wrong.status_code == 400
+        assert wrong.json()["error"]["param"] == "truncation_side"
+
+
 async def test_a_trusted_template_gets_the_callers_variables_and_documents() -> None:
     template = "{{ documents[0].t }}-{{ reasoning_effort }}-{{ enable_thinking }}-{{ colour }}"
     async with in_memory(trust_request_chat_template=True) as rig:

@@ -267,6 +267,24 @@ async def test_a_flag_says_how_many_logprobs_there_may_be() -> None:
         )
 
 
+async def test_max_new_tokens_of_the_generation_config_limits_every_request() -> None:
+    limited = '{"max_new_tokens": 5}'
+    async with in_memory(override_generation_config=limited) as rig:
+        answers = [
+            await rig.complete(),
+            await rig.complete(max_tokens=9),
+            await rig.complete(max_tokens=2),
+            await rig.chat("hi"),
+            await rig.chat("hi", max_completion_tokens=9),
+        ]
+        refused = await rig.complete(min_tokens=6, max_tokens=9)
+
+        assert [answer.status_code for answer in answers] == [200] * 5
+        assert [queue.sampling.max_tokens for queue in rig.client.queues] == [5, 5, 2, 5, 5]
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "min_tokens"
+
+
 async def test_a_flag_sets_defaults_over_those_of_the_model() -> None:
     async with in_memory(override_generation_config='{"temperature": 0.5, "top_k": 3}') as rig:
         await rig.complete()

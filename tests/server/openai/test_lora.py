@@ -98,11 +98,14 @@ async def test_adapters_are_loaded_and_unloaded(client: httpx.AsyncClient) -> No
 
     assert unknown.status_code == gone.status_code == again.status_code == 404
     assert loaded.status_code == 200, loaded.text
+    # Clients of vLLM look for this text.
+    assert loaded.json()["message"] == "Success: LoRA adapter 'two' added successfully."
     assert listed["parent"] == "base"
     assert found.status_code == beams.status_code == 200, found.text + beams.text
     assert twice.status_code == 400
     assert "served already" in twice.json()["error"]["message"]
     assert unloaded.status_code == 200
+    assert unloaded.json()["message"] == "Success: LoRA adapter 'two' removed successfully."
     assert 'vllm:lora_requests_info{engine="0",max_lora="2"' in metrics.replace(
         'model_name="base",', ""
     )

@@ -136,11 +136,13 @@ def test_a_folder_gives_template_special_tokens_and_frame(tmp_path: Path) -> Non
         tmp_path,
         chat_template="{{ messages }}",
         pad_token={"content": "</s>", "__type": "AddedToken"},
+        tokenizer_class="LlamaTokenizer",
     )
 
     tokenizer = Tokenizer.load(path)
 
     assert tokenizer.chat_template == "{{ messages }}"
+    assert tokenizer.tokenizer_class == "LlamaTokenizer"
     assert tokenizer.special_tokens == {
         "bos_token": "<s>",
         "eos_token": "</s>",

@@ -426,6 +426,7 @@ async def test_truncation_drops_the_oldest_turns_and_keeps_the_rules() -> None:
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"conversation": "c"}, "conversation"),
+        ({"previous_input_messages": [{"role": "user"}]}, "previous_input_messages"),
         ({"background": True, "store": False}, "background"),
         ({"truncation": "middle"}, "truncation"),
         ({"metadata": {"a": 1}}, "metadata"),
