@@ -20,13 +20,21 @@ VARIABLE = {
         """ f"({'|'.join(words)})" if words else "((?!))" """,
     ),
     ("config/checkpoint/shapes.py", """ re.escape(prefix) + r"([0-9]{1,9})\\." """),
+    (
+        "config/checkpoint/gguf_tensors.py",
+        """ f"^{re.escape(weight_map.layer_prefix)}([0-9]+)\\\\." """,
+    ),
+    (
+        "config/lora/base_modules.py",
+        """ re.escape(weight_map.layer_prefix) + r"[0-9]+(?=\\.)" """,
+    ),
     ("hpu/models/transformers_weights.py", """ f"^{re.escape(name)}$" """),
     # Constants of the loop that they stand in, or of the module.
     ("server/text/template_renderer.py", """ rf"(?<!['\\"]){mark}" """),
     ("server/parsers/tool/pythonic.py", """ rf"[^\\\\{quote}]+" """),
     ("server/offline/calibration.py", "one"),
     ("hpu/doctor/errors.py", "pattern"),
-    ("hpu/doctor/cards.py", """ rf"{prefix}\\d+" """),
+    ("config/loading/cards.py", """ rf"{prefix}\\d+" """),
     # Patterns in the code of the installed transformers.
     ("hpu/models/transformers_weights.py", "target"),
     ("hpu/models/transformers_weights.py", "pattern"),

@@ -66,4 +66,6 @@ def test_a_release_is_read_off_a_version() -> None:
 
     assert releases == [(1, 22, 1), (1, 22, 0, 740), None, None]
     assert torch_of_release((1, 24, 1, 482)) == (2, 11)
-    assert torch_of_release((1, 23, 0)) is None
+    assert torch_of_release((1, 23, 0)) == (2, 9)
+    assert torch_of_release((1, 21, 3, 57)) == (2, 6)
+    assert torch_of_release((1, 25, 0)) is None
