@@ -25,7 +25,7 @@ from server.http import body_bounds as bounds
 from server.http import protocol as http_protocol
 from server.multimodal import decode, fetch, file_checks, image_processor, processor, video
 from server.openai.responses import chat_request as responses
-from server.parsers.tool import argument_types
+from server.parsers.tool import argument_types, structural_tag
 from server.process import open_files, supervisor
 from server.serving import job
 from server.text import bounded_encoder, isolated_template, messages
@@ -89,6 +89,8 @@ def isolation(limits: compilation.Limits) -> str:
         f"| schema, pattern or grammar | {grammar.MAX_CHARACTERS:,} characters",
         f"| JSON schema | {json_schema.MAX_NESTING} levels, {json_schema.MAX_SCHEMAS:,} "
         f"schemas, {json_schema.MAX_DEPTH:,} on a path, {json_schema.MAX_CHAIN} in a row",
+        "| arguments of strict tools that a model writes one by one: optional arguments, or pairs "
+        f"of arguments if all are optional | {structural_tag.MAX_ARGUMENT_PARTS:,}",
         f"| types of a tool argument | {argument_types.MAX_SCHEMA_NODES:,} subschemas, "
         f"{argument_types.MAX_SCHEMA_DEPTH} on a path",
         f"| pattern | {grammar_bounds.MAX_PATTERN_SIZE:,} characters with repetitions expanded, "

@@ -121,13 +121,16 @@ async def start_chat(state: AppState, request: Request, body: ChatBody, *, id_pr
     text = state.text_tokenizer("messages").unmarked(rendered.text)
     if state.config.enable_log_requests:
         log_prompt(record_of(request.scope), text)
-    answers = answer_format(
+    make_format = partial(
+        answer_format,
         state.parser_config,
         state.text_tokenizer("messages"),
         body,
         text,
         wants_reasoning=body.wants_reasoning(state.template_defaults),
     )
+    # Schemas of tools may be large.
+    answers = await asyncio.to_thread(make_format) if body.visible_tools else make_format()
     if answers.grammar is not None:
         await check_grammar(state, answers.param, answers.grammar)
     return await start_job(

@@ -22,6 +22,7 @@ from server.parsers.tool.structural_tag import (
     Part,
     ToolCallGrammar,
     any_of,
+    check_optional_arguments,
     is_plain_text,
     literal,
     named_arguments,
@@ -122,6 +123,7 @@ class Gemma(ToolCallFormat):
         yield from self._read_value(source, sink, depth + 1, frozenset())
 
     def grammar(self, functions: Functions) -> ToolCallGrammar:
+        check_optional_arguments(functions)
         calls = []
         free = sequence(literal(self.quote), text_until(self.quote))
         some = sequence(regex("[A-Za-z_][A-Za-z0-9_]{0,63}:"), free)

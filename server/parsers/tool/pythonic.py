@@ -29,6 +29,7 @@ from server.parsers.tool.structural_tag import (
     Part,
     ToolCallGrammar,
     any_of,
+    check_optional_arguments,
     json_value,
     literal,
     named_arguments,
@@ -73,6 +74,7 @@ class Pythonic(ToolCallFormat):
                 output.add_text(space)
 
     def grammar(self, functions: Functions) -> ToolCallGrammar:
+        check_optional_arguments(functions)
         calls = any_of(*(_python_call(name, schema) for name, schema in functions.items()))
         written = sequence(literal("["), calls, repeat(sequence(_COMMA, calls)), literal("]"))
         ends = [literal(end) for end in self.ends]

@@ -14,6 +14,8 @@ Functions = Mapping[str, Mapping[str, Any] | None]
 
 IDENTIFIER = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
 """Names that a family may write without quotes."""
+MAX_ARGUMENT_PARTS = 16_384
+"""They take 10 ms to build; a larger grammar has too many characters anyway."""
 MAX_CALLS = 32
 """Limit of one forced answer; without it a model may go on to the end of the context."""
 _VALUES = ("enum", "const", "default", "examples")
@@ -84,20 +86,37 @@ def arguments_of(function: str, schema: Mapping[str, Any]) -> list[Argument]:
     required = schema.get("required") or []
     if unknown or not isinstance(properties, dict) or not isinstance(required, list):
         raise unenforceable(function, min(unknown, default="properties"))
-    missing = [name for name in required if name not in properties]
-    if missing:
-        raise unenforceable(function, f"required {missing[0]!r:.40}")
+    for name in required:
+        if not isinstance(name, str) or name not in properties:
+            raise unenforceable(function, f"required {name!r:.40}")
+    required_names = frozenset(required)
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    _check_references(function, shared)
     result = []
     for name, one in properties.items():
         if one is False or not isinstance(one, (dict, bool)):
             raise unenforceable(function, f"properties.{name}")
         inner: Mapping[str, Any] = one if isinstance(one, dict) else {}
-        for reference in _references((inner, shared)):
-            if not reference.startswith(("#/$defs/", "#/definitions/")):
-                raise unenforceable(function, f"$ref {reference!r:.40}")
-        result.append(Argument(name, referenced(inner, shared), shared, name in required))
+        _check_references(function, inner)
+        is_required = name in required_names
+        result.append(Argument(name, referenced(inner, shared), shared, is_required))
     return sorted(result, key=lambda argument: not argument.is_required)
+
+
+def check_optional_arguments(functions: Functions) -> None:
+    """Raise UserError for more optional arguments than `named_arguments` writes: where all are
+    optional, there is a part for each pair of arguments."""
+    total = 0
+    for schema in functions.values():
+        properties = (schema or {}).get("properties")
+        count = len(properties) if isinstance(properties, dict) else 0
+        total += count if (schema or {}).get("required") else count * (count + 1) // 2
+    if total > MAX_ARGUMENT_PARTS:
+        raise UserError(
+            f"the arguments of the strict tools make {total} parts of a grammar, at most "
+            f"{MAX_ARGUMENT_PARTS} are built: set strict to false, or name required arguments",
+            param="tools",
+        )
 
 
 def named_arguments(
@@ -141,6 +160,8 @@ def is_plain_text(schema: Mapping[str, Any]) -> bool:
     rest = {k: v for k, v in schema.items() if k not in ANNOTATIONS}
     branches = rest.pop("anyOf", None)
     if branches is not None:
+        if not isinstance(branches, list):
+            return False
         dicts = [one for one in branches if isinstance(one, dict)]
         plain = len(dicts) == len(branches) and all(
             not one.keys() - ANNOTATIONS - {"type"} for one in dicts
@@ -162,6 +183,12 @@ def unenforceable(function: str, what: str) -> UserError:
         "writes calls; set strict to false, or tool_choice to required",
         param="tools",
     )
+
+
+def _check_references(function: str, value: Any) -> None:
+    for reference in _references(value):
+        if not reference.startswith(("#/$defs/", "#/definitions/")):
+            raise unenforceable(function, f"$ref {reference!r:.40}")
 
 
 def _references(value: Any) -> Iterator[str]:

@@ -1,0 +1,90 @@
+"""Grammars of strict tools with many arguments, large definitions, or of another form than JSON
+schemas have."""
+
+import contextlib
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from config.errors import UserError
+from server.parsers.registry import TOOL_CALL_FORMATS
+from server.parsers.tool import structural_tag
+from server.parsers.tool.structural_tag import MAX_ARGUMENT_PARTS, arguments_of
+
+FORMATS = {family: name for name, family in TOOL_CALL_FORMATS.items()}
+ONE_BY_ONE = ("pythonic", "llama4_pythonic", "lfm2", "gemma4")
+"""Formats with a part for each pair of optional arguments."""
+
+
+def made(name: str, schema: Any, count: int = 1) -> None:
+    family = TOOL_CALL_FORMATS[name]
+    family.grammar({f"f{place}": schema for place in range(count)}).part()
+
+
+def optional(count: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"a{n}": {"type": "string"} for n in range(count)}}
+
+
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_many_optional_arguments_are_refused_before_they_are_written(name: str) -> None:
+    with pytest.raises(UserError, match=f"50005000 parts .* at most {MAX_ARGUMENT_PARTS}"):
+        made(name, optional(10_000))
+    with pytest.raises(UserError, match=f"at most {MAX_ARGUMENT_PARTS}"):
+        made(name, optional(100), count=100)
+    made(name, optional(100))
+    made(name, {**optional(2_000), "required": ["a7"]})
+
+
+def test_definitions_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[Any] = []
+    search = structural_tag._references
+    monkeypatch.setattr(
+        structural_tag, "_references", lambda value: [searched.append(value), *search(value)][1:]
+    )
+    shared = {"x": {"enum": [0] * 100}}
+    schema = {**optional(400), "$defs": shared}
+
+    arguments_of("f", schema)
+
+    assert sum(value == {"$defs": shared} for value in searched) == 1
+    assert len(searched) == 401
+
+
+def test_many_required_arguments_take_linear_time() -> None:
+    schema = optional(20_000)
+    start_s = time.monotonic()
+
+    arguments_of("f", {**schema, "required": list(schema["properties"])})
+
+    # A search of the list for each argument took ten seconds.
+    assert time.monotonic() - start_s < 3
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "anyOf", "enum", "items", "properties", "$ref", "a"]), inner
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@pytest.mark.parametrize("name", FORMATS.values())
+def test_malformed_schemas_are_errors_of_the_caller(name: str) -> None:
+    @settings(max_examples=25, deadline=None)
+    @given(st.dictionaries(st.sampled_from(["a", "b"]), VALUES), VALUES, VALUES)
+    def check(properties: dict[str, Any], required: Any, definitions: Any) -> None:
+        schema = {"properties": properties, "required": required, "$defs": definitions}
+        with contextlib.suppress(UserError):
+            made(name, schema)
+
+    check()
+    for required in ([[1]], [{}]):
+        with contextlib.suppress(UserError):
+            made(name, {"properties": {"a": {}}, "required": required})
