@@ -237,6 +237,7 @@ def test_a_model_of_70_billion_parameters_fits_eight_cards() -> None:
     assert eight["notes"] == [note for note in eight["notes"] if "later version" not in note]
 
 
+@pytest.mark.slow
 def test_whole_experts_are_planned_on_eight_cards(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_R1))
     facts = read_model_config(str(tmp_path))

@@ -181,7 +181,10 @@ def test_other_experts_give_the_tokens_of_the_cpu_and_nothing_compiles_after_war
     "settings",
     [
         pytest.param({"execution": ExecutionConfig(mode="torch-compile")}, marks=pytest.mark.slow),
-        {"execution": ExecutionConfig(mode="torch-compile", regional_compilation=False)},
+        pytest.param(
+            {"execution": ExecutionConfig(mode="torch-compile", regional_compilation=False)},
+            marks=pytest.mark.slow,
+        ),
         {"execution": ExecutionConfig(mode="eager")},
         {"execution": ExecutionConfig(mode="lazy", layers_per_recipe=2)},
         {"execution": ExecutionConfig(fused_sdpa=False, split_qkv=True)},
