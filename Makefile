@@ -80,7 +80,8 @@ $(NODE_CLIENT)/node_modules: $(NODE_CLIENT)/package-lock.json
 	@if command -v npm >/dev/null; then cd $(NODE_CLIENT) && npm ci --silent && touch node_modules; fi
 
 $(AGENTS)/node_modules: $(AGENTS)/package-lock.json
-	@if command -v npm >/dev/null; then cd $(AGENTS) && npm ci --silent && touch node_modules; fi
+	@# Not `npm ci`, which wants the packages of all other systems in the lock file.
+	@if command -v npm >/dev/null; then cd $(AGENTS) && npm install --silent --no-save && touch node_modules; fi
 
 $(AIDER)/.installed: $(AGENTS)/aider.txt
 	@# The newest aider takes no Python from 3.13 on; its pins are for an environment of its own.
