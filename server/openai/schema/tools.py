@@ -31,7 +31,9 @@ def _of_function(properties: dict[str, Schema]) -> Schema:
     )
 
 
-TOOLS_SCHEMA = any_of(array(_of_function(FUNCTION), minItems=1), NULL)
+_FOREIGN = record({"type": {**TEXT, "not": constant("function")}}, required=["type"])
+"""A tool of another type, which is ignored and named in the header of ignored fields."""
+TOOLS_SCHEMA = any_of(array(any_of(_of_function(FUNCTION), _FOREIGN), minItems=1), NULL)
 TOOL_CHOICE_SCHEMA = {
     **any_of(words("none", "auto", "required"), _of_function({"name": TEXT}), NULL),
     "description": "auto, the default with tools: the model chooses. required, or the name of a "
