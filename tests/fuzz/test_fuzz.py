@@ -22,7 +22,7 @@ from watch import Family, SecondClient
 pytestmark = pytest.mark.fuzz
 
 NUM_CLIENTS = 3
-MAX_GROWTH_BYTES = 64 * 2**20
+MAX_GROWTH_BYTES = 300 * 2**20
 NUM_CACHED_GRAMMARS = 320
 MAX_OTHER_S = 0.2
 """Time in which another client is answered; one of a thousand answers may wait for a core that the
