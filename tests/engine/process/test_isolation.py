@@ -168,8 +168,10 @@ def test_starting_does_not_wait_for_a_process_that_reads_nothing(
             started.result(10)
         finally:
             if server.pid is not None:
+                is_running = psutil.pid_exists(server.pid)
                 os.kill(server.pid, signal.SIGKILL)
 
+    assert is_running
     server.close()
 
 
