@@ -20,10 +20,14 @@ from greedy import assert_greedy_within, load_reference
 from tiny_models import make_tiny
 
 from config.errors import ConfigError, EngineDied
+from engine.transport.messages import EngineStats
+from gaudiserve import RequestOutput
 from hpu.spec_decode.select import select_proposer
 from hpu.worker import drafting
 
 DRAFTS = 3
+CACHED = ("eagle", "eagle3", "mtp")
+"""Methods whose head has a KV cache."""
 
 
 @pytest.fixture(scope="module")
@@ -73,32 +77,48 @@ def drafts(method: str, **keys: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "method",
     [
-        *("eagle", "eagle3", "mtp", "medusa", "medusa-other"),
-        *("mlp_speculator", "mlp_speculator-other"),
+        *CACHED,
+        *("medusa", "medusa-other", "mlp_speculator", "mlp_speculator-other"),
     ],
 )
 def test_drafts_are_those_of_dense_code_and_change_no_token(
     method: str, heads: dict[str, tuple[Path, dict[str, Any], Draft]]
 ) -> None:
-    target, keys, expected = heads[method]
-    plain, _ = run(target, MIXED)
-    kept: list[tuple[list[int], list[int]]] = []
+    outputs, stats, kept, wrong = run_recorded(method, heads)
 
-    with patch.object(
-        drafting, "select_proposer", lambda *given: Recorder(select_proposer(*given), kept)
-    ):
-        outputs, stats = run(target, MIXED, **drafts(method, **keys))
-
+    plain, _ = run(heads[method][0], MIXED)
     assert choices(outputs) == choices(plain)
     assert stats.preemptions > 0
     assert stats.spec_decode["num_draft_tokens"] > 100
-    checked = [one for one in kept if one[1]][::7]
-    assert len(checked) > 20
     # The head's last position in a block has the token that follows: sequences that share a block
     # and go on differently (n = 3, and prompts with one prefix) write theirs over each other.
-    wrong = [one for one in checked if one[1] != expected(one[0], len(one[1]))]
-    has_cache = method in ("eagle", "eagle3", "mtp")
-    assert len(wrong) <= (len(checked) // 7 if has_cache else 0)
+    assert wrong <= (kept // 4 if method in CACHED else 0)
+
+
+@pytest.mark.parametrize("method", CACHED)
+def test_every_draft_is_that_of_dense_code_without_shared_blocks(
+    method: str, heads: dict[str, tuple[Path, dict[str, Any], Draft]]
+) -> None:
+    _, stats, _, wrong = run_recorded(method, heads, enable_prefix_caching=False)
+
+    assert stats.preemptions > 0
+    assert wrong == 0
+
+
+def run_recorded(
+    method: str, heads: dict[str, tuple[Path, dict[str, Any], Draft]], **flags: Any
+) -> tuple[list[RequestOutput], EngineStats, int, int]:
+    """Outputs, stats, and how many drafts were compared with dense code and differed from it."""
+    target, keys, expected = heads[method]
+    kept: list[tuple[list[int], list[int]]] = []
+    with patch.object(
+        drafting, "select_proposer", lambda *given: Recorder(select_proposer(*given), kept)
+    ):
+        outputs, stats = run(target, MIXED, **flags, **drafts(method, **keys))
+    compared = [(history, found) for history, found in kept if found][::7]
+    assert len(compared) > 20
+    wrong = [found for history, found in compared if found != expected(history, len(found))]
+    return outputs, stats, len(compared), len(wrong)
 
 
 def test_the_compiled_decoder_gives_hidden_states(
