@@ -75,9 +75,7 @@ def our_server(step_ms: float, *flags: str, num_api_servers: int = 1) -> Iterato
         children = psutil.Process(process.pid).children()
         processes = [psutil.Process(process.pid)]
         if num_api_servers > 1:
-            processes = [
-                one for one in children if any("server.process" in w for w in one.cmdline())
-            ]
+            processes = [one for one in children if any("API server" in w for w in one.cmdline())]
         yield Target("gaudiserve", url, processes)
     finally:
         process.terminate()

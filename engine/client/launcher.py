@@ -88,7 +88,7 @@ def launch(
     )
     return ChildProcess(
         "the engine" if parallel.data_parallel_size == 1 else f"engine {engine}",
-        command or python_command("engine.core.engine_process"),
+        command or python_command("engine.core.engine_process", f"engine {engine}"),
         EngineOrders(config, directory, num_front_ends, token, engine, log, remote_token),
         environment={**environment(), **runtime_environment(config), **cards},
         on_exit=on_exit,

@@ -412,7 +412,9 @@ class EngineLoop:
             core.add_front_end(front_end)
             return
         count = core.remove_front_end(front_end)
-        logger.warning("API server %d has gone: %d requests of it are aborted", front_end, count)
+        # An API server that has drained leaves none: it has stopped, and nothing is wrong.
+        level = logging.WARNING if count else logging.DEBUG
+        logger.log(level, "API server %d has gone: %d requests of it are aborted", front_end, count)
 
     def _emit_adapters(self, core: EngineCore) -> None:
         """Tell all front ends which adapters are served, if that has changed."""

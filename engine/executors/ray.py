@@ -88,7 +88,7 @@ class WorkerActor:
             environment.update(card_environment(device, card))
         self._child = ChildProcess(
             name,
-            python_command("engine.executors.worker_main"),
+            python_command("engine.executors.worker_main", name),
             decoded,
             environment=environment,
         )

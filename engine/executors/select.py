@@ -80,7 +80,7 @@ def make_executor(
         if device == "hpu":
             # The last worker's, so that a list with too few cards is refused here.
             module_id(world_size - 1, world_size)
-        command = python_command("engine.executors.worker_main")
+        command = python_command("engine.executors.worker_main", "worker")
         launcher = LocalLauncher(directory, command, worker_environment(config), ranks)
     return MultiprocExecutor(
         config,

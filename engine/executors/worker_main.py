@@ -25,6 +25,7 @@ from engine.process.child_process import (
     ignore_stop_signal,
     read_orders,
     run_child,
+    set_title,
 )
 from engine.transport.channels import PairSocket, Waiter, ZmqContext
 from hpu.numa import bind_worker
@@ -118,6 +119,7 @@ class StepChannel:
 def main() -> None:
     """The entry of a worker's process."""
     orders = read_orders(WorkerOrders)
+    set_title(f"worker {orders.ranks.rank}")
     setup_log("worker", rank=orders.ranks.rank, config=orders.log)
     # Before torch counts the cores, and before anything allocates memory.
     config = bind_worker(orders.config, orders.ranks)

@@ -38,16 +38,30 @@ _BOOT = (
     "import signal, sys; [signal.signal(number, signal.SIG_IGN) for number in {ignored}]; "
     "sys.path[:] = [p for p in sys.path if p]; "
     "sys.argv[1] in sys.path or sys.path.insert(0, sys.argv[1]); "
+    "from engine.process.child_process import set_title; set_title({title!r}); "
     "from {module} import main; main()"
 )
 
 
-def python_command(module: str, ignored: Sequence[signal.Signals] = IGNORED_SIGNALS) -> list[str]:
+def python_command(
+    module: str, title: str, ignored: Sequence[signal.Signals] = IGNORED_SIGNALS
+) -> list[str]:
     """The command that runs `main()` of one of our modules in a new interpreter, which ignores the
-    signals in `ignored` until it sets handlers."""
+    signals in `ignored` until it sets handlers. `ps` shows the process as `gaudiserve: <title>`."""
     root = str(Path(__file__).resolve().parents[2])
-    numbers = [int(one) for one in ignored]
-    return [sys.executable, "-c", _BOOT.format(module=module, ignored=numbers), root]
+    numbers = [int(number) for number in ignored]
+    boot = _BOOT.format(module=module, title=title, ignored=numbers)
+    return [sys.executable, "-c", boot, root]
+
+
+def set_title(title: str) -> None:
+    """Make `ps` and `top` show this process as `gaudiserve: <title>`."""
+    # setproctitle then writes over the arguments only, and /proc/<pid>/environ stays readable.
+    os.environ["SPT_NOENV"] = "1"
+    import setproctitle
+
+    setproctitle.setproctitle(f"gaudiserve: {title}")
+    del os.environ["SPT_NOENV"]
 
 
 def describe_exit(code: int) -> str:

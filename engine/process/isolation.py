@@ -228,7 +228,9 @@ class ForkServer:
             with theirs, os.fdopen(os.memfd_create("orders"), "w+b") as orders:
                 orders.write(msgspec.msgpack.encode(self._orders))
                 orders.seek(0)
-                command = [*python_command("engine.process.isolation"), str(theirs.fileno())]
+                title = f"isolation for {self._orders.module}"
+                command = [*python_command("engine.process.isolation", title)]
+                command.append(str(theirs.fileno()))
                 self._process = subprocess.Popen(
                     command,
                     stdin=orders,

@@ -4,6 +4,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.admin.development import development_routes
@@ -33,6 +34,7 @@ from server.pooling.routes import pooling_routes
 from server.serving.state import AppState
 
 PREFLIGHT_SECONDS = 600
+PATH_CHARACTERS_SHOWN = 100
 
 
 def create_app(state: AppState) -> ASGIApp:
@@ -62,11 +64,12 @@ def create_app(state: AppState) -> ASGIApp:
         api.include_router(router)
     if has_docs:
         api.include_router(docs_routes(api.title))
+    api.state.routes = [route for router in routers for route in router.routes]
     api.add_exception_handler(HTTPException, _answer_http)
     api.add_exception_handler(RequestValidationError, _answer_invalid)
     api.add_exception_handler(Exception, _leave_to_middleware)
     # Around FastAPI and not among its middleware: short requests skip the latter.
-    app: ASGIApp = FastRouter(api, [route for router in routers for route in router.routes])
+    app: ASGIApp = FastRouter(api, api.state.routes)
     app = AuthMiddleware(app, state)
     if state.config.allowed_origins:
         app = CorsMiddleware(
@@ -82,7 +85,41 @@ def create_app(state: AppState) -> ASGIApp:
 
 
 async def _answer_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        error = _wrong_method(request, error)
+    elif error.status_code == 404:
+        error = _unknown_route(request)
     return refusal(fault_of(error), request.url.path)
+
+
+def _wrong_method(request: Request, error: HTTPException) -> HTTPException:
+    path = request.scope["path"]
+    methods = ", ".join(_methods(request, path)) or (error.headers or {}).get("Allow", "")
+    given = request.method[:PATH_CHARACTERS_SHOWN]
+    message = f"{path[:PATH_CHARACTERS_SHOWN]} takes {methods}, not {given}."
+    return HTTPException(405, message, headers={"Allow": methods})
+
+
+def _unknown_route(request: Request) -> HTTPException:
+    """The 404 of a path that no route takes; it names the route at which `/v1` is missing."""
+    path = request.scope["path"]
+    shown = path[:PATH_CHARACTERS_SHOWN]
+    message = f"There is no route {shown}."
+    if _methods(request, f"/v1{path}"):
+        message += f" The API is at /v1{shown}: end the client's base URL with /v1."
+    return HTTPException(404, message)
+
+
+def _methods(request: Request, path: str) -> list[str]:
+    """The methods that routes take at `path`, sorted."""
+    scope = {**request.scope, "path": path}
+    return sorted(
+        method
+        for route in request.app.state.routes
+        if isinstance(route, Route) and route.matches(scope)[0] != Match.NONE
+        for method in route.methods or ()
+    )
 
 
 async def _answer_invalid(request: Request, error: Exception) -> Response:

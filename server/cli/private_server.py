@@ -37,7 +37,7 @@ class PrivateServer:
         self.url = f"{UNIX}{path}"
         self._child = ChildProcess(
             "the server",
-            python_command("server.cli.start", ignored=(signal.SIGINT,)),
+            python_command("server.cli.start", "private server", (signal.SIGINT,)),
             PrivateServerArgs(engine, server),
             stop_signal=signal.SIGTERM,
         )

@@ -137,12 +137,9 @@ def _without_folders(error: Exception) -> str:
 
 def _http_fault(error: HTTPException) -> Fault:
     headers = error.headers or {}
-    if error.status_code == 404:
-        return Fault(404, "There is no such route.", code="not_found", headers=headers)
-    if error.status_code == 405:
-        return Fault(405, "This route does not take this method.", headers=headers)
     kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
-    return Fault(error.status_code, str(error.detail), kind, headers=headers)
+    code = "not_found" if error.status_code == 404 else None
+    return Fault(error.status_code, str(error.detail), kind, code=code, headers=headers)
 
 
 def user_error_from(error: ValidationError) -> UserError:

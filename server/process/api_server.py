@@ -63,6 +63,7 @@ RESPONSE_GRACE_S = 2.0
 """Time for error responses to reach the clients, once the engine has died or draining has ended."""
 INTERRUPT_GRACE_S = 0.1
 """The same after a second SIGINT."""
+SECOND_INTERRUPT = "; Ctrl-C again stops at once"
 UNHEALTHY_S = 0.7
 """Time that /health returns 503 before an API server without an engine exits."""
 MANY_CONNECTIONS = 500
@@ -252,6 +253,7 @@ class ApiServer:
         self._checkpoint: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._stage = DownloadProgress().stage
         self._stopping = asyncio.Event()
+        self._is_interrupt = False
         self._interrupted = asyncio.Event()
         self._started_s = time.monotonic()
         self._urls = [f"http://{config.host}:{config.port}"]
@@ -266,6 +268,7 @@ class ApiServer:
         """Like `stop`; the second call ends the server at once."""
         if self._stopping.is_set():
             self._interrupted.set()
+        self._is_interrupt = True
         self._stopping.set()
 
     def fail(self, engine: int, reason: str) -> None:
@@ -543,10 +546,8 @@ class ApiServer:
             (one for one in self._client.engines if one.failure and one.engine not in self._lost),
             self._client.engines[0],
         )
-        if last.is_failure_logged:
-            logger.info("the engine has failed, the server stops")
-        else:
-            logger.error("the engine is gone, the server stops: %s", last.failure)
+        level = logging.INFO if last.is_failure_logged else logging.ERROR
+        logger.log(level, "the server stops, because the engine ended: %s", last.failure)
         await asyncio.sleep(UNHEALTHY_S)
         await self._wait_for_requests(RESPONSE_GRACE_S)
         return WRONG_SETTING if self._client.is_misconfigured else FAILED
@@ -555,9 +556,10 @@ class ApiServer:
         self.state.is_draining = True
         timeout_s = self.state.config.shutdown_timeout_s
         logger.info(
-            "stopping: %d requests may finish within %g s",
+            "stopping: %d requests may finish within %g s%s",
             len(self.state.active_requests),
             timeout_s,
+            SECOND_INTERRUPT if self._is_interrupt else "",
         )
         await self._wait_for_requests(timeout_s)
         if self._client.failure is not None:

@@ -47,6 +47,7 @@ from server.process.api_server import (
     FAILED,
     INTERRUPTED,
     RESPONSE_GRACE_S,
+    SECOND_INTERRUPT,
     WRONG_SETTING,
     ApiServer,
     ApiServerArgs,
@@ -384,7 +385,7 @@ class Supervisor:
         return ChildProcess(
             f"API server {index}",
             # Like a single API server, it drains on Ctrl-C and SIGTERM.
-            python_command("server.process.supervisor", ignored=(signal.SIGINT,)),
+            python_command("server.process.supervisor", f"API server {index}", (signal.SIGINT,)),
             args,
             on_exit=lambda end: self._events.put(ApiServerExit(index, end.description)),
             stop_signal=signal.SIGTERM,
@@ -410,6 +411,8 @@ class Supervisor:
             self._close(children, RESPONSE_GRACE_S + 1)
             is_misconfigured = any(process.poll() == WRONG_SETTING for process in processes)
             return WRONG_SETTING if is_misconfigured else FAILED
+        if event == signal.SIGINT:
+            logger.info("stopping%s", SECOND_INTERRUPT)
         timeout_s = self._config.shutdown_timeout_s + RESPONSE_GRACE_S + EXIT_GRACE_S
         if not self._close(children, timeout_s):
             return INTERRUPTED

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 STARTING_RETRY_S = 5
 DRAINING_RETRY_S = 30
 NAME_CHARACTERS_SHOWN = 200
+NAMES_SHOWN = 3
 MAX_RECENT = 100
 
 
@@ -182,8 +183,13 @@ class AppState:
         if not name:
             return self.model_names[0]
         if name not in self.model_names and name not in self.client.adapters:
+            served = [*self.model_names, *self.client.adapters]
+            first = served[:NAMES_SHOWN]
+            known = ", ".join(f"`{known[:NAME_CHARACTERS_SHOWN]}`" for known in first)
+            more = f" and {len(served) - NAMES_SHOWN} more" if len(served) > NAMES_SHOWN else ""
             raise NotFound(
-                f"The model `{name[:NAME_CHARACTERS_SHOWN]}` does not exist.",
+                f"The model `{name[:NAME_CHARACTERS_SHOWN]}` does not exist; this server has "
+                f"{known}{more}.",
                 param="model",
                 code="model_not_found",
             )

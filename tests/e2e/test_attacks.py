@@ -190,7 +190,7 @@ def test_requests_succeed_after_the_isolation_processes_are_killed(attacked: Liv
     guided = {"prompt": "a", "max_tokens": 2, "structured_outputs": {"regex": "[bc]+"}}
     rendered = {"messages": MESSAGES, "max_tokens": 1, "chat_template": "y"}
     isolation_pids = [
-        pid for pid in children_of(attacked.pid) if "engine.process.isolation" in command_of(pid)
+        pid for pid in children_of(attacked.pid) if "gaudiserve: isolation" in command_of(pid)
     ]
 
     for pid in isolation_pids:

@@ -55,7 +55,7 @@ def of_engine(live: LiveServer, name: str, engine: int) -> float:
 
 
 def engines_of(live: LiveServer) -> list[int]:
-    return [pid for pid in children_of(live.pid) if "engine.core.engine_process" in command_of(pid)]
+    return [pid for pid in children_of(live.pid) if "gaudiserve: engine" in command_of(pid)]
 
 
 def errors(live: LiveServer) -> list[str]:

@@ -75,7 +75,7 @@ def test_a_killed_engine_fails_open_requests_and_ends_the_server(fresh: LiveServ
     family = children_of(fresh.pid)
     assert family
 
-    os.kill(fresh.find("engine"), signal.SIGKILL)
+    os.kill(fresh.find("gaudiserve: engine"), signal.SIGKILL)
 
     for stream in (*streams, waiting):
         stream.join(5)
@@ -117,7 +117,7 @@ def test_a_killed_worker_ends_the_server(tiny_model: str, tmp_path: Path) -> Non
         assert len(family) >= 2
 
         os.kill(
-            workers_of(live.find("engine.core.engine_process"))[-1],
+            workers_of(live.find("gaudiserve: engine"))[-1],
             signal.SIGKILL,
         )
 

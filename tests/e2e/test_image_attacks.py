@@ -77,7 +77,7 @@ def attack(live: LiveServer, number: int) -> socket.socket:
 
 def image_calls(live: LiveServer) -> list[int]:
     """Processes in which an image is being processed."""
-    servers = [pid for pid in children_of(live.pid) if "process.isolation" in command_of(pid)]
+    servers = [pid for pid in children_of(live.pid) if "gaudiserve: isolation" in command_of(pid)]
     return [pid for server in servers for pid in children_of(server)]
 
 

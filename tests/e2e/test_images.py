@@ -332,7 +332,7 @@ def test_a_request_with_an_image_goes_on_behind_a_killed_engine(live: LiveServer
                 for choice in json.loads(line.removeprefix("data: "))["choices"]:
                     found += choice.get("token_ids") or []
                 if found and kills:
-                    os.kill(live.find("engine.core.engine_process"), signal.SIGKILL)
+                    os.kill(live.find("gaudiserve: engine"), signal.SIGKILL)
                     kills = False
         return found
 
@@ -374,7 +374,7 @@ def test_a_large_image_travels_in_shared_memory_of_which_nothing_is_left(
             while not files_in(ours) and time.monotonic() < deadline_s:
                 time.sleep(0.0005)
             assert files_in(ours), "no file was ever seen"
-            os.kill(server.find("engine.core.engine_process"), signal.SIGKILL)
+            os.kill(server.find("gaudiserve: engine"), signal.SIGKILL)
             assert answering.result().status_code == 200
         assert files_in(ours) == []
 

@@ -141,7 +141,7 @@ def test_the_server_of_the_page_finds_blocks_in_files_after_its_engine_is_killed
         first = [ask(talk)["choices"][0]["text"] for talk in TALKS + TALKS]
         assert fetched() == 0
         assert 'gaudiserve:kv_offload_bytes_total{direction="in"' in live.ask("/metrics").text
-        os.kill(live.find("engine.core.engine_process"), signal.SIGKILL)
+        os.kill(live.find("gaudiserve: engine"), signal.SIGKILL)
         again = [ask(talk)["choices"][0]["text"] for talk in TALKS]
         count = fetched()
 

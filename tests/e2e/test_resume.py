@@ -42,7 +42,7 @@ async def answers_of(live: LiveServer, asks: list[tuple[str, dict[str, Any]]]) -
 
 
 def engine_of(live: LiveServer) -> int:
-    return live.find("engine.core.engine_process")
+    return live.find("gaudiserve: engine")
 
 
 def values(live: LiveServer, *names: str) -> float:

@@ -77,7 +77,7 @@ def values(live: LiveServer, *names: str) -> float:
 
 
 def engines_of(live: LiveServer) -> list[int]:
-    return [pid for pid in children_of(live.pid) if "engine.core.engine_process" in command_of(pid)]
+    return [pid for pid in children_of(live.pid) if "gaudiserve: engine" in command_of(pid)]
 
 
 def is_ready(live: LiveServer) -> bool:

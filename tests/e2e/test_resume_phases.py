@@ -80,7 +80,7 @@ def value(live: LiveServer, name: str) -> float:
 
 
 def kill_engine(live: LiveServer) -> None:
-    os.kill(live.find("engine.core.engine_process"), signal.SIGKILL)
+    os.kill(live.find("gaudiserve: engine"), signal.SIGKILL)
 
 
 def content(live: LiveServer, body: dict[str, Any]) -> Any:

@@ -112,6 +112,7 @@ def test_a_signal_ends_a_server_that_waits_for_its_checkpoint(
 
         assert live.wait_exit(10) == 0
         assert live.leftovers() == []
+        assert ("Ctrl-C again stops at once" in live.text()) == (number == signal.SIGINT)
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +140,9 @@ def test_the_first_lines_have_urls_that_answer_and_tell_of_an_open_server(
             httpx.get(url.replace("/v1", "/v1/models"), headers=key, timeout=20, trust_env=False)
             for url in urls
         ]
+        before = len(live.text())
+        live.close()
+        assert "WARNING" not in live.text()[before:]
 
     assert [url for url in urls if "://localhost:" in url or "://127.0.0.1:" in url] == [
         f"http://{host}:{live.port}{path}" for path in ("/v1", "/", "/docs")

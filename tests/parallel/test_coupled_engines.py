@@ -219,7 +219,7 @@ def test_engines_on_two_hosts_share_experts_over_one_address_and_end_together(
         while not all(stream.events for stream in streams):
             time.sleep(0.01)
         start = time.monotonic()
-        os.kill(second.find("engine_process"), signal.SIGKILL)
+        os.kill(second.find("gaudiserve: engine"), signal.SIGKILL)
         for stream in streams:
             stream.join(END_S)
 

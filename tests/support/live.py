@@ -69,16 +69,14 @@ def command_of(pid: int) -> str:
 
 def workers_of(pid: int) -> list[int]:
     """Living descendants but those that isolate third-party code."""
-    return [
-        child for child in children_of(pid) if "engine.process.isolation" not in command_of(child)
-    ]
+    return [child for child in children_of(pid) if "gaudiserve: isolation" not in command_of(child)]
 
 
 def own_workers() -> list[int]:
     """Workers that engines in this process started, in the order of their ranks: not those of
     servers that other tests use."""
     children = _direct_children(os.getpid())
-    return sorted(child for child in children if "executors.worker_main" in command_of(child))
+    return sorted(child for child in children if "gaudiserve: worker" in command_of(child))
 
 
 class LiveServer:

@@ -108,13 +108,32 @@ def test_an_exit_code_reads_as_a_sentence(code: int, sentence: str) -> None:
 
 def test_a_users_own_config_module_is_not_taken_for_ours(tmp_path: Path) -> None:
     (tmp_path / "config.py").write_text("raise SystemExit('the wrong config')")
-    command = python_command("config.errors")
+    command = python_command("config.errors", "no main")
 
     done = subprocess.run(
         command, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20
     )
 
     assert "cannot import name 'main' from 'config.errors'" in done.stderr
+
+
+def test_ps_shows_what_a_process_is_and_its_variables() -> None:
+    code = (
+        "from pathlib import Path; from engine.process.child_process import set_title; "
+        "set_title('engine 3'); print(Path('/proc/self/cmdline').read_text().strip(chr(0))); "
+        "print('MARK=here' in Path('/proc/self/environ').read_text().split(chr(0)))"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "MARK": "here"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert done.stdout.split("\n")[:2] == ["gaudiserve: engine 3", "True"], done.stderr
 
 
 def test_a_front_end_loads_no_torch() -> None:

@@ -159,7 +159,7 @@ def test_a_fork_server_that_is_stopped_while_it_prepares_is_replaced(
 def test_starting_does_not_wait_for_a_process_that_reads_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(isolation, "python_command", lambda _: ["sleep", "60"])
+    monkeypatch.setattr(isolation, "python_command", lambda *_: ["sleep", "60"])
     server = ForkServer("tests.support.isolated_calls", bytes(4 * 2**20), LIMITS)
 
     with ThreadPoolExecutor(1) as threads:

@@ -276,12 +276,32 @@ async def test_unknown_models_routes_and_methods_have_their_own_errors() -> None
         nameless = await rig.http.get("/v1/models/")
         method = await rig.http.get("/v1/chat/completions")
 
-        assert "gpt-4" in model
+        assert model == "The model `gpt-4` does not exist; this server has `demo`, `org/demo`."
         check(one, 404, param="model", code="model_not_found")
         for response in (route, later, slash, nameless):
             check(response, 404, type="invalid_request_error", param=None, code="not_found")
         check(method, 405, type="invalid_request_error", param=None, code=None)
         assert method.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "words"),
+    [
+        ("POST", "/chat/completions", 404, "end the client's base URL with /v1"),
+        ("GET", "/models", 404, "The API is at /v1/models"),
+        ("POST", "/v1/v1/chat/completions", 404, "no route /v1/v1/chat/completions."),
+        ("PUT", "/v1/completions", 405, "/v1/completions takes POST, not PUT."),
+        ("PATCH", "/v1/responses/resp_1", 405, "takes DELETE, GET, not PATCH."),
+    ],
+)
+async def test_a_wrong_path_or_method_names_the_right_one(
+    method: str, path: str, status: int, words: str
+) -> None:
+    async with in_memory() as rig:
+        response = await rig.http.request(method, path)
+
+        assert words in check(response, status)
+        assert (status == 405) == ("allow" in response.headers)
 
 
 async def test_a_prompt_that_is_too_long_has_the_words_clients_match_on() -> None:

@@ -46,7 +46,7 @@ def metric(live: LiveServer, name: str) -> float:
 
 def api_servers(live: LiveServer) -> list[int]:
     """By age."""
-    found = [pid for pid in children_of(live.pid) if "server.process.supervisor" in command_of(pid)]
+    found = [pid for pid in children_of(live.pid) if "gaudiserve: API server" in command_of(pid)]
     return sorted(found)
 
 

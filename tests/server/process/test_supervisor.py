@@ -70,7 +70,7 @@ def read_to_the_end(live: LiveServer, endings: list[str]) -> None:
 
 
 def api_servers(live: LiveServer) -> list[int]:
-    return [pid for pid in children_of(live.pid) if "server.process.supervisor" in command_of(pid)]
+    return [pid for pid in children_of(live.pid) if "gaudiserve: API server" in command_of(pid)]
 
 
 def test_the_metrics_of_any_api_server_are_those_of_all(shared: LiveServer) -> None:
@@ -132,11 +132,7 @@ def test_sigterm_lets_every_api_server_finish(daemon: LiveServer) -> None:
 @pytest.mark.parametrize("victim", ["API server", "engine"])
 def test_the_death_of_one_ends_all(daemon: LiveServer, victim: str) -> None:
     family = children_of(daemon.pid)
-    pid = (
-        api_servers(daemon)[1]
-        if victim == "API server"
-        else daemon.find("engine.core.engine_process")
-    )
+    pid = api_servers(daemon)[1] if victim == "API server" else daemon.find("gaudiserve: engine")
     endings: list[str] = []
     readers = [Thread(target=read_to_the_end, args=(daemon, endings)) for _ in range(ROUNDS)]
     for reader in readers:
