@@ -15,6 +15,11 @@ from config.loading.vllm_spelling import Spelled, ambiguity, respelled, with_das
 
 _FLAG = re.compile(r"--?[a-zA-Z]")
 _OF_NUMBER = re.compile(r"^argument --([\w-]+)(?:/--[\w-]+)*: is ")
+EPILOG = (
+    "Every flag is also a variable (--max-num-seqs: GAUDISERVE_MAX_NUM_SEQS) and a key of the YAML "
+    "file. A flag wins over a variable, a variable over the file. docs/coming-from-vllm.md lists "
+    "vLLM's flags."
+)
 METAVARS = {bool: "", int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
 
@@ -27,6 +32,24 @@ class Parser(argparse.ArgumentParser):
         """Why a flag of vLLM's command of this name is not in this version."""
         self.spell: Callable[[Iterable[str], Collection[str]], Spelled] = _as_given
         """Rewrites vLLM's spellings of the flags that the parser knows."""
+        self.server_groups: list[argparse._ArgumentGroup] = []
+        """Groups that `--help` leaves out and `--help-all` shows last."""
+
+    def format_help(self) -> str:
+        return self._help_of(lambda group: group not in self.server_groups)
+
+    def format_all_help(self) -> str:
+        """The text of `--help-all`."""
+        return self._help_of(lambda group: True)
+
+    def _help_of(self, is_shown: Callable[[argparse._ArgumentGroup], bool]) -> str:
+        groups = self._action_groups
+        ordered = sorted(groups, key=lambda group: group in self.server_groups)
+        self._action_groups = list(filter(is_shown, ordered))
+        try:
+            return super().format_help()
+        finally:
+            self._action_groups = groups
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(_OF_NUMBER.sub(r"\1 is ", message))
@@ -126,6 +149,30 @@ class _Record(argparse.Action):
         namespace.given = [*getattr(namespace, "given", []), given]
 
 
+class _HelpAll(argparse.Action):
+    """Prints the help with the flags of the server, and ends the process."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> NoReturn:
+        assert isinstance(parser, Parser)
+        sys.stdout.write(parser.format_all_help())
+        parser.exit()
+
+
+def command_parser(prog: str, description: str, *, has_model: bool = True) -> Parser:
+    """A parser for a command that takes the flags of a server beside its own, whose groups the
+    caller adds: `--help` shows the caller's groups, and `--help-all` all of them."""
+    parser = server_parser(prog, description, has_model=has_model)
+    parser.add_argument(
+        "--help-all", action=_HelpAll, nargs=0, help="Show the flags of the server as well"
+    )
+    own = ("positional arguments", "options")
+    parser.server_groups = [group for group in parser._action_groups if group.title not in own]
+    parser.epilog = (
+        "The flags of `gaudiserve serve` are taken as well: --help-all shows them. " + EPILOG
+    )
+    return parser
+
+
 def server_parser(prog: str, description: str, *, has_model: bool = True) -> Parser:
     """A parser of all flags of a server, in groups, with defaults in the help."""
     parser = Parser(
@@ -134,9 +181,7 @@ def server_parser(prog: str, description: str, *, has_model: bool = True) -> Par
         description=description,
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=100),
-        epilog="Every flag is also a variable (--max-num-seqs: GAUDISERVE_MAX_NUM_SEQS) and a key "
-        "of the YAML file. A flag wins over a variable, a variable over the file. "
-        "docs/coming-from-vllm.md lists vLLM's flags.",
+        epilog=EPILOG,
     )
     parser.absence, parser.spell = absence, respelled
     parser.set_defaults(given=[], model=None)

@@ -4,6 +4,7 @@ It imports no torch.
 """
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 
 from config.engine import AUTO, NATIVE
 from config.errors import ConfigError
@@ -58,7 +59,9 @@ def decoder_spec(config: ModelConfig, *, has_head: bool = True) -> DecoderSpec:
     if not has_head:
         name = causal_name(name)
     if name not in ARCHITECTURES:
+        near = ", ".join(get_close_matches(config.architecture, ARCHITECTURES, n=3, cutoff=0))
         raise ConfigError(
-            f"{config.path} is a {config.architecture}, supported are {', '.join(ARCHITECTURES)}"
+            f"{config.path} is a {config.architecture}, which is not built in; the nearest of the "
+            f"{len(ARCHITECTURES)} architectures in docs/models.md are {near}"
         )
     return ARCHITECTURES[name].make_spec(config)

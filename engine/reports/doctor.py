@@ -81,9 +81,11 @@ def diagnose(machine: Machine, config: EngineConfig, cache_folder: str) -> Diagn
     device = [
         Finding(OK, "device", f"--device {config.device} takes {device_name}: {reason}"),
         *_device_problems(machine, device_name, cards),
-        _mode_finding(mode, contradiction, device_name),
-        _cache(cache_folder),
     ]
+    is_gaudi = device_name in ("hpu", "hpu-emulator") or has_sign_of_gaudi(machine)
+    if is_gaudi or contradiction:
+        device.append(_mode_finding(mode, contradiction, device_name))
+    device.append(_cache(cache_folder))
     return Diagnosis(
         config.device,
         device_name,
@@ -152,13 +154,16 @@ def _device_problems(machine: Machine, device_name: str, cards: Preflight) -> It
 
 def _host(machine: Machine) -> tuple[Finding, ...]:
     free, total = usable_memory(machine.root)
-    fast = has_fast_bfloat16(machine.root)
-    slow = "slow on this CPU but for models that our kernels compute"
-    speed = "multiplied in hardware" if fast else f"not multiplied in hardware: {slow}"
+    bfloat16 = "bfloat16 is multiplied in hardware"
+    if not has_fast_bfloat16(machine.root):
+        bfloat16 = (
+            "bfloat16 is multiplied by our kernels; --dtype auto is float32 for models that they "
+            "do not support"
+        )
     return (
         Finding(OK, "cores", f"{usable_cores(machine.root)} cores may be used"),
         Finding(OK, "memory", f"{free / GIB:.1f} of {total / GIB:.1f} GiB of memory are free"),
-        Finding(OK, "bfloat16", f"bfloat16 is {speed}"),
+        Finding(OK, "bfloat16", bfloat16),
     )
 
 

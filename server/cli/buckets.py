@@ -6,7 +6,7 @@ from pathlib import Path
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
-from config.loading.parser import Parser, number, server_parser
+from config.loading.parser import Parser, command_parser, number
 from config.loading.sources import load
 from config.traffic import read_traffic
 from engine.reports.buckets import (
@@ -26,7 +26,7 @@ usage: gaudiserve buckets show [flags]   print a strategy's table, and its paddi
 
 def buckets_parser(action: str) -> Parser:
     """The flags of `show` or `fit`, in addition to those of `serve`."""
-    parser = server_parser(
+    parser = command_parser(
         f"gaudiserve buckets {action}",
         "Show or fit bucket tables; needs no model and no device.",
         has_model=False,

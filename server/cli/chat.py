@@ -12,7 +12,7 @@ from typing import Any
 
 from config.checkpoint.demo import NAMES
 from config.errors import CheckpointError
-from config.loading.parser import Parser, server_parser
+from config.loading.parser import Parser, command_parser
 from config.loading.sources import DEFAULT, Loaded, load
 from server.cli.bench.openai import first_model
 from server.cli.http_client import HttpClient, HttpFailure
@@ -31,7 +31,7 @@ CLEAR_LINE = "\r\x1b[K"
 
 def chat_parser() -> Parser:
     """The flags of a server, and those of the conversation."""
-    parser = server_parser("gaudiserve chat", DESCRIPTION)
+    parser = command_parser("gaudiserve chat", DESCRIPTION)
     add = parser.add_argument_group("Chat").add_argument
     add(
         "--base-url",

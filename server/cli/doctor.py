@@ -3,14 +3,14 @@
 import json
 
 from config.loading.env import cache_home, environment
-from config.loading.parser import Parser, server_parser
+from config.loading.parser import Parser, command_parser
 from config.loading.sources import load
 from engine.reports.doctor import as_json, as_text, diagnose, this_machine
 
 
 def doctor_parser() -> Parser:
     """The flags of the command, in addition to those of `serve`."""
-    parser = server_parser(
+    parser = command_parser(
         "gaudiserve doctor",
         "Check whether a server with these flags can run on this machine.",
         has_model=False,

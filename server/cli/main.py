@@ -16,7 +16,7 @@ from config.engine import EXTERNAL_LAUNCHER
 from config.errors import CheckpointError, ConfigError, EngineDied
 from config.loading.env import disable_autoload, environment
 from config.loading.flags import FLAGS
-from config.loading.parser import Parser, server_parser
+from config.loading.parser import Parser, command_parser, server_parser
 from config.loading.sources import Loaded, load
 from config.loading.values import nearest
 from config.loading.vendor_variables import ignored_variables
@@ -133,7 +133,7 @@ def _with_reasons(reasons: Mapping[str, str]) -> str:
 
 
 def _config(argv: list[str]) -> int:
-    parser = server_parser(
+    parser = command_parser(
         "gaudiserve config", "Print the configuration that `serve` would run with."
     )
     parser.add_argument("--json", action="store_true", help="Print JSON")

@@ -5,7 +5,7 @@ from functools import partial
 
 from config.checkpoint.facts import model_facts
 from config.errors import ConfigError
-from config.loading.parser import Parser, number, server_parser
+from config.loading.parser import Parser, command_parser, number
 from config.loading.sources import load
 from config.setting import is_count
 from engine.reports.buckets import SECONDS_PER_GRAPH
@@ -16,7 +16,7 @@ DEVICES = ("gaudi2", "gaudi3")
 
 def plan_parser() -> Parser:
     """The flags of the command, in addition to those of `serve`, some of which they replace."""
-    parser = server_parser(
+    parser = command_parser(
         "gaudiserve plan",
         "Estimate a model's memory on Gaudi cards from its config.json. Needs no card.",
     )

@@ -10,7 +10,7 @@ from config.checkpoint.facts import model_facts
 from config.engine import EngineConfig
 from config.errors import CheckpointError, ConfigError
 from config.loading.env import chosen_device, environment
-from config.loading.parser import Parser, number, server_parser
+from config.loading.parser import Parser, command_parser, number
 from config.loading.sources import DEFAULT, Loaded, load
 from engine.reports.doctor import this_machine
 from engine.reports.plan import Target, as_text, with_sizes
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 def presets_parser() -> Parser:
     """The flags of the command, in addition to those of `serve`."""
-    parser = server_parser(
+    parser = command_parser(
         "gaudiserve presets",
         "Print settings for a model on Gaudi cards as YAML for --config. Needs no card.",
     )

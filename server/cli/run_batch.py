@@ -13,7 +13,7 @@ from tqdm import tqdm
 from config import log
 from config.checkpoint.demo import NAMES
 from config.errors import EngineDied
-from config.loading.parser import Parser, number, server_parser
+from config.loading.parser import Parser, command_parser, number
 from config.loading.sources import Loaded, load
 from server.cli.batch_files import BatchLine, BatchOutput, InvalidLine, read_lines
 from server.cli.http_client import Answer, HttpClient, HttpFailure
@@ -33,7 +33,7 @@ BUSY = 503
 
 def batch_parser() -> Parser:
     """The flags of a server, and those of the batch."""
-    parser = server_parser("gaudiserve run-batch", DESCRIPTION)
+    parser = command_parser("gaudiserve run-batch", DESCRIPTION)
     group = parser.add_argument_group("Batch")
     add = group.add_argument
     add("-i", "--input-file", required=True, metavar="FILE", help="Requests, a line each")

@@ -111,6 +111,34 @@ def test_buckets_that_were_fitted_are_shown_again_from_their_file(
     ]
 
 
+@pytest.mark.parametrize(
+    ("command", "own"),
+    [
+        (["chat"], "--system-prompt"),
+        (["doctor"], "--json"),
+        (["plan"], "--lengths"),
+        (["run-batch"], "--input-file"),
+        (["presets"], "--cards"),
+        (["config"], "--json"),
+        (["buckets", "show"], "--traffic"),
+    ],
+)
+def test_help_of_a_command_is_short_and_help_all_has_the_flags_of_the_server(
+    command: list[str], own: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = []
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as end:
+            main([*command, flag])
+        assert end.value.code == 0
+        shown.append(capsys.readouterr().out)
+
+    short, whole = shown
+    assert len(short.splitlines()) <= 60
+    assert own in short and "--max-num-seqs N" not in short
+    assert whole.index(own) < whole.index("--max-num-seqs N")
+
+
 def test_help_is_grouped_and_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["serve", "--help"])
