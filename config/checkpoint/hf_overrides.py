@@ -44,9 +44,9 @@ def merged(config: Json, overrides: Mapping[str, Any]) -> Json:
 
 
 def with_overrides(folder: str, text: str, cache_dir: str | None) -> str:
-    """`folder`, or for overrides in `text` a folder in the cache with the same files, as links, and
-    the merged config.json: all processes and transformers read the same fields. Raises ConfigError,
-    also for a merged config.json that cannot be read, of which no folder remains."""
+    """A folder in the cache with links to the files of `folder` and the merged config.json, which
+    all processes and transformers read; `folder` itself without overrides in `text`. Raises
+    ConfigError. No folder remains of a merged config.json that cannot be read."""
     overrides = parse_overrides(text)
     if not overrides:
         return folder

@@ -38,7 +38,7 @@ async def served(folder: Path, **config: Any) -> AsyncIterator[tuple[UvicornServ
     """A server with TLS and MAX_CONNECTIONS, and its port."""
     issued = trustme.CA().issue_cert("127.0.0.1")
     issued.private_key_pem.write_to_path(folder / "key.pem")
-    (folder / "cert.pem").write_bytes(b"".join(one.bytes() for one in issued.cert_chain_pems))
+    (folder / "cert.pem").write_bytes(b"".join(pem.bytes() for pem in issued.cert_chain_pems))
     limits = ServerConfig(
         ssl_certfile=str(folder / "cert.pem"),
         ssl_keyfile=str(folder / "key.pem"),
