@@ -10,7 +10,9 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
 MMAP_BLOCK_BYTES = 2**20
-RETAINED_BYTES = 16 * 2**20
+RETAINED_BYTES = 2 * 2**20
+"""Freed memory that each arena retains. glibc has up to eight arenas per core, and trim_memory
+returns no memory at the end of an arena other than the main arena."""
 
 MAX_MMAP_THRESHOLD_BYTES = 32 * 2**20
 """glibc takes no larger M_MMAP_THRESHOLD."""

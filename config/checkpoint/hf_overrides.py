@@ -11,6 +11,7 @@ from config.errors import ConfigError
 from config.json_text import parse_json
 from config.loading.env import cache_home
 from config.model.json_fields import Json, read_json
+from config.model.read_config import read_model_config
 from config.owned_directory import OwnedDirectory
 
 _FILE = "config.json"
@@ -43,9 +44,9 @@ def merged(config: Json, overrides: Mapping[str, Any]) -> Json:
 
 
 def with_overrides(folder: str, text: str, cache_dir: str | None) -> str:
-    """`folder`, or for overrides in `text` a folder in the cache with the same files, as links, and
-    the merged config.json: all processes and transformers read the same fields. Raises
-    ConfigError."""
+    """A folder in the cache with links to the files of `folder` and the merged config.json, which
+    all processes and transformers read; `folder` itself without overrides in `text`. Raises
+    ConfigError. No folder remains of a merged config.json that cannot be read."""
     overrides = parse_overrides(text)
     if not overrides:
         return folder
@@ -65,7 +66,17 @@ def with_overrides(folder: str, text: str, cache_dir: str | None) -> str:
             (fresh / _FILE).write_text(content, encoding="utf-8")
             for name in names:
                 (fresh / name).symlink_to(source / name)
+            _check(fresh, source)
             # Another process may have been first; either folder is good.
             if not target.is_dir():
                 fresh.rename(target)
     return str(target)
+
+
+def _check(folder: Path, source: Path) -> None:
+    """Raise ConfigError, with the path of `source`, if `folder` is not the folder of a model."""
+    try:
+        read_model_config(str(folder), allow_quantized=True)
+    except ConfigError as error:
+        message = str(error).replace(str(folder), str(source))
+        raise ConfigError(f"with --hf-overrides, {message}") from None

@@ -125,6 +125,10 @@ def runtime_environment(config: EngineConfig) -> dict[str, str]:
     if "TOKENIZERS_PARALLELISM" not in os.environ:
         # Otherwise the tokenizers library warns after a fork.
         chosen["TOKENIZERS_PARALLELISM"] = "false"
+    if "MALLOC_ARENA_MAX" not in os.environ:
+        # trim_memory returns the memory at the end of an arena only if it is the main arena, and
+        # threads that compile grammars or read adapters would have an arena each.
+        chosen["MALLOC_ARENA_MAX"] = "1"
     if config.num_threads is not None:
         chosen["OMP_NUM_THREADS"] = str(config.num_threads)
     return chosen

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import logging
 import os
 import resource
 import select
@@ -25,10 +26,12 @@ from typing import NoReturn
 
 import msgspec
 
-from config.errors import EngineDied
+from config.errors import EngineDied, Overloaded, UserError
 from config.loading.env import environment
 from config.native import panics_as_errors
 from engine.process.child_process import FAULTS, describe_exit, python_command
+
+logger = logging.getLogger(__name__)
 
 MAX_STARTS = 3
 """Attempts at one call when the fork server itself is lost."""
@@ -77,6 +80,21 @@ class CallBroken(Exception):
 
 class CallCancelled(Exception):
     """The call was cancelled; its process is killed."""
+
+
+@contextlib.contextmanager
+def failures_of_requests(action: str, refusal: str, *, param: str | None = None) -> Iterator[None]:
+    """Raise failures of a call as errors of its request, and log them: Overloaded for
+    CallInterrupted, since the request may succeed later; UserError with the text `refusal` for
+    other failures. `action`: what the call does, as the subject of a sentence."""
+    try:
+        yield
+    except CallInterrupted as error:
+        logger.warning("%s was interrupted: %s", action, error)
+        raise Overloaded(f"{action} was interrupted: {error}") from None
+    except (CallKilled, CallBroken) as error:
+        logger.warning("%s failed, its request is refused: %s", action, error)
+        raise UserError(f"{refusal}: {error}", param=param) from None
 
 
 class Cancellation:

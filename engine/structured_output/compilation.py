@@ -24,11 +24,9 @@ from config.native import panics_as_errors
 from config.params.structured_output import FREE, GrammarSpec
 from engine.process.isolation import (
     Call,
-    CallBroken,
-    CallInterrupted,
-    CallKilled,
     ForkServer,
     Limits,
+    failures_of_requests,
 )
 from engine.structured_output.grammar import Grammar, Vocabulary
 
@@ -165,16 +163,9 @@ class GrammarCompiler:
         """Compile `spec` in a fork. Raises UserError when the spec is to blame for a failure, else
         Overloaded."""
         assert self._fork_server is not None, "compile before start"
-        try:
+        action, refusal = f"compiling the {spec.kind}", f"the {spec.kind} cannot be compiled"
+        with failures_of_requests(action, refusal, param="structured_outputs"):
             answer = self._fork_server.call(msgspec.msgpack.encode(spec))
-        except CallInterrupted as error:
-            logger.warning("Compiling a %s was interrupted: %s", spec.kind, error)
-            raise Overloaded(f"compiling the {spec.kind} was interrupted: {error}") from None
-        except (CallKilled, CallBroken) as error:
-            logger.warning("A %s was refused, since compiling it failed: %s", spec.kind, error)
-            raise UserError(
-                f"the {spec.kind} cannot be compiled: {error}", param="structured_outputs"
-            ) from None
         checked = msgspec.msgpack.decode(answer, type=_Checked)
         if checked.error is not None:
             raise UserError(checked.error, param="structured_outputs")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ class ReceivedBody:
     fields: dict[str, Any]
     num_bytes: int
     record: RequestRecord
-    """Of its request."""
+    """The record of its request."""
 
 
 class BodyReader:
@@ -63,7 +64,7 @@ class BodyReader:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_buffered_bytes = 0
-        """Of all bodies that are being received or wait to be decoded."""
+        """Bytes of all bodies that are being received or wait to be decoded."""
         # One thread: several would alternate on the GIL, and the event loop would wait for all.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode")
         self._trim_timer: asyncio.TimerHandle | None = None
@@ -123,6 +124,9 @@ class BodyReader:
         self._trim_timer = None
         if self._num_trims_left:
             self._trim_timer = asyncio.get_running_loop().call_later(TRIM_INTERVAL_S, self._trim)
+        # The traceback of a refused request refers to its body, often in a cycle. Python collects
+        # these generations too, but only after thousands of new objects.
+        gc.collect(1)
         with contextlib.suppress(RuntimeError):  # the thread was closed
             self._thread.submit(trim_memory)
 

@@ -7,6 +7,7 @@ import logging
 import math
 import socket
 import ssl
+import time
 from collections.abc import Awaitable, Callable
 from enum import Enum
 from typing import Any, cast
@@ -73,6 +74,17 @@ class HttpConfig(uvicorn.Config):
     def load(self) -> None:
         super().load()
         self.ssl = self._tls
+
+    def warn_full(self, num_open: int) -> None:
+        """Log that the connection limit is reached, at most once in FULL_WARNING_S."""
+        now_s = time.monotonic()
+        if now_s - self.warned_full_s > FULL_WARNING_S:
+            self.warned_full_s = now_s
+            logger.warning(
+                "%d connections are open, at most %d may be: new connections are refused",
+                num_open,
+                self.max_connections,
+            )
 
 
 class _Rejected(Exception):
@@ -427,18 +439,9 @@ class HttpProtocol(HttpToolsProtocol):
             )
 
     def _reject_connection(self) -> None:
-        max_connections = self._http_config.max_connections
-        now_s = self.loop.time()
-        if now_s - self._http_config.warned_full_s > FULL_WARNING_S:
-            self._http_config.warned_full_s = now_s
-            logger.warning(
-                "%d connections are open, at most %d may be: new ones get 503",
-                len(self.connections) - 1,
-                max_connections,
-            )
-        message = (
-            f"{len(self.connections) - 1} connections are open, at most {max_connections} may be."
-        )
+        num_open, max_connections = len(self.connections) - 1, self._http_config.max_connections
+        self._http_config.warn_full(num_open)
+        message = f"{num_open} connections are open, at most {max_connections} may be."
         fault = Fault(503, message, "server_overloaded", headers={"Retry-After": "1"})
         self._read_state = _ReadState.DROPPED
         self.transport.write(_response(fault, self.server_state.default_headers))

@@ -34,6 +34,7 @@ from server.app.application import create_app
 from server.http.peer_proxy import Peers, listen
 from server.http.protocol import HttpConfig, HttpProtocol
 from server.http.tls import Tls
+from server.http.tls_listener import TlsListener
 from server.metrics.registry import Metrics
 from server.metrics.select import make_tracer
 from server.multimodal.inputs import ImageInputs, make_image_inputs
@@ -153,19 +154,22 @@ class UvicornServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn's for given sockets, with a limit on the time for a TLS handshake: by default a
-        client that never finishes it holds a descriptor for a minute."""
-        config = cast(HttpConfig, self.config)
+        """uvicorn's for given sockets, with TLS handshakes that count as connections."""
+        config, loop = cast(HttpConfig, self.config), asyncio.get_running_loop()
 
         def protocol() -> HttpProtocol:
             self._closings.num_accepted += 1
             return HttpProtocol(config, self.server_state, self.lifespan.state)
 
-        listen = partial(asyncio.get_running_loop().create_server, protocol, backlog=config.backlog)
-        if config.ssl is not None:
-            timeout_s = config.limits.request_header_timeout_s
-            listen = partial(listen, ssl=config.ssl, ssl_handshake_timeout=timeout_s)
-        self.servers = [await listen(sock=sock) for sock in sockets or ()]
+        self.servers = []
+        for sock in sockets or ():
+            server: asyncio.Server | TlsListener
+            if config.ssl is None:
+                server = await loop.create_server(protocol, sock=sock, backlog=config.backlog)
+            else:
+                server = TlsListener(sock, config.ssl, config, self.server_state, protocol)
+            # uvicorn only closes it.
+            self.servers.append(cast(asyncio.Server, server))
         self.started = True
 
     async def on_tick(self, counter: int) -> bool:

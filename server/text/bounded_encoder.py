@@ -8,15 +8,13 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as Encoder
 
 from config.checkpoint.tokenizer_bounds import TokenizerBounds
-from config.errors import Overloaded, RequestFailed, UserError
+from config.errors import RequestFailed, UserError
 from config.native import NativePanic, panics_as_errors
 from engine.process.isolation import (
     Call,
-    CallBroken,
-    CallInterrupted,
-    CallKilled,
     ForkServer,
     Limits,
+    failures_of_requests,
 )
 from server.text.long_texts import without_lone_surrogates
 
@@ -70,7 +68,7 @@ class BoundedEncoder:
                     texts, add_special_tokens=add_special_tokens
                 )
         except NativePanic as error:
-            raise _refused(texts, error) from None
+            raise UserError(f"{_refusal(texts)}: {error}") from None
         return encodings
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -95,12 +93,8 @@ class BoundedEncoder:
             else tuple(map(without_lone_surrogates, text))
             for text in texts
         ]
-        try:
+        with failures_of_requests("encoding a text", _refusal(texts)):
             reply = self._isolation.call(msgspec.msgpack.encode((clean, add_special_tokens)))
-        except CallInterrupted as error:
-            raise Overloaded(f"encoding a text was interrupted: {error}") from None
-        except (CallKilled, CallBroken) as error:
-            raise _refused(texts, error) from None
         return [_encoding(state) for state in msgspec.msgpack.decode(reply, type=list[bytes])]
 
 
@@ -134,7 +128,5 @@ def _num_bytes(texts: Sequence[Text]) -> int:
     )
 
 
-def _refused(texts: Sequence[Text], error: Exception) -> UserError:
-    return UserError(
-        f"the tokenizer of this model cannot encode a text of {_num_bytes(texts)} bytes: {error}"
-    )
+def _refusal(texts: Sequence[Text]) -> str:
+    return f"the tokenizer of this model cannot encode a text of {_num_bytes(texts)} bytes"

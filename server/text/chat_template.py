@@ -24,7 +24,7 @@ from config.errors import ConfigError, Overloaded, UserError
 from config.model.json_fields import MAX_JSON_BYTES
 from config.server import RESERVED_VARIABLES
 from config.whole_files import read_limited
-from engine.process.isolation import CallInterrupted, CallKilled, ForkServer
+from engine.process.isolation import ForkServer, failures_of_requests
 from server.http.json_encoder import encode_json
 from server.text.fair_slots import FairSlots
 from server.text.messages import Message
@@ -266,14 +266,9 @@ class ChatTemplate:
             reply: dict[str, Any] = json.loads(isolation.call(encode_json(fields)))
             return reply
 
-        try:
+        action, refusal = "rendering the chat template", "the chat template was stopped"
+        with failures_of_requests(action, refusal, param="chat_template"):
             reply = await asyncio.get_running_loop().run_in_executor(self._isolated, call)
-        except CallInterrupted as error:
-            raise Overloaded(f"rendering the chat template was interrupted: {error}") from None
-        except CallKilled as error:
-            raise UserError(
-                f"the chat template was stopped: {error}", param="chat_template"
-            ) from None
         if "text" in reply:
             return str(reply["text"])
         kind = TextTooLong if reply["is_too_long"] else UserError

@@ -105,11 +105,17 @@ def test_overrides_that_are_no_object_are_refused(text: str, folder: Path) -> No
         resolve(str(folder), hf_overrides=text)
 
 
-def test_a_field_of_another_type_is_refused_with_its_name(folder: Path, tmp_path: Path) -> None:
-    found = with_overrides(str(folder), '{"num_hidden_layers": "two"}', str(tmp_path / "cache"))
+def test_a_field_of_another_type_is_refused_and_leaves_no_folder(
+    folder: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
 
-    with pytest.raises(ConfigError, match=r"num_hidden_layers .* is 'two', it must be a int"):
-        read_model_config(found)
+    with pytest.raises(ConfigError) as raised:
+        with_overrides(str(folder), '{"num_hidden_layers": "two"}', str(cache))
+
+    assert "num_hidden_layers" in str(raised.value)
+    assert f"{folder}/config.json is 'two', it must be a int" in str(raised.value)
+    assert list((cache / "hf-overrides").iterdir()) == []
 
 
 def test_a_cache_that_cannot_be_written_is_named(folder: Path, tmp_path: Path) -> None:

@@ -103,6 +103,7 @@ def test_a_worker_gets_its_threads_but_keeps_the_users_own_settings(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("KMP_BLOCKTIME", "7")
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "4")
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
 
@@ -112,6 +113,7 @@ def test_a_worker_gets_its_threads_but_keeps_the_users_own_settings(
     assert told["OMP_NUM_THREADS"] == "3"
     assert "OMP_NUM_THREADS" not in untold
     assert "KMP_BLOCKTIME" not in told
+    assert "MALLOC_ARENA_MAX" not in told
     assert int(told["GOMP_SPINCOUNT"]) > 0
 
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from live import alive, children_of
 
-from config.errors import EngineDied
+from config.errors import EngineDied, Overloaded, UserError
 from engine.process import isolation
 from engine.process.isolation import (
     CallBroken,
@@ -20,6 +20,7 @@ from engine.process.isolation import (
     Cancellation,
     ForkServer,
     Limits,
+    failures_of_requests,
 )
 
 LIMITS = Limits(cpu_s=0.1, wall_s=1.2, memory_bytes=128 * 2**20, stack_bytes=2**20)
@@ -247,3 +248,24 @@ def test_a_cancelled_call_ends_with_its_process() -> None:
         server.call(b"echo", cancellation=cancellation)
     assert server.call(b"echo again") == b"again"
     server.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (CallInterrupted("its time ended"), Overloaded("reading was interrupted: its time ended")),
+        (CallKilled("it crashed"), UserError("a word is refused: it crashed", param="word")),
+        (CallBroken("it raised"), UserError("a word is refused: it raised", param="word")),
+    ],
+)
+def test_a_call_that_fails_refuses_its_request(
+    error: Exception, expected: UserError | Overloaded
+) -> None:
+    with (
+        pytest.raises(type(expected)) as raised,
+        failures_of_requests("reading", "a word is refused", param="word"),
+    ):
+        raise error
+
+    assert str(raised.value) == str(expected)
+    assert getattr(raised.value, "param", None) == getattr(expected, "param", None)
