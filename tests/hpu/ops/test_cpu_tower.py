@@ -26,6 +26,7 @@ from hpu.ops.cpu_tower import (
 )
 
 FAMILIES = ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "llava", "mistral3"]
+FAMILIES += [pytest.param("qwen3_vl_moe", marks=pytest.mark.slow)]
 CPU = torch.device("cpu")
 
 
