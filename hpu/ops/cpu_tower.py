@@ -16,7 +16,7 @@ from hpu.ops.cpu import can_pack, packed_linear
 Forward = Callable[..., Tensor]
 ATTENTIONS = (
     *("VisionAttention", "Qwen2_5_VLVisionAttention", "Qwen3VLVisionAttention"),
-    "Qwen3VLMoeVisionAttention",
+    *("Qwen3VLMoeVisionAttention", "Qwen3_5VisionAttention", "Qwen3_5MoeVisionAttention"),
 )
 """Classes of transformers that cut the patches at `cu_seqlens` and attend within each part."""
 GATED_MLPS = ("Qwen2_5_VLMLP", "PixtralMLP")
