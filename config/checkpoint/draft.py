@@ -43,6 +43,16 @@ def draft_folder(
         raise ConfigError(f"the model of --speculative-config: {error}") from None
 
 
+def check_target(method: SpeculationMethod, target: ModelConfig) -> None:
+    """Raise ConfigError for a model for which no drafts are verified."""
+    if states_of(target):
+        raise ConfigError(
+            f"--speculative-config names the method {method.method}, and {target.path} has layers "
+            "with a state, from which rejected drafts cannot be removed: leave "
+            "--speculative-config out"
+        )
+
+
 def check_draft(
     config: EngineConfig, method: SpeculationMethod, folder: str, target: ModelConfig
 ) -> EngineConfig | None:
