@@ -21,7 +21,7 @@ def served_facts(config: ModelConfig, backend: Backend, *, is_native: bool) -> M
     vision = config.vision
     if vision is None:
         return config
-    reason = _why_not_served(config, vision, backend, is_native=is_native)
+    reason = _unsupported_reason(config, vision, backend, is_native=is_native)
     if not reason:
         return config
     logger.warning(
@@ -30,7 +30,7 @@ def served_facts(config: ModelConfig, backend: Backend, *, is_native: bool) -> M
     return replace(config, vision=None)
 
 
-def _why_not_served(
+def _unsupported_reason(
     config: ModelConfig, vision: VisionFacts, backend: Backend, *, is_native: bool
 ) -> str:
     """Why the images of a model are not served; empty: they are served."""
@@ -42,10 +42,10 @@ def _why_not_served(
     # By its name: hasattr would import the code of the model.
     if vision.architecture not in dir(transformers):
         return f"transformers {transformers.__version__} has no {vision.architecture}"
-    return _why_not_driven(config, backend) if vision.is_unlisted else ""
+    return _unlisted_reason(config, backend) if vision.is_unlisted else ""
 
 
-def _why_not_driven(config: ModelConfig, backend: Backend) -> str:
+def _unlisted_reason(config: ModelConfig, backend: Backend) -> str:
     """Why images that only transformers knows are not served; empty: they are served."""
     if backend.compiles:
         return f"its tower has no fixed shapes, which {backend.name} needs"

@@ -50,9 +50,9 @@ def drafter_sizes(
     block_size: int,
     max_model_len: int,
 ) -> DrafterSizes:
-    """Of what --speculative-config names beside the model `target`; `width` and `kv_width`: bytes
-    of a number. The weights of a head count whole: its projections are on every card. ConfigError
-    where it does not fit the target."""
+    """The sizes of what --speculative-config names beside the model `target`; `width` and
+    `kv_width`: bytes of a number. The weights of a head count whole: its projections are on every
+    card. ConfigError where it does not fit the target."""
     method = config.speculation.choose()
     if method is None:
         return NO_DRAFTER
