@@ -6,7 +6,7 @@ import importlib.metadata
 from dataclasses import replace
 from pathlib import Path
 
-from config.checkpoint.draft import check_draft, draft_folder
+from config.checkpoint.draft import check_draft, check_target, draft_folder
 from config.checkpoint.operations import check_operations
 from config.checkpoint.shapes import check_weights
 from config.checkpoint.tied_head import check_tied_head
@@ -57,18 +57,22 @@ def check_device(device: str) -> None:
 def check_checkpoint(config: EngineConfig, folder: str) -> None:
     """Raise ConfigError for a model that cannot be served with `config`."""
     facts, pooler = check_model_config(config, folder)
-    method = config.speculation.choose()
-    if method is not None and method.has_drafter:
-        draft = draft_folder(config, method) if method.model else folder
-        own = check_draft(config, method, draft, facts)
-        if own is not None:
-            check_checkpoint(own, draft)
     if config.load_format == DUMMY:
         check_limits(facts)
     else:
         check_weights(facts, pooler)
         if pooler is None:
             check_tied_head(facts)
+    method = config.speculation.choose()
+    if method is None:
+        return
+    if pooler is None:
+        check_target(method, facts)
+    if method.has_drafter:
+        draft = draft_folder(config, method) if method.model else folder
+        own = check_draft(config, method, draft, facts)
+        if own is not None:
+            check_checkpoint(own, draft)
 
 
 def check_model_config(

@@ -1,4 +1,4 @@
-"""The checkpoint that drafts tokens for another one: where it is, and whether the two fit."""
+"""The checkpoint that drafts tokens for a model: where it is, and whether it fits the model."""
 
 import re
 from dataclasses import replace
@@ -41,6 +41,16 @@ def draft_folder(
         )
     except ConfigError as error:
         raise ConfigError(f"the model of --speculative-config: {error}") from None
+
+
+def check_target(method: SpeculationMethod, target: ModelConfig) -> None:
+    """Raise ConfigError for a model for which no drafts are verified."""
+    if states_of(target):
+        raise ConfigError(
+            f"--speculative-config names the method {method.method}, and {target.path} has layers "
+            "with a state, from which rejected drafts cannot be removed: leave "
+            "--speculative-config out"
+        )
 
 
 def check_draft(
@@ -115,7 +125,7 @@ def draft_config(
 
 
 def _mtp_facts(target: ModelConfig) -> ModelConfig:
-    """Those of the target and the layer that follows its own."""
+    """The facts of the target with the layer that follows its layers."""
     if not target.num_mtp_layers:
         raise ConfigError(
             f"--speculative-config names the method mtp, and {target.path} has no layer for it "

@@ -7,6 +7,7 @@ import torch
 
 from config.errors import ConfigError
 from config.model.model_config import ModelConfig
+from config.model.multimodal.vision import VisionFacts
 from config.parallel import Stage
 from hpu.backends.base import Backend
 from hpu.multimodal.base import Tower
@@ -20,11 +21,7 @@ def served_facts(config: ModelConfig, backend: Backend, *, is_native: bool) -> M
     vision = config.vision
     if vision is None:
         return config
-    reason = ""
-    if vision.uses_mrope and not is_native:
-        reason = "the code of transformers (--model-impl) takes positions with one axis"
-    elif vision.is_unlisted:
-        reason = _why_not_driven(config, backend)
+    reason = _unsupported_reason(config, vision, backend, is_native=is_native)
     if not reason:
         return config
     logger.warning(
@@ -33,8 +30,23 @@ def served_facts(config: ModelConfig, backend: Backend, *, is_native: bool) -> M
     return replace(config, vision=None)
 
 
-def _why_not_driven(config: ModelConfig, backend: Backend) -> str:
-    """Of a model whose images only transformers knows; empty: they can be served."""
+def _unsupported_reason(
+    config: ModelConfig, vision: VisionFacts, backend: Backend, *, is_native: bool
+) -> str:
+    """Why the images of a model are not served; empty: they are served."""
+    # It takes half a second, which models without images do not need.
+    import transformers
+
+    if vision.uses_mrope and not is_native:
+        return "the code of transformers (--model-impl) takes positions with one axis"
+    # By its name: hasattr would import the code of the model.
+    if vision.architecture not in dir(transformers):
+        return f"transformers {transformers.__version__} has no {vision.architecture}"
+    return _unlisted_reason(config, backend) if vision.is_unlisted else ""
+
+
+def _unlisted_reason(config: ModelConfig, backend: Backend) -> str:
+    """Why images that only transformers knows are not served; empty: they are served."""
     if backend.compiles:
         return f"its tower has no fixed shapes, which {backend.name} needs"
     # It imports all of transformers, which other models do not need.

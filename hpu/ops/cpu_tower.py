@@ -14,10 +14,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from hpu.ops.cpu import can_pack, packed_linear
 
 Forward = Callable[..., Tensor]
-ATTENTIONS = ("VisionAttention", "Qwen2_5_VLVisionAttention", "Qwen3VLVisionAttention")
+ATTENTIONS = (
+    *("VisionAttention", "Qwen2_5_VLVisionAttention", "Qwen3VLVisionAttention"),
+    *("Qwen3VLMoeVisionAttention", "Qwen3_5VisionAttention", "Qwen3_5MoeVisionAttention"),
+)
 """Classes of transformers that cut the patches at `cu_seqlens` and attend within each part."""
 GATED_MLPS = ("Qwen2_5_VLMLP", "PixtralMLP")
-"""Those that multiply an activation of `gate_proj` with `up_proj`."""
+"""Classes of transformers that multiply an activation of `gate_proj` with `up_proj`."""
 SILU = ("SiLU", "SiLUActivation")
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from config.checkpoint.draft import check_target
 from config.engine import CacheConfig
 from config.errors import ConfigError
 from config.execution import WarmupConfig
@@ -178,11 +179,7 @@ def check_speculation(loaded: LoadedModel) -> None:
             f"--speculative-config names the method {method.method}, and {what} is served for "
             "pooling, which generates no tokens"
         )
-    if loaded.has_states:
-        raise ConfigError(
-            f"--speculative-config names the method {method.method}, and {what} has layers with a "
-            "state, from which rejected drafts cannot be removed"
-        )
+    check_target(method, loaded.facts)
     if loaded.prompt_vocab_size:
         raise ConfigError(
             f"--speculative-config names the method {method.method}, and prompts of {what} have "

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from config.checkpoint.draft import draft_facts, draft_folder
+from config.checkpoint.draft import check_target, draft_facts, draft_folder
 from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
 from config.checkpoint.weight_maps.draft_heads import (
     eagle3_weight_map,
@@ -50,11 +50,14 @@ def drafter_sizes(
     block_size: int,
     max_model_len: int,
 ) -> DrafterSizes:
-    """Of what --speculative-config names beside the model `target`; `width` and `kv_width`: bytes
-    of a number. The weights of a head count whole: its projections are on every card. ConfigError
-    where it does not fit the target."""
+    """The sizes of what --speculative-config names beside the model `target`; `width` and
+    `kv_width`: bytes of a number. The weights of a head count whole: its projections are on every
+    card. ConfigError where it does not fit the target."""
     method = config.speculation.choose()
-    if method is None or not method.has_drafter:
+    if method is None:
+        return NO_DRAFTER
+    check_target(method, target)
+    if not method.has_drafter:
         return NO_DRAFTER
     num_cards = config.parallel.tensor_parallel_size
     folder = draft_folder(config, method) if method.model else config.model

@@ -38,6 +38,19 @@ def test_a_draft_model_has_no_stages(folder: str, tmp_path: Path) -> None:
         check_checkpoint(EngineConfig(str(small), parallel=two), str(small))
 
 
+@pytest.mark.parametrize("method", ["mtp", "ngram"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next", "granitemoehybrid"])
+def test_drafts_for_a_model_with_states_are_refused(
+    family: str, method: str, tmp_path: Path
+) -> None:
+    folder = str(make_tiny(family, tmp_path))
+    keys = {"method": method, "num_speculative_tokens": 1}
+    speculation = SpeculationConfig(speculative_config=json.dumps(keys))
+
+    with pytest.raises(ConfigError, match=f"the method {method}, and .* has layers with a state"):
+        check_checkpoint(EngineConfig(folder, speculation=speculation), folder)
+
+
 def test_a_context_longer_than_the_checkpoints_is_refused_with_both_numbers(folder: str) -> None:
     facts = read_model_config(folder)
     most = facts.max_position

@@ -51,7 +51,13 @@ def run(folder: Path, family: str, **options: Any) -> tuple[list[list[int]], Any
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "mode"), [("llava", "replicated"), ("qwen2_vl", "replicated"), ("qwen2_vl", "data")]
+    ("family", "mode"),
+    [
+        ("llava", "replicated"),
+        ("qwen2_vl", "replicated"),
+        ("qwen2_vl", "data"),
+        ("qwen3_5", "replicated"),
+    ],
 )
 def test_two_ranks_give_the_tokens_of_one(family: str, mode: str, tmp_path: Path) -> None:
     folder = make_tiny_vision(family, tmp_path)
@@ -74,6 +80,7 @@ def test_two_ranks_give_the_tokens_of_one(family: str, mode: str, tmp_path: Path
         ("llava", "1,2", "data"),
         ("qwen2_vl", "16,32,64", "data"),
         ("mllama", "auto", "data"),
+        ("qwen3_5", "16,32,64", "data"),
     ],
 )
 def test_two_emulated_cards_give_the_tokens_of_one_and_compile_nothing_after_warmup(

@@ -41,9 +41,11 @@ from server.multimodal.video import read_frames
 FAMILIES = ["llava", "qwen2_vl"]
 FAMILIES += [
     pytest.param(name, marks=pytest.mark.slow)
-    for name in ("qwen3_vl", "gemma3", "mllama", "phi4_multimodal", "lighton_ocr")
+    for name in ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "gemma3", "mllama", "phi4_multimodal")
 ]
-FAMILIES += [pytest.param("llava_onevision", marks=pytest.mark.slow)]
+FAMILIES += [
+    pytest.param(name, marks=pytest.mark.slow) for name in ("lighton_ocr", "llava_onevision")
+]
 NUM_TOKENS = 12
 QUESTION = "Who?"
 FLAGS = ("--served-model-name=tiny", "--dtype=float32", "--max-model-len=512")
@@ -227,7 +229,7 @@ def test_a_chat_with_a_video_gives_the_tokens_of_transformers(
         tokenize=False,
         add_generation_prompt=True,
     )
-    mark = TINY[family].video_mark if family == "qwen3_vl" else "<|video_pad|>"
+    mark = TINY[family].video_mark if family.startswith("qwen3") else "<|video_pad|>"
     ids = tokenizer(text.replace(mark, answer.text), return_tensors="pt")["input_ids"]
     values = {
         one.name: torch.frombuffer(bytearray(one.data), dtype=getattr(torch, one.dtype))

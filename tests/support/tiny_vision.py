@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from tiny_models import COMMON, IM_START, VOCAB_SIZE, rope_fields, write_tokenizer
+from tiny_models import FAMILIES as TEXTS
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -69,6 +70,13 @@ _QWEN_PREPROCESSOR = {
     "patch_size": PATCH,
     "merge_size": 2,
     "temporal_patch_size": 2,
+}
+_INTERPOLATED = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 25,
 }
 _SQUARE = {"height": 56, "width": 56}
 PHI4_AUDIO: dict[str, Any] = {
@@ -139,16 +147,22 @@ FAMILIES = {
     ),
     "qwen3_vl": _qwen(
         "Qwen3VL",
-        {
-            "depth": 3,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "out_hidden_size": 64,
-            "num_position_embeddings": 25,
-            "deepstack_visual_indexes": [0, 1],
-        },
+        {**_INTERPOLATED, "deepstack_visual_indexes": [0, 1]},
         {"model_type": "qwen3_vl_text", "head_dim": 16, "rope_parameters": _mrope(4, 2, 2)},
     ),
+    **{
+        name: _qwen(
+            "Qwen3VL",
+            _INTERPOLATED,
+            {
+                **TEXTS[f"{name}_text"],
+                "model_type": f"{name}_text",
+                "rope_parameters": {**_mrope(4, 2, 2), "partial_rotary_factor": 0.5},
+            },
+        )
+        for name in ("qwen3_5", "qwen3_5_moe")
+        if f"{name}_text" in TEXTS
+    },
     "mllama": _Family(
         tokens=("<|image|>",),
         mark="<|image|>",

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from tiny_models import FAMILIES as TEXTS
 from tiny_models import VOCAB_SIZE, write_tokenizer
 from tiny_vision import PHI4_AUDIO
 from torch import Tensor
@@ -71,7 +72,7 @@ _INTERLEAVED: dict[str, Any] = {
         "mrope_interleaved": True,
     },
 }
-_DEEPSTACK: dict[str, Any] = {
+_INTERPOLATED: dict[str, Any] = {
     "depth": 3,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -79,8 +80,13 @@ _DEEPSTACK: dict[str, Any] = {
     "out_hidden_size": 32,
     "patch_size": 14,
     "num_position_embeddings": 25,
-    "deepstack_visual_indexes": [0, 1],
     "initializer_range": 0.2,
+}
+_DEEPSTACK = {**_INTERPOLATED, "deepstack_visual_indexes": [0, 1]}
+_HALF_ROTATED: dict[str, Any] = {
+    "rope_parameters": {**_INTERLEAVED["rope_parameters"], "partial_rotary_factor": 0.5},
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
 
 _MLLAMA: dict[str, Any] = {
@@ -258,6 +264,8 @@ def _qwen(model_type: str, text: dict[str, Any], vision: dict[str, Any]) -> Visi
     )
 
 
+WITH_STATES = ("qwen3_5", "qwen3_5_moe")
+"""Families with layers that keep a state of each request, without prefix caching."""
 VISION_FAMILIES: dict[str, VisionFamily] = {
     "llava": VisionFamily(
         "llava",
@@ -484,6 +492,14 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         },
         _DEEPSTACK,
     ),
+    **{
+        name: _qwen(
+            name,
+            {**TEXTS[f"{name}_text"], **_HALF_ROTATED, "model_type": f"{name}_text"},
+            _INTERPOLATED,
+        )
+        for name in WITH_STATES
+    },
     "qwen2_5_vl": _qwen(
         "qwen2_5_vl",
         {**_MROPE, "model_type": "qwen2_5_vl_text"},

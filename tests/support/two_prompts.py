@@ -22,6 +22,9 @@ TABLE = BucketConfig(
 )
 LIMITS = {"max_num_seqs": 2, "max_num_batched_tokens": 128, "max_model_len": 128}
 """Of launches: one bucket is added to TABLE, for the longest prompt; the sampler has one width."""
+SLICE = {"num_blocks": 32}
+"""Setting for a model with states: without prefix caching a decode reads all blocks as a slice,
+and the largest decode bucket of TABLE has 32 blocks."""
 WIDE = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 512}
 PROMPTS = ([3, 5, 7, 9, 11] * 9, [8, 1, 2])
 

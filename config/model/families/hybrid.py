@@ -185,13 +185,13 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Qwen3_5ForCausalLM": Family(
         _qwen3_5,
-        "Qwen3.5 and 3.6, 0.8B to 27B: text",
+        "the text model of Qwen3.5 and 3.6, 0.8B to 27B",
         _QWEN_LIMITS,
         defaults=_QWEN_DEFAULTS,
     ),
     "Qwen3_5MoeForCausalLM": Family(
         _qwen3_5,
-        "Qwen3.5 and 3.6, 35B-A3B to 397B-A17B: text",
+        "the text model of Qwen3.5 and 3.6, 35B-A3B to 397B-A17B",
         _QWEN_LIMITS,
         renamed={
             "num_local_experts": ("num_experts",),

@@ -100,9 +100,14 @@ _BIDIRECTIONAL = ("PaliGemmaForConditionalGeneration",)
 """Architectures whose text model sees the whole prompt from each of its tokens; transformers 4
 writes no field about it."""
 
-_INTERLEAVED = ("qwen3_vl_text", "qwen3_vl_moe_text")
+_INTERLEAVED = {
+    "qwen3_vl_text": (24, 20, 20),
+    "qwen3_vl_moe_text": (24, 20, 20),
+    "qwen3_5_text": (11, 11, 10),
+    "qwen3_5_moe_text": (11, 11, 10),
+}
 """model_type of the text models whose three axes take turns in the frequencies, whether the rope
-says so or not."""
+says so or not -> the mrope_section of a rope without this field."""
 
 _COMMON_FIELDS = (
     "dtype",
@@ -113,11 +118,11 @@ _COMMON_FIELDS = (
     "bos_token_id",
     "eos_token_id",
 )
-"""Of the whole model, in place of those of the text model."""
+"""Fields whose value in the whole model replaces the value in the text model."""
 
 
 IMAGE_TOKEN_FIELDS = ("image_token_id", "image_token_index")
-"""The second one is the older name."""
+"""The second name is the older name."""
 
 
 def with_architecture(fields: Fields) -> Fields:
@@ -181,5 +186,6 @@ def text_part(fields: Fields) -> Fields | None:
     if model_type in _INTERLEAVED:
         name = "rope_parameters" if "rope_parameters" in text else "rope_scaling"
         rope = Fields(text, fields.file).get(name, dict, {})
-        text[name] = {"mrope_section": [24, 20, 20], **rope, "mrope_interleaved": True}
+        sections = list(_INTERLEAVED[model_type])
+        text[name] = {"mrope_section": sections, **rope, "mrope_interleaved": True}
     return Fields({**text, **common, "architectures": [TEXT_MODELS[model_type]]}, fields.file)

@@ -74,6 +74,8 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     "Phi4MultimodalForCausalLM": VisionFamily(image_token_id=200010),
     "Qwen2VLForConditionalGeneration": VisionFamily(uses_mrope=True),
     "Qwen2_5_VLForConditionalGeneration": VisionFamily(uses_mrope=True),
+    "Qwen3_5ForConditionalGeneration": VisionFamily(uses_mrope=True),
+    "Qwen3_5MoeForConditionalGeneration": VisionFamily(uses_mrope=True),
     "Qwen3VLForConditionalGeneration": VisionFamily(uses_mrope=True, num_deepstack_layers=3),
     "Qwen3VLMoeForConditionalGeneration": VisionFamily(uses_mrope=True, num_deepstack_layers=3),
     "SmolVLMForConditionalGeneration": VisionFamily(),
@@ -124,7 +126,7 @@ def read_vision(whole: Fields) -> VisionFacts | None:
         old_name = "image_token_index"
         token_id = whole.count("image_token_id" if "image_token_id" in whole.raw else old_name)
     num_deepstack_layers = family.num_deepstack_layers
-    if "deepstack_visual_indexes" in vision.raw:
+    if num_deepstack_layers and "deepstack_visual_indexes" in vision.raw:
         num_deepstack_layers = len(vision.numbers("deepstack_visual_indexes"))
     return VisionFacts(
         architecture=names[0],

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from config.model.model_config import ModelConfig
@@ -31,8 +30,6 @@ def why_not_merged(config: ModelConfig) -> str:
     order, and gives its language model that alone. ConfigError as in build_whole."""
     assert config.vision is not None, "a model that takes images"
     name = config.vision.architecture
-    if not hasattr(transformers, name):
-        return f"transformers {transformers.__version__} has no {name}"
     whole = build_whole(config, config.vision, torch.float32)
     drop_language_model(whole)
     owner = features_owner(whole)

@@ -1,6 +1,6 @@
-"""The towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL in fixed shapes: the host computes what depends
-on the size of an image, and the device reads it. Transformers' own forward pass cuts tensors by
-values."""
+"""The towers of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 in fixed shapes: the host computes what
+depends on the size of an image, and the device reads it. Transformers' own forward pass cuts
+tensors by values."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,7 +24,7 @@ NUM_TAPS = 4
 
 
 def make_patches(whole: Any, dtype: torch.dtype) -> Patches | None:
-    """Of a model of transformers; None where images have no patches of their own number."""
+    """The patches of a model of transformers; None for a tower with a fixed number of patches."""
     kind = _KINDS.get(type(whole.config.vision_config).model_type)
     return None if kind is None else kind(whole, dtype)
 
@@ -46,8 +46,8 @@ class WindowPatches(Patches):
         self._full_blocks = range(len(visual.blocks)) if full is None else full
 
     def features(self, *inputs: Tensor) -> Tensor:
-        """Of pixels, positions, segments and windows: patches with the same number in `segments`
-        see each other, in some layers those with the same in `windows`."""
+        """Patches with the same number in `segments` see each other; in layers with windows, the
+        patches with the same number in `windows`."""
         pixels, positions, segments, windows = inputs
         visual = self._visual
         # A convolution whose steps are as wide as its kernel.
@@ -81,15 +81,16 @@ class WindowPatches(Patches):
         return (given[0], given[1], given[2], windows), order.numpy()
 
 
-class DeepstackPatches(Patches):
-    """Qwen3-VL: learned positions are interpolated to the grid of an image, and what some layers
-    give makes further embeddings."""
+class InterpolatedPatches(Patches):
+    """Qwen3-VL and Qwen3.5: learned positions are interpolated to the grid of an image. The outputs
+    of some layers of a Qwen3-VL make further embeddings."""
 
     def __init__(self, whole: Any, dtype: torch.dtype) -> None:
         self._visual = visual = whole.model.visual
         self.dtype = dtype
         self.merged = visual.spatial_merge_unit
         self._width = visual.patch_embed.proj.weight[0].numel()
+        self._further_blocks: list[int] = getattr(visual, "deepstack_visual_indexes", [])
         self.inputs = (
             PatchInput((self._width,), False),
             PatchInput((2,)),
@@ -99,8 +100,8 @@ class DeepstackPatches(Patches):
         )
 
     def features(self, *inputs: Tensor) -> Tensor:
-        """Of pixels, positions, the learned positions that these are between and the weights of
-        those, and segments."""
+        """`taps`: the learned positions around each patch; `weights`: their shares of its position;
+        patches with the same number in `segments` see each other."""
         pixels, positions, taps, weights, segments = inputs
         visual = self._visual
         projection = visual.patch_embed.proj
@@ -113,8 +114,8 @@ class DeepstackPatches(Patches):
         for number, block in enumerate(visual.blocks):
             hidden = hidden + _attend(block.attn, block.norm1(hidden), rotation, mask)
             hidden = hidden + block.mlp(block.norm2(hidden))
-            if number in visual.deepstack_visual_indexes:
-                place = visual.deepstack_visual_indexes.index(number)
+            if number in self._further_blocks:
+                place = self._further_blocks.index(number)
                 further.append(visual.deepstack_merger_list[place](hidden))
         return torch.cat((visual.merger(hidden), *further), dim=-1)
 
@@ -166,7 +167,9 @@ _KINDS: dict[str, Callable[[Any, torch.dtype], Patches]] = {
     "pixtral": PixtralPatches,
     "qwen2_vl_vision": WindowPatches,
     "qwen2_5_vl_vision": WindowPatches,
-    "qwen3_vl_vision": DeepstackPatches,
-    "qwen3_vl_moe_vision": DeepstackPatches,
+    "qwen3_vl_vision": InterpolatedPatches,
+    "qwen3_vl_moe_vision": InterpolatedPatches,
+    "qwen3_5_vision": InterpolatedPatches,
+    "qwen3_5_moe_vision": InterpolatedPatches,
 }
 """By the model_type of towers."""

@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL: an image token for each square of merged patches."""
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5: an image token for each square of merged patches."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ class QwenVLForm:
         self.merge = files.value("merge_size", files.vision.get("spatial_merge_size"))
         self.video: VideoForm | None = None
         if files.video_token:
-            is_timed = str(files.config.get("model_type")).startswith("qwen3_vl")
+            is_timed = str(files.config.get("model_type")).startswith(("qwen3_vl", "qwen3_5"))
             self.video = (TimedVideoForm if is_timed else QwenVideoForm)(files, self)
 
     def text(self, arrays: Arrays) -> str:
@@ -83,8 +83,8 @@ class QwenVideoForm:
 
 
 class TimedVideoForm(QwenVideoForm):
-    """Qwen3-VL reads the time of each patch of frames in the prompt, and bounds the pixels of all
-    frames together."""
+    """Video of Qwen3-VL and Qwen3.5: the prompt has the time of each patch of frames, and the limit
+    of pixels is for all frames together."""
 
     def __init__(self, files: ProcessorFiles, images: QwenVLForm) -> None:
         super().__init__(files, images)

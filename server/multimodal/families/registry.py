@@ -45,6 +45,8 @@ _BY_MODEL_TYPE: dict[str, Callable[[ProcessorFiles], PromptForm]] = {
     "qwen2_5_vl": QwenVLForm,
     "qwen3_vl": QwenVLForm,
     "qwen3_vl_moe": QwenVLForm,
+    "qwen3_5": QwenVLForm,
+    "qwen3_5_moe": QwenVLForm,
     "gemma3": Gemma3Form,
     "idefics3": Idefics3Form,
     "smolvlm": Idefics3Form,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from image_traffic import random_images
 from strict_card import COUNTERS, STRICT
-from tiny_vision_models import VISION_FAMILIES, make_tiny_vision, prepare
-from two_prompts import TABLE, working
+from tiny_vision_models import VISION_FAMILIES, WITH_STATES, make_tiny_vision, prepare
+from two_prompts import SLICE, TABLE, working
 
 from config.model.multimodal.vision import VISION_FAMILIES as SERVED
 from config.model.read_config import read_model_config
@@ -22,7 +22,8 @@ FAMILIES += ["qwen2_5_vl", pytest.param("qwen2_vl", marks=SLOW)]
 FAMILIES += ["qwen3_vl", *(pytest.param(name, marks=SLOW) for name in ("qwen3_vl_moe", "mistral3"))]
 FAMILIES += [pytest.param(name, marks=SLOW) for name in ("aya_vision", "deepseek_vl", "vipllava")]
 FAMILIES += ["mllama", pytest.param("phi4_multimodal", marks=SLOW), "llama4"]
-FAMILIES += [pytest.param("pixtral", marks=SLOW)]
+FAMILIES += [pytest.param("pixtral", marks=SLOW), "qwen3_5"]
+FAMILIES += [pytest.param("qwen3_5_moe", marks=SLOW)]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -37,7 +38,8 @@ def test_nothing_compiles_for_images_after_the_warm_up(name: str, tmp_path: Path
     has_patches = name.startswith("qwen") or name in ("mistral3", "pixtral")
     sizes = "16,48" if has_patches else "auto"
     table = replace(TABLE, images=sizes)
-    with working(tmp_path, device="hpu-emulator", emulator=STRICT, buckets=table) as rig:
+    card = {"device": "hpu-emulator", "emulator": STRICT, "buckets": table}
+    with working(tmp_path, **card, **(SLICE if name in WITH_STATES else {})) as rig:
         counts = torch.hpu.emulated.counters.counts  # type: ignore[attr-defined]
         before = [counts[name] for name in COUNTERS]
         found = random_images(rig, pictures, max_chunk=max_chunk)

@@ -10,8 +10,17 @@ import pytest
 import torch
 from image_traffic import ImageRig, Prompt, text, write
 from strict_card import COUNTERS, STRICT
-from tiny_vision_models import END, IMAGE, START, VIDEO, Picture, make_tiny_vision, prepare
-from two_prompts import TABLE, working
+from tiny_vision_models import (
+    END,
+    IMAGE,
+    START,
+    VIDEO,
+    WITH_STATES,
+    Picture,
+    make_tiny_vision,
+    prepare,
+)
+from two_prompts import SLICE, TABLE, working
 from worker_rig import WorkerRig
 
 from hpu.multimodal.image_inputs import _axes
@@ -19,7 +28,10 @@ from hpu.protocol import ImagePlacement
 
 NEW_TOKENS = 6
 FAMILIES = ["qwen2_5_vl", "qwen3_vl"]
-FAMILIES += [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_vl", "qwen3_vl_moe")]
+FAMILIES += [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("qwen2_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+]
 SECONDS = 0.75
 """Of one time of the grid."""
 
@@ -47,7 +59,7 @@ def make_video(whole: Any, time: int, height: int, width: int) -> Picture:
 
 def is_timed(whole: Any) -> bool:
     """The prompt has the times of a video as text."""
-    return str(whole.config.model_type).startswith("qwen3_vl")
+    return str(whole.config.model_type).startswith(("qwen3_vl", "qwen3_5"))
 
 
 def time_step(whole: Any) -> float:
@@ -119,7 +131,8 @@ def test_a_video_is_encoded_in_the_graphs_of_images_on_a_card(name: str, tmp_pat
         expected = tokens_of(on_cpu, prompt)
 
     table = replace(TABLE, images="16")
-    with working(tmp_path, device="hpu-emulator", emulator=STRICT, buckets=table) as rig:
+    card = {"device": "hpu-emulator", "emulator": STRICT, "buckets": table}
+    with working(tmp_path, **card, **(SLICE if name in WITH_STATES else {})) as rig:
         counts = torch.hpu.emulated.counters.counts  # type: ignore[attr-defined]
         before = [counts[name] for name in COUNTERS]
         found = tokens_of(rig, prompt, chunk=23)

@@ -133,7 +133,7 @@ def test_another_number_of_embeddings_ends_the_requests_of_the_image_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "mllama"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "mllama", "qwen3_5"])
 def test_two_ranks_have_a_tower_each(name: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     model = Model(name, tmp_path / "model")

@@ -26,6 +26,10 @@ from hpu.ops.cpu_tower import (
 )
 
 FAMILIES = ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "llava", "mistral3"]
+FAMILIES += [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+]
 CPU = torch.device("cpu")
 
 

@@ -204,10 +204,11 @@ def test_qwen2_5_vl_counts_seconds(tmp_path: Path) -> None:
     ("count", "size"),
     [(1, (64, 64)), (2, (300, 90)), (4, (64, 500)), (5, (10, 40)), (7, (333, 217))],
 )
-def test_qwen3_vl_reads_the_times_and_bounds_all_frames_together(
-    count: int, size: tuple[int, int], tmp_path: Path
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5_moe"])
+def test_qwen3_reads_the_times_and_bounds_all_frames_together(
+    family: str, count: int, size: tuple[int, int], tmp_path: Path
 ) -> None:
-    folder = make_tiny_vision("qwen3_vl", tmp_path, weights=False)
+    folder = make_tiny_vision(family, tmp_path, weights=False)
     bounds = {"shortest_edge": 28 * 28 * 16, "longest_edge": 28 * 28 * 60}
     own = msgspec.json.encode({"size": bounds})
     (folder / "video_preprocessor_config.json").write_bytes(own)

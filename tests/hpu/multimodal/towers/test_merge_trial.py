@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,11 +81,19 @@ def test_why_images_are_not_served_is_logged(
     assert "Images are not served" in caplog.text and "Ovis2ForCond" in caplog.text
 
 
-def test_a_model_that_transformers_does_not_know_has_its_text(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_unlisted", [True, False])
+def test_a_model_that_transformers_does_not_know_has_its_text(
+    is_unlisted: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An older transformers lacks models that are listed."""
     config = read("lighton_ocr", tmp_path, "NobodyKnowsForConditionalGeneration")
+    assert config.vision is not None
+    vision = replace(config.vision, is_unlisted=is_unlisted)
 
-    assert config.architecture == "Qwen3ForCausalLM" and config.vision is not None
-    assert "has no NobodyKnowsForConditionalGeneration" in why_not_merged(config)
+    facts = served_facts(replace(config, vision=vision), CpuBackend(1), is_native=True)
+
+    assert facts.architecture == "Qwen3ForCausalLM" and facts.vision is None
+    assert "has no NobodyKnowsForConditionalGeneration" in caplog.text
 
 
 def test_an_unknown_text_model_is_an_error(tmp_path: Path) -> None:
