@@ -10,10 +10,10 @@ from config.errors import ConfigError
 from config.whole_files import read_limited
 from server.http.errors import InvalidApiKey
 
-OPEN_PATHS = frozenset(
-    ("/health", "/ready", "/ping", "/version", "/metrics", "/", "/page/page.css", "/page/page.js")
-)
-"""Probes, version and metrics, and the static files of the status page."""
+OPEN_PATHS = frozenset(("/health", "/ready", "/ping", "/version", "/metrics", "/"))
+"""Probes, version, metrics and the page."""
+PAGE_FILES = "/page/files/"
+"""Prefix of the paths of the page's static files, which are public too."""
 MAX_FILE_BYTES = 2**20
 """Size limit of the file of --api-key-file: some 30,000 keys."""
 
@@ -38,7 +38,9 @@ class ApiKeys:
         """The owner of the request: the SHA-256 digest of its key in hex, the same in all API
         servers; empty if the server has no keys or the path needs none. If several headers have
         valid keys, the first one counts. Raises InvalidApiKey. Reads headers only."""
-        if not self._keys or scope["method"] == "OPTIONS" or scope["path"] in OPEN_PATHS:
+        path = scope["path"]
+        is_open = path in OPEN_PATHS or path.startswith(PAGE_FILES)
+        if not self._keys or scope["method"] == "OPTIONS" or is_open:
             return ""
         candidates = _candidates(scope)
         if not candidates:

@@ -1,0 +1,45 @@
+// The body of a chat request from a conversation and the settings.
+
+import { request } from "./api.js";
+import { parseTools } from "./settings.js";
+
+// Roughly: a token is seldom shorter than two characters.
+const CHARACTERS_PER_TOKEN = 2;
+
+// Messages as the API takes them, without what the page alone knows.
+function apiMessages(messages, system) {
+  const sent = messages.map(({ role, content, tool_calls, tool_call_id }) => ({
+    role,
+    content,
+    ...(tool_calls?.length && { tool_calls }),
+    ...(tool_call_id && { tool_call_id }),
+  }));
+  return system.trim() ? [{ role: "system", content: system }, ...sent] : sent;
+}
+
+export function chatBody(model, messages, settings) {
+  const tools = parseTools(settings.tools);
+  return {
+    model,
+    messages: apiMessages(messages, settings.system),
+    max_tokens: settings.maxTokens,
+    ...(settings.temperature !== "" && { temperature: Number(settings.temperature) }),
+    ...(tools.length && { tools }),
+  };
+}
+
+// Lowers max_tokens to what the context leaves. Only a conversation that may not fit is counted by the server.
+export async function fitToContext(body, maxModelLen, signal) {
+  const textLength = JSON.stringify(body.messages, (name, value) => (name === "image_url" ? undefined : value)).length;
+  if (!maxModelLen || textLength / CHARACTERS_PER_TOKEN + body.max_tokens <= maxModelLen) return;
+  const { model, messages, tools } = body;
+  let room;
+  try {
+    room = maxModelLen - (await (await request("tokenize", { model, messages, tools }, signal)).json()).count;
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    // The chat request meets the same error, and says it.
+    return;
+  }
+  if (room > 0) body.max_tokens = Math.min(body.max_tokens, room);
+}
