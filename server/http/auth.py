@@ -1,4 +1,4 @@
-"""API keys: which requests need one, and the owner that a key stands for."""
+"""API keys: which requests need a key, and the owner that a key stands for."""
 
 import hashlib
 import hmac
@@ -48,7 +48,7 @@ class ApiKeys:
                 "No API key was given; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
             )
         # All pairs are compared, so that the time does not depend on which one matches.
-        matches = [hmac.compare_digest(one, key) for one in candidates for key in self._keys]
+        matches = [hmac.compare_digest(sent, key) for sent in candidates for key in self._keys]
         if True not in matches:
             raise InvalidApiKey("The API key is wrong.")
         return self._owners[matches.index(True) % len(self._owners)]

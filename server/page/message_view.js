@@ -43,7 +43,7 @@ export class AnswerView {
     this.note = element("p", "", "note");
     this.stats = element("span", "", "quiet");
     this.foot = element("footer", "", "foot");
-    this.foot.append(this.stats, copyButton("Copy", "small", () => answer.content));
+    this.foot.append(this.stats, copyButton("Copy", "small", () => answer.content || this.calls.innerText));
     if (retry) this.foot.append(button("Retry", "small retry", retry));
     this.root.append(this.waiting, this.reasoning.root, this.text, this.calls, this.note, this.foot);
   }

@@ -5,11 +5,13 @@ import { byId } from "./dom.js";
 const NEAR_PX = 60;
 const list = byId("messages");
 let follows = true;
+let lastTop = 0;
 
 const isAtEnd = () => list.scrollHeight - list.scrollTop - list.clientHeight < NEAR_PX;
 
 export function toEnd() {
   list.scrollTop = list.scrollHeight;
+  lastTop = list.scrollTop;
   follows = true;
   byId("to-end").hidden = true;
 }
@@ -22,7 +24,9 @@ export function follow() {
 
 export function setUpScrolling() {
   list.addEventListener("scroll", () => {
-    follows = isAtEnd();
+    // A list that became lower, or an answer that grew, moves the end away although nobody scrolled.
+    follows = isAtEnd() || (follows && list.scrollTop >= lastTop);
+    lastTop = list.scrollTop;
     byId("to-end").hidden = follows;
   });
   byId("to-end").addEventListener("click", toEnd);

@@ -68,6 +68,7 @@ def chat_states(page: Page, server: PageServer, *, is_narrow: bool) -> None:
     expect(page.locator("#failure-text")).to_have_text("The server is shutting down.")
     expect(page.locator("#trouble")).to_contain_text("It takes no new requests")
     check(page, "refused message")
+    expect(page.locator("#to-end")).to_be_hidden()
     in_view(page, "#failure", "#question", "#send")
     server.rig.state.is_draining = False
     page.fill("#question", "")
@@ -122,6 +123,6 @@ def key_states(page: Page, url: str) -> None:
 
 
 def in_view(page: Page, *selectors: str) -> None:
-    """The elements lie whole within the window: no one has to scroll for them."""
+    """The elements lie whole within the window, without scrolling."""
     for selector in selectors:
         expect(page.locator(selector).last).to_be_in_viewport(ratio=0.99)

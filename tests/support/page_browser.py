@@ -17,7 +17,7 @@ SWITCHES = (
 )
 PATIENCE_MS = 30_000
 HEIGHTS = {360: 740, 900: 900, 1600: 1000}
-"""Of a window, by its width: a phone, a half screen, a whole one."""
+"""Heights of windows by their widths: a phone, half a screen, a whole screen."""
 AXE = Path(__file__).parents[1] / "page" / "node_modules" / "axe-core" / "axe.min.js"
 
 expect.set_options(timeout=PATIENCE_MS)

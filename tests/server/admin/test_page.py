@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from http_rig import TalkingClient, in_memory, on_port
 
+from config.lora.adapter import LoRAInfo
 from server.http.auth import PAGE_FILES
 
 KEY = {"authorization": "Bearer k"}
@@ -106,10 +107,10 @@ async def test_the_figures_need_the_key_and_hold_no_text() -> None:
     async with in_memory(TalkingClient("the answer"), api_keys=("k",)) as rig:
         asked = await rig.http.post("/v1/chat/completions", json=ASKED, headers=KEY)
 
-        stranger = await rig.http.get("/page/state")
+        without_key = await rig.http.get("/page/state")
         told = await rig.http.get("/page/state", headers=KEY)
 
-        assert (asked.status_code, stranger.status_code) == (200, 401)
+        assert (asked.status_code, without_key.status_code) == (200, 401)
         assert "secret" not in told.text and "the answer" not in told.text
         state = json.loads(told.text)
         assert (state["model"], state["status"]) == ("demo", "ready")
@@ -127,6 +128,13 @@ async def test_the_page_offers_pictures_and_documentation_only_if_they_are_there
 
         assert (state["takes_images"], state["has_docs"]) == (False, False)
         assert 'aria-label="Add pictures" hidden>' in page
+
+
+async def test_the_page_knows_the_adapters() -> None:
+    async with in_memory() as rig:
+        rig.client.adapters["chess"] = LoRAInfo("chess", "/adapters/chess", "digest", 8, 1024)
+
+        assert (await rig.http.get("/page/state")).json()["models"][-1] == "chess"
 
 
 async def test_recent_requests_are_bounded() -> None:
