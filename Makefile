@@ -125,7 +125,7 @@ $(VENV)/.page: $(VENV)/.installed
 $(PAGE_TESTS)/node_modules: $(PAGE_TESTS)/package-lock.json
 	@cd $(PAGE_TESTS) && npm ci --silent && touch node_modules
 
-test-page: $(VENV)/.page $(PAGE_TESTS)/node_modules ## The page in Chromium (from your system, as npm is), at three widths, a minute
+test-page: $(VENV)/.page $(PAGE_TESTS)/node_modules ## The page in Chromium (from your system, as npm is), at three widths, some minutes
 	@$(BIN)/python -m pytest -q -m page tests/page $(ARGS)
 
 page-pictures: $(VENV)/.page ## Make the pictures of docs/page.md again, with Chromium

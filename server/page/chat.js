@@ -97,6 +97,8 @@ async function write(before, content) {
   showFailure("");
   draw();
   byId("messages").append(shown.root);
+  // The button that asked, an example or Retry, is gone: the keyboard goes on in the list.
+  if (document.activeElement === document.body) byId("messages").focus();
   shown.update(true);
   toEnd();
   setStreaming(true);

@@ -16,6 +16,7 @@ export function drawList(currentId) {
     const remove = button("×", "small remove", () => {
       deleteConversation(chat.id);
       actions.deleted(chat.id);
+      byId("new-chat").focus();
     });
     remove.setAttribute("aria-label", `Delete ${chat.title}`);
     item.append(open, remove);
@@ -46,5 +47,6 @@ export function setUpList(given) {
       deleteConversation(id);
       actions.deleted(id);
     }
+    byId("new-chat").focus();
   });
 }

@@ -83,6 +83,23 @@ def test_markdown_is_shown_with_highlighted_code_that_can_be_copied(
     assert copied == MARKDOWN.split("```python\n")[1].split("```")[0]
 
 
+def test_code_can_be_copied_and_selected_while_the_answer_grows(
+    page: Page, server: PageServer
+) -> None:
+    server.answer("```python\nx = 1\n```\n" + LONG, pace_s=0.01)
+    send(page, "Code")
+    expect(answers(page)).to_contain_text("number 0")
+    block = page.locator(".code").element_handle()
+    page.click(".code-bar button")
+    # "Copied" or "Not copied": this window may lack the permission.
+    expect(page.locator(".code-bar button")).to_contain_text("opied")
+
+    expect(answers(page)).to_contain_text("number 2")
+
+    assert block is not None and block.evaluate("block => block.isConnected")
+    page.click("#send")
+
+
 def test_a_request_has_a_maximum_and_what_the_settings_say(page: Page) -> None:
     sent = bodies(page)
     ask(page, "Hi")
@@ -232,6 +249,26 @@ def test_a_deleted_conversation_does_not_return_with_its_answer(
     server.answer("Hello!")
     ask(page, "Next")
     expect(page.locator(".chat-name")).to_have_text(["Next"])
+
+
+def test_an_answer_that_is_left_does_not_end_the_next_one(page: Page, server: PageServer) -> None:
+    server.answer(LONG, pace_s=0.01)
+    send(page, "First")
+    expect(answers(page)).to_contain_text("number 1")
+
+    page.evaluate(
+        """() => {
+            document.getElementById("new-chat").click();
+            document.getElementById("question").value = "Second";
+            document.getElementById("ask").requestSubmit();
+        }"""
+    )
+
+    expect(answers(page)).to_contain_text("number 2")
+    expect(page.locator("#send")).to_have_text("Stop")
+    expect(page.locator(".message.user")).to_have_text("Second")
+    page.click("#send")
+    expect(page.locator(".chat-name")).to_have_text(["Second", "First"])
 
 
 def test_what_the_browser_keeps_is_bounded(page: Page) -> None:
@@ -386,6 +423,11 @@ def test_the_chat_works_with_the_keyboard_alone(page: Page) -> None:
     page.keyboard.type("lines")
     page.keyboard.press("Enter")
     expect(page.locator(".message.user .plain")).to_have_text("Two\nlines")
+    expect(page.locator("#send")).to_have_text("Send")
+    page.focus(".retry")
+    page.keyboard.press("Enter")
+    expect(page.locator("#messages")).to_be_focused()
+    expect(page.locator("#send")).to_have_text("Send")
     page.focus("#open-settings")
     page.keyboard.press("Enter")
     expect(page.locator("#settings")).to_be_visible()

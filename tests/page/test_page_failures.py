@@ -184,6 +184,10 @@ def test_a_wrong_key_is_said(browser: Browser) -> None:
             expect(page.locator("#key-error")).to_have_text(
                 "The server refuses this key. Check it and give it again."
             )
+        # The word stays although the page goes on asking, without a key.
+        for _ in range(2):
+            page.wait_for_event("response", lambda r: r.url.endswith("/page/state"))
+        expect(page.locator("#key-error")).to_contain_text("refuses this key")
         page.fill("#key", KEY)
         page.press("#key", "Enter")
         expect(page.locator("#status")).to_have_text("ready")
