@@ -29,7 +29,9 @@ function drawTicks(decades) {
 
 function bar(request, height) {
   const whole = Math.max(0.02, height(request.seconds));
-  const made = element("span", "", request.status >= 400 ? "failed" : "");
+  // A stream that broke off has the status 200.
+  const isFailed = request.status >= 400 || request.end === "error";
+  const made = element("span", "", isFailed ? "failed" : "");
   made.style.setProperty("--whole", whole);
   made.style.setProperty("--first", request.ttft_s === null ? 0 : Math.min(1, height(request.ttft_s) / whole));
   made.title = `${request.route}: ${seconds(request.ttft_s)} to the first token, ${seconds(request.seconds)} in all`;

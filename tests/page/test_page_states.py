@@ -8,6 +8,8 @@ from page_replies import LONG, MARKDOWN, THINKS, TOOL_CALL, TOOLS
 from page_rig import PageServer, serving
 from playwright.sync_api import Browser, Page, expect
 
+from engine.client.base import Failure
+
 pytestmark = pytest.mark.page
 
 
@@ -62,6 +64,13 @@ def chat_states(page: Page, server: PageServer, *, is_narrow: bool) -> None:
     expect(page.locator(".note").last).to_have_text("You stopped this answer.")
     check(page, "stopped answer")
 
+    page.locator(".retry").click()
+    expect(page.locator(".message.open .markdown")).to_contain_text("number 2")
+    server.die()
+    expect(page.locator(".note").last).to_have_text("This answer is not complete.")
+    check(page, "engine that was killed under an answer")
+    in_view(page, "#failure", "#question", "#send")
+
     page.fill("#question", "x" * 3000)
     server.rig.state.is_draining = True
     page.press("#question", "Enter")
@@ -73,6 +82,11 @@ def chat_states(page: Page, server: PageServer, *, is_narrow: bool) -> None:
     server.rig.state.is_draining = False
     page.fill("#question", "")
     page.click("#failure-close")
+    expect(page.locator("#trouble")).to_be_hidden()
+    server.client.lost = Failure("killed")
+    expect(page.locator("#status")).to_have_text("restarting")
+    check(page, "engine that restarts")
+    server.client.lost = None
     expect(page.locator("#trouble")).to_be_hidden()
     if is_narrow:
         page.click("#open-history")
