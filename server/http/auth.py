@@ -1,4 +1,4 @@
-"""API keys: which requests need a key, and the owner that a key stands for."""
+"""API keys: which requests need a key, and the owner of a key."""
 
 import hashlib
 import hmac

@@ -2,6 +2,7 @@
 
 const KEY_NAME = "gaudiserve-key";
 export const UNREACHABLE = "The server cannot be reached. Is it still running?";
+const TOO_LONG = " Or start a new chat.";
 const BROKEN = "The connection ended before the answer was complete.";
 
 export class ApiError extends Error {
@@ -40,7 +41,8 @@ export async function request(path, body, signal) {
 // A proxy's own error is no JSON.
 async function message(response) {
   try {
-    return String((await response.json()).error.message);
+    const { message, code } = (await response.json()).error;
+    return code === "context_length_exceeded" ? `${message}${TOO_LONG}` : String(message);
   } catch {
     return `The server answered with status ${response.status}.`;
   }

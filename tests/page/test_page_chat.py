@@ -162,7 +162,9 @@ def test_a_stopped_answer_stays_and_can_be_retried(page: Page, server: PageServe
     assert [body["messages"] for body in sent] == [[{"role": "user", "content": "Tell"}]] * 2
 
 
-def test_enter_during_an_answer_says_why_nothing_is_sent(page: Page, server: PageServer) -> None:
+def test_enter_during_an_answer_keeps_the_message_and_says_why(
+    page: Page, server: PageServer
+) -> None:
     server.answer(LONG, pace_s=0.01)
     send(page, "Tell")
     expect(answers(page)).to_contain_text("number 1")

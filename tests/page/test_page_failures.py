@@ -57,7 +57,8 @@ def test_a_text_that_is_too_long_is_refused_in_view(
 
         ask(page, text)
 
-        refused(page, text.strip(), "100000 tokens", earlier=2)
+        refused(page, text.strip(), "Or start a new chat.", earlier=2)
+        expect(page.locator("#failure-text")).to_contain_text("100000 tokens")
         page.fill("#question", "Shorter")
         page.press("#question", "Enter")
         expect(page.locator(".message")).to_have_count(4)

@@ -40,6 +40,11 @@ REQUEST: dict[str, Any] = {
     "output_tokens": 240,
     "end": "stop",
 }
+FAILED: dict[int, dict[str, Any]] = {
+    50: {"status": 503, "ttft_s": None, "end": ""},
+    51: {"end": "error"},
+}
+"""What is different in requests of `PageServer.fill` that fail, by their index."""
 
 Result = TypeVar("Result")
 
@@ -97,10 +102,7 @@ class PageServer:
             for index in range(60):
                 total = 600.0 if index == 40 else 0.8 + index % 7 / 3
                 times = {"ttft_s": 0.05 + index % 5 / 40, "seconds": total}
-                failed: dict[str, Any] = {
-                    50: {"status": 503, "ttft_s": None, "end": ""},
-                    51: {"end": "error"},
-                }.get(index, {})
+                failed = FAILED.get(index, {})
                 self.rig.state.recent_requests.append(
                     {**REQUEST, "ended": 1_790_000_000 + 7 * index, **times, **failed}
                 )

@@ -103,6 +103,21 @@ def test_the_libraries_are_the_recorded_releases_with_their_licences() -> None:
     assert found == recorded
 
 
+def test_the_limits_of_the_page_are_documented() -> None:
+    constants = {}
+    for name in ("storage.js", "repetition.js"):
+        text = (FOLDER / name).read_text()
+        constants |= dict(re.findall(r"\b(MAX_\w+|MIN_\w+) = ([\d_]+)", text))
+    numbers = {name: f"{int(value.replace('_', '')):,}" for name, value in constants.items()}
+    docs = " ".join((Path(__file__).parents[3] / "docs" / "page.md").read_text().split())
+
+    assert f"the last {numbers['MAX_CONVERSATIONS']}, and each" in docs
+    assert f"up to {numbers['MAX_CHARACTERS']} characters" in docs
+    assert f"its last {numbers['MIN_CHARACTERS']} characters or more" in docs
+    assert f"the same text of at most {numbers['MAX_PERIOD']} characters" in docs
+    assert numbers["MIN_REPEATS"] == "4"
+
+
 async def test_the_figures_need_the_key_and_hold_no_text() -> None:
     async with in_memory(TalkingClient("the answer"), api_keys=("k",)) as rig:
         asked = await rig.http.post("/v1/chat/completions", json=ASKED, headers=KEY)
