@@ -13,7 +13,7 @@ import { rememberModel, settings, setUpSettings } from "./settings.js";
 import { curl, lastRequest, python } from "./snippets.js";
 import { MAX_CHARACTERS, saveConversation } from "./storage.js";
 import { isEmpty, newAnswer, stream } from "./stream.js";
-import { count } from "./format.js";
+import { count, shortName } from "./format.js";
 
 const EXAMPLES = [
   "Explain in three sentences what a KV cache is.",
@@ -192,7 +192,7 @@ function drawModels() {
   byId("attach").hidden = !server.facts.takes_images;
   // Drawn anew only when it changed: the list may be open.
   if ([...choice.options].map((option) => option.value).join("\n") !== models.join("\n")) {
-    choice.replaceChildren(...models.map((model) => new Option(model, model)));
+    choice.replaceChildren(...models.map((model) => new Option(shortName(model), model)));
   }
   choice.value = settings.model;
 }

@@ -18,4 +18,7 @@ export function abbreviated(value) {
   return value < 1e6 ? `${(value / 1000).toFixed(value < 1e4 ? 1 : 0)}k` : `${(value / 1e6).toFixed(1)}M`;
 }
 
+// The last part of a path: a model that is served from a folder is named by its path.
+export const shortName = (model) => (model.startsWith("/") ? model.slice(model.lastIndexOf("/") + 1) || model : model);
+
 export const rate = (tokens, time) => (tokens > 0 && time > 0 ? (tokens / time).toFixed(1) : "–");

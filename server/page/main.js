@@ -4,7 +4,7 @@ import { useKey } from "./api.js";
 import { setUpChat } from "./chat.js";
 import { setUpDashboard } from "./dashboard.js";
 import { byId } from "./dom.js";
-import { count } from "./format.js";
+import { count, shortName } from "./format.js";
 import { onServer, refresh, server, trouble, watchServer } from "./server_state.js";
 
 function drawView() {
@@ -29,8 +29,9 @@ function drawStatus() {
   byId("emulated").hidden = facts?.device !== "hpu-emulator";
   setText("facts", facts ? describe(facts) : "");
   if (facts) {
-    document.title = `${facts.model} · gaudiserve`;
-    setText("model", facts.model);
+    document.title = `${shortName(facts.model)} · gaudiserve`;
+    setText("model", shortName(facts.model));
+    byId("model").title = facts.model;
   }
   drawView();
 }

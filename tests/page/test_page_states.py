@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from page_browser import ask, check, chromium, load_axe, open_page, send, window
-from page_replies import LONG, MARKDOWN, THINKS, TOOL_CALL, TOOLS
+from page_replies import LONG, MARKDOWN, THINKS, TOOL_CALL, TOOLS, WIDE
 from page_rig import PageServer, serving
 from playwright.sync_api import Browser, Page, expect
 
@@ -44,6 +45,26 @@ def test_every_state_is_readable(
         settings_states(page)
         server_states(page, server)
         key_states(page, locked.url)
+
+
+@pytest.mark.parametrize("width", (360, 900, 1600))
+def test_long_names_and_words_fit(browser: Browser, width: int) -> None:
+    folder = "/home/someone/models/Qwen2.5-Coder-32B-Instruct-GPTQ-Int4-of-a-long-name"
+    names = (folder, "an-adapter-for-the-openings-and-endgames-of-chess")
+    with serving(served_model_names=names) as server, window(browser, width) as page:
+        assert server.client.ready is not None
+        emulated = msgspec.structs.replace(server.client.ready, device="hpu-emulator")
+        server.client.ready = emulated
+        server.answer(WIDE)
+        open_page(page, server.url)
+        load_axe(page)
+        ask(page, "u" * 300)
+
+        check(page, "long names and words")
+        in_view(page, "#send", "#open-settings", ".retry", "#status", "#to-server")
+        expect(page.locator("#model")).to_have_text(folder.rpartition("/")[2])
+        expect(page.locator("#model")).to_have_attribute("title", folder)
+        expect(page.locator("#model-choice")).to_have_value(folder)
 
 
 def chat_states(page: Page, server: PageServer, *, is_narrow: bool) -> None:

@@ -37,3 +37,13 @@ TOOLS = (
     '[{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]'
 )
 LONG = " ".join(f"This is sentence number {index}." for index in range(400))
+WIDE = "\n\n".join(
+    (
+        "x" * 200,
+        "```\n" + "y" * 200 + "\n```",
+        "| a | b |\n| - | - |\n| " + "cell" * 20 + " | " + "cell" * 20 + " |",
+        "`" + "z" * 100 + "`",
+        "https://example.com/" + "p" * 100,
+    )
+)
+"""Words and blocks that are wider than a phone."""
