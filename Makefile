@@ -126,6 +126,8 @@ $(PAGE_TESTS)/node_modules: $(PAGE_TESTS)/package-lock.json
 	@cd $(PAGE_TESTS) && npm ci --silent && touch node_modules
 
 test-page: $(VENV)/.page $(PAGE_TESTS)/node_modules ## The page in Chromium (from your system, as npm is), at three widths, some minutes
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
+	command -v google-chrome >/dev/null || { echo "no Chromium: install chromium of your system"; exit 1; }
 	@$(BIN)/python -m pytest -q -m page tests/page $(ARGS)
 
 page-pictures: $(VENV)/.page ## Make the pictures of docs/page.md again, with Chromium

@@ -6,7 +6,7 @@ import { drawList, setUpList } from "./conversation_list.js";
 import { button, byId, copy, element } from "./dom.js";
 import { AnswerView, questionView, textOf } from "./message_view.js";
 import { repeats } from "./repetition.js";
-import { chatBody, fitToContext } from "./request_body.js";
+import { chatBody, completeCalls, fitToContext } from "./request_body.js";
 import { follow, setUpScrolling, toEnd } from "./scrolling.js";
 import { onServer, refresh, refuseKey, server, trouble } from "./server_state.js";
 import { rememberModel, settings, setUpSettings } from "./settings.js";
@@ -63,7 +63,7 @@ function pendingCall() {
   const results = chat.messages.filter((message) => message.role === "tool").map((message) => message.tool_call_id);
   const last = chat.messages.findLast((message) => message.role === "assistant");
   const isAnswered = chat.messages.at(-1)?.role === "user";
-  return isAnswered ? undefined : last?.tool_calls.find((call) => !results.includes(call.id));
+  return isAnswered || !last ? undefined : completeCalls(last).find((call) => !results.includes(call.id));
 }
 
 function ask(content) {

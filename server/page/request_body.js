@@ -6,14 +6,15 @@ import { parseTools } from "./settings.js";
 // Roughly: a token is seldom shorter than two characters.
 const CHARACTERS_PER_TOKEN = 2;
 
+// The tool calls of an answer. An answer that broke off has none: their arguments may not be complete.
+export const completeCalls = (message) => (message.end === "tool_calls" ? message.tool_calls : []);
+
 // Messages as the API takes them, without what the page alone knows.
 function apiMessages(messages, system) {
-  const sent = messages.map(({ role, content, tool_calls, tool_call_id }) => ({
-    role,
-    content,
-    ...(tool_calls?.length && { tool_calls }),
-    ...(tool_call_id && { tool_call_id }),
-  }));
+  const sent = messages.map((message) => {
+    const { role, content, tool_call_id } = message, tool_calls = completeCalls(message);
+    return { role, content, ...(tool_calls.length && { tool_calls }), ...(tool_call_id && { tool_call_id }) };
+  });
   return system.trim() ? [{ role: "system", content: system }, ...sent] : sent;
 }
 

@@ -334,6 +334,25 @@ def test_a_tool_call_is_folded_and_the_next_message_is_its_result(
     }
 
 
+def test_a_tool_call_that_is_cut_off_takes_no_result(page: Page) -> None:
+    call = {"index": 0, "id": "c", "function": {"name": "get_weather", "arguments": '{"ci'}}
+    half = f"data: {json.dumps({'choices': [{'delta': {'tool_calls': [call]}}]})}\n\n"
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(status=200, content_type="text/event-stream", body=half),
+    )
+    ask(page, "Weather?")
+    expect(page.locator(".note")).to_have_text("This answer is not complete.")
+    page.unroute("**/v1/chat/completions")
+    sent = bodies(page)
+
+    ask(page, "Never mind")
+
+    expect(answers(page).last).to_have_text("Hello!")
+    assert [message["role"] for message in sent[0]["messages"]] == ["user", "assistant", "user"]
+    assert all("tool_calls" not in message for message in sent[0]["messages"])
+
+
 def test_the_view_follows_an_answer_only_from_its_end(page: Page, server: PageServer) -> None:
     settle(page, max_tokens="20000")
     server.answer(LONG.replace(". ", ".\n\n"), pace_s=0.002)
