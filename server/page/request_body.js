@@ -3,9 +3,6 @@
 import { request } from "./api.js";
 import { parseTools } from "./settings.js";
 
-// Roughly: a token is seldom shorter than two characters.
-const CHARACTERS_PER_TOKEN = 2;
-
 // The tool calls of an answer. An answer that broke off has none: their arguments may not be complete.
 export const completeCalls = (message) => (message.end === "tool_calls" ? message.tool_calls : []);
 
@@ -31,9 +28,11 @@ export function chatBody(model, messages, settings) {
 
 // Lowers max_tokens to what the context leaves. Only a conversation that may not fit is counted by the server.
 export async function fitToContext(body, maxModelLen, signal) {
-  const textLength = JSON.stringify(body.messages, (name, value) => (name === "image_url" ? undefined : value)).length;
-  if (!maxModelLen || textLength / CHARACTERS_PER_TOKEN + body.max_tokens <= maxModelLen) return;
   const { model, messages, tools } = body;
+  const hasPictures = messages.some((message) => Array.isArray(message.content));
+  // A token of text has at least a byte, and the marks of a template are about as long as those of JSON.
+  const bytes = new TextEncoder().encode(JSON.stringify({ messages, tools })).length;
+  if (!maxModelLen || (!hasPictures && bytes + body.max_tokens <= maxModelLen)) return;
   let room;
   try {
     room = maxModelLen - (await (await request("tokenize", { model, messages, tools }, signal)).json()).count;

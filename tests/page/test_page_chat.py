@@ -133,6 +133,16 @@ def test_max_tokens_is_what_the_context_leaves(page: Page) -> None:
     assert 99_000 < sent[0]["max_tokens"] < 100_000
 
 
+def test_a_text_of_few_characters_and_many_tokens_fits_too(page: Page) -> None:
+    sent = bodies(page)
+
+    # Three bytes, and as many tokens, a character.
+    ask(page, "\N{CJK UNIFIED IDEOGRAPH-4E00}" * 33_200)
+
+    expect(answers(page)).to_have_text("Hello!")
+    assert 0 < sent[0]["max_tokens"] < 400
+
+
 def test_an_answer_has_tokens_speed_and_time_to_first_token(page: Page, server: PageServer) -> None:
     server.answer("Hello!", pace_s=0.02)
     with page.expect_response("**/v1/chat/completions") as answered:
