@@ -16,9 +16,10 @@ QUANTIZERS := .venv-quantizers
 NODE_CLIENT := tests/clients/node
 AGENTS := tests/clients/agents
 AIDER := .venv-aider
+PAGE_TESTS := tests/page
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-hpu serve test test-slow test-overload test-resume test-clients test-cuda test-deploy test-kernels test-fuzz test-parallel test-quantizers lint style format bench bench-cuda clean
+.PHONY: help install install-hpu serve test test-slow test-overload test-resume test-clients test-cuda test-deploy test-kernels test-fuzz test-page test-parallel test-quantizers page-libraries page-pictures lint style format bench bench-cuda clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -118,6 +119,23 @@ test-kernels: $(VENV)/.installed ## The compiled kernels under the compiler's sa
 test-fuzz: $(VENV)/.installed ## Hostile requests for ten minutes; ARGS='--fuzz-seconds 60 --fuzz-seed 7' for others
 	@$(BIN)/python -m pytest -q -s -m fuzz tests/fuzz $(ARGS)
 
+$(VENV)/.page: $(VENV)/.installed
+	@$(PIP) install --editable '.[page]' && touch $@
+
+$(PAGE_TESTS)/node_modules: $(PAGE_TESTS)/package-lock.json
+	@cd $(PAGE_TESTS) && npm ci --silent && touch node_modules
+
+test-page: $(VENV)/.page $(PAGE_TESTS)/node_modules ## The page in Chromium (from your system, as npm is), at three widths, some minutes
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
+	command -v google-chrome >/dev/null || { echo "no Chromium: install chromium of your system"; exit 1; }
+	@$(BIN)/python -m pytest -q -m page tests/page $(ARGS)
+
+page-pictures: $(VENV)/.page ## Make the pictures of docs/page.md again, with Chromium
+	@PYTHONPATH=.:tests/support $(BIN)/python tests/page/make_pictures.py
+
+page-libraries: ## Fetch the page's libraries from npm again, as server/page/vendor/packages.json names them
+	@$(PYTHON) deploy/page_libraries.py
+
 test-parallel: $(VENV)/.installed ## Tensor, expert and data parallelism against one process, a quarter of an hour
 	@$(BIN)/python -m pytest -q -m parallel tests/parallel $(ARGS)
 
@@ -150,5 +168,5 @@ bench-cuda: $(VENV)/.installed ## With a GPU too: decode steps against its bandw
 	@$(BIN)/python benchmarks/cuda_compare.py $(ARGS)
 
 clean: ## Remove .venv, caches and build output
-	@rm -rf $(VENV) $(CLIENTS) $(QUANTIZERS) $(AIDER) $(NODE_CLIENT)/node_modules $(AGENTS)/node_modules build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf $(VENV) $(CLIENTS) $(QUANTIZERS) $(AIDER) $(NODE_CLIENT)/node_modules $(AGENTS)/node_modules $(PAGE_TESTS)/node_modules build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

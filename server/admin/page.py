@@ -1,28 +1,33 @@
-"""GET / and its files: the status page, with a chat box.
+"""GET / and its files: the page with a chat and the state of the server.
 
 The page needs no API key, but the data that it requests does, if the server has keys.
 """
 
 import asyncio
+import hashlib
 from importlib.resources import files
 from typing import Any
 
 from fastapi import APIRouter
+from starlette.requests import Request
 from starlette.responses import Response
 
 from config.errors import GaudiserveError
+from server.http.auth import PAGE_FILES
 from server.http.body import json_response
 from server.serving.state import AppState
 
-FILES = {
-    "/": ("page.html", "text/html; charset=utf-8"),
-    "/page/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
+KINDS = {
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "txt": "text/plain; charset=utf-8",
 }
 HEADERS = {
+    # Trusted types: a string becomes markup only through the sanitizer's policy.
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types dompurify"
     ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -40,8 +45,11 @@ def page_routes(state: AppState) -> APIRouter:
     if not state.config.enable_page:
         return router
     folder = files("server") / "page"
-    for path, (name, kind) in FILES.items():
-        _serve_file(router, path, (folder / name).read_bytes(), kind)
+    _serve_file(router, "/", (folder / "page.html").read_bytes(), "text/html; charset=utf-8")
+    for file in (*folder.iterdir(), *(folder / "vendor").iterdir()):
+        kind = KINDS.get(file.name.rpartition(".")[2])
+        if kind is not None:
+            _serve_file(router, PAGE_FILES + file.name, file.read_bytes(), kind)
 
     @router.get("/page/state")
     async def get_state() -> Response:
@@ -53,10 +61,15 @@ def page_routes(state: AppState) -> APIRouter:
 
 
 def _serve_file(router: APIRouter, path: str, content: bytes, kind: str) -> None:
+    tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    headers = {"content-type": kind, "etag": tag, **HEADERS}
+
     # Clients ask with HEAD / whether a server is there.
     @router.api_route(path, methods=["GET", "HEAD"])
-    async def get_file() -> Response:
-        return Response(content, headers={"content-type": kind, **HEADERS})
+    async def get_file(request: Request) -> Response:
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        return Response(content, headers=headers)
 
 
 async def _shapes(state: AppState) -> Any:
@@ -73,12 +86,14 @@ def page_state(state: AppState) -> dict[str, Any]:
     compiled = sum(n for name, n in stats.compilations.items() if name.endswith(".serving"))
     return {
         "model": state.model_names[0],
+        "models": [*state.model_names, *state.client.adapters],
         "version": state.version,
         "status": state.status,
         "progress": state.progress if state.status == "starting" else "",
         "device": ready.device if ready else "",
         "dtype": ready.dtype if ready else "",
         "max_model_len": state.max_model_len,
+        "has_docs": state.config.enable_docs,
         "pools": state.pools,
         "takes_images": state.images is not None and state.config.max_images > 0,
         "load": {

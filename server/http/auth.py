@@ -1,4 +1,4 @@
-"""API keys: which requests need one, and the owner that a key stands for."""
+"""API keys: which requests need a key, and the owner of a key."""
 
 import hashlib
 import hmac
@@ -10,10 +10,10 @@ from config.errors import ConfigError
 from config.whole_files import read_limited
 from server.http.errors import InvalidApiKey
 
-OPEN_PATHS = frozenset(
-    ("/health", "/ready", "/ping", "/version", "/metrics", "/", "/page/page.css", "/page/page.js")
-)
-"""Probes, version and metrics, and the static files of the status page."""
+OPEN_PATHS = frozenset(("/health", "/ready", "/ping", "/version", "/metrics", "/"))
+"""Probes, version, metrics and the page."""
+PAGE_FILES = "/page/files/"
+"""Prefix of the paths of the page's static files, which are public too."""
 MAX_FILE_BYTES = 2**20
 """Size limit of the file of --api-key-file: some 30,000 keys."""
 
@@ -38,7 +38,9 @@ class ApiKeys:
         """The owner of the request: the SHA-256 digest of its key in hex, the same in all API
         servers; empty if the server has no keys or the path needs none. If several headers have
         valid keys, the first one counts. Raises InvalidApiKey. Reads headers only."""
-        if not self._keys or scope["method"] == "OPTIONS" or scope["path"] in OPEN_PATHS:
+        path = scope["path"]
+        is_open = path in OPEN_PATHS or path.startswith(PAGE_FILES)
+        if not self._keys or scope["method"] == "OPTIONS" or is_open:
             return ""
         candidates = _candidates(scope)
         if not candidates:
@@ -46,7 +48,7 @@ class ApiKeys:
                 "No API key was given; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
             )
         # All pairs are compared, so that the time does not depend on which one matches.
-        matches = [hmac.compare_digest(one, key) for one in candidates for key in self._keys]
+        matches = [hmac.compare_digest(sent, key) for sent in candidates for key in self._keys]
         if True not in matches:
             raise InvalidApiKey("The API key is wrong.")
         return self._owners[matches.index(True) % len(self._owners)]

@@ -1,12 +1,27 @@
-"""The status page: public files, data only with a key, and no request texts in it."""
+"""The page: public files that are whole, data only with a key, and no request texts in it."""
 
+import hashlib
 import json
+import re
+from importlib.resources import files
+from pathlib import Path
 
 import msgspec
+import pytest
 from http_rig import TalkingClient, in_memory, on_port
+
+from config.lora.adapter import LoRAInfo
+from server.http.auth import PAGE_FILES
 
 KEY = {"authorization": "Bearer k"}
 ASKED = {"messages": [{"role": "user", "content": "a secret"}]}
+FOLDER = Path(str(files("server") / "page"))
+VENDOR = FOLDER / "vendor"
+RECORD = json.loads((VENDOR / "packages.json").read_text())
+OWN = sorted(path for path in FOLDER.iterdir() if path.is_file())
+SCRIPTS = [path for path in OWN if path.suffix == ".js"]
+MAX_LINES = 250
+"""A file of the page is one idea."""
 
 
 async def test_the_page_answers_head_without_a_body() -> None:
@@ -16,45 +31,125 @@ async def test_the_page_answers_head_without_a_body() -> None:
         assert (answer.status_code, answer.content) == (200, b"")
 
 
-async def test_the_page_is_whole_and_takes_nothing_from_elsewhere() -> None:
+async def test_every_file_that_the_page_names_is_served_without_a_key() -> None:
+    kinds = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8"}
     async with in_memory(api_keys=("k",)) as rig:
         page = await rig.http.get("/")
-        style = await rig.http.get("/page/page.css")
-        script = await rig.http.get("/page/page.js")
+        named = set(re.findall(r'(?:href|src)="(page/files/[^"]+)"', page.text))
+        for script in SCRIPTS:
+            imported = re.findall(r'from "\./([^"]+)"', script.read_text())
+            named |= {f"page/files/{name}" for name in imported}
 
         assert page.headers["content-type"] == "text/html; charset=utf-8"
-        assert style.headers["content-type"] == "text/css; charset=utf-8"
-        assert script.headers["content-type"] == "text/javascript; charset=utf-8"
-        policy = page.headers["content-security-policy"]
+        # A file that nothing names would be dead code.
+        served = {f"page/files/{path.name}" for path in OWN if path.suffix != ".html"}
+        assert served | {f"page/files/{path.name}" for path in VENDOR.glob("*.js")} == named
+        for path in named:
+            file = await rig.http.get(f"/{path}")
+            assert (file.status_code, file.headers["content-type"]) == (
+                200,
+                kinds[path.rpartition(".")[2]],
+            )
+            assert file.headers["x-content-type-options"] == "nosniff"
+
+
+async def test_files_beside_the_page_and_data_below_its_prefix_are_not_served() -> None:
+    async with in_memory(api_keys=("k",)) as rig:
+        for path in ("..%2fstate", "%2e%2e/state", "state", "packages.json", "page.html"):
+            assert (await rig.http.get(PAGE_FILES + path)).status_code in (401, 404), path
+
+
+async def test_a_file_that_has_not_changed_is_not_sent_again() -> None:
+    async with in_memory() as rig:
+        first = await rig.http.get("/page/files/main.js")
+        again = await rig.http.get(
+            "/page/files/main.js", headers={"if-none-match": first.headers["etag"]}
+        )
+
+        assert (again.status_code, again.content) == (304, b"")
+        assert first.headers["cache-control"] == "no-cache"
+
+
+async def test_the_policy_of_the_page_allows_no_markup_from_strings() -> None:
+    async with in_memory() as rig:
+        policy = (await rig.http.get("/")).headers["content-security-policy"]
+
         assert "default-src 'none'" in policy and "unsafe" not in policy
-        for text in (page.text, style.text, script.text):
-            assert "http://" not in text and "https://" not in text
+        assert "require-trusted-types-for 'script'; trusted-types dompurify" in policy
+
+
+@pytest.mark.parametrize("path", OWN, ids=lambda path: path.name)
+def test_a_file_of_the_page_makes_no_markup_and_takes_nothing_from_elsewhere(path: Path) -> None:
+    text = path.read_text()
+
+    assert not re.search(r"https?://", text)
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\(", text)
+    assert not re.search(r"\s(on\w+|style)=\"", text)
+    assert len(text.splitlines()) <= MAX_LINES
+
+
+def test_the_libraries_are_the_recorded_releases_with_their_licences() -> None:
+    recorded = {}
+    for package in RECORD.values():
+        assert any("LICENSE" in name for name in package["files"])
+        recorded |= {name: facts["sha256"] for name, facts in package["files"].items()}
+
+    found = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in VENDOR.iterdir()
+        if path.name != "packages.json"
+    }
+
+    assert found == recorded
+
+
+def test_the_limits_of_the_page_are_documented() -> None:
+    constants = {}
+    for name in ("storage.js", "repetition.js"):
+        text = (FOLDER / name).read_text()
+        constants |= dict(re.findall(r"\b(MAX_\w+|MIN_\w+) = ([\d_]+)", text))
+    numbers = {name: f"{int(value.replace('_', '')):,}" for name, value in constants.items()}
+    docs = " ".join((Path(__file__).parents[3] / "docs" / "page.md").read_text().split())
+
+    assert f"the last {numbers['MAX_CONVERSATIONS']}, and each" in docs
+    assert f"up to {numbers['MAX_CHARACTERS']} characters" in docs
+    assert f"its last {numbers['MIN_CHARACTERS']} characters or more" in docs
+    assert f"the same text of at most {numbers['MAX_PERIOD']} characters" in docs
+    assert numbers["MIN_REPEATS"] == "4"
 
 
 async def test_the_figures_need_the_key_and_hold_no_text() -> None:
     async with in_memory(TalkingClient("the answer"), api_keys=("k",)) as rig:
         asked = await rig.http.post("/v1/chat/completions", json=ASKED, headers=KEY)
 
-        stranger = await rig.http.get("/page/state")
+        without_key = await rig.http.get("/page/state")
         told = await rig.http.get("/page/state", headers=KEY)
 
-        assert (asked.status_code, stranger.status_code) == (200, 401)
+        assert (asked.status_code, without_key.status_code) == (200, 401)
         assert "secret" not in told.text and "the answer" not in told.text
         state = json.loads(told.text)
         assert (state["model"], state["status"]) == ("demo", "ready")
+        assert state["models"] == ["demo", "org/demo"]
         (recent,) = state["recent"]
         assert recent["route"] == "/v1/chat/completions" and recent["end"] == "stop"
         assert 0 <= recent["ttft_s"] <= recent["seconds"]
         assert recent["output_tokens"] == asked.json()["usage"]["completion_tokens"]
 
 
-async def test_the_page_offers_pictures_only_if_the_model_takes_them() -> None:
-    async with in_memory() as rig:
+async def test_the_page_offers_pictures_and_documentation_only_if_they_are_there() -> None:
+    async with in_memory(enable_docs=False) as rig:
         state = (await rig.http.get("/page/state")).json()
         page = (await rig.http.get("/")).text
 
-        assert state["takes_images"] is False
+        assert (state["takes_images"], state["has_docs"]) == (False, False)
         assert 'aria-label="Add pictures" hidden>' in page
+
+
+async def test_the_page_knows_the_adapters() -> None:
+    async with in_memory() as rig:
+        rig.client.adapters["chess"] = LoRAInfo("chess", "/adapters/chess", "digest", 8, 1024)
+
+        assert (await rig.http.get("/page/state")).json()["models"][-1] == "chess"
 
 
 async def test_recent_requests_are_bounded() -> None:
@@ -71,7 +166,7 @@ async def test_a_server_without_the_page_has_none_of_its_routes() -> None:
     async with in_memory(enable_page=False) as rig:
         statuses = [
             (await rig.http.get(path)).status_code
-            for path in ("/", "/page/state", "/page/page.js", "/page/page.css")
+            for path in ("/", "/page/state", "/page/files/main.js", "/page/files/base.css")
         ]
 
         assert statuses == [404] * 4
@@ -85,7 +180,7 @@ async def test_the_page_has_a_notice_for_an_emulated_card_that_is_hidden_until_i
 
         state = (await rig.http.get("/page/state")).json()
         page = (await rig.http.get("/")).text
-        script = (await rig.http.get("/page/page.js")).text
+        script = (await rig.http.get("/page/files/main.js")).text
 
-        assert '<p id="emulated" class="card notice" hidden>There is no Gaudi' in page
-        assert f'byId("emulated").hidden = state.device !== "{state["device"]}";' in script
+        assert '<p id="emulated" class="notice" hidden>There is no Gaudi' in page
+        assert f'byId("emulated").hidden = facts?.device !== "{state["device"]}";' in script

@@ -1,0 +1,223 @@
+// The chat: one conversation at a time, and the answer that is being streamed into it.
+
+import { ApiError, hasKey } from "./api.js";
+import { hint, putContent, setStreaming, setUpComposer, showFailure, takeContent } from "./composer.js";
+import { drawList, setUpList } from "./conversation_list.js";
+import { button, byId, copy, element } from "./dom.js";
+import { AnswerView, questionView, textOf } from "./message_view.js";
+import { repeats } from "./repetition.js";
+import { chatBody, completeCalls, fitToContext } from "./request_body.js";
+import { follow, setUpScrolling, toEnd } from "./scrolling.js";
+import { onServer, refresh, refuseKey, server, trouble } from "./server_state.js";
+import { rememberModel, settings, setUpSettings } from "./settings.js";
+import { curl, lastRequest, python } from "./snippets.js";
+import { MAX_CHARACTERS, saveConversation } from "./storage.js";
+import { isEmpty, newAnswer, stream } from "./stream.js";
+import { count, shortName } from "./format.js";
+
+const EXAMPLES = [
+  "Explain in three sentences what a KV cache is.",
+  "Write a Python function that reverses a string, with a test.",
+  "Make a table of four planets with diameter and moons.",
+  "Write a short poem about a lighthouse.",
+];
+const MAX_TITLE = 60;
+const REDRAW_MS = 30;
+// Drawing takes at most a sixth of the time, however long the answer is.
+const REDRAW_COST = 5;
+
+let chat = newChat();
+// The AbortController of the answer that is being written.
+let writing = null;
+
+function newChat() {
+  // Other origins than https and localhost have no randomUUID.
+  const id = [...crypto.getRandomValues(new Uint8Array(8))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+  return { id, title: "New chat", updated: 0, messages: [] };
+}
+
+function draw() {
+  const { messages } = chat;
+  byId("messages").replaceChildren(...(messages.length ? messages.map(view) : [welcome()]));
+  byId("title").textContent = messages.length ? chat.title : "";
+  byId("question").placeholder = pendingCall() ? `Result of ${pendingCall().function.name}` : "Message";
+  drawList(chat.id);
+}
+
+function view(message, index) {
+  if (message.role !== "assistant") return questionView(message);
+  const answer = new AnswerView(message, index === chat.messages.length - 1 ? retry : null);
+  answer.update(false);
+  return answer.root;
+}
+
+function welcome() {
+  const shown = element("div", "", "welcome"), examples = element("div", "", "examples");
+  examples.append(...EXAMPLES.map((text) => button(text, "example", () => ask(text))));
+  shown.append(element("h2", "What would you like to ask?"), examples);
+  return shown;
+}
+
+// The first tool call of the last answer without a result: the next message is its result.
+function pendingCall() {
+  const results = chat.messages.filter((message) => message.role === "tool").map((message) => message.tool_call_id);
+  const last = chat.messages.findLast((message) => message.role === "assistant");
+  const isAnswered = chat.messages.at(-1)?.role === "user";
+  return isAnswered || !last ? undefined : completeCalls(last).find((call) => !results.includes(call.id));
+}
+
+function ask(content) {
+  if (!server.facts) {
+    putContent(content);
+    const isLocked = server.status === "key needed";
+    return showFailure(isLocked ? "The server asks for an API key; give it above." : trouble() || "The server has not answered yet.");
+  }
+  const before = [...chat.messages], call = pendingCall();
+  if (!before.length) chat.title = textOf({ content }).slice(0, MAX_TITLE) || "Picture";
+  chat.messages.push(call ? { role: "tool", tool_call_id: call.id, content } : { role: "user", content });
+  if (pendingCall()) return draw();
+  return write(before, content);
+}
+
+function retry() {
+  if (writing) return;
+  const before = [...chat.messages];
+  chat.messages.pop();
+  write(before, "");
+}
+
+// Streams an answer. If nothing of it comes, the conversation is as `before`, and `content` is in the box again.
+async function write(before, content) {
+  const answer = newAnswer(), shown = new AnswerView(answer, retry), written = chat;
+  const controller = (writing = new AbortController());
+  const redraw = paced(() => {
+    shown.update(writing === controller);
+    follow();
+  });
+  showFailure("");
+  draw();
+  byId("messages").append(shown.root);
+  // The button that asked, an example or Retry, is gone: the keyboard goes on in the list.
+  if (document.activeElement === document.body) byId("messages").focus();
+  shown.update(true);
+  toEnd();
+  setStreaming(true);
+  let failure = "";
+  try {
+    const body = chatBody(settings.model, written.messages, settings);
+    await fitToContext(body, server.facts?.max_model_len, controller.signal);
+    await stream(body, answer, controller.signal, () => {
+      if (settings.endsRepeats && (repeats(answer.content) || repeats(answer.reasoning))) {
+        answer.end = "repeats";
+        controller.abort();
+      }
+      redraw();
+    });
+  } catch (error) {
+    if (error.name !== "AbortError") failure = words(error);
+    answer.end ||= failure ? "broken" : "stopped";
+  }
+  if (writing === controller) endWriting();
+  if (isEmpty(answer) && ["broken", "stopped"].includes(answer.end)) written.messages = before;
+  else written.messages.push(answer);
+  keep(written);
+  refresh();
+  if (written !== chat) return drawList(chat.id);
+  draw();
+  follow();
+  showFailure(failure);
+  if (written.messages === before && content) putContent(content);
+  byId("announcement").textContent = failure ? "" : answer.content;
+}
+
+function endWriting() {
+  writing = null;
+  setStreaming(false);
+}
+
+function words(error) {
+  // Anything else is a fault of this page; its message helps whoever reports it.
+  if (!(error instanceof ApiError)) return error.message;
+  if (error.status === 401) refuseKey(hasKey());
+  return (error.status === 503 && server.status === "starting" && trouble()) || error.message;
+}
+
+// Calls `act` soon, and leaves time between two calls.
+function paced(act) {
+  let isDue = false, cost = 0;
+  return () => {
+    if (isDue) return;
+    isDue = true;
+    setTimeout(() => {
+      isDue = false;
+      const start = performance.now();
+      act();
+      cost = performance.now() - start;
+    }, Math.max(REDRAW_MS, REDRAW_COST * cost));
+  };
+}
+
+function keep(kept) {
+  if (kept.messages.length && !kept.isDeleted && !saveConversation(kept)) {
+    hint(`This conversation is not kept: this browser has no room, or it has over ${count(MAX_CHARACTERS)} characters.`);
+  }
+}
+
+function open(other) {
+  writing?.abort();
+  endWriting();
+  chat = other;
+  showFailure("");
+  draw();
+  toEnd();
+}
+
+async function copyAs(snippet, name) {
+  let body;
+  try {
+    body = lastRequest(chatBody(settings.model, chat.messages, settings));
+  } catch (error) {
+    return hint(error.message);
+  }
+  const copied = await copy(snippet(new URL("v1", document.baseURI).href, body, hasKey()));
+  hint(copied ? `Copied as ${name}.` : "This browser does not let the page copy.");
+}
+
+function drawModels() {
+  const models = server.facts?.models ?? [];
+  if (!models.length) return;
+  if (!models.includes(settings.model)) settings.model = models[0];
+  const choice = byId("model-choice");
+  choice.hidden = models.length < 2;
+  byId("attach").hidden = !server.facts.takes_images;
+  // Drawn anew only when it changed: the list may be open.
+  if ([...choice.options].map((option) => option.value).join("\n") !== models.join("\n")) {
+    choice.replaceChildren(...models.map((model) => new Option(shortName(model), model)));
+  }
+  choice.value = settings.model;
+}
+
+export function setUpChat() {
+  setUpSettings();
+  setUpScrolling();
+  setUpComposer({ send: () => ask(takeContent()), stop: () => writing.abort(), isStreaming: () => writing !== null });
+  setUpList({
+    open,
+    create: () => {
+      open(newChat());
+      byId("question").focus();
+    },
+    deleted: (id) => {
+      if (id !== chat.id) return drawList(chat.id);
+      // An answer that is still being written must not bring the conversation back.
+      chat.isDeleted = true;
+      open(newChat());
+    },
+  });
+  byId("model-choice").addEventListener("change", (event) => rememberModel(event.target.value));
+  byId("copy-curl").addEventListener("click", () => copyAs(curl, "curl"));
+  byId("copy-python").addEventListener("click", () => copyAs(python, "Python"));
+  window.addEventListener("pagehide", () => writing && keep(chat));
+  onServer(drawModels);
+  draw();
+}

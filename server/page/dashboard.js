@@ -1,0 +1,49 @@
+// The view of the server: its load, and what its launches and requests did. Without fresh data it shows none.
+
+import { byId } from "./dom.js";
+import { count, percent } from "./format.js";
+import { drawRecent } from "./recent.js";
+import { onServer, server } from "./server_state.js";
+import { drawShapes, setUpShapes } from "./shapes.js";
+
+const sum = (numbers) => Object.values(numbers).reduce((total, value) => total + value, 0);
+
+// A figure and the line below it.
+function figures({ load, lookups, padding_tokens, useful_tokens, graphs, compilations }) {
+  const launches = sum(lookups);
+  const hits = sum(Object.fromEntries(Object.entries(lookups).filter(([name]) => name.endsWith(".hit"))));
+  const padding = sum(padding_tokens), computed = padding + sum(useful_tokens);
+  return {
+    running: count(load.running),
+    open: `sequences; ${count(load.open)} requests over HTTP`,
+    waiting: count(load.waiting),
+    "waiting-tokens": `sequences; ${count(load.waiting_prompt_tokens)} prompt tokens`,
+    kv: percent(load.blocks_used, load.blocks_total),
+    "kv-blocks": `${count(load.blocks_used)} of ${count(load.blocks_total)} blocks`,
+    hits: percent(hits, launches),
+    misses: `${count(launches - hits)} of ${count(launches)} launches missed`,
+    padding: percent(padding, computed),
+    padded: `of ${count(computed)} computed tokens`,
+    graphs: count(graphs),
+    compiled: `${count(compilations)} compiled while serving`,
+  };
+}
+
+const FIGURES = "running open waiting waiting-tokens kv kv-blocks hits misses padding padded graphs compiled".split(" ");
+
+function draw() {
+  const { facts } = server;
+  const shown = facts ? figures(facts) : {};
+  for (const id of FIGURES) byId(id).textContent = shown[id] ?? (byId(id).tagName === "OUTPUT" ? "–" : "");
+  byId("kv-bar").value = facts?.load.blocks_total ? facts.load.blocks_used / facts.load.blocks_total : 0;
+  byId("docs-link").hidden = facts !== null && !facts.has_docs;
+  // A busy engine may not report its launches in time: the last ones stay.
+  if (!facts || facts.shapes) drawShapes(facts?.shapes ?? []);
+  drawRecent(facts?.recent ?? []);
+}
+
+export function setUpDashboard() {
+  setUpShapes();
+  onServer(draw);
+  draw();
+}

@@ -1,0 +1,41 @@
+// Elements by id, and new elements. Text is always set as text: no string becomes markup here.
+
+export const byId = (id) => document.getElementById(id);
+
+export function element(tag, text = "", classes = "", attributes = {}) {
+  const made = document.createElement(tag);
+  made.textContent = text;
+  made.className = classes;
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  return made;
+}
+
+export function button(text, classes, act) {
+  const made = element("button", text, classes, { type: "button" });
+  made.addEventListener("click", act);
+  return made;
+}
+
+// A button that copies what `read` returns, and says so for two seconds.
+export function copyButton(text, classes, read) {
+  const made = button(text, classes, async () => {
+    made.textContent = (await copy(read())) ? "Copied" : "Not copied";
+    setTimeout(() => (made.textContent = text), 2000);
+  });
+  return made;
+}
+
+export async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    // Browsers have the clipboard API on https and localhost only.
+    const area = element("textarea", text, "offscreen");
+    document.body.append(area);
+    area.select();
+    const copied = document.execCommand("copy");
+    area.remove();
+    return copied;
+  }
+}

@@ -1,0 +1,24 @@
+// Numbers as text with their units.
+
+export const count = (value) => value.toLocaleString("en");
+
+export function percent(part, whole) {
+  if (!whole) return "–";
+  // A miss among millions is not 100 %.
+  return part === whole ? "100 %" : `${Math.min(99.9, (100 * part) / whole).toFixed(1)} %`;
+}
+
+export function seconds(value) {
+  if (value === null) return "–";
+  return value < 1 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(value < 10 ? 2 : 1)} s`;
+}
+
+export function abbreviated(value) {
+  if (value < 1000) return `${value}`;
+  return value < 1e6 ? `${(value / 1000).toFixed(value < 1e4 ? 1 : 0)}k` : `${(value / 1e6).toFixed(1)}M`;
+}
+
+// The last part of a path: a model that is served from a folder is named by its path.
+export const shortName = (model) => (model.startsWith("/") ? model.slice(model.lastIndexOf("/") + 1) || model : model);
+
+export const rate = (tokens, time) => (tokens > 0 && time > 0 ? (tokens / time).toFixed(1) : "–");

@@ -1,0 +1,60 @@
+// The frame of the page: two views, the server's name and status, the API key.
+
+import { useKey } from "./api.js";
+import { setUpChat } from "./chat.js";
+import { setUpDashboard } from "./dashboard.js";
+import { byId } from "./dom.js";
+import { count, shortName } from "./format.js";
+import { onServer, refresh, server, trouble, watchServer } from "./server_state.js";
+
+function drawView() {
+  const isServer = location.hash === "#server", pools = server.facts?.pools ?? false;
+  byId("server-view").hidden = !isServer;
+  byId("chat-view").hidden = isServer || pools;
+  byId("pooling-view").hidden = isServer || !pools;
+  for (const [id, isShown] of [["to-chat", !isServer], ["to-server", isServer]]) {
+    if (isShown) byId(id).setAttribute("aria-current", "page");
+    else byId(id).removeAttribute("aria-current");
+  }
+}
+
+function drawStatus() {
+  const { status, facts } = server;
+  setText("status", status);
+  byId("status").dataset.state = status;
+  setText("trouble", trouble());
+  byId("trouble").hidden = !trouble();
+  byId("key-form").hidden = status !== "key needed";
+  setText("key-error", server.isKeyRefused ? "The server refuses this key. Check it and give it again." : "");
+  byId("emulated").hidden = facts?.device !== "hpu-emulator";
+  setText("facts", facts ? describe(facts) : "");
+  if (facts) {
+    document.title = `${shortName(facts.model)} · gaudiserve`;
+    setText("model", shortName(facts.model));
+    byId("model").title = facts.model;
+  }
+  drawView();
+}
+
+// Screen readers read a live region again when its text is set, even to the same text.
+function setText(id, text) {
+  if (byId(id).textContent !== text) byId(id).textContent = text;
+}
+
+function describe({ version, device, dtype, max_model_len }) {
+  const context = max_model_len && `context ${count(max_model_len)} tokens`;
+  return [`gaudiserve ${version}`, device, dtype, context].filter(Boolean).join(" · ");
+}
+
+byId("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  useKey(byId("key").value);
+  byId("key").value = "";
+  refresh();
+});
+window.addEventListener("hashchange", drawView);
+setUpChat();
+setUpDashboard();
+onServer(drawStatus);
+drawView();
+watchServer();

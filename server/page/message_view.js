@@ -1,0 +1,104 @@
+// Elements of the messages of a conversation.
+
+import { button, copyButton, element } from "./dom.js";
+import { count, rate, seconds } from "./format.js";
+import { show } from "./markdown.js";
+import { picture } from "./pictures.js";
+import { isEmpty } from "./stream.js";
+
+const NOTES = {
+  stopped: () => "You stopped this answer.",
+  repeats: () => "The answer repeated itself, so the page ended it. Retry, raise the temperature, or turn this off in Settings.",
+  length: (answer) => `The answer has ${count(answer.stats?.tokens ?? 0)} tokens, the most that were asked for or that fit. Raise the maximum in Settings.`,
+  broken: () => "This answer is not complete.",
+};
+
+export function textOf(message) {
+  if (typeof message.content === "string") return message.content;
+  return message.content.filter((part) => part.type === "text").map((part) => part.text).join("\n");
+}
+
+export function questionView(message) {
+  const isResult = message.role === "tool";
+  const view = element("article", "", `message ${message.role}`, { "aria-label": isResult ? "Result of a tool" : "Your message" });
+  if (Array.isArray(message.content)) {
+    const pictures = element("div", "", "pictures");
+    pictures.append(...message.content.filter((part) => part.type === "image_url").map((part) => picture(part.image_url.url)));
+    view.append(pictures);
+  }
+  if (isResult) view.append(element("p", "Tool result", "quiet"));
+  view.append(element("div", textOf(message), "plain"));
+  return view;
+}
+
+// The element of an answer, which `update` draws again; `retry` is null for all but the last one.
+export class AnswerView {
+  constructor(answer, retry) {
+    this.answer = answer;
+    this.root = element("article", "", "message assistant", { "aria-label": "Answer" });
+    this.waiting = element("p", "Waiting for the first token", "quiet waiting");
+    this.reasoning = folded("Reasoning");
+    this.text = element("div", "", "markdown");
+    this.calls = element("div", "", "calls");
+    this.note = element("p", "", "note");
+    this.stats = element("span", "", "quiet");
+    this.foot = element("footer", "", "foot");
+    this.foot.append(this.stats, copyButton("Copy", "small", () => answer.content || this.calls.innerText));
+    if (retry) this.foot.append(button("Retry", "small retry", retry));
+    this.root.append(this.waiting, this.reasoning.root, this.text, this.calls, this.note, this.foot);
+  }
+
+  update(isOpen) {
+    const { answer } = this;
+    this.root.classList.toggle("open", isOpen);
+    this.waiting.hidden = !isOpen || answer.stats !== null;
+    this.reasoning.root.hidden = !answer.reasoning;
+    this.reasoning.title.textContent = isOpen && !answer.content ? "Reasoning …" : "Reasoning";
+    this.reasoning.body.textContent = answer.reasoning;
+    show(this.text, answer.content);
+    this.#updateCalls();
+    this.note.textContent = isOpen ? "" : note(answer);
+    this.note.hidden = !this.note.textContent;
+    this.stats.textContent = statsText(answer.stats);
+    this.foot.hidden = isOpen && answer.stats === null;
+  }
+
+  // Kept elements stay open if the reader opened them.
+  #updateCalls() {
+    this.answer.tool_calls.forEach((call, index) => {
+      const view = this.calls.children[index] ?? this.calls.appendChild(folded("").root);
+      view.querySelector("summary").textContent = `Tool call: ${call.function.name}`;
+      view.querySelector(".plain").textContent = indented(call.function.arguments);
+    });
+  }
+}
+
+function note(answer) {
+  if (answer.end === "stop" && isEmpty(answer)) return "The model answered with an empty text.";
+  return NOTES[answer.end]?.(answer) ?? "";
+}
+
+function folded(name) {
+  const root = element("details", "", "folded"), title = element("summary", name), body = element("div", "", "plain");
+  root.append(title, body);
+  return { root, title, body };
+}
+
+function indented(json) {
+  try {
+    return JSON.stringify(JSON.parse(json), null, 2);
+  } catch {
+    // The model may have written something else, or is still writing.
+    return json;
+  }
+}
+
+function statsText(stats) {
+  if (!stats) return "";
+  const first = `first token ${seconds(stats.first)}`;
+  if (!stats.tokens) return first;
+  const tokens = `${count(stats.tokens)} ${stats.tokens === 1 ? "token" : "tokens"}`;
+  // The first token belongs to the time before it.
+  const speed = rate(stats.tokens - 1, stats.last - stats.first);
+  return [tokens, speed === "–" ? "" : `${speed} tokens/s`, first].filter(Boolean).join(" · ");
+}

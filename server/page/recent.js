@@ -1,0 +1,63 @@
+// Recent requests: a bar for each on a logarithmic scale, so that a long one flattens no other, and a table.
+
+import { byId, element } from "./dom.js";
+import { count, rate, seconds } from "./format.js";
+
+const MAX_ROWS = 12;
+const SHORTEST_S = 0.01;
+
+// A request is {ended, route, status, ttft_s, seconds, prompt_tokens, output_tokens, end}.
+export function drawRecent(recent) {
+  const longest = Math.max(1, ...recent.map((request) => request.seconds));
+  const decades = Math.ceil(Math.log10(longest / SHORTEST_S));
+  // The height of a duration, from 0 to 1.
+  const height = (time) => Math.max(0, Math.log10(Math.max(time, SHORTEST_S) / SHORTEST_S) / decades);
+  drawTicks(decades);
+  byId("bars").replaceChildren(...recent.map((request) => bar(request, height)));
+  byId("latencies").textContent = recent.length ? medians(recent) : "";
+  const rows = recent.slice(-MAX_ROWS).reverse().map(row);
+  byId("recent").replaceChildren(...(rows.length ? rows : [emptyRow()]));
+}
+
+function drawTicks(decades) {
+  byId("ticks").replaceChildren(...Array.from({ length: decades + 1 }, (_, decade) => {
+    const tick = element("span", seconds(SHORTEST_S * 10 ** decade).replace(/\.0+ /, " "));
+    tick.style.setProperty("--at", decade / decades);
+    return tick;
+  }));
+}
+
+function bar(request, height) {
+  const whole = Math.max(0.02, height(request.seconds));
+  // A stream that broke off has the status 200.
+  const isFailed = request.status >= 400 || request.end === "error";
+  const made = element("span", "", isFailed ? "failed" : "");
+  made.style.setProperty("--whole", whole);
+  made.style.setProperty("--first", request.ttft_s === null ? 0 : Math.min(1, height(request.ttft_s) / whole));
+  made.title = `${request.route}: ${seconds(request.ttft_s)} to the first token, ${seconds(request.seconds)} in all`;
+  return made;
+}
+
+function medians(recent) {
+  const median = (values) => values.sort((a, b) => a - b)[Math.floor(values.length / 2)] ?? null;
+  const first = median(recent.map((request) => request.ttft_s).filter((time) => time !== null));
+  const whole = median(recent.map((request) => request.seconds));
+  return `Median of ${recent.length}: first token ${seconds(first)}, whole ${seconds(whole)}`;
+}
+
+function row(request) {
+  const made = element("tr");
+  const decoding = request.ttft_s === null ? 0 : request.seconds - request.ttft_s;
+  made.append(...[
+    new Date(request.ended * 1000).toLocaleTimeString(), request.route, seconds(request.ttft_s), seconds(request.seconds),
+    count(request.prompt_tokens), count(request.output_tokens), rate(request.output_tokens - 1, decoding),
+    request.end || `${request.status}`,
+  ].map((text) => element("td", text)));
+  return made;
+}
+
+function emptyRow() {
+  const made = element("tr");
+  made.append(element("td", "No requests yet.", "quiet", { colspan: 8 }));
+  return made;
+}

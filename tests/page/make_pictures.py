@@ -1,0 +1,43 @@
+"""Makes the pictures of docs/page.md, from a server with a script: `make page-pictures`."""
+
+from pathlib import Path
+
+from page_browser import chromium, expect, open_page
+from page_replies import MARKDOWN, THINKS
+from page_rig import serving
+from playwright.sync_api import Browser, Page
+
+DOCS = Path(__file__).parents[2] / "docs"
+DESK, PHONE = (1200, 880), (390, 780)
+QUESTION = "Write a Python function that reverses a string, with a test."
+
+
+def opened(browser: Browser, url: str, size: tuple[int, int], scheme: str) -> Page:
+    """A new window with the page, which has asked a question."""
+    page = browser.new_page(
+        viewport={"width": size[0], "height": size[1]},
+        color_scheme="dark" if scheme == "dark" else "light",
+    )
+    open_page(page, url)
+    page.get_by_role("button", name=QUESTION).click()
+    expect(page.locator(".foot .retry")).to_be_visible()
+    return page
+
+
+def main() -> None:
+    """Write the pictures into docs/."""
+    with serving(reasoning_parser="qwen3", served_model_names=("demo",)) as server:
+        server.answer(THINKS + MARKDOWN, pace_s=0.005)
+        with chromium() as browser:
+            page = opened(browser, server.url, DESK, "light")
+            page.screenshot(path=DOCS / "page.png")
+            phone = opened(browser, server.url, PHONE, "dark")
+            phone.screenshot(path=DOCS / "page-phone.png")
+            server.fill()
+            page.click("#to-server")
+            expect(page.locator("#running")).to_have_text("3")
+            page.screenshot(path=DOCS / "page-server.png")
+
+
+if __name__ == "__main__":
+    main()

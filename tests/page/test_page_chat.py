@@ -1,0 +1,466 @@
+"""The chat of the page in a browser: what it sends, streams, keeps and copies."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from page_browser import ask, chromium, open_page, send, window
+from page_replies import LONG, MARKDOWN, THINKS, TOOL_CALL, TOOLS
+from page_rig import PageServer, serving
+from playwright.sync_api import Browser, Page, expect
+
+pytestmark = pytest.mark.page
+
+COPY_S = 60
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PageServer]:
+    with serving(reasoning_parser="qwen3") as opened:
+        yield opened
+
+
+@pytest.fixture
+def page(browser: Browser, server: PageServer) -> Iterator[Page]:
+    server.answer("Hello!")
+    with window(browser) as opened:
+        open_page(opened, server.url)
+        yield opened
+
+
+def bodies(page: Page) -> list[Any]:
+    """The chat requests from now on."""
+    sent: list[Any] = []
+
+    def keep(request: Any) -> None:
+        if request.url.endswith("/v1/chat/completions"):
+            sent.append(request.post_data_json)
+
+    page.on("request", keep)
+    return sent
+
+
+def settle(page: Page, **fields: str) -> None:
+    """Save the settings with these fields."""
+    page.click("#open-settings")
+    for name, value in fields.items():
+        page.fill(f"#{name.replace('_', '-')}", value)
+    page.click("#save-settings")
+    expect(page.locator("#settings")).to_be_hidden()
+
+
+def answers(page: Page) -> Any:
+    return page.locator(".message.assistant .markdown")
+
+
+def test_markdown_is_shown_with_highlighted_code_that_can_be_copied(
+    page: Page, server: PageServer
+) -> None:
+    server.answer(THINKS + MARKDOWN)
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+
+    ask(page, "Reverse!")
+
+    expect(page.locator(".markdown strong")).to_have_text("reverses")
+    expect(page.locator(".markdown td.align-right").first).to_have_text('"ab"')
+    expect(page.locator(".hljs-keyword").first).to_have_text("def")
+    expect(page.locator(".markdown a")).to_have_attribute("rel", "noopener noreferrer")
+    expect(page.locator("details.folded .plain").first).to_be_hidden()
+    expect(page.locator("details.folded .plain").first).to_contain_text("I will write it")
+    page.click(".code-bar button")
+    expect(page.locator(".code-bar button")).to_have_text("Copied")
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert copied == MARKDOWN.split("```python\n")[1].split("```")[0]
+
+
+def test_code_can_be_copied_and_selected_while_the_answer_grows(
+    page: Page, server: PageServer
+) -> None:
+    server.answer("```python\nx = 1\n```\n" + LONG, pace_s=0.01)
+    send(page, "Code")
+    expect(answers(page)).to_contain_text("number 0")
+    block = page.locator(".code").element_handle()
+    page.click(".code-bar button")
+    # "Copied" or "Not copied": this window may lack the permission.
+    expect(page.locator(".code-bar button")).to_contain_text("opied")
+
+    expect(answers(page)).to_contain_text("number 2")
+
+    assert block is not None and block.evaluate("block => block.isConnected")
+    page.click("#send")
+
+
+def test_a_request_has_a_maximum_and_what_the_settings_say(page: Page) -> None:
+    sent = bodies(page)
+    ask(page, "Hi")
+    settle(page, system="Be short.", temperature="0.3", max_tokens="77", tools=TOOLS)
+    page.select_option("#model-choice", "org/demo")
+    ask(page, "Again")
+    page.reload()
+    expect(page.locator("#status")).to_have_text("ready")
+    ask(page, "After a reload")
+
+    first, second, third = sent
+    assert first["max_tokens"] == 1024 and "temperature" not in first and "tools" not in first
+    assert (second["max_tokens"], second["temperature"], second["model"]) == (77, 0.3, "org/demo")
+    assert second["tools"] == json.loads(TOOLS)
+    assert second["messages"] == [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello!"},
+        {"role": "user", "content": "Again"},
+    ]
+    assert (third["max_tokens"], third["model"]) == (77, "org/demo")
+
+
+def test_max_tokens_is_what_the_context_leaves(page: Page) -> None:
+    sent = bodies(page)
+    settle(page, max_tokens="200000")
+
+    ask(page, "Hi")
+
+    expect(answers(page)).to_have_text("Hello!")
+    assert 99_000 < sent[0]["max_tokens"] < 100_000
+
+
+def test_a_text_of_few_characters_and_many_tokens_fits_too(page: Page) -> None:
+    sent = bodies(page)
+
+    # Three bytes, and as many tokens, a character.
+    ask(page, "\N{CJK UNIFIED IDEOGRAPH-4E00}" * 33_200)
+
+    expect(answers(page)).to_have_text("Hello!")
+    assert 0 < sent[0]["max_tokens"] < 400
+
+
+def test_an_answer_has_tokens_speed_and_time_to_first_token(page: Page, server: PageServer) -> None:
+    server.answer("Hello!", pace_s=0.02)
+    with page.expect_response("**/v1/chat/completions") as answered:
+        ask(page, "Hi")
+    lines = [line for line in answered.value.text().splitlines() if '"usage"' in line]
+    usage = json.loads(lines[-1].removeprefix("data: "))["usage"]
+
+    pattern = re.compile(r"^\d tokens · [\d.]+ tokens/s · first token [\d.]+ m?s$")
+    expect(page.locator(".foot .quiet")).to_have_text(pattern)
+    tokens, speed = re.findall(r"[\d.]+", page.locator(".foot .quiet").inner_text())[:2]
+    assert int(tokens) == usage["completion_tokens"]
+    assert 0 < float(speed) <= 50
+
+
+def test_a_stopped_answer_stays_and_can_be_retried(page: Page, server: PageServer) -> None:
+    sent = bodies(page)
+    server.answer(LONG, "Second.", pace_s=0.01)
+    send(page, "Tell")
+    expect(answers(page)).to_contain_text("number 1")
+    page.click("#send")
+
+    expect(page.locator(".note")).to_have_text("You stopped this answer.")
+    expect(answers(page)).to_contain_text("number 1")
+    page.click(".retry")
+    expect(answers(page)).to_have_text("Second.")
+    expect(page.locator("#send")).to_have_text("Send")
+    assert [body["messages"] for body in sent] == [[{"role": "user", "content": "Tell"}]] * 2
+
+
+def test_enter_during_an_answer_keeps_the_message_and_says_why(
+    page: Page, server: PageServer
+) -> None:
+    server.answer(LONG, pace_s=0.01)
+    send(page, "Tell")
+    expect(answers(page)).to_contain_text("number 1")
+
+    send(page, "And this?")
+
+    expect(page.locator("#hint")).to_contain_text("An answer is being written. Stop it or wait")
+    expect(page.locator("#question")).to_have_value("And this?")
+    expect(page.locator(".message.user")).to_have_count(1)
+    page.click("#send")
+    expect(page.locator("#hint")).to_have_text("")
+
+
+def test_an_answer_that_repeats_itself_is_ended_with_a_word(page: Page, server: PageServer) -> None:
+    sent = bodies(page)
+    server.answer("First. " + "oWLHLEoWLHLE" * 400, pace_s=0.001)
+    ask(page, "Reverse")
+
+    expect(page.locator(".note")).to_contain_text("The answer repeated itself")
+    expect(page.locator("#failure")).to_be_hidden()
+    shown = answers(page).inner_text()
+    assert 400 < len(shown) < 2400
+    assert len(sent) == 1
+    server.answer("oWLHLEoWLHLE" * 50)
+    page.click("#open-settings")
+    page.uncheck("#ends-repeats")
+    page.click("#save-settings")
+    ask(page, "Reverse")
+    expect(answers(page).last).to_have_text("oWLHLEoWLHLE" * 50)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("ha" * 200, True),
+        ("ha" * 190, False),
+        ("x" + "la femme, " * 40, True),
+        ("\n".join(map(str, range(500))), False),
+        (
+            "| a | b |\n" + "| --- | --- |\n" + "".join(f"| {n} | {n * n} |\n" for n in range(90)),
+            False,
+        ),
+        (LONG, False),
+    ],
+    ids=("repeats", "too-short", "after-a-start", "counting", "table", "sentences"),
+)
+def test_repetition_is_the_same_text_again(page: Page, text: str, found: bool) -> None:
+    code = """async (text) => (await import("./page/files/repetition.js")).repeats(text)"""
+    assert page.evaluate(code, text) is found
+
+
+def test_conversations_are_kept_opened_and_deleted(page: Page, server: PageServer) -> None:
+    ask(page, "First question")
+    page.click("#new-chat")
+    expect(page.locator(".example")).to_have_count(4)
+    ask(page, "Second question")
+    page.reload()
+
+    names = page.locator(".chat-name")
+    expect(names).to_have_text(["Second question", "First question"])
+    names.nth(1).click()
+    expect(page.locator(".message.user")).to_have_text("First question")
+    expect(answers(page)).to_have_text("Hello!")
+    page.click("[aria-label='Delete First question']")
+    expect(names).to_have_text(["Second question"])
+    expect(page.locator(".message")).to_have_count(0)
+    page.click("#forget")
+    expect(names).to_have_count(0)
+    assert page.evaluate("Object.keys(localStorage).filter((name) => /chat:/.test(name))") == []
+
+
+def test_a_deleted_conversation_does_not_return_with_its_answer(
+    page: Page, server: PageServer
+) -> None:
+    ask(page, "First")
+    server.answer(LONG, pace_s=0.01)
+    send(page, "Tell")
+    expect(answers(page).last).to_contain_text("number 1")
+
+    page.click("[aria-label='Delete First']")
+
+    expect(page.locator("#send")).to_have_text("Send")
+    expect(page.locator(".chat-name")).to_have_count(0)
+    server.answer("Hello!")
+    ask(page, "Next")
+    expect(page.locator(".chat-name")).to_have_text(["Next"])
+
+
+def test_an_answer_that_is_left_does_not_end_the_next_one(page: Page, server: PageServer) -> None:
+    server.answer(LONG, pace_s=0.01)
+    send(page, "First")
+    expect(answers(page)).to_contain_text("number 1")
+
+    page.evaluate(
+        """() => {
+            document.getElementById("new-chat").click();
+            document.getElementById("question").value = "Second";
+            document.getElementById("ask").requestSubmit();
+        }"""
+    )
+
+    expect(answers(page)).to_contain_text("number 2")
+    expect(page.locator("#send")).to_have_text("Stop")
+    expect(page.locator(".message.user")).to_have_text("Second")
+    page.click("#send")
+    expect(page.locator(".chat-name")).to_have_text(["Second", "First"])
+
+
+def test_what_the_browser_keeps_is_bounded(page: Page) -> None:
+    kept = page.evaluate(
+        """async () => {
+            const storage = await import("./page/files/storage.js");
+            const chat = (id, content) => ({ id, messages: [{ role: "user", content }] });
+            for (let i = 0; i < 60; i++) storage.saveConversation(chat(`c${i}`, "x"));
+            const count = storage.conversations().length;
+            const isTooLongKept = storage.saveConversation(chat("long", "x".repeat(500001)));
+            // Fifty of 400,000 characters are more than a browser gives.
+            let kept = true;
+            for (let index = 0; index < 50; index++) {
+                kept &&= storage.saveConversation(chat(`d${index}`, "x".repeat(400000)));
+            }
+            return [count, isTooLongKept, kept, storage.conversations()[0].id];
+        }"""
+    )
+
+    assert kept == [50, False, True, "d49"]
+
+
+def test_a_spoilt_storage_does_not_break_the_page(page: Page) -> None:
+    page.evaluate(
+        """() => {
+            localStorage.setItem("gaudiserve:/:chat:bad", "{");
+            localStorage.setItem("gaudiserve:/:chat:odd", '{"messages": 3}');
+            localStorage.setItem("gaudiserve:/:settings", "[");
+        }"""
+    )
+    page.reload()
+    expect(page.locator("#status")).to_have_text("ready")
+
+    ask(page, "Hi")
+
+    expect(answers(page)).to_have_text("Hello!")
+
+
+def test_a_tool_call_is_folded_and_the_next_message_is_its_result(
+    page: Page, server: PageServer
+) -> None:
+    sent = bodies(page)
+    settle(page, tools=TOOLS)
+    server.answer(TOOL_CALL, "It is warm.")
+
+    ask(page, "Weather?")
+
+    expect(page.locator(".calls summary")).to_have_text("Tool call: get_weather")
+    expect(page.locator(".calls .plain")).to_be_hidden()
+    page.click(".calls summary")
+    expect(page.locator(".calls .plain")).to_contain_text('"city": "Paris"')
+    expect(page.locator("#question")).to_have_attribute("placeholder", "Result of get_weather")
+    ask(page, "25 degrees")
+    expect(answers(page).last).to_have_text("It is warm.")
+    *_, called, result = sent[1]["messages"]
+    assert called["tool_calls"][0]["function"]["name"] == "get_weather"
+    assert result == {
+        "role": "tool",
+        "content": "25 degrees",
+        "tool_call_id": called["tool_calls"][0]["id"],
+    }
+
+
+def test_a_tool_call_that_is_cut_off_takes_no_result(page: Page) -> None:
+    call = {"index": 0, "id": "c", "function": {"name": "get_weather", "arguments": '{"ci'}}
+    half = f"data: {json.dumps({'choices': [{'delta': {'tool_calls': [call]}}]})}\n\n"
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(status=200, content_type="text/event-stream", body=half),
+    )
+    ask(page, "Weather?")
+    expect(page.locator(".note")).to_have_text("This answer is not complete.")
+    page.unroute("**/v1/chat/completions")
+    sent = bodies(page)
+
+    ask(page, "Never mind")
+
+    expect(answers(page).last).to_have_text("Hello!")
+    assert [message["role"] for message in sent[0]["messages"]] == ["user", "assistant", "user"]
+    assert all("tool_calls" not in message for message in sent[0]["messages"])
+
+
+def test_the_view_follows_an_answer_only_from_its_end(page: Page, server: PageServer) -> None:
+    settle(page, max_tokens="20000")
+    server.answer(LONG.replace(". ", ".\n\n"), pace_s=0.002)
+    messages = page.locator("#messages")
+    send(page, "Tell")
+    expect(answers(page)).to_contain_text("number 40.")
+    gap = "list => list.scrollHeight - list.scrollTop - list.clientHeight"
+    assert messages.evaluate(gap) < 80
+    messages.evaluate("list => { list.scrollTop = 100; }")
+    expect(page.locator("#to-end")).to_be_visible()
+
+    expect(answers(page)).to_contain_text("number 80.")
+
+    assert messages.evaluate("list => list.scrollTop") == 100
+    page.click("#to-end")
+    expect(page.locator("#to-end")).to_be_hidden()
+    expect(answers(page)).to_contain_text("number 120.")
+    assert messages.evaluate(gap) < 80
+    page.click("#send")
+
+
+def test_the_conversation_as_curl_is_a_command_that_works(page: Page, server: PageServer) -> None:
+    command = copied(page, "#copy-curl", """It's "$HOME" \\ `id`""")
+
+    ran = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=COPY_S, check=True
+    )
+
+    answer = json.loads(ran.stdout)
+    assert answer["choices"][0]["message"]["content"] == "Hello!"
+    prompt = server.client.queues[-1].prompt
+    asked = page.evaluate(
+        """async (ids) => {
+        const sent = { method: "POST", headers: { "Content-Type": "application/json" } };
+        const body = JSON.stringify({ tokens: ids });
+        return (await (await fetch("detokenize", { ...sent, body })).json()).prompt;
+    }""",
+        prompt,
+    )
+    assert """It's "$HOME" \\ `id`""" in asked
+
+
+def test_the_conversation_as_python_is_a_script_that_works(page: Page, server: PageServer) -> None:
+    settle(page, tools=TOOLS, temperature="0.5")
+    script = copied(page, "#copy-python", "It's \"é\" \\ \n'''x'''")
+
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=COPY_S, check=True
+    )
+
+    assert ran.stdout == "Hello!\n"
+
+
+def copied(page: Page, button: str, question: str) -> str:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    ask(page, question)
+    page.click(button)
+    expect(page.locator("#hint")).to_contain_text("Copied as")
+    text: str = page.evaluate("navigator.clipboard.readText()")
+    return text
+
+
+def test_a_key_is_needed_in_copies_only_if_the_page_has_one(page: Page) -> None:
+    made = page.evaluate(
+        """async () => {
+            const { curl, lastRequest, python } = await import("./page/files/snippets.js");
+            const body = lastRequest({ model: "m", messages: [], max_tokens: 1 });
+            return [curl("u", body, true), python("u", body, true), curl("u", body, false)];
+        }"""
+    )
+
+    assert '-H "Authorization: Bearer $OPENAI_API_KEY"' in made[0]
+    assert 'os.environ["OPENAI_API_KEY"]' in made[1]
+    assert "OPENAI_API_KEY" not in made[2] and '"content": "Hello"' in made[2]
+
+
+def test_the_chat_works_with_the_keyboard_alone(page: Page) -> None:
+    page.keyboard.press("Tab")
+    names = []
+    for _ in range(16):
+        names.append(page.evaluate("document.activeElement.id || document.activeElement.className"))
+        page.keyboard.press("Tab")
+
+    assert names[:3] == ["to-chat", "to-server", "new-chat"]
+    assert {"copy-curl", "messages", "example", "question", "open-settings", "send"} <= set(names)
+    page.focus("#question")
+    page.keyboard.type("Two")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("lines")
+    page.keyboard.press("Enter")
+    expect(page.locator(".message.user .plain")).to_have_text("Two\nlines")
+    expect(page.locator("#send")).to_have_text("Send")
+    page.focus(".retry")
+    page.keyboard.press("Enter")
+    expect(page.locator("#messages")).to_be_focused()
+    expect(page.locator("#send")).to_have_text("Send")
+    page.focus("#open-settings")
+    page.keyboard.press("Enter")
+    expect(page.locator("#settings")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator("#settings")).to_be_hidden()

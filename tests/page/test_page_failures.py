@@ -1,0 +1,259 @@
+"""What the page does when something fails: words where the eye is, and no text is lost."""
+
+import json
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+from page_browser import HEIGHTS, ask, chromium, open_page, send, window
+from page_replies import LONG
+from page_rig import PageServer, serving
+from playwright.sync_api import Browser, Page, Route, expect
+
+pytestmark = pytest.mark.page
+
+MARKUP = '<img src=x onerror="document.title = 1"><script>document.title = 1</script>'
+KEY = "ключ-€"
+CHAT = "**/v1/chat/completions"
+DONE = "data: [DONE]\n\n"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as opened:
+        yield opened
+
+
+@pytest.fixture
+def server() -> Iterator[PageServer]:
+    with serving() as opened:
+        opened.answer("Hello!")
+        yield opened
+
+
+@pytest.fixture
+def page(browser: Browser, server: PageServer) -> Iterator[Page]:
+    with window(browser) as opened:
+        open_page(opened, server.url)
+        yield opened
+
+
+def refused(page: Page, text: str, reason: str, *, earlier: int = 0) -> None:
+    """The message is in the box again, the reason is in view, the conversation is as before."""
+    expect(page.locator("#failure-text")).to_contain_text(reason)
+    expect(page.locator("#failure")).to_be_in_viewport(ratio=0.99)
+    expect(page.locator("#question")).to_have_value(text)
+    expect(page.locator(".message")).to_have_count(earlier)
+
+
+@pytest.mark.parametrize("width", HEIGHTS)
+def test_a_text_that_is_too_long_is_refused_in_view(
+    browser: Browser, server: PageServer, width: int
+) -> None:
+    text = "word " * 30_000
+    with window(browser, width) as page:
+        open_page(page, server.url)
+        ask(page, "Hi")
+
+        ask(page, text)
+
+        refused(page, text.strip(), "Or start a new chat.", earlier=2)
+        expect(page.locator("#failure-text")).to_contain_text("100000 tokens")
+        page.fill("#question", "Shorter")
+        page.press("#question", "Enter")
+        expect(page.locator(".message")).to_have_count(4)
+        expect(page.locator("#failure")).to_be_hidden()
+
+
+def test_a_server_that_shuts_down_says_so(page: Page, server: PageServer) -> None:
+    server.rig.state.is_draining = True
+
+    ask(page, "Hi")
+
+    refused(page, "Hi", "The server is shutting down.")
+    expect(page.locator("#status")).to_have_text("draining")
+    expect(page.locator("#trouble")).to_have_text(
+        "The server is shutting down. It takes no new requests."
+    )
+
+
+def test_a_server_that_starts_says_how_far_it_is(page: Page, server: PageServer) -> None:
+    state = server.rig.state
+    state.pipeline, state.stage = None, "loading the weights"
+    expect(page.locator("#trouble")).to_have_text(
+        "The server is starting: loading the weights. It takes no requests yet."
+    )
+
+    ask(page, "Hi")
+
+    refused(page, "Hi", "The server is starting: loading the weights. It takes no requests yet.")
+
+
+def test_an_engine_that_ends_leaves_a_half_answer_and_a_word(
+    page: Page, server: PageServer
+) -> None:
+    server.answer(LONG, pace_s=0.01)
+    send(page, "Tell")
+    answer = page.locator(".message.assistant .markdown")
+    expect(answer).to_contain_text("number 2")
+
+    server.die()
+
+    expect(page.locator("#failure-text")).not_to_have_text("")
+    expect(page.locator("#failure")).to_be_in_viewport(ratio=0.99)
+    failure = page.locator("#failure-text").inner_text()
+    assert failure not in page.locator("#messages").inner_text()
+    expect(page.locator(".note")).to_have_text("This answer is not complete.")
+    server.answer("Whole.")
+    page.click(".retry")
+    expect(answer).to_have_text("Whole.")
+    expect(page.locator("#failure")).to_be_hidden()
+
+
+def test_a_retry_that_fails_keeps_the_old_answer(page: Page, server: PageServer) -> None:
+    ask(page, "Hi")
+    server.rig.state.is_draining = True
+
+    page.click(".retry")
+
+    refused(page, "", "The server is shutting down.", earlier=2)
+    expect(page.locator(".message.assistant .markdown")).to_have_text("Hello!")
+
+
+def test_a_failed_engine_is_named(page: Page, server: PageServer) -> None:
+    server.client.failure = "out of memory"
+
+    expect(page.locator("#status")).to_have_text("failed")
+    expect(page.locator("#trouble")).to_contain_text("The server's log says why")
+    ask(page, "Hi")
+    expect(page.locator("#question")).to_have_value("Hi")
+    expect(page.locator("#failure")).to_be_visible()
+
+
+def test_a_server_that_is_gone_shows_no_old_figures(browser: Browser) -> None:
+    with window(browser) as page:
+        with serving() as server:
+            server.fill()
+            open_page(page, server.url)
+            page.click("#to-server")
+            expect(page.locator("#running")).to_have_text("3")
+            page.click("#to-chat")
+
+        expect(page.locator("#status")).to_have_text("unreachable")
+        expect(page.locator("#trouble")).to_contain_text("The server cannot be reached.")
+        send(page, "Hi")
+        refused(page, "Hi", "The server cannot be reached.")
+        page.click("#to-server")
+        for name in ("running", "waiting", "kv", "hits", "padding", "graphs"):
+            expect(page.locator(f"#{name}")).to_have_text("\N{EN DASH}")
+        expect(page.locator("#bars span")).to_have_count(0)
+        expect(page.locator("td[data-share]")).to_have_count(0)
+        expect(page.locator("#latencies")).to_have_text("")
+
+
+def test_a_connection_that_breaks_is_told_in_words(page: Page) -> None:
+    page.route(CHAT, lambda route: route.abort())
+    ask(page, "Hi")
+    refused(page, "Hi", "The server cannot be reached. Is it still running?")
+    page.unroute(CHAT)
+
+    half = 'data: {"choices": [{"delta": {"content": "Half"}}]}\n\n'
+    page.route(CHAT, partial(stream, half))
+    page.press("#question", "Enter")
+
+    expect(page.locator(".note")).to_have_text("This answer is not complete.")
+    expect(page.locator("#failure-text")).to_have_text(
+        "The connection ended before the answer was complete."
+    )
+    expect(page.locator(".message.assistant .markdown")).to_have_text("Half")
+
+
+def stream(body: str, route: Route) -> None:
+    route.fulfill(status=200, content_type="text/event-stream", body=body)
+
+
+def test_a_wrong_key_is_said(browser: Browser) -> None:
+    with serving(api_keys=(KEY,)) as server, window(browser) as page:
+        server.answer("Hello!")
+        open_page(page, server.url, "key needed")
+        expect(page.locator("#key-error")).to_be_hidden()
+        send(page, "Hi")
+        refused(page, "Hi", "The server asks for an API key")
+        for key in (MARKUP, "falsch-€"):
+            page.fill("#key", key)
+            page.click("#key-form button")
+            expect(page.locator("#key-error")).to_have_text(
+                "The server refuses this key. Check it and give it again."
+            )
+        # The word stays although the page goes on asking, without a key.
+        for _ in range(2):
+            page.wait_for_event("response", lambda r: r.url.endswith("/page/state"))
+        expect(page.locator("#key-error")).to_contain_text("refuses this key")
+        page.fill("#key", KEY)
+        page.press("#key", "Enter")
+        expect(page.locator("#status")).to_have_text("ready")
+        expect(page.locator("#key-form")).to_be_hidden()
+        page.press("#question", "Enter")
+        expect(page.locator(".message.assistant .markdown")).to_have_text("Hello!")
+        expect(page.locator("#failure")).to_be_hidden()
+
+
+HOSTILE = (
+    MARKUP,
+    "[a](javascript:document.title=1) [b](data:text/html,x) ![c](https://example.com/c.png)",
+    "<a href='javascript:1'>x</a><svg onload=document.title=1><style>*{display:none}</style>",
+    '```<b>"onload=1\n<script>document.title = 1</script>\n```',
+    "| a |\n| :-- |\n| <img src=x onerror=document.title=1> |",
+    "$$\\href{javascript:1}{x}$$ <math><mi xlink:href='javascript:1'>x</mi></math>",
+)
+
+
+def test_no_name_answer_or_error_becomes_markup(browser: Browser) -> None:
+    with serving(served_model_names=(MARKUP,)) as server, window(browser) as page:
+        open_page(page, server.url)
+        expect(page.locator("#model")).to_have_text(MARKUP)
+        page.route(CHAT, lambda route: route.fulfill(status=502, body=MARKUP))
+        ask(page, MARKUP)
+        refused(page, MARKUP, "The server answered with status 502.")
+        page.unroute(CHAT)
+        page.route(CHAT, partial(stream, event({"error": {"message": MARKUP}})))
+        page.press("#question", "Enter")
+        refused(page, MARKUP, MARKUP)
+        page.unroute(CHAT)
+        call = {"index": 0, "id": "1", "function": {"name": MARKUP, "arguments": MARKUP}}
+        for text in HOSTILE:
+            page.fill("#question", "")
+            delta = {"reasoning": text, "content": text, "tool_calls": [call]}
+            body = event({"choices": [{"delta": delta, "finish_reason": "stop"}]}) + DONE
+            page.route(CHAT, partial(stream, body))
+            page.click("#new-chat")
+            ask(page, text)
+            expect(page.locator(".message.assistant .retry")).to_be_visible()
+            page.unroute(CHAT)
+            assert page.locator("img, svg, math, style, iframe").count() == 0
+            assert page.locator("script").count() == 1
+            for link in page.locator(".markdown a").all():
+                assert (link.get_attribute("href") or "").startswith("https:")
+
+        assert page.title() == f"{MARKUP} · gaudiserve"
+
+
+def event(data: object) -> str:
+    return f"data: {json.dumps(data)}\n\n"
+
+
+def test_the_policy_stops_a_string_that_would_become_markup(
+    browser: Browser, server: PageServer
+) -> None:
+    # Without `window`: the browser logs what it stops.
+    page = browser.new_page()
+    open_page(page, server.url)
+
+    tried = page.evaluate(
+        """() => {
+            try { document.body.innerHTML = "<b>"; } catch (error) { return error.name; }
+        }"""
+    )
+
+    assert tried == "TypeError"
+    page.close()

@@ -1,0 +1,104 @@
+"""The view of the server: figures, launches by bucket, recent requests."""
+
+from collections.abc import Iterator
+
+import pytest
+from page_browser import HEIGHTS, chromium, open_page, window
+from page_rig import PageServer, serving
+from playwright.sync_api import Browser, expect
+
+pytestmark = pytest.mark.page
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as opened:
+        yield opened
+
+
+@pytest.fixture
+def server() -> Iterator[PageServer]:
+    with serving() as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("width", HEIGHTS)
+def test_the_figures_have_units_and_legends(
+    browser: Browser, server: PageServer, width: int
+) -> None:
+    server.fill()
+    with window(browser, width) as page:
+        open_page(page, server.url)
+        page.click("#to-server")
+
+        expect(page.locator("#running")).to_have_text("3")
+        expect(page.locator("#waiting-tokens")).to_have_text("sequences; 412 prompt tokens")
+        expect(page.locator("#kv-blocks")).to_have_text("37 of 256 blocks")
+        # Two misses among 91,026.
+        expect(page.locator("#hits")).to_have_text("99.9 %")
+        expect(page.locator(".legend").first).to_contain_text("to the first token")
+        expect(page.locator(".legend").first).to_contain_text("seconds, logarithmic")
+        expect(page.locator("#ticks span").first).to_have_text("10 ms")
+        expect(page.locator("#ticks span").last).to_have_text("1000 s")
+        expect(page.locator("#recent tr")).to_have_count(12)
+
+
+def test_a_long_request_flattens_no_other(browser: Browser, server: PageServer) -> None:
+    server.fill()
+    with window(browser) as page:
+        open_page(page, server.url)
+        page.click("#to-server")
+        expect(page.locator("#bars span")).to_have_count(60)
+
+        heights = page.locator("#bars span").evaluate_all("bars => bars.map(b => b.offsetHeight)")
+
+        chart = page.locator("#bars").evaluate("bars => bars.offsetHeight")
+        assert max(heights) > 0.9 * chart
+        # 0.8 s beside 600 s.
+        assert min(heights) > 0.35 * chart
+        expect(page.locator("#bars .failed")).to_have_count(2)
+
+
+def test_a_cell_tells_its_numbers_to_the_keyboard(browser: Browser, server: PageServer) -> None:
+    server.fill()
+    with window(browser) as page:
+        open_page(page, server.url)
+        page.click("#to-server")
+        cell = page.locator("#decode td[data-share]").first
+        cell.focus()
+
+        expect(page.locator("#cell")).to_contain_text(": 896 launches, 896 hits")
+        # The next poll draws the table again.
+        page.wait_for_timeout(2500)
+        assert page.evaluate("document.activeElement.dataset.share") is not None
+        page.click("[data-shows=padding]")
+        expect(page.locator("#decode td[data-share]").first).to_contain_text("%")
+        expect(page.locator("#scale-high")).to_have_text("100 % of the tokens")
+
+
+def test_the_view_has_an_address_and_links(browser: Browser, server: PageServer) -> None:
+    with window(browser) as page:
+        open_page(page, server.url)
+        page.goto(f"{server.url}/#server")
+
+        expect(page.locator("#server-view")).to_be_visible()
+        expect(page.locator("#chat-view")).to_be_hidden()
+        for link in page.locator(".links a").all():
+            answer = page.request.get(f"{server.url}/{link.get_attribute('href')}")
+            assert answer.ok, answer.url
+        page.go_back()
+        expect(page.locator("#chat-view")).to_be_visible()
+
+
+def test_a_pooling_model_has_no_chat(browser: Browser, server: PageServer) -> None:
+    with window(browser) as page:
+        page.route(
+            "**/page/state",
+            lambda route: route.fulfill(json={**route.fetch().json(), "pools": True}),
+        )
+        open_page(page, server.url)
+
+        expect(page.locator("#pooling-view")).to_contain_text("there is no chat")
+        expect(page.locator("#chat-view")).to_be_hidden()
+        page.click("#to-server")
+        expect(page.locator("#server-view")).to_be_visible()

@@ -1,0 +1,163 @@
+"""States of the page at three widths, light and dark: axe finds nothing, nothing is cut off."""
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from page_browser import ask, check, chromium, load_axe, open_page, send, window
+from page_replies import LONG, MARKDOWN, THINKS, TOOL_CALL, TOOLS, WIDE
+from page_rig import PageServer, serving
+from playwright.sync_api import Browser, Page, expect
+
+from engine.client.base import Failure
+
+pytestmark = pytest.mark.page
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as opened:
+        yield opened
+
+
+@pytest.fixture
+def server() -> Iterator[PageServer]:
+    with serving(reasoning_parser="qwen3") as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[PageServer]:
+    with serving(api_keys=("k",)) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("width", (360, 900, 1600))
+@pytest.mark.parametrize("scheme", ("light", "dark"))
+def test_every_state_is_readable(
+    browser: Browser, server: PageServer, locked: PageServer, width: int, scheme: str
+) -> None:
+    with window(browser, width, scheme) as page:
+        open_page(page, server.url)
+        load_axe(page)
+        check(page, "empty chat")
+        chat_states(page, server, is_narrow=width == 360)
+        settings_states(page)
+        server_states(page, server)
+        key_states(page, locked.url)
+
+
+@pytest.mark.parametrize("width", (360, 900, 1600))
+def test_long_names_and_words_fit(browser: Browser, width: int) -> None:
+    folder = "/home/someone/models/Qwen2.5-Coder-32B-Instruct-GPTQ-Int4-of-a-long-name"
+    names = (folder, "an-adapter-for-the-openings-and-endgames-of-chess")
+    with serving(served_model_names=names) as server, window(browser, width) as page:
+        assert server.client.ready is not None
+        emulated = msgspec.structs.replace(server.client.ready, device="hpu-emulator")
+        server.client.ready = emulated
+        server.answer(WIDE)
+        open_page(page, server.url)
+        load_axe(page)
+        ask(page, "u" * 300)
+
+        check(page, "long names and words")
+        in_view(page, "#send", "#open-settings", ".retry", "#status", "#to-server")
+        expect(page.locator("#model")).to_have_text(folder.rpartition("/")[2])
+        expect(page.locator("#model")).to_have_attribute("title", folder)
+        expect(page.locator("#model-choice")).to_have_value(folder)
+
+
+def chat_states(page: Page, server: PageServer, *, is_narrow: bool) -> None:
+    server.answer(THINKS + MARKDOWN)
+    page.locator(".example").nth(1).click()
+    expect(page.locator(".foot .retry")).to_be_visible()
+    in_view(page, "#question", "#send", ".foot")
+    page.locator(".message .folded summary").click()
+    check(page, "answer with reasoning, code and a table")
+
+    server.answer(LONG, pace_s=0.01)
+    send(page, "Long?")
+    expect(page.locator(".message.open .markdown")).to_contain_text("number 2")
+    page.press("#question", "Enter")
+    expect(page.locator("#hint")).to_contain_text("An answer is being written")
+    check(page, "while an answer is written")
+    page.click("#send")
+    expect(page.locator(".note").last).to_have_text("You stopped this answer.")
+    check(page, "stopped answer")
+
+    page.locator(".retry").click()
+    expect(page.locator(".message.open .markdown")).to_contain_text("number 2")
+    server.die()
+    expect(page.locator(".note").last).to_have_text("This answer is not complete.")
+    check(page, "engine that was killed under an answer")
+    in_view(page, "#failure", "#question", "#send")
+
+    page.fill("#question", "x" * 3000)
+    server.rig.state.is_draining = True
+    page.press("#question", "Enter")
+    expect(page.locator("#failure-text")).to_have_text("The server is shutting down.")
+    expect(page.locator("#trouble")).to_contain_text("It takes no new requests")
+    check(page, "refused message")
+    expect(page.locator("#to-end")).to_be_hidden()
+    in_view(page, "#failure", "#question", "#send")
+    server.rig.state.is_draining = False
+    page.fill("#question", "")
+    page.click("#failure-close")
+    expect(page.locator("#trouble")).to_be_hidden()
+    server.client.lost = Failure("killed")
+    expect(page.locator("#status")).to_have_text("restarting")
+    check(page, "engine that restarts")
+    server.client.lost = None
+    expect(page.locator("#trouble")).to_be_hidden()
+    if is_narrow:
+        page.click("#open-history")
+        in_view(page, "#new-chat", "#forget")
+        check(page, "list of conversations")
+        page.keyboard.press("Escape")
+        expect(page.locator("#history")).to_be_hidden()
+
+
+def settings_states(page: Page) -> None:
+    page.click("#open-settings")
+    page.fill("#tools", "{")
+    page.click("#save-settings")
+    expect(page.locator("#settings-error")).to_contain_text("The tools are not JSON")
+    check(page, "settings with an error")
+    page.fill("#tools", TOOLS)
+    page.click("#save-settings")
+    expect(page.locator("#settings")).to_be_hidden()
+
+
+def server_states(page: Page, server: PageServer) -> None:
+    server.answer(TOOL_CALL)
+    ask(page, "Weather?")
+    page.locator(".calls summary").click()
+    check(page, "tool call")
+    page.click("#to-server")
+    expect(page.locator("#no-decode")).to_be_visible()
+    check(page, "server without launches")
+    server.fill()
+    expect(page.locator("#decode td[data-share]").first).to_be_visible()
+    check(page, "server with launches")
+    page.click("[data-shows=padding]")
+    check(page, "padding")
+    page.route("**/page/state", lambda route: route.abort())
+    expect(page.locator("#status")).to_have_text("unreachable")
+    check(page, "unreachable server")
+    page.unroute("**/page/state")
+
+
+def key_states(page: Page, url: str) -> None:
+    open_page(page, url, "key needed")
+    load_axe(page)
+    check(page, "key needed")
+    page.fill("#key", "wrong")
+    page.press("#key", "Enter")
+    expect(page.locator("#key-error")).to_contain_text("refuses this key")
+    check(page, "wrong key")
+
+
+def in_view(page: Page, *selectors: str) -> None:
+    """The elements lie whole within the window, without scrolling."""
+    for selector in selectors:
+        expect(page.locator(selector).last).to_be_in_viewport(ratio=0.99)
