@@ -411,6 +411,10 @@ def test_stacked_experts_that_do_not_fit_are_refused(
 
 
 def test_a_missing_folder(base: BaseModules, tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").touch()
+
+    with pytest.raises(ConfigError, match=r"a\.gguf is a file, an adapter is a folder of PEFT"):
+        read_adapter(tmp_path / "a.gguf", base)
     with pytest.raises(ConfigError, match="nowhere is not there"):
         read_adapter(tmp_path / "nowhere", base)
 
