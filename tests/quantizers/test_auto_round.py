@@ -63,7 +63,7 @@ def _write_reference(plain: Path, folder: Path, target: Path) -> None:
     num_packed = 0
     for name, module in quantized.named_modules():
         if hasattr(module, "qweight"):
-            weight = model.get_submodule(name).weight
+            weight: Any = model.get_submodule(name).weight
             with torch.no_grad():
                 weight.copy_(module(torch.eye(weight.shape[1])).float().T)
             num_packed += 1
