@@ -143,7 +143,7 @@ $(QUANTIZERS)/.installed: pyproject.toml
 	@echo "Installing tools that quantize into $(QUANTIZERS)"
 	@$(PYTHON) -m venv $(QUANTIZERS)
 	@torch=$$($(QUANTIZERS)/bin/python $(TORCH_CHOICE)) && \
-	$(QUANTIZERS)/bin/python -m pip --disable-pip-version-check --quiet install $$torch bitsandbytes --editable '.[cpu,dev,quantize]'
+	$(QUANTIZERS)/bin/python -m pip --disable-pip-version-check --quiet install $$torch bitsandbytes auto-round --editable '.[cpu,dev,quantize]'
 	@touch $@
 
 test-quantizers: $(QUANTIZERS)/.installed ## Checkpoints that other makers' tools quantize, in an environment of their own

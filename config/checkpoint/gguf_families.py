@@ -304,6 +304,20 @@ def _olmo2(file: GgufFile, config: Json) -> Json:
     return {}
 
 
+def _phimoe(file: GgufFile, config: Json) -> Json:
+    return {"lm_head_bias": "output.bias" in file.tensors}
+
+
+def _baichuan(file: GgufFile, config: Json) -> Json:
+    """The model of 13 billion weights, which llama.cpp knows by its number of layers, has ALiBi."""
+    if config["num_hidden_layers"] != _LAYERS_OF_BAICHUAN_13B:
+        return {}
+    return {"max_position_embeddings": None, "model_max_length": config["max_position_embeddings"]}
+
+
+_LAYERS_OF_BAICHUAN_13B = 40
+
+
 def _bert(file: GgufFile, config: Json) -> Json:
     """A file without types of tokens is a DistilBERT."""
     found: dict[str, Any] = {"hidden_act": "gelu", "is_decoder": False}
@@ -375,6 +389,9 @@ FAMILIES: Mapping[str, GgufFamily] = {
     "llama4": GgufFamily("Llama4ForCausalLM", "llama4_text", derive=_llama4),
     "qwen35": GgufFamily("Qwen3_5ForCausalLM", "qwen3_5_text", derive=_qwen35),
     "qwen35moe": GgufFamily("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", derive=_qwen35),
+    "phimoe": GgufFamily("PhimoeForCausalLM", derive=_phimoe),
+    "internlm2": GgufFamily("InternLM2ForCausalLM"),
+    "baichuan": GgufFamily("BaichuanForCausalLM", derive=_baichuan),
     "bert": GgufFamily(
         "BertModel", others=("DistilBertModel",), eps="layer_norm_eps", derive=_bert
     ),

@@ -36,7 +36,7 @@ DTYPES = {
     "uint8": ("U8", 1),
 }
 """The name of a dtype in safetensors, and its bytes."""
-PERMUTED = ("llama", "granite", "granitemoe", "smollm3")
+PERMUTED = ("llama", "granite", "granitemoe", "smollm3", "internlm2", "baichuan")
 """Architectures whose files interleave the two halves of each head of q and k, so that rope rotates
 neighbours."""
 
@@ -191,7 +191,7 @@ class _Tensors:
             return self._latent_heads(spec)
         name = self._stored_name(spec.name)
         if name is None or name not in self._file.tensors:
-            found = self._fused_part(spec, kind)
+            found = self._fused_part(spec, kind) or self._split_parts(spec, kind)
             if found is not None:
                 return found
         stacked = (spec.expert, spec.total_experts)
@@ -261,6 +261,10 @@ class _Tensors:
         heads = counts.get(spec.outputs[0]) if len(spec.outputs) == 1 else None
         if not is_attention or heads is None or self._file.architecture not in PERMUTED:
             return None
+        return self._halves(rows, heads, name)
+
+    def _halves(self, rows: int, heads: int, name: str | None) -> npt.NDArray[np.int64]:
+        """Source.order of queries or keys, which are `rows` of the tensor `name`."""
         if rows % (2 * heads):
             raise ConfigError(
                 f"{self._file.path} has {rows} rows in {name}, which {heads} heads of two "
@@ -285,6 +289,27 @@ class _Tensors:
         begin = sum(spec.output_sizes[: spec.outputs[0]])
         order = np.arange(begin, begin + spec.output_sizes[spec.outputs[0]])
         return (Part((Source(source.tensor, None, order),)),)
+
+    def _split_parts(self, spec: WeightSpec, kind: str) -> tuple[Part, ...] | None:
+        """Queries, keys and values of a checkpoint that has them in a single tensor, from a file
+        that has three; None if the file has no such tensors."""
+        layer = self._layer.match(spec.name)
+        if layer is None or "qkv_proj" not in spec.parameter or len(spec.outputs) != 3:
+            return None
+        names = [f"blk.{layer[1]}.attn_{part}.{kind}" for part in "qkv"]
+        if names[0] not in self._file.tensors:
+            return None
+        sources = [self._source(name, spec.name) for name in names]
+        for source, size in zip(sources, spec.output_sizes, strict=True):
+            self._check_shape(source, (size, *spec.shape[1:]), spec.name)
+        if self._file.architecture in PERMUTED:
+            for index, heads in enumerate((self._facts.num_heads, self._facts.num_kv_heads)):
+                order = self._halves(spec.output_sizes[index], heads, names[index])
+                sources[index] = Source(sources[index].tensor, None, order)
+        if spec.row_groups is None:
+            return tuple(Part((source,)) for source in sources)
+        grouped = _grouped(spec.row_groups, spec.output_sizes)
+        return (Part(tuple(sources), lambda *parts: np.concatenate(parts)[grouped]),)
 
     def _latent_heads(self, spec: WeightSpec) -> tuple[Part, ...]:
         """kv_b_proj of latent attention: in newer files the keys of all heads, transposed, and the

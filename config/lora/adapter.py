@@ -73,6 +73,8 @@ class ExpertPart(NamedTuple):
     num_experts: int
     first_row: int
     """The first row of the module's outputs."""
+    is_grouped: bool = False
+    """The rank is the faster index of the second matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,7 +366,7 @@ def _experts(
     first_row = 0
     for modules in products:
         for expert, module in enumerate(modules):
-            part = ExpertPart(expert, count, first_row)
+            part = ExpertPart(expert, count, first_row, parameter in config.grouped)
             yield AdapterModule(module, rank, config.scale_of(key, rank), a, b, part)
         first_row += modules[0].out_features
 

@@ -110,6 +110,11 @@ class AdapterFolder:
         return bytes(data), parse_json_object(bytes(data), self.file(CONFIG_FILE))
 
     def _missing(self, name: str, error: OSError | ValueError) -> ConfigError:
+        if os.path.isfile(self.path):
+            return ConfigError(
+                f"{self.name} is a file, an adapter is a folder of PEFT with {CONFIG_FILE}: "
+                "adapters in GGUF files are not served"
+            )
         if not os.path.isdir(self.path):
             return ConfigError(
                 f"{self.name} is not there, an adapter is a folder with {CONFIG_FILE}"

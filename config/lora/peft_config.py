@@ -20,6 +20,13 @@ MAX_TARGETS = 65_536
 """Names in target_modules, and in target_parameters."""
 ALL_LINEAR = "all-linear"
 
+RANK_MAJOR, GROUPED = "rank_major", "grouped_by_expert"
+"""Orders of the columns of lora_B of stacked experts: by rank and then by expert, as PEFT reads
+them, or a block of columns for each expert."""
+STACKED_PARAMETERS = ("gate_up_proj", "down_proj")
+_LAYOUT, _LAYOUTS = "lora_B_layout", "unsloth_fused_expert_lora"
+"""Unsloth's fields of the order: for all parameters, and for each parameter."""
+
 # What training was like, and what says nothing about the weights.
 _INFORMATION = frozenset(
     (
@@ -30,7 +37,7 @@ _INFORMATION = frozenset(
         # Conv1D layers have the same low-rank weights as linear layers.
         "fan_in_fan_out",
         *("exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights"),
-        *("target_parameters", "ensure_weight_tying"),
+        *("target_parameters", "ensure_weight_tying", _LAYOUT, _LAYOUTS),
         # Learning rates and the dtype of ms-swift's training.
         *("lorap_lr_ratio", "lorap_emb_lr", "lora_dtype"),
     )
@@ -72,6 +79,8 @@ class PeftConfig:
     alphas: Pattern[float]
     parameters: frozenset[str] = frozenset()
     """Names of parameters that stack experts, or the ends of their paths."""
+    grouped: frozenset[str] = frozenset()
+    """Parameters that stack experts whose columns of lora_B are GROUPED."""
     ties_weights: bool = False
     """The head has weights where the embedding that it is tied to has them."""
 
@@ -101,6 +110,7 @@ class PeftConfig:
             _rank_pattern(ranks, f"rank_pattern of {file}"),
             Pattern(alphas, f"alpha_pattern of {file}"),
             parameters,
+            _grouped(file, fields),
             fields.get("ensure_weight_tying") is True,
         )
 
@@ -198,6 +208,34 @@ def _targets(file: str, value: Any) -> frozenset[str] | Expressions | None:
 
 def _parameters(file: str, value: Any) -> frozenset[str]:
     return frozenset() if value is None else _names(file, "target_parameters", value)
+
+
+def _grouped(file: str, fields: Json) -> frozenset[str]:
+    """PeftConfig.grouped. Unsloth before release 2026.9.6 groups columns and has no field that says
+    so."""
+    mapping = fields.get("auto_mapping")
+    mapping = mapping if isinstance(mapping, dict) else {}
+    for source in (fields, mapping):
+        detail = source.get(_LAYOUTS)
+        parameters = detail.get("parameters") if isinstance(detail, dict) else None
+        if isinstance(parameters, dict):
+            layouts = {
+                name: entry.get(_LAYOUT) if isinstance(entry, dict) else entry
+                for name, entry in parameters.items()
+            }
+        elif source.get(_LAYOUT) is not None:
+            layouts = dict.fromkeys(STACKED_PARAMETERS, source[_LAYOUT])
+        else:
+            continue
+        for name, layout in layouts.items():
+            if layout not in (RANK_MAJOR, GROUPED):
+                raise ConfigError(
+                    f"{file} says {_LAYOUT} {shown(layout)} of {shown(name)[1:-1]}, it must be "
+                    f"{RANK_MAJOR} or {GROUPED}"
+                )
+        return frozenset(name for name, layout in layouts.items() if layout == GROUPED)
+    is_unmarked = fields.get("target_parameters") and mapping.get("unsloth_fixed")
+    return frozenset(STACKED_PARAMETERS if is_unmarked else ())
 
 
 def _names(file: str, field: str, value: Any) -> frozenset[str]:

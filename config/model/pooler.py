@@ -100,6 +100,8 @@ def _embedder(model: ModelConfig, options: Fields, sentence: SentenceConfig | No
                 f"{dense.folder} takes vectors of {dense.in_size} numbers, it is given {width}"
             )
         width = dense.out_size
+    if found.truncate_dim is not None:
+        width = min(width, found.truncate_dim)
     facts = PoolingFacts(
         tasks=(EMBED, TOKEN_EMBED),
         width=width,

@@ -54,6 +54,8 @@ class SentenceConfig:
     max_tokens: int | None = None
     lowers_case: bool = False
     similarity: str = "cosine"
+    truncate_dim: int | None = None
+    """Leading dimensions of a vector that are kept; None: all."""
     default_prompt: str | None = None
     prompts: dict[str, str] = field(default_factory=dict)
 
@@ -70,6 +72,7 @@ def read_sentence_config(folder: str) -> SentenceConfig | None:
     )
     named = [path / f"sentence_{model}_config.json" for model in _MODELS]
     lengths = _fields(next((file for file in named if file.is_file()), named[0]))
+    _check_modalities(lengths)
     # Fallback: the limit of the tokenizer.
     tokenizer = _fields(path / "tokenizer_config.json")
     settings = _fields(path / "config_sentence_transformers.json")
@@ -90,9 +93,20 @@ def read_sentence_config(folder: str) -> SentenceConfig | None:
         or tokenizer.count_or_none("model_max_length", maximum=NO_LIMIT),
         lowers_case=lengths.get("do_lower_case", bool, False),
         similarity=_similarity(settings),
+        truncate_dim=settings.count_or_none("truncate_dim"),
         default_prompt=default,
         prompts=prompts,
     )
+
+
+def _check_modalities(fields: Fields) -> None:
+    """Raise ConfigError for a model whose texts are messages of a chat."""
+    if "message" in fields.get("modality_config", dict, {}):
+        raise ConfigError(
+            f"modality_config of {fields.file} has 'message', so sentence-transformers renders "
+            "each text with the chat template, which is not supported: remove it to read texts "
+            "without the template"
+        )
 
 
 def _fields(file: Path) -> Fields:

@@ -59,9 +59,12 @@ def _own(module: AdapterModule, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     if part is None:
         return a, b
     rows = b.narrow(0, part.first_row, module.base.out_features)
-    return a.narrow(0, part.expert * module.rank, module.rank), rows[
-        :, part.expert :: part.num_experts
-    ]
+    first = part.expert * module.rank
+    if part.is_grouped:
+        columns = rows.narrow(1, first, module.rank)
+    else:
+        columns = rows[:, part.expert :: part.num_experts]
+    return a.narrow(0, first, module.rank), columns
 
 
 def _parts(

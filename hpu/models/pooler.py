@@ -73,6 +73,8 @@ class Pooler(nn.Module):
             pooled = ACTIVATIONS[dense.activation](linear(pooled))
         if self.head is not None:
             return self._probabilities(self.head(pooled), inputs)
+        # Narrower with truncate_dim of sentence-transformers.
+        pooled = pooled[:, : self.config.facts.width]
         return truncate(pooled, inputs.dimensions.unsqueeze(1), inputs.normalizes.unsqueeze(1))
 
     def by_token(self, hidden: Tensor, inputs: PoolingInputs) -> Tensor:

@@ -433,6 +433,30 @@ CASES: dict[str, Case] = {
             "expert_shared_feed_forward_length": 40,
         },
     ),
+    "phimoe": Case(
+        "PhimoeForCausalLM",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "attention_bias": True,
+            "lm_head_bias": True,
+        },
+        _EXPERTS,
+    ),
+    "internlm2": Case("InternLM2ForCausalLM"),
+    "baichuan": Case(
+        "BaichuanForCausalLM", {"num_key_value_heads": 4}, {"attention.head_count_kv": 4}
+    ),
+    "baichuan with ALiBi": Case(
+        "BaichuanForCausalLM",
+        {
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": None,
+            "model_max_length": 512,
+        },
+        {"attention.head_count_kv": 4},
+    ),
     "bert": Case("BertModel", {"type_vocab_size": 2}),
     "bert of DistilBERT": Case(
         "DistilBertModel",
@@ -527,6 +551,23 @@ def _permuted(name: str, values: Array, config: dict[str, Any]) -> Changed:
         halves = values.reshape(heads, 2, len(values) // heads // 2, *values.shape[1:])
         values = halves.swapaxes(1, 2).reshape(values.shape)
     yield name, values
+
+
+def _qkv_split(name: str, values: Array, config: dict[str, Any]) -> Changed:
+    if not name.endswith(("wqkv.weight", "W_pack.weight")):
+        yield name, values
+        return
+    layer, groups = name.split(".")[2], config["num_key_value_heads"]
+    if name.endswith("wqkv.weight"):
+        grouped = values.reshape(groups, HEADS // groups + 2, HEAD_DIM, HIDDEN)
+        parts = [grouped[:, :-2], grouped[:, -2], grouped[:, -1]]
+    else:
+        parts = np.split(values, 3)
+    q, k, v = (part.reshape(-1, HIDDEN) for part in parts)
+    for kind, part, heads in (("q", q, HEADS), ("k", k, groups), ("v", v, 0)):
+        if heads:
+            part = part.reshape(heads, 2, -1, HIDDEN).swapaxes(1, 2).reshape(part.shape)
+        yield f"blk.{layer}.attn_{kind}.weight", part
 
 
 def _norms_plus_1(name: str, values: Array, config: dict[str, Any]) -> Changed:
@@ -676,6 +717,7 @@ _CHANGED: dict[str, Change] = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "nemotron"), _norms_plus_1),
     **dict.fromkeys(("qwen35", "qwen35moe"), _qwen35),
     **dict.fromkeys(("glm4moe", "ernie4_5-moe", "minimax-m2"), _with_bias),
+    **dict.fromkeys(("internlm2", "baichuan"), _qkv_split),
     "gptneox": _qkv_by_head,
     "gpt2": _transposed,
     "granitemoe": _granite_moe,

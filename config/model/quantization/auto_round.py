@@ -1,7 +1,9 @@
-"""AutoRound checkpoints: integers of 4 or 8 bits, packed as GPTQ or AWQ packs them."""
+"""AutoRound checkpoints: integers of 4 or 8 bits, packed as GPTQ or AWQ packs them, and FP8 with
+scales of blocks."""
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 from config.model.json_fields import Fields
 from config.model.quantization.awq import awq_scheme
@@ -13,6 +15,7 @@ from config.model.quantization.base import (
     WeightScheme,
 )
 from config.model.quantization.fields import checked_names, refused
+from config.model.quantization.fp8 import read_fp8
 from config.model.quantization.gptq import VERSION_2, gptq_scheme
 
 HEAD = "lm_head"
@@ -25,6 +28,8 @@ of a module's name, as vLLM reads it."""
 
 def read_auto_round(fields: Fields) -> QuantizationConfig:
     """Raises ConfigError for what is not served."""
+    if fields.raw.get("data_type") == "fp" and fields.raw.get("weight_block_size"):
+        return _fp8(fields)
     _check_integers(fields)
     settings, scheme_of = _packing(fields)
     overrides, has_head = _overrides(settings, scheme_of)
@@ -36,6 +41,14 @@ def read_auto_round(fields: Fields) -> QuantizationConfig:
         # AutoRound writes no groups of reordered inputs.
         ignored_suffixes=(".bias", ".g_idx"),
     )
+
+
+def _fp8(fields: Fields) -> QuantizationConfig:
+    found = read_fp8(fields)
+    scheme = found.rules[0].scheme
+    overrides, has_head = _overrides(fields, lambda own: scheme)
+    rules = (Rule(_blocks(fields), scheme),)
+    return replace(found, method="auto-round", rules=rules, overrides=overrides, has_head=has_head)
 
 
 def _check_integers(fields: Fields) -> None:

@@ -137,6 +137,10 @@ def test_targets_by_list_regex_or_all(targets: Any, selects: bool, folder: Path)
         (fields(target_parameters="experts.gate_up_proj"), "says target_parameters .* a list"),
         (fields(target_parameters=["a"] * 70_000), "70000 target_parameters, at most 65536"),
         (fields(target_modules=None, target_parameters=[]), "says target_modules None"),
+        (
+            fields(unsloth_fused_expert_lora={"parameters": {"a": {"lora_B_layout": "mixed"}}}),
+            "says lora_B_layout 'mixed' of a, it must be rank_major or grouped_by_expert",
+        ),
         (fields(some_new_field=3), "says some_new_field 3, which is not understood"),
         (fields(r=0), "says r 0, it must be at least 1"),
         (fields(r="8"), "says r '8', it must be a number"),
@@ -407,6 +411,10 @@ def test_stacked_experts_that_do_not_fit_are_refused(
 
 
 def test_a_missing_folder(base: BaseModules, tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").touch()
+
+    with pytest.raises(ConfigError, match=r"a\.gguf is a file, an adapter is a folder of PEFT"):
+        read_adapter(tmp_path / "a.gguf", base)
     with pytest.raises(ConfigError, match="nowhere is not there"):
         read_adapter(tmp_path / "nowhere", base)
 

@@ -119,6 +119,33 @@ def test_newer_files_name_the_modes(
     assert (found.modes, found.facts.normalizes) == (modes, False)
 
 
+def test_truncate_dim_is_the_width_of_vectors(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "BertModel")
+    settings = {"truncate_dim": 24}
+    write_modules(folder, "Transformer", "Pooling", config_sentence_transformers=settings)
+
+    assert given(folder).facts.width == 24
+
+    write_json(folder / "config_sentence_transformers.json", {"truncate_dim": 65})
+    assert given(folder).facts.width == 64
+
+
+def test_texts_that_a_chat_template_renders_are_refused(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "Qwen3ForCausalLM")
+    modality = {"method": "forward", "method_output_name": "last_hidden_state"}
+    write_modules(
+        folder,
+        *("Transformer", "Pooling"),
+        sentence_bert_config={"modality_config": {"text": modality, "message": modality}},
+    )
+
+    with pytest.raises(ConfigError, match=r"modality_config of .* has 'message', .* remove it"):
+        chosen(folder)
+
+    write_json(folder / "sentence_bert_config.json", {"modality_config": {"text": modality}})
+    assert chosen(folder) is not None
+
+
 @pytest.mark.parametrize(
     ("kinds", "pooling", "words"),
     [

@@ -202,6 +202,39 @@ def test_modules_of_auto_round_with_settings_of_their_own(tmp_path: Path) -> Non
     assert found.scheme_of("visual.blocks.0.attn.q_proj") is None
 
 
+def test_blocks_in_fp8_of_auto_round(tmp_path: Path) -> None:
+    # As release 0.16.1 writes them.
+    config = {
+        **ROUND,
+        "bits": 8,
+        "data_type": "fp",
+        "group_size": [128, 128],
+        "weight_block_size": [128, 128],
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "act_bits": 8,
+        "act_data_type": "fp",
+        "act_dynamic": True,
+        "packing_format": "auto_round:fp8",
+        "block_name_to_quantize": "model.layers",
+        "extra_config": {DOWN: {"bits": 16, "data_type": "float"}},
+        "quant_method": "auto-round",
+    }
+
+    found = read(tmp_path, {"quantization_config": config})
+
+    scheme = found.scheme_of(QUERY)
+    assert scheme is not None
+    assert (scheme.is_float, scheme.block_rows, scheme.group_size) == (True, 128, 128)
+    assert [part.suffix for part in scheme.parts] == ["weight", "weight_scale_inv"]
+    assert found.method == "auto-round"
+    assert found.scheme_of(DOWN) is None
+    assert found.scheme_of("lm_head") is None
+    del config["weight_block_size"]
+    with pytest.raises(ConfigError, match=r"data_type .* is 'fp', served is 'int'"):
+        read(tmp_path, {"quantization_config": config})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

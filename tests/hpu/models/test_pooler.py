@@ -1,6 +1,7 @@
 """Pooling on a device: each mode against its formula, text by text and without padding."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from hpu.models.pooler import Pooler, PoolingInputs
 Floats = npt.NDArray[np.float64]
 
 HIDDEN, QUERY = 6, 7
+MODEL = ModelConfig("", "BertModel", 9, HIDDEN, 4, 1, 1, 1, HIDDEN, QUERY)
 TEXTS = [(7, 0, 6, 1), (1, 0, 4, 0), (5, 2, 6, 0), (4, 3, 2, 1)]
 """(tokens, skipped, dimensions, normalizes)"""
 PADDED = (0, 0, 6, 1)
@@ -36,8 +38,7 @@ FORMULAS: dict[str, Any] = {
 def pooler(*modes: str) -> Pooler:
     width = HIDDEN * len(modes)
     facts = PoolingFacts(tasks=("embed",), width=width, token_width=HIDDEN)
-    model = ModelConfig("", "BertModel", 9, HIDDEN, 4, 1, 1, 1, HIDDEN, QUERY)
-    return Pooler(PoolerConfig(modes, facts), model, torch.device("cpu"))
+    return Pooler(PoolerConfig(modes, facts), MODEL, torch.device("cpu"))
 
 
 def inputs(rows: list[tuple[int, int, int, int]]) -> PoolingInputs:
@@ -75,6 +76,18 @@ def test_several_modes_stand_one_behind_the_other() -> None:
 
     parts = [pooler(mode)(hidden, asked) for mode in ("cls", "mean")]
     assert torch.equal(found, torch.cat(parts, dim=-1))
+
+
+def test_a_narrower_width_keeps_the_leading_dimensions_with_length_1() -> None:
+    hidden, asked = torch.randn(1, QUERY, HIDDEN), inputs([(4, 0, HIDDEN, 1)])
+    whole = pooler("mean")
+    facts = PoolingFacts(tasks=("embed",), width=2, token_width=HIDDEN)
+    narrow = Pooler(replace(whole.config, facts=facts), MODEL, torch.device("cpu"))
+
+    found = narrow(hidden, asked)
+
+    leading = whole(hidden, asked)[:, :2]
+    torch.testing.assert_close(found, leading / leading.norm(dim=-1, keepdim=True))
 
 
 def test_token_vectors_are_cut_and_normalised_each_by_itself() -> None:

@@ -1,0 +1,71 @@
+"""Files of AutoRound are loaded as the weights that it dequantizes.
+
+Skipped without it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paged_harness import load_decoder
+from tiny_models import make_tiny
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+auto_round = pytest.importorskip("auto_round")
+
+pytestmark = pytest.mark.quantizers
+
+FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
+    "symmetric": ("auto_round", {}),
+    "not symmetric": ("auto_round", {"sym": False}),
+    "8 bits": ("auto_round", {"bits": 8}),
+    "the head": ("auto_round", {"quant_lm_head": True}),
+    "packed as AWQ": ("auto_round:auto_awq", {}),
+}
+SAMPLES = [torch.tensor([[3 + (i * step + step) % 300 for step in range(64)]]) for i in range(16)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_weights_are_those_of_the_tool(name: str, tmp_path: Path) -> None:
+    plain = make_tiny("llama", tmp_path / "plain", hidden_size=128, intermediate_size=256)
+    packing, settings = FORMATS[name]
+    tool = auto_round.AutoRound(
+        str(plain),
+        tokenizer=AutoTokenizer.from_pretrained(plain),
+        **{"bits": 4, "group_size": 32, "sym": True, **settings},
+        iters=0,
+        disable_opt_rtn=True,
+        dataset=SAMPLES,
+        nsamples=len(SAMPLES),
+        seqlen=64,
+        device_map="cpu",
+    )
+    tool.quantize_and_save(str(tmp_path / "quantized"), format=packing)
+    # Some packings are saved in a folder below.
+    (config,) = (tmp_path / "quantized").rglob("config.json")
+    _write_reference(plain, config.parent, tmp_path / "reference")
+
+    found = load_decoder(config.parent).state_dict()
+
+    expected = load_decoder(tmp_path / "reference").state_dict()
+    assert found.keys() == expected.keys()
+    for path, tensor in expected.items():
+        # The tool dequantizes to float16.
+        torch.testing.assert_close(found[path], tensor, rtol=2e-3, atol=2e-5)
+
+
+def _write_reference(plain: Path, folder: Path, target: Path) -> None:
+    """The model of `folder` with the weights that the tool dequantizes."""
+    quantized = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="cpu")
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    stored = {name: tensor.float() for name, tensor in quantized.named_parameters()}
+    model.load_state_dict(stored, strict=False)
+    num_packed = 0
+    for name, module in quantized.named_modules():
+        if hasattr(module, "qweight"):
+            weight: Any = model.get_submodule(name).weight
+            with torch.no_grad():
+                weight.copy_(module(torch.eye(weight.shape[1])).float().T)
+            num_packed += 1
+    assert num_packed >= 14
+    model.save_pretrained(target)
