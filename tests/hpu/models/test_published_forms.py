@@ -78,6 +78,11 @@ WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "kimi_k25": ("deepseek_v3", {}, LAYERS),
     "ernie4_5_vl_moe": ("ernie4_5_vl_moe_text", ERNIE, BLOCKS),
     "mistral3": ("ministral3", MINISTRAL, {**LAYERS, "model_type": "pixtral", "image_size": 28}),
+    "paddleocr_vl": (
+        "paddleocr_vl_text",
+        {"head_dim": 16, "rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}},
+        {**LAYERS, "model_type": "paddleocr_vl_vision", "image_size": 28},
+    ),
     "internvl": (
         "gpt_oss",
         {"swiglu_limit": 7.0},
@@ -165,12 +170,31 @@ def test_ernie_vl_as_published(tmp_path: Path) -> None:
     assert_served_as_by(whole, tmp_path)
 
 
+BODIES = {
+    "DeepseekVLV2ForCausalLM": "language.",
+    "Ovis": "llm.",
+    "Ovis2_5": "llm.",
+}
+"""Architecture -> the prefix of its language model where the prefix is not language_model."""
+
+
+def _published_name(architecture: str, name: str) -> str:
+    """The name of a language model's tensor `name` in a checkpoint of `architecture`."""
+    if architecture == "InternS1ForConditionalGeneration":
+        return name.replace("model.", "model.language_model.", 1)
+    return BODIES.get(architecture, "language_model.") + name
+
+
 @pytest.mark.parametrize(
     ("architecture", "family", "name", "text_type"),
     [
         ("KimiK25ForConditionalGeneration", "deepseek_v3", "text_config", "kimi_k2"),
         ("KimiVLForConditionalGeneration", "deepseek_v3", "text_config", "deepseek_v3"),
         ("InternVLChatModel", "qwen2", "llm_config", "qwen2"),
+        ("InternS1ForConditionalGeneration", "qwen3_moe", "text_config", "qwen3_moe"),
+        ("DeepseekVLV2ForCausalLM", "deepseek_v2", "language_config", "deepseek_v2"),
+        ("Ovis", "qwen2", "llm_config", "qwen2"),
+        ("Ovis2_5", "qwen3", "llm_config", "qwen3"),
     ],
 )
 @torch.inference_mode()
@@ -183,13 +207,42 @@ def test_models_with_code_of_their_own(
         tmp_path,
         lambda tensors: {
             "vision_tower.weight": torch.zeros(3),
-            **{f"language_model.{name}": tensor for name, tensor in tensors.items()},
+            **{_published_name(architecture, name): tensor for name, tensor in tensors.items()},
         },
     )
     file = tmp_path / "config.json"
     text = {**json.loads(file.read_text()), "model_type": text_type}
     whole = {"architectures": [architecture], "vision_config": {}, name: text}
     file.write_text(json.dumps({**whole, "media_placeholder_token_id": IMAGE}))
+
+    assert_served_as_by(reference, tmp_path)
+
+
+@torch.inference_mode()
+def test_paddleocr_vl_as_published(tmp_path: Path) -> None:
+    """Fields of the text model stand beside the others."""
+    whole = make_whole("paddleocr_vl", tmp_path)
+    file = tmp_path / "config.json"
+    fields = json.loads(file.read_text())
+    text = fields.pop("text_config")
+    text["rope_scaling"] = {"type": "default", **text.pop("rope_parameters")}
+    file.write_text(json.dumps({**text, **fields}))
+
+    assert_served_as_by(whole, tmp_path)
+
+
+@torch.inference_mode()
+def test_deepseek_vl2_without_architectures(tmp_path: Path) -> None:
+    """The published files have a model_type in place of architectures, and no field of the language
+    model that has its default value."""
+    make_tiny("deepseek_v2", tmp_path, rms_norm_eps=1e-6)
+    reference = load_reference(tmp_path)
+    rewrite(tmp_path, lambda tensors: {f"language.{name}": one for name, one in tensors.items()})
+    file = tmp_path / "config.json"
+    text = json.loads(file.read_text())
+    for name in ("rms_norm_eps", "rope_parameters", "hidden_act", "attention_bias", "head_dim"):
+        del text[name]
+    file.write_text(json.dumps({"model_type": "deepseek_vl_v2", "language_config": text}))
 
     assert_served_as_by(reference, tmp_path)
 
