@@ -45,6 +45,8 @@ def _deepseek_v3(config: ModelConfig) -> DecoderSpec:
 
 def _mla(config: ModelConfig) -> MLASpec:
     fields = config.fields
+    if not fields.get("use_mla", bool, True):
+        raise ConfigError(f"use_mla in {fields.file} is false, only true is supported")
 
     def count(name: str) -> int:
         return fields.count(name, maximum=MAX_WIDTH)

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from config.checkpoint.facts import model_facts
+from config.errors import ConfigError
 from hpu.model_loader.size_estimate import count_parameters
 
 if transformers_before("5.18"):
@@ -229,6 +230,34 @@ def test_paddleocr_vl_as_published(tmp_path: Path) -> None:
     file.write_text(json.dumps({**text, **fields}))
 
     assert_served_as_by(whole, tmp_path)
+
+
+@torch.inference_mode()
+def test_deepseek_vl2_with_the_router_of_v3(tmp_path: Path) -> None:
+    """The largest DeepSeek-VL2 is a deepseek_v2 that routes as DeepSeek-V3 does."""
+    make_tiny("deepseek_v3", tmp_path)
+    reference = load_reference(tmp_path)
+    rewrite(tmp_path, lambda tensors: {f"language.{name}": one for name, one in tensors.items()})
+    file = tmp_path / "config.json"
+    text = json.loads(file.read_text())
+    text |= {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2"}
+    text |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    file.write_text(json.dumps({"model_type": "deepseek_vl_v2", "language_config": text}))
+
+    assert_served_as_by(reference, tmp_path)
+
+
+def test_deepseek_vl2_without_latent_attention_is_refused(tmp_path: Path) -> None:
+    """DeepSeek-VL2-Tiny has the attention of the first DeepSeek MoE."""
+    make_tiny("deepseek_v2", tmp_path)
+    file = tmp_path / "config.json"
+    text = json.loads(file.read_text()) | {"use_mla": False}
+    text |= {"kv_lora_rank": None, "q_lora_rank": None}
+    text |= dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 0)
+    file.write_text(json.dumps({"model_type": "deepseek_vl_v2", "language_config": text}))
+
+    with pytest.raises(ConfigError, match="use_mla in .* is false, only true is supported"):
+        load_decoder(tmp_path)
 
 
 @torch.inference_mode()
