@@ -143,6 +143,40 @@ def test_the_text_of_a_whole_model_is_that_of_transformers(model_type: str, tmp_
     assert_served_as_by(whole, tmp_path)
 
 
+SIGLIP = {**LAYERS, "model_type": "siglip_vision_model", "image_size": 28}
+SCALED: dict[str, tuple[str, dict[str, Any], float]] = {
+    "aya_vision": ("cohere2", {"logit_scale": 0.25, "sliding_window": 9}, 0.25),
+    "cohere2_vision": ("cohere2", {"logit_scale": 0.25, "initializer_range": 0.3}, 0.25),
+    "llava_next": ("granite", {"logits_scaling": 2.0, "initializer_range": 0.3}, 0.5),
+}
+"""model_type of a whole model -> that of its text model, fields of the text model, and the factor of
+its logits."""
+
+
+@pytest.mark.parametrize("model_type", SCALED)
+@torch.inference_mode()
+def test_logits_of_a_whole_model_have_the_scale_of_its_text_model(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Aya Vision, Command A Vision and Granite Vision.
+
+    The wrappers of transformers apply lm_head without the factor of CohereForCausalLM and
+    GraniteForCausalLM. The factor belongs to the models: the published tensors are those of a whole
+    causal model under language_model., and vLLM computes the logits with the class of the text
+    model. Granite4VisionForConditionalGeneration of transformers divides by logits_scaling too. The
+    likeliest token is the same; temperatures and log-probabilities differ.
+    """
+    text_type, text, factor = SCALED[model_type]
+    monkeypatch.setitem(WHOLE, model_type, (text_type, text, SIGLIP))
+    whole = make_whole(model_type, tmp_path)
+    prompts = random_prompts(1, 40)
+
+    found = greedy_by_pages(load_decoder(tmp_path), prompts, NEW_TOKENS)
+
+    unscaled = [(tokens, logits / factor) for tokens, logits in found]
+    assert_same_as_transformers(unscaled, prompts, whole, TOLERANCE)
+
+
 @torch.inference_mode()
 def test_a_text_model_that_was_saved_from_a_whole_checkpoint(tmp_path: Path) -> None:
     """Training loads a Qwen3.5 so, and transformers keeps the names of the whole checkpoint."""
