@@ -20,7 +20,7 @@ _PREFIXES = {
     "model.norm.": "model.norm.",
     "lm_head.": "lm_head.",
 }
-"""Of the tensors of the text model -> those in a checkpoint of a text model."""
+"""Prefix of the text model's tensors -> their prefix in a checkpoint of a text model alone."""
 
 UNLOADED = (
     "model.embed_tokens_extend.audio_embed",

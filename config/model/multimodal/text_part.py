@@ -12,7 +12,7 @@ WHOLE_MODELS = frozenset(
         *("Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "SmolVLM"),
         *("AyaVision", "DeepseekVL", "Mllama", "Qwen3_5", "Qwen3_5Moe", "VipLlava"),
         *("Ernie4_5_VLMoe", "Glm4v", "Glm4vMoe", "Glm46V", "KimiK25", "KimiVL", "Kimi_K25"),
-        *("InternS1", "PaddleOCRVL"),
+        *("Aria", "Granite4Vision", "InternS1", "PaddleOCRVL"),
     )
 ) | {
     *("DeepseekVLV2ForCausalLM", "InternVLChatModel", "Ovis", "Ovis2_5"),
@@ -129,7 +129,7 @@ _COMMON_FIELDS = (
     "bos_token_id",
     "eos_token_id",
 )
-"""Of the whole model, in place of those of the text model."""
+"""Fields whose value in the whole model replaces the value in the text model."""
 
 
 IMAGE_TOKEN_FIELDS = ("image_token_id", "image_token_index")

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from config.checkpoint.facts import model_facts
 from config.errors import ConfigError
+from config.model.read_config import read_model_config
 from hpu.model_loader.size_estimate import count_parameters
 
 if transformers_before("5.18"):
@@ -79,6 +80,11 @@ WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "kimi_k25": ("deepseek_v3", {}, LAYERS),
     "ernie4_5_vl_moe": ("ernie4_5_vl_moe_text", ERNIE, BLOCKS),
     "mistral3": ("ministral3", MINISTRAL, {**LAYERS, "model_type": "pixtral", "image_size": 28}),
+    "aria": (
+        "aria_text",
+        {"moe_num_experts": 4, "moe_topk": 2},
+        {**LAYERS, "model_type": "idefics3_vision", "image_size": 28},
+    ),
     "paddleocr_vl": (
         "paddleocr_vl_text",
         {"head_dim": 16, "rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}},
@@ -149,8 +155,8 @@ SCALED: dict[str, tuple[str, dict[str, Any], float]] = {
     "cohere2_vision": ("cohere2", {"logit_scale": 0.25, "initializer_range": 0.3}, 0.25),
     "llava_next": ("granite", {"logits_scaling": 2.0, "initializer_range": 0.3}, 0.5),
 }
-"""model_type of a whole model -> that of its text model, fields of the text model, and the factor of
-its logits."""
+"""model_type of a whole model -> model_type and fields of its text model, and the factor of its
+logits."""
 
 
 @pytest.mark.parametrize("model_type", SCALED)
@@ -160,11 +166,11 @@ def test_logits_of_a_whole_model_have_the_scale_of_its_text_model(
 ) -> None:
     """Aya Vision, Command A Vision and Granite Vision.
 
-    The wrappers of transformers apply lm_head without the factor of CohereForCausalLM and
-    GraniteForCausalLM. The factor belongs to the models: the published tensors are those of a whole
-    causal model under language_model., and vLLM computes the logits with the class of the text
-    model. Granite4VisionForConditionalGeneration of transformers divides by logits_scaling too. The
-    likeliest token is the same; temperatures and log-probabilities differ.
+    The wrappers of transformers apply lm_head without the factor of Cohere2ForCausalLM and
+    GraniteForCausalLM. The factor is right: the published tensors under language_model. form a
+    causal model with its head, and vLLM computes the logits with the class of the text model.
+    Granite4VisionForConditionalGeneration of transformers divides by logits_scaling too. Greedy
+    answers are equal with and without the factor; sampling and log-probabilities differ.
     """
     text_type, text, factor = SCALED[model_type]
     monkeypatch.setitem(WHOLE, model_type, (text_type, text, SIGLIP))
@@ -211,11 +217,13 @@ BODIES = {
     "Ovis2_5": "llm.",
 }
 """Architecture -> the prefix of its language model where the prefix is not language_model."""
+INSIDE_MODEL = ("Granite4VisionForConditionalGeneration", "InternS1ForConditionalGeneration")
+"""Architectures whose language model is model.language_model, with lm_head beside model."""
 
 
 def _published_name(architecture: str, name: str) -> str:
     """The name of a language model's tensor `name` in a checkpoint of `architecture`."""
-    if architecture == "InternS1ForConditionalGeneration":
+    if architecture in INSIDE_MODEL:
         return name.replace("model.", "model.language_model.", 1)
     return BODIES.get(architecture, "language_model.") + name
 
@@ -227,6 +235,12 @@ def _published_name(architecture: str, name: str) -> str:
         ("KimiVLForConditionalGeneration", "deepseek_v3", "text_config", "deepseek_v3"),
         ("InternVLChatModel", "qwen2", "llm_config", "qwen2"),
         ("InternS1ForConditionalGeneration", "qwen3_moe", "text_config", "qwen3_moe"),
+        (
+            "Granite4VisionForConditionalGeneration",
+            "granite",
+            "text_config",
+            "granite4_vision_text",
+        ),
         ("DeepseekVLV2ForCausalLM", "deepseek_v2", "language_config", "deepseek_v2"),
         ("Ovis", "qwen2", "llm_config", "qwen2"),
         ("Ovis2_5", "qwen3", "llm_config", "qwen3"),
@@ -248,8 +262,10 @@ def test_models_with_code_of_their_own(
     file = tmp_path / "config.json"
     text = {**json.loads(file.read_text()), "model_type": text_type}
     whole = {"architectures": [architecture], "vision_config": {}, name: text}
-    file.write_text(json.dumps({**whole, "media_placeholder_token_id": IMAGE}))
+    tokens = {"media_placeholder_token_id": IMAGE, "image_token_id": IMAGE}
+    file.write_text(json.dumps({**whole, **tokens}))
 
+    assert read_model_config(str(tmp_path)).vision is None
     assert_served_as_by(reference, tmp_path)
 
 
@@ -271,7 +287,7 @@ def test_deepseek_vl2_with_the_router_of_v3(tmp_path: Path) -> None:
     """The largest DeepSeek-VL2 is a deepseek_v2 that routes as DeepSeek-V3 does."""
     make_tiny("deepseek_v3", tmp_path)
     reference = load_reference(tmp_path)
-    rewrite(tmp_path, lambda tensors: {f"language.{name}": one for name, one in tensors.items()})
+    rewrite(tmp_path, lambda tensors: {f"language.{name}": tensors[name] for name in tensors})
     file = tmp_path / "config.json"
     text = json.loads(file.read_text())
     text |= {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2"}
@@ -290,7 +306,7 @@ def test_deepseek_vl2_without_latent_attention_is_refused(tmp_path: Path) -> Non
     text |= dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 0)
     file.write_text(json.dumps({"model_type": "deepseek_vl_v2", "language_config": text}))
 
-    with pytest.raises(ConfigError, match="use_mla in .* is false, only true is supported"):
+    with pytest.raises(ConfigError, match=r"use_mla in .* is false, only true is supported"):
         load_decoder(tmp_path)
 
 
@@ -300,7 +316,7 @@ def test_deepseek_vl2_without_architectures(tmp_path: Path) -> None:
     model that has its default value."""
     make_tiny("deepseek_v2", tmp_path, rms_norm_eps=1e-6)
     reference = load_reference(tmp_path)
-    rewrite(tmp_path, lambda tensors: {f"language.{name}": one for name, one in tensors.items()})
+    rewrite(tmp_path, lambda tensors: {f"language.{name}": tensors[name] for name in tensors})
     file = tmp_path / "config.json"
     text = json.loads(file.read_text())
     for name in ("rms_norm_eps", "rope_parameters", "hidden_act", "attention_bias", "head_dim"):
