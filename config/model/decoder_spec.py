@@ -109,6 +109,8 @@ class MoESpec:
     Transposed: gate_up_proj and down_proj, each for all experts, (experts, in, out).
 
     MXFP4: of each of these two the blocks and the scales, (experts, out, in / 32, ...)."""
+    stacked: tuple[str, str] = ("gate_up_proj", "down_proj")
+    """Names of the tensors for all experts in layouts other than merged."""
 
 
 class TemperatureTuning(NamedTuple):

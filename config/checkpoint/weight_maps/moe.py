@@ -130,11 +130,12 @@ def _stacked_experts(
     """Gate with up, and down, each for all routed experts: as (experts, out, in), transposed or in
     MXFP4."""
     prefix = f"{names.block}.experts"
-    gate_up = _merged(f"{prefix}.gate_up_proj", f"{prefix}.w13_weight", inner, hidden)
+    first, second = names.stacked
+    gate_up = _merged(f"{prefix}.{first}", f"{prefix}.w13_weight", inner, hidden)
     if names.clamped_swiglu is not None:
         # Gate and up are interleaved, here and in the parameter.
         gate_up = gate_up._replace(output_sizes=(), outputs=())
-    down = matrix(f"{prefix}.down_proj", hidden, inner, shard_dim=1)
+    down = matrix(f"{prefix}.{second}", hidden, inner, shard_dim=1)
     for spec in (gate_up, down._replace(parameter=f"{prefix}.w2_weight")):
         rows, columns = spec.shape
         row_fields, column_fields = spec.fields.split(" x ")

@@ -9,6 +9,10 @@ _PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "language_model.output.": "output.",
+    "language.model.": "model.",
+    "language.lm_head.": "lm_head.",
+    "llm.model.": "model.",
+    "llm.lm_head.": "lm_head.",
     "model.language_model.": "model.",
     "model.text_model.": "model.",
     "model.layers.": "model.layers.",
@@ -16,7 +20,7 @@ _PREFIXES = {
     "model.norm.": "model.norm.",
     "lm_head.": "lm_head.",
 }
-"""Of the tensors of the text model -> those in a checkpoint of a text model."""
+"""Prefix of the text model's tensors -> their prefix in a checkpoint of a text model alone."""
 
 UNLOADED = (
     "model.embed_tokens_extend.audio_embed",

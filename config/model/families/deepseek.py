@@ -45,6 +45,8 @@ def _deepseek_v3(config: ModelConfig) -> DecoderSpec:
 
 def _mla(config: ModelConfig) -> MLASpec:
     fields = config.fields
+    if not fields.get("use_mla", bool, True):
+        raise ConfigError(f"use_mla in {fields.file} is false, only true is supported")
 
     def count(name: str) -> int:
         return fields.count(name, maximum=MAX_WIDTH)
@@ -102,7 +104,7 @@ def _choice(config: ModelConfig, name: str, kinds: Mapping[str, Kind]) -> Kind:
 
 _MOE = GLM_FIELDS._replace(layer_step="moe_layer_freq", first_of_step=True)
 _ROTATED = {"qk_rope_head_dim": ("head_dim",)}
-"""Published files have no head_dim; those that transformers saves give it the same number."""
+"""Published files have no head_dim; transformers saves it as qk_rope_head_dim."""
 
 FAMILIES: Mapping[str, Family] = {
     "DeepseekV2ForCausalLM": Family(

@@ -58,6 +58,22 @@ def _glm4_moe(config: ModelConfig) -> DecoderSpec:
     )
 
 
+def _aria(config: ModelConfig) -> DecoderSpec:
+    """The text model of Aria."""
+    return DecoderSpec(
+        layers=uniform_layers(config),
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_out_bias,
+        mlp_bias=config.mlp_bias,
+        moe=MoESpec(
+            gate="router",
+            shared="shared_experts",
+            layout="transposed",
+            stacked=("fc1.weight", "fc2.weight"),
+        ),
+    )
+
+
 def _ernie_moe(config: ModelConfig) -> DecoderSpec:
     """ERNIE 4.5 with experts, text only."""
     return DecoderSpec(
@@ -207,6 +223,12 @@ FAMILIES: Mapping[str, Family] = {
             "first_k_dense_replace": 1,
         },
         moe=GLM_FIELDS,
+    ),
+    "AriaTextForCausalLM": Family(
+        _aria,
+        "the text model of Aria 25B-A3.9B",
+        defaults={"moe_num_experts": 8, "moe_topk": 2, "moe_num_shared_experts": 2},
+        moe=MoEFields("moe_num_experts", top_k="moe_topk", num_shared="moe_num_shared_experts"),
     ),
     "Ernie4_5_MoeForCausalLM": Family(
         _ernie_moe,

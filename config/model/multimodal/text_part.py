@@ -12,8 +12,12 @@ WHOLE_MODELS = frozenset(
         *("Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "SmolVLM"),
         *("AyaVision", "DeepseekVL", "Mllama", "Qwen3_5", "Qwen3_5Moe", "VipLlava"),
         *("Ernie4_5_VLMoe", "Glm4v", "Glm4vMoe", "Glm46V", "KimiK25", "KimiVL", "Kimi_K25"),
+        *("Aria", "Granite4Vision", "InternS1", "PaddleOCRVL"),
     )
-) | {"InternVLChatModel", "Phi4MultimodalForCausalLM"}
+) | {
+    *("DeepseekVLV2ForCausalLM", "InternVLChatModel", "Ovis", "Ovis2_5"),
+    "Phi4MultimodalForCausalLM",
+}
 """Their text model computes the same without images as a text model of its own."""
 TEXT_MODELS = {
     "aria_text": "AriaTextForCausalLM",
@@ -35,6 +39,7 @@ TEXT_MODELS = {
     "Glm4vMoe_text": "Glm4MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
+    "granite4_vision_text": "GraniteForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "internlm2": "InternLM2ForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
@@ -46,6 +51,8 @@ TEXT_MODELS = {
     "mllama_text_model": "MllamaForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "opt": "OPTForCausalLM",
+    # The shape of ERNIE 4.5, with a rope of halves.
+    "paddleocr_vl_text": "LlamaForCausalLM",
     "phi": "PhiForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -89,11 +96,20 @@ _WITHOUT_TEXT_CONFIG = {
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
     "Phi4MultimodalForCausalLM": "phi3",
     "Ernie4_5_VLMoeForConditionalGeneration": "ernie4_5_vl_moe_text",
+    "PaddleOCRVLForConditionalGeneration": "paddleocr_vl_text",
 }
 """Architectures whose first checkpoints, or all, have the fields of the text model beside the
 others -> its model_type."""
 
-_CONFIG_NAMES = {"InternVLChatModel": "llm_config"}
+_UNNAMED = {"deepseek_vl_v2": "DeepseekVLV2ForCausalLM"}
+"""model_type of whole models that are published without `architectures` -> the architecture."""
+
+_CONFIG_NAMES = {
+    "DeepseekVLV2ForCausalLM": "language_config",
+    "InternVLChatModel": "llm_config",
+    "Ovis": "llm_config",
+    "Ovis2_5": "llm_config",
+}
 """Architectures whose text model is described by another field than text_config."""
 
 _BIDIRECTIONAL = ("PaliGemmaForConditionalGeneration",)
@@ -127,9 +143,15 @@ IMAGE_TOKEN_FIELDS = ("image_token_id", "image_token_index")
 
 def with_architecture(fields: Fields) -> Fields:
     """`fields` with the architecture of a whole model beside `text_config`: transformers 4.57 saves
-    Qwen2-VL and Qwen2.5-VL with the architecture in `text_config` alone."""
+    Qwen2-VL and Qwen2.5-VL with the architecture in `text_config` alone, and DeepSeek-VL2 is
+    published with a model_type alone."""
+    if fields.raw.get("architectures") is not None:
+        return fields
+    model_type = fields.raw.get("model_type")
+    if isinstance(model_type, str) and model_type in _UNNAMED:
+        return Fields({**fields.raw, "architectures": [_UNNAMED[model_type]]}, fields.file)
     text = fields.raw.get("text_config")
-    if fields.raw.get("architectures") is not None or not isinstance(text, dict):
+    if not isinstance(text, dict):
         return fields
     names = text.get("architectures")
     if not isinstance(names, list) or names[:1] not in [[name] for name in WHOLE_MODELS]:

@@ -387,7 +387,7 @@ def test_every_architecture_is_compared_with_transformers() -> None:
     }
 
     # Compared with whole models in test_published_forms.py.
-    names |= {"Ministral3ForCausalLM", "Ernie4_5_VLMoeTextForCausalLM"}
+    names |= {"AriaTextForCausalLM", "Ministral3ForCausalLM", "Ernie4_5_VLMoeTextForCausalLM"}
     assert names == {
         *(*dense.FAMILIES, *moe.FAMILIES, *gpt_oss.FAMILIES, *llama4.FAMILIES),
         *(*phimoe.FAMILIES, *deepseek.FAMILIES, *hybrid.FAMILIES),

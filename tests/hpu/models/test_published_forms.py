@@ -16,6 +16,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from config.checkpoint.facts import model_facts
+from config.errors import ConfigError
+from config.model.read_config import read_model_config
 from hpu.model_loader.size_estimate import count_parameters
 
 if transformers_before("5.18"):
@@ -78,6 +80,16 @@ WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "kimi_k25": ("deepseek_v3", {}, LAYERS),
     "ernie4_5_vl_moe": ("ernie4_5_vl_moe_text", ERNIE, BLOCKS),
     "mistral3": ("ministral3", MINISTRAL, {**LAYERS, "model_type": "pixtral", "image_size": 28}),
+    "aria": (
+        "aria_text",
+        {"moe_num_experts": 4, "moe_topk": 2},
+        {**LAYERS, "model_type": "idefics3_vision", "image_size": 28},
+    ),
+    "paddleocr_vl": (
+        "paddleocr_vl_text",
+        {"head_dim": 16, "rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}},
+        {**LAYERS, "model_type": "paddleocr_vl_vision", "image_size": 28},
+    ),
     "internvl": (
         "gpt_oss",
         {"swiglu_limit": 7.0},
@@ -137,6 +149,40 @@ def test_the_text_of_a_whole_model_is_that_of_transformers(model_type: str, tmp_
     assert_served_as_by(whole, tmp_path)
 
 
+SIGLIP = {**LAYERS, "model_type": "siglip_vision_model", "image_size": 28}
+SCALED: dict[str, tuple[str, dict[str, Any], float]] = {
+    "aya_vision": ("cohere2", {"logit_scale": 0.25, "sliding_window": 9}, 0.25),
+    "cohere2_vision": ("cohere2", {"logit_scale": 0.25, "initializer_range": 0.3}, 0.25),
+    "llava_next": ("granite", {"logits_scaling": 2.0, "initializer_range": 0.3}, 0.5),
+}
+"""model_type of a whole model -> model_type and fields of its text model, and the factor of its
+logits."""
+
+
+@pytest.mark.parametrize("model_type", SCALED)
+@torch.inference_mode()
+def test_logits_of_a_whole_model_have_the_scale_of_its_text_model(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Aya Vision, Command A Vision and Granite Vision.
+
+    The wrappers of transformers apply lm_head without the factor of Cohere2ForCausalLM and
+    GraniteForCausalLM. The factor is right: the published tensors under language_model. form a
+    causal model with its head, and vLLM computes the logits with the class of the text model.
+    Granite4VisionForConditionalGeneration of transformers divides by logits_scaling too. Greedy
+    answers are equal with and without the factor; sampling and log-probabilities differ.
+    """
+    text_type, text, factor = SCALED[model_type]
+    monkeypatch.setitem(WHOLE, model_type, (text_type, text, SIGLIP))
+    whole = make_whole(model_type, tmp_path)
+    prompts = random_prompts(1, 40)
+
+    found = greedy_by_pages(load_decoder(tmp_path), prompts, NEW_TOKENS)
+
+    unscaled = [(tokens, logits / factor) for tokens, logits in found]
+    assert_same_as_transformers(unscaled, prompts, whole, TOLERANCE)
+
+
 @torch.inference_mode()
 def test_a_text_model_that_was_saved_from_a_whole_checkpoint(tmp_path: Path) -> None:
     """Training loads a Qwen3.5 so, and transformers keeps the names of the whole checkpoint."""
@@ -165,12 +211,39 @@ def test_ernie_vl_as_published(tmp_path: Path) -> None:
     assert_served_as_by(whole, tmp_path)
 
 
+BODIES = {
+    "DeepseekVLV2ForCausalLM": "language.",
+    "Ovis": "llm.",
+    "Ovis2_5": "llm.",
+}
+"""Architecture -> the prefix of its language model where the prefix is not language_model."""
+INSIDE_MODEL = ("Granite4VisionForConditionalGeneration", "InternS1ForConditionalGeneration")
+"""Architectures whose language model is model.language_model, with lm_head beside model."""
+
+
+def _published_name(architecture: str, name: str) -> str:
+    """The name of a language model's tensor `name` in a checkpoint of `architecture`."""
+    if architecture in INSIDE_MODEL:
+        return name.replace("model.", "model.language_model.", 1)
+    return BODIES.get(architecture, "language_model.") + name
+
+
 @pytest.mark.parametrize(
     ("architecture", "family", "name", "text_type"),
     [
         ("KimiK25ForConditionalGeneration", "deepseek_v3", "text_config", "kimi_k2"),
         ("KimiVLForConditionalGeneration", "deepseek_v3", "text_config", "deepseek_v3"),
         ("InternVLChatModel", "qwen2", "llm_config", "qwen2"),
+        ("InternS1ForConditionalGeneration", "qwen3_moe", "text_config", "qwen3_moe"),
+        (
+            "Granite4VisionForConditionalGeneration",
+            "granite",
+            "text_config",
+            "granite4_vision_text",
+        ),
+        ("DeepseekVLV2ForCausalLM", "deepseek_v2", "language_config", "deepseek_v2"),
+        ("Ovis", "qwen2", "llm_config", "qwen2"),
+        ("Ovis2_5", "qwen3", "llm_config", "qwen3"),
     ],
 )
 @torch.inference_mode()
@@ -183,13 +256,72 @@ def test_models_with_code_of_their_own(
         tmp_path,
         lambda tensors: {
             "vision_tower.weight": torch.zeros(3),
-            **{f"language_model.{name}": tensor for name, tensor in tensors.items()},
+            **{_published_name(architecture, name): tensor for name, tensor in tensors.items()},
         },
     )
     file = tmp_path / "config.json"
     text = {**json.loads(file.read_text()), "model_type": text_type}
     whole = {"architectures": [architecture], "vision_config": {}, name: text}
-    file.write_text(json.dumps({**whole, "media_placeholder_token_id": IMAGE}))
+    tokens = {"media_placeholder_token_id": IMAGE, "image_token_id": IMAGE}
+    file.write_text(json.dumps({**whole, **tokens}))
+
+    assert read_model_config(str(tmp_path)).vision is None
+    assert_served_as_by(reference, tmp_path)
+
+
+@torch.inference_mode()
+def test_paddleocr_vl_as_published(tmp_path: Path) -> None:
+    """Fields of the text model stand beside the others."""
+    whole = make_whole("paddleocr_vl", tmp_path)
+    file = tmp_path / "config.json"
+    fields = json.loads(file.read_text())
+    text = fields.pop("text_config")
+    text["rope_scaling"] = {"type": "default", **text.pop("rope_parameters")}
+    file.write_text(json.dumps({**text, **fields}))
+
+    assert_served_as_by(whole, tmp_path)
+
+
+@torch.inference_mode()
+def test_deepseek_vl2_with_the_router_of_v3(tmp_path: Path) -> None:
+    """The largest DeepSeek-VL2 is a deepseek_v2 that routes as DeepSeek-V3 does."""
+    make_tiny("deepseek_v3", tmp_path)
+    reference = load_reference(tmp_path)
+    rewrite(tmp_path, lambda tensors: {f"language.{name}": tensors[name] for name in tensors})
+    file = tmp_path / "config.json"
+    text = json.loads(file.read_text())
+    text |= {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2"}
+    text |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    file.write_text(json.dumps({"model_type": "deepseek_vl_v2", "language_config": text}))
+
+    assert_served_as_by(reference, tmp_path)
+
+
+def test_deepseek_vl2_without_latent_attention_is_refused(tmp_path: Path) -> None:
+    """DeepSeek-VL2-Tiny has the attention of the first DeepSeek MoE."""
+    make_tiny("deepseek_v2", tmp_path)
+    file = tmp_path / "config.json"
+    text = json.loads(file.read_text()) | {"use_mla": False}
+    text |= {"kv_lora_rank": None, "q_lora_rank": None}
+    text |= dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 0)
+    file.write_text(json.dumps({"model_type": "deepseek_vl_v2", "language_config": text}))
+
+    with pytest.raises(ConfigError, match=r"use_mla in .* is false, only true is supported"):
+        load_decoder(tmp_path)
+
+
+@torch.inference_mode()
+def test_deepseek_vl2_without_architectures(tmp_path: Path) -> None:
+    """The published files have a model_type in place of architectures, and no field of the language
+    model that has its default value."""
+    make_tiny("deepseek_v2", tmp_path, rms_norm_eps=1e-6)
+    reference = load_reference(tmp_path)
+    rewrite(tmp_path, lambda tensors: {f"language.{name}": tensors[name] for name in tensors})
+    file = tmp_path / "config.json"
+    text = json.loads(file.read_text())
+    for name in ("rms_norm_eps", "rope_parameters", "hidden_act", "attention_bias", "head_dim"):
+        del text[name]
+    file.write_text(json.dumps({"model_type": "deepseek_vl_v2", "language_config": text}))
 
     assert_served_as_by(reference, tmp_path)
 
