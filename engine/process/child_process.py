@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from setproctitle import setproctitle
 
 PARENT_DIED = 3
 """Exit code of a child whose parent died."""
@@ -56,12 +57,10 @@ def python_command(
 
 def set_title(title: str) -> None:
     """Make `ps` and `top` show this process as `gaudiserve: <title>`."""
-    # setproctitle then writes over the arguments only, and /proc/<pid>/environ stays readable.
-    os.environ["SPT_NOENV"] = "1"
-    import setproctitle
-
-    setproctitle.setproctitle(f"gaudiserve: {title}")
-    del os.environ["SPT_NOENV"]
+    # With this variable it writes over the arguments only: /proc/<pid>/environ stays readable.
+    os.putenv("SPT_NOENV", "1")
+    setproctitle(f"gaudiserve: {title}")
+    os.unsetenv("SPT_NOENV")
 
 
 def describe_exit(code: int) -> str:
