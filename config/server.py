@@ -17,8 +17,9 @@ TOOL_CALL_PARSERS = (
     *("auto", "none", "hermes", "qwen25", "llama3_json", "llama4_json", "pythonic"),
     *("llama4_pythonic", "mistral", "granite", "granite-20b-fc", "granite4", "deepseek_v3"),
     *("deepseek_v31", "deepseek_v32", "deepseek_v4", "qwen3_coder", "qwen3_xml", "mimo", "glm45"),
-    *("glm47", "kimi_k2", "minimax_m2", "seed_oss", "jamba", "hunyuan_a13b", "internlm"),
-    *("phi4_mini_json", "xlam", "lfm2", "hunyuan", "step3", "functiongemma", "gemma4", "openai"),
+    *("glm47", "kimi_k2", "minimax_m2", "minimax_m3", "seed_oss", "jamba", "hunyuan_a13b"),
+    *("internlm", "phi4_mini_json", "xlam", "lfm2", "hunyuan", "step3", "functiongemma"),
+    *("gemma4", "openai"),
 )
 MAX_IMAGES = 64
 """Of one prompt, unless told otherwise."""
@@ -30,7 +31,8 @@ RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 TOOL_TEMPLATES = ("auto", "none")
 REASONING_PARSERS = (
     *("auto", "none", "deepseek_r1", "deepseek_v3", "qwen3", "glm45", "granite", "mistral"),
-    *("hunyuan_a13b", "seed_oss", "kimi_k2", "minimax_m2", "step3", "gemma4", "openai_gptoss"),
+    *("hunyuan_a13b", "seed_oss", "kimi_k2", "minimax_m2", "minimax_m3", "step3", "gemma4"),
+    "openai_gptoss",
 )
 
 

@@ -98,8 +98,8 @@ class _Writer:
         calls, first = [], []
         for tag in part["tags"]:
             begin, content = _string(tag, "begin"), self._rule("call", self.part(tag["content"], 1))
-            if self._is_special(begin):
-                calls.append(f"{self._literal(begin)} {content}")
+            if (special := self._literal(begin)).startswith("<["):
+                calls.append(f"{special} {content}")
             # The spelled-out word has the same text as the special token.
             lazy = self._rule("trigger", f"TEXT {_quoted(begin)}", "[lazy]")
             calls.append(f"{lazy} {content}")
@@ -112,8 +112,8 @@ class _Writer:
         excluded = re.escape(starts).replace("/", "\\/")
         self.rules.append(f"FIRST: /[ \\t\\r\\n]*[^ \\t\\r\\n{excluded}](.|\\n)*/")
         bare = self._rule("bare", self.part(part.get("bare"), 1))
-        special = [one for one in calls if one.startswith("<[")]
-        options = " | ".join(["FIRST", *first, *special])
+        with_token = [call for call in calls if call.startswith("<[")]
+        options = " | ".join(["FIRST", *first, *with_token])
         return f"{bare} | (({options}) {self._rule('more', continuation)})?"
 
     def part(self, part: Any, depth: int) -> str:

@@ -9,6 +9,7 @@ from dataclasses import fields
 from server.parsers import harmony
 from server.parsers.reasoning import tags as reasoning
 from server.parsers.reasoning.tags import ReasoningFormat
+from server.parsers.tool import elements as element_calls
 from server.parsers.tool import gemma as gemma_calls
 from server.parsers.tool import json as json_calls
 from server.parsers.tool import pythonic as llama_calls
@@ -37,6 +38,7 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
     "glm47": xml_calls.GLM,
     "kimi_k2": json_calls.KIMI,
     "minimax_m2": xml_calls.MINIMAX,
+    "minimax_m3": element_calls.MINIMAX_M3,
     "seed_oss": xml_calls.SEED,
     "jamba": json_calls.JAMBA,
     "hunyuan_a13b": json_calls.JAMBA,
@@ -65,6 +67,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "seed_oss": reasoning.SEED,
     "kimi_k2": reasoning.KIMI,
     "minimax_m2": reasoning.DEEPSEEK_R1,
+    "minimax_m3": reasoning.MINIMAX_M3,
     "step3": reasoning.DEEPSEEK_R1,
     "gemma4": reasoning.GEMMA4,
     "openai_gptoss": harmony.HARMONY_REASONING,
@@ -72,6 +75,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
 
 _CALLS_BY_TEMPLATE: tuple[tuple[str, str], ...] = (
     ("<|constrain|>", "openai"),
+    ("]<]minimax[>[", "minimax_m3"),
     ("<|tool_call>", "gemma4"),
     ("<start_function_call>", "functiongemma"),
     ("<steptml:", "step3"),
@@ -101,6 +105,7 @@ _CALLS_BY_TEMPLATE: tuple[tuple[str, str], ...] = (
 _THINKING_BY_TEMPLATE: tuple[tuple[str, str], ...] = (
     ("<|constrain|>", "openai_gptoss"),
     ("<|channel>", "gemma4"),
+    ("<mm:think>", "minimax_m3"),
     ("<steptml:", "step3"),
     ("[THINK]", "mistral"),
     ("<seed:think>", "seed_oss"),

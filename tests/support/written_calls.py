@@ -18,6 +18,8 @@ CODER = (
     "<parameter=days>\n3\n</parameter>\n</function>"
 )
 
+NS = "]<]minimax[>["
+"""The token before each tag of MiniMax M3."""
 Q = '<|"|>'
 HY = "<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3"
 STEP = (
@@ -219,6 +221,14 @@ WHOLE: list[tuple[str, str, str, list[Any]]] = [
         "",
         [OSLO],
     ),
+    (
+        "minimax_m3",
+        f'{NS}<tool_call>\n{NS}<invoke name="get_weather">{NS}<city>Oslo{NS}</city>'
+        f'{NS}<days>3{NS}</days>{NS}</invoke>\n{NS}<invoke name="now">{NS}</invoke>\n'
+        f"{NS}</tool_call>",
+        "",
+        [OSLO, NOW],
+    ),
     ("seed_oss", f"<seed:tool_call>\n{CODER}\n</seed:tool_call>", "", [OSLO]),
     ("jamba", f"<tool_calls>[\n{OSLO_JSON}\n]</tool_calls>", "", [OSLO]),
     ("internlm", f"<|action_start|> <|plugin|>\n{OSLO_JSON}<|action_end|>", "", [OSLO]),
@@ -255,6 +265,8 @@ TEXT = [
     ("xlam", "```json\n{}\n```"),
     ("gemma4", "<|tool_call>now{}<tool_call|>"),
     ("functiongemma", "<start_function_call>call:now"),
+    ("minimax_m3", f"{NS}<tool_call>{{}}{NS}</tool_call>"),
+    ("minimax_m3", f'{NS}<tool_call>\n{NS}<invoke name="now">'),
     ("hunyuan", "<tool_call>now</tool_call>"),
     ("step3", "<steptml:invoke name=>"),
     ("openai", "<|channel|>commentary to=now<|message|>5"),
@@ -292,5 +304,11 @@ BROKEN = [
         '{"a": "b}',
     ),
     ("qwen3_coder", "<tool_call><function=f><parameter=a>x", "", '{"a": "x'),
+    (
+        "minimax_m3",
+        f'{NS}<invoke name="get_weather">{NS}<city>x',
+        "",
+        '{"city": "x',
+    ),
 ]
 """(parser, text, content, arguments) of calls whose arguments cannot be parsed."""

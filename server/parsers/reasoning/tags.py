@@ -136,6 +136,7 @@ GRANITE = ReasoningFormat(
 )
 MISTRAL = ReasoningFormat(("[THINK]",), ("[/THINK]",))
 HUNYUAN = ReasoningFormat(answer_open="<answer>", answer_close="</answer>")
+MINIMAX_M3 = ReasoningFormat(("<mm:think>",), ("</mm:think>",))
 SEED = ReasoningFormat(("<seed:think>",), ("</seed:think>",))
 GEMMA4 = ReasoningFormat(("<|channel>thought",), ("<channel|>",))
 KIMI = ReasoningFormat(("\u25c1think\u25b7", "<think>"), ("\u25c1/think\u25b7", "</think>"))

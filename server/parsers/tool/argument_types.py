@@ -26,6 +26,24 @@ def types_of(schema: Mapping[str, Any], name: str) -> frozenset[str]:
     return frozenset() if types is None else types
 
 
+def schema_of(schema: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The schema of parameter `name`, with the definitions that it may refer to."""
+    found = next(_Search(schema).named(schema, name, 0), None)
+    return _with_definitions(found, schema)
+
+
+def schema_of_items(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of objects whose parameters all have the schema of the items of `schema`."""
+    found = next(_Search(schema).items(schema, 0), None)
+    items = _with_definitions(found, schema)
+    return _with_definitions({"additionalProperties": items}, schema)
+
+
+def _with_definitions(found: object, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    return {**shared, **found} if isinstance(found, dict) else shared
+
+
 def referenced(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
     """`schema`, with what it refers to in `root` in the place of the reference."""
     for _ in range(MAX_SCHEMA_DEPTH):
@@ -68,12 +86,25 @@ class _Search:
             yield properties[name]
         elif isinstance(others, dict):
             yield others
+        for part in self._parts(schema):
+            yield from self.named(part, name, depth + 1)
+
+    def items(self, schema: Any, depth: int) -> Iterator[Any]:
+        """The schemas of the items of a list."""
+        if not self._enter(schema, depth):
+            return
+        if isinstance(schema.get("items"), dict):
+            yield schema["items"]
+        for part in self._parts(schema):
+            yield from self.items(part, depth + 1)
+
+    def _parts(self, schema: Mapping[str, Any]) -> Iterator[Any]:
+        """What `schema` refers to, and its branches."""
         if isinstance(schema.get("$ref"), str):
-            yield from self.named(_target(schema["$ref"], self._root), name, depth + 1)
+            yield _target(schema["$ref"], self._root)
         for key in (*_BRANCHES, "allOf"):
             branches = schema.get(key)
-            for branch in branches if isinstance(branches, list) else ():
-                yield from self.named(branch, name, depth + 1)
+            yield from branches if isinstance(branches, list) else ()
 
     def types(self, schema: Any, depth: int) -> frozenset[str] | None:
         """The types that `schema` allows."""

@@ -15,6 +15,8 @@ from server.parsers.stream.text_stream import (
 from server.parsers.tool.structural_tag import Functions, ToolCallGrammar
 
 MAX_NAME_CHARACTERS = 256
+_TAG_STARTS = "<[]"
+"""First characters of tags, which are no words that a text may quote."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,7 @@ class ToolCallReader:
     def markers_in_reasoning(self) -> tuple[str, ...]:
         """Markers that start a call in the reasoning too: tags, not words that it may quote."""
         markers = (*self.section[:1], *self.markers)
-        return tuple(marker for marker in markers if marker[0] in "<[")
+        return tuple(marker for marker in markers if marker[0] in _TAG_STARTS)
 
 
 class ToolCallFormat(ToolCallReader):
@@ -148,7 +150,7 @@ class ToolCallParser(StreamParser):
             # The end tag belongs to what is no call, so it is text too.
             self._ignored = self._always_ignored
         else:
-            ends = tuple(end for end in self._reader.ends if end[0] in "<[")
+            ends = tuple(end for end in self._reader.ends if end[0] in _TAG_STARTS)
             self._ignored = tuple(dict.fromkeys(self._always_ignored + ends))
             self._text_end = ""
 

@@ -37,7 +37,7 @@ _WRAPPERS = ("arguments", "input")
 """Names under which models write all arguments as an object."""
 TEXT = frozenset(("string",))
 ANY = frozenset((ANY_TYPE,))
-_QUOTES_AND_BLANKS = "\"' \t\r\n"
+QUOTES_AND_BLANKS = "\"' \t\r\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ class Tags(ToolCallFormat):
         name = yield from source.collect_until(
             self.name_end, most=MAX_NAME_CHARACTERS, leave=self.leaves_name_end
         )
-        name = checked_name(name.strip(_QUOTES_AND_BLANKS))
+        name = checked_name(name.strip(QUOTES_AND_BLANKS))
         if known is not None and name not in known:
             raise ParseError
         arguments = _Arguments(output, tools.get(name, {}))
@@ -155,7 +155,7 @@ class Tags(ToolCallFormat):
         words = (self.key_end, *(("\n",) if self.is_framed else ()), *filter(None, (self.value,)))
         yield from source.skip_whitespace()
         key = yield from source.peek_until(words, 0, MAX_NAME_CHARACTERS)
-        name = (key or "").strip(_QUOTES_AND_BLANKS)
+        name = (key or "").strip(QUOTES_AND_BLANKS)
         if not name or not name.isprintable() or "<" in name:
             if source.is_cut:
                 raise UnexpectedEnd
@@ -240,7 +240,7 @@ class Tags(ToolCallFormat):
         """Whether `word`, which comes next, is not part of a value."""
         if word == self.key:
             key = yield from source.peek_until((self.key_end,), len(word), MAX_NAME_CHARACTERS)
-            return key is not None and arguments.expects(key.strip(_QUOTES_AND_BLANKS))
+            return key is not None and arguments.expects(key.strip(QUOTES_AND_BLANKS))
         if (yield from source.is_followed_by(self._after_call, len(word))):
             return True
         ends = (self.section_end,) if self.section_end else self._after_call
@@ -324,7 +324,7 @@ class _Arguments:
 
 def _call(family: Tags, name: str, schema: Mapping[str, Any] | None) -> Part:
     """A call after the opening tag."""
-    _check_name(name, name, family.name_end)
+    check_name(name, name, family.name_end)
     quote = '"' if family.opening.endswith("name=") else ""
     head = literal(f"{quote}{name}{quote}{family.name_end[0]}")
     if schema is None:
@@ -349,7 +349,7 @@ def _any_argument(family: Tags) -> Part:
 
 
 def _argument(family: Tags, function: str, argument: Argument) -> Part:
-    _check_name(function, argument.name, (family.key_end,))
+    check_name(function, argument.name, (family.key_end,))
     return sequence(*_key(family, literal(argument.name)), *_value(family, function, argument))
 
 
@@ -361,32 +361,41 @@ def _value(family: Tags, function: str, argument: Argument) -> list[Part]:
         if is_plain:
             return [literal(' string="true">'), text_until(family.value_end)]
         return [literal(' string="false">'), as_json, literal(family.value_end)]
-    gap = [_LINE_BREAK] if family.is_framed else []
-    if is_plain:
-        return [*gap, text_until(family.value_end)]
+    return raw_value(family.value_end, function, argument, is_framed=family.is_framed)
+
+
+def raw_value(
+    end: str, function: str, argument: Argument, *, is_framed: bool = False
+) -> list[Part]:
+    """A value without quotes, up to the tag `end`, inclusive. Raises UserError for a value whose
+    text does not tell its type."""
+    schema, gap = argument.schema, [_LINE_BREAK] if is_framed else []
+    if is_plain_text(schema):
+        return [*gap, text_until(end)]
     named = {**argument.definitions, "properties": {argument.name: schema}}
     types = types_of(named, argument.name)
     words = [schema["const"]] if "const" in schema else schema.get("enum")
     if types == {"string"} and isinstance(words, list) and schema.keys() <= _WITH_WORDS:
-        return [_one_of(family, function, argument.name, words)]
+        return [_any_word(end, function, argument.name, words, is_framed)]
     if not types or "string" in types:
         raise unenforceable(function, f"properties.{argument.name}")
-    return [*gap, as_json, *gap, literal(family.value_end)]
+    return [*gap, argument.as_json, *gap, literal(end)]
 
 
 _WITH_WORDS = ANNOTATIONS | {"type", "enum", "const"}
 
 
-def _one_of(family: Tags, function: str, name: str, words: list[Any]) -> Part:
-    frame = "\n" if family.is_framed else ""
+def _any_word(end: str, function: str, name: str, words: list[Any], is_framed: bool) -> Part:
+    frame = "\n" if is_framed else ""
     for word in words:
-        if not isinstance(word, str) or family.value_end in word:
+        if not isinstance(word, str) or end in word:
             raise unenforceable(function, f"properties.{name}")
-    return any_of(*(literal(f"{frame}{word}{frame}{family.value_end}") for word in words))
+    return any_of(*(literal(f"{frame}{word}{frame}{end}") for word in words))
 
 
-def _check_name(function: str, name: str, ends: tuple[str, ...]) -> None:
-    is_read = name == name.strip(_QUOTES_AND_BLANKS) and not any(end in name for end in ends)
+def check_name(function: str, name: str, ends: tuple[str, ...]) -> None:
+    """Raise UserError for a name of an argument or function that would be read as another."""
+    is_read = name == name.strip(QUOTES_AND_BLANKS) and not any(end in name for end in ends)
     if not (is_read and name.isprintable() and 1 <= len(name) <= MAX_NAME_CHARACTERS):
         raise unenforceable(function, f"the name {name!r:.60}")
 

@@ -70,7 +70,7 @@ def encoder_of(name: str, is_special: bool) -> Tokenizer:
     found = {word for form in forms for word in words_of(form)}
     words = sorted(word for word in found if len(word) > 1 and word != "```")
     marks = [
-        word for word in words if word[0] in "<[`" and word.count("<") < 2 and " to=" not in word
+        word for word in words if word[0] in "<[]`" and word.count("<") < 2 and " to=" not in word
     ]
     if is_special:
         encoder.add_special_tokens(marks)
