@@ -38,6 +38,7 @@ from server.http.tls_listener import TlsListener
 from server.metrics.registry import Metrics
 from server.metrics.select import make_tracer
 from server.multimodal.inputs import ImageInputs, make_image_inputs
+from server.parsers.registry import GENERIC_TOOL_PARSER, TOOL_CALL_FORMATS
 from server.process.addresses import base_urls, endpoints_text
 from server.process.model_download import DownloadProgress
 from server.process.open_files import max_connections
@@ -429,7 +430,7 @@ class ApiServer:
         ready = await self._client.wait_ready()
         self.state.open(tokenizer, template, defaults, images)
         if not self.state.pools and template and template.default:
-            _log_generic_tools(template, self.state.parser_config.tool_parser)
+            log_generic_tools(template, self.state.parser_config.tool_parser)
         # Objects of start-up live until exit: exclude them from garbage collection.
         gc.collect()
         gc.freeze()
@@ -642,12 +643,21 @@ def load_tokenizer(
     return tokenizer, template, images
 
 
-def _log_generic_tools(template: ChatTemplate, tool_parser: str | None) -> None:
-    if template.uses_generic_tools():
-        logger.info(
-            "the chat template has no place for tools: they are rendered as text, tool parser %s "
-            "(--tool-template none refuses requests with tools)",
-            tool_parser or "none",
+def log_generic_tools(template: ChatTemplate, tool_parser: str | None) -> None:
+    """Log how tools are shown to a model whose template has no place for them."""
+    if not template.uses_generic_tools():
+        return
+    logger.info(
+        "the chat template has no place for tools: they are rendered as text, tool parser %s "
+        "(--tool-template none refuses requests with tools)",
+        tool_parser or "none",
+    )
+    if tool_parser and TOOL_CALL_FORMATS[tool_parser] != TOOL_CALL_FORMATS[GENERIC_TOOL_PARSER]:
+        logger.warning(
+            "the model is asked for calls in the form of %s, which --tool-call-parser %s does not "
+            "read: use --tool-call-parser auto, or a --chat-template that renders tools",
+            GENERIC_TOOL_PARSER,
+            tool_parser,
         )
 
 
