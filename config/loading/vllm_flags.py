@@ -172,11 +172,15 @@ SWITCHES = (
     ),
     ("disable-log-stats", ("true",), "there is no periodic line to switch on; see /metrics"),
     ("use-v2-block-manager", (), "there is one block manager"),
-    ("disable-hybrid-kv-cache-manager", (), "all layers share one kind of block"),
+    (
+        "disable-hybrid-kv-cache-manager",
+        (),
+        "the layers of a model decide which kinds of blocks the cache has",
+    ),
     (
         "disable-custom-all-reduce disable-nccl-for-dp-synchronization",
         (),
-        "one device runs the model in this version",
+        "the back end chooses the collectives of a group of devices",
     ),
     ("disable-cascade-attn", (), "there is no cascade attention"),
     ("disable-async-output-proc", (), "--overlap-depth 1 turns the overlap of steps off"),
@@ -199,13 +203,16 @@ ABSENT = (
         "the server itself distributes the requests over its engines",
     ),
     ("headless", "a host with --data-parallel-rank above 0 has no API server"),
-    ("node-rank master-addr master-port", "an engine runs on one host"),
+    (
+        "node-rank master-addr master-port",
+        "--distributed-executor-backend ray places the workers of an engine on several hosts",
+    ),
     (
         "all2all-backend expert-placement-strategy num-redundant-experts enable-eplb eplb-* "
         "enable-dbo dbo-* ubatch-size",
         "each device of --enable-expert-parallel has as many experts as the next, in order",
     ),
-    ("ray-workers-use-nsight worker-extension-cls", "Ray and workers of your own are not built"),
+    ("ray-workers-use-nsight worker-extension-cls", "there are no plug-ins for workers"),
     (
         "enable-lora-bias lora-extra-vocab-size long-lora-scaling-factors "
         "qlora-adapter-name-or-path enable-prompt-adapter max-prompt-adapters "
@@ -240,7 +247,7 @@ ABSENT = (
         "kv-events-config kv-sharing-fast-prefill",
         "the KV cache stays in its engine; --kv-offloading-size is its part outside the device",
     ),
-    ("mamba-*", "models with a recurrent state are not supported"),
+    ("mamba-*", "recurrent states have one form and a cache of their own"),
     ("hf-token", "set the variable HF_TOKEN"),
     (
         "hf-config-path rope-scaling rope-theta override-attention-dtype",
