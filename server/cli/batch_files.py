@@ -18,6 +18,8 @@ from config.json_text import parse_json
 from server.cli.http_client import Answer
 
 PREFIX = "batch_req_"
+_BEGINNING = f'{{"id":"{PREFIX}'.encode()
+"""The first bytes of an answer."""
 POOLING_PATHS = ("/score", "/rerank", "/v2/rerank", "/classify", "/pooling")
 """Paths outside of /v1/ that answer a body."""
 MAX_LINE_BYTES = 64 * 2**20
@@ -75,6 +77,10 @@ def _parsed(number: int, raw: bytes) -> BatchLine | InvalidLine:
         return InvalidLine(number, None, f"no JSON: {error}")
     if not isinstance(line, dict):
         return InvalidLine(number, None, f"it is {type(line).__name__}, it must be an object")
+    try:
+        msgspec.json.encode(line)
+    except UnicodeEncodeError:
+        return InvalidLine(number, None, "it has half of a surrogate pair, which is no text")
     custom_id = line.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
         return InvalidLine(number, None, f"custom_id is {custom_id!r}, it must be a text")
@@ -198,6 +204,9 @@ class BatchOutput:
         end = 0
         for raw in self._file:
             if not raw.endswith(b"\n"):
+                # A user's file may lack the last line break too: it is never cut.
+                if raw[: len(_BEGINNING)] != _BEGINNING[: len(raw)]:
+                    raise _no_answer(self._path, raw)
                 break
             end += len(raw)
             if raw.strip():
@@ -213,6 +222,10 @@ class BatchOutput:
             self.num_errors += response is None or response["status_code"] != 200
             self._answered[number] = record["custom_id"]
         except (msgspec.DecodeError, LookupError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(
-                f"{self._path} holds a line that is no answer of a batch: {raw[:80]!r}"
-            ) from error
+            raise _no_answer(self._path, raw) from error
+
+
+def _no_answer(path: Path, raw: bytes) -> ConfigError:
+    return ConfigError(
+        f"{path} holds a line that is no answer of a batch: {raw[:80]!r}; name another file by -o"
+    )

@@ -39,6 +39,8 @@ LARGE_BODY_BYTES = 2**20
 """The C library retains memory of requests with larger bodies when it is freed."""
 MAX_BUFFERED_BODIES = 16
 """Bodies of the maximum size that may be buffered at a time; more get 503."""
+MAX_SMALL_BODIES = 256
+"""Bodies of LARGE_BODY_BYTES that may be buffered in addition: large ones take no room of these."""
 TRIM_INTERVAL_S = 2.0
 NUM_TRIMS = 10
 """Memory is trimmed this often after the latest large body, because its request may end late."""
@@ -99,6 +101,8 @@ class BodyReader:
         if size > self._max_bytes:
             raise _too_large(f"more than {self._max_bytes}", self._max_bytes)
         max_buffered = MAX_BUFFERED_BODIES * self._max_bytes
+        if size <= LARGE_BODY_BYTES:
+            max_buffered += MAX_SMALL_BODIES * LARGE_BODY_BYTES
         if self._num_buffered_bytes > max_buffered:
             raise Overloaded(
                 f"the bodies that are read have {self._num_buffered_bytes} bytes, at most "

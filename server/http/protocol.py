@@ -157,6 +157,8 @@ class HttpProtocol(HttpToolsProtocol):
         """In the headers: bytes so far, complete lines or not. In the body: bytes of data and
         framing. Without reads that also contain another request."""
         self._body_started_s = 0.0
+        self._body_paid_s = 0.0
+        """The time up to which the bytes of the body pay at the minimum rate."""
         self._is_half_closed = False
         self._num_probes = 0
 
@@ -222,10 +224,10 @@ class HttpProtocol(HttpToolsProtocol):
             if not self._check_framing():
                 return
             if num_started or state_before is not _ReadState.BODY:
-                self._body_started_s = self.loop.time()
-                self._set_body_deadline()
-            elif self._num_body_bytes > num_body_bytes_before:
-                self._set_body_deadline()
+                self._body_started_s = self._body_paid_s = self.loop.time()
+                self._extend_body_deadline(self._num_body_bytes)
+            elif num_new := self._num_body_bytes - num_body_bytes_before:
+                self._extend_body_deadline(num_new)
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Returns whether the connection stays open: only for responses to complete requests, and
@@ -348,7 +350,7 @@ class HttpProtocol(HttpToolsProtocol):
         cycle = self.cycle
         if self.flow.read_paused or cycle.waiting_for_100_continue or cycle is not self._responding:
             # This side does not read.
-            self._body_started_s = now_s
+            self._body_started_s = self._body_paid_s = now_s
             self.deadline_s = now_s + self._limits.request_body_timeout_s
             return
         self._reject(
@@ -390,10 +392,12 @@ class HttpProtocol(HttpToolsProtocol):
             )
         return num_framing <= max_framing
 
-    def _set_body_deadline(self) -> None:
-        earned_s = self._num_body_bytes / MIN_BODY_BYTES_PER_S
-        since_s = min(self.loop.time(), self._body_started_s + earned_s)
-        self.deadline_s = since_s + self._limits.request_body_timeout_s
+    def _extend_body_deadline(self, num_new: int) -> None:
+        """`num_new` bytes of the body have arrived. They pay for the time until now at most: many
+        bytes at once are no credit for hours of few."""
+        paid_s = self._body_paid_s + num_new / MIN_BODY_BYTES_PER_S
+        self._body_paid_s = min(self.loop.time(), paid_s)
+        self.deadline_s = self._body_paid_s + self._limits.request_body_timeout_s
 
     def _reject(self, fault: Fault) -> None:
         """Respond with `fault`, and drop further input. If responses to earlier requests are due,

@@ -150,3 +150,33 @@ def test_an_output_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:
     for path in (fifo, Path("/dev/zero")):
         with pytest.raises(ConfigError, match=f"{path}: it is no regular file"):
             BatchOutput(path)
+
+
+@pytest.mark.parametrize("content", [b'{"precious": 1}', b"notes", b'{"id":"other'])
+def test_a_file_of_the_user_without_a_line_break_is_not_cut(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_bytes(content)
+
+    with pytest.raises(ConfigError, match="no answer of a batch"):
+        BatchOutput(path)
+
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"custom_id": "\\ud800", "url": "/v1/completions", "body": {}}',
+        '{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "\\ud800"}}',
+        '{"custom_id": "a", "url": "\\ud800", "body": {}}',
+    ],
+)
+def test_half_of_a_surrogate_pair_is_an_invalid_line(line: str, tmp_path: Path) -> None:
+    (tmp_path / "in").write_text(line + "\n")
+
+    (read,) = read_lines(tmp_path / "in")
+
+    assert isinstance(read, InvalidLine)
+    with BatchOutput(tmp_path / "out") as output:
+        output.write_error(read)
+    assert "half of a surrogate pair" in (tmp_path / "out").read_text()

@@ -180,6 +180,8 @@ async def test_bodies_that_arrive_together_may_only_have_so_many_bytes_in_sum(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bodies, "MAX_BUFFERED_BODIES", 2)
+    monkeypatch.setattr(bodies, "LARGE_BODY_BYTES", 1_000)
+    monkeypatch.setattr(bodies, "MAX_SMALL_BODIES", 10)
     part = b'{"padding": "' + b"a" * 60_000
     rest = b'", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}'
     headers = {"content-type": "application/json"}
@@ -200,11 +202,13 @@ async def test_bodies_that_arrive_together_may_only_have_so_many_bytes_in_sum(
                 break
             await asyncio.sleep(0.01)
         refused = await rig.http.post(CHAT, content=part + rest, headers=headers)
+        small = await rig.http.post(CHAT, content=b'{"a": "' + rest, headers=headers)
         release.set()
         taken = [(await one).status_code for one in first]
         later = await rig.http.post(CHAT, content=part + rest, headers=headers)
 
     assert refused.status_code == 503
     assert "at most 131072" in refused.json()["error"]["message"]
+    assert small.status_code == 200, small.text
     assert taken == [200, 200] and later.status_code == 200
     assert rig.state.bodies._num_buffered_bytes == 0
