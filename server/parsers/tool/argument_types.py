@@ -42,6 +42,21 @@ def referenced(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[st
     return schema
 
 
+def num_keywords(schema: Mapping[str, Any], root: Mapping[str, Any]) -> int:
+    """Maximum number of keywords that `referenced` copies for `schema`."""
+    count = 0
+    current: Any = schema
+    for _ in range(MAX_SCHEMA_DEPTH):
+        if not isinstance(current, dict):
+            break
+        count += len(current)
+        if isinstance(current.get("$ref"), str):
+            current = _target(current["$ref"], root)
+        else:
+            current = current["allOf"][0] if _is_single(current.get("allOf")) else None
+    return count
+
+
 def _is_single(branches: object) -> bool:
     return isinstance(branches, list) and len(branches) == 1
 

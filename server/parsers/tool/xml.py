@@ -20,6 +20,7 @@ from server.parsers.tool.structural_tag import (
     ToolCallGrammar,
     any_of,
     arguments_of,
+    check_keywords,
     is_plain_text,
     literal,
     optional,
@@ -247,6 +248,7 @@ class Tags(ToolCallFormat):
         return (yield from source.find_next((self.value_end, *ends), len(word))) != self.value_end
 
     def grammar(self, functions: Functions) -> ToolCallGrammar:
+        check_keywords(functions)
         calls = any_of(*(_call(self, name, schema) for name, schema in functions.items()))
         end = [_LINE_BREAK, literal(self.section_end)] if self.section_end else []
         opened = [_LINE_BREAK, literal(self.opening)]

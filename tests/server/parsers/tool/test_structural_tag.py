@@ -203,3 +203,12 @@ def test_calls_in_channels_of_their_own_are_held_and_other_channels_are_free(
         assert token in guide.allowed()
         guide.advance(token)
     assert encoder.encode("</s>").ids[0] in guide.allowed()
+
+
+@pytest.mark.parametrize("family", ["qwen3_coder", "glm45", "pythonic"])
+def test_keywords_of_a_shared_definition_count_for_each_argument(family: str) -> None:
+    large = {"type": "integer", **{f"k{i}": 1 for i in range(999)}}
+    properties = {f"p{i}": {"$ref": "#/$defs/x"} for i in range(66)}
+    schema = {"$defs": {"x": large}, "properties": properties, "required": list(properties)}
+    with pytest.raises(UserError, match=r"at least 66066 keywords, at most 65536 are taken"):
+        TOOL_CALL_FORMATS[family].grammar({"f": schema})
