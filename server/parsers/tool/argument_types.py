@@ -42,6 +42,24 @@ def referenced(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[st
     return schema
 
 
+class SharedTypes:
+    """The types of arguments of a function. Arguments whose schemas have the same values share the
+    types."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], tuple[Any, frozenset[str]]] = {}
+
+    def types_of(self, schema: Mapping[str, Any], root: Mapping[str, Any]) -> frozenset[str]:
+        """The JSON types that `schema` allows, with what it refers to in `root`."""
+        restricting = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
+        key = tuple((name, id(value)) for name, value in restricting.items())
+        if key not in self._known:
+            types = types_of({**root, "properties": {"": schema}}, "")
+            # The values are kept, so that no other value takes their id.
+            self._known[key] = (restricting, types)
+        return self._known[key][1]
+
+
 def num_keywords(schema: Mapping[str, Any], root: Mapping[str, Any]) -> int:
     """Maximum number of keywords that `referenced` copies for `schema`."""
     count = 0

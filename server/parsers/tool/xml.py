@@ -10,7 +10,13 @@ from typing import Any
 from server.parsers.stream.base import EventBuffer, Tools
 from server.parsers.stream.json_stream import object_of, quoted, value_of
 from server.parsers.stream.text_stream import ParseError, Sink, Source, Steps, UnexpectedEnd
-from server.parsers.tool.argument_types import ANNOTATIONS, ANY_TYPE, cast, types_of
+from server.parsers.tool.argument_types import (
+    ANNOTATIONS,
+    ANY_TYPE,
+    SharedTypes,
+    cast,
+    types_of,
+)
 from server.parsers.tool.base import MAX_NAME_CHARACTERS, ToolCallFormat, checked_name
 from server.parsers.tool.structural_tag import (
     IDENTIFIER,
@@ -332,8 +338,9 @@ def _call(family: Tags, name: str, schema: Mapping[str, Any] | None) -> Part:
     if schema is None:
         return sequence(head, repeat(_any_argument(family)), _LINE_BREAK, literal(family.call_end))
     parts = []
+    shared = SharedTypes()
     for argument in arguments_of(name, schema):
-        part = _argument(family, name, argument)
+        part = _argument(family, name, argument, shared)
         parts.append(part if argument.is_required else optional(part))
     return sequence(head, *parts, _LINE_BREAK, literal(family.call_end))
 
@@ -350,12 +357,13 @@ def _any_argument(family: Tags) -> Part:
     return sequence(*key, *attributes, text_until(family.value_end))
 
 
-def _argument(family: Tags, function: str, argument: Argument) -> Part:
+def _argument(family: Tags, function: str, argument: Argument, shared: SharedTypes) -> Part:
     _check_name(function, argument.name, (family.key_end,))
-    return sequence(*_key(family, literal(argument.name)), *_value(family, function, argument))
+    value = _value(family, function, argument, shared)
+    return sequence(*_key(family, literal(argument.name)), *value)
 
 
-def _value(family: Tags, function: str, argument: Argument) -> list[Part]:
+def _value(family: Tags, function: str, argument: Argument, shared: SharedTypes) -> list[Part]:
     """The value and the tag after it."""
     schema, as_json = argument.schema, argument.as_json
     is_plain = is_plain_text(schema)
@@ -366,8 +374,7 @@ def _value(family: Tags, function: str, argument: Argument) -> list[Part]:
     gap = [_LINE_BREAK] if family.is_framed else []
     if is_plain:
         return [*gap, text_until(family.value_end)]
-    named = {**argument.definitions, "properties": {argument.name: schema}}
-    types = types_of(named, argument.name)
+    types = shared.types_of(schema, argument.definitions)
     words = [schema["const"]] if "const" in schema else schema.get("enum")
     if types == {"string"} and isinstance(words, list) and schema.keys() <= _WITH_WORDS:
         return [_one_of(family, function, argument.name, words)]
