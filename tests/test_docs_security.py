@@ -91,6 +91,7 @@ def isolation(limits: compilation.Limits) -> str:
         f"schemas, {json_schema.MAX_DEPTH:,} on a path, {json_schema.MAX_CHAIN} in a row",
         "| arguments of strict tools that a model writes one by one: optional arguments, or pairs "
         f"of arguments if all are optional | {structural_tag.MAX_ARGUMENT_PARTS:,}",
+        f"definitions counted for each argument | {structural_tag.MAX_ARGUMENT_KEYWORDS:,} | |",
         f"| types of a tool argument | {argument_types.MAX_SCHEMA_NODES:,} subschemas, "
         f"{argument_types.MAX_SCHEMA_DEPTH} on a path",
         f"| pattern | {grammar_bounds.MAX_PATTERN_SIZE:,} characters with repetitions expanded, "

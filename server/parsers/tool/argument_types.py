@@ -7,23 +7,22 @@ from server.parsers.stream.json_stream import quoted, value_of
 
 MAX_SCHEMA_NODES = 1000
 """Subschemas that are read for the types of an argument; beyond, all types are allowed."""
+MAX_REQUEST_NODES = 100_000
+"""The same for all arguments of the strict tools of a request: some tenths of a second."""
 MAX_SCHEMA_DEPTH = 32
 ANY_TYPE = "any"
 ANNOTATIONS = frozenset(("title", "description", "default", "examples", "deprecated", "$comment"))
 """Keywords that do not restrict values."""
 _BRANCHES = ("anyOf", "oneOf")
 _WORDS = {"True": "true", "False": "false", "None": "null"}
+_NUMBERS = frozenset(("integer", "number"))
 _BOOLEANS = {"true": "true", "false": "false", "1": "true", "0": "false"}
 
 
 def types_of(schema: Mapping[str, Any], name: str) -> frozenset[str]:
     """The JSON types that `schema`, of a function's parameters, allows for parameter `name`. Empty
     if the schema does not restrict them, ANY_TYPE if they cannot be told."""
-    search = _Search(schema)
-    types = search.all_of(search.types(found, 0) for found in search.named(schema, name, 0))
-    if search.is_exhausted:
-        return frozenset((ANY_TYPE,))
-    return frozenset() if types is None else types
+    return _Search(schema).types_of(name)
 
 
 def schema_of(schema: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -60,6 +59,45 @@ def referenced(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[st
     return schema
 
 
+class SharedTypes:
+    """The types of arguments of all functions of a request. Arguments whose schemas have the same
+    values share the types."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], tuple[Any, frozenset[str]]] = {}
+        self._num_nodes = 0
+
+    def types_of(self, schema: Mapping[str, Any], root: Mapping[str, Any]) -> frozenset[str]:
+        """The JSON types that `schema` allows, with what it refers to in `root`. ANY_TYPE once the
+        searches of the request have read MAX_REQUEST_NODES."""
+        restricting = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
+        values = (*restricting.items(), *root.items())
+        key = tuple((name, id(value)) for name, value in values)
+        if key not in self._known:
+            search = _Search({**root, "properties": {"": schema}})
+            exhausted = self._num_nodes > MAX_REQUEST_NODES
+            types = frozenset((ANY_TYPE,)) if exhausted else search.types_of("")
+            self._num_nodes += search.num_nodes
+            # The values are kept, so that no other value takes their id.
+            self._known[key] = (values, types)
+        return self._known[key][1]
+
+
+def num_keywords(schema: Mapping[str, Any], root: Mapping[str, Any]) -> int:
+    """Maximum number of keywords that `referenced` copies for `schema`."""
+    count = 0
+    current: Any = schema
+    for _ in range(MAX_SCHEMA_DEPTH):
+        if not isinstance(current, dict):
+            break
+        count += len(current)
+        if isinstance(current.get("$ref"), str):
+            current = _target(current["$ref"], root)
+        else:
+            current = current["allOf"][0] if _is_single(current.get("allOf")) else None
+    return count
+
+
 def _is_single(branches: object) -> bool:
     return isinstance(branches, list) and len(branches) == 1
 
@@ -69,13 +107,20 @@ class _Search:
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
-        self._num_nodes = 0
+        self.num_nodes = 0
         self._open: set[str] = set()
         """References that are being followed."""
 
     @property
     def is_exhausted(self) -> bool:
-        return self._num_nodes > MAX_SCHEMA_NODES
+        return self.num_nodes > MAX_SCHEMA_NODES
+
+    def types_of(self, name: str) -> frozenset[str]:
+        """As the function `types_of`."""
+        types = self.all_of(self.types(found, 0) for found in self.named(self._root, name, 0))
+        if self.is_exhausted:
+            return frozenset((ANY_TYPE,))
+        return frozenset() if types is None else types
 
     def named(self, schema: Any, name: str, depth: int) -> Iterator[Any]:
         """The schemas of parameter `name`."""
@@ -149,9 +194,9 @@ class _Search:
         return types
 
     def _enter(self, schema: Any, depth: int) -> bool:
-        self._num_nodes += 1
+        self.num_nodes += 1
         if depth > MAX_SCHEMA_DEPTH:
-            self._num_nodes = MAX_SCHEMA_NODES + 1
+            self.num_nodes = MAX_SCHEMA_NODES + 1
         return isinstance(schema, dict) and not self.is_exhausted
 
 
@@ -210,9 +255,19 @@ def cast(text: str, types: frozenset[str]) -> str:
     if bare[:1] == '"' and "string" in types:
         return quoted(text)
     value = value_of(bare)
+    if value is None and types & _NUMBERS and "string" not in types:
+        value = _without_leading_zeros(bare)
     if value is None or ("string" in types and not _fits(value, types)):
         return quoted(text)
     return value
+
+
+def _without_leading_zeros(text: str) -> str | None:
+    """The JSON number that a whole number such as 007 stands for; None for other texts."""
+    digits = text.removeprefix("-")
+    if not (digits.isascii() and digits.isdecimal()):
+        return None
+    return text[: len(text) - len(digits)] + (digits.lstrip("0") or "0")
 
 
 def _fits(value: str, types: frozenset[str]) -> bool:

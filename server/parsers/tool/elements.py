@@ -7,7 +7,14 @@ from typing import Any
 from server.parsers.stream.base import EventBuffer, Tools
 from server.parsers.stream.json_stream import MAX_DEPTH, quoted
 from server.parsers.stream.text_stream import ParseError, Sink, Source, Steps, UnexpectedEnd
-from server.parsers.tool.argument_types import ANY_TYPE, cast, schema_of, schema_of_items, types_of
+from server.parsers.tool.argument_types import (
+    ANY_TYPE,
+    SharedTypes,
+    cast,
+    schema_of,
+    schema_of_items,
+    types_of,
+)
 from server.parsers.tool.base import MAX_NAME_CHARACTERS, ToolCallFormat, checked_name
 from server.parsers.tool.structural_tag import (
     Argument,
@@ -16,6 +23,7 @@ from server.parsers.tool.structural_tag import (
     ToolCallGrammar,
     any_of,
     arguments_of,
+    check_keywords,
     literal,
     optional,
     regex,
@@ -198,7 +206,9 @@ class Elements(ToolCallFormat):
         return True
 
     def grammar(self, functions: Functions) -> ToolCallGrammar:
-        calls = any_of(*(self._call(name, schema) for name, schema in functions.items()))
+        check_keywords(functions)
+        shared = SharedTypes()
+        calls = any_of(*(self._call(name, schema, shared) for name, schema in functions.items()))
         gap, opening = regex("\\n?"), literal(self.opening)
         end = sequence(gap, literal(self.section_end))
         several = sequence(gap, opening, calls, repeat(sequence(gap, opening, calls)), end)
@@ -208,7 +218,7 @@ class Elements(ToolCallFormat):
         }
         return ToolCallGrammar(by_marker, self.ignored_markers)
 
-    def _call(self, name: str, schema: Mapping[str, Any] | None) -> Part:
+    def _call(self, name: str, schema: Mapping[str, Any] | None, shared: SharedTypes) -> Part:
         """A call after `opening`."""
         check_name(name, name, (">",))
         gap = regex("\\n?")
@@ -217,14 +227,16 @@ class Elements(ToolCallFormat):
             end = [text_until(self.namespace), literal("</"), _NAME, literal(">")]
             arguments = [repeat(sequence(*start, *end))]
         else:
-            arguments = [self._argument(name, one) for one in arguments_of(name, schema)]
+            arguments = [
+                self._argument(name, argument, shared) for argument in arguments_of(name, schema)
+            ]
         return sequence(literal(f'"{name}">'), *arguments, gap, literal(self.call_end))
 
-    def _argument(self, function: str, argument: Argument) -> Part:
+    def _argument(self, function: str, argument: Argument, shared: SharedTypes) -> Part:
         check_name(function, argument.name, (">", "<", "/"))
         start = literal(f"{self.namespace}<{argument.name}>")
         end = f"</{argument.name}>"
-        value = raw_value(self.namespace, function, argument)
+        value = raw_value(self.namespace, function, argument, shared)
         part = sequence(regex("\\n?"), start, *value, literal(end))
         return part if argument.is_required else optional(part)
 

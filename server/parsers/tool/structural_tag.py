@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from config.errors import UserError
-from server.parsers.tool.argument_types import ANNOTATIONS, referenced
+from server.parsers.tool.argument_types import ANNOTATIONS, num_keywords, referenced
 
 Part = dict[str, Any]
 Functions = Mapping[str, Mapping[str, Any] | None]
@@ -16,6 +16,8 @@ IDENTIFIER = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
 """Names that a family may write without quotes."""
 MAX_ARGUMENT_PARTS = 16_384
 """They take 10 ms to build; a larger grammar has too many characters anyway."""
+MAX_ARGUMENT_KEYWORDS = 65_536
+"""A keyword takes 4 characters or more; a larger grammar has too many characters anyway."""
 MAX_CALLS = 32
 """Limit of one forced answer; without it a model may go on to the end of the context."""
 _VALUES = ("enum", "const", "default", "examples")
@@ -103,9 +105,27 @@ def arguments_of(function: str, schema: Mapping[str, Any]) -> list[Argument]:
     return sorted(result, key=lambda argument: not argument.is_required)
 
 
+def check_keywords(functions: Functions) -> None:
+    """Raise UserError for more keywords than the grammar of all arguments may have. A definition
+    counts for each argument that refers to the definition."""
+    total = 0
+    for schema in functions.values():
+        properties = (schema or {}).get("properties")
+        for inner in properties.values() if isinstance(properties, dict) else ():
+            total += num_keywords(inner, schema or {})
+            if total > MAX_ARGUMENT_KEYWORDS:
+                raise UserError(
+                    f"the arguments of the strict tools have at least {total} keywords, at most "
+                    f"{MAX_ARGUMENT_KEYWORDS} are taken: set strict to false, or refer to smaller "
+                    "definitions",
+                    param="tools",
+                )
+
+
 def check_optional_arguments(functions: Functions) -> None:
     """Raise UserError for more optional arguments than `named_arguments` writes: where all are
     optional, there is a part for each pair of arguments."""
+    check_keywords(functions)
     total = 0
     for schema in functions.values():
         properties = (schema or {}).get("properties")

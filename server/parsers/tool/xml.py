@@ -10,7 +10,13 @@ from typing import Any
 from server.parsers.stream.base import EventBuffer, Tools
 from server.parsers.stream.json_stream import object_of, quoted, value_of
 from server.parsers.stream.text_stream import ParseError, Sink, Source, Steps, UnexpectedEnd
-from server.parsers.tool.argument_types import ANNOTATIONS, ANY_TYPE, cast, types_of
+from server.parsers.tool.argument_types import (
+    ANNOTATIONS,
+    ANY_TYPE,
+    SharedTypes,
+    cast,
+    types_of,
+)
 from server.parsers.tool.base import MAX_NAME_CHARACTERS, ToolCallFormat, checked_name
 from server.parsers.tool.structural_tag import (
     IDENTIFIER,
@@ -20,6 +26,7 @@ from server.parsers.tool.structural_tag import (
     ToolCallGrammar,
     any_of,
     arguments_of,
+    check_keywords,
     is_plain_text,
     literal,
     optional,
@@ -247,7 +254,9 @@ class Tags(ToolCallFormat):
         return (yield from source.find_next((self.value_end, *ends), len(word))) != self.value_end
 
     def grammar(self, functions: Functions) -> ToolCallGrammar:
-        calls = any_of(*(_call(self, name, schema) for name, schema in functions.items()))
+        check_keywords(functions)
+        shared = SharedTypes()
+        calls = any_of(*(_call(self, name, schema, shared) for name, schema in functions.items()))
         end = [_LINE_BREAK, literal(self.section_end)] if self.section_end else []
         opened = [_LINE_BREAK, literal(self.opening)]
         several = sequence(*opened, calls, repeat(sequence(*opened, calls)), *end)
@@ -322,7 +331,7 @@ class _Arguments:
         self._output.add_arguments(f"{comma}{json.dumps(key)}: {value}")
 
 
-def _call(family: Tags, name: str, schema: Mapping[str, Any] | None) -> Part:
+def _call(family: Tags, name: str, schema: Mapping[str, Any] | None, shared: SharedTypes) -> Part:
     """A call after the opening tag."""
     check_name(name, name, family.name_end)
     quote = '"' if family.opening.endswith("name=") else ""
@@ -331,7 +340,7 @@ def _call(family: Tags, name: str, schema: Mapping[str, Any] | None) -> Part:
         return sequence(head, repeat(_any_argument(family)), _LINE_BREAK, literal(family.call_end))
     parts = []
     for argument in arguments_of(name, schema):
-        part = _argument(family, name, argument)
+        part = _argument(family, name, argument, shared)
         parts.append(part if argument.is_required else optional(part))
     return sequence(head, *parts, _LINE_BREAK, literal(family.call_end))
 
@@ -348,12 +357,13 @@ def _any_argument(family: Tags) -> Part:
     return sequence(*key, *attributes, text_until(family.value_end))
 
 
-def _argument(family: Tags, function: str, argument: Argument) -> Part:
+def _argument(family: Tags, function: str, argument: Argument, shared: SharedTypes) -> Part:
     check_name(function, argument.name, (family.key_end,))
-    return sequence(*_key(family, literal(argument.name)), *_value(family, function, argument))
+    value = _value(family, function, argument, shared)
+    return sequence(*_key(family, literal(argument.name)), *value)
 
 
-def _value(family: Tags, function: str, argument: Argument) -> list[Part]:
+def _value(family: Tags, function: str, argument: Argument, shared: SharedTypes) -> list[Part]:
     """The value and the tag after it."""
     schema, as_json = argument.schema, argument.as_json
     is_plain = is_plain_text(schema)
@@ -361,19 +371,18 @@ def _value(family: Tags, function: str, argument: Argument) -> list[Part]:
         if is_plain:
             return [literal(' string="true">'), text_until(family.value_end)]
         return [literal(' string="false">'), as_json, literal(family.value_end)]
-    return raw_value(family.value_end, function, argument, is_framed=family.is_framed)
+    return raw_value(family.value_end, function, argument, shared, is_framed=family.is_framed)
 
 
 def raw_value(
-    end: str, function: str, argument: Argument, *, is_framed: bool = False
+    end: str, function: str, argument: Argument, shared: SharedTypes, *, is_framed: bool = False
 ) -> list[Part]:
     """A value without quotes, up to the tag `end`, inclusive. Raises UserError for a value whose
     text does not tell its type."""
     schema, gap = argument.schema, [_LINE_BREAK] if is_framed else []
     if is_plain_text(schema):
         return [*gap, text_until(end)]
-    named = {**argument.definitions, "properties": {argument.name: schema}}
-    types = types_of(named, argument.name)
+    types = shared.types_of(schema, argument.definitions)
     words = [schema["const"]] if "const" in schema else schema.get("enum")
     if types == {"string"} and isinstance(words, list) and schema.keys() <= _WITH_WORDS:
         return [_any_word(end, function, argument.name, words, is_framed)]

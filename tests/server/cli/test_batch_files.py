@@ -92,7 +92,7 @@ def test_what_was_answered_is_known_to_the_next_one_and_a_half_line_is_removed(
         output.write_error(second)
     complete = (tmp_path / "out").read_text()
     with (tmp_path / "out").open("a") as file:
-        file.write('{"id": "batch_req_3", "custom')
+        file.write('{"id":"batch_req_3","custom')
 
     with BatchOutput(tmp_path / "out") as output:
         assert (tmp_path / "out").read_text() == complete

@@ -59,7 +59,7 @@ BOB = tag("name", "Bob")
     ("arguments", "value"),
     [
         (tag("seats", "42"), {"seats": 42}),
-        (tag("seats", "007"), {"seats": "007"}),
+        (tag("seats", "007"), {"seats": 7}),
         (tag("seats", "many"), {"seats": "many"}),
         (tag("vip", "True"), {"vip": True}),
         (tag("note", "a <b>\n c </note >"), {"note": "a <b>\n c </note >"}),

@@ -17,6 +17,7 @@ from config.params.structured_output import GrammarSpec
 from engine.structured_output.grammar import Grammar, Guide, Vocabulary
 from server.parsers.output_parser import OutputParser
 from server.parsers.registry import REASONING_FORMATS, TOOL_CALL_FORMATS, words_of
+from server.parsers.tool import argument_types
 from server.parsers.tool.base import ToolCallParser
 
 SCHEMA: Any = {
@@ -203,3 +204,32 @@ def test_calls_in_channels_of_their_own_are_held_and_other_channels_are_free(
         assert token in guide.allowed()
         guide.advance(token)
     assert encoder.encode("</s>").ids[0] in guide.allowed()
+
+
+@pytest.mark.parametrize("family", ["qwen3_coder", "glm45", "pythonic"])
+def test_keywords_of_a_shared_definition_count_for_each_argument(family: str) -> None:
+    large = {"type": "integer", **{f"k{i}": 1 for i in range(999)}}
+    properties = {f"p{i}": {"$ref": "#/$defs/x"} for i in range(66)}
+    schema = {"$defs": {"x": large}, "properties": properties, "required": list(properties)}
+    with pytest.raises(UserError, match=r"at least 66066 keywords, at most 65536 are taken"):
+        TOOL_CALL_FORMATS[family].grammar({"f": schema})
+
+
+def test_arguments_that_refer_to_the_same_definition_share_a_search_of_types(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted: list[int] = []
+    enter = argument_types._Search._enter
+
+    def count(search: Any, schema: Any, depth: int) -> bool:
+        counted.append(depth)
+        return enter(search, schema, depth)
+
+    monkeypatch.setattr(argument_types._Search, "_enter", count)
+    branches = [{"$ref": "#/$defs/y"}] * 30
+    schema = {
+        "$defs": {"x": {"anyOf": branches}, "y": {"type": "integer"}},
+        "properties": {f"p{i}": {"$ref": "#/$defs/x"} for i in range(100)},
+    }
+    TOOL_CALL_FORMATS["qwen3_coder"].grammar({"f": schema})
+    assert len(counted) < 100
