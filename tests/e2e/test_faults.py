@@ -128,7 +128,9 @@ def test_a_killed_worker_ends_the_server(tiny_model: str, tmp_path: Path) -> Non
         _wait_for("orphans end", lambda: not any(alive(pid) for pid in family), 2)
         assert live.leftovers() == []
         assert len(_errors(live)) == 1
-        assert live.text().count("was killed by SIGKILL") == 1
+        # Once as the error, and once as the reason in the last line.
+        assert live.text().count("was killed by SIGKILL") == 2
+        assert live.text().rstrip().endswith("was killed by SIGKILL")
 
 
 def test_a_killed_api_server_leaves_no_orphans(fresh: LiveServer) -> None:
