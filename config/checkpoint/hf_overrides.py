@@ -53,6 +53,13 @@ def with_overrides(folder: str, text: str, cache_dir: str | None) -> str:
     source = Path(folder).absolute()
     config = merged(read_json(source / _FILE), overrides)
     content = json.dumps(config, ensure_ascii=False)
+    try:
+        content.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"config.json of {folder} with --hf-overrides has half of a surrogate pair at "
+            f"character {error.start}, which is no text"
+        ) from error
     names = sorted(path.name for path in source.iterdir() if path.name != _FILE)
     digest = hashlib.sha256("\0".join((str(source), content, *names)).encode(errors="replace"))
     target = Path(cache_dir or cache_home()) / "hf-overrides" / digest.hexdigest()[:32]

@@ -105,6 +105,11 @@ def test_overrides_that_are_no_object_are_refused(text: str, folder: Path) -> No
         resolve(str(folder), hf_overrides=text)
 
 
+def test_half_of_a_surrogate_pair_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="has half of a surrogate pair at"):
+        resolve(str(folder), hf_overrides='{"x": "\\ud800"}')
+
+
 def test_a_field_of_another_type_is_refused_and_leaves_no_folder(
     folder: Path, tmp_path: Path
 ) -> None:
