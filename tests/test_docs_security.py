@@ -26,6 +26,7 @@ from server.http import protocol as http_protocol
 from server.multimodal import decode, fetch, file_checks, image_processor, processor, video
 from server.openai.responses import chat_request as responses
 from server.parsers.tool import argument_types, structural_tag
+from server.pooling import scores
 from server.process import open_files, supervisor
 from server.serving import job
 from server.text import bounded_encoder, isolated_template, messages
@@ -93,7 +94,9 @@ def isolation(limits: compilation.Limits) -> str:
         f"of arguments if all are optional | {structural_tag.MAX_ARGUMENT_PARTS:,}",
         f"definitions counted for each argument | {structural_tag.MAX_ARGUMENT_KEYWORDS:,} | |",
         f"| types of a tool argument | {argument_types.MAX_SCHEMA_NODES:,} subschemas, "
-        f"{argument_types.MAX_SCHEMA_DEPTH} on a path",
+        f"{argument_types.MAX_SCHEMA_DEPTH} on a path, {argument_types.MAX_REQUEST_NODES:,} "
+        "subschemas for a request",
+        f"a cross-encoder, times the texts | {scores.MAX_REPEATED_CHARACTERS:,} characters |",
         f"| pattern | {grammar_bounds.MAX_PATTERN_SIZE:,} characters with repetitions expanded, "
         f"{grammar_bounds.MAX_PATTERN_OPTIONS:,} of them optional",
         f"| grammar | {grammar_bounds.MAX_RULES:,} rules, {grammar_bounds.MAX_RULE_DEPTH} on a "

@@ -10,6 +10,8 @@ from server.pooling.inputs import InputOptions, InputProcessor
 from server.pooling.pipeline import PoolingInput, Vectors
 from server.text.pooling_inputs import Text
 
+MAX_REPEATED_CHARACTERS = 2**24
+"""Characters of a first text times its pairs: about a second of tokenization."""
 MIN_NORM_PRODUCT = 1e-8
 """Lower bound of the product of norms: the similarity to a vector of zeros is 0."""
 
@@ -56,7 +58,10 @@ async def pair_inputs(processor: InputProcessor, pairs: TextPairs) -> list[Pooli
         is_list=len(pairs.seconds) > 1,
     )
     if task == SCORE:
-        firsts = pairs.firsts * len(pairs.seconds) if len(pairs.firsts) == 1 else pairs.firsts
+        firsts = pairs.firsts
+        if len(firsts) == 1:
+            check_repeats(firsts[0], len(pairs.seconds), pairs.names)
+            firsts = firsts * len(pairs.seconds)
         both: list[Text] = list(zip(firsts, pairs.seconds, strict=True))
         return await processor.texts(both, options)
     # A single text counts as the first of a pair.
@@ -70,6 +75,19 @@ async def pair_inputs(processor: InputProcessor, pairs: TextPairs) -> list[Pooli
         *await processor.texts(pairs.firsts, first_options),
         *await processor.texts(pairs.seconds, second_options),
     ]
+
+
+def check_repeats(text: str, num_pairs: int, names: tuple[str, str]) -> None:
+    """Raise UserError if `text`, which is encoded again for each pair, has too many characters."""
+    first, second = names
+    total = len(text) * num_pairs
+    if total > MAX_REPEATED_CHARACTERS:
+        raise UserError(
+            f"{first} has {len(text)} characters, which are encoded with each of {num_pairs} "
+            f"texts: {total} in all, at most {MAX_REPEATED_CHARACTERS} are; shorten {first}, or "
+            f"send fewer texts in {second}",
+            param=first,
+        )
 
 
 def pair_scores(facts: PoolingFacts, vectors: list[Vectors], num_firsts: int) -> list[float]:

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from server.pooling.scores import similarities
+from config.errors import UserError
+from server.pooling.scores import check_repeats, similarities
 
 
 @pytest.mark.parametrize(
@@ -26,3 +27,10 @@ def test_a_vector_of_zeros_is_like_no_other() -> None:
     zeros, ones = np.zeros((1, 2), dtype="<f4"), np.ones((1, 2), dtype="<f4")
 
     assert similarities("cosine", zeros, ones) == [0.0]
+
+
+def test_a_first_text_that_is_encoded_for_many_pairs_has_a_limit() -> None:
+    check_repeats("q" * 4_096, 4_096, ("query", "documents"))
+
+    with pytest.raises(UserError, match=r"query has 4097 characters.*4096 texts: 16781312 in all"):
+        check_repeats("q" * 4_097, 4_096, ("query", "documents"))

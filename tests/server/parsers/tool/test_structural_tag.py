@@ -218,6 +218,32 @@ def test_keywords_of_a_shared_definition_count_for_each_argument(family: str) ->
 def test_arguments_that_refer_to_the_same_definition_share_a_search_of_types(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    counted = count_searched_nodes(monkeypatch)
+    branches = [{"$ref": "#/$defs/y"}] * 30
+    schema = {
+        "$defs": {"x": {"anyOf": branches}, "y": {"type": "integer"}},
+        "properties": {f"p{i}": {"$ref": "#/$defs/x"} for i in range(100)},
+    }
+    TOOL_CALL_FORMATS["qwen3_coder"].grammar({"f": schema})
+    assert len(counted) < 100
+
+
+def test_searches_of_types_have_a_limit_for_all_functions_of_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted = count_searched_nodes(monkeypatch)
+    monkeypatch.setattr(argument_types, "MAX_REQUEST_NODES", 200)
+
+    def schema(low: int) -> dict[str, Any]:
+        branches = [{"type": "integer", "minimum": low + i} for i in range(30)]
+        return {"properties": {f"p{low + i}": {"anyOf": [*branches]} for i in range(20)}}
+
+    TOOL_CALL_FORMATS["qwen3_coder"].grammar({f"f{i}": schema(100 * i) for i in range(5)})
+    assert 200 < len(counted) < 300
+
+
+def count_searched_nodes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that gets the depth of each subschema that is searched for types."""
     counted: list[int] = []
     enter = argument_types._Search._enter
 
@@ -226,10 +252,4 @@ def test_arguments_that_refer_to_the_same_definition_share_a_search_of_types(
         return enter(search, schema, depth)
 
     monkeypatch.setattr(argument_types._Search, "_enter", count)
-    branches = [{"$ref": "#/$defs/y"}] * 30
-    schema = {
-        "$defs": {"x": {"anyOf": branches}, "y": {"type": "integer"}},
-        "properties": {f"p{i}": {"$ref": "#/$defs/x"} for i in range(100)},
-    }
-    TOOL_CALL_FORMATS["qwen3_coder"].grammar({"f": schema})
-    assert len(counted) < 100
+    return counted
