@@ -278,5 +278,6 @@ class _Reader:
         if tensor_type in _NUMBER_TYPES:
             data = data.view(f"{self._order}{_NUMBER_TYPES[tensor_type]}").reshape(shape[::-1])
         else:
-            data = data.reshape(*shape[:0:-1], -1)
+            # A tensor of a single dimension is one row.
+            data = data.reshape(*(shape[:0:-1] or (1,)), -1)
         return GgufTensor(tensor_type, shape, n_elements, n_bytes, data)

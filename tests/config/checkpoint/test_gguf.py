@@ -97,6 +97,19 @@ def test_quantised_weights_are_exact_in_float32_and_rounded_once_in_bfloat16(
     assert rounded["model.norm.weight"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "BF16"])
+def test_a_quantised_tensor_of_one_dimension_is_one_row(tmp_path: Path, kind: str) -> None:
+    name, qtype = "blk.0.attn_norm.weight", GGMLQuantizationType[kind]
+    weights = family_weights("llama")
+    weights[name] = np.linspace(0.5, 1.5, HIDDEN, dtype=np.float32)
+    source = write_gguf(tmp_path / "m.gguf", weights=weights, quantised={name: qtype})
+    wanted = torch.from_numpy(quants.dequantize(quants.quantize(weights[name], qtype), qtype))
+
+    found = _tensors(_convert(source))
+
+    assert torch.equal(found["model.layers.0.input_layernorm.weight"], wanted)
+
+
 @pytest.mark.parametrize(
     "kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_S", "IQ4_XS", "MXFP4"]
 )
