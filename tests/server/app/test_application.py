@@ -273,7 +273,7 @@ async def test_health_answers_while_millions_of_tokens_are_detokenized() -> None
 
         assert len((await huge).json()["prompt"]) > 3_000_000
         # A share of it all: on a slow machine both take longer.
-        assert slowest_s < 0.4 * (time.process_time() - asked_s)
+        assert slowest_s < 0.5 * (time.process_time() - asked_s)
 
 
 def test_a_port_that_is_taken_is_refused_even_if_it_could_be_shared(free_port: int) -> None:
