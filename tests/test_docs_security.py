@@ -20,7 +20,7 @@ from engine.structured_output import bounds as grammar_bounds
 from engine.structured_output import compilation, json_schema
 from hpu.bucketing import file as bucket_file
 from server.generation import validation
-from server.http import auth, json_decoder, tls
+from server.http import auth, body, json_decoder, tls
 from server.http import body_bounds as bounds
 from server.http import protocol as http_protocol
 from server.multimodal import decode, fetch, file_checks, image_processor, processor, video
@@ -84,6 +84,9 @@ def isolation(limits: compilation.Limits) -> str:
         f"| the limit of open files, less {open_files.RESERVED}; then 503, with TLS a closed",
         f"| requests waiting on one connection | {http_protocol.MAX_PIPELINED} |",
         f"| body | {DEFAULTS.max_body_bytes // MIB} MiB, then 413",
+        f"| bodies that are received at once | {body.MAX_BUFFERED_BODIES} times the largest size "
+        f"in total, then 503; {body.MAX_SMALL_BODIES * body.LARGE_BODY_BYTES // MIB} MiB more for "
+        f"bodies of at most {body.LARGE_BODY_BYTES // MIB} MiB |",
         f"| {json_decoder.MAX_VALUES:,}, of them {json_decoder.MAX_OBJECTS:,} strings",
         f"| requests that wait | {DEFAULTS.max_queued_requests}, then 503",
         f"| prompt tokens that wait | {DEFAULTS.max_queued_prompt_tokens:,}, then 503",
