@@ -35,6 +35,6 @@ WORKDIR /home/gaudiserve
 VOLUME /cache
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=6s --start-period=60s --retries=3 \
-    CMD ["python3", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health', timeout=5)"]
+    CMD ["python3", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/live', timeout=5)"]
 ENTRYPOINT ["gaudiserve"]
 CMD ["serve"]

@@ -25,7 +25,7 @@ CHATTY = (
 )
 """Libraries whose INFO lines are of no use to an operator."""
 UVICORN = ("uvicorn", "uvicorn.error", "uvicorn.access")
-PROBES = ("/health", "/ready", "/ping", "/metrics", "/is_sleeping", "/load", "/page/state")
+PROBES = ("/live", "/health", "/ready", "/ping", "/metrics", "/is_sleeping", "/load", "/page/state")
 """Paths that are polled every few seconds and have no access log line."""
 
 _UNSAFE = re.compile(

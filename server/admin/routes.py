@@ -23,9 +23,17 @@ def admin_routes(state: AppState) -> APIRouter:
     get = partial(router.get, responses=ANSWERS)
 
     @get(
+        "/live",
+        operation_id="live",
+        summary="Liveness: 200 while the process runs and an engine lives",
+    )
+    async def get_live() -> Response:
+        return _liveness(state)
+
+    @get(
         "/health",
         operation_id="health",
-        summary="Liveness; fails when the last engine has died",
+        summary="As vLLM: 503 until the server has started, then as /live",
     )
     async def get_health() -> Response:
         return _health(state)
@@ -78,19 +86,28 @@ def admin_routes(state: AppState) -> APIRouter:
     return router
 
 
-def _health(state: AppState) -> Response:
+def _liveness(state: AppState) -> Response:
     if state.client.failure is not None:
         return fault_of(EngineDied(state.client.failure)).response()
     return json_response({"status": "ok"})
 
 
+def _health(state: AppState) -> Response:
+    # A failed engine ends the start: its reason says more than the progress.
+    if state.status == "starting" and state.client.failure is None:
+        return _starting(state)
+    return _liveness(state)
+
+
+def _starting(state: AppState) -> Response:
+    message = f"The server is starting: {state.progress}."
+    headers = {"Retry-After": str(STARTING_RETRY_S)}
+    return Fault(503, message, "server_error", headers=headers).response()
+
+
 def _readiness(state: AppState) -> Response:
     if state.status == "starting":
-        message, headers = (
-            f"The server is starting: {state.progress}.",
-            {"Retry-After": str(STARTING_RETRY_S)},
-        )
-        return Fault(503, message, "server_error", headers=headers).response()
+        return _starting(state)
     if state.client.lost is not None:
         message = f"The engine is being restarted: {state.client.lost.message}."
         headers = {"Retry-After": str(RESTART_RETRY_S)}

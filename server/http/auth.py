@@ -10,7 +10,7 @@ from config.errors import ConfigError
 from config.whole_files import read_limited
 from server.http.errors import InvalidApiKey
 
-OPEN_PATHS = frozenset(("/health", "/ready", "/ping", "/version", "/metrics", "/"))
+OPEN_PATHS = frozenset(("/live", "/health", "/ready", "/ping", "/version", "/metrics", "/"))
 """Probes, version, metrics and the page."""
 PAGE_FILES = "/page/files/"
 """Prefix of the paths of the page's static files, which are public too."""

@@ -158,7 +158,7 @@ def test_probes_ports_and_grace_periods(path: Path, template: Document) -> None:
     # Warm-up may take over an hour.
     assert probes["startup"]["periodSeconds"] * probes["startup"]["failureThreshold"] >= 5000
     assert probes["readiness"]["httpGet"]["path"] == "/ready"
-    assert probes["liveness"]["httpGet"]["path"] == "/health"
+    assert probes["liveness"]["httpGet"]["path"] == "/live"
     word, pause_s = container["lifecycle"]["preStop"]["exec"]["command"]
     assert word == "sleep"
     grace_s = pod["terminationGracePeriodSeconds"] - int(pause_s)

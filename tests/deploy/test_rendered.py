@@ -52,6 +52,20 @@ def test_resources_of_kubernetes_fit_its_schemas(overlay: tuple[str, list[Docume
     }
 
 
+def test_the_cpu_overlay_asks_for_nothing_of_a_card() -> None:
+    found = rendered("cpu")
+    (pod,) = [template["spec"] for one in found for template in pod_templates(one)]
+    (container,) = pod["containers"]
+
+    assert {"runtimeClassName", "hostIPC", "tolerations"}.isdisjoint(pod)
+    assert container["image"] == "gaudiserve:cpu"
+    assert container["args"][:3] == ["serve", "--device", "cpu"]
+    for amounts in container["resources"].values():
+        assert set(amounts) <= {"cpu", "memory"}
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert "habana" not in str(found)
+
+
 def test_pods_of_custom_resources_fit_the_schema_of_a_pod(
     overlay: tuple[str, list[Document]],
 ) -> None:
@@ -135,14 +149,13 @@ def test_an_overlay_has_what_its_name_says(overlay: tuple[str, list[Document]]) 
     name, found = overlay
     kinds = {one["kind"] for one in found}
     cards = [
-        int(template["spec"]["containers"][0]["resources"]["limits"]["habana.ai/gaudi"])
+        int(template["spec"]["containers"][0]["resources"]["limits"].get("habana.ai/gaudi", 0))
         for one in found
         for template in pod_templates(one)
     ]
 
-    assert cards == {"eight-cards": [8], "two-nodes-lws": [8, 8], "two-nodes-ray": [8, 8]}.get(
-        name, [1]
-    )
+    expected = {"eight-cards": [8], "two-nodes-lws": [8, 8], "two-nodes-ray": [8, 8], "cpu": [0]}
+    assert cards == expected.get(name, [1])
     assert ("Deployment" in kinds) != ("two-nodes" in name)
     autoscaled = name.startswith("autoscale")
     assert ("PodMonitor" in kinds) == autoscaled

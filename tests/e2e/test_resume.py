@@ -151,7 +151,7 @@ async def test_while_an_engine_starts_again_requests_wait_and_probes_tell(live: 
     os.kill(engine_of(live), signal.SIGKILL)
 
     await until(lambda: live.ask("/ready").status_code == 503)
-    assert live.ask("/health").status_code == 200
+    assert live.ask("/live").status_code == 200
     ready = live.ask("/ready")
     assert "being restarted" in ready.json()["error"]["message"] and ready.headers["retry-after"]
     assert live.ask("/v1/completions", body).json()["choices"] == expected

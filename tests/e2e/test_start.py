@@ -72,11 +72,13 @@ def test_the_port_answers_before_the_checkpoint_is_converted(
 ) -> None:
     with starting(source, tmp_path, f"--api-server-count={api_servers}") as live:
         health, ready, models = (live.ask(path) for path in ("/health", "/ready", "/v1/models"))
+        alive = live.ask("/live")
         chat = live.ask("/v1/chat/completions", CHAT)
 
-        assert health.status_code == 200
+        assert alive.status_code == 200
         assert ready.json()["error"]["message"] == "The server is starting: convert."
-        for refused in (ready, models, chat):
+        assert health.json() == ready.json()
+        for refused in (health, ready, models, chat):
             assert refused.status_code == 503
             assert refused.headers["retry-after"] == "5"
             assert refused.json()["error"]["type"] == "server_error"

@@ -10,6 +10,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 OVERLAYS = (
+    "cpu",
     "one-card",
     "eight-cards",
     "two-nodes-lws",

@@ -44,6 +44,7 @@ ROUTES = {
     "/detokenize": {"post"},
     "/tokenizer_info": {"get"},
     "/health": {"get"},
+    "/live": {"get"},
     "/ready": {"get"},
     "/ping": {"get", "post"},
     "/version": {"get"},
@@ -79,7 +80,7 @@ async def test_probes_and_facts() -> None:
     async with in_memory() as rig:
         answers = {
             path: (await rig.http.get(path)).json()
-            for path in ("/health", "/ping", "/ready", "/version", "/is_sleeping")
+            for path in ("/live", "/health", "/ping", "/ready", "/version", "/is_sleeping")
         }
 
         assert answers["/version"] == {"version": "0.1.0"}

@@ -12,7 +12,7 @@ PAGE = {"origin": "https://page.example"}
 async def test_a_key_opens_every_route_and_its_lack_closes_all_but_the_probes() -> None:
     guarded = ["/v1/models", "/v1/models/demo", "/tokenize", "/openapi.json", "/docs", "/nothing"]
     async with in_memory(api_keys=("secret", "other")) as rig:
-        for path in ("/health", "/ready", "/ping", "/version", "/metrics"):
+        for path in ("/live", "/health", "/ready", "/ping", "/version", "/metrics"):
             assert (await rig.http.get(path)).status_code == 200
         for path in (*guarded, "/is_sleeping"):
             response = await rig.http.get(path)

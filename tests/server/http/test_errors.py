@@ -346,17 +346,28 @@ async def test_more_prompt_tokens_than_may_ever_wait_are_the_callers_fault() -> 
         assert rig.client.queues == []
 
 
-async def test_before_the_engine_is_ready_requests_are_503_and_health_is_200() -> None:
+async def test_before_the_engine_is_ready_only_the_liveness_probe_is_200() -> None:
     async with in_memory(ScriptedClient(None)) as rig:
         chat = await rig.chat()
         models = await rig.http.get("/v1/models")
         ready = await rig.http.get("/ready")
         health = await rig.http.get("/health")
+        ping = await rig.http.get("/ping")
+        live = await rig.http.get("/live")
 
-        for response in (chat, models, ready):
+        for response in (chat, models, ready, health, ping):
             check(response, 503, type="server_error", code=None)
             assert response.headers["retry-after"]
-        assert health.status_code == 200
+        assert live.status_code == 200
+
+
+async def test_a_start_that_failed_is_told_by_both_probes() -> None:
+    async with in_memory(ScriptedClient(None)) as rig:
+        rig.client.failure = "the model does not fit"
+
+        for path in ("/live", "/health"):
+            message = check(await rig.http.get(path), 503)
+            assert "the model does not fit" in message
 
 
 async def test_after_the_engines_death_health_and_requests_are_503() -> None:
