@@ -62,7 +62,7 @@ class ExpertStack:
         while len(products) <= output:
             products.append([])
         if spec.num_experts is None:
-            module = _module(spec)
+            module = module_of(spec)
             assert module is not None, "an expert has matrices"
             products[output].append(module)
             return
@@ -89,7 +89,7 @@ class BaseModules:
         self._layer = re.compile(re.escape(weight_map.layer_prefix) + r"[0-9]+(?=\.)")
         self.tensors = BaseTensors(Path(facts.path), weight_map)
         for spec in weight_map.entries():
-            module = _module(spec)
+            module = module_of(spec)
             if module is not None:
                 self._modules[module.name] = module
             layer = self._layer.match(spec.name)
@@ -164,8 +164,8 @@ def _of_stack(spec: WeightSpec, expert: int, count: int) -> BaseModule:
     return BaseModule(f"{spec.name}.{expert}", columns, rows, own, EXPERTS)
 
 
-def _module(spec: WeightSpec) -> BaseModule | None:
-    """The module with this weight; None of biases and norms."""
+def module_of(spec: WeightSpec) -> BaseModule | None:
+    """The module with this weight; None for biases and norms."""
     name = spec.name
     if spec.part is not None:
         if spec.part.role != "values":

@@ -147,6 +147,12 @@ class SpeculationConfig:
         method = self.choose()
         return method is not None and method.method in (EAGLE, EAGLE3, MTP)
 
+    def max_tokens_per_step(self) -> int:
+        """Tokens that a decode of one sequence computes: its last token and its drafts. Raises
+        ConfigError."""
+        method = self.choose()
+        return 1 if method is None else 1 + method.max_drafts
+
     def choose(self) -> SpeculationMethod | None:
         """The method with its limits; None: off. Raises ConfigError."""
         options = _parse(self.speculative_config)

@@ -18,7 +18,7 @@ from hpu.bucketing.bucket_table import BucketTable
 from hpu.gaudi_devices import GIB, generation
 from hpu.model_loader.size_estimate import count_active_parameters, count_parameters
 from hpu.protocol import PREFILL
-from hpu.worker.card_plan import CardDemand, CardPlan, changes, plan_card, with_drafts
+from hpu.worker.card_plan import CardDemand, CardPlan, changes, plan_card, with_companions
 
 WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
 LENGTHS = (512, 2000, 8000, 32000)
@@ -109,7 +109,7 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
         distributes_experts=config.parallel.enable_expert_parallel,
         offload=config.offload,
     )
-    demand = with_drafts(demand, config, facts)
+    demand = with_companions(demand, config, facts)
     card = plan_card(facts, demand)
     table = _table(config, card) if card.fits else None
     strategy = "exponential" if config.buckets.strategy == "auto" else config.buckets.strategy
@@ -226,15 +226,17 @@ def _memory(plan: Plan) -> list[str]:
     states = [("states", card.state_bytes, f"of {demand.max_num_seqs} sequences")]
     rings = [("windows", card.ring_bytes, f"of {demand.max_num_seqs} sequences")]
     staging = [("copies", card.staging_bytes, "of blocks to host memory and back")]
+    adapters = [("adapters", card.adapter_bytes, "of all slots")]
     weights = ""
-    if demand.drafter.weight_bytes:
-        weights = f"{demand.drafter.weight_bytes / GIB:.2f} of the drafter among them"
+    if card.drafter.weight_bytes:
+        weights = f"{card.drafter.weight_bytes / GIB:.2f} of the drafter among them"
     elif card.host_weight_bytes:
         weights = f"two layers in turn of {card.host_weight_bytes / GIB:.2f} in host memory"
     rows = (
         ("memory", card.card_bytes, "that the runtime lets a process use"),
         ("weights", card.weight_bytes, weights),
         ("activations", card.activation_bytes, "of the widest launch, estimated"),
+        *(adapters if card.adapter_bytes else ()),
         *(states if card.state_bytes else ()),
         *(rings if card.ring_bytes else ()),
         *(staging if card.staging_bytes else ()),
@@ -303,6 +305,7 @@ def _shortage(card: CardPlan) -> str:
     if card.free_bytes <= 0:
         needed = card.card_bytes - card.free_bytes
         more = [
+            ("adapters", card.adapter_bytes),
             ("states", card.state_bytes),
             ("windows", card.ring_bytes),
             ("copies", card.staging_bytes),
@@ -343,8 +346,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "memory_bytes": card.card_bytes,
         "weight_bytes": card.weight_bytes,
         "host_weight_bytes": card.host_weight_bytes,
-        "drafter_weight_bytes": demand.drafter.weight_bytes,
-        "drafter_block_bytes": demand.drafter.block_bytes,
+        "drafter_weight_bytes": card.drafter.weight_bytes,
+        "drafter_block_bytes": card.drafter.block_bytes,
+        "adapter_bytes": card.adapter_bytes,
         "activation_bytes": card.activation_bytes,
         "state_bytes": card.state_bytes,
         "window_bytes": card.ring_bytes,

@@ -66,7 +66,7 @@ def _own_specs(
     weight_map = decoder_weight_map(config, decoder_spec(config))
     expert_size = num_cards * num_engines if distributes_experts else 1
     at = ShardRank(size=num_cards, expert_size=expert_size)
-    for spec in _stage_entries(weight_map, stage, is_tied=config.tie_word_embeddings):
+    for spec in stage_entries(weight_map, stage, is_tied=config.tie_word_embeddings):
         shard = shard_of(spec, at)
         if shard is not None:
             yield shard.spec
@@ -95,8 +95,8 @@ def _card_bytes(spec: WeightSpec, width: int) -> int:
     return outputs * scheme.num_groups(inputs) * (2 * width + 1) // 2
 
 
-def _stage_entries(weight_map: WeightMap, stage: Stage, *, is_tied: bool) -> Iterator[WeightSpec]:
-    """The tensors of a stage, as Decoder divides them."""
+def stage_entries(weight_map: WeightMap, stage: Stage, *, is_tied: bool) -> Iterator[WeightSpec]:
+    """The tensors of a pipeline stage, as Decoder divides them."""
     for spec in weight_map.outer:
         if spec.parameter.startswith("model.embed_"):
             is_head = is_tied and stage.is_last and spec.parameter == _EMBEDDING
@@ -299,12 +299,12 @@ def activation_bytes(
     num_cards: int,
     width: int,
     num_tokens: int,
-    num_seqs: int,
+    num_logit_rows: int,
     num_engines: int = 1,
 ) -> int:
     """Estimate for the largest launch: one layer's activations, with the experts in 4 bits that it
-    expands, and the logits of all sequences in float32 with the copies that sampling makes.
-    `num_engines`: which share experts."""
+    expands, and `num_logit_rows` rows of logits in float32 with the copies that sampling makes.
+    `num_engines`: engines that share experts."""
     moe = config.moe
     inner = config.intermediate_size
     if moe is not None:
@@ -319,7 +319,7 @@ def activation_bytes(
     scans = (state.on_rank(num_cards).scan_elements for state in states_of(config))
     scan = 4 * num_tokens * max(scans, default=0)
     expanded = _expanded_bytes(config, num_cards, width)
-    return layer * width + expanded + scan + num_seqs * config.vocab_size * 4 * 4
+    return layer * width + expanded + scan + num_logit_rows * config.vocab_size * 4 * 4
 
 
 def context_bytes(

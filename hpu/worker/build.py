@@ -506,11 +506,14 @@ def _estimated_activations(loaded: LoadedModel) -> int:
         "num_cards": loaded.groups.tensor.size,
         "width": loaded.dtype.itemsize,
         "num_tokens": scheduler.token_budget(),
-        "num_seqs": scheduler.max_num_seqs,
     }
-    return activation_bytes(loaded.facts, **sizes) + cross_activation_bytes(
+    num_logit_rows = scheduler.max_num_seqs * loaded.config.speculation.max_tokens_per_step()
+    return activation_bytes(
+        loaded.facts, **sizes, num_logit_rows=num_logit_rows
+    ) + cross_activation_bytes(
         loaded.facts,
         **sizes,
+        num_seqs=scheduler.max_num_seqs,
         num_prompts=scheduler.prefill_batch(),
         images_per_request=loaded.config.cache.cross_attention_images,
     )

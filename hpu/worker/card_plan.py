@@ -2,9 +2,10 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from config.checkpoint.weight_maps.shard import ShardRank
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.model.architectures import ARCHITECTURES
@@ -15,6 +16,7 @@ from config.model.window_cache import rings_hold_more
 from config.parallel import WHOLE, Stage
 from config.params.offload import OffloadConfig
 from hpu.gaudi_devices import GENERATIONS, GIB, generation
+from hpu.lora.slot_sizes import adapter_slot_bytes
 from hpu.model_loader.size_estimate import (
     activation_bytes,
     context_bytes,
@@ -37,6 +39,14 @@ PIPELINE_PARALLEL_SIZES = (2, 3, 4)
 """Machines of eight cards that are proposed."""
 
 NO_OFFLOAD = OffloadConfig()
+
+
+def no_drafter(num_cards: int) -> DrafterSizes:
+    return NO_DRAFTER
+
+
+def no_adapters(at: ShardRank, stage: Stage) -> int:
+    return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +85,13 @@ class CardDemand:
     prefix_caching: bool = True
     distributes_experts: bool = False
     """Whole experts on each card, in place of a part of each."""
-    has_drafts: bool = False
-    """Drafts are verified, so layers with a window cache the whole context."""
-    drafter: DrafterSizes = NO_DRAFTER
-    """As on so many cards."""
+    max_tokens_per_step: int = 1
+    """Tokens that a decode of one sequence verifies; above 1, layers with a window cache the whole
+    context."""
+    drafter_sizes: Callable[[int], DrafterSizes] = no_drafter
+    """Sizes on each of so many cards."""
+    adapter_bytes: Callable[[ShardRank, Stage], int] = no_adapters
+    """Memory of the adapter slots on a card of a stage."""
     offload: OffloadConfig = NO_OFFLOAD
 
 
@@ -105,6 +118,10 @@ class CardPlan:
     """None: no KV blocks are kept outside the cards."""
     host_weight_bytes: int = 0
     """Of layers that launches copy to the cards."""
+    adapter_bytes: int = 0
+    """Memory of the adapter slots."""
+    drafter: DrafterSizes = NO_DRAFTER
+    """The drafter's part of `weight_bytes` and `block_bytes`."""
 
     @property
     def staging_bytes(self) -> int:
@@ -113,7 +130,7 @@ class CardPlan:
 
     @property
     def free_bytes(self) -> int:
-        fixed = self.state_bytes + self.ring_bytes + self.staging_bytes
+        fixed = self.state_bytes + self.ring_bytes + self.staging_bytes + self.adapter_bytes
         return self.card_bytes - self.weight_bytes - self.activation_bytes - fixed
 
     @property
@@ -133,18 +150,30 @@ class CardPlan:
         return self.num_blocks // math.ceil(num_tokens / self.demand.block_size)
 
 
-def with_drafts(demand: CardDemand, config: EngineConfig, facts: ModelConfig) -> CardDemand:
-    """`demand` with what --speculative-config of `config` adds beside the model `facts`."""
-    sizes = drafter_sizes(
-        config,
-        facts,
-        width=demand.width,
-        kv_width=demand.kv_width,
-        block_size=demand.block_size,
-        max_model_len=demand.max_model_len,
+def with_companions(demand: CardDemand, config: EngineConfig, facts: ModelConfig) -> CardDemand:
+    """`demand` with what --speculative-config and --enable-lora of `config` add beside the model
+    `facts`."""
+
+    def sizes_of_drafter(num_cards: int) -> DrafterSizes:
+        return drafter_sizes(
+            config,
+            facts,
+            num_cards=num_cards,
+            width=demand.width,
+            kv_width=demand.kv_width,
+            block_size=demand.block_size,
+            max_model_len=demand.max_model_len,
+        )
+
+    def bytes_of_adapters(at: ShardRank, stage: Stage) -> int:
+        return adapter_slot_bytes(config, facts, at=at, width=demand.width, stage=stage)
+
+    return replace(
+        demand,
+        max_tokens_per_step=config.speculation.max_tokens_per_step(),
+        drafter_sizes=sizes_of_drafter,
+        adapter_bytes=bytes_of_adapters,
     )
-    has_drafts = config.speculation.choose() is not None
-    return replace(demand, has_drafts=has_drafts, drafter=sizes)
 
 
 def plan_card(facts: ModelConfig, demand: CardDemand) -> CardPlan:
@@ -180,7 +209,9 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
         num_engines=demand.num_engines,
         stage=stage,
     )
-    weights += demand.drafter.weight_bytes
+    # The last stage drafts, since it has the hidden states.
+    drafter = demand.drafter_sizes(demand.num_cards) if stage.is_last else NO_DRAFTER
+    weights += drafter.weight_bytes
     freed = in_host = 0
     if demand.offload.cpu_offload_gb and stage.size == 1:
         layers = layer_bytes(facts, num_cards=demand.num_cards, width=demand.width)
@@ -192,7 +223,7 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
         num_cards=demand.num_cards,
         width=demand.width,
         num_tokens=demand.max_num_batched_tokens,
-        num_seqs=demand.max_num_seqs,
+        num_logit_rows=demand.max_num_seqs * demand.max_tokens_per_step,
         num_engines=demand.num_engines,
     )
     activations += context_bytes(
@@ -229,7 +260,7 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
         block_size=demand.block_size,
         num_seqs=demand.max_num_seqs,
     )
-    block_bytes = sizes.block + demand.drafter.block_bytes
+    block_bytes = sizes.block
     if stage.size > 1:
         block_bytes = kv_block_bytes(
             facts,
@@ -238,8 +269,14 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
             block_size=demand.block_size,
             stage=stage,
         )
+    block_bytes += drafter.block_bytes
+    at = ShardRank(
+        size=demand.num_cards,
+        expert_size=demand.num_cards * demand.num_engines if distributes_experts else 1,
+    )
+    adapters = demand.adapter_bytes(at, stage)
     tiers = offload_tiers(demand.offload, block_bytes, demand.num_cards * demand.num_stages)
-    free = card - weights - activations - states
+    free = card - weights - activations - states - adapters
     free -= 0 if tiers is None else tiers.staging_bytes
     parts, rings = _parts(demand, free), 0
     kv_bytes = parts.kv if demand.kv_bytes is None else demand.kv_bytes
@@ -247,7 +284,7 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
     # A model with states caches no prefixes, and stages have no rings.
     if (
         stage.size == 1
-        and not demand.has_drafts
+        and demand.max_tokens_per_step == 1
         and (not demand.prefix_caching or has_states)
         and rings_hold_more(
             sizes,
@@ -265,6 +302,8 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
         *(demand, card, weights, activations, parts, block_bytes, blocks, states, rings, stage),
         tiers,
         in_host,
+        adapters,
+        drafter,
     )
 
 

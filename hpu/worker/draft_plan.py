@@ -45,21 +45,22 @@ def drafter_sizes(
     config: EngineConfig,
     target: ModelConfig,
     *,
+    num_cards: int,
     width: int,
     kv_width: int,
     block_size: int,
     max_model_len: int,
 ) -> DrafterSizes:
-    """The sizes of what --speculative-config names beside the model `target`; `width` and
-    `kv_width`: bytes of a number. The weights of a head count whole: its projections are on every
-    card. ConfigError where it does not fit the target."""
+    """The sizes of what --speculative-config names beside the model `target`, on each of the
+    `num_cards` that it is divided among; `width` and `kv_width`: bytes of a number. The weights of
+    a head count whole: its projections are on every card. ConfigError where it does not fit the
+    target."""
     method = config.speculation.choose()
     if method is None:
         return NO_DRAFTER
     check_target(method, target)
     if not method.has_drafter:
         return NO_DRAFTER
-    num_cards = config.parallel.tensor_parallel_size
     folder = draft_folder(config, method) if method.model else config.model
     hidden_bytes = block_size * target.hidden_size * width
     if method.method in (MEDUSA, MLP_SPECULATOR):

@@ -14,11 +14,14 @@ from config.execution import WarmupConfig
 from config.model.json_fields import Fields
 from config.model.model_config import ModelConfig
 from config.model.read_config import read_model_config
-from config.parallel import ParallelConfig
+from config.parallel import ParallelConfig, Stage
+from config.params.lora import LoRAConfig
 from config.params.offload import OffloadConfig
 from config.params.speculation import SpeculationConfig
 from engine.reports.plan import Plan, Target, as_json, as_text, make_plan
 from hpu.model_loader.size_estimate import layer_bytes
+from hpu.worker.card_plan import _plan_stage, plan_card
+from hpu.worker.draft_plan import NO_DRAFTER
 
 FACTS = ModelConfig(
     "8b", "LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, max_position=16384
@@ -35,11 +38,13 @@ def config(**changed: Any) -> EngineConfig:
     return EngineConfig("8b", **{**given, **changed})
 
 
-def on_cards(num_cards: int, num_stages: int = 1, **changed: Any) -> EngineConfig:
+def on_cards(
+    num_cards: int, num_stages: int = 1, *, load_format: str = "auto", **changed: Any
+) -> EngineConfig:
     parallel = ParallelConfig(
         tensor_parallel_size=num_cards, pipeline_parallel_size=num_stages, **changed
     )
-    return config(parallel=parallel)
+    return config(parallel=parallel, load_format=load_format)
 
 
 def test_both_reports_say_the_same() -> None:
@@ -299,19 +304,7 @@ def test_experts_are_planned_over_the_cards_of_all_engines(tmp_path: Path) -> No
 
 
 def test_a_draft_model_takes_weights_and_a_part_of_each_block(tmp_path: Path) -> None:
-    small = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": FACTS.vocab_size,
-        "hidden_size": 512,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 8192,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(small))
-    method = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 3}
-    drafts = SpeculationConfig(speculative_config=json.dumps(method))
+    drafts = SpeculationConfig(speculative_config=write_small_drafter(tmp_path))
     target = Target(device="gaudi2")
     dummy = {"load_format": "dummy"}
 
@@ -327,6 +320,77 @@ def test_a_draft_model_takes_weights_and_a_part_of_each_block(tmp_path: Path) ->
     assert told["block_bytes"] - plain["block_bytes"] == 2 * 2 * 4 * 64 * 2 * 128
     assert told["num_blocks"] < plain["num_blocks"]
     assert f"{drafter / 2**30:.2f} of the drafter among them" in as_text(plan)
+
+
+def write_small_drafter(folder: Path) -> str:
+    small = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": FACTS.vocab_size,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 8192,
+    }
+    (folder / "config.json").write_text(json.dumps(small))
+    method = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+    return json.dumps(method)
+
+
+def test_logits_of_drafts_are_counted() -> None:
+    method = {"method": "ngram", "num_speculative_tokens": 5}
+    drafts = SpeculationConfig(speculative_config=json.dumps(method))
+    target = Target(device="gaudi2")
+
+    plain = as_json(make_plan(FACTS, config(), target))
+    told = as_json(make_plan(FACTS, config(speculation=drafts), target))
+
+    # Logits of 5 further rows a sequence, in float32, four times.
+    added = 5 * plain["max_num_seqs"] * FACTS.vocab_size * 4 * 4
+    assert told["activation_bytes"] - plain["activation_bytes"] == added
+
+
+def test_the_last_of_two_stages_holds_the_drafter(tmp_path: Path) -> None:
+    drafts = SpeculationConfig(speculative_config=write_small_drafter(tmp_path))
+    stages = on_cards(1, 2, load_format="dummy")
+    target = Target(device="gaudi2")
+
+    plain = make_plan(FACTS, stages, target).card
+    card = make_plan(FACTS, replace(stages, speculation=drafts), target).card
+
+    # Keys and values of two layers with four heads of 64 numbers, of 128 tokens.
+    assert card.stage.is_last
+    assert card.drafter.block_bytes == 2 * 2 * 4 * 64 * 2 * 128
+    assert card.block_bytes == plain.block_bytes + card.drafter.block_bytes
+    first = _plan_stage(FACTS, card.demand, Stage(0, 2))
+    assert first.drafter == NO_DRAFTER
+    assert first.block_bytes == plain.block_bytes
+
+
+def test_changes_count_the_drafter_of_their_own_cards(tmp_path: Path) -> None:
+    drafts = SpeculationConfig(speculative_config=write_small_drafter(tmp_path))
+    settings = config(speculation=drafts, load_format="dummy")
+    demand = make_plan(FACTS, settings, Target(device="gaudi2")).card.demand
+
+    one, two = (plan_card(FACTS, replace(demand, num_cards=n)).drafter for n in (1, 2))
+
+    assert two.block_bytes == one.block_bytes // 2
+    assert two.weight_bytes < 0.6 * one.weight_bytes
+
+
+def test_slots_of_adapters_are_counted() -> None:
+    lora = LoRAConfig(enable_lora=True, max_loras=16, max_lora_rank=64)
+    target = Target(device="gaudi2")
+
+    plain = as_json(make_plan(FACTS, config(), target))
+    plan = make_plan(FACTS, config(lora=lora), target)
+
+    told = as_json(plan)
+    assert told["adapter_bytes"] > 2**30
+    assert told["free_bytes"] == plain["free_bytes"] - told["adapter_bytes"]
+    assert told["num_blocks"] < plain["num_blocks"]
+    assert f"adapters        {told['adapter_bytes'] / 2**30:>8.2f}  of all slots" in as_text(plan)
 
 
 def test_the_plan_names_what_host_memory_and_files_hold() -> None:

@@ -264,7 +264,7 @@ def test_the_estimate_is_what_a_card_holds(name: str, make: Make) -> None:
 def test_the_estimate_of_a_launch_has_the_experts_that_are_expanded_at_once(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = {"num_cards": 1, "width": 2, "num_tokens": 64, "num_seqs": 4}
+    sizes = {"num_cards": 1, "width": 2, "num_tokens": 64, "num_logit_rows": 4}
     plain = read_model_config(str(make("awq").reference))
     facts = read_model_config(str(make("awq").folder))
     expert = 3 * 128 * 128 * 2

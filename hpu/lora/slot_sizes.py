@@ -1,0 +1,80 @@
+"""Memory of the adapter slots of a card, from the model's config alone. Imports no torch.
+
+A test compares it with the slots that LoRAManager makes.
+"""
+
+from collections.abc import Iterator
+
+from config.checkpoint.weight_maps.base import WeightSpec
+from config.checkpoint.weight_maps.decoder import decoder_weight_map
+from config.checkpoint.weight_maps.shard import ShardRank, shard_of
+from config.engine import EngineConfig
+from config.lora.base_modules import BaseModule, BaseModules, module_of
+from config.lora.configured import extra_targets
+from config.model.architectures import decoder_spec
+from config.model.decoder_spec import MXFP4_BLOCK
+from config.model.model_config import ModelConfig
+from config.parallel import Stage
+from config.params.lora import EMBEDDING, EXPERTS, EXTRA_TARGETS, HEAD
+from hpu.model_loader.size_estimate import stage_entries
+
+
+def adapter_slot_bytes(
+    config: EngineConfig, facts: ModelConfig, *, at: ShardRank, width: int, stage: Stage
+) -> int:
+    """Bytes of the slots of --max-loras adapters on the rank `at` of a pipeline stage, `width`
+    bytes a number; 0 without --enable-lora. Raises ConfigError for an adapter of --lora-modules
+    that cannot be read."""
+    lora = config.lora
+    if not lora.enable_lora:
+        return 0
+    targets = extra_targets(lora, BaseModules(facts), config.download_dir)
+    shards = at.size if lora.fully_sharded_loras else 1
+    rank = -(-lora.max_lora_rank // shards) * shards
+    weight_map = decoder_weight_map(facts, decoder_spec(facts))
+    entries = list(stage_entries(weight_map, stage, is_tied=facts.tie_word_embeddings))
+    if facts.tie_word_embeddings and stage.is_last and HEAD in targets:
+        entries += _tied_heads(entries)
+    numbers = sum(_numbers(spec, targets, at, rank, shards) for spec in entries)
+    return lora.max_loras * numbers * width
+
+
+def _tied_heads(entries: list[WeightSpec]) -> Iterator[WeightSpec]:
+    """The head that shares the weights of the token embedding."""
+    for spec in entries:
+        module = module_of(spec)
+        if module is not None and module.kind == EMBEDDING:
+            yield spec._replace(name="lm_head.weight", parameter="lm_head.weight")
+
+
+def _numbers(
+    spec: WeightSpec, targets: tuple[str, ...], at: ShardRank, rank: int, shards: int
+) -> int:
+    """Numbers of one slot for the weight `spec`: `rank` rows of its inputs and of its outputs."""
+    module = module_of(spec)
+    if module is None or spec.mxfp4 == "scales" or not _has_slots(module, targets):
+        return 0
+    shard = shard_of(spec, at)
+    if shard is None:
+        return 0
+    if module.kind == EMBEDDING:
+        # The table of an adapter has all tokens on each rank.
+        return rank * (spec.shape[0] + spec.shape[1])
+    own = shard.spec
+    count = own.num_experts or 1
+    outputs, inputs = (own.shape[-1], own.shape[-2]) if own.transposed else own.shape[-2:]
+    if own.mxfp4:
+        inputs *= MXFP4_BLOCK
+    if module.kind == EXPERTS or spec.shard_dim is None or module.kind == HEAD:
+        return count * rank * (len(own.outputs or (0,)) * inputs + outputs)
+    is_row_parallel = spec.shard_dim == 1
+    rank_a = rank if is_row_parallel else rank // shards
+    rank_b = rank // shards if is_row_parallel else rank
+    return rank_a * len(own.outputs or (0,)) * inputs + rank_b * outputs
+
+
+def _has_slots(module: BaseModule, targets: tuple[str, ...]) -> bool:
+    if module.kind in EXTRA_TARGETS:
+        return module.kind in targets
+    # Decodes have kv_b_proj in other weights.
+    return not module.name.endswith(".kv_b_proj")
