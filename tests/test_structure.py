@@ -1,0 +1,211 @@
+"""Figures of the structure, which may only fall: a change that raises one is refused, and a change
+that lowers one lowers its limit here.
+
+`python tests/test_structure.py` prints the figures of the checkout.
+"""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FLOORS = ("server", "engine", "hpu", "config")
+MANY_PARAMETERS = 9
+SLACK = 0.99
+"""A figure below this part of its limit asks for a lower limit."""
+
+LIMITS = {
+    "None-checks": 2713,
+    "None-checks of ModelRunner": 71,
+    "None-checks of EngineCore": 71,
+    "None-checks of Worker": 54,
+    "None-checks of SingleEngineClient": 35,
+    "None-checks of Scheduler": 29,
+    "None-checks of Sampler": 25,
+    "None-checks of the tenth worst class": 22,
+    "constructors of nine or more parameters": 16,
+    "functions of nine or more parameters": 31,
+    "parameters of ModelRunner": 17,
+    "parameters of EngineCore": 10,
+    "parameters of Scheduler": 10,
+    "uses of Any": 1234,
+    "mark_step outside back ends": 40,
+    "poll constants": 18,
+    "files under 60 lines": 101,
+    "files that name medusa": 6,
+    "files that name eagle3": 7,
+    "files that name awq": 8,
+    "files that name mxfp4": 20,
+    "files that name xlam": 4,
+}
+
+
+class Source(NamedTuple):
+    path: Path
+    text: str
+    tree: ast.Module
+    nodes: tuple[ast.AST, ...]
+    """All nodes of the tree."""
+
+
+@cache
+def sources() -> tuple[Source, ...]:
+    paths = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
+    found = []
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(text)
+        found.append(Source(path, text, tree, tuple(ast.walk(tree))))
+    return tuple(found)
+
+
+def none_checks(nodes: Iterable[ast.AST]) -> int:
+    """Comparisons with None by `is` and `is not`."""
+    return sum(
+        isinstance(operator, ast.Is | ast.IsNot)
+        and isinstance(right, ast.Constant)
+        and right.value is None
+        for node in nodes
+        if isinstance(node, ast.Compare)
+        for operator, right in zip(node.ops, node.comparators, strict=True)
+    )
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Parameters of a function without `self` and `cls`."""
+    arguments = function.args
+    names = [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    return len([name for name in names if name not in ("self", "cls")])
+
+
+@cache
+def checks_by_class() -> Counter[str]:
+    return Counter(
+        {
+            f"{source.path}:{node.name}": none_checks(ast.walk(node))
+            for source in sources()
+            for node in source.nodes
+            if isinstance(node, ast.ClassDef)
+        }
+    )
+
+
+def checks_of(name: str) -> int:
+    return sum(count for key, count in checks_by_class().items() if key.endswith(f":{name}"))
+
+
+@cache
+def signatures() -> tuple[tuple[str, str, int], ...]:
+    """(class or empty, function, number of parameters)."""
+    found = []
+    for source in sources():
+        owners = {
+            id(child): node.name
+            for node in source.nodes
+            if isinstance(node, ast.ClassDef)
+            for child in node.body
+        }
+        found += [
+            (owners.get(id(node), ""), node.name, parameters(node))
+            for node in source.nodes
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        ]
+    return tuple(found)
+
+
+def constructor_of(owner: str) -> int:
+    (count,) = [n for name, function, n in signatures() if (name, function) == (owner, "__init__")]
+    return count
+
+
+def many_parameters(*, constructors: bool) -> int:
+    return sum(
+        count >= MANY_PARAMETERS
+        for _, function, count in signatures()
+        if (function == "__init__") == constructors
+    )
+
+
+def marks_outside_back_ends() -> int:
+    return sum(
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "mark_step"
+        for source in sources()
+        if (ROOT / "hpu" / "backends") not in source.path.parents
+        for node in source.nodes
+    )
+
+
+def poll_constants() -> int:
+    name = re.compile(r"^_?[A-Z_]*(?:POLL|TICK|WATCH|CHECK|INTERVAL)_S$")
+    return sum(
+        bool(name.match(target.id))
+        for source in sources()
+        for node in source.tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    )
+
+
+def files_that_name(word: str) -> int:
+    pattern = re.compile(rf"(?<![a-z0-9]){word}(?![a-z0-9])", re.IGNORECASE)
+    return sum(bool(pattern.search(source.text)) for source in sources())
+
+
+def figures() -> dict[str, int]:
+    """The figure of each of LIMITS."""
+    read: dict[str, Callable[[], int]] = {
+        "None-checks": lambda: sum(none_checks(source.nodes) for source in sources()),
+        "None-checks of the tenth worst class": lambda: checks_by_class().most_common(10)[-1][1],
+        "constructors of nine or more parameters": lambda: many_parameters(constructors=True),
+        "functions of nine or more parameters": lambda: many_parameters(constructors=False),
+        "uses of Any": lambda: sum(
+            isinstance(node, ast.Name) and node.id == "Any"
+            for source in sources()
+            for node in source.nodes
+        ),
+        "mark_step outside back ends": marks_outside_back_ends,
+        "poll constants": poll_constants,
+        "files under 60 lines": lambda: sum(
+            source.text.count("\n") < 60 and source.path.name != "__init__.py"
+            for source in sources()
+        ),
+    }
+    found = {}
+    for name in LIMITS:
+        last = name.rpartition(" ")[2]
+        if name in read:
+            found[name] = read[name]()
+        elif name.startswith("None-checks of "):
+            found[name] = checks_of(last)
+        elif name.startswith("parameters of "):
+            found[name] = constructor_of(last)
+        else:
+            found[name] = files_that_name(last)
+    return found
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_figure_of_the_structure_does_not_rise(name: str) -> None:
+    found, limit = figures_once()[name], LIMITS[name]
+
+    assert found <= limit, f"{name}: {found}, at most {limit}"
+    assert found >= SLACK * limit, f"{name} fell to {found}: lower its limit, {limit}"
+
+
+@cache
+def figures_once() -> dict[str, int]:
+    return figures()
+
+
+if __name__ == "__main__":
+    for title, count in figures().items():
+        print(f"{count:>6}  {title}")
