@@ -24,6 +24,7 @@ from server.http.sse import EventStream
 from server.http.trusted_proxies import TrustedProxies
 from server.openai.schema.generation import MAX_REQUEST_ID_CHARACTERS, is_header_word
 from server.serving.state import AppState
+from server.text.fair_threads import current_client
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +119,7 @@ class AuthMiddleware:
         record = record_of(scope)
         try:
             record.owner = self._api_keys.check(scope)
+            current_client.set(record.owner or record.client)
             with panics_as_errors():
                 await self._app(scope, receive, send)
         except ClientGone:

@@ -46,6 +46,7 @@ from server.process.watched_files import WatchedFiles
 from server.serving.progress import ProgressReporter
 from server.serving.state import AppState
 from server.text.chat_template import ChatTemplate, read_template
+from server.text.fair_threads import FairThreads
 from server.text.isolated_template import isolated_templates
 from server.text.tokenizer import Tokenizer
 
@@ -58,6 +59,8 @@ ENGINE_GONE = 4
 INTERRUPTED = 130
 
 TICK_S = 0.1
+MAX_THREADS = 8
+"""Threads for work of requests that is too long for the event loop; each client uses one."""
 GC_OBJECTS = 10_000
 """New objects between two runs of the garbage collector; at Python's default of 700 they take a few
 per cent of a request's time."""
@@ -352,6 +355,7 @@ class ApiServer:
             self._urls = base_urls(config.host, address, config.port, scheme=scheme)
         self._urls = [f"{url}{config.path_prefix}" for url in self._urls]
         loop = asyncio.get_running_loop()
+        loop.set_default_executor(FairThreads(MAX_THREADS, "requests"))
         loop.add_signal_handler(signal.SIGTERM, self.stop)
         loop.add_signal_handler(signal.SIGINT, self.interrupt)
         await self._client.start()
