@@ -19,12 +19,12 @@ from config.native import panics_as_errors
 from server.anthropic.errors import is_messages, refusal
 from server.http.access_log import RequestRecord, attach_record, detach_record, record_of
 from server.http.errors import CLIENT_CLOSED, ClientGone, Fault, fault_of
+from server.http.fair_threads import current_client
 from server.http.pacing import LoopPacer
 from server.http.sse import EventStream
 from server.http.trusted_proxies import TrustedProxies
 from server.openai.schema.generation import MAX_REQUEST_ID_CHARACTERS, is_header_word
 from server.serving.state import AppState
-from server.text.fair_threads import current_client
 
 logger = logging.getLogger(__name__)
 

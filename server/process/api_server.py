@@ -31,6 +31,7 @@ from engine.client.queue_limits import QueueLimits
 from engine.client.router import RouterClient
 from engine.client.zmq import ZmqClient
 from server.app.application import create_app
+from server.http.fair_threads import FairThreads
 from server.http.peer_proxy import Peers, listen
 from server.http.protocol import HttpConfig, HttpProtocol
 from server.http.tls import Tls
@@ -46,7 +47,6 @@ from server.process.watched_files import WatchedFiles
 from server.serving.progress import ProgressReporter
 from server.serving.state import AppState
 from server.text.chat_template import ChatTemplate, read_template
-from server.text.fair_threads import FairThreads
 from server.text.isolated_template import isolated_templates
 from server.text.tokenizer import Tokenizer
 

@@ -12,9 +12,9 @@ from tokenizers import Encoding
 from config.errors import Overloaded, UserError
 from config.loading.env import cache_home
 from config.native import panics_as_errors
+from server.http.fair_threads import FairThreads
 from server.text.bounded_encoder import BoundedEncoder
 from server.text.control_tokens import ControlTokenEncoder
-from server.text.fair_threads import FairThreads
 from server.text.length_bounds import token_length_bound
 from server.text.long_texts import (
     MARGIN_TOKENS,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from server.text.fair_threads import FairThreads, current_client
+from server.http.fair_threads import FairThreads, current_client
 
 
 def submit(
