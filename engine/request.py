@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from config.params.sampling import SamplingParams, invalid_token
+from config.params.sampling import SamplingParams
+from config.params.token_ids import (
+    MAX_UNPACKED,
+    TokenIds,
+    TokenSet,
+    packed,
+    token_array,
+)
 from engine.structured_output.grammar import Grammar, Guide
 from engine.structured_output.token_bitmask import Bitmask, bitmask_of
 from engine.transport.messages import FRONT_END_SHIFT, AddRequest, Resumption
@@ -22,6 +29,8 @@ NEVER = sys.maxsize
 MIN_PENALTY = 1e-30
 """Of repetition: a penalty below it, or above its inverse, makes any logit infinite or zero in
 float32."""
+
+EndTokens = frozenset[int] | TokenSet
 
 NO_ALLOWED_TOKEN = "the grammar leaves only tokens that allowed_token_ids or bad_words bar"
 
@@ -168,7 +177,9 @@ class Request:
         self.allowed_bitmask: Bitmask | None = None
         """With a grammar: allowed_token_ids, which are compared with the grammar at each token."""
         if grammar is not None and params.allowed_token_ids is not None:
-            self.allowed_bitmask = bitmask_of(params.allowed_token_ids, limits.vocab_size)
+            self.allowed_bitmask = bitmask_of(
+                token_array(params.allowed_token_ids), limits.vocab_size
+            )
         self.num_prompt_logprobs = NEVER if params.prompt_logprobs is None else 0
         """Prompt positions whose log-probabilities were sent; NEVER when none were requested."""
         self.is_suspect = False
@@ -262,9 +273,9 @@ class Request:
             and outputs[len(outputs) + 1 - len(word) :] == word[:-1]
         }
         if len(outputs) < sampling.min_tokens:
-            banned.update(sampling.end_token_ids)
+            banned.update(self.end_ids)
         if self.guide is None:
-            return banned.issuperset(listed or ())
+            return banned.issuperset(token_array(listed or ()).tolist())
         allowed = self.guide.bitmask
         if self.allowed_bitmask is not None:
             allowed = allowed & self.allowed_bitmask
@@ -294,19 +305,32 @@ class Request:
 
 def _end_tokens(
     params: SamplingParams, limits: ModelLimits, *, ignores_eos: bool
-) -> tuple[frozenset[int], frozenset[int]]:
+) -> tuple[EndTokens, EndTokens]:
     """(stop_token_ids that are no EOS tokens, all tokens that end the request)."""
     eos_ids: frozenset[int] = frozenset() if ignores_eos else limits.eos_ids
-    stop_ids = frozenset(params.stop_token_ids)
-    if invalid_token(stop_ids, limits.vocab_size) is not None:
-        stop_ids = frozenset(t for t in stop_ids if 0 <= t < limits.vocab_size)
-    return stop_ids - eos_ids, stop_ids | eos_ids
+    listed = token_array(params.stop_token_ids)
+    listed = listed[(listed >= 0) & (listed < limits.vocab_size)]
+    if len(listed) <= MAX_UNPACKED:
+        stop_ids = frozenset(listed.tolist())
+        return stop_ids - eos_ids, stop_ids | eos_ids
+    eos = np.array(sorted(eos_ids), dtype=np.int64)
+    others = listed[~np.isin(listed, eos)]
+    return (
+        TokenSet(others, limits.vocab_size),
+        TokenSet(np.concatenate([others, eos]), limits.vocab_size),
+    )
+
+
+def _listed(tokens: EndTokens) -> TokenIds:
+    if isinstance(tokens, TokenSet):
+        return packed(tokens.array())
+    return tuple(sorted(tokens))
 
 
 def _request_sampling(
     params: SamplingParams,
     seed: int,
-    end_ids: frozenset[int],
+    end_ids: EndTokens,
     *,
     min_tokens: int,
     masked: bool,
@@ -321,7 +345,7 @@ def _request_sampling(
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=min(max(params.repetition_penalty, MIN_PENALTY), 1 / MIN_PENALTY),
         min_tokens=min_tokens,
-        end_token_ids=tuple(sorted(end_ids)) if min_tokens else (),
+        end_token_ids=_listed(end_ids) if min_tokens else (),
         logit_bias=tuple((token, params.logit_bias[token]) for token in sorted(params.logit_bias)),
         allowed_token_ids=params.allowed_token_ids,
         bad_words=params.bad_words_token_ids,

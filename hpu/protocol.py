@@ -13,6 +13,7 @@ import msgspec
 
 from config.engine import SchedulerConfig
 from config.params.pooling import PoolingFacts
+from config.params.token_ids import TokenIds
 
 PREFILL = 0
 DECODE = 1
@@ -82,10 +83,10 @@ class RequestSampling(msgspec.Struct, frozen=True, array_like=True, omit_default
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     min_tokens: int = 0
-    end_token_ids: tuple[int, ...] = ()
+    end_token_ids: TokenIds = ()
     """Tokens banned while fewer than `min_tokens` were generated (end tokens, stop_token_ids)."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] | None = None
+    allowed_token_ids: TokenIds | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     num_logprobs: int = -1
     """-1: none; k: of the sampled token and of the k most likely."""

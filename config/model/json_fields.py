@@ -17,6 +17,12 @@ MAX_JSON_BYTES = 32 * 2**20
 MB."""
 MAX_COUNT = 2**48
 """Largest integer of any field: products of a few of them stay exact."""
+MAX_FLOAT32 = 3.4028234663852886e38
+MAX_NUMBER = 65504.0
+"""Largest magnitude of a number that reaches a tensor, unless its field has another limit: the
+largest number of float16, the narrowest dtype of a model. torch raises for a larger factor."""
+MIN_NUMBER = 1e-30
+"""Smallest magnitude of a number but 0. It and its reciprocal are well within float32."""
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
@@ -30,7 +36,9 @@ def shown(value: object) -> str:
 
 def read_json(file: Path) -> Json:
     """The JSON object in `file`. ConfigError if it cannot be read or is not an object."""
-    return _object(read_any_json(file), file)
+    found = _object(read_any_json(file), file)
+    _check_numbers(found, file)
+    return found
 
 
 def parse_json_object(data: bytes, file: str) -> Json:
@@ -60,6 +68,24 @@ def _parse(data: bytes, file: object) -> Any:
         return parse_json(data.decode("utf-8"))
     except ValueError as error:
         raise ConfigError(f"{file} cannot be read as JSON: {error}") from error
+
+
+def _check_numbers(found: Json, file: Path) -> None:
+    """Raise ConfigError for a finite number at any depth that float32 cannot hold. Fields that are
+    read by name have narrower limits; a library may make tensors of the other fields. Published
+    files have an infinite limit of a clamp, which torch takes."""
+    waiting: list[tuple[str, Any]] = [("", found)]
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting.extend(value.items())
+        elif isinstance(value, list):
+            waiting.extend((name, inner) for inner in value)
+        elif isinstance(value, int | float) and MAX_FLOAT32 < abs(value) != math.inf:
+            raise ConfigError(
+                f"{shown(name)[1:-1]} in {file} is {shown(value)}, it must be from "
+                f"{-MAX_FLOAT32:g} to {MAX_FLOAT32:g}"
+            )
 
 
 class Fields:
@@ -116,12 +142,12 @@ class Fields:
         self,
         name: str,
         *,
-        minimum: float = -math.inf,
+        minimum: float = -MAX_NUMBER,
         above: float = -math.inf,
-        maximum: float = math.inf,
+        maximum: float = MAX_NUMBER,
     ) -> float | None:
         """A finite number of at least `minimum`, above `above` and at most `maximum`, if
-        present."""
+        present. Its magnitude is at least MIN_NUMBER, or 0."""
         value = self.raw.get(name)
         if value is None:
             return None
@@ -134,24 +160,25 @@ class Fields:
             (number < minimum, f"at least {minimum:g}"),
             (number <= above, f"above {above:g}"),
             (number > maximum, f"at most {maximum:g}"),
+            (0 < abs(number) < MIN_NUMBER, f"0, or at least {MIN_NUMBER:g} from 0"),
         ):
             if is_wrong:
                 raise ConfigError(f"{name} in {self.file} is {number:g}, it must be {allowed}")
         return number
 
     def number(
-        self, name: str, default: float, *, above: float = -math.inf, maximum: float = math.inf
+        self, name: str, default: float, *, above: float = -math.inf, maximum: float = MAX_NUMBER
     ) -> float:
         value = self.number_or_none(name, above=above, maximum=maximum)
         return default if value is None else value
 
     def numbers(self, name: str, *, above: float = -math.inf) -> tuple[float, ...]:
-        """A list of finite numbers, each above `above`; empty if absent."""
-        values = [_finite(value) for value in self.get(name, list, [])]
-        if not all(value is not None and value > above for value in values):
-            expected = "numbers only" if above == -math.inf else f"numbers above {above:g} only"
-            raise ConfigError(f"{name} in {self.file} must hold {expected}")
-        return tuple(value for value in values if value is not None)
+        """A list of numbers as of `number`, each above `above`; empty if absent."""
+        values = self.get(name, list, [])
+        if None in values:
+            raise ConfigError(f"{name} in {self.file} has null, it must hold numbers only")
+        entries = (Fields({name: value}, self.file) for value in values)
+        return tuple(entry.number(name, 0.0, above=above) for entry in entries)
 
 
 def _finite(value: object) -> float | None:

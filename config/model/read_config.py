@@ -157,7 +157,7 @@ def _decoder_fields(family: Family | None, fields: Fields) -> Json:
         "mlp_bias": fields.get("mlp_bias", bool, False),
         "hidden_act": fields.get("hidden_act", str, "silu"),
         "embedding_multiplier": fields.number("embedding_multiplier", 1.0),
-        "attention_multiplier": fields.number_or_none("attention_multiplier"),
+        "attention_multiplier": fields.number_or_none("attention_multiplier", above=0.0),
         "residual_multiplier": fields.number("residual_multiplier", 1.0),
         "logits_scaling": fields.number("logits_scaling", 1.0, above=0.0),
         "moe": _moe(family, fields),

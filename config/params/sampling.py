@@ -6,9 +6,11 @@ from copy import copy
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from config.errors import UserError
 from config.params.structured_output import GrammarSpec, grammar_spec
+from config.params.token_ids import TokenArray, TokenIds, num_ids, token_array
 
 MAX_LOGPROBS = 20
 MAX_N = 128
@@ -23,14 +25,22 @@ MAX_LISTED_BIASES = 65_536
 MAX_LISTED_WORDS = 16_384
 """The same for bad words; a row of the sampler's table for each."""
 
+ID_LISTS = ("stop_token_ids", "allowed_token_ids")
 _TUPLES = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "bad_words_token_ids")
 
 
-def invalid_token(token_ids: Collection[int], vocab_size: int) -> int | None:
-    """A token id outside the vocabulary. Lists of 300,000 ids take milliseconds."""
-    if not token_ids:
+def invalid_token(
+    token_ids: Collection[int] | TokenIds | TokenArray, vocab_size: int
+) -> int | None:
+    """A token id outside the vocabulary. Lists of 300,000 ids take milliseconds, arrays less."""
+    if not len(token_ids):
         return None
-    least, most = min(token_ids), max(token_ids)
+    if isinstance(token_ids, bytes):
+        token_ids = token_array(token_ids)
+    if isinstance(token_ids, np.ndarray):
+        least, most = int(token_ids.min()), int(token_ids.max())
+    else:
+        least, most = min(token_ids), max(token_ids)
     return least if least < 0 else most if most >= vocab_size else None
 
 
@@ -66,14 +76,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """None: up to max_model_len."""
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: TokenIds = ()
+    """Bytes where the list is long, as in `allowed_token_ids`; set by the text pipeline."""
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
     """None: none. k: the chosen token and the k most likely ones."""
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] = {}
-    allowed_token_ids: tuple[int, ...] | None = None
+    allowed_token_ids: TokenIds | None = None
     bad_words: tuple[str, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     """Set by the text pipeline from `bad_words`; may also be given directly."""
@@ -107,8 +118,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """Token ids in `logit_bias`, `stop_token_ids`, `allowed_token_ids` and bad words."""
         return (
             len(self.logit_bias)
-            + len(self.stop_token_ids)
-            + len(self.allowed_token_ids or ())
+            + num_ids(self.stop_token_ids)
+            + num_ids(self.allowed_token_ids or ())
             + sum(map(len, self.bad_words_token_ids))
         )
 
@@ -148,9 +159,9 @@ def _check_kinds(params: SamplingParams) -> None:
     for name in ("n", "top_k", "min_tokens", *_OPTIONAL):
         value = getattr(params, name)
         _check(value is None or _is_integer(value), name, value, "an integer")
-    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+    for name in (*ID_LISTS, "logit_bias"):
         tokens = getattr(params, name) or ()
-        if set(map(type, tokens)) <= {int}:
+        if isinstance(tokens, bytes) or set(map(type, tokens)) <= {int}:
             continue
         for token in tokens:
             _check(_is_integer(token), name, token, "made of integer token ids")
@@ -249,6 +260,9 @@ def _as_tuple(params: SamplingParams, name: str) -> None:
     """Convert a string or a list to a tuple (None: empty)."""
     value = getattr(params, name)
     if isinstance(value, tuple) or (value is None and name == "allowed_token_ids"):
+        return
+    if isinstance(value, bytes) and name in ID_LISTS:
+        # From another process, which checked it.
         return
     if value is None:
         value = ()

@@ -26,6 +26,7 @@ from engine.core.engine_process import (
 from engine.process.child_process import (
     ChildProcess,
     ProcessEnd,
+    bound_exit,
     exit_with_parent,
     python_command,
     read_orders,
@@ -40,6 +41,7 @@ __all__ = [
     "ProcessEnd",
     "RestartLimit",
     "SocketDirectory",
+    "bound_exit",
     "exit_with_parent",
     "front_end_endpoints",
     "launch",

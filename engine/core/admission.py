@@ -5,6 +5,7 @@ from collections.abc import Collection
 import numpy as np
 
 from config.params.sampling import SamplingParams, invalid_token
+from config.params.token_ids import TokenIds
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import ModelLimits
 from engine.transport.messages import AddRequest
@@ -52,7 +53,7 @@ def admission_error(
 
 def _invalid_token(params: SamplingParams, vocab_size: int) -> int | None:
     """A token id in the sampling parameters that is outside the vocabulary."""
-    lists: tuple[Collection[int], ...] = (
+    lists: tuple[Collection[int] | TokenIds, ...] = (
         params.logit_bias,
         params.allowed_token_ids or (),
         *params.bad_words_token_ids,

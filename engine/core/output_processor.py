@@ -5,6 +5,7 @@ from itertools import accumulate, repeat
 
 import msgspec
 
+from config.params.token_ids import num_ids
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import FINISHED, Request
 from engine.scheduling.scheduler import SchedulerOutput
@@ -242,7 +243,7 @@ class OutputProcessor:
         finite."""
         position = request.num_output_tokens + 1
         if request.has_no_allowed_token:
-            num_allowed = len(request.sampling.allowed_token_ids or ())
+            num_allowed = num_ids(request.sampling.allowed_token_ids or ())
             error = (
                 f"allowed_token_ids has {num_allowed} tokens, and bad_words or min_tokens bar every"
                 f" one of them as output token {position}"

@@ -5,12 +5,14 @@ the parent dies in whatever way, and the child exits: nothing is orphaned, not e
 """
 
 import contextlib
+import logging
 import os
 import signal
 import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +27,9 @@ STOP = signal.SIGUSR1
 process of a service at once, and a child that exited then would lose running requests."""
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Signals that only the parent handles."""
+
+EXIT_WAIT_S = 1.0
+"""How long a process that has ended its work waits for calls on threads."""
 
 FAULTS = frozenset(
     {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGTRAP}
@@ -225,10 +230,27 @@ def run_child(work: Callable[[], int], clean_up: Callable[[], None] = lambda: No
     exit_with_parent(clean_up)
     try:
         install_stop_handler()
-        return work()
+        code = work()
     except Terminated:
         # Stopped before anything was started.
-        return 0
+        code = 0
+    bound_exit(code)
+    return code
+
+
+def bound_exit(code: int, wait_s: float = EXIT_WAIT_S) -> None:
+    """End this process with `code` after `wait_s`, unless it has exited before. Call it last: at
+    its exit the interpreter waits for calls on threads, which may take long and cannot be stopped.
+    """
+
+    def end() -> None:
+        time.sleep(wait_s)
+        logging.shutdown()
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(code)
+
+    threading.Thread(target=end, name="exit", daemon=True).start()
 
 
 def _read_exactly(length: int) -> bytes:

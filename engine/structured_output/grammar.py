@@ -221,7 +221,7 @@ class Guide:
         grammar: Grammar,
         *,
         min_tokens: int,
-        end_ids: frozenset[int],
+        end_ids: Iterable[int],
         ignore_eos: bool,
         thinking_budget: int | None = None,
     ) -> None:
@@ -232,7 +232,7 @@ class Guide:
         self._min_tokens = min_tokens
         self._ignore_eos = ignore_eos
         self._eos = bitmask_of(vocabulary.eos_ids, vocabulary.vocab_size)
-        self._end_tokens = bitmask_of(vocabulary.eos_ids | end_ids, vocabulary.vocab_size)
+        self._end_tokens = self._eos | bitmask_of(end_ids, vocabulary.vocab_size)
         self._count = 0
         self._spent_s = 0.0
         self._thinking = None

@@ -11,10 +11,10 @@ Bitmask = npt.NDArray[np.uint32]
 """(ceil(vocab_size / 32),) uint32; token 0 is the lowest bit of the first word."""
 
 
-def bitmask_of(tokens: Iterable[int], vocab_size: int) -> Bitmask:
+def bitmask_of(tokens: Iterable[int] | npt.NDArray[np.int64], vocab_size: int) -> Bitmask:
     """The set of `tokens`."""
     bits = np.zeros(-(-vocab_size // TOKENS_PER_WORD) * TOKENS_PER_WORD, dtype=np.uint8)
-    bits[list(tokens)] = 1
+    bits[tokens if isinstance(tokens, np.ndarray) else list(tokens)] = 1
     return np.packbits(bits, bitorder="little").view("<u4")
 
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from config.params.token_ids import token_array
 from hpu.protocol import RequestSampling
 from hpu.sampling.rng import uniforms
 
@@ -161,9 +162,9 @@ class SamplingColumns:
         if stages.logit_bias:
             self._logit_bias[req_index] = biases_of(sampling)
         if banned and not self._static_shapes:
-            ends = sampling.end_token_ids
+            ends = token_array(sampling.end_token_ids)
             values = np.full(len(ends), -np.inf, dtype=np.float32)
-            self._end_tokens[req_index] = np.array(ends, dtype=np.int64), values
+            self._end_tokens[req_index] = ends, values
         penalties = _DEFAULTS._replace(
             repetition=sampling.repetition_penalty,
             frequency=sampling.frequency_penalty,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from config.params.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
+from config.params.token_ids import token_array
 from hpu.backends.base import Backend
 from hpu.protocol import RequestSampling
 from hpu.sampling.params import FEW_PREFIX, FEW_WORDS, Stages, biases_of
@@ -119,7 +120,7 @@ class SamplingTables:
             rows["bias"] = self._bias(sampling)
         if stages.banned and self._has_banned:
             rows["banned"] = np.zeros(self._vocab_size, dtype=np.float32)
-            rows["banned"][list(sampling.end_token_ids)] = -np.inf
+            rows["banned"][token_array(sampling.end_token_ids)] = -np.inf
         if stages.counts:
             rows["counts"] = np.bincount(generated, minlength=self._vocab_size).astype(np.float32)
             # Tokens behind the vocabulary, as those of images, are never sampled.
@@ -143,7 +144,7 @@ class SamplingTables:
         bias = np.zeros(self._vocab_size, dtype=np.float32)
         if sampling.allowed_token_ids is not None:
             bias[:] = -np.inf
-            bias[list(sampling.allowed_token_ids)] = 0.0
+            bias[token_array(sampling.allowed_token_ids)] = 0.0
         if sampling.logit_bias:
             tokens, values = biases_of(sampling)
             bias[tokens] += values

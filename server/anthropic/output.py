@@ -126,14 +126,14 @@ class MessageEvents:
     def feed(self, deltas: list[Delta]) -> bytes:
         return b"".join([self._start_message(), *map(self._delta_frames, deltas)])
 
-    def ending(self) -> bytes:
+    async def ending(self) -> bytes:
         last = self._last
         ending = stop_fields(last.finish_reason, last.stop_reason, has_calls=self._has_calls)
         delta = {"type": "message_delta", "delta": ending, "usage": usage_of(self._job)}
         frames = [self._start_message(), self._end_block(), named_frame("message_delta", delta)]
         return b"".join([*frames, named_frame("message_stop", {"type": "message_stop"})])
 
-    def failing(self, fault: Fault) -> bytes:
+    async def failing(self, fault: Fault) -> bytes:
         return named_frame("error", error_object(fault))
 
     def _start_message(self) -> bytes:

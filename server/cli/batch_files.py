@@ -217,12 +217,21 @@ class BatchOutput:
     def _take(self, raw: bytes) -> None:
         try:
             record = msgspec.json.decode(raw)
-            number = int(record["id"].removeprefix(PREFIX))
+            number = _number_of(record["id"])
             response = record["response"]
             self.num_errors += response is None or response["status_code"] != 200
             self._answered[number] = record["custom_id"]
         except (msgspec.DecodeError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise _no_answer(self._path, raw) from error
+
+
+def _number_of(answer_id: str) -> int:
+    """The number of the line in the id of its answer. Raises ValueError and AttributeError."""
+    digits = answer_id.removeprefix(PREFIX)
+    # int() takes "7 ", "+7", "007", "1_0" and digits of other scripts too.
+    if not digits.isdecimal() or answer_id != f"{PREFIX}{int(digits)}":
+        raise ValueError(f"the id is {answer_id[:80]!r}, it must be {PREFIX} and a number")
+    return int(digits)
 
 
 def _no_answer(path: Path, raw: bytes) -> ConfigError:

@@ -15,6 +15,7 @@ import numpy as np
 from config.errors import UserError
 from config.params.beam_search import check_length_penalty
 from config.params.sampling import MAX_LOGPROBS, SamplingParams
+from config.params.token_ids import token_array
 from engine.client.output_queue import Update
 from engine.client.terms import NO_TERMS, RequestTerms
 from engine.transport.messages import Finish
@@ -146,7 +147,7 @@ class BeamSearchGeneration:
         """`params` and `output_limits` are those of `Pipeline.check_request`."""
         ready = pipeline.ready
         eos_ids = frozenset() if params.ignore_eos else frozenset(ready.eos_token_ids)
-        self._stop_ids = frozenset(params.stop_token_ids) - eos_ids
+        self._stop_ids = frozenset(token_array(params.stop_token_ids).tolist()) - eos_ids
         end_ids = eos_ids | self._stop_ids
         _check_params(params, len(end_ids), ready.vocab_size)
         self._params = params

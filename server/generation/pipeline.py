@@ -18,7 +18,12 @@ from engine.transport.messages import SLEEPING, Finish, Ready, engine_of
 from server.generation.logprobs import ID_BYTES, PromptLogprobs
 from server.generation.outputs import Delta, Output, Prompt, Timing
 from server.generation.sequence import Sequence
-from server.generation.validation import check_allowed_tokens, check_ids, check_sizes, output_limit
+from server.generation.validation import (
+    check_allowed_tokens,
+    check_sizes,
+    output_limit,
+    with_checked_ids,
+)
 from server.text.tokenizer import INLINE_CHARACTERS, Tokenizer
 
 MAX_BAD_WORDS_CHARACTERS = 5_000
@@ -148,7 +153,7 @@ class Pipeline:
         params = self._with_bad_words(params)
         num_image_bytes = sum(prompt.images.num_bytes for prompt in prompts if prompt.images)
         check_sizes(params, len(prompts) * params.n, num_image_bytes)
-        check_ids(params, ready.vocab_size)
+        params = with_checked_ids(params, ready.vocab_size)
         check_allowed_tokens(params, ready.eos_token_ids)
         num_ids = ready.prompt_vocab_size or ready.vocab_size
         limits = []

@@ -3,8 +3,11 @@ truncation to the context."""
 
 from collections.abc import Collection, Iterable
 
+import numpy as np
+
 from config.errors import PromptTooLong, UserError
 from config.params.sampling import (
+    ID_LISTS,
     MAX_LISTED_BIASES,
     MAX_LISTED_TOKENS,
     MAX_LISTED_WORDS,
@@ -12,19 +15,31 @@ from config.params.sampling import (
     invalid_token,
 )
 from config.params.structured_output import MAX_REQUEST_CHARACTERS
+from config.params.token_ids import (
+    MAX_UNPACKED,
+    TokenArray,
+    TokenIds,
+    num_ids,
+    packed,
+    token_array,
+)
 from server.generation.outputs import Prompt
 
 MAX_IMAGE_BYTES = 256 * 2**20
 """Image bytes of a request with several choices; each choice sends its own copy."""
 
 
-def check_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Raise UserError for token ids outside the vocabulary."""
-    fields: list[tuple[str, Collection[int]]] = [
+def with_checked_ids(params: SamplingParams, vocab_size: int) -> SamplingParams:
+    """`params` with long lists of token ids as bytes. Raises UserError for token ids outside the
+    vocabulary."""
+    lists: dict[str, TokenIds | TokenArray] = {
+        name: _array_if_long(ids) for name in ID_LISTS if (ids := getattr(params, name)) is not None
+    }
+    words = [i for word in params.bad_words_token_ids for i in word]
+    fields: list[tuple[str, Collection[int] | TokenIds | TokenArray]] = [
         ("logit_bias", params.logit_bias),
-        ("stop_token_ids", params.stop_token_ids),
-        ("allowed_token_ids", params.allowed_token_ids or ()),
-        ("bad_words_token_ids", [i for word in params.bad_words_token_ids for i in word]),
+        *lists.items(),
+        ("bad_words_token_ids", words),
     ]
     for name, ids in fields:
         token_id = invalid_token(ids, vocab_size)
@@ -33,6 +48,18 @@ def check_ids(params: SamplingParams, vocab_size: int) -> None:
                 f"{name} names token id {token_id}, the vocabulary has 0 to {vocab_size - 1}",
                 param=name,
             )
+    long = {name: packed(ids) for name, ids in lists.items() if isinstance(ids, np.ndarray)}
+    return params.replace_unchecked(**long) if long else params
+
+
+def _array_if_long(ids: TokenIds) -> TokenIds | TokenArray:
+    if isinstance(ids, bytes) or len(ids) <= MAX_UNPACKED:
+        return ids
+    try:
+        return token_array(ids)
+    except OverflowError:
+        # An integer beyond 64 bits, which the check names.
+        return ids
 
 
 def check_sizes(params: SamplingParams, num_sequences: int, num_image_bytes: int) -> None:
@@ -69,8 +96,8 @@ def check_sizes(params: SamplingParams, num_sequences: int, num_image_bytes: int
 def _longest_list(params: SamplingParams) -> str:
     lengths = {
         "logit_bias": len(params.logit_bias),
-        "stop_token_ids": len(params.stop_token_ids),
-        "allowed_token_ids": len(params.allowed_token_ids or ()),
+        "stop_token_ids": num_ids(params.stop_token_ids),
+        "allowed_token_ids": num_ids(params.allowed_token_ids or ()),
         "bad_words": sum(map(len, params.bad_words_token_ids)),
     }
     return max(lengths, key=lengths.__getitem__)
@@ -80,12 +107,14 @@ def check_allowed_tokens(params: SamplingParams, eos_ids: Iterable[int]) -> None
     """Raise UserError if no token is allowed as the first one; the sampler would find none."""
     if params.allowed_token_ids is None:
         return
-    banned = {word[0] for word in params.bad_words_token_ids if len(word) == 1}
+    banned = [word[0] for word in params.bad_words_token_ids if len(word) == 1]
     if params.min_tokens:
-        banned.update(params.stop_token_ids, () if params.ignore_eos else eos_ids)
-    if banned.issuperset(params.allowed_token_ids):
+        banned.extend(() if params.ignore_eos else eos_ids)
+    stops = token_array(params.stop_token_ids if params.min_tokens else ())
+    all_banned = np.concatenate([np.array(banned, dtype=np.int64), stops])
+    if np.isin(token_array(params.allowed_token_ids), all_banned).all():
         raise UserError(
-            f"allowed_token_ids has {len(params.allowed_token_ids)} tokens, and bad_words or "
+            f"allowed_token_ids has {num_ids(params.allowed_token_ids)} tokens, and bad_words or "
             "min_tokens ban every one of them",
             param="allowed_token_ids",
         )

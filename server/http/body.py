@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import gc
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -17,6 +16,7 @@ from config.errors import Overloaded, UserError
 from config.malloc import trim_memory
 from server.http.access_log import MAX_IGNORED_FIELDS, RequestRecord, record_of
 from server.http.errors import ClientGone, RequestTooLarge, UnsupportedMediaType, user_error_from
+from server.http.fair_threads import FairThreads
 from server.http.json_decoder import PIECE_BYTES, decode_json
 from server.http.json_encoder import encode_json
 
@@ -68,7 +68,7 @@ class BodyReader:
         self._num_buffered_bytes = 0
         """Bytes of all bodies that are being received or wait to be decoded."""
         # One thread: several would alternate on the GIL, and the event loop would wait for all.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode")
+        self._thread = FairThreads(1, "decode")
         self._trim_timer: asyncio.TimerHandle | None = None
         self._num_trims_left = 0
 

@@ -27,12 +27,12 @@ class _Chunks:
         self._is_plain = not (self._has_logprobs or self._has_ids or self._has_usage)
         """Whether chunks that are not the last have only text."""
 
-    def ending(self) -> bytes:
+    async def ending(self) -> bytes:
         if not self._job.includes_usage:
             return DONE
         return self._envelope.chunk(b"", {"usage": self._job.usage()}) + DONE
 
-    def failing(self, fault: Fault) -> bytes:
+    async def failing(self, fault: Fault) -> bytes:
         return frame(fault.body()) + DONE
 
     def _extra(self) -> dict[str, Any]:

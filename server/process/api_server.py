@@ -31,6 +31,7 @@ from engine.client.queue_limits import QueueLimits
 from engine.client.router import RouterClient
 from engine.client.zmq import ZmqClient
 from server.app.application import create_app
+from server.http.fair_threads import FairThreads
 from server.http.peer_proxy import Peers, listen
 from server.http.protocol import HttpConfig, HttpProtocol
 from server.http.tls import Tls
@@ -58,6 +59,8 @@ ENGINE_GONE = 4
 INTERRUPTED = 130
 
 TICK_S = 0.1
+MAX_THREADS = 8
+"""Threads for work of requests that is too long for the event loop; each client uses one."""
 GC_OBJECTS = 10_000
 """New objects between two runs of the garbage collector; at Python's default of 700 they take a few
 per cent of a request's time."""
@@ -190,6 +193,7 @@ class ApiServer:
     def __init__(self, args: ApiServerArgs) -> None:
         config, scheduler = args.server, args.engine.scheduler
         self._args = args
+        self._threads = FairThreads(MAX_THREADS, "requests")
         limits = QueueLimits(
             max_requests=config.max_queued_requests,
             max_prompt_tokens=config.max_queued_prompt_tokens,
@@ -352,6 +356,7 @@ class ApiServer:
             self._urls = base_urls(config.host, address, config.port, scheme=scheme)
         self._urls = [f"{url}{config.path_prefix}" for url in self._urls]
         loop = asyncio.get_running_loop()
+        loop.set_default_executor(self._threads)
         loop.add_signal_handler(signal.SIGTERM, self.stop)
         loop.add_signal_handler(signal.SIGINT, self.interrupt)
         await self._client.start()
@@ -392,6 +397,9 @@ class ApiServer:
                 self.state.template.close()
             if self.state.tokenizer is not None:
                 self.state.tokenizer.close()
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            # The loop would wait for calls on the threads of its executor.
+            loop.set_default_executor(FairThreads(1, "end"))
 
     async def _serve(
         self, server: UvicornServer, listener: socket.socket, opening: "asyncio.Task[None]"

@@ -34,6 +34,7 @@ from engine.client.launcher import (
     ProcessEnd,
     RestartLimit,
     SocketDirectory,
+    bound_exit,
     exit_with_parent,
     front_end_endpoints,
     new_token,
@@ -117,6 +118,7 @@ def serve(
             remove_path(server_config.uds)
     if not has_stopped:
         end_process(code)
+    bound_exit(code)
     return code
 
 
@@ -128,10 +130,12 @@ def main() -> None:
     setup_log("server", config.log, rank=args.index)
     listener = bind_port(config.host, config.port, shared=True)
     try:
-        sys.exit(uvloop.run(_run_api_server(args, listener)))
+        code = uvloop.run(_run_api_server(args, listener))
     except ConfigError as error:
         logger.error("%s", error)
         sys.exit(WRONG_SETTING)
+    bound_exit(code)
+    sys.exit(code)
 
 
 async def _run_api_server(args: ApiServerArgs, listener: socket.socket) -> int:

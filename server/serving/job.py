@@ -196,11 +196,11 @@ class ChunkWriter(Protocol):
         """Frames for `deltas`; empty if nothing is visible yet."""
         ...
 
-    def ending(self) -> bytes:
+    async def ending(self) -> bytes:
         """Frames after the last delta; nothing follows."""
         ...
 
-    def failing(self, fault: Fault) -> bytes:
+    async def failing(self, fault: Fault) -> bytes:
         """Frames for an error; nothing follows."""
         ...
 
@@ -426,11 +426,11 @@ async def sse_frames(job: Job, writer: ChunkWriter) -> AsyncIterator[bytes]:
                 )
                 if data:
                     yield data
-            yield writer.ending()
+            yield await writer.ending()
     except Exception as error:  # process border: after status 200 an error can only be an event
         if isinstance(error, EngineDied):
             error = EngineFailed(str(error))
-        yield writer.failing(fault_of(error))
+        yield await writer.failing(fault_of(error))
 
 
 async def collect_choices(job: Job, request: Request) -> list[ChoiceOutput]:

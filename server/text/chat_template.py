@@ -25,6 +25,7 @@ from config.model.json_fields import MAX_JSON_BYTES
 from config.server import RESERVED_VARIABLES
 from config.whole_files import read_limited
 from engine.process.isolation import ForkServer, failures_of_requests
+from server.http.fair_threads import FairThreads
 from server.http.json_encoder import encode_json
 from server.text.fair_slots import FairSlots
 from server.text.messages import Message
@@ -101,7 +102,7 @@ class ChatTemplate:
         self._generic_tools = generic_tools
         self._uses_generic_tools: bool | None = None
         self._inline = _InlineWatchdog()
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="template")
+        self._threads = FairThreads(threads, "template", per_client=max(1, threads // 2))
         # Separate threads: the model's template must not wait for templates of requests.
         self._isolated = ThreadPoolExecutor(threads, thread_name_prefix="isolated-template")
         self._slots = FairSlots(

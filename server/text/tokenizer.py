@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -13,6 +12,7 @@ from tokenizers import Encoding
 from config.errors import Overloaded, UserError
 from config.loading.env import cache_home
 from config.native import panics_as_errors
+from server.http.fair_threads import FairThreads
 from server.text.bounded_encoder import BoundedEncoder
 from server.text.control_tokens import ControlTokenEncoder
 from server.text.length_bounds import token_length_bound
@@ -100,9 +100,10 @@ class Tokenizer:
         self._special_tokens_as_text = special_tokens_as_text
         self.controls = ControlTokenEncoder(self._encoder) if special_tokens_as_text else None
         """Keeps text in messages from becoming control tokens; None: it may."""
-        self._short = ThreadPoolExecutor(threads, thread_name_prefix="encode")
+        self._short = FairThreads(threads, "encode", per_client=threads)
         # Long texts have their own, fewer threads.
-        self._long = ThreadPoolExecutor(max(1, threads // 2), thread_name_prefix="encode-long")
+        num_long = max(1, threads // 2)
+        self._long = FairThreads(num_long, "encode-long", per_client=num_long)
         self._pending = 0
 
     def protect(self, texts: Collection[str]) -> None:

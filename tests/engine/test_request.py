@@ -1,9 +1,11 @@
 """engine/request.py: what a request is told and what it remembers."""
 
+import numpy as np
 import pytest
 from slow_model import raw
 
 from config.params.sampling import SamplingParams
+from config.params.token_ids import packed
 from engine.request import ModelLimits, Request
 from engine.transport.messages import AddRequest
 
@@ -44,6 +46,17 @@ def test_a_stop_token_outside_the_vocabulary_never_reaches_the_device() -> None:
     request = make([1], stop_token_ids=(7, 50, 4_000_000), min_tokens=1)
 
     assert request.request_sampling().end_token_ids == (2, 7)
+
+
+def test_many_end_tokens_are_the_same_as_few() -> None:
+    listed = (*range(3, 50, 3), *range(3, 50, 3)) * 40 + (90, 4_000_000)
+    few = make([1], stop_token_ids=tuple(range(3, 50, 3)), min_tokens=1)
+    for ids in (listed, packed(np.array(listed))):
+        many = make([1], stop_token_ids=ids, min_tokens=1)
+
+        assert list(many.stop_ids) == sorted(few.stop_ids)
+        assert list(many.end_ids) == sorted(few.end_ids)
+        assert many.request_sampling() == few.request_sampling()
 
 
 def test_neutral_sampling_stays_neutral_and_gets_its_seed() -> None:

@@ -45,10 +45,18 @@ class BackgroundResponse:
     def fields(self) -> dict[str, Any]:
         return self._writer.fields()
 
-    def cancel(self) -> None:
-        """Cancel it; its output so far is stored."""
-        self._store_frames(self._writer.cancelling())
+    @property
+    def num_values(self) -> int:
+        return self._job.num_answer_values
+
+    async def cancel(self) -> None:
+        """Cancel it; its output so far is stored. A response that is ending ends as it would."""
+        if self._writer.has_ended:
+            return
+        # The task must not add output meanwhile.
         self.stop()
+        self._store_frames(await self._writer.cancelling())
+        self._entry.notify()
 
     def stop(self) -> None:
         self._job.close()
@@ -62,7 +70,7 @@ class BackgroundResponse:
             async for data in sse_frames(self._job, self._writer):
                 self._store_frames(data)
         except Overloaded as error:
-            self._store_frames(self._writer.failing(fault_of(error)))
+            self._store_frames(await self._writer.failing(fault_of(error)))
         finally:
             self._job.close()
             self._record.status = 200

@@ -10,6 +10,7 @@ import msgspec
 from config.errors import NotFound, UserError
 from server.http.body import MANY_BYTES, validate_fields
 from server.http.json_decoder import decode_json
+from server.http.json_encoder import encode_json
 from server.openai.responses.items import Item, is_reference, number_in, read_items
 from server.openai.responses.messages import messages_of
 from server.openai.responses.schema import MOVED, ResponseBody
@@ -112,7 +113,7 @@ def previous(store: ResponseStore, body: ResponseBody, owner: str) -> ItemHistor
 def _resolve(
     body: ResponseBody, items: list[Item], before: ItemHistory | None, number: str
 ) -> ResponseRequest:
-    history = ItemHistory(items, before)
+    history = ItemHistory(encode_json(items), before)
     messages = messages_of(history.items(), body.instructions)
     if not messages:
         raise UserError("input has no message, it must have at least 1", param="input")

@@ -26,7 +26,7 @@ from server.openai.responses.chat_request import (
     resolve_request,
 )
 from server.openai.responses.schema import ResponseBody
-from server.openai.responses.store import ResponseStore, StoredResponse
+from server.openai.responses.store import EndedResponse, ResponseStore, StoredResponse
 from server.openai.responses.truncation import is_too_long, shortened
 from server.openai.responses.writer import Fields, ResponseWriter, number_of
 from server.serving.job import Job, run_to_end, sse_frames
@@ -72,7 +72,7 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
         job = await _start(state, request, resolved, is_cut=body.truncation == "auto")
         entry = StoredResponse(job.id, owner, resolved.history, is_background=bool(body.background))
 
-        def on_end(response: Fields) -> None:
+        def on_end(response: EndedResponse) -> None:
             if is_stored:
                 store.finish(entry, response)
 
@@ -137,7 +137,7 @@ def _add_stored_routes(router: APIRouter, state: AppState, store: ResponseStore)
         if not stream:
             if starting_after is not None:
                 raise UserError("starting_after needs stream to be true", param="starting_after")
-            return _stored_answer(entry)
+            return await _stored_answer(entry)
         if entry.events is None:
             raise UserError(
                 "the events of this response are not kept: it was not created with background and "
@@ -166,8 +166,8 @@ def _add_stored_routes(router: APIRouter, state: AppState, store: ResponseStore)
         if not entry.is_background:
             raise UserError("only a response that was created with background can be cancelled")
         if entry.running is not None:
-            entry.running.cancel()
-        return _stored_answer(entry)
+            await entry.running.cancel()
+        return await _stored_answer(entry)
 
     @router.get(f"{one}/input_items", summary="What a response was made from, page by page")
     async def list_input_items(
@@ -228,13 +228,13 @@ async def _streamed(job: Job, writer: ResponseWriter) -> AsyncIterator[bytes]:
 async def _whole(job: Job, writer: ResponseWriter) -> Fields:
     async for deltas in job.tracker:
         writer.feed(deltas)
-    writer.ending()
+    await writer.ending()
     return writer.fields()
 
 
-def _stored_answer(entry: StoredResponse) -> Response:
+async def _stored_answer(entry: StoredResponse) -> Response:
     if entry.running is not None:
-        return json_response(entry.running.fields())
+        return await built_response(entry.running.fields, entry.running.num_values)
     return Response(entry.data, media_type="application/json")
 
 

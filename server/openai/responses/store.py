@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -32,8 +32,9 @@ class ItemHistory:
     first responses were evicted.
     """
 
-    def __init__(self, items: list[Item], before: "ItemHistory | None") -> None:
-        self.data = encode_json(items)
+    def __init__(self, data: bytes, before: "ItemHistory | None") -> None:
+        """`data` is a JSON list of items."""
+        self.data = data
         self.previous = before
         self.ref_count = 0
 
@@ -83,15 +84,35 @@ class ItemHistory:
             history = history.previous
 
 
+class EndedResponse(NamedTuple):
+    """A response that has ended, as it is stored."""
+
+    status: str
+    data: bytes
+    """The response as JSON."""
+    output: bytes
+    """Its output items as JSON."""
+
+
+def ended_response(response: dict[str, Any]) -> EndedResponse:
+    """Call it on a thread for a long response."""
+    return EndedResponse(response["status"], encode_json(response), encode_json(response["output"]))
+
+
 class RunningResponse(Protocol):
     """A background response that has not ended."""
+
+    @property
+    def num_values(self) -> int:
+        """Values of `fields`, estimated."""
+        ...
 
     def fields(self) -> dict[str, Any]:
         """The response so far."""
         ...
 
-    def cancel(self) -> None:
-        """End it now with status cancelled."""
+    async def cancel(self) -> None:
+        """End it now with status cancelled, unless it is ending."""
         ...
 
     def stop(self) -> None:
@@ -185,22 +206,22 @@ class ResponseStore:
         if not self._evict() and entry.running is not None:
             raise Overloaded(f"the responses that are kept have {self._max_bytes} bytes")
 
-    def finish(self, entry: StoredResponse, response: dict[str, Any]) -> None:
+    def finish(self, entry: StoredResponse, response: EndedResponse) -> None:
         """Store `entry`, new or running until now, as it ended; not if it was removed, or is larger
-        than the store."""
+        than the store. A second end of an entry changes nothing."""
         was_stored = entry.id in self._entries
-        if entry.is_background and not was_stored:
+        if entry.data or (entry.is_background and not was_stored):
             return
         entry.running = None
-        entry.status = response["status"]
-        entry.data = encode_json(response)
+        entry.status = response.status
+        entry.data = response.data
         if not was_stored:
             self._expire()
             entry.stored_s = self._now()
             self._entries[entry.id] = entry
             self.num_bytes += entry.input_history.acquire()
         if entry.status in CONTINUABLE:
-            entry.full_history = ItemHistory(response["output"], entry.input_history)
+            entry.full_history = ItemHistory(response.output, entry.input_history)
             self.num_bytes += entry.full_history.acquire()
         self._count_bytes(entry, len(entry.data))
         alone = entry.num_bytes + (entry.full_history or entry.input_history).num_bytes

@@ -1,16 +1,20 @@
 """The response object while it is generated: its fields, and its events as SSE frames."""
 
+import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from server.generation.outputs import Delta
+from server.http.body import INLINE_VALUES
 from server.http.errors import Fault, shortened
 from server.http.sse import long_json_line, named_frame
 from server.openai.responses.output import ResponseOutput, StreamEvent
 from server.openai.responses.schema import ResponseBody
+from server.openai.responses.store import EndedResponse, ended_response
 from server.openai.responses.tools import namespaced_names, offered_tools
 from server.serving.job import Job
 
@@ -21,7 +25,9 @@ class ResponseWriter:
     """The ChunkWriter of a response; `opening` comes first.
 
     `ending`, `failing` and `cancelling` call `on_end` with the response before the client can see
-    that it ended.
+    that it ended. Their frames have the whole output several times: many values are encoded on a
+    thread. The first of the three calls decides how the response ends; a further call gives no
+    frames.
     """
 
     def __init__(
@@ -30,7 +36,7 @@ class ResponseWriter:
         body: ResponseBody,
         *,
         is_stored: bool,
-        on_end: Callable[[Fields], None],
+        on_end: Callable[[EndedResponse], None],
     ) -> None:
         self._job = job
         self._on_end = on_end
@@ -38,6 +44,8 @@ class ResponseWriter:
         self._status = "queued" if body.background else "in_progress"
         self._error: Fields | None = None
         self._completed_at: int | None = None
+        self.has_ended = False
+        """Whether it is decided how it ends."""
         self._num_events = 0
         self._output = ResponseOutput(
             number_of(job.id),
@@ -71,27 +79,39 @@ class ResponseWriter:
     def feed(self, deltas: list[Delta]) -> bytes:
         return b"".join([self._frames(self._output.add(delta)) for delta in deltas])
 
-    def ending(self) -> bytes:
+    async def ending(self) -> bytes:
         if self._output.finish_reason == "length":
-            return self._last("response.incomplete", "incomplete")
-        self._completed_at = int(time.time())
-        return self._last("response.completed", "completed")
+            return await self._last("response.incomplete", "incomplete")
+        return await self._last("response.completed", "completed")
 
-    def failing(self, fault: Fault) -> bytes:
+    async def failing(self, fault: Fault) -> bytes:
         code = "server_error" if fault.status >= 500 else "invalid_prompt"
-        self._error = {"code": code, "message": shortened(fault.message)}
-        return self._last("response.failed", "failed")
+        error = {"code": code, "message": shortened(fault.message)}
+        return await self._last("response.failed", "failed", error)
 
-    def cancelling(self) -> bytes:
+    async def cancelling(self) -> bytes:
         """Frames of a cancelled response."""
-        return self._last("response.incomplete", "cancelled")
+        return await self._last("response.incomplete", "cancelled")
 
-    def _last(self, kind: str, status: str) -> bytes:
+    async def _last(self, kind: str, status: str, error: Fields | None = None) -> bytes:
+        if self.has_ended:
+            return b""
+        self.has_ended = True
+        call = partial(self._last_frames, kind, status, error)
+        is_long = self._job.num_answer_values > INLINE_VALUES
+        frames, response = await asyncio.to_thread(call) if is_long else call()
+        self._on_end(response)
+        return frames
+
+    def _last_frames(
+        self, kind: str, status: str, error: Fields | None
+    ) -> tuple[bytes, EndedResponse]:
         frames = self._frames(self._output.close("incomplete"))
-        self._status = status
+        self._status, self._error = status, error
+        if status == "completed":
+            self._completed_at = int(time.time())
         fields = self.fields()
-        self._on_end(fields)
-        return frames + self._frame({"type": kind, "response": fields})
+        return frames + self._frame({"type": kind, "response": fields}), ended_response(fields)
 
     def _lifecycle(self, kind: str) -> bytes:
         return self._frame({"type": kind, "response": self.fields()})

@@ -132,7 +132,11 @@ ATTACKS: dict[str, tuple[Spoil, str]] = {
     ),
     "digits": (
         partial(_set, hidden_size=10**4000),
-        r"hidden_size in .* is 1000\d*\.\.\.0+, it must be at most 281474976710656",
+        r"hidden_size in .* is 1000\d*\.\.\.0+, it must be from -3\.40282e\+38 to 3\.40282e\+38",
+    ),
+    "count": (
+        partial(_set, hidden_size=10**20),
+        "hidden_size in .* is 100000000000000000000, it must be at most 281474976710656",
     ),
     "vocabulary": (partial(_set, vocab_size=10**9), "says 1000000000x64 .* have 320x64"),
     "inner": (partial(_set, intermediate_size=10**12), "says 64x1000000000000 .* have 64x128"),
@@ -152,7 +156,7 @@ ATTACKS: dict[str, tuple[Spoil, str]] = {
     "list": (partial(_set, hidden_size=[64] * 10**6), r"is \[64, .*\.\.\.\], it must be a int"),
     "eps NaN": (partial(_set, rms_norm_eps=float("nan")), "rms_norm_eps in .* is nan"),
     "eps 0": (partial(_set, rms_norm_eps=0), "rms_norm_eps in .* is 0, it must be above 0"),
-    "eps digits": (partial(_set, rms_norm_eps=10**400), "it must be a number that is finite"),
+    "eps digits": (partial(_set, rms_norm_eps=10**400), r"it must be from -3\.40282e\+38 to"),
     "theta NaN": (partial(_rope, theta=float("nan")), "rope_theta in .* is nan"),
     "theta 0": (partial(_rope, theta=0), "rope_theta in .* is 0, it must be above 1"),
     "kinds": (

@@ -1,6 +1,7 @@
 """read_model_config: both spellings of config.json, and an error for what we cannot run."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -228,3 +229,41 @@ def test_a_config_that_is_no_object_is_an_error(tmp_path: Path, text: str, messa
 
     with pytest.raises(ConfigError, match=message):
         read_model_config(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"residual_multiplier": -1e308}, "residual_multiplier in .* is -1e.308, .* -3.40282e.38"),
+        ({"residual_multiplier": 1e38}, "residual_multiplier in .* is 1e.38, .* at most 65504"),
+        ({"logits_scaling": 65505}, "logits_scaling in .* is 65505, it must be at most 65504"),
+        ({"embedding_multiplier": -7e4}, "is -70000, it must be at least -65504"),
+        ({"logits_scaling": 1e-320}, "is 9.99989e-321, it must be 0, or at least 1e-30 from 0"),
+        ({"attention_multiplier": -1}, "attention_multiplier in .* is -1, it must be above 0"),
+        ({"clip_qkv": 1e39}, "clip_qkv in .* is 1e.39, it must be from -3.40282e.38 to 3.40282e"),
+        ({"rope_theta": 10**400}, "rope_theta in .* is 1000.*0, it must be from -3.40282e.38"),
+        ({"other": {"deep": [[0], [1e39]]}}, "deep in .* is 1e.39, it must be from -3.40282e.38"),
+        ({"vision_config": {"scale": -(10**39)}}, "scale in .* is -1000.*, it must be from"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0, 1e30], "factor": 2.0}},
+            "short_factor in .* is 1e.30, it must be at most 65504",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [None], "factor": 2.0}},
+            "short_factor in .* has null",
+        ),
+    ],
+)
+def test_a_number_that_no_tensor_holds_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _read(tmp_path, **changes)
+
+
+def test_an_infinite_limit_and_the_largest_numbers_are_read(tmp_path: Path) -> None:
+    config = _read(
+        tmp_path, time_step_limit=[0.0, math.inf], residual_multiplier=65504, mask_value=-3.4e38
+    )
+
+    assert config.residual_multiplier == 65504

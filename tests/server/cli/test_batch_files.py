@@ -126,6 +126,21 @@ def test_the_output_of_another_batch_and_other_files_are_refused(tmp_path: Path)
         list(read_lines(tmp_path / "in0"))
 
 
+@pytest.mark.parametrize(
+    "answer_id", ["7", "", "batch_req_", "batch_req_+7", "batch_req_07", "batch_req_7 ", "req_7"]
+)
+def test_an_answer_without_the_whole_id_of_a_line_is_refused(
+    tmp_path: Path, answer_id: str
+) -> None:
+    record = {"id": answer_id, "custom_id": "a", "response": {"status_code": 200}, "error": None}
+    text = json.dumps(record) + "\n"
+    (tmp_path / "out").write_text(text)
+
+    with pytest.raises(ConfigError, match="holds a line that is no answer of a batch"):
+        BatchOutput(tmp_path / "out")
+    assert (tmp_path / "out").read_text() == text
+
+
 def test_a_full_disk_ends_the_batch_and_the_next_start_goes_on(tmp_path: Path) -> None:
     (line,) = lines_of(tmp_path / "in", request())
     assert isinstance(line, BatchLine)

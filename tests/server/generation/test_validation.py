@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from config.errors import UserError
@@ -12,7 +13,12 @@ from config.params.sampling import (
     SamplingParams,
 )
 from config.params.structured_output import MAX_CHARACTERS, MAX_REQUEST_CHARACTERS, GrammarSpec
-from server.generation.validation import MAX_IMAGE_BYTES, check_sizes
+from server.generation.validation import (
+    MAX_IMAGE_BYTES,
+    check_allowed_tokens,
+    check_sizes,
+    with_checked_ids,
+)
 
 HALF = MAX_LISTED_TOKENS // 4
 BOUNDS: list[tuple[str, int, int, dict[str, Any]]] = [
@@ -66,3 +72,30 @@ def test_images_are_bounded_over_all_choices() -> None:
         check_sizes(SamplingParams(n=4), 4, third)
 
     assert caught.value.param == "n"
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])
+def test_long_lists_become_bytes_once_they_are_checked(name: str) -> None:
+    params = SamplingParams(**{name: tuple(range(2000))})
+
+    checked = with_checked_ids(params, 2000)
+
+    assert getattr(checked, name) == np.arange(2000, dtype="<u4").tobytes()
+    assert with_checked_ids(SamplingParams(**{name: (1, 2)}), 2000) == SamplingParams(
+        **{name: (1, 2)}
+    )
+    for wrong in (-1, 2000, 2**32 + 5, -(2**70), 2**70):
+        params = SamplingParams(**{name: (*range(2000), wrong)})
+        with pytest.raises(UserError, match=f"names token id {wrong}, the vocabulary has 0 to"):
+            with_checked_ids(params, 2000)
+
+
+def test_long_lists_of_allowed_tokens_are_compared_with_banned_tokens() -> None:
+    even = tuple(range(0, 4000, 2))
+    params = SamplingParams(allowed_token_ids=even, stop_token_ids=even, min_tokens=1)
+    banned = with_checked_ids(params, 4000)
+
+    with pytest.raises(UserError, match="allowed_token_ids has 2000 tokens, and bad_words or min"):
+        check_allowed_tokens(banned, ())
+    check_allowed_tokens(with_checked_ids(params.replace(stop_token_ids=even[1:]), 4000), ())
+    check_allowed_tokens(with_checked_ids(params.replace(min_tokens=0), 4000), ())

@@ -2,10 +2,15 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from http_rig import Rig, TalkingClient, in_memory, on_port
+
+from server.openai.responses import writer
+from server.openai.responses.store import EndedResponse, ended_response
 
 ROUTE = "/v1/responses"
 TEXT = "What is made in the background."
@@ -213,3 +218,54 @@ async def test_a_shutdown_ends_it_as_failed() -> None:
         failed = await get(rig, first)
         assert failed["status"] == "failed"
         assert failed["error"]["message"] == "The server is shutting down."
+
+
+class EndingThreads:
+    """Where ended responses are encoded."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.are_main: list[bool] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        monkeypatch.setattr(writer, "ended_response", self._encode)
+
+    def _encode(self, response: dict[str, Any]) -> EndedResponse:
+        is_main = threading.current_thread() is threading.main_thread()
+        self.are_main.append(is_main)
+        assert is_main or self.gate.wait(10)
+        return ended_response(response)
+
+
+LONG = {"top_logprobs": 5, "include": ["message.output_text.logprobs"]}
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"background": True}])
+async def test_the_end_of_a_long_response_is_encoded_on_a_thread(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    threads = EndingThreads(monkeypatch)
+    async with in_memory(TalkingClient(TEXT * 20)) as rig:
+        answer = await rig.post(ROUTE, {"input": "hi", **LONG, **fields})
+        assert answer.status_code == 200
+        await until(lambda: threads.are_main and not rig.state.active_requests)
+        await rig.post(ROUTE, {"input": "hi"})
+
+    assert threads.are_main == [False, True]
+
+
+async def test_a_cancel_while_the_end_is_encoded_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads = EndingThreads(monkeypatch)
+    threads.gate.clear()
+    async with in_memory(TalkingClient(TEXT * 20)) as rig:
+        first = await begun(rig, **LONG)
+        await until(lambda: threads.are_main)
+
+        cancelled = await rig.post(f"{ROUTE}/{first['id']}/cancel", {})
+        threads.gate.set()
+        whole = await ended(rig, first)
+
+        assert cancelled.status_code == 200 and cancelled.json()["status"] != "cancelled"
+        assert whole["status"] == "completed"
+        assert threads.are_main == [False]

@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 
 from config.errors import NotFound, Overloaded
-from server.openai.responses.store import ItemHistory, ResponseStore, StoredResponse
+from server.http.json_encoder import encode_json
+from server.openai.responses.store import (
+    ItemHistory,
+    ResponseStore,
+    StoredResponse,
+    ended_response,
+)
 
 
 class Clock:
@@ -24,7 +30,9 @@ class Work:
     def fields(self) -> dict[str, Any]:
         return {}
 
-    def cancel(self) -> None:
+    num_values = 0
+
+    async def cancel(self) -> None:
         self.stop()
 
     def stop(self) -> None:
@@ -38,13 +46,16 @@ def item(text: str) -> dict[str, Any]:
 def keep(
     store: ResponseStore, name: str, before: ItemHistory | None = None, text: str = ""
 ) -> StoredResponse:
-    entry = StoredResponse(name, "owner", ItemHistory([item(f"ask {name}")], before))
-    store.finish(entry, {"status": "completed", "output": [item(f"say {name} {text}")]})
+    entry = StoredResponse(name, "owner", ItemHistory(encode_json([item(f"ask {name}")]), before))
+    response = {"status": "completed", "output": [item(f"say {name} {text}")]}
+    store.finish(entry, ended_response(response))
     return entry
 
 
 def running(name: str) -> StoredResponse:
-    return StoredResponse(name, "owner", ItemHistory([], None), running=Work(), is_background=True)
+    return StoredResponse(
+        name, "owner", ItemHistory(b"[]", None), running=Work(), is_background=True
+    )
 
 
 async def test_the_oldest_goes_when_there_are_too_many() -> None:
@@ -179,7 +190,22 @@ async def test_what_is_deleted_while_it_runs_is_stopped_and_does_not_come_back()
     store.add_running(work)
 
     store.remove(store.get("a", "owner"))
-    store.finish(work, {"status": "completed", "output": []})
+    store.finish(work, ended_response({"status": "completed", "output": []}))
 
     assert isinstance(stopped, Work) and stopped.is_stopped
     assert len(store) == 0 and store.num_bytes == 0
+
+
+async def test_a_second_end_of_a_response_changes_nothing() -> None:
+    store = ResponseStore(100, 10**6, 60)
+    work = running("a")
+    store.add_running(work)
+    store.finish(work, ended_response({"status": "cancelled", "output": []}))
+    before = store.num_bytes
+
+    store.finish(work, ended_response({"status": "completed", "output": [item("late")]}))
+
+    assert (work.status, work.full_history) == ("cancelled", None)
+    assert store.num_bytes == before
+    store.remove(work)
+    assert store.num_bytes == 0

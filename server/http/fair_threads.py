@@ -1,0 +1,104 @@
+"""FairThreads: a thread pool whose clients take turns."""
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
+from functools import partial
+from threading import Lock
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_Call = tuple["Future[Any]", Callable[[], Any]]
+
+current_client: ContextVar[str | None] = ContextVar("current_client", default=None)
+"""The client whose request the task answers: its API key, or its address. None outside of a
+request."""
+
+
+class FairThreads(ThreadPoolExecutor):
+    """At most `per_client` calls of a client are in the pool's queue or run; further calls of the
+    client wait outside of the queue. A new client comes behind these few calls of each other
+    client, however many calls the others sent. Calls outside of a request are not limited."""
+
+    def __init__(self, threads: int, thread_name_prefix: str, *, per_client: int = 1) -> None:
+        super().__init__(threads, thread_name_prefix=thread_name_prefix)
+        self._per_client = per_client
+        self._clients: dict[str, _Client] = {}
+        """Clients with calls."""
+        self._clients_lock = Lock()
+
+    def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> "Future[R]":
+        name = current_client.get()
+        if name is None:
+            return super().submit(fn, *args, **kwargs)
+        call: _Call = (Future(), partial(fn, *args, **kwargs))
+        with self._clients_lock:
+            client = self._clients.setdefault(name, _Client())
+            if client.num_submitted == self._per_client:
+                client.waiting.append(call)
+                return call[0]
+            client.num_submitted += 1
+        self._enqueue(name, client, call)
+        return call[0]
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """As of ThreadPoolExecutor; calls that wait outside of the queue are always cancelled."""
+        with self._clients_lock:
+            waiting = [call for client in self._clients.values() for call in client.waiting]
+            for client in self._clients.values():
+                client.waiting.clear()
+        for future, _ in waiting:
+            future.cancel()
+        super().shutdown(wait=wait, cancel_futures=cancel_futures)
+
+    def _enqueue(self, name: str, client: "_Client", call: _Call) -> None:
+        """Put `call` at the end of the pool's queue. RuntimeError after `shutdown`."""
+        try:
+            running = super().submit(self._run, name, client, call)
+        except RuntimeError:
+            call[0].cancel()
+            self._take_next(name, client)
+            raise
+        running.add_done_callback(lambda done: done.cancelled() and call[0].cancel())
+
+    def _run(self, name: str, client: "_Client", call: _Call) -> None:
+        """Run `call`, and enqueue the next call of the client."""
+        _run_call(*call)
+        following = self._take_next(name, client)
+        if following is not None:
+            self._enqueue(name, client, following)
+
+    def _take_next(self, name: str, client: "_Client") -> _Call | None:
+        """The next call of a client of which one has ended."""
+        with self._clients_lock:
+            if client.waiting:
+                return client.waiting.popleft()
+            client.num_submitted -= 1
+            if not client.num_submitted:
+                del self._clients[name]
+            return None
+
+
+class _Client:
+    """The calls of a client."""
+
+    __slots__ = ("num_submitted", "waiting")
+
+    def __init__(self) -> None:
+        self.num_submitted = 0
+        self.waiting: deque[_Call] = deque()
+
+
+def _run_call(future: "Future[Any]", call: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = call()
+    except BaseException as error:
+        future.set_exception(error)
+        # A cycle of the traceback, this frame and the future would keep the memory of a request.
+        del future
+    else:
+        future.set_result(result)
