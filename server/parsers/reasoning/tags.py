@@ -19,6 +19,13 @@ class ReasoningFormat:
     """Optional tag before the answer."""
     answer_close: str = ""
     """Optional tag after the answer."""
+    label: str = ""
+    """Optional word in the first line of reasoning, after the start tag."""
+    is_anywhere: bool = False
+    """Whether reasoning may start anywhere in an answer. The tags are special tokens: outside of
+    reasoning they are no text."""
+    dropped: tuple[str, ...] = ()
+    """Other tags that are no text and end reasoning, with `is_anywhere`."""
 
     @property
     def answer_start_tags(self) -> tuple[str, ...]:
@@ -33,7 +40,7 @@ class ReasoningFormat:
 
     def ends_with_start_tag(self, prompt: str) -> bool:
         """Whether `prompt` ends with a start tag."""
-        return prompt.rstrip().endswith(self.start_tags)
+        return prompt.rstrip().removesuffix(self.label).endswith(self.start_tags)
 
     def ends_with_end_tag(self, prompt: str) -> bool:
         """Whether `prompt` ends with a tag that the answer follows."""
@@ -75,10 +82,12 @@ class ReasoningTagParser(ReasoningParser):
     def _run(self) -> Steps[None]:
         form, source, output = self._form, self._source, self._output
         space = yield from source.skip_whitespace()
+        while form.is_anywhere and (yield from source.accept(*form.dropped)):
+            space += yield from source.skip_whitespace()
         opened = yield from source.accept(*form.start_tags)
         if opened or self._is_inside:
             self.has_reasoning = True
-            yield from source.skip_whitespace()
+            yield from self._skip_label(opened)
             self.is_done = bool((yield from self._read_reasoning()))
             if not self._keeps_whitespace:
                 yield from source.skip_whitespace()
@@ -93,14 +102,37 @@ class ReasoningTagParser(ReasoningParser):
             yield from source.skip_whitespace()
             yield from source.read_until((form.answer_close,), _Trimmed(output.add_text))
             yield from source.skip_whitespace()
+        if form.is_anywhere:
+            yield from self._read_blocks()
         while not source.has_ended:
             source.take_all(output.add_text)
             yield
         source.take_all(output.add_text)
 
+    def _skip_label(self, start_tag: str) -> Steps[None]:
+        """Take the label after `start_tag`, if any, and whitespace."""
+        label, source = self._form.label, self._source
+        if label and start_tag:
+            lines = (f"{label}\n", *(label + tag for tag in self._form.end_tags))
+            if (yield from source.peek_word(*lines)):
+                source.take(len(label))
+        yield from source.skip_whitespace()
+
+    def _read_blocks(self) -> Steps[None]:
+        """Take text and more reasoning."""
+        form, source, output = self._form, self._source, self._output
+        tags = (*form.start_tags, *form.end_tags, *form.dropped)
+        while tag := (yield from source.read_until(tags, output.add_text)):
+            if tag in form.start_tags:
+                yield from self._skip_label(tag)
+                if self.has_reasoning:
+                    output.add_reasoning("\n")
+                self.has_reasoning = True
+                yield from self._read_reasoning()
+
     def _read_reasoning(self) -> Steps[str]:
         """Take the reasoning and its end tag, or up to a call; returns the tag or the marker."""
-        source, ends = self._source, self._form.end_tags
+        source, ends = self._source, (*self._form.end_tags, *self._form.dropped)
         take = _Trimmed(self._output.add_reasoning)
         while word := (
             yield from source.read_until((*ends, *self._calls.markers), take, leave=True)
@@ -138,5 +170,5 @@ MISTRAL = ReasoningFormat(("[THINK]",), ("[/THINK]",))
 HUNYUAN = ReasoningFormat(answer_open="<answer>", answer_close="</answer>")
 MINIMAX_M3 = ReasoningFormat(("<mm:think>",), ("</mm:think>",))
 SEED = ReasoningFormat(("<seed:think>",), ("</seed:think>",))
-GEMMA4 = ReasoningFormat(("<|channel>thought",), ("<channel|>",))
+GEMMA4 = ReasoningFormat(("<|channel>",), ("<channel|>",), label="thought", is_anywhere=True)
 KIMI = ReasoningFormat(("\u25c1think\u25b7", "<think>"), ("\u25c1/think\u25b7", "</think>"))

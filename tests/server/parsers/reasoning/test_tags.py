@@ -32,6 +32,15 @@ CASES = [
     ("seed_oss", False, "<seed:think>a</seed:think>b", "a", "b"),
     ("gemma4", False, "<|channel>thought\nHm.\n<channel|>Yes.", "Hm.", "Yes."),
     ("gemma4", True, "Hm.<channel|>Yes.", "Hm.", "Yes."),
+    ("gemma4", False, "<|channel>Hm.<channel|>Yes.", "Hm.", "Yes."),
+    ("gemma4", False, "<|channel>thousand reasons<channel|>Yes.", "thousand reasons", "Yes."),
+    ("gemma4", False, "<|channel>thoughts<channel|>Yes.", "thoughts", "Yes."),
+    ("gemma4", False, "<|channel>thought<channel|>Yes.", "", "Yes."),
+    ("gemma4", False, "<|channel>thought\nthought\n<channel|>Yes.", "thought", "Yes."),
+    ("gemma4", False, "<|channel>Hm.", "Hm.", ""),
+    ("gemma4", False, "A\n<|channel>Hm.<channel|>\nYes.", "Hm.", "A\n\nYes."),
+    ("gemma4", False, "<|channel>a<channel|>b<|channel>thought\nc<channel|>d", "a\nc", "bd"),
+    ("gemma4", False, "Hm.<channel|>Yes.", "", "Hm.Yes."),
     ("kimi_k2", False, "\u25c1think\u25b7a\u25c1/think\u25b7b", "a", "b"),
 ]
 
@@ -55,6 +64,9 @@ def test_thinking_is_found_wherever_the_text_is_cut(
         ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
         ("deepseek_r1", "<\uff5cAssistant\uff5c>", True),
         ("deepseek_r1", "<\uff5cAssistant\uff5c></think>", False),
+        ("gemma4", "<|turn>model\n<|channel>thought\n", True),
+        ("gemma4", "<|turn>model\n<|channel>", True),
+        ("gemma4", "<|turn>model\n<|channel>thought\n<channel|>", False),
     ],
 )
 def test_the_prompts_end_says_whether_an_answer_begins_inside(
