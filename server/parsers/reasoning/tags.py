@@ -1,10 +1,13 @@
 """Reasoning between a start tag and an end tag, or between known phrases."""
 
+import re
 from dataclasses import dataclass
 
 from server.parsers.stream.base import ReasoningParser
 from server.parsers.stream.text_stream import Sink, Steps
 from server.parsers.tool.base import NO_CALLS, CallFinder
+
+MAX_HEADER_CHARACTERS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,9 @@ class ReasoningFormat:
     reasoning they are no text."""
     dropped: tuple[str, ...] = ()
     """Other tags that are no text and end reasoning, with `is_anywhere`."""
+    header: re.Pattern[str] | None = None
+    """Text at the start of an answer and after `header_tag` that is dropped, up to the next tag."""
+    header_tag: str = ""
 
     @property
     def answer_start_tags(self) -> tuple[str, ...]:
@@ -61,6 +67,34 @@ class ReasoningFormat:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ShownReasoning(ReasoningFormat):
+    """Reasoning is text of the answer, with its tags."""
+
+    def parser(
+        self, *, is_inside: bool, keeps_whitespace: bool = False, calls: CallFinder = NO_CALLS
+    ) -> ReasoningParser:
+        return ShownReasoningParser(self.start_tags[0] if is_inside else "")
+
+
+class ShownReasoningParser(ReasoningParser):
+    """Adds the start tag, which is in the prompt."""
+
+    def __init__(self, start_tag: str) -> None:
+        super().__init__(is_inside=False)
+        self._start_tag = start_tag
+
+    def _run(self) -> Steps[None]:
+        source, output = self._source, self._output
+        self.is_done = True
+        if not (yield from source.peek_word(self._start_tag)):
+            output.add_text(self._start_tag)
+        while not source.has_ended:
+            source.take_all(output.add_text)
+            yield
+        source.take_all(output.add_text)
+
+
 class ReasoningTagParser(ReasoningParser):
     """Whitespace around the tags is dropped. Reasoning without an end tag ends before a call, or
     with the answer."""
@@ -81,8 +115,11 @@ class ReasoningTagParser(ReasoningParser):
 
     def _run(self) -> Steps[None]:
         form, source, output = self._form, self._source, self._output
+        if not self._is_inside:
+            yield from self._skip_header(form.header_tag)
         space = yield from source.skip_whitespace()
-        while form.is_anywhere and (yield from source.accept(*form.dropped)):
+        while form.is_anywhere and (tag := (yield from source.accept(*form.dropped))):
+            yield from self._skip_header(tag)
             space += yield from source.skip_whitespace()
         opened = yield from source.accept(*form.start_tags)
         if opened or self._is_inside:
@@ -118,11 +155,22 @@ class ReasoningTagParser(ReasoningParser):
                 source.take(len(label))
         yield from source.skip_whitespace()
 
+    def _skip_header(self, tag: str) -> Steps[None]:
+        """Take the header after `tag`, if any."""
+        form, source = self._form, self._source
+        if form.header is None or tag != form.header_tag:
+            return
+        head = yield from source.peek_until(("<|",), 0, MAX_HEADER_CHARACTERS)
+        match = form.header.match(head or "")
+        if match is not None:
+            source.take(match.end())
+
     def _read_blocks(self) -> Steps[None]:
         """Take text and more reasoning."""
         form, source, output = self._form, self._source, self._output
         tags = (*form.start_tags, *form.end_tags, *form.dropped)
         while tag := (yield from source.read_until(tags, output.add_text)):
+            yield from self._skip_header(tag)
             if tag in form.start_tags:
                 yield from self._skip_label(tag)
                 if self.has_reasoning:
@@ -162,6 +210,7 @@ class _Trimmed:
 
 THINK = ReasoningFormat()
 DEEPSEEK_R1 = ReasoningFormat(always=True)
+SHOWN_THINK = ShownReasoning(always=True)
 GRANITE = ReasoningFormat(
     ("Here is my thought process:", "Here's my thought process:"),
     ("Here is my response:", "Here's my response:"),
@@ -172,3 +221,37 @@ MINIMAX_M3 = ReasoningFormat(("<mm:think>",), ("</mm:think>",))
 SEED = ReasoningFormat(("<seed:think>",), ("</seed:think>",))
 GEMMA4 = ReasoningFormat(("<|channel>",), ("<channel|>",), label="thought", is_anywhere=True)
 KIMI = ReasoningFormat(("\u25c1think\u25b7", "<think>"), ("\u25c1/think\u25b7", "</think>"))
+ERNIE = ReasoningFormat(always=True, answer_open="<response>", answer_close="</response>")
+COHERE = ReasoningFormat(
+    ("<|START_THINKING|>",),
+    ("<|END_THINKING|>",),
+    is_anywhere=True,
+    dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+)
+KIMI_K3 = ReasoningFormat(
+    ("<|open|>think<|sep|>",),
+    ("<|close|>think<|sep|>",),
+    is_anywhere=True,
+    dropped=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+)
+INKLING = ReasoningFormat(
+    ("<|content_thinking|>",),
+    ("<|end_message|>", "<|content_model_end_sampling|>"),
+    is_anywhere=True,
+    dropped=(
+        "<|message_model|>",
+        "<|content_text|>",
+        "<|content_invoke_tool_text|>",
+        "<|content_tool_error|>",
+    ),
+    header=re.compile(r"[\w.-]+$"),
+    header_tag="<|message_model|>",
+)
+MUSE_GLIMMER = ReasoningFormat(
+    ("to=self<|message|>",),
+    ("<|eom|>", "<|eot|>"),
+    is_anywhere=True,
+    dropped=("to=user<|message|>", "<|start|>assistant", "<|message|>"),
+    header=re.compile(r"\s*(to=(?!(self|user)$)\S+)?(?=$|to=)"),
+    header_tag="<|start|>assistant",
+)

@@ -1,4 +1,4 @@
-"""Calls written as Python: Llama 3.2, Llama 4, LFM2."""
+"""Calls written as Python: Llama 3.2, Llama 4, LFM2, OLMo 3."""
 
 import re
 import sys
@@ -84,8 +84,38 @@ class Pythonic(ToolCallFormat):
         return ToolCallGrammar(form)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PythonicLines(Pythonic):
+    """A call in each line, between two tags."""
+
+    def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
+        yield from source.skip_whitespace()
+        while True:
+            yield from _read_call(source, output, None, self.ends, is_list=False)
+            source.start_recording()
+            space = yield from source.skip_whitespace()
+            if (yield from source.accept(*self.ends)):
+                return
+            if not (yield from _is_name_before(source, 0, "(")):
+                output.add_text(space)
+                return
+
+    def grammar(self, functions: Functions) -> ToolCallGrammar:
+        check_optional_arguments(functions)
+        calls = any_of(*(_python_call(name, schema) for name, schema in functions.items()))
+        gap = regex("\\n?")
+        more = repeat(sequence(literal("\n"), calls))
+        written = sequence(gap, calls, more, gap, *map(literal, self.ends))
+        return ToolCallGrammar(dict.fromkeys(self.markers, written))
+
+
 def _read_call(
-    source: Source, output: EventBuffer, allowed: Tools | None, ends: tuple[str, ...]
+    source: Source,
+    output: EventBuffer,
+    allowed: Tools | None,
+    ends: tuple[str, ...],
+    *,
+    is_list: bool = True,
 ) -> Steps[None]:
     name = yield from _read_name(source)
     if allowed is not None and name not in allowed and name.rpartition(".")[2] not in allowed:
@@ -102,7 +132,7 @@ def _read_call(
         return key
 
     def read_one(key: str) -> Steps[None]:
-        yield from _read_literal(source, sink, 1, partial(_ends_argument, source, ends))
+        yield from _read_literal(source, sink, 1, partial(_ends_argument, source, ends, is_list))
 
     yield from read_members(
         source, sink, ")", read_key, read_one, allows_trailing_comma=True, ends=("]", *ends)
@@ -110,9 +140,9 @@ def _read_call(
     output.end_call()
 
 
-def _ends_argument(source: Source, ends: tuple[str, ...]) -> Steps[bool]:
+def _ends_argument(source: Source, ends: tuple[str, ...], is_list: bool) -> Steps[bool]:
     """Whether an argument ends after the next character: an argument or the end of the call
-    follows, and after the call another call or the end of the list."""
+    follows, and after the call another call or the end of the calls."""
     at, character = yield from _after_blanks(source, 1)
     if character == ",":
         at, character = yield from _after_blanks(source, at + 1)
@@ -124,6 +154,8 @@ def _ends_argument(source: Source, ends: tuple[str, ...]) -> Steps[bool]:
     if character == ",":
         at, _ = yield from _after_blanks(source, at + 1)
         return (yield from _is_name_before(source, at, "("))
+    if not is_list and (yield from _is_name_before(source, at, "(")):
+        return True
     return (yield from source.is_followed_by(("]", *ends), at))
 
 
@@ -292,4 +324,5 @@ LLAMA4_PYTHONIC = Pythonic(
     allows_unmarked=True,
     unmarked_starts="[",
 )
+OLMO3 = PythonicLines(markers=("<function_calls>",), ends=("</function_calls>",))
 LFM2 = Pythonic(markers=("<|tool_call_start|>",), ends=("<|tool_call_end|>",))

@@ -41,6 +41,57 @@ CASES = [
     ("gemma4", False, "A\n<|channel>Hm.<channel|>\nYes.", "Hm.", "A\n\nYes."),
     ("gemma4", False, "<|channel>a<channel|>b<|channel>thought\nc<channel|>d", "a\nc", "bd"),
     ("gemma4", False, "Hm.<channel|>Yes.", "", "Hm.Yes."),
+    ("ernie45", True, "Hm.\n</think>\n\n<response>\nYes.\n</response>\n", "Hm.", "Yes."),
+    ("ernie45", True, "Hm.\n</think>\nYes.", "Hm.", "Yes."),
+    ("nemotron_v3", True, "Hm.\n</think>\nYes.", "Hm.", "Yes."),
+    (
+        "cohere_command3",
+        False,
+        "<|START_THINKING|>Hm.<|END_THINKING|>\n<|START_RESPONSE|>Yes.<|END_RESPONSE|>",
+        "Hm.",
+        "Yes.",
+    ),
+    (
+        "cohere_command4",
+        True,
+        "Hm.<|END_THINKING|><|START_TEXT|>Yes.<|END_TEXT|>",
+        "Hm.",
+        "Yes.",
+    ),
+    ("cohere_command3", False, "<|START_RESPONSE|>Yes.<|END_RESPONSE|>", "", "Yes."),
+    ("cohere_command3", True, "Hm.<|START_RESPONSE|>Yes.", "Hm.", "Yes."),
+    (
+        "kimi_k3",
+        True,
+        "Hm.<|close|>think<|sep|><|open|>response<|sep|>Yes.<|close|>response<|sep|>"
+        "<|close|>message<|sep|>",
+        "Hm.",
+        "Yes.",
+    ),
+    (
+        "inkling",
+        False,
+        "<|content_thinking|>Hm.<|end_message|><|message_model|><|content_text|>Yes."
+        "<|end_message|><|message_model|>now<|content_thinking|>So.<|end_message|>",
+        "Hm.\nSo.",
+        "Yes.",
+    ),
+    ("inkling", False, "now<|content_text|>Yes.<|content_model_end_sampling|>", "", "Yes."),
+    (
+        "muse_glimmer",
+        False,
+        " to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Yes.<|eot|>",
+        "Hm.",
+        "Yes.",
+    ),
+    (
+        "muse_glimmer",
+        False,
+        " to=now<|message|>A<|eom|><|start|>assistant to=self<|message|>Hm.<|eom|>"
+        "<|start|>assistant to=f.g<|message|>B<|eot|>",
+        "Hm.",
+        "AB",
+    ),
     ("kimi_k2", False, "\u25c1think\u25b7a\u25c1/think\u25b7b", "a", "b"),
 ]
 
@@ -100,6 +151,21 @@ def test_calls_are_looked_for_behind_the_thinking_only() -> None:
     assert good_calls(found) == [("now", {})]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "text", "said"),
+    [
+        ("<think>\n", "Hm.\n</think>\nYes.", "<think>Hm.\n</think>\nYes."),
+        ("assistant\n", "<think>Hm.</think>Yes.", "<think>Hm.</think>Yes."),
+        ("<think></think>", "Yes.", "Yes."),
+    ],
+)
+def test_shown_reasoning_is_text_with_its_tags(prompt: str, text: str, said: str) -> None:
+    form = REASONING_FORMATS["minimax_m2_append_think"]
+    is_inside = form.starts_in_reasoning(prompt)
+
+    assert read_every_way(lambda: form.parser(is_inside=is_inside), text) == ("", said, [], [])
+
+
 def test_a_parser_knows_whether_the_text_is_reasoning() -> None:
     parser = ReasoningTagParser(REASONING_FORMATS["qwen3"], is_inside=False)
 
@@ -130,6 +196,18 @@ def test_a_parser_knows_whether_the_text_is_reasoning() -> None:
         ("<start_function_call>call:", "functiongemma", None),
         ("<steptml:invoke name=", "step3", "step3"),
         ("<tool_calls><tool_call>N<tool_sep><arg_key>", "hunyuan", None),
+        ("<|START_THINKING|> <|START_ACTION|>", "cohere_command3", "cohere_command3"),
+        ("<|message_model|><|content_thinking|>", None, "inkling"),
+        ("<|content_invoke_tool_json|>", "inkling", None),
+        ("<|open|>think<|sep|>", "kimi_k3", "kimi_k3"),
+        ("to=self<|message|> <atem:function_calls>", "muse_glimmer", "muse_glimmer"),
+        ("<|inner_prefix|><|tools_prefix|>", "apertus", None),
+        ("<dots_function_call><invoke name=", "dots", None),
+        ("<longcat_tool_call>", "longcat", None),
+        ("function call<|role_sep|>", "gigachat3", None),
+        ('<function name="f"><param name="x">', "minicpm5", None),
+        ("<functions> <function_calls>", "olmo3", None),
+        ("<think> <tool_call> <response>", "hermes", "ernie45"),
         ("{{ messages }}", None, None),
     ],
 )
