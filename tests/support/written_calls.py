@@ -264,7 +264,7 @@ WHOLE: list[tuple[str, str, str, list[Any]]] = [
         "<parameter=tags>['x']</parameter><parameter=where>null</parameter>"
         "<parameter=exact>True</parameter></function></tool_call>",
         "",
-        [("get_weather", {"city": "a\n\n<b>\n", "tags": "['x']", "where": None, "exact": True})],
+        [("get_weather", {"city": "a\n\n<b>\n", "tags": ["x"], "where": None, "exact": True})],
     ),
     (
         "glm45",

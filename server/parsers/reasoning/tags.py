@@ -38,6 +38,11 @@ class ReasoningFormat:
         """Tags that end reasoning and start the answer: a grammar applies after them."""
         return self.end_tags
 
+    @property
+    def stray_end_tags(self) -> tuple[str, ...]:
+        """End tags that are no text at the start of an answer: tags, not words."""
+        return tuple(tag for tag in self.end_tags if not tag[0].isalpha())
+
     def starts_in_reasoning(self, prompt: str) -> bool:
         """Whether an answer to `prompt` continues reasoning that the prompt started."""
         return self.ends_with_start_tag(prompt) or (
@@ -130,7 +135,10 @@ class ReasoningTagParser(ReasoningParser):
                 yield from source.skip_whitespace()
         else:
             self.is_done = True
-            output.add_text(space)
+            if (yield from source.accept(*form.stray_end_tags)) and not self._keeps_whitespace:
+                yield from source.skip_whitespace()
+            else:
+                output.add_text(space)
         if (
             form.answer_open
             and not self._keeps_whitespace
@@ -215,7 +223,7 @@ GRANITE = ReasoningFormat(
     ("Here is my thought process:", "Here's my thought process:"),
     ("Here is my response:", "Here's my response:"),
 )
-MISTRAL = ReasoningFormat(("[THINK]",), ("[/THINK]",))
+MISTRAL = ReasoningFormat(("[THINK]",), ("[/THINK]",), is_anywhere=True)
 HUNYUAN = ReasoningFormat(answer_open="<answer>", answer_close="</answer>")
 MINIMAX_M3 = ReasoningFormat(("<mm:think>",), ("</mm:think>",))
 SEED = ReasoningFormat(("<seed:think>",), ("</seed:think>",))

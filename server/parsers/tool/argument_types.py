@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from server.parsers.stream.json_stream import quoted, value_of
+from server.parsers.stream.python_stream import literal_of
 
 MAX_SCHEMA_NODES = 1000
 """Subschemas that are read for the types of an argument; beyond, all types are allowed."""
@@ -17,6 +18,7 @@ ANNOTATIONS = frozenset(("title", "description", "default", "examples", "depreca
 _BRANCHES = ("anyOf", "oneOf")
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _NUMBERS = frozenset(("integer", "number"))
+_CONTAINERS = frozenset(("array", "object"))
 _BOOLEANS = {"true": "true", "false": "false", "1": "true", "0": "false"}
 
 
@@ -271,6 +273,8 @@ def cast(text: str, types: frozenset[str]) -> str:
     value = value_of(bare)
     if value is None and types & _NUMBERS and "string" not in types:
         value = _without_leading_zeros(bare)
+    if value is None and types & _CONTAINERS and "string" not in types:
+        value = literal_of(bare) if bare[:1] in ("[", "(", "{") else None
     if value is None or ("string" in types and not _fits(value, types)):
         return quoted(text)
     return value

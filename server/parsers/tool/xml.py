@@ -43,7 +43,7 @@ _ATTRIBUTE = re.compile(r'(?:\s*(?:index|string|type)="\w*")*')
 _TEXT_ATTRIBUTES = ('string="true"', 'type="string"')
 _CDATA = ("<![CDATA[", "]]>")
 _LINE_BREAK = regex("\\n?")
-_WRAPPERS = ("arguments", "input")
+_WRAPPERS = ("arguments", "input", "properties")
 """Names under which models write all arguments as an object."""
 TEXT = frozenset(("string",))
 ANY = frozenset((ANY_TYPE,))
