@@ -16,10 +16,12 @@ from config.setting import check_settings, setting
 TOOL_CALL_PARSERS = (
     *("auto", "none", "hermes", "qwen25", "llama3_json", "llama4_json", "pythonic"),
     *("llama4_pythonic", "mistral", "granite", "granite-20b-fc", "granite4", "deepseek_v3"),
-    *("deepseek_v31", "deepseek_v32", "deepseek_v4", "qwen3_coder", "qwen3_xml", "mimo", "glm45"),
-    *("glm47", "kimi_k2", "minimax_m2", "minimax_m3", "seed_oss", "jamba", "hunyuan_a13b"),
-    *("internlm", "phi4_mini_json", "xlam", "lfm2", "hunyuan", "step3", "functiongemma"),
-    *("gemma4", "openai"),
+    *("deepseek_v31", "deepseek_v32", "deepseek_v4", "qwen3_coder", "qwen3_xml", "mimo", "step3p5"),
+    *("glm45", "glm47", "ling3", "poolside_v1", "kimi_k2", "kimi_k3", "minimax_m2", "minimax_m3"),
+    *("seed_oss", "jamba", "hunyuan_a13b", "internlm", "phi4_mini_json", "xlam", "lfm2", "olmo3"),
+    *("hunyuan", "hy_v3", "step3", "functiongemma", "gemma4", "openai", "ernie45", "longcat"),
+    *("gigachat3", "cohere_command3", "cohere_command4", "inkling", "apertus", "dots"),
+    *("minicpm5", "muse_glimmer"),
 )
 MAX_IMAGES = 64
 """Of one prompt, unless told otherwise."""
@@ -30,9 +32,11 @@ RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of a chat template that are fields of a request, and no chat_template_kwargs."""
 TOOL_TEMPLATES = ("auto", "none")
 REASONING_PARSERS = (
-    *("auto", "none", "deepseek_r1", "deepseek_v3", "qwen3", "glm45", "granite", "mistral"),
-    *("hunyuan_a13b", "seed_oss", "kimi_k2", "minimax_m2", "minimax_m3", "step3", "gemma4"),
-    "openai_gptoss",
+    *("auto", "none", "deepseek_r1", "deepseek_v3", "deepseek_v4", "qwen3", "mimo"),
+    *("nemotron_v3", "glm45", "glm47", "ling3", "poolside_v1", "olmo3", "hy_v3", "holo2"),
+    *("ernie45", "granite", "mistral", "hunyuan_a13b", "seed_oss", "kimi_k2", "kimi_k3"),
+    *("minimax_m2", "minimax_m2_append_think", "minimax_m3", "step3", "step3p5", "gemma4"),
+    *("cohere_command3", "cohere_command4", "inkling", "muse_glimmer", "openai_gptoss"),
 )
 
 

@@ -86,6 +86,81 @@ WHOLE: list[tuple[str, str, str, list[Any]]] = [
         [OSLO],
     ),
     ("openai", "<|channel|>commentary to=functions.now<|message|><|call|>", "", [NOW]),
+    (
+        "apertus",
+        'So:<|tools_prefix|>[{"get_weather": {"city": "Oslo", "days": 3}}, {"now": {}}]'
+        "<|tools_suffix|>",
+        "So:",
+        [OSLO, NOW],
+    ),
+    (
+        "cohere_command3",
+        "<|START_ACTION|>[\n"
+        '    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"city": "Oslo", '
+        '"days": 3}},\n    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n'
+        "]<|END_ACTION|>",
+        "",
+        [OSLO, NOW],
+    ),
+    (
+        "dots",
+        'So:<dots_function_call>\n<invoke name="get_weather">\n<parameter name="city">Oslo'
+        '</parameter>\n<parameter name="days">3</parameter>\n</invoke>\n<invoke name=now>\n'
+        "</invoke>\n</dots_function_call>",
+        "So:",
+        [OSLO, NOW],
+    ),
+    ("dots", f"<dots_function_call>\n{OSLO_JSON}\n</dots_function_call>", "", [OSLO]),
+    ("gigachat3", f"So:<|message_sep|>\n\nfunction call<|role_sep|>\n{OSLO_JSON}", "So:", [OSLO]),
+    ("gigachat3", f"<|function_call|>{NOW_JSON}", "", [NOW]),
+    (
+        "inkling",
+        "<|content_invoke_tool_json|>"
+        '{"name": "get_weather", "args": {"city": "Oslo", "days": 3}}<|end_message|>'
+        '<|message_model|><|content_invoke_tool_json|>{"name": "now", "args": {}}<|end_message|>',
+        "",
+        [OSLO, NOW],
+    ),
+    (
+        "kimi_k3",
+        'So:<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>'
+        '<|open|>argument key="city" type="string"<|sep|>Oslo<|close|>argument<|sep|>'
+        '<|open|>argument key="days" type="number"<|sep|>3<|close|>argument<|sep|>'
+        '<|close|>call<|sep|><|open|>call tool="now" index="2"<|sep|><|close|>call<|sep|>'
+        "<|close|>tools<|sep|>",
+        "So:",
+        [OSLO, NOW],
+    ),
+    ("longcat", f"<longcat_tool_call>\n{OSLO_JSON}\n</longcat_tool_call>", "", [OSLO]),
+    (
+        "minicpm5",
+        'So: <function name="get_weather"><param name="city">Oslo</param>'
+        '<param name="days">3</param></function>\n<function name="now"></function>',
+        "So:",
+        [OSLO, NOW],
+    ),
+    (
+        "minicpm5",
+        '<function name="get_weather"><param name="city"><![CDATA[</param> & <b>\n]]></param>'
+        "</function>",
+        "",
+        [("get_weather", {"city": "</param> & <b>\n"})],
+    ),
+    (
+        "muse_glimmer",
+        '<atem:function_calls>\n<atem:invoke name="get_weather">\n'
+        '<atem:parameter name="city">Oslo</atem:parameter>\n'
+        '<atem:parameter name="days">3</atem:parameter>\n</atem:invoke>\n'
+        "</atem:function_calls>",
+        "",
+        [OSLO],
+    ),
+    (
+        "olmo3",
+        "<function_calls>\nget_weather(city='Oslo', days=3)\nnow()\n</function_calls>",
+        "",
+        [OSLO, NOW],
+    ),
     ("hermes", f"<tool_call>\n{OSLO_JSON}\n</tool_call>", "", [OSLO]),
     ("hermes", f"Let me see.\n<tool_call>{OSLO_JSON}</tool_call>\n", "Let me see.", [OSLO]),
     (
@@ -189,7 +264,7 @@ WHOLE: list[tuple[str, str, str, list[Any]]] = [
         "<parameter=tags>['x']</parameter><parameter=where>null</parameter>"
         "<parameter=exact>True</parameter></function></tool_call>",
         "",
-        [("get_weather", {"city": "a\n\n<b>\n", "tags": "['x']", "where": None, "exact": True})],
+        [("get_weather", {"city": "a\n\n<b>\n", "tags": ["x"], "where": None, "exact": True})],
     ),
     (
         "glm45",
@@ -269,6 +344,11 @@ TEXT = [
     ("minimax_m3", f'{NS}<tool_call>\n{NS}<invoke name="now">'),
     ("hunyuan", "<tool_call>now</tool_call>"),
     ("step3", "<steptml:invoke name=>"),
+    ("apertus", "<|tools_prefix|>[]<|tools_suffix|>"),
+    ("apertus", '<|tools_prefix|>[{"f": 1}]<|tools_suffix|>'),
+    ("kimi_k3", "<|open|>tools<|sep|>"),
+    ("minicpm5", '<function name="unknown"><param name="x">1</param></function>'),
+    ("olmo3", "<function_calls>now</function_calls>"),
     ("openai", "<|channel|>commentary to=now<|message|>5"),
     # What begins like a call, up to its first value.
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 01}}</tool_call>'),

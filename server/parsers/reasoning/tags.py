@@ -1,10 +1,13 @@
 """Reasoning between a start tag and an end tag, or between known phrases."""
 
+import re
 from dataclasses import dataclass
 
 from server.parsers.stream.base import ReasoningParser
 from server.parsers.stream.text_stream import Sink, Steps
 from server.parsers.tool.base import NO_CALLS, CallFinder
+
+MAX_HEADER_CHARACTERS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +22,26 @@ class ReasoningFormat:
     """Optional tag before the answer."""
     answer_close: str = ""
     """Optional tag after the answer."""
+    label: str = ""
+    """Optional word in the first line of reasoning, after the start tag."""
+    is_anywhere: bool = False
+    """Whether reasoning may start anywhere in an answer. The tags are special tokens: outside of
+    reasoning they are no text."""
+    dropped: tuple[str, ...] = ()
+    """Other tags that are no text and end reasoning, with `is_anywhere`."""
+    header: re.Pattern[str] | None = None
+    """Text at the start of an answer and after `header_tag` that is dropped, up to the next tag."""
+    header_tag: str = ""
 
     @property
     def answer_start_tags(self) -> tuple[str, ...]:
         """Tags that end reasoning and start the answer: a grammar applies after them."""
         return self.end_tags
+
+    @property
+    def stray_end_tags(self) -> tuple[str, ...]:
+        """End tags that are no text at the start of an answer: tags, not words."""
+        return tuple(tag for tag in self.end_tags if not tag[0].isalpha())
 
     def starts_in_reasoning(self, prompt: str) -> bool:
         """Whether an answer to `prompt` continues reasoning that the prompt started."""
@@ -33,7 +51,7 @@ class ReasoningFormat:
 
     def ends_with_start_tag(self, prompt: str) -> bool:
         """Whether `prompt` ends with a start tag."""
-        return prompt.rstrip().endswith(self.start_tags)
+        return prompt.rstrip().removesuffix(self.label).endswith(self.start_tags)
 
     def ends_with_end_tag(self, prompt: str) -> bool:
         """Whether `prompt` ends with a tag that the answer follows."""
@@ -52,6 +70,34 @@ class ReasoningFormat:
         return ReasoningTagParser(
             self, is_inside=is_inside, keeps_whitespace=keeps_whitespace, calls=calls
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ShownReasoning(ReasoningFormat):
+    """Reasoning is text of the answer, with its tags."""
+
+    def parser(
+        self, *, is_inside: bool, keeps_whitespace: bool = False, calls: CallFinder = NO_CALLS
+    ) -> ReasoningParser:
+        return ShownReasoningParser(self.start_tags[0] if is_inside else "")
+
+
+class ShownReasoningParser(ReasoningParser):
+    """Adds the start tag, which is in the prompt."""
+
+    def __init__(self, start_tag: str) -> None:
+        super().__init__(is_inside=False)
+        self._start_tag = start_tag
+
+    def _run(self) -> Steps[None]:
+        source, output = self._source, self._output
+        self.is_done = True
+        if not (yield from source.peek_word(self._start_tag)):
+            output.add_text(self._start_tag)
+        while not source.has_ended:
+            source.take_all(output.add_text)
+            yield
+        source.take_all(output.add_text)
 
 
 class ReasoningTagParser(ReasoningParser):
@@ -74,17 +120,25 @@ class ReasoningTagParser(ReasoningParser):
 
     def _run(self) -> Steps[None]:
         form, source, output = self._form, self._source, self._output
+        if not self._is_inside:
+            yield from self._skip_header(form.header_tag)
         space = yield from source.skip_whitespace()
+        while form.is_anywhere and (tag := (yield from source.accept(*form.dropped))):
+            yield from self._skip_header(tag)
+            space += yield from source.skip_whitespace()
         opened = yield from source.accept(*form.start_tags)
         if opened or self._is_inside:
             self.has_reasoning = True
-            yield from source.skip_whitespace()
+            yield from self._skip_label(opened)
             self.is_done = bool((yield from self._read_reasoning()))
             if not self._keeps_whitespace:
                 yield from source.skip_whitespace()
         else:
             self.is_done = True
-            output.add_text(space)
+            if (yield from source.accept(*form.stray_end_tags)) and not self._keeps_whitespace:
+                yield from source.skip_whitespace()
+            else:
+                output.add_text(space)
         if (
             form.answer_open
             and not self._keeps_whitespace
@@ -93,14 +147,48 @@ class ReasoningTagParser(ReasoningParser):
             yield from source.skip_whitespace()
             yield from source.read_until((form.answer_close,), _Trimmed(output.add_text))
             yield from source.skip_whitespace()
+        if form.is_anywhere:
+            yield from self._read_blocks()
         while not source.has_ended:
             source.take_all(output.add_text)
             yield
         source.take_all(output.add_text)
 
+    def _skip_label(self, start_tag: str) -> Steps[None]:
+        """Take the label after `start_tag`, if any, and whitespace."""
+        label, source = self._form.label, self._source
+        if label and start_tag:
+            lines = (f"{label}\n", *(label + tag for tag in self._form.end_tags))
+            if (yield from source.peek_word(*lines)):
+                source.take(len(label))
+        yield from source.skip_whitespace()
+
+    def _skip_header(self, tag: str) -> Steps[None]:
+        """Take the header after `tag`, if any."""
+        form, source = self._form, self._source
+        if form.header is None or tag != form.header_tag:
+            return
+        head = yield from source.peek_until(("<|",), 0, MAX_HEADER_CHARACTERS)
+        match = form.header.match(head or "")
+        if match is not None:
+            source.take(match.end())
+
+    def _read_blocks(self) -> Steps[None]:
+        """Take text and more reasoning."""
+        form, source, output = self._form, self._source, self._output
+        tags = (*form.start_tags, *form.end_tags, *form.dropped)
+        while tag := (yield from source.read_until(tags, output.add_text)):
+            yield from self._skip_header(tag)
+            if tag in form.start_tags:
+                yield from self._skip_label(tag)
+                if self.has_reasoning:
+                    output.add_reasoning("\n")
+                self.has_reasoning = True
+                yield from self._read_reasoning()
+
     def _read_reasoning(self) -> Steps[str]:
         """Take the reasoning and its end tag, or up to a call; returns the tag or the marker."""
-        source, ends = self._source, self._form.end_tags
+        source, ends = self._source, (*self._form.end_tags, *self._form.dropped)
         take = _Trimmed(self._output.add_reasoning)
         while word := (
             yield from source.read_until((*ends, *self._calls.markers), take, leave=True)
@@ -130,13 +218,48 @@ class _Trimmed:
 
 THINK = ReasoningFormat()
 DEEPSEEK_R1 = ReasoningFormat(always=True)
+SHOWN_THINK = ShownReasoning(always=True)
 GRANITE = ReasoningFormat(
     ("Here is my thought process:", "Here's my thought process:"),
     ("Here is my response:", "Here's my response:"),
 )
-MISTRAL = ReasoningFormat(("[THINK]",), ("[/THINK]",))
+MISTRAL = ReasoningFormat(("[THINK]",), ("[/THINK]",), is_anywhere=True)
 HUNYUAN = ReasoningFormat(answer_open="<answer>", answer_close="</answer>")
 MINIMAX_M3 = ReasoningFormat(("<mm:think>",), ("</mm:think>",))
 SEED = ReasoningFormat(("<seed:think>",), ("</seed:think>",))
-GEMMA4 = ReasoningFormat(("<|channel>thought",), ("<channel|>",))
+GEMMA4 = ReasoningFormat(("<|channel>",), ("<channel|>",), label="thought", is_anywhere=True)
 KIMI = ReasoningFormat(("\u25c1think\u25b7", "<think>"), ("\u25c1/think\u25b7", "</think>"))
+ERNIE = ReasoningFormat(always=True, answer_open="<response>", answer_close="</response>")
+COHERE = ReasoningFormat(
+    ("<|START_THINKING|>",),
+    ("<|END_THINKING|>",),
+    is_anywhere=True,
+    dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+)
+KIMI_K3 = ReasoningFormat(
+    ("<|open|>think<|sep|>",),
+    ("<|close|>think<|sep|>",),
+    is_anywhere=True,
+    dropped=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+)
+INKLING = ReasoningFormat(
+    ("<|content_thinking|>",),
+    ("<|end_message|>", "<|content_model_end_sampling|>"),
+    is_anywhere=True,
+    dropped=(
+        "<|message_model|>",
+        "<|content_text|>",
+        "<|content_invoke_tool_text|>",
+        "<|content_tool_error|>",
+    ),
+    header=re.compile(r"[\w.-]+$"),
+    header_tag="<|message_model|>",
+)
+MUSE_GLIMMER = ReasoningFormat(
+    ("to=self<|message|>",),
+    ("<|eom|>", "<|eot|>"),
+    is_anywhere=True,
+    dropped=("to=user<|message|>", "<|start|>assistant", "<|message|>"),
+    header=re.compile(r"\s*(to=(?!(self|user)$)\S+)?(?=$|to=)"),
+    header_tag="<|start|>assistant",
+)

@@ -1,9 +1,11 @@
 """JSON types that the schema of a function allows for an argument, and text cast to them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from server.parsers.stream.json_stream import quoted, value_of
+from server.parsers.stream.python_stream import literal_of
 
 MAX_SCHEMA_NODES = 1000
 """Subschemas that are read for the types of an argument; beyond, all types are allowed."""
@@ -16,31 +18,52 @@ ANNOTATIONS = frozenset(("title", "description", "default", "examples", "depreca
 _BRANCHES = ("anyOf", "oneOf")
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _NUMBERS = frozenset(("integer", "number"))
+_CONTAINERS = frozenset(("array", "object"))
 _BOOLEANS = {"true": "true", "false": "false", "1": "true", "0": "false"}
 
 
 def types_of(schema: Mapping[str, Any], name: str) -> frozenset[str]:
     """The JSON types that `schema`, of a function's parameters, allows for parameter `name`. Empty
     if the schema does not restrict them, ANY_TYPE if they cannot be told."""
-    return _Search(schema).types_of(name)
+    return _Search(schema).types_of(name, schema)
 
 
-def schema_of(schema: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The schema of parameter `name`, with the definitions that it may refer to."""
-    found = next(_Search(schema).named(schema, name, 0), None)
-    return _with_definitions(found, schema)
+class NestedSchema:
+    """A schema inside the parameters of a function. References point into `root`."""
+
+    def __init__(self, schema: Any, root: Mapping[str, Any]) -> None:
+        self._schema = schema
+        self._root = root
+        self._types: dict[str, frozenset[str]] = {}
+
+    def types_of(self, name: str) -> frozenset[str]:
+        """The JSON types of property `name`, as the function `types_of`."""
+        if name not in self._types:
+            self._types[name] = _Search(self._root).types_of(name, self._schema)
+        return self._types[name]
+
+    def inside(self, name: str) -> "NestedSchema":
+        """The schema of property `name`."""
+        found = _Search(self._root).composed(self._schema, partial(_property, name), 0)
+        return NestedSchema(found, self._root)
+
+    def of_items(self) -> "NestedSchema":
+        """The schema of objects whose properties all have the schema of the items."""
+        found = _Search(self._root).composed(self._schema, _items, 0)
+        return NestedSchema({"additionalProperties": found}, self._root)
 
 
-def schema_of_items(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema of objects whose parameters all have the schema of the items of `schema`."""
-    found = next(_Search(schema).items(schema, 0), None)
-    items = _with_definitions(found, schema)
-    return _with_definitions({"additionalProperties": items}, schema)
+def _property(name: str, schema: Mapping[str, Any]) -> Any:
+    """What `schema` itself says of property `name`; None if nothing."""
+    properties, others = schema.get("properties"), schema.get("additionalProperties")
+    if isinstance(properties, dict) and name in properties:
+        return properties[name]
+    return others if isinstance(others, dict) else None
 
 
-def _with_definitions(found: object, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    return {**shared, **found} if isinstance(found, dict) else shared
+def _items(schema: Mapping[str, Any]) -> Any:
+    """What `schema` itself says of items; None if nothing."""
+    return schema["items"] if isinstance(schema.get("items"), dict) else None
 
 
 def referenced(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -76,7 +99,7 @@ class SharedTypes:
         if key not in self._known:
             search = _Search({**root, "properties": {"": schema}})
             exhausted = self._num_nodes > MAX_REQUEST_NODES
-            types = frozenset((ANY_TYPE,)) if exhausted else search.types_of("")
+            types = frozenset((ANY_TYPE,)) if exhausted else search.types_of("", search.root)
             self._num_nodes += search.num_nodes
             # The values are kept, so that no other value takes their id.
             self._known[key] = (values, types)
@@ -106,7 +129,7 @@ class _Search:
     """Reads a schema. A set of types is None where the schema does not restrict them."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
-        self._root = root
+        self.root = root
         self.num_nodes = 0
         self._open: set[str] = set()
         """References that are being followed."""
@@ -115,41 +138,34 @@ class _Search:
     def is_exhausted(self) -> bool:
         return self.num_nodes > MAX_SCHEMA_NODES
 
-    def types_of(self, name: str) -> frozenset[str]:
-        """As the function `types_of`."""
-        types = self.all_of(self.types(found, 0) for found in self.named(self._root, name, 0))
+    def types_of(self, name: str, schema: Any) -> frozenset[str]:
+        """The types that `schema` allows for property `name`, as the function `types_of`."""
+        types = self.types(self.composed(schema, partial(_property, name), 0), 0)
         if self.is_exhausted:
             return frozenset((ANY_TYPE,))
         return frozenset() if types is None else types
 
-    def named(self, schema: Any, name: str, depth: int) -> Iterator[Any]:
-        """The schemas of parameter `name`."""
+    def composed(self, schema: Any, pick: Callable[[Mapping[str, Any]], Any], depth: int) -> Any:
+        """What `pick` finds in `schema`, in the schema that it refers to and in its branches,
+        composed as they are; None if `pick` finds nothing."""
         if not self._enter(schema, depth):
-            return
-        properties, others = schema.get("properties"), schema.get("additionalProperties")
-        if isinstance(properties, dict) and name in properties:
-            yield properties[name]
-        elif isinstance(others, dict):
-            yield others
-        for part in self._parts(schema):
-            yield from self.named(part, name, depth + 1)
-
-    def items(self, schema: Any, depth: int) -> Iterator[Any]:
-        """The schemas of the items of a list."""
-        if not self._enter(schema, depth):
-            return
-        if isinstance(schema.get("items"), dict):
-            yield schema["items"]
-        for part in self._parts(schema):
-            yield from self.items(part, depth + 1)
-
-    def _parts(self, schema: Mapping[str, Any]) -> Iterator[Any]:
-        """What `schema` refers to, and its branches."""
-        if isinstance(schema.get("$ref"), str):
-            yield _target(schema["$ref"], self._root)
+            return None
+        found = [pick(schema)]
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference not in self._open:
+            self._open.add(reference)
+            found.append(self.composed(_target(reference, self.root), pick, depth + 1))
+            self._open.discard(reference)
         for key in (*_BRANCHES, "allOf"):
             branches = schema.get(key)
-            yield from branches if isinstance(branches, list) else ()
+            inner = [
+                self.composed(branch, pick, depth + 1)
+                for branch in (branches if isinstance(branches, list) else ())
+            ]
+            present = [one for one in inner if one is not None]
+            found += [{"anyOf": present}] if present and key != "allOf" else present
+        present = [one for one in found if one is not None]
+        return {"allOf": present} if len(present) > 1 else next(iter(present), None)
 
     def types(self, schema: Any, depth: int) -> frozenset[str] | None:
         """The types that `schema` allows."""
@@ -185,7 +201,7 @@ class _Search:
         return allowed
 
     def _types_of_reference(self, reference: str, depth: int) -> frozenset[str] | None:
-        target = _target(reference, self._root)
+        target = _target(reference, self.root)
         if target is None or reference in self._open:
             return frozenset((ANY_TYPE,))
         self._open.add(reference)
@@ -257,6 +273,8 @@ def cast(text: str, types: frozenset[str]) -> str:
     value = value_of(bare)
     if value is None and types & _NUMBERS and "string" not in types:
         value = _without_leading_zeros(bare)
+    if value is None and types & _CONTAINERS and "string" not in types:
+        value = literal_of(bare) if bare[:1] in ("[", "(", "{") else None
     if value is None or ("string" in types and not _fits(value, types)):
         return quoted(text)
     return value

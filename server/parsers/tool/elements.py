@@ -9,11 +9,9 @@ from server.parsers.stream.json_stream import MAX_DEPTH, quoted
 from server.parsers.stream.text_stream import ParseError, Sink, Source, Steps, UnexpectedEnd
 from server.parsers.tool.argument_types import (
     ANY_TYPE,
+    NestedSchema,
     SharedTypes,
     cast,
-    schema_of,
-    schema_of_items,
-    types_of,
 )
 from server.parsers.tool.base import MAX_NAME_CHARACTERS, ToolCallFormat, checked_name
 from server.parsers.tool.structural_tag import (
@@ -80,14 +78,15 @@ class Elements(ToolCallFormat):
     ) -> Steps[None]:
         name = yield from source.collect_until((">",), most=MAX_NAME_CHARACTERS)
         name = checked_name(name.strip(QUOTES_AND_BLANKS))
-        schema = tools.get(name, {})
+        parameters = tools.get(name, {})
+        schema = NestedSchema(parameters, parameters)
         output.start_call(name)
         output.add_arguments("{")
         num_keys = 0
         while key := (yield from self._next_key(source, between, num_keys)):
             output.add_arguments(f"{', ' if num_keys else ''}{quoted(key)}: ")
             num_keys += 1
-            if types_of(schema, key) == TEXT:
+            if schema.types_of(key) == TEXT:
                 output.add_arguments('"')
                 yield from self._read_text(
                     source, key, lambda piece: output.add_arguments(quoted(piece)[1:-1])
@@ -160,15 +159,15 @@ class Elements(ToolCallFormat):
                 return
 
     def _read_value(
-        self, source: Source, schema: Mapping[str, Any], path: tuple[str, ...], between: list[str]
+        self, source: Source, schema: NestedSchema, path: tuple[str, ...], between: list[str]
     ) -> Steps[str]:
         """The value of the last element of `path` as JSON. `schema` has it as a property."""
         key = path[-1]
-        types = types_of(schema, key)
+        types = schema.types_of(key)
         has_elements = not types or bool(types & {"object", "array", ANY_TYPE})
         pieces: list[str] = []
         elements: list[tuple[str, str]] = []
-        inner: Mapping[str, Any] = {}
+        inner: NestedSchema | None = None
         while True:
             is_closed = yield from self._read_piece(source, key, pieces)
             if is_closed or (yield from self._ends_call(source)):
@@ -241,10 +240,10 @@ class Elements(ToolCallFormat):
         return part if argument.is_required else optional(part)
 
 
-def _schema_inside(schema: Mapping[str, Any], key: str, types: frozenset[str]) -> Mapping[str, Any]:
+def _schema_inside(schema: NestedSchema, key: str, types: frozenset[str]) -> NestedSchema:
     """The schema whose properties are the elements inside of `key`."""
-    own = schema_of(schema, key)
-    return schema_of_items(own) if _is_list(types, True) else own
+    own = schema.inside(key)
+    return own.of_items() if _is_list(types, True) else own
 
 
 def _is_list(types: frozenset[str], has_items: bool) -> bool:

@@ -14,6 +14,8 @@ from server.parsers.tool.base import (
 )
 from server.parsers.tool.structural_tag import (
     GAP,
+    NAME_AND_ARGUMENTS,
+    CallKeys,
     Functions,
     ToolCallGrammar,
     any_of,
@@ -27,9 +29,9 @@ from server.parsers.tool.structural_tag import (
     sequence,
 )
 
-ARGUMENTS = ("arguments", "parameters")
-NAMES = ("name", "function")
-_OTHER_KEYS = ("id", "type", *NAMES)
+ARGUMENTS = ("arguments", "parameters", "args")
+NAMES = ("name", "function", "tool_name")
+_OTHER_KEYS = ("id", "type", "tool_call_id", *NAMES)
 NO_ARGUMENTS = "{}"
 _DEEPSEEK_CALL = "<\uff5ctool\u2581call\u2581begin\uff5c>"
 _DEEPSEEK_CALL_END = "<\uff5ctool\u2581call\u2581end\uff5c>"
@@ -191,8 +193,8 @@ class TaggedJson(ToolCallFormat):
     must_be_known: tuple[str, ...] = ()
     separators: str = ""
     """Characters that may separate calls."""
-    key: str = "arguments"
-    """The key that the model writes for arguments; either of ARGUMENTS is read."""
+    keys: CallKeys = NAME_AND_ARGUMENTS
+    """The keys that the model writes; all of NAMES and ARGUMENTS are read."""
 
     def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
         allowed = tools if not marker or marker in self.must_be_known else None
@@ -200,27 +202,33 @@ class TaggedJson(ToolCallFormat):
         if self.after:
             yield from source.accept(self.after)
             yield from source.skip_whitespace()
-        yield from read_calls(source, output, allowed, self.ends)
+        yield from self.read_calls(source, output, allowed)
         # A surplus brace is the most common mistake.
         space = yield from source.skip_whitespace("}" if marker else "")
         while self.separators and (yield from source.accept(*self.separators)):
             yield from source.skip_whitespace()
-            yield from read_calls(source, output, allowed, self.ends)
+            yield from self.read_calls(source, output, allowed)
             space = yield from source.skip_whitespace()
         if not (self.ends and (yield from source.accept(*self.ends))):
             output.add_text(space.replace("}", ""))
 
+    def read_calls(self, source: Source, output: EventBuffer, allowed: Tools | None) -> Steps[None]:
+        """Read an object or a list. Raises ParseError."""
+        yield from read_calls(source, output, allowed, self.ends)
+
     def grammar(self, functions: Functions) -> ToolCallGrammar:
-        calls = calls_schema(functions, self.key)
+        calls = calls_schema(functions, self.keys)
         one = {**calls["items"], "$defs": calls["$defs"]}
         written = any_of(json_value(one), json_value(calls))
         after = [regex(" ?"), literal(self.after)] if self.after else []
         ends = [sequence(GAP, literal(end)) for end in self.ends]
         end = [] if not ends else ends if len(ends) == 1 else [optional(any_of(*ends))]
         content = sequence(*after, GAP, written, *end)
-        form = dict.fromkeys(self.markers, content)
+        # A special token that is not first in a marker does not start a call for the grammar.
+        markers = (marker for marker in self.markers if "<" not in marker[1:])
+        form = dict.fromkeys(markers, content)
         if not self.allows_unmarked:
-            return ToolCallGrammar(form)
+            return ToolCallGrammar(form, self.ignored_markers)
         more = repeat(sequence(literal("; "), json_value(one)))
         bare = sequence(json_value(one), more) if self.separators else written
         return ToolCallGrammar(form, (), any_of(bare, json_value(calls)), "{[")
@@ -349,11 +357,14 @@ LLAMA3_JSON = TaggedJson(
     unmarked_starts="{[",
     must_be_known=("<|python_tag|>", "```json"),
     separators=";,",
-    key="parameters",
+    keys=CallKeys("parameters"),
 )
 JAMBA = TaggedJson(markers=("<tool_calls>",), ends=("</tool_calls>",))
 INTERNLM = TaggedJson(
-    markers=("<|action_start|>",), ends=("<|action_end|>",), after="<|plugin|>", key="parameters"
+    markers=("<|action_start|>",),
+    ends=("<|action_end|>",),
+    after="<|plugin|>",
+    keys=CallKeys("parameters"),
 )
 PHI4_MINI = TaggedJson(markers=("functools", "<|tool_call|>"), ends=("<|/tool_call|>",))
 XLAM = TaggedJson(
@@ -362,6 +373,35 @@ XLAM = TaggedJson(
     allows_unmarked=True,
     unmarked_starts="{[",
     must_be_known=("```json",),
+)
+LONGCAT = TaggedJson(markers=("<longcat_tool_call>",), ends=("</longcat_tool_call>",))
+GIGACHAT = TaggedJson(
+    markers=("<|function_call|>", "function call<|role_sep|>", "<|role_sep|>"),
+    ignored_markers=("<|message_sep|>",),
+)
+COHERE = TaggedJson(
+    markers=("<|START_ACTION|>",),
+    ends=("<|END_ACTION|>",),
+    ignored_markers=(
+        "<|START_RESPONSE|>",
+        "<|END_RESPONSE|>",
+        "<|START_TEXT|>",
+        "<|END_TEXT|>",
+    ),
+    keys=CallKeys("parameters", "tool_name", "tool_call_id"),
+)
+INKLING = TaggedJson(
+    markers=("<|content_invoke_tool_json|>",),
+    ends=("<|end_message|>", "<|content_model_end_sampling|>"),
+    ignored_markers=(
+        "<|message_model|>",
+        "<|content_text|>",
+        "<|content_invoke_tool_text|>",
+        "<|content_tool_error|>",
+        "<|end_message|>",
+        "<|content_model_end_sampling|>",
+    ),
+    keys=CallKeys("args"),
 )
 MISTRAL = Mistral(markers=("[TOOL_CALLS]",))
 DEEPSEEK = DeepSeek(

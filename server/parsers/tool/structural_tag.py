@@ -264,21 +264,42 @@ class ToolCallGrammar:
         return any_of(form, sequence(one, repeat(sequence(GAP, one))) if is_parallel else one)
 
 
-def calls_schema(
-    functions: Functions, key: str = "arguments", max_calls: int = MAX_CALLS
-) -> dict[str, Any]:
-    """The JSON schema of a list of calls: objects with a name and, at `key`, arguments that match
-    the function's schema, or any object if it has none."""
-    calls = [
-        {
+@dataclass(frozen=True, slots=True)
+class CallKeys:
+    """The keys of a call that is a JSON object."""
+
+    arguments: str = "arguments"
+    name: str = "name"
+    """Empty: the name is the key of the arguments."""
+    number: str = ""
+    """The key of the number of a call, if there is one."""
+
+    def schema(self, name: str, arguments: Part) -> Part:
+        """The JSON schema of a call of `name`."""
+        number = {"type": "string", "pattern": "^[0-9]{1,3}$"}
+        properties: dict[str, Any] = {self.number: number} if self.number else {}
+        if self.name:
+            properties |= {self.name: {"const": name}, self.arguments: arguments}
+        else:
+            properties[name] = arguments
+        return {
             "type": "object",
-            "properties": {
-                "name": {"const": name},
-                key: {"$ref": f"#/$defs/arguments{place}"},
-            },
-            "required": ["name", key],
+            "properties": properties,
+            "required": list(properties),
             "additionalProperties": False,
         }
+
+
+NAME_AND_ARGUMENTS = CallKeys()
+
+
+def calls_schema(
+    functions: Functions, keys: CallKeys = NAME_AND_ARGUMENTS, max_calls: int = MAX_CALLS
+) -> dict[str, Any]:
+    """The JSON schema of a list of calls: objects with a name and arguments that match the
+    function's schema, or any object if it has none."""
+    calls = [
+        keys.schema(name, {"$ref": f"#/$defs/arguments{place}"})
         for place, name in enumerate(functions)
     ]
     return {

@@ -1,5 +1,5 @@
 """Calls written as tags around each argument: Qwen3-Coder, GLM, MiniMax, DeepSeek V3.2, Seed,
-Step3, Hunyuan."""
+Step3, Hunyuan, dots, MiniCPM5, Kimi K3, Muse Glimmer."""
 
 import json
 import re
@@ -18,6 +18,7 @@ from server.parsers.tool.argument_types import (
     types_of,
 )
 from server.parsers.tool.base import MAX_NAME_CHARACTERS, ToolCallFormat, checked_name
+from server.parsers.tool.json import read_object_call
 from server.parsers.tool.structural_tag import (
     IDENTIFIER,
     Argument,
@@ -38,13 +39,29 @@ from server.parsers.tool.structural_tag import (
 )
 
 MAX_ATTRIBUTES_CHARACTERS = 256
-_STRING_ATTRIBUTE = re.compile(r'\s*string="(?:true|false)"')
+_ATTRIBUTE = re.compile(r'(?:\s*(?:index|string|type)="\w*")*')
+_TEXT_ATTRIBUTES = ('string="true"', 'type="string"')
+_CDATA = ("<![CDATA[", "]]>")
 _LINE_BREAK = regex("\\n?")
-_WRAPPERS = ("arguments", "input")
+_WRAPPERS = ("arguments", "input", "properties")
 """Names under which models write all arguments as an object."""
 TEXT = frozenset(("string",))
 ANY = frozenset((ANY_TYPE,))
 QUOTES_AND_BLANKS = "\"' \t\r\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attributes:
+    """The attributes after the name of a parameter, which tell the type of the value."""
+
+    end: str
+    """The text that ends the tag."""
+    text: str
+    """The attributes of a string, as a regular expression."""
+    other: str
+    """The attributes of other values."""
+    call: str = ""
+    """The attributes after the name of a function, if there are any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +81,11 @@ class Tags(ToolCallFormat):
     section_end: str = ""
     value: str = ""
     """The tag between key and value."""
-    has_attributes: bool = False
-    """Whether attributes such as `string="true"` follow the key, up to `>`."""
+    attributes: Attributes | None = None
+    has_cdata: bool = False
+    """Whether a value may be in a CDATA section."""
+    must_be_known: bool = False
+    """Whether only functions of the request are calls."""
     is_framed: bool = True
     """Whether a line break before and after a value is dropped."""
     leaves_name_end: bool = False
@@ -80,10 +100,15 @@ class Tags(ToolCallFormat):
     def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
         is_bare = marker == self.opening
         # Without the tag around it, the tag of a call may be meant as text.
-        known = tools if is_bare and len(self.markers) > 1 else None
+        known = tools if self.must_be_known or (is_bare and len(self.markers) > 1) else None
         between: list[str] = []
-        if self.opening and not is_bare:
-            yield from self._skip_to_opening(source, between)
+        if not is_bare:
+            yield from source.skip_whitespace()
+            if (yield from source.peek()) == "{":
+                yield from self._read_json(source, output)
+                return
+            if self.opening:
+                yield from self._skip_to_opening(source, between)
         while True:
             yield from self._read_call(source, output, tools, known, between)
             between.clear()
@@ -96,8 +121,14 @@ class Tags(ToolCallFormat):
             if not (yield from source.accept(self.opening)):
                 return
 
-    def _skip_to_opening(self, source: Source, between: list[str]) -> Steps[None]:
+    def _read_json(self, source: Source, output: EventBuffer) -> Steps[None]:
+        """A call that the model writes as JSON in the tags around its calls."""
+        ends = tuple(filter(None, (self.section_end, self.call_end)))
+        yield from read_object_call(source, output, None, ends)
         yield from source.skip_whitespace()
+        yield from source.accept(*ends)
+
+    def _skip_to_opening(self, source: Source, between: list[str]) -> Steps[None]:
         word = yield from source.read_until(
             self._after_call, between.append, most=MAX_NAME_CHARACTERS, leave=True
         )
@@ -119,6 +150,8 @@ class Tags(ToolCallFormat):
         name = checked_name(name.strip(QUOTES_AND_BLANKS))
         if known is not None and name not in known:
             raise ParseError
+        if self.attributes is not None and self.attributes.call:
+            yield from self._read_attributes(source, self.attributes.end)
         arguments = _Arguments(output, tools.get(name, {}))
         output.start_call(name)
         output.add_arguments("{")
@@ -174,16 +207,16 @@ class Tags(ToolCallFormat):
 
     def _read_value(self, source: Source, arguments: "_Arguments", key: str) -> Steps[None]:
         attributes = ""
-        if self.has_attributes:
-            attributes = yield from self._read_attributes(source)
+        if self.attributes is not None:
+            attributes = yield from self._read_attributes(source, self.attributes.end)
         if self.value:
             yield from source.skip_whitespace()
             yield from source.accept(self.value)
         if self.is_framed:
             yield from source.accept("\n")
         types = arguments.types_of(key)
-        if "string=" in attributes:
-            is_text = 'string="true"' in attributes
+        if "=" in attributes:
+            is_text = any(word in attributes for word in _TEXT_ATTRIBUTES)
             if is_text and (not types or types & {"string", ANY_TYPE}):
                 types = TEXT
         else:
@@ -198,26 +231,36 @@ class Tags(ToolCallFormat):
         pieces: list[str] = []
         yield from self._read_raw(source, arguments, key, pieces.append)
         text = "".join(pieces)
-        if "string=" in attributes and not is_text:
+        if "=" in attributes and not is_text:
             value = value_of(text.strip()) or ""
             arguments.add(key, value if value[:1] == '"' else cast(text, types or ANY))
         else:
             arguments.add(key, cast(text, types or TEXT))
 
-    def _read_attributes(self, source: Source) -> Steps[str]:
-        text = yield from source.peek_until((">", "<"), 0, MAX_ATTRIBUTES_CHARACTERS)
+    def _read_attributes(self, source: Source, end: str) -> Steps[str]:
+        text = yield from source.peek_until((end[0], "<"), 0, MAX_ATTRIBUTES_CHARACTERS)
         if text is None:
             raise UnexpectedEnd if source.has_ended else ParseError
-        if (yield from source.peek_at(len(text))) == ">":
-            return source.take(len(text) + 1)
-        match = _STRING_ATTRIBUTE.match(text)
-        return source.take(match.end() if match is not None else 0)
+        for place, character in enumerate(end, len(text)):
+            if (yield from source.peek_at(place)) != character:
+                break
+        else:
+            return source.take(len(text) + len(end))
+        match = _ATTRIBUTE.match(text)
+        assert match is not None, "there may be no attribute"
+        return source.take(match.end())
 
     def _read_raw(
         self, source: Source, arguments: "_Arguments", key: str, sink: Sink
     ) -> Steps[None]:
         """Text up to the end tag of a value, or to the tag after it if the end tag is missing. A
         tag in the text is part of the value, unless the call goes on or ends after it."""
+        if self.has_cdata and (yield from source.accept(_CDATA[0])):
+            if not (yield from source.read_until(_CDATA[1:], sink)):
+                raise UnexpectedEnd
+            yield from source.skip_whitespace()
+            yield from source.accept(self.value_end)
+            return
         trailing = ""
 
         def take(piece: str) -> None:
@@ -336,6 +379,8 @@ def _call(family: Tags, name: str, schema: Mapping[str, Any] | None, shared: Sha
     check_name(name, name, family.name_end)
     quote = '"' if family.opening.endswith("name=") else ""
     head = literal(f"{quote}{name}{quote}{family.name_end[0]}")
+    if family.attributes is not None and family.attributes.call:
+        head = sequence(head, regex(family.attributes.call), literal(family.attributes.end))
     if schema is None:
         return sequence(head, repeat(_any_argument(family)), _LINE_BREAK, literal(family.call_end))
     parts = []
@@ -352,7 +397,7 @@ def _key(family: Tags, key: Part) -> list[Part]:
 
 
 def _any_argument(family: Tags) -> Part:
-    attributes = [literal(' string="true">')] if family.has_attributes else []
+    attributes = _attributes(family.attributes, is_text=True)
     key = _key(family, regex("[A-Za-z_][A-Za-z0-9_]{0,63}"))
     return sequence(*key, *attributes, text_until(family.value_end))
 
@@ -367,11 +412,19 @@ def _value(family: Tags, function: str, argument: Argument, shared: SharedTypes)
     """The value and the tag after it."""
     schema, as_json = argument.schema, argument.as_json
     is_plain = is_plain_text(schema)
-    if family.has_attributes:
+    if family.attributes is not None:
+        attributes = _attributes(family.attributes, is_text=is_plain)
         if is_plain:
-            return [literal(' string="true">'), text_until(family.value_end)]
-        return [literal(' string="false">'), as_json, literal(family.value_end)]
+            return [*attributes, text_until(family.value_end)]
+        return [*attributes, as_json, literal(family.value_end)]
     return raw_value(family.value_end, function, argument, shared, is_framed=family.is_framed)
+
+
+def _attributes(attributes: Attributes | None, *, is_text: bool) -> list[Part]:
+    """The attributes of a value, and the end of the tag."""
+    if attributes is None:
+        return []
+    return [regex(attributes.text if is_text else attributes.other), literal(attributes.end)]
 
 
 def raw_value(
@@ -472,7 +525,53 @@ DSML = _invoke(
         '<\uff5cDSML\uff5cinvoke name="',
     ),
     ignored_markers=("</\uff5cDSML\uff5cfunction_calls>", "</\uff5cDSML\uff5ctool_calls>"),
-    has_attributes=True,
+    attributes=Attributes(end=">", text=' string="true"', other=' string="false"'),
+    is_framed=False,
+)
+DOTS = _invoke(
+    "",
+    markers=("<dots_function_call>",),
+    section_end="</dots_function_call>",
+    is_framed=False,
+)
+MUSE_GLIMMER = _invoke(
+    "atem:",
+    markers=("<atem:function_calls>", "<atem:invoke name="),
+    section_end="</atem:function_calls>",
+    is_framed=False,
+)
+MINICPM5 = Tags(
+    markers=("<function name=",),
+    opening="<function name=",
+    name_end=(">",),
+    key="<param name=",
+    key_end=">",
+    value_end="</param>",
+    call_end="</function>",
+    is_framed=False,
+    has_cdata=True,
+    must_be_known=True,
+)
+KIMI_K3 = Tags(
+    markers=("<|open|>tools<|sep|>", '<|open|>call tool="'),
+    ignored_markers=(
+        "<|open|>response<|sep|>",
+        "<|close|>response<|sep|>",
+        "<|close|>message<|sep|>",
+    ),
+    opening='<|open|>call tool="',
+    name_end=('"',),
+    key='<|open|>argument key="',
+    key_end='"',
+    value_end="<|close|>argument<|sep|>",
+    call_end="<|close|>call<|sep|>",
+    section_end="<|close|>tools<|sep|>",
+    attributes=Attributes(
+        end="<|sep|>",
+        text=' type="string"',
+        other=' type="(number|boolean|null|object|array)"',
+        call=' index="[0-9]{1,3}"',
+    ),
     is_framed=False,
 )
 GLM = _key_and_value(name_end=("\n", "<arg_key>", "</tool_call>"), leaves_name_end=True)

@@ -12,7 +12,7 @@ from written_calls import BROKEN, TEXT, WHOLE
 
 from server.parsers.harmony import HARMONY_REASONING
 from server.parsers.output_parser import OutputParser
-from server.parsers.reasoning.tags import ReasoningFormat
+from server.parsers.reasoning.tags import ReasoningFormat, ShownReasoning
 from server.parsers.registry import REASONING_FORMATS, TOOL_CALL_FORMATS, words_of
 from server.parsers.stream.base import Parser
 from server.parsers.tool.base import ToolCallFormat, ToolCallParser
@@ -134,11 +134,18 @@ def test_any_text_can_be_searched_for_thinking(form: ReasoningFormat) -> None:
         assert read(make, cut(text, places)) == whole
         assert read(make, list(text)) == whole
         assert read(both, cut(text, places)) == read(both, [text])
-        if form is not HARMONY_REASONING:  # a header of a channel is not said
-            said = without_blanks(whole[0] + whole[1])
+        # A header is not said.
+        if not (form is HARMONY_REASONING or form.header or isinstance(form, ShownReasoning)):
+            said = without_blanks(in_order(make(), text))
             assert lost_of(without_blanks(text), said, [*map(without_blanks, words)]) is not None
 
     check()
+
+
+def in_order(parser: Parser, text: str) -> str:
+    """The reasoning and the text of an answer without calls."""
+    events = [*parser.feed(text), *parser.finish(is_cut=False)]
+    return "".join(getattr(event, "text", "") for event in events)
 
 
 def lost_of(text: str, said: str, marks: list[str]) -> list[str] | None:

@@ -19,7 +19,15 @@ TOKEN = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]|\w+|\s+|.", re.DOTALL)
 """A tag, a word, whitespace or another character."""
 WORDS = ("Alpha", "Bravo", "Charlie", "Oslo")
 """Words of the reasoning, of the text and of an argument: no answer loses them."""
-REASONING = sorted(REASONING_FORMATS.keys() - {"openai_gptoss"})
+SHOWN = "minimax_m2_append_think"
+REASONING = sorted(
+    {
+        form: name
+        for name, form in REASONING_FORMATS.items()
+        if name not in ("openai_gptoss", SHOWN)
+    }.values()
+)
+"""A name for each format."""
 SAMPLES = {
     name: max((text for family, text, *_ in WHOLE if family == name and "Oslo" in text), key=len)
     for name in sorted(TOOL_CALL_FORMATS)

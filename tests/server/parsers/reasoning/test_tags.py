@@ -24,14 +24,80 @@ CASES = [
     ("qwen3", False, "<think>never closed\n", "never closed", ""),
     ("qwen3", True, "\nHm </thin k>.\n</think>Yes.", "Hm </thin k>.", "Yes."),
     ("deepseek_r1", True, "<think>Hm.</think>Yes.", "Hm.", "Yes."),
-    ("deepseek_r1", False, "</think>Yes.", "", "</think>Yes."),
+    # An end tag before the answer is no text.
+    ("deepseek_r1", False, "</think>Yes.", "", "Yes."),
+    ("qwen3", False, "\n</think>\n\nYes.", "", "Yes."),
+    ("qwen3", False, "Yes </think> no.", "", "Yes </think> no."),
+    ("granite", False, "Here is my response: b", "", "Here is my response: b"),
     ("mistral", False, "[THINK]Hm.[/THINK]Yes.", "Hm.", "Yes."),
+    ("mistral", False, "A\n[THINK]Hm.[/THINK]\nYes.", "Hm.", "A\n\nYes."),
+    ("mistral", False, "[/THINK]Yes.", "", "Yes."),
     ("granite", False, "Here is my thought process: a\n\nHere's my response: b", "a", "b"),
     ("granite", False, "Here is the answer", "", "Here is the answer"),
     ("hunyuan_a13b", False, "<think>\na\n</think>\n<answer>\nb\n</answer>", "a", "b"),
     ("seed_oss", False, "<seed:think>a</seed:think>b", "a", "b"),
     ("gemma4", False, "<|channel>thought\nHm.\n<channel|>Yes.", "Hm.", "Yes."),
     ("gemma4", True, "Hm.<channel|>Yes.", "Hm.", "Yes."),
+    ("gemma4", False, "<|channel>Hm.<channel|>Yes.", "Hm.", "Yes."),
+    ("gemma4", False, "<|channel>thousand reasons<channel|>Yes.", "thousand reasons", "Yes."),
+    ("gemma4", False, "<|channel>thoughts<channel|>Yes.", "thoughts", "Yes."),
+    ("gemma4", False, "<|channel>thought<channel|>Yes.", "", "Yes."),
+    ("gemma4", False, "<|channel>thought\nthought\n<channel|>Yes.", "thought", "Yes."),
+    ("gemma4", False, "<|channel>Hm.", "Hm.", ""),
+    ("gemma4", False, "A\n<|channel>Hm.<channel|>\nYes.", "Hm.", "A\n\nYes."),
+    ("gemma4", False, "<|channel>a<channel|>b<|channel>thought\nc<channel|>d", "a\nc", "bd"),
+    ("gemma4", False, "Hm.<channel|>Yes.", "", "Hm.Yes."),
+    ("ernie45", True, "Hm.\n</think>\n\n<response>\nYes.\n</response>\n", "Hm.", "Yes."),
+    ("ernie45", True, "Hm.\n</think>\nYes.", "Hm.", "Yes."),
+    ("nemotron_v3", True, "Hm.\n</think>\nYes.", "Hm.", "Yes."),
+    (
+        "cohere_command3",
+        False,
+        "<|START_THINKING|>Hm.<|END_THINKING|>\n<|START_RESPONSE|>Yes.<|END_RESPONSE|>",
+        "Hm.",
+        "Yes.",
+    ),
+    (
+        "cohere_command4",
+        True,
+        "Hm.<|END_THINKING|><|START_TEXT|>Yes.<|END_TEXT|>",
+        "Hm.",
+        "Yes.",
+    ),
+    ("cohere_command3", False, "<|START_RESPONSE|>Yes.<|END_RESPONSE|>", "", "Yes."),
+    ("cohere_command3", True, "Hm.<|START_RESPONSE|>Yes.", "Hm.", "Yes."),
+    (
+        "kimi_k3",
+        True,
+        "Hm.<|close|>think<|sep|><|open|>response<|sep|>Yes.<|close|>response<|sep|>"
+        "<|close|>message<|sep|>",
+        "Hm.",
+        "Yes.",
+    ),
+    (
+        "inkling",
+        False,
+        "<|content_thinking|>Hm.<|end_message|><|message_model|><|content_text|>Yes."
+        "<|end_message|><|message_model|>now<|content_thinking|>So.<|end_message|>",
+        "Hm.\nSo.",
+        "Yes.",
+    ),
+    ("inkling", False, "now<|content_text|>Yes.<|content_model_end_sampling|>", "", "Yes."),
+    (
+        "muse_glimmer",
+        False,
+        " to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Yes.<|eot|>",
+        "Hm.",
+        "Yes.",
+    ),
+    (
+        "muse_glimmer",
+        False,
+        " to=now<|message|>A<|eom|><|start|>assistant to=self<|message|>Hm.<|eom|>"
+        "<|start|>assistant to=f.g<|message|>B<|eot|>",
+        "Hm.",
+        "AB",
+    ),
     ("kimi_k2", False, "\u25c1think\u25b7a\u25c1/think\u25b7b", "a", "b"),
 ]
 
@@ -55,6 +121,9 @@ def test_thinking_is_found_wherever_the_text_is_cut(
         ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
         ("deepseek_r1", "<\uff5cAssistant\uff5c>", True),
         ("deepseek_r1", "<\uff5cAssistant\uff5c></think>", False),
+        ("gemma4", "<|turn>model\n<|channel>thought\n", True),
+        ("gemma4", "<|turn>model\n<|channel>", True),
+        ("gemma4", "<|turn>model\n<|channel>thought\n<channel|>", False),
     ],
 )
 def test_the_prompts_end_says_whether_an_answer_begins_inside(
@@ -88,6 +157,21 @@ def test_calls_are_looked_for_behind_the_thinking_only() -> None:
     assert good_calls(found) == [("now", {})]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "text", "said"),
+    [
+        ("<think>\n", "Hm.\n</think>\nYes.", "<think>Hm.\n</think>\nYes."),
+        ("assistant\n", "<think>Hm.</think>Yes.", "<think>Hm.</think>Yes."),
+        ("<think></think>", "Yes.", "Yes."),
+    ],
+)
+def test_shown_reasoning_is_text_with_its_tags(prompt: str, text: str, said: str) -> None:
+    form = REASONING_FORMATS["minimax_m2_append_think"]
+    is_inside = form.starts_in_reasoning(prompt)
+
+    assert read_every_way(lambda: form.parser(is_inside=is_inside), text) == ("", said, [], [])
+
+
 def test_a_parser_knows_whether_the_text_is_reasoning() -> None:
     parser = ReasoningTagParser(REASONING_FORMATS["qwen3"], is_inside=False)
 
@@ -118,6 +202,18 @@ def test_a_parser_knows_whether_the_text_is_reasoning() -> None:
         ("<start_function_call>call:", "functiongemma", None),
         ("<steptml:invoke name=", "step3", "step3"),
         ("<tool_calls><tool_call>N<tool_sep><arg_key>", "hunyuan", None),
+        ("<|START_THINKING|> <|START_ACTION|>", "cohere_command3", "cohere_command3"),
+        ("<|message_model|><|content_thinking|>", None, "inkling"),
+        ("<|content_invoke_tool_json|>", "inkling", None),
+        ("<|open|>think<|sep|>", "kimi_k3", "kimi_k3"),
+        ("to=self<|message|> <atem:function_calls>", "muse_glimmer", "muse_glimmer"),
+        ("<|inner_prefix|><|tools_prefix|>", "apertus", None),
+        ("<dots_function_call><invoke name=", "dots", None),
+        ("<longcat_tool_call>", "longcat", None),
+        ("function call<|role_sep|>", "gigachat3", None),
+        ('<function name="f"><param name="x">', "minicpm5", None),
+        ("<functions> <function_calls>", "olmo3", None),
+        ("<think> <tool_call> <response>", "hermes", "ernie45"),
         ("{{ messages }}", None, None),
     ],
 )

@@ -40,6 +40,17 @@ CASES: list[tuple[Any, str, Any]] = [
     ({"type": "boolean"}, "FALSE", False),
     ({"type": ["integer", "null"]}, "NULL", None),
     (True, "123", "123"),
+    # Python's way to write lists and objects.
+    ({"type": "array"}, "['x', None, True, 1.5, ('y',)]", ["x", None, True, 1.5, ["y"]]),
+    ({"type": "object"}, "{'a': {'b': \"it's\"}, 1: 'c'}", {"a": {"b": "it's"}, "1": "c"}),
+    ({"type": ["array", "null"]}, "[1, 'x']", [1, "x"]),
+    ({"type": ["array", "string"]}, "['x']", "['x']"),
+    ({"type": "array"}, "['x'", "['x'"),
+    ({"type": "array"}, "[f(1)]", "[f(1)]"),
+    ({"type": "array"}, "[{1, 2}]", [[1, 2]]),
+    ({"type": "array"}, "[1e999, b'x']", "[1e999, b'x']"),
+    ({"type": "array"}, "[" * 5000, "[" * 5000),
+    ({"type": "integer"}, "'x'", "'x'"),
 ]
 
 

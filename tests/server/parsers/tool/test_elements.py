@@ -14,6 +14,8 @@ PERSON: Any = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
 }
+NUMBER, TEXT = {"type": "integer"}, {"type": "string"}
+REFERENCE, TREE = {"$ref": "#/$defs/person"}, {"$ref": "#/$defs/tree"}
 BOOKING: Any = {
     "type": "object",
     "properties": {
@@ -26,8 +28,15 @@ BOOKING: Any = {
         "labels": {"type": "object", "additionalProperties": {"type": "number"}},
         "rows": {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
         "free": {"type": "object"},
+        "who": {"anyOf": [{"$ref": "#/$defs/person"}, {"$ref": "#/$defs/firm"}]},
+        "sizes": {"allOf": [{"type": "array"}, {"oneOf": [{"items": NUMBER}, {"items": TEXT}]}]},
+        "tree": {"$ref": "#/$defs/tree"},
     },
-    "$defs": {"person": PERSON},
+    "$defs": {
+        "person": PERSON,
+        "firm": {"type": "object", "properties": {"id": NUMBER, "age": TEXT, "boss": REFERENCE}},
+        "tree": {"type": "object", "properties": {"n": NUMBER, "left": TREE, "right": TREE}},
+    },
 }
 TOOLS = {"book": BOOKING, "now": {}}
 
@@ -86,6 +95,16 @@ BOB = tag("name", "Bob")
         (tag("free", tag("a", "x"), tag("a", "y")), {"free": {"a": ["x", "y"]}}),
         (tag("other", tag("item", "x"), tag("item", "1")), {"other": ["x", "1"]}),
         (tag("other", "5"), {"other": "5"}),
+        (tag("who", ADA), {"who": {"name": "Ada", "age": 36}}),
+        (
+            tag("who", tag("id", "7"), tag("age", "36 years"), tag("boss", ADA)),
+            {"who": {"id": 7, "age": "36 years", "boss": {"name": "Ada", "age": 36}}},
+        ),
+        (tag("sizes", tag("item", "7"), tag("item", "x")), {"sizes": [7, "x"]}),
+        (
+            tag("tree", tag("n", "1"), tag("left", tag("n", "2"), tag("right", tag("n", "3")))),
+            {"tree": {"n": 1, "left": {"n": 2, "right": {"n": 3}}}},
+        ),
         (tag("seats", "1") + tag("note", "x"), {"seats": 1, "note": "x"}),
     ],
 )

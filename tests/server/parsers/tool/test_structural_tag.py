@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,10 @@ GEMMA_SCHEMA = {
     **SCHEMA,
     "properties": {**SCHEMA["properties"], "spots": {"type": "array", "items": {"enum": ["a", 1]}}},
 }
-NAMES = sorted(TOOL_CALL_FORMATS.keys() - {"openai"})
+NAMES = sorted(
+    {form: name for name, form in TOOL_CALL_FORMATS.items() if name != "openai"}.values()
+)
+"""A name for each format."""
 
 
 @cache
@@ -69,7 +73,8 @@ def encoder_of(name: str, is_special: bool) -> Tokenizer:
         *([REASONING_FORMATS["openai_gptoss"]] if name == "openai" else []),
     ]
     found = {word for form in forms for word in words_of(form)}
-    words = sorted(word for word in found if len(word) > 1 and word != "```")
+    parts = {part for word in found for part in re.findall(r"<\|\w+\|>", word)}
+    words = sorted(word for word in found | parts if len(word) > 1 and word != "```")
     marks = [
         word for word in words if word[0] in "<[]`" and word.count("<") < 2 and " to=" not in word
     ]
