@@ -19,8 +19,8 @@ from hpu.layers.metadata import (
 def zeroed(x: Tensor) -> tuple[Tensor, Tensor]:
     """Heads `x` (B, Q, heads, D) with 0 for NaN and infinities, and (B, Q) whether a token has any
     of them."""
-    is_bad = ~(x.abs() < math.inf)
-    return x.masked_fill(is_bad, 0.0), torch.any(is_bad, dim=(-2, -1))
+    found = x.nan_to_num(0.0, 0.0, 0.0)
+    return found, torch.any(found != x, dim=(-2, -1))
 
 
 def spoiled(x: Tensor, tokens: Tensor) -> Tensor:

@@ -96,12 +96,11 @@ class KVCache:
             else:
                 self._paged += caches
         self._flags: list[Tensor] = []
-        """Those of NonFiniteGuard. No part of the budget of a block: two bytes of each token."""
+        """Flags of NonFiniteGuard, a number for each token: too few to count in a memory split."""
         if model.non_finite_guard is not None:
             self._flags.append(backend.zeros(((num_blocks + 1) * block_size,), model.dtype))
             model.non_finite_guard.bind(self._flags[0], block_size)
-        tensors = itertools.chain(self._flags, *self._layers)
-        self.bytes = sum(tensor.nbytes for tensor in tensors)
+        self.bytes = sum(cache.nbytes for caches in self._layers for cache in caches)
         model.bind_caches(self._layers, block_size, num_rings)
         self._model = model
         self._offsets = torch.arange(block_size, dtype=backend.index_dtype).to(backend.device)

@@ -148,4 +148,3 @@ def test_flags_of_tokens_move_with_their_block_and_are_not_scrubbed_away() -> No
     cache.move_blocks([2], [0])
 
     assert flags.tolist() == [0.0] + [1.0] + [0.0] * 14
-    assert cache.bytes == sum(one.nbytes for one in cache.paged)
