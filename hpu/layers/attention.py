@@ -5,7 +5,6 @@ a launch's keys, and a decode reads a gathered list of blocks, or all blocks up 
 one slice. The blocks are those of the block tables, or of layers with a window the requests' rings.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -23,6 +22,7 @@ from hpu.layers.metadata import (
     PrefillMetadata,
     Visibility,
 )
+from hpu.layers.non_finite import spoiled, zeroed
 from hpu.layers.norm import FullQKNorm, QKNorm, UnweightedQKNorm
 from hpu.ops.attention import PlainAttention
 from hpu.ops.kernels import (
@@ -137,8 +137,9 @@ class SelfAttention(nn.Module):
 
     def zero_non_finite(self) -> None:
         """Zero non-finite Q, K and V from now on: where a matrix product weighs blocks of other
-        sequences with zero, 0 * NaN would leak into them. Not needed on plain CPU operations, which
-        add each block to its own sequence, unless slices of the cache are read."""
+        sequences with zero, 0 * NaN would leak into them. The output of their token is NaN, which
+        NonFiniteGuard carries to later tokens. Not needed on plain CPU operations, which add each
+        block to its own sequence, unless slices of the cache are read."""
         self._zeroes_non_finite = True
 
     def forward(
@@ -148,7 +149,7 @@ class SelfAttention(nn.Module):
         Without `rotation` heads are not rotated."""
         shape = self.shape
         batch, length, _ = hidden.shape
-        query_key, value, gate = self._project(hidden)
+        query_key, value, gate, is_bad = self._project(hidden)
         if self._is_plain:
             query_key = self.qk_norm(query_key)
             if rotation is not None:
@@ -163,6 +164,8 @@ class SelfAttention(nn.Module):
         out = out.reshape(batch, length, shape.query_size)
         if gate is not None:
             out = out * gate.reshape(out.shape).sigmoid()
+        if is_bad is not None:
+            out = spoiled(out, is_bad)
         return self.o_proj(out)  # type: ignore[no-any-return]
 
     def _transform(
@@ -181,12 +184,12 @@ class SelfAttention(nn.Module):
             query_key = self.qk_norm(query_key)
         return query_key, value
 
-    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """(queries and keys (B, Q, heads + kv_heads, D), values (B, Q, kv_heads, D), gate (B, Q,
-        heads, D) if there is one)."""
+        heads, D) if there is one, (B, Q) tokens in which numbers were zeroed, if they are)."""
         shape = self.shape
         batch, length, _ = hidden.shape
-        gate = None
+        gate = is_bad = None
         has_gate = not self._is_plain and self.kind.has_gate
         if self._splits_qkv or has_gate:
             if self._splits_qkv:
@@ -200,16 +203,17 @@ class SelfAttention(nn.Module):
                 query = query.reshape(batch, length, shape.query_size)
             query_key = torch.cat((query, key), dim=-1).view(batch, length, -1, shape.head_dim)
             value = value.view(batch, length, -1, shape.head_dim)
-            if self._zeroes_non_finite:
-                query_key, value = finite(query_key), finite(value)
-            return query_key, value, gate
+            if not self._zeroes_non_finite:
+                return query_key, value, gate, None
+            (query_key, is_bad), (value, is_bad_value) = zeroed(query_key), zeroed(value)
+            return query_key, value, gate, is_bad | is_bad_value
         heads = self.qkv_proj(hidden).view(batch, length, -1, shape.head_dim)
         if self._zeroes_non_finite:
-            heads = finite(heads)
+            heads, is_bad = zeroed(heads)
         query_key, value = heads.split_with_sizes(
             [shape.num_heads + shape.num_kv_heads, shape.num_kv_heads], dim=2
         )
-        return query_key, value, None
+        return query_key, value, None, is_bad
 
 
 class PagedAttention(nn.Module):
@@ -422,8 +426,3 @@ def read_context(
     """(B, kv_heads, C * block_size, head_dim) of the cached context."""
     blocks = ops.fetch_from_cache(_by_block(cache, block_size), block_list)
     return blocks.view(batch, -1, *blocks.shape[2:]).transpose(1, 2)
-
-
-def finite(x: Tensor) -> Tensor:
-    """`x` with 0 for NaN and infinities."""
-    return x.masked_fill(~(x.abs() < math.inf), 0.0)

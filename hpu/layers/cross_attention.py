@@ -39,16 +39,18 @@ class CrossAttention(nn.Module):
         self._keys = self._values = torch.empty(0)
 
     def bind(self, keys: Tensor, values: Tensor) -> None:
-        """Use these caches, (tiles, embeddings of a tile, kv_heads, head_dim) each."""
+        """Use these caches, (tiles, embeddings of a tile, kv_heads, head_dim) each. The last tile
+        is padding, which requests with fewer tiles than the launch read with a weight of zero."""
         self._keys, self._values = keys, values
 
     def write(self, tiles: Tensor, embeddings: Tensor) -> None:
-        """Cache keys and values of `embeddings` (n, embeddings of a tile, hidden) as `tiles`
-        (n)."""
+        """Cache keys and values of `embeddings` (n, embeddings of a tile, hidden) as `tiles` (n).
+        Padding stays zero: values of an image that are not finite would reach other requests."""
         heads = self.kv_proj(embeddings).view(*embeddings.shape[:2], 2, -1, self.shape.head_dim)
         keys, values = heads.unbind(2)
-        self._keys.index_copy_(0, tiles, self.k_norm(keys))
-        self._values.index_copy_(0, tiles, values.contiguous())
+        is_padding = (tiles == len(self._keys) - 1).view(-1, 1, 1, 1)
+        self._keys.index_copy_(0, tiles, self.k_norm(keys).masked_fill(is_padding, 0.0))
+        self._values.index_copy_(0, tiles, values.masked_fill(is_padding, 0.0))
 
     def forward(
         self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata

@@ -599,6 +599,42 @@ def _seen_blocks(
     return blocks.to(table.dtype).view(-1), first * block_size
 
 
+class MergedContext(NamedTuple):
+    """Cached blocks of several sequences in one row, `C` of all of them."""
+
+    groups: Tensor
+    """(C): index of each block's sequence, that behind the last for padding."""
+    rows: Tensor
+    """(C): the same, any for padding."""
+    logical: Tensor
+    """(C): logical block of its sequence."""
+    places: Tensor
+    """(C, block_size): position of each cached token in its sequence."""
+    is_real: Tensor
+    """(C, block_size) bool: slots that hold a token."""
+
+
+def token_owners(inputs: PrefillAttentionInputs) -> Tensor:
+    """(Q): index of the sequence of each token of one row, that behind the last for padding."""
+    tokens = torch.arange(inputs.positions.shape[1], device=inputs.positions.device)
+    return (tokens.unsqueeze(1) >= inputs.query_lens.cumsum(0)).sum(-1)
+
+
+def merged_context(inputs: PrefillAttentionInputs, block_size: int) -> MergedContext:
+    """The cached blocks of the sequences of one row, of which there is at least one."""
+    num_sequences, device = inputs.query_lens.shape[0], inputs.positions.device
+    blocks = torch.arange(inputs.block_list.shape[0], device=device)
+    counts = torch.div(inputs.context_lens + (block_size - 1), block_size, rounding_mode="floor")
+    ends = counts.cumsum(0)
+    groups = (blocks.unsqueeze(1) >= ends).sum(-1)
+    rows = groups.clamp_max(num_sequences - 1)
+    logical = blocks - (ends - counts).index_select(0, rows)
+    places = (logical * block_size).unsqueeze(1) + torch.arange(block_size, device=device)
+    is_real = (groups < num_sequences).unsqueeze(1)
+    is_real = is_real & (places < inputs.context_lens.index_select(0, rows).unsqueeze(1))
+    return MergedContext(groups, rows, logical, places, is_real)
+
+
 def _merged_metadata(
     inputs: PrefillAttentionInputs,
     block_size: int,
@@ -611,8 +647,7 @@ def _merged_metadata(
     length, num_sequences = positions.shape[0], inputs.query_lens.shape[0]
     device = positions.device
     tokens = torch.arange(length, device=device)
-    # (Q): index of each token's sequence, num_sequences for padding.
-    owners = (tokens.unsqueeze(1) >= inputs.query_lens.cumsum(0)).sum(-1)
+    owners = token_owners(inputs)
     distance = tokens - tokens.unsqueeze(1)
     new = (owners.unsqueeze(1) == owners) & (distance <= 0)
     if inputs.image_ids is not None:
@@ -622,20 +657,8 @@ def _merged_metadata(
     # (C): sequence and logical block of each cached block; any for padding.
     rows = logical = inputs.block_list
     if inputs.block_list.shape[0]:
-        blocks = torch.arange(inputs.block_list.shape[0], device=device)
-        counts = torch.div(
-            inputs.context_lens + (block_size - 1), block_size, rounding_mode="floor"
-        )
-        ends = counts.cumsum(0)
-        # (C): index of each block's sequence, num_sequences for padding.
-        groups = (blocks.unsqueeze(1) >= ends).sum(-1)
-        rows = groups.clamp_max(num_sequences - 1)
-        logical = blocks - (ends - counts).index_select(0, rows)
-        # (C, block_size): position of each cached token in its sequence.
-        places = (logical * block_size).unsqueeze(1) + torch.arange(block_size, device=device)
-        real = (groups < num_sequences).unsqueeze(1)
-        real = real & (places < inputs.context_lens.index_select(0, rows).unsqueeze(1))
-        cached = (owners.unsqueeze(1) == groups).unsqueeze(-1) & real
+        groups, rows, logical, places, is_real = merged_context(inputs, block_size)
+        cached = (owners.unsqueeze(1) == groups).unsqueeze(-1) & is_real
         cached, keys = cached.view(length, -1), places.view(-1)
 
     def mask(kind: Visibility, visible: Tensor, keys: Tensor, distance: Tensor | None) -> Tensor:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from config.model.decoder_spec import MLASpec
 from hpu.layers.attention import (
     decode_operands,
-    finite,
     prompt_operands,
     read_blocks,
     read_context,
@@ -26,6 +25,7 @@ from hpu.layers.metadata import (
     DecodeMetadata,
     PrefillMetadata,
 )
+from hpu.layers.non_finite import spoiled, zeroed
 from hpu.layers.norm import RMSNorm
 from hpu.ops.attention import PlainAttention
 from hpu.ops.kernels import AttentionImpl, Kernels, KVCacheOps
@@ -119,10 +119,14 @@ class MLAAttention(nn.Module):
         rotated, key = rotated.split_with_sizes([self.num_heads, 1], dim=2)
         query = torch.cat((plain, rotated), dim=-1)
         latents = torch.cat((latent.unsqueeze(2), key), dim=-1)
+        is_bad = None
         if self._zeroes_non_finite:
-            query, latents = finite(query), finite(latents)
-        out = self.core(query, latents, metadata)
-        return self.o_proj(out.reshape(batch, length, -1))  # type: ignore[no-any-return]
+            (query, is_bad), (latents, is_bad_latent) = zeroed(query), zeroed(latents)
+            is_bad = is_bad | is_bad_latent
+        out = self.core(query, latents, metadata).reshape(batch, length, -1)
+        if is_bad is not None:
+            out = spoiled(out, is_bad)
+        return self.o_proj(out)  # type: ignore[no-any-return]
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """(query heads (B, Q, heads * D), latent with its key (B, Q, latent size)), neither normed

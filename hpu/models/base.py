@@ -9,6 +9,7 @@ from config.model.model_config import ModelConfig
 from hpu.layers.attention_base import Shape
 from hpu.layers.cross_attention import CrossAttention
 from hpu.layers.metadata import AttentionInputs
+from hpu.layers.non_finite import NonFiniteGuard
 from hpu.layers.state_cache import StateCacheSpec
 from hpu.quantization.kv_cache import KVCacheFormat
 
@@ -92,6 +93,12 @@ class CausalLM(nn.Module):
     def bind_states(self, states: list[tuple[Tensor, ...]]) -> None:
         """Use each layer's states, of `state_specs`. Only if there are any."""
         raise NotImplementedError
+
+    @property
+    def non_finite_guard(self) -> NonFiniteGuard | None:
+        """That of a model whose attention zeroes what is not finite; None on pipeline stages that
+        are not the last."""
+        return None
 
     @property
     def cross_attentions(self) -> list[CrossAttention]:

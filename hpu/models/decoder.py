@@ -44,6 +44,7 @@ from hpu.layers.metadata_builder import MetadataBuilder, WiderMetadataBuilder
 from hpu.layers.mla import MLAAttention
 from hpu.layers.mlp import MLP, GatedMLP
 from hpu.layers.moe import SWIGLU_OAI, Experts, MoE, SparseMixer, TopKRouter
+from hpu.layers.non_finite import NonFiniteGuard
 from hpu.layers.norm import FullQKNorm, LayerNorm, QKNorm, RMSNorm, UnweightedQKNorm
 from hpu.layers.state_cache import StateCacheSpec
 from hpu.models.base import LoadableModel
@@ -91,6 +92,8 @@ class DecoderModel(nn.Module):
         self._numbers = tuple(layers)
         self.kept: Tensor | None = None
         """As CausalLM.kept_hidden_states."""
+        self.guard: NonFiniteGuard | None = None
+        """Set on the last stage where attention zeroes what is not finite."""
 
     @property
     def rotary_embs(self) -> list[RotaryEmbedding]:
@@ -110,12 +113,18 @@ class DecoderModel(nn.Module):
         hidden = tokens if is_embedded else self._embed(tokens, inputs.positions)
         if is_embedded and hidden.shape[-1] != self.input_width:
             hidden, *further = torch.split(hidden, self.input_width, dim=-1)
-            return self._one_by_one(hidden, rotations, metadata, further)
+            return self._end(self._one_by_one(hidden, rotations, metadata, further), inputs)
         if self.kept_layers:
-            return self._one_by_one(hidden, rotations, metadata, [])
+            return self._end(self._one_by_one(hidden, rotations, metadata, []), inputs)
         for layer, rope in zip(self.layers, self._ropes, strict=True):
             hidden = layer(hidden, rotations.get(rope), metadata)
-        return hidden if self.norm is None else self.norm(hidden)
+        return self._end(hidden, inputs)
+
+    def _end(self, hidden: Tensor, inputs: AttentionInputs) -> Tensor:
+        """What follows the layers."""
+        if self.norm is not None:
+            hidden = self.norm(hidden)
+        return hidden if self.guard is None else self.guard(hidden, inputs)
 
     def part(self, first: int, end: int, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
         """As `forward`, from layer `first` of this stage, before which `tokens` are hidden states
@@ -125,8 +134,7 @@ class DecoderModel(nn.Module):
         hidden = tokens if first else self._embed(tokens, inputs.positions)
         for layer, rope in islice(zip(self.layers, self._ropes, strict=True), first, end):
             hidden = layer(hidden, rotations.get(rope), metadata)
-        is_last = end == len(self.layers)
-        return self.norm(hidden) if is_last and self.norm is not None else hidden
+        return self._end(hidden, inputs) if end == len(self.layers) else hidden
 
     def _rotations(self, inputs: AttentionInputs) -> dict[str, Rotation]:
         """By the names of ropes."""
@@ -145,7 +153,7 @@ class DecoderModel(nn.Module):
         metadata: AttentionMetadata,
         further: list[Tensor],
     ) -> Tensor:
-        """Through layers and norm, keeping what is in front of `kept_layers`. `further`: what
+        """Through the layers, keeping what is in front of `kept_layers`. `further`: what
         earlier stages have kept, then what is added to the outputs of the first layers."""
         kept = dict(zip(self.received_layers, further, strict=False))
         added = further[len(self.received_layers) :]
@@ -161,7 +169,7 @@ class DecoderModel(nn.Module):
             return torch.cat((hidden, *all_kept), dim=-1) if all_kept else hidden
         if all_kept:
             self.kept = torch.cat(all_kept, dim=-1)
-        return self.norm(hidden)  # type: ignore[no-any-return]
+        return hidden
 
     @property
     def received_layers(self) -> list[int]:
@@ -242,8 +250,7 @@ class Decoder(LoadableModel):
         if not stage.is_last:
             # The blocks of a request whose logits are not finite are scrubbed on the last stage,
             # which alone knows of it.
-            for attention in self.attention_layers:
-                attention.zero_non_finite()
+            self._zero_non_finite()
 
     def _shards_by_parameter(self) -> dict[str, list[Shard]]:
         """What fills each parameter of this rank."""
@@ -663,6 +670,16 @@ class Decoder(LoadableModel):
         return [one for one in attentions if not isinstance(one, StateLayer | CrossAttention)]
 
     @property
+    def non_finite_guard(self) -> NonFiniteGuard | None:
+        return self.model.guard
+
+    def _zero_non_finite(self) -> None:
+        for attention in self.attention_layers:
+            attention.zero_non_finite()
+        if self.stage.is_last and self.model.guard is None:
+            self.model.guard = NonFiniteGuard()
+
+    @property
     def cross_attentions(self) -> list[CrossAttention]:
         attentions = (layer.self_attn for layer in self.layers)
         return [one for one in attentions if isinstance(one, CrossAttention)]
@@ -761,8 +778,7 @@ class Decoder(LoadableModel):
 
     def read_contiguously(self) -> None:
         self.model.metadata.contiguous = True
-        for attention in self.attention_layers:
-            attention.zero_non_finite()
+        self._zero_non_finite()
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool = False) -> None:
         """Run on a device's fused kernels from now on. Once, before the first launch."""
@@ -779,9 +795,9 @@ class Decoder(LoadableModel):
                 layer.mlp.experts.use_kernels(kernels)
         for attention in self.attention_layers:
             attention.use_kernels(kernels, split_qkv=split_qkv)
-            # Their matrix products sum over all blocks of a launch, with zeros for the blocks of
-            # other sequences.
-            attention.zero_non_finite()
+        # Their matrix products sum over all blocks of a launch, with zeros for the blocks of other
+        # sequences.
+        self._zero_non_finite()
 
 
 def _router(moe: MoEConfig, spec: MoESpec) -> TopKRouter | SparseMixer:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from hpu.layers.attention import AttentionKind, HeadShape, PagedAttention, finite
+from hpu.layers.attention import AttentionKind, HeadShape, PagedAttention
 from hpu.layers.metadata import AttentionMetadata, DecodeMetadata
+from hpu.layers.non_finite import spoiled, zeroed
 from hpu.ops.kernels import Kernels
 
 IMPLEMENTATION = "gaudiserve_paged"
@@ -75,7 +76,7 @@ class LayerAttention(nn.Module):
         self.attn.impl = kernels.make_attention()
 
     def zero_non_finite(self) -> None:
-        """As SelfAttention.zero_non_finite."""
+        """SelfAttention.zero_non_finite, for the attention of a foreign model."""
         self._zeroes_non_finite = True
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
@@ -87,15 +88,18 @@ class LayerAttention(nn.Module):
         if value_size < size:
             value = functional.pad(value, (0, size - value_size))
         query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
+        is_bad = None
         if self._zeroes_non_finite:
-            query, key, value = map(finite, (query, key, value))
+            (query, key, value), tokens = zip(*map(zeroed, (query, key, value)), strict=True)
+            is_bad = tokens[0] | tokens[1] | tokens[2]
         metadata = self._launch.metadata
         assert metadata is not None
         if isinstance(metadata, DecodeMetadata):
             out = self.attn(query.contiguous(), key, value, metadata, sinks).unsqueeze(1)
         else:
             out = self.attn(query, key, value, metadata, sinks)
-        return out[..., :value_size]  # type: ignore[no-any-return]
+        out = out[..., :value_size]
+        return out if is_bad is None else spoiled(out, is_bad.unsqueeze(-1))
 
 
 def register() -> None:

@@ -47,6 +47,7 @@ from hpu.layers.metadata import (
     make_rings,
 )
 from hpu.layers.moe import Experts
+from hpu.layers.non_finite import NonFiniteGuard
 from hpu.layers.norm import RMSNorm
 from hpu.models.base import LoadableModel
 from hpu.models.transformers_attention import (
@@ -148,6 +149,8 @@ class TransformersModel(LoadableModel):
         self._contiguous = False
         self._block_size = 0
         self._rings: Rings | None = None
+        self.guard: NonFiniteGuard | None = None
+        """As DecoderModel.guard."""
         has_files = has_files and device.type != "meta"
         stored = folder_shapes(Path(config.path)) if has_files else {}
         causal = _build(config, dtype, max_layers=len(stored) or MAX_LAYERS)
@@ -275,7 +278,8 @@ class TransformersModel(LoadableModel):
             out = self._body(**given, position_ids=inputs.positions, use_cache=False)
         # Not kept: it would be among the outputs of a compiled graph.
         self._launch.metadata = None
-        return out.last_hidden_state  # type: ignore[no-any-return]
+        hidden: Tensor = out.last_hidden_state
+        return hidden if self.guard is None else self.guard(hidden, inputs)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self._body.get_input_embeddings()(tokens)  # type: ignore[no-any-return]
@@ -313,10 +317,19 @@ class TransformersModel(LoadableModel):
         self._block_size = block_size
         self._rings = make_rings(self._kinds, block_size, num_rings)
 
-    def read_contiguously(self) -> None:
-        self._contiguous = True
+    @property
+    def non_finite_guard(self) -> NonFiniteGuard | None:
+        return self.guard
+
+    def _zero_non_finite(self) -> None:
         for attention in self.attention_layers:
             attention.zero_non_finite()
+        if self.guard is None:
+            self.guard = NonFiniteGuard()
+
+    def read_contiguously(self) -> None:
+        self._contiguous = True
+        self._zero_non_finite()
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool = False) -> None:
         """Run attention, and the RMS norms and experts that are ours, on a device's fused kernels
@@ -329,7 +342,7 @@ class TransformersModel(LoadableModel):
                 module.use_kernels(kernels)
         for attention in self.attention_layers:
             attention.use_kernels(kernels)
-            attention.zero_non_finite()
+        self._zero_non_finite()
 
 
 def _refusal(config: ModelConfig, reason: str) -> ConfigError:

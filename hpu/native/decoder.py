@@ -22,10 +22,12 @@ from hpu.layers.metadata import (
     AttentionInputs,
     DecodeAttentionInputs,
     PrefillAttentionInputs,
+    TextAttentionInputs,
     rotated_positions,
 )
 from hpu.layers.mlp import MLP, GatedMLP
 from hpu.layers.moe import MoE, TopKRouter
+from hpu.layers.non_finite import NonFiniteGuard
 from hpu.layers.norm import QKNorm
 from hpu.layers.state_cache import StateCacheSpec
 from hpu.models.base import CausalLM
@@ -200,12 +202,15 @@ class CompiledDecoder(CausalLM):
         if slots is not None and self._adapters is not None and not self._adapters.knows(slots):
             return self.model(tokens, inputs)  # type: ignore[no-any-return]
         is_wide = tokens.dim() > 2 and tokens.shape[-1] != self.config.hidden_size
-        if self._launcher is not None and not is_wide:
-            if isinstance(inputs, DecodeAttentionInputs):
-                return self._launcher.decode(tokens, inputs)
-            if isinstance(inputs, PrefillAttentionInputs):
-                return self._launcher.prefill(tokens, inputs)
-        return self.model(tokens, inputs)  # type: ignore[no-any-return]
+        if self._launcher is None or is_wide or isinstance(inputs, TextAttentionInputs):
+            return self.model(tokens, inputs)  # type: ignore[no-any-return]
+        if isinstance(inputs, DecodeAttentionInputs):
+            hidden = self._launcher.decode(tokens, inputs)
+        else:
+            hidden = self._launcher.prefill(tokens, inputs)
+        # Launches of the model itself may have zeroed earlier tokens.
+        guard = self.non_finite_guard
+        return hidden if guard is None else guard(hidden, inputs)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.model.embed(tokens)
@@ -285,6 +290,10 @@ class CompiledDecoder(CausalLM):
 
     def bind_states(self, states: list[tuple[Tensor, ...]]) -> None:
         self.model.bind_states(states)
+
+    @property
+    def non_finite_guard(self) -> NonFiniteGuard | None:
+        return self.model.non_finite_guard
 
     @property
     def cross_attentions(self) -> list[CrossAttention]:

@@ -95,6 +95,11 @@ class KVCache:
                 self._rings += [(size, cache) for cache in caches]
             else:
                 self._paged += caches
+        self._flags: list[Tensor] = []
+        """Flags of NonFiniteGuard, a number for each token: too few to count in a memory split."""
+        if model.non_finite_guard is not None:
+            self._flags.append(backend.zeros(((num_blocks + 1) * block_size,), model.dtype))
+            model.non_finite_guard.bind(self._flags[0], block_size)
         self.bytes = sum(cache.nbytes for caches in self._layers for cache in caches)
         model.bind_caches(self._layers, block_size, num_rings)
         self._model = model
@@ -106,8 +111,8 @@ class KVCache:
 
     @property
     def paged(self) -> list[Tensor]:
-        """The caches of blocks, (blocks * block_size, ...) each."""
-        return self._paged
+        """What blocks have a part of, (blocks * block_size, ...) each."""
+        return [*self._paged, *self._flags]
 
     def close(self) -> None:
         """Free the memory; the model must not run until another cache is bound."""
@@ -117,8 +122,10 @@ class KVCache:
         self._model.bind_caches(
             [tuple(none for _ in caches) for caches in self._layers], self.block_size
         )
+        if self._model.non_finite_guard is not None:
+            self._model.non_finite_guard.bind(None, self.block_size)
         self._layers = []
-        self._paged, self._rings = [], []
+        self._paged, self._rings, self._flags = [], [], []
         self._moves.clear()
 
     def warm_moves(self) -> None:
@@ -155,7 +162,7 @@ class KVCache:
     def _move_part(self, sources: list[int], targets: list[int], size: int) -> None:
         old, new = self._moves[size].upload(sources, targets, pad_block=self.num_blocks)
         old, new = self._slots(old), self._slots(new)
-        for cache in self._paged:
+        for cache in self.paged:
             contents = cache.index_select(0, old)
             cache.index_copy_(0, new, contents)
             cache.index_copy_(0, old, torch.zeros_like(contents))

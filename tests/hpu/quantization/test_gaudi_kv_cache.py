@@ -136,6 +136,8 @@ def test_the_code_of_transformers_caches_in_the_same_formats(tmp_path: Path) -> 
 class _Layer:
     """One layer of two heads of three numbers in a format."""
 
+    non_finite_guard = None
+
     def __init__(self, format: KVCacheFormat) -> None:
         self._spec = KVCacheSpec(2, 3, torch.bfloat16, format=format)
         self.keys = torch.empty(0)

@@ -8,6 +8,7 @@ from config.execution import HPU_GRAPHS, ExecutionConfig, ModeChoice
 from hpu.backends.cpu import CpuBackend
 from hpu.backends.gaudi import GaudiBackend
 from hpu.layers.attention_base import KVCacheSpec, Shape
+from hpu.layers.non_finite import NonFiniteGuard
 from hpu.runner.kv_cache import KVCache, block_bytes
 
 NAN = float("nan")
@@ -15,6 +16,9 @@ NAN = float("nan")
 
 class _Layers:
     """Two layers of two heads of three numbers."""
+
+    dtype = torch.float32
+    non_finite_guard: NonFiniteGuard | None = None
 
     def __init__(self, *windows: int | None) -> None:
         self.windows = list(windows) or [None, None]
@@ -130,3 +134,17 @@ def test_where_memory_is_short_more_small_moves_do_the_work_of_a_large_one() -> 
     assert keys[:12, 0, 0, 0].tolist() == [*range(39, 27, -1)]
     assert keys[12:28, 0, 0, 0].tolist() == [*range(12, 28)]
     assert not keys[28:].any()
+
+
+def test_flags_of_tokens_move_with_their_block_and_are_not_scrubbed_away() -> None:
+    model = _Layers()
+    model.non_finite_guard = NonFiniteGuard()
+    cache = _cache(model)
+    flags = cache.paged[-1]
+    flags[9] = 1.0
+    cache.warm_moves()
+
+    cache.scrub([2])
+    cache.move_blocks([2], [0])
+
+    assert flags.tolist() == [0.0] + [1.0] + [0.0] * 14

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from image_traffic import ImageRig, Prompt, encoded, text, write
+from paged_harness import load_decoder
 from tiny_vision_models import (
     IMAGE,
     Picture,
@@ -126,6 +127,25 @@ def test_each_token_sees_the_images_that_it_sees_in_transformers(
     # They differ where the pictures do, in front of them too.
     other = write(text(1, 7), three, text(2, 6))
     assert np.abs(expected(whole, other) - expected(whole, prompts[2]))[:6].max() > 1e-3
+
+
+def test_an_image_that_is_not_finite_leaves_nothing_in_the_padding_of_other_requests(
+    folder: Path, whole: Any
+) -> None:
+    layer = load_decoder(folder).cross_attentions[0]
+    heads = layer.kv_proj.out_features // (2 * layer.shape.head_dim)
+    keys, values = torch.zeros(2, 3, 4, heads, layer.shape.head_dim).unbind(0)
+    layer.bind(keys, values)
+    embeddings = torch.ones(3, 4, layer.q_proj.in_features)
+    embeddings[:2] = torch.nan
+
+    # A launch of several cards repeats an image, for padding.
+    layer.write(torch.tensor([0, 2, 1]), embeddings)
+
+    for cache in (keys, values):
+        assert cache[0].isnan().all()
+        assert cache[1].isfinite().all()
+        assert not cache[2].any()
 
 
 def test_a_request_with_more_tiles_than_launches_have_is_an_error(
