@@ -33,8 +33,8 @@ def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
     """
     if file.value("general.type", str) == "adapter":
         raise ConfigError(
-            f"{file.path} is a LoRA adapter, not a model: adapters are folders of PEFT, given with "
-            "--lora-modules"
+            f"{file.path} is a LoRA adapter, not a model: serve its base model with --enable-lora "
+            "--lora-modules name=file"
         )
     family = FAMILIES.get(file.architecture)
     if family is None:

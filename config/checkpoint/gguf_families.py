@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 
 from config.checkpoint.gguf_metadata import GgufFile
 from config.errors import ConfigError
+from config.model.family_fields import causal_name
 from config.model.json_fields import Json
+from config.model.model_config import ModelConfig
 
 EPS = "rms_norm_eps"
 
@@ -397,3 +399,10 @@ FAMILIES: Mapping[str, GgufFamily] = {
     ),
 }
 """By the names that files have in general.architecture."""
+
+
+def architecture_of(facts: ModelConfig) -> str:
+    """The Hugging Face name that FAMILIES has for the model of `facts`, whatever its ending is."""
+    if facts.encoder is not None:
+        return f"{facts.encoder.family}Model"
+    return causal_name(facts.architecture)

@@ -20,7 +20,7 @@ from config.model.read_config import read_model_config
 
 Array = npt.NDArray[Any]
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
     "intermediate_size": MLP,
@@ -476,7 +476,7 @@ def write_checkpoint(folder: Path, case: str) -> dict[str, Array]:
     # Each family reads the name that it knows.
     eps = dict.fromkeys(_EPS, 1e-5)
     folder.mkdir(parents=True)
-    config = {**_COMMON, **eps, "architectures": [name], "torch_dtype": "float32", **fields}
+    config = {**COMMON, **eps, "architectures": [name], "torch_dtype": "float32", **fields}
     (folder / "config.json").write_text(json.dumps(config))
     weight_map = weight_map_of(read_model_config(str(folder)))
     assert weight_map is not None
@@ -497,8 +497,8 @@ def write_case(path: Path, case: str, tensors: dict[str, Array], **further: Any)
     """The GGUF file of a case. `further`: arguments of write_gguf."""
     _, fields, settings = CASES[case]
     architecture = architecture_of(case)
-    config = {**_COMMON, **fields}
-    stored = dict(_stored(architecture, config, tensors))
+    config = {**COMMON, **fields}
+    stored = dict(stored_tensors(architecture, config, tensors))
     if architecture == "glm4moe":
         # The layer for multi-token prediction.
         stored["blk.2.nextn.eh_proj.weight"] = np.zeros((HIDDEN, 2 * HIDDEN), np.float32)
@@ -512,9 +512,10 @@ def write_case(path: Path, case: str, tensors: dict[str, Array], **further: Any)
     )
 
 
-def _stored(
+def stored_tensors(
     architecture: str, config: dict[str, Any], tensors: dict[str, Array]
 ) -> Iterator[tuple[str, Array]]:
+    """The tensors of a checkpoint under their names in a file, in the form that files have."""
     kind = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
     names = get_tensor_name_map(kind, config["num_hidden_layers"])
 
