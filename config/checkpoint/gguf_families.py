@@ -40,6 +40,15 @@ def has(file: GgufFile, part: str) -> bool:
     return any(f"blk.{layer}.{part}" in file.tensors for layer in range(_BLOCKS_TO_TRY))
 
 
+def layer_kv_heads(file: GgufFile) -> list[int]:
+    """Key heads of each layer, 0 for a layer without attention; empty if the file has one number
+    for all layers."""
+    key = f"{file.architecture}.attention.head_count_kv"
+    if not isinstance(file.metadata.get(key), list):
+        return []
+    return file.values(key, int) or []
+
+
 _BLOCKS_TO_TRY = 4
 """The first layers may differ from the others."""
 
@@ -277,6 +286,26 @@ def _granite_moe(file: GgufFile, config: Json) -> Json:
     return found
 
 
+def _granite_hybrid(file: GgufFile, config: Json) -> Json:
+    heads, inner = file.count("ssm.time_step_rank"), file.count("ssm.inner_size")
+    shared = file.get("expert_shared_feed_forward_length", int)
+    return {
+        **_granite(file, config),
+        "layer_types": ["attention" if count else "mamba" for count in layer_kv_heads(file)],
+        "position_embedding_type": "rope" if file.get("rope.scaling.finetuned", bool) else "nope",
+        "shared_intermediate_size": shared or config["intermediate_size"],
+        "num_local_experts": 0,
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_expand": max(1, inner // config["hidden_size"]),
+        "mamba_n_groups": file.count("ssm.group_count", 1),
+        "mamba_d_state": file.count("ssm.state_size"),
+        "mamba_d_conv": file.count("ssm.conv_kernel"),
+        "mamba_conv_bias": has(file, "ssm_conv1d.bias"),
+        "mamba_proj_bias": has(file, "ssm_in.bias"),
+    }
+
+
 def _llama4(file: GgufFile, config: Json) -> Json:
     # llama.cpp has these as facts of the architecture; Maverick has 128 experts.
     return {
@@ -386,6 +415,9 @@ FAMILIES: Mapping[str, GgufFamily] = {
     "ernie4_5-moe": GgufFamily("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", derive=_ernie),
     "granitemoe": GgufFamily(
         "GraniteMoeForCausalLM", others=("GraniteMoeSharedForCausalLM",), derive=_granite_moe
+    ),
+    "granitehybrid": GgufFamily(
+        "GraniteMoeHybridForCausalLM", "granitemoehybrid", derive=_granite_hybrid
     ),
     "minimax-m2": GgufFamily("MiniMaxM2ForCausalLM", "minimax_m2"),
     "llama4": GgufFamily("Llama4ForCausalLM", "llama4_text", derive=_llama4),

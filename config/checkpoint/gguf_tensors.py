@@ -36,7 +36,9 @@ DTYPES = {
     "uint8": ("U8", 1),
 }
 """The name of a dtype in safetensors, and its bytes."""
-PERMUTED = ("llama", "granite", "granitemoe", "smollm3", "internlm2", "baichuan")
+PERMUTED = (
+    *("llama", "granite", "granitemoe", "granitehybrid", "smollm3", "internlm2", "baichuan"),
+)
 """Architectures whose files interleave the two halves of each head of q and k, so that rope rotates
 neighbours."""
 
@@ -189,8 +191,11 @@ class WeightSources:
         if all(part.combine is None for part in parts):
             stored = [source.shape for part in parts for source in part.sources]
             shape = (sum(rows for rows, *_ in stored), *stored[0][1:])
-            # Files leave out dimensions of 1, such as the input channel of a convolution.
-            shape = spec.shape if _squeezed(shape) == _squeezed(spec.shape) else shape
+            # Files leave out dimensions of 1, such as the input channel of a convolution, and may
+            # have a vector in rows.
+            is_vector = len(spec.shape) == 1 and math.prod(shape) == spec.shape[0]
+            if is_vector or _squeezed(shape) == _squeezed(spec.shape):
+                shape = spec.shape
         is_vector = len(shape) == 1
         change = _change(spec)
         return Entry(spec.name, shape, "float32" if is_vector else dtype, parts, change)
@@ -203,7 +208,9 @@ class WeightSources:
             return tuple(self._stacked_experts(spec))
         if ".in_proj_qkvz." in spec.name:
             return self._fused_delta(spec, kind)
-        if spec.name.endswith(".shared_mlp.input_linear.weight"):
+        if spec.name.endswith(
+            (".shared_mlp.input_linear.weight", ".shared_mlp.output_linear.weight")
+        ):
             return self._merged_mlp(spec)
         if spec.name.endswith(".linear_attn.out_proj.weight"):
             return self._delta_output(spec)
@@ -408,15 +415,21 @@ class WeightSources:
         return (Part((source,), lambda values: values[:, order]),)
 
     def _merged_mlp(self, spec: WeightSpec) -> tuple[Part, ...]:
-        """Gate and up of a shared expert, which the checkpoint merges."""
+        """The MLP for all tokens, whose gate and up the checkpoint merges. In a file it is a shared
+        expert, and in models without experts an MLP."""
         layer = self._layer.match(spec.name)
         assert layer is not None
-        parts = []
-        for name in ("gate", "up"):
-            source = self._source(f"blk.{layer[1]}.ffn_{name}_shexp.weight", spec.name)
-            self._check_shape(source, (spec.shape[0] // 2, spec.shape[1]), spec.name)
-            parts.append(Part((source,)))
-        return tuple(parts)
+        is_down = spec.name.endswith("output_linear.weight")
+        parts = ("down",) if is_down else ("gate", "up")
+        shape = (spec.shape[0] // len(parts), spec.shape[1])
+        plain = f"blk.{layer[1]}.ffn_{parts[0]}.weight"
+        end = "" if plain in self._file.tensors else "_shexp"
+        sources = [
+            self._source(f"blk.{layer[1]}.ffn_{part}{end}.weight", spec.name) for part in parts
+        ]
+        for source in sources:
+            self._check_shape(source, shape, spec.name)
+        return tuple(Part((source,)) for source in sources)
 
     def _stacked_experts(self, spec: WeightSpec) -> Iterator[Part]:
         """Weights or biases of all experts, which the file has for gate, up and down."""

@@ -146,6 +146,41 @@ _GPT_OSS = Case(
     },
 )
 
+_GRANITE_HYBRID = Case(
+    "GraniteMoeHybridForCausalLM",
+    {
+        "num_hidden_layers": 4,
+        "layer_types": ["mamba", "mamba", "attention", "mamba"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 48,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 12,
+        "mamba_d_conv": 4,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.25,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+    },
+    {
+        **_EXPERTS,
+        "attention.head_count_kv": [0, 0, KV_HEADS, 0],
+        "expert_shared_feed_forward_length": 48,
+        "embedding_scale": 3.0,
+        "attention.scale": 0.25,
+        "residual_scale": 0.5,
+        "logit_scale": 2.0,
+        "rope.scaling.finetuned": False,
+        "ssm.conv_kernel": 4,
+        "ssm.state_size": 12,
+        "ssm.group_count": 2,
+        "ssm.inner_size": 128,
+        "ssm.time_step_rank": 8,
+    },
+)
+
 CASES: dict[str, Case] = {
     "llama": Case("LlamaForCausalLM"),
     "llama with a window": Case(
@@ -391,6 +426,23 @@ CASES: dict[str, Case] = {
             "shared_intermediate_size": 48,
         },
         {**_EXPERTS, "attention.scale": 0.25, "expert_shared_feed_forward_length": 48},
+    ),
+    "granitehybrid": _GRANITE_HYBRID,
+    "granitehybrid without experts": _GRANITE_HYBRID._replace(
+        fields={
+            **_GRANITE_HYBRID.fields,
+            "num_local_experts": 0,
+            "mamba_n_groups": 1,
+            "position_embedding_type": "rope",
+            "mamba_proj_bias": True,
+        },
+        settings={
+            **_GRANITE_HYBRID.settings,
+            "expert_count": 0,
+            "expert_used_count": 0,
+            "ssm.group_count": 1,
+            "rope.scaling.finetuned": True,
+        },
     ),
     "minimax-m2": Case(
         "MiniMaxM2ForCausalLM",
@@ -683,6 +735,27 @@ def _granite_moe(name: str, values: Array, config: dict[str, Any]) -> Changed:
         yield from _permuted(name, values, config)
 
 
+def _granite_hybrid(name: str, values: Array, config: dict[str, Any]) -> Changed:
+    layer = name.split(".")[2] if ".layers." in name else ""
+    if name.endswith("mamba.A_log"):
+        yield name, -np.exp(values)[:, None]
+    elif name.endswith("mamba.D"):
+        yield name, values[:, None]
+    elif name.endswith("mamba.dt_bias"):
+        yield name.replace(".dt_bias", ".dt_proj.bias"), values
+    elif name.endswith("mamba.norm.weight"):
+        yield name, values.reshape(config["mamba_n_groups"], -1)
+    elif "conv1d.weight" in name:
+        yield name, values.squeeze()
+    elif "shared_mlp" in name and not config["num_local_experts"]:
+        is_down = name.endswith("output_linear.weight")
+        kinds = ("down",) if is_down else ("gate", "up")
+        for kind, part in zip(kinds, np.split(values, len(kinds)), strict=True):
+            yield f"blk.{layer}.ffn_{kind}.weight", part
+    else:
+        yield from _granite_moe(name, values, config)
+
+
 def _llama4(name: str, values: Array, config: dict[str, Any]) -> Changed:
     if ".experts." not in name:
         yield name, values
@@ -722,6 +795,7 @@ _CHANGED: dict[str, Change] = {
     "gptneox": _qkv_by_head,
     "gpt2": _transposed,
     "granitemoe": _granite_moe,
+    "granitehybrid": _granite_hybrid,
     "llama4": _llama4,
     "qwen3next": _qwen3_next,
     "deepseek2": _deepseek2,
