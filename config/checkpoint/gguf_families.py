@@ -365,6 +365,11 @@ def _bert(file: GgufFile, config: Json) -> Json:
     }
 
 
+def _nomic_bert(file: GgufFile, config: Json) -> Json:
+    types = file.tensors.get("token_types.weight")
+    return {"hidden_act": "silu", "type_vocab_size": 1 if types is None else types.shape[-1]}
+
+
 FAMILIES: Mapping[str, GgufFamily] = {
     "llama": GgufFamily(
         "LlamaForCausalLM", others=("MistralForCausalLM", "MixtralForCausalLM"), derive=_llama
@@ -426,6 +431,9 @@ FAMILIES: Mapping[str, GgufFamily] = {
     "phimoe": GgufFamily("PhimoeForCausalLM", derive=_phimoe),
     "internlm2": GgufFamily("InternLM2ForCausalLM"),
     "baichuan": GgufFamily("BaichuanForCausalLM", derive=_baichuan),
+    "nomic-bert": GgufFamily(
+        "NomicBertModel", "nomic_bert", eps="layer_norm_eps", derive=_nomic_bert
+    ),
     "bert": GgufFamily(
         "BertModel", others=("DistilBertModel",), eps="layer_norm_eps", derive=_bert
     ),

@@ -509,6 +509,9 @@ CASES: dict[str, Case] = {
         },
         {"attention.head_count_kv": 4},
     ),
+    "nomic-bert": Case(
+        "NomicBertModel", {"type_vocab_size": 2, "num_key_value_heads": 4, "hidden_act": "silu"}
+    ),
     "bert": Case("BertModel", {"type_vocab_size": 2}),
     "bert of DistilBERT": Case(
         "DistilBertModel",
