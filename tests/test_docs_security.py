@@ -8,7 +8,7 @@ from config import expressions, traffic, whole_files
 from config.checkpoint import gguf_metadata, safetensors_files
 from config.checkpoint import tokenizer_bounds as tokenizer
 from config.loading import sources
-from config.lora import adapter, adapter_folder, peft_config
+from config.lora import adapter, adapter_folder, gguf_adapter, peft_config
 from config.model import json_fields as fields
 from config.params import sampling
 from config.params import structured_output as grammar
@@ -164,7 +164,10 @@ def isolation(limits: compilation.Limits) -> str:
         f"| weights of an adapter | finite, at most {adapter.MAX_VALUE:,.0f};",
         f"| adapters | {lora_slots.MAX_ADAPTERS:,} served; {adapter_reader.MAX_PENDING} wait",
         f"| metadata of a GGUF file | {gguf_metadata.MAX_METADATA_BYTES // MIB} MiB, "
-        f"{gguf_metadata.MAX_ELEMENTS:,} array elements",
+        f"{gguf_metadata.MAX_ELEMENTS:,} array elements; of an adapter "
+        f"{gguf_adapter.MAX_METADATA_BYTES // MIB} MiB",
+        f"| adapter in GGUF | {gguf_adapter.MAX_FILE_BYTES // GIB} GiB, "
+        f"{gguf_adapter.MAX_NUMBERS:,} numbers",
     ],
 )
 def test_a_limit_of_the_page_equals_that_of_the_code(row: str) -> None:

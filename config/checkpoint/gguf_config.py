@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from config.checkpoint.gguf_families import FAMILIES, has
+from config.checkpoint.gguf_families import FAMILIES, has, layer_kv_heads
 from config.checkpoint.gguf_metadata import GgufFile
 from config.errors import ConfigError
 from config.model.architectures import ARCHITECTURES
@@ -33,8 +33,8 @@ def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
     """
     if file.value("general.type", str) == "adapter":
         raise ConfigError(
-            f"{file.path} is a LoRA adapter, not a model: adapters are folders of PEFT, given with "
-            "--lora-modules"
+            f"{file.path} is a LoRA adapter, not a model: serve its base model with --enable-lora "
+            "--lora-modules name=file"
         )
     family = FAMILIES.get(file.architecture)
     if family is None:
@@ -56,7 +56,7 @@ def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
         "intermediate_size": file.count("feed_forward_length"),
         "num_hidden_layers": file.count("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": file.count("attention.head_count_kv", heads),
+        "num_key_value_heads": _kv_heads(file, heads),
         "head_dim": head_dim,
         "max_position_embeddings": file.count("context_length"),
         family.eps: _epsilon(file),
@@ -86,6 +86,21 @@ def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
     return config
 
 
+def _kv_heads(file: GgufFile, heads: int) -> int:
+    """Key heads of a layer with attention. A file whose layers differ has a list, with 0 for each
+    layer without attention."""
+    counts = layer_kv_heads(file)
+    if not counts:
+        return file.count("attention.head_count_kv", heads)
+    found = sorted({count for count in counts if count})
+    if len(found) != 1 or found[0] < 1:
+        raise ConfigError(
+            f"{file.architecture}.attention.head_count_kv in {file.path} is {shown(counts)}, all "
+            "layers with attention must have the same number of heads"
+        )
+    return found[0]
+
+
 def _default(architecture: str, field: str, usual: float) -> Any:
     family = ARCHITECTURES.get(architecture)
     return usual if family is None else family.defaults.get(field, usual)
@@ -107,6 +122,8 @@ def _experts(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     family = ARCHITECTURES.get(config["architectures"][0])
     names = None if family is None else family.moe
     if names is None:
+        return {}
+    if names.may_be_none and not file.get("expert_count", int):
         return {}
     found: dict[str, Any] = {
         names.num_experts: file.count("expert_count"),

@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 
 from config.checkpoint.gguf_metadata import GgufFile
 from config.errors import ConfigError
+from config.model.family_fields import causal_name
 from config.model.json_fields import Json
+from config.model.model_config import ModelConfig
 
 EPS = "rms_norm_eps"
 
@@ -36,6 +38,15 @@ class GgufFamily(NamedTuple):
 def has(file: GgufFile, part: str) -> bool:
     """Whether a layer has the tensor `part`, such as `attn_q.bias`."""
     return any(f"blk.{layer}.{part}" in file.tensors for layer in range(_BLOCKS_TO_TRY))
+
+
+def layer_kv_heads(file: GgufFile) -> list[int]:
+    """Key heads of each layer, 0 for a layer without attention; empty if the file has one number
+    for all layers."""
+    key = f"{file.architecture}.attention.head_count_kv"
+    if not isinstance(file.metadata.get(key), list):
+        return []
+    return file.values(key, int) or []
 
 
 _BLOCKS_TO_TRY = 4
@@ -275,6 +286,26 @@ def _granite_moe(file: GgufFile, config: Json) -> Json:
     return found
 
 
+def _granite_hybrid(file: GgufFile, config: Json) -> Json:
+    heads, inner = file.count("ssm.time_step_rank"), file.count("ssm.inner_size")
+    shared = file.get("expert_shared_feed_forward_length", int)
+    return {
+        **_granite(file, config),
+        "layer_types": ["attention" if count else "mamba" for count in layer_kv_heads(file)],
+        "position_embedding_type": "rope" if file.get("rope.scaling.finetuned", bool) else "nope",
+        "shared_intermediate_size": shared or config["intermediate_size"],
+        "num_local_experts": 0,
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_expand": max(1, inner // config["hidden_size"]),
+        "mamba_n_groups": file.count("ssm.group_count", 1),
+        "mamba_d_state": file.count("ssm.state_size"),
+        "mamba_d_conv": file.count("ssm.conv_kernel"),
+        "mamba_conv_bias": has(file, "ssm_conv1d.bias"),
+        "mamba_proj_bias": has(file, "ssm_in.bias"),
+    }
+
+
 def _llama4(file: GgufFile, config: Json) -> Json:
     # llama.cpp has these as facts of the architecture; Maverick has 128 experts.
     return {
@@ -334,6 +365,11 @@ def _bert(file: GgufFile, config: Json) -> Json:
     }
 
 
+def _nomic_bert(file: GgufFile, config: Json) -> Json:
+    types = file.tensors.get("token_types.weight")
+    return {"hidden_act": "silu", "type_vocab_size": 1 if types is None else types.shape[-1]}
+
+
 FAMILIES: Mapping[str, GgufFamily] = {
     "llama": GgufFamily(
         "LlamaForCausalLM", others=("MistralForCausalLM", "MixtralForCausalLM"), derive=_llama
@@ -385,6 +421,9 @@ FAMILIES: Mapping[str, GgufFamily] = {
     "granitemoe": GgufFamily(
         "GraniteMoeForCausalLM", others=("GraniteMoeSharedForCausalLM",), derive=_granite_moe
     ),
+    "granitehybrid": GgufFamily(
+        "GraniteMoeHybridForCausalLM", "granitemoehybrid", derive=_granite_hybrid
+    ),
     "minimax-m2": GgufFamily("MiniMaxM2ForCausalLM", "minimax_m2"),
     "llama4": GgufFamily("Llama4ForCausalLM", "llama4_text", derive=_llama4),
     "qwen35": GgufFamily("Qwen3_5ForCausalLM", "qwen3_5_text", derive=_qwen35),
@@ -392,8 +431,18 @@ FAMILIES: Mapping[str, GgufFamily] = {
     "phimoe": GgufFamily("PhimoeForCausalLM", derive=_phimoe),
     "internlm2": GgufFamily("InternLM2ForCausalLM"),
     "baichuan": GgufFamily("BaichuanForCausalLM", derive=_baichuan),
+    "nomic-bert": GgufFamily(
+        "NomicBertModel", "nomic_bert", eps="layer_norm_eps", derive=_nomic_bert
+    ),
     "bert": GgufFamily(
         "BertModel", others=("DistilBertModel",), eps="layer_norm_eps", derive=_bert
     ),
 }
 """By the names that files have in general.architecture."""
+
+
+def architecture_of(facts: ModelConfig) -> str:
+    """The Hugging Face name that FAMILIES has for the model of `facts`, whatever its ending is."""
+    if facts.encoder is not None:
+        return f"{facts.encoder.family}Model"
+    return causal_name(facts.architecture)

@@ -118,8 +118,20 @@ class GgufFile:
 def open_gguf(path: Path) -> GgufFile:
     """Read the directory of `path`. ConfigError if it is not a GGUF file, or only a part of one."""
     try:
-        file = _Reader(path).read()
+        data: npt.NDArray[np.uint8] = np.memmap(path, mode="r", dtype=np.uint8)
     except (ValueError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read as a GGUF file: {error}") from error
+    return parse_gguf(data, path)
+
+
+def parse_gguf(
+    data: npt.NDArray[np.uint8], path: Path, max_metadata_bytes: int = MAX_METADATA_BYTES
+) -> GgufFile:
+    """Read the directory in `data`, the bytes of a file that errors call `path`. ConfigError as of
+    open_gguf."""
+    try:
+        file = _Reader(data, path, max_metadata_bytes).read()
+    except ValueError as error:
         raise ConfigError(f"{path} cannot be read as a GGUF file: {error}") from error
     parts = file.value("split.count", int) or 1
     if parts > 1:
@@ -130,10 +142,11 @@ def open_gguf(path: Path) -> GgufFile:
 class _Reader:
     """Reads a file from its beginning. Raises ValueError at the first invalid value."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, data: npt.NDArray[np.uint8], path: Path, max_metadata_bytes: int) -> None:
         self._path = path
-        self._bytes: npt.NDArray[np.uint8] = np.memmap(path, mode="r", dtype=np.uint8)
-        self._view = self._bytes.data
+        self._bytes = data
+        self._view = data.data
+        self._max_offset = min(len(data), max_metadata_bytes)
         self._offset = 0
         self._num_elements = 0
         self._order = "<"
@@ -168,8 +181,8 @@ class _Reader:
 
     def _take(self, num_bytes: int, what: str) -> memoryview:
         end = self._offset + num_bytes
-        if end > min(len(self._view), MAX_METADATA_BYTES):
-            left = max(0, min(len(self._view), MAX_METADATA_BYTES) - self._offset)
+        if end > self._max_offset:
+            left = max(0, self._max_offset - self._offset)
             raise ValueError(f"{what} takes {num_bytes} bytes, {left} are left or allowed")
         taken = self._view[self._offset : end]
         self._offset = end

@@ -8,7 +8,7 @@ https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,9 @@ DTYPES = {
     "uint8": ("U8", 1),
 }
 """The name of a dtype in safetensors, and its bytes."""
-PERMUTED = ("llama", "granite", "granitemoe", "smollm3", "internlm2", "baichuan")
+PERMUTED = (
+    *("llama", "granite", "granitemoe", "granitehybrid", "smollm3", "internlm2", "baichuan"),
+)
 """Architectures whose files interleave the two halves of each head of q and k, so that rope rotates
 neighbours."""
 
@@ -64,6 +66,8 @@ _MXFP4_BYTES = 1 + MXFP4_BLOCK // 2
 class Source:
     """Rows of a tensor of the file."""
 
+    name: str
+    """The name of the tensor."""
     tensor: GgufTensor
     expert: int | None = None
     """Index in a tensor that stacks experts; None: the whole tensor."""
@@ -83,6 +87,18 @@ class Source:
         data = self.tensor.data if self.expert is None else self.tensor.data[self.expert]
         data = data.reshape(data.shape[0] if data.ndim else 1, -1)
         return data if self.order is None else data[self.order]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A Part.combine: the rows of all sources in another order."""
+
+    order: npt.NDArray[np.int64]
+
+    def __call__(self, *parts: Array) -> Array:
+        """The rows of `parts`, behind each other, in the order."""
+        rows: Array = np.concatenate(parts)[self.order]
+        return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +149,17 @@ def model_entries(
 
     ConfigError for a tensor that is missing, or that the model does not have.
     """
-    tensors = _Tensors(file, facts, weight_map)
+    tensors = WeightSources(file, facts, weight_map)
     entries = [tensors.entry(spec, dtype) for spec in weight_map.entries()]
     tensors.check_all_used()
     return entries
 
 
-class _Tensors:
+class MissingTensor(ConfigError):
+    """The file has no tensor that a weight is made of."""
+
+
+class WeightSources:
     """The tensors of a file, found by the weights that are made of them."""
 
     def __init__(self, file: GgufFile, facts: ModelConfig, weight_map: WeightMap) -> None:
@@ -164,26 +184,33 @@ class _Tensors:
 
     def entry(self, spec: WeightSpec, dtype: str) -> Entry:
         """The weight that `spec` describes."""
-        parts = self._parts(spec)
+        parts = self.parts(spec)
         if spec.mxfp4:
             return Entry(spec.name, spec.shape, "uint8", parts)
         shape = spec.shape
         if all(part.combine is None for part in parts):
             stored = [source.shape for part in parts for source in part.sources]
             shape = (sum(rows for rows, *_ in stored), *stored[0][1:])
-            # Files leave out dimensions of 1, such as the input channel of a convolution.
-            shape = spec.shape if _squeezed(shape) == _squeezed(spec.shape) else shape
+            # Files leave out dimensions of 1, such as the input channel of a convolution, and may
+            # have a vector in rows.
+            is_vector = len(spec.shape) == 1 and math.prod(shape) == spec.shape[0]
+            if is_vector or _squeezed(shape) == _squeezed(spec.shape):
+                shape = spec.shape
         is_vector = len(shape) == 1
         change = _change(spec)
         return Entry(spec.name, shape, "float32" if is_vector else dtype, parts, change)
 
-    def _parts(self, spec: WeightSpec) -> tuple[Part, ...]:
+    def parts(self, spec: WeightSpec) -> tuple[Part, ...]:
+        """The parts of the weight, behind each other. Raises ConfigError, for a tensor that the
+        file does not have MissingTensor."""
         kind = spec.name.rpartition(".")[2]
         if spec.num_experts is not None:
             return tuple(self._stacked_experts(spec))
         if ".in_proj_qkvz." in spec.name:
             return self._fused_delta(spec, kind)
-        if spec.name.endswith(".shared_mlp.input_linear.weight"):
+        if spec.name.endswith(
+            (".shared_mlp.input_linear.weight", ".shared_mlp.output_linear.weight")
+        ):
             return self._merged_mlp(spec)
         if spec.name.endswith(".linear_attn.out_proj.weight"):
             return self._delta_output(spec)
@@ -202,7 +229,7 @@ class _Tensors:
             self._check_shape(source, spec.shape[::-1], spec.name)
             return (Part((source,), np.transpose),)
         order = self._order(spec, source, name)
-        return (Part((Source(source.tensor, source.expert, order),)),)
+        return (Part((replace(source, order=order),)),)
 
     def _stored_name(self, name: str) -> str | None:
         """The name in the file of the tensor that the checkpoint calls `name`."""
@@ -227,7 +254,7 @@ class _Tensors:
     ) -> Source:
         tensor = None if name is None else self._file.tensors.get(name)
         if name is None or tensor is None:
-            raise ConfigError(
+            raise MissingTensor(
                 f"{self._file.path} has no tensor {name or f'for {weight}'}, which a "
                 f"{self._file.architecture} model with its settings has"
             )
@@ -237,7 +264,7 @@ class _Tensors:
                 f"{self._file.path} says {num_experts} experts or heads for {weight}, the shape of "
                 f"{name} is {_size_text(tensor.shape[::-1])}"
             )
-        return Source(tensor, expert)
+        return Source(name, tensor, expert)
 
     def _check_shape(self, source: Source, shape: tuple[int, ...], weight: str) -> None:
         if source.shape != shape:
@@ -288,7 +315,7 @@ class _Tensors:
         self._check_shape(source, (sum(spec.output_sizes), *spec.shape[1:]), spec.name)
         begin = sum(spec.output_sizes[: spec.outputs[0]])
         order = np.arange(begin, begin + spec.output_sizes[spec.outputs[0]])
-        return (Part((Source(source.tensor, None, order),)),)
+        return (Part((replace(source, order=order),)),)
 
     def _split_parts(self, spec: WeightSpec, kind: str) -> tuple[Part, ...] | None:
         """Queries, keys and values of a checkpoint that has them in a single tensor, from a file
@@ -305,11 +332,11 @@ class _Tensors:
         if self._file.architecture in PERMUTED:
             for index, heads in enumerate((self._facts.num_heads, self._facts.num_kv_heads)):
                 order = self._halves(spec.output_sizes[index], heads, names[index])
-                sources[index] = Source(sources[index].tensor, None, order)
+                sources[index] = replace(sources[index], order=order)
         if spec.row_groups is None:
             return tuple(Part((source,)) for source in sources)
         grouped = _grouped(spec.row_groups, spec.output_sizes)
-        return (Part(tuple(sources), lambda *parts: np.concatenate(parts)[grouped]),)
+        return (Part(tuple(sources), Rows(grouped)),)
 
     def _latent_heads(self, spec: WeightSpec) -> tuple[Part, ...]:
         """kv_b_proj of latent attention: in newer files the keys of all heads, transposed, and the
@@ -350,8 +377,7 @@ class _Tensors:
         self._check_shape(qkv, (sum(sizes[:3]), *spec.shape[1:]), spec.name)
         self._check_shape(gate, (sizes[3], *spec.shape[1:]), spec.name)
         assert spec.row_groups is not None
-        order = _grouped(spec.row_groups, sizes)
-        return (Part((qkv, gate), lambda *parts: np.concatenate(parts)[order]),)
+        return (Part((qkv, gate), Rows(_grouped(spec.row_groups, sizes))),)
 
     def _delta_sizes(self) -> tuple[int, int, int]:
         """(key heads, value heads for each of them, entries of a value head)."""
@@ -389,15 +415,21 @@ class _Tensors:
         return (Part((source,), lambda values: values[:, order]),)
 
     def _merged_mlp(self, spec: WeightSpec) -> tuple[Part, ...]:
-        """Gate and up of a shared expert, which the checkpoint merges."""
+        """The MLP for all tokens, whose gate and up the checkpoint merges. In a file it is a shared
+        expert, and in models without experts an MLP."""
         layer = self._layer.match(spec.name)
         assert layer is not None
-        parts = []
-        for name in ("gate", "up"):
-            source = self._source(f"blk.{layer[1]}.ffn_{name}_shexp.weight", spec.name)
-            self._check_shape(source, (spec.shape[0] // 2, spec.shape[1]), spec.name)
-            parts.append(Part((source,)))
-        return tuple(parts)
+        is_down = spec.name.endswith("output_linear.weight")
+        parts = ("down",) if is_down else ("gate", "up")
+        shape = (spec.shape[0] // len(parts), spec.shape[1])
+        plain = f"blk.{layer[1]}.ffn_{parts[0]}.weight"
+        end = "" if plain in self._file.tensors else "_shexp"
+        sources = [
+            self._source(f"blk.{layer[1]}.ffn_{part}{end}.weight", spec.name) for part in parts
+        ]
+        for source in sources:
+            self._check_shape(source, shape, spec.name)
+        return tuple(Part((source,)) for source in sources)
 
     def _stacked_experts(self, spec: WeightSpec) -> Iterator[Part]:
         """Weights or biases of all experts, which the file has for gate, up and down."""

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,8 @@ BLOCK_TYPES = (
     GGMLQuantizationType.Q8_0,
 )
 """Types with kernels here: blocks of 32 inputs with a scale, and in Q4_1 a minimum."""
+Stored = list[tuple[str, str, tuple[int, ...], int]]
+"""Name, dtype, shape and bytes of each tensor of a safetensors file."""
 _PIECE_BYTES = 64 * 2**20
 """Float32 bytes that are dequantized at a time."""
 
@@ -56,11 +58,24 @@ def write_safetensors(
 
 def _write(
     target: Path,
-    tensors: list[tuple[str, str, tuple[int, ...], int]],
+    tensors: Stored,
     pieces: Iterable[npt.NDArray[Any]],
     written: Callable[[int], object],
 ) -> None:
-    """Write a safetensors file of `tensors` (name, dtype, shape, bytes) with the bytes in `pieces`.
+    """Write the file `target` as of write_stream. Synced to disk on return."""
+    with target.open("wb") as out:
+        write_stream(out, tensors, pieces, written)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def write_stream(
+    out: IO[bytes],
+    tensors: Stored,
+    pieces: Iterable[npt.NDArray[Any]],
+    written: Callable[[int], object] = lambda _: None,
+) -> None:
+    """Write a safetensors file of `tensors` with the bytes in `pieces`.
     Format: https://github.com/huggingface/safetensors#format"""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -69,14 +84,11 @@ def _write(
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    with target.open("wb") as out:
-        out.write(len(encoded).to_bytes(8, "little"))
-        out.write(encoded)
-        for piece in pieces:
-            out.write(piece.data)
-            written(piece.nbytes)
-        out.flush()
-        os.fsync(out.fileno())
+    out.write(len(encoded).to_bytes(8, "little"))
+    out.write(encoded)
+    for piece in pieces:
+        out.write(piece.data)
+        written(piece.nbytes)
 
 
 def _pieces(file: GgufFile, entry: Entry) -> Iterator[npt.NDArray[Any]]:

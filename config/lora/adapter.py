@@ -1,6 +1,8 @@
-"""LoRA adapters in folders of PEFT: their tensors and values, checked against the base model, and
-the hash of their contents. hpu/lora/adapter_weights.py makes tensors of their bytes."""
+"""LoRA adapters in folders of PEFT and in GGUF files: their tensors and values, checked against the
+base model, and the hash of their contents. hpu/lora/adapter_weights.py makes tensors of their
+bytes."""
 
+import hashlib
 import logging
 import math
 import re
@@ -13,9 +15,11 @@ from config.checkpoint.safetensors_files import StoredTensor
 from config.errors import ConfigError
 from config.lora.adapter_folder import CONFIG_FILE, WEIGHTS_FILE, AdapterFolder, OpenWeights
 from config.lora.base_modules import BaseModule, BaseModules, ExpertStack
+from config.lora.gguf_adapter import MAX_FILE_BYTES, read_gguf_adapter, written
+from config.lora.info import LoRAInfo
 from config.lora.peft_config import PeftConfig, path_ends
 from config.model.json_fields import shown
-from config.params.lora import EMBEDDING, EXTRA_TARGETS, HEAD, NamedAdapter
+from config.params.lora import EMBEDDING, EXTRA_TARGETS, HEAD
 
 logger = logging.getLogger(__name__)
 
@@ -37,31 +41,6 @@ _TENSOR = re.compile(r"(.+)\.(lora_A\.weight|lora_B\.weight|lora_embedding_A|lor
 _NAMES = ("lora_A.weight", "lora_B.weight")
 _TABLE_NAMES = ("lora_embedding_A", "lora_embedding_B")
 _BASE_TENSOR = re.compile(r"(.+?)(?:\.base_layer)?\.(weight|bias)")
-
-
-class LoRAInfo(NamedTuple):
-    """An adapter that is served."""
-
-    name: str
-    path: str
-    content: str
-    """Hash of its files: the same for two names of the same adapter."""
-    rank: int
-    """Its largest one."""
-    num_bytes: int
-    parent: str | None = None
-    """Name of the base model as its owner gave it; None: the served model's."""
-    kind: str = ""
-    """As NamedAdapter.kind."""
-    root: str = ""
-    """As AdapterFolder.root."""
-    source: str = ""
-    """Its folder as its user wrote it, which clients may see."""
-
-    @property
-    def named(self) -> NamedAdapter:
-        """What loads it again."""
-        return NamedAdapter(self.name, self.path, self.parent, self.kind, self.root, self.source)
 
 
 class ExpertPart(NamedTuple):
@@ -103,17 +82,15 @@ class BaseTensor:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What a folder holds."""
+    """What a folder or a GGUF file holds."""
 
     folder: AdapterFolder
-    config: PeftConfig
+    config_file: str
+    """What errors call the file of the settings."""
+    file: str
+    """What errors call the file of the weights."""
     modules: tuple[AdapterModule, ...]
-    base_tensors: tuple[BaseTensor, ...]
-
-    @property
-    def file(self) -> str:
-        """What errors call the file of the weights."""
-        return self.folder.file(WEIGHTS_FILE)
+    base_tensors: tuple[BaseTensor, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -161,7 +138,8 @@ class LoadedAdapter(NamedTuple):
 def read_adapter(folder: AdapterFolder, base: BaseModules) -> Adapter:
     """The adapter in `folder`, by its config and the header of its weights. Raises ConfigError, in
     one sentence, for whatever does not fit the model or is not understood."""
-    with _opened(folder, base) as (adapter, _, _):
+    opened = _opened_gguf if folder.is_file else _opened_peft
+    with opened(folder, base) as (adapter, _, _):
         return adapter
 
 
@@ -175,7 +153,8 @@ def load_adapter(
 ) -> LoadedAdapter:
     """Like read_adapter, with the limits of the server and all values checked. Reads each file
     once."""
-    with _opened(folder, base) as (adapter, config, weights):
+    opened = _opened_gguf if folder.is_file else _opened_peft
+    with opened(folder, base) as (adapter, config, weights):
         _check_limits(adapter, max_rank, extra_targets)
         for base_tensor in adapter.base_tensors:
             _check_base_values(adapter, base_tensor, weights, base)
@@ -186,11 +165,31 @@ def load_adapter(
     return LoadedAdapter(adapter, content, data)
 
 
+Opened = Iterator[tuple[Adapter, bytes, OpenWeights]]
+"""An adapter, bytes of its settings for the hash, and its weights as a safetensors file."""
+
+
 @contextmanager
-def _opened(
-    folder: AdapterFolder, base: BaseModules
-) -> Iterator[tuple[Adapter, bytes, OpenWeights]]:
-    """The adapter, the bytes of its config, and its weights."""
+def _opened_gguf(folder: AdapterFolder, base: BaseModules) -> Opened:
+    """An adapter in a GGUF file."""
+    file = folder.name
+    data = folder.read_file(MAX_FILE_BYTES)
+    pairs = read_gguf_adapter(data, file, base)
+    content = hashlib.sha256(data).digest()
+    del data
+    with written(pairs) as opened:
+        weights = OpenWeights(opened, file, 2 * len(pairs))
+        stored = {tensor.name: tensor for tensor in weights.tensors}
+        modules = []
+        for pair in pairs:
+            a, b = (stored[name] for name in pair.names)
+            modules.append(AdapterModule(pair.base, len(pair.a), 1.0, a, b))
+        yield Adapter(folder, file, file, tuple(modules)), content, weights
+
+
+@contextmanager
+def _opened_peft(folder: AdapterFolder, base: BaseModules) -> Opened:
+    """An adapter in a folder of PEFT."""
     data, fields = folder.read_config()
     config = PeftConfig.of(fields, folder.file(CONFIG_FILE))
     if folder.has(PICKLE_FILE) and not folder.has(WEIGHTS_FILE):
@@ -207,7 +206,7 @@ def _opened(
         weights = OpenWeights(opened, file, MAX_TENSORS_PER_MODULE * len(base.modules))
         pairs, base_tensors = _sorted(weights, file, base)
         modules = _modules(pairs, file, config, base)
-        yield Adapter(folder, config, modules, base_tensors), data, weights
+        yield Adapter(folder, config.file, file, modules, base_tensors), data, weights
 
 
 Pairs = dict[str, dict[str, StoredTensor]]
@@ -418,7 +417,7 @@ def _check_limits(adapter: Adapter, max_rank: int, extra_targets: tuple[str, ...
     """Raise ConfigError for an adapter beyond what the server has reserved."""
     if adapter.rank > max_rank:
         raise ConfigError(
-            f"{adapter.config.file} has rank {adapter.rank}, --max-lora-rank is {max_rank}"
+            f"{adapter.config_file} has rank {adapter.rank}, --max-lora-rank is {max_rank}"
         )
     for kind in adapter.extra_targets:
         if kind not in extra_targets:

@@ -46,7 +46,7 @@ DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
-    """The folder of an adapter."""
+    """The folder of an adapter, or its GGUF file."""
 
     path: str
     root: str = ""
@@ -62,16 +62,22 @@ class AdapterFolder:
 
     def file(self, name: str) -> str:
         """What errors call a file of the folder."""
-        return f"{self.name}/{name}"
+        return f"{self.name}/{name}" if name else self.name
 
     def has(self, name: str) -> bool:
         return Path(self.path, name).is_file()
 
+    @property
+    def is_file(self) -> bool:
+        """Whether the adapter is a file, not a folder."""
+        return os.path.exists(self.path) and not os.path.isdir(self.path)
+
     @contextmanager
     def open(self, name: str) -> Iterator[FileIO]:
-        """A file of the folder. ConfigError if it is not there, or leads out of `root`."""
+        """A file of the folder; without a name the adapter's own file. ConfigError if it is not
+        there, or leads out of `root`."""
         try:
-            descriptor = os.open(os.path.join(self.path, name), _FLAGS)
+            descriptor = os.open(os.path.join(self.path, name) if name else self.path, _FLAGS)
         except (OSError, ValueError) as error:
             raise self._missing(name, error) from None
         try:
@@ -109,15 +115,23 @@ class AdapterFolder:
                 )
         return bytes(data), parse_json_object(bytes(data), self.file(CONFIG_FILE))
 
+    def read_file(self, max_bytes: int) -> bytearray:
+        """The bytes of an adapter that is a file. Raises ConfigError."""
+        with self.open("") as opened:
+            num_bytes = os.fstat(opened.fileno()).st_size
+            if num_bytes > max_bytes:
+                raise ConfigError(
+                    f"{self.name} has {num_bytes} bytes, at most {max_bytes} are read"
+                )
+            data = bytearray(num_bytes)
+            _fill(opened, memoryview(data), self.name)
+        return data
+
     def _missing(self, name: str, error: OSError | ValueError) -> ConfigError:
-        if os.path.isfile(self.path):
+        if not os.path.exists(self.path):
             return ConfigError(
-                f"{self.name} is a file, an adapter is a folder of PEFT with {CONFIG_FILE}: "
-                "adapters in GGUF files are not served"
-            )
-        if not os.path.isdir(self.path):
-            return ConfigError(
-                f"{self.name} is not there, an adapter is a folder with {CONFIG_FILE}"
+                f"{self.name} is not there, an adapter is a folder with {CONFIG_FILE} or a GGUF "
+                "file"
             )
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
             return ConfigError(f"{self.file(name)} cannot be read: {error.strerror}")

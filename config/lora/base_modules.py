@@ -82,9 +82,11 @@ class BaseModules:
                 f"{Path(facts.path) / 'config.json'} says {facts.architecture}, which runs in the "
                 "code of transformers: adapters are served of built-in models only"
             )
-        self._weight_map: WeightMap = weight_map
+        self.facts = facts
+        self.weight_map: WeightMap = weight_map
         self._modules: dict[str, BaseModule] = {}
-        self._experts: dict[str, ExpertStack] = {}
+        self.expert_stacks: dict[str, ExpertStack] = {}
+        """By the path of the layer in the checkpoint."""
         self._routers: dict[str, BaseModule] = {}
         self._layer = re.compile(re.escape(weight_map.layer_prefix) + r"[0-9]+(?=\.)")
         self.tensors = BaseTensors(Path(facts.path), weight_map)
@@ -96,7 +98,7 @@ class BaseModules:
             if layer is not None and module is not None and spec.parameter.endswith(_ROUTER):
                 self._routers[layer[0]] = module
             if layer is not None and _is_of_experts(spec):
-                self._experts.setdefault(layer[0], ExpertStack()).add(spec)
+                self.expert_stacks.setdefault(layer[0], ExpertStack()).add(spec)
         if facts.tie_word_embeddings and facts.encoder is None:
             self._add_tied_head()
 
@@ -121,10 +123,10 @@ class BaseModules:
         if not name.endswith(".experts"):
             return None
         layer = self._layer.match(self._mapped(name))
-        return None if layer is None else self._experts.get(layer[0])
+        return None if layer is None else self.expert_stacks.get(layer[0])
 
     def _mapped(self, name: str) -> str:
-        return self._weight_map.map_name(name + _WEIGHT).removesuffix(_WEIGHT)
+        return self.weight_map.map_name(name + _WEIGHT).removesuffix(_WEIGHT)
 
     def _add_tied_head(self) -> None:
         """A head with the weights of the embedding, which the checkpoint does not have."""

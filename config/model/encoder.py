@@ -6,7 +6,8 @@ from config.errors import ConfigError
 from config.model.json_fields import Fields, Json, shown
 
 BERT, ROBERTA, XLM_ROBERTA, DISTIL_BERT = "Bert", "Roberta", "XLMRoberta", "DistilBert"
-FAMILIES = (BERT, ROBERTA, XLM_ROBERTA, DISTIL_BERT)
+NOMIC_BERT = "NomicBert"
+FAMILIES = (BERT, ROBERTA, XLM_ROBERTA, DISTIL_BERT, NOMIC_BERT)
 ENDINGS = ("Model", "ForMaskedLM", "ForSequenceClassification")
 
 _FIELDS = (
@@ -15,6 +16,33 @@ _FIELDS = (
 )
 _DISTIL_BERT_FIELDS = ("dim", "hidden_dim", "n_layers", "n_heads", "activation")
 """Names of hidden size, inner size, layers, heads and activation."""
+
+_NOMIC_NAMES = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "layer_norm_eps": "layer_norm_epsilon",
+    "hidden_act": "activation_function",
+    "rope_theta": "rotary_emb_base",
+}
+"""Names of transformers, and those of the published config.json."""
+_NOMIC_VARIANTS = {
+    "qkv_proj_bias": False,
+    "mlp_fc1_bias": False,
+    "mlp_fc2_bias": False,
+    "prenorm": False,
+    "causal": False,
+    "parallel_block": False,
+    "use_rms_norm": False,
+    "rotary_emb_fraction": 1.0,
+    "rotary_emb_interleaved": False,
+    "rotary_emb_scale_base": None,
+    "moe_every_n_layers": 0,
+}
+"""Fields of the published config.json, and the values that nomic-embed-text 1 and 1.5 have."""
+_TRAINED_POSITIONS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +56,38 @@ class EncoderConfig:
     """Number of token types (first and second text of a pair); 0: none."""
     first_position: int
     """Index of the first token in the position table; RoBERTa's begins after the padding index."""
+    has_rope: bool = False
+    """Whether queries and keys are rotated, in place of a table of positions."""
+    is_gated: bool = False
+    """Whether the MLP is gated."""
+    has_biases: bool = True
+    """Of linear layers."""
+
+
+def with_usual_encoder_names(architecture: str, fields: Fields) -> Fields:
+    """`fields` under the names that transformers has for them. ConfigError for a NomicBert with
+    layers that are not built in."""
+    if not architecture.startswith(NOMIC_BERT):
+        return fields
+    raw = dict(fields.raw)
+    for name, built in _NOMIC_VARIANTS.items():
+        if raw.get(name) not in (None, built):
+            raise ConfigError(
+                f"{name} in {fields.file} is {shown(raw[name])}, and only {shown(built)} is built "
+                "in for this model"
+            )
+    for usual, published in _NOMIC_NAMES.items():
+        if raw.get(usual) is None and raw.get(published) is not None:
+            raw[usual] = raw[published]
+    if raw.get("hidden_act") in (None, "swiglu"):
+        raw["hidden_act"] = "silu"
+    if "n_positions" in raw:
+        # Longer texts need a scaling that depends on their length.
+        trained = fields.count("max_trained_positions", _TRAINED_POSITIONS)
+        raw["max_position_embeddings"] = min(fields.count("n_positions"), trained)
+    if raw.get("rope_theta") is None and not raw.get("rope_parameters"):
+        raw["rope_theta"] = 10000.0 if "n_embd" in raw else 1000.0
+    return Fields(raw, fields.file)
 
 
 def encoder_fields(architecture: str, fields: Fields) -> Json | None:
@@ -37,7 +97,7 @@ def encoder_fields(architecture: str, fields: Fields) -> Json | None:
     if family is None:
         return None
     _refuse_variants(fields)
-    is_distilled = family == DISTIL_BERT
+    is_distilled, is_nomic = family == DISTIL_BERT, family == NOMIC_BERT
     hidden, inner, layers, heads, activation = _DISTIL_BERT_FIELDS if is_distilled else _FIELDS
     hidden_size, num_heads = fields.count(hidden), fields.count(heads)
     if hidden_size % num_heads:
@@ -67,6 +127,9 @@ def encoder_fields(architecture: str, fields: Fields) -> Json | None:
             1e-12 if is_distilled else fields.number("layer_norm_eps", 1e-12, above=0, maximum=1),
             0 if is_distilled else fields.count("type_vocab_size", 2),
             first,
+            has_rope=is_nomic,
+            is_gated=is_nomic,
+            has_biases=not is_nomic,
         ),
     }
 

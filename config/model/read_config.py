@@ -8,7 +8,7 @@ from typing import Any
 from config.errors import ConfigError
 from config.model.architectures import ARCHITECTURES
 from config.model.decoder_spec import Family
-from config.model.encoder import encoder_fields
+from config.model.encoder import encoder_fields, with_usual_encoder_names
 from config.model.family_fields import causal_name, with_usual_names
 from config.model.json_fields import Fields, Json, read_json, shown
 from config.model.model_config import (
@@ -67,11 +67,15 @@ def model_config_of(path: str, fields: Fields, generation: Fields) -> ModelConfi
     config/checkpoint/shapes.py compares them with the tensors before a model is built."""
     architecture = _architecture(fields)
     family = ARCHITECTURES.get(causal_name(architecture))
+    fields = with_usual_encoder_names(architecture, fields)
     encoder = encoder_fields(architecture, fields)
     usual = with_usual_names(fields)
     if family is not None:
         usual = _family_fields(family, usual)
     facts = encoder or _decoder_fields(family, usual)
+    if encoder is not None and encoder["encoder"].has_rope:
+        rope, _ = _ropes(fields, encoder["max_position"], encoder["head_dim"])
+        facts = {**encoder, "rope": rope}
     return ModelConfig(
         path=path,
         architecture=architecture,

@@ -35,8 +35,8 @@ class LoRAConfig:
     enable_lora: bool = setting(False, "Serve LoRA adapters of the model")
     lora_modules: tuple[str, ...] = setting(
         (),
-        "Adapters to serve from the start: name=folder or name=hub id, or JSON with name, path and "
-        "base_model_name; several after each other",
+        "Adapters to serve from the start: name=folder, name=file.gguf or name=hub id, or JSON "
+        "with name, path and base_model_name; several after each other",
         takes_several=True,
     )
     default_mm_loras: str = setting(

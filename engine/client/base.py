@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from config.errors import ConfigError, EngineDied, Overloaded, RequestFailed, UserError
-from config.lora.adapter import LoRAInfo
+from config.lora.info import LoRAInfo
 from config.params.pooling import PoolingParams
 from config.params.sampling import SamplingParams
 from engine.client.output_queue import OutputRouter, RequestOutputQueue

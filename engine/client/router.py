@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from config.errors import EngineDied
-from config.lora.adapter import LoRAInfo
+from config.lora.info import LoRAInfo
 from config.params.pooling import PoolingParams
 from config.params.sampling import SamplingParams
 from engine.client.base import (

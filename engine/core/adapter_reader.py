@@ -7,10 +7,11 @@ from functools import cached_property
 
 from config.engine import EngineConfig
 from config.errors import ConfigError, Overloaded
-from config.lora.adapter import LoRAInfo, load_adapter
+from config.lora.adapter import load_adapter
 from config.lora.adapter_folder import AdapterFolder
 from config.lora.base_modules import BaseModules
 from config.lora.configured import configured_adapters, extra_targets
+from config.lora.info import LoRAInfo
 from config.model.read_config import read_model_config
 from config.params.lora import NamedAdapter
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from config.engine import EngineConfig
 from config.errors import UserError
-from config.lora.adapter import LoRAInfo
+from config.lora.info import LoRAInfo
 from engine.core.admission import admission_error, num_prompt_tokens
 from engine.core.coupled_steps import CoupledSteps
 from engine.core.output_processor import OutputProcessor

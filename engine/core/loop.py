@@ -21,7 +21,7 @@ from config.errors import (
     RequestFailed,
     UserError,
 )
-from config.lora.adapter import LoRAInfo
+from config.lora.info import LoRAInfo
 from config.malloc import trim_memory
 from config.params.lora import NamedAdapter
 from config.params.structured_output import GrammarSpec

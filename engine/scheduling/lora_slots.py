@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from config.errors import UserError
-from config.lora.adapter import LoRAInfo
+from config.lora.info import LoRAInfo
 from config.params.lora import LoRAConfig
 from engine.request import Request
 from engine.scheduling.waiting_queue import WaitingQueue

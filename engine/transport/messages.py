@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from config.lora.adapter import LoRAInfo
+from config.lora.info import LoRAInfo
 from config.params.pooling import PoolingFacts, PoolingParams
 from config.params.sampling import SamplingParams
 from hpu.protocol import EncodedImage as EncodedImage

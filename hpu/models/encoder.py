@@ -1,7 +1,7 @@
 """Bidirectional encoders of the BERT family; EncoderConfig.family says where they differ.
 
-Embeddings of words, positions and types, summed and normed; per layer x = norm(x + attention(x))
-and x = norm(x + mlp(x)).
+Embeddings of words, positions (unless heads are rotated) and types, summed and normed; per layer
+x = norm(x + attention(x)) and x = norm(x + mlp(x)).
 """
 
 from typing import Any
@@ -14,12 +14,18 @@ from config.model.model_config import ModelConfig
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.layers.attention import HeadShape, SelfAttention
 from hpu.layers.embedding import VocabParallelEmbedding
-from hpu.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from hpu.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from hpu.layers.metadata import FULL, AttentionInputs, AttentionMetadata, TextAttentionInputs
 from hpu.layers.metadata_builder import MetadataBuilder
-from hpu.layers.mlp import get_activation
+from hpu.layers.mlp import MLP, GatedMLP
 from hpu.layers.norm import LayerNorm
 from hpu.ops.kernels import Kernels
+from hpu.ops.rope import RotaryEmbedding, Rotation
 
 
 class EncoderLayer(nn.Module):
@@ -28,25 +34,22 @@ class EncoderLayer(nn.Module):
     def __init__(
         self,
         self_attn: SelfAttention,
-        up_proj: ColumnParallelLinear,
-        down_proj: RowParallelLinear,
+        mlp: MLP | GatedMLP,
         attention_norm: LayerNorm,
         mlp_norm: LayerNorm,
-        activation: str,
     ) -> None:
         super().__init__()
         self.self_attn = self_attn
-        self.up_proj = up_proj
-        self.down_proj = down_proj
+        self.mlp = mlp
         self.attention_norm = attention_norm
         self.mlp_norm = mlp_norm
-        self._activation = get_activation(activation)
 
-    def forward(self, hidden: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """(B, Q, hidden) to the same."""
-        hidden = self.attention_norm(hidden + self.self_attn(hidden, None, metadata))
-        inner = self._activation(self.up_proj(hidden))
-        return self.mlp_norm(hidden + self.down_proj(inner))  # type: ignore[no-any-return]
+    def forward(
+        self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
+    ) -> Tensor:
+        """(B, Q, hidden) to the same. Without `rotation` heads are not rotated."""
+        hidden = self.attention_norm(hidden + self.self_attn(hidden, rotation, metadata))
+        return self.mlp_norm(hidden + self.mlp(hidden))  # type: ignore[no-any-return]
 
 
 class Encoder(nn.Module):
@@ -74,7 +77,16 @@ class Encoder(nn.Module):
         hidden, encoder = config.hidden_size, config.encoder
         num_positions = config.max_position + encoder.first_position
         self.word_embeddings = VocabParallelEmbedding(config.vocab_size, hidden, **self._options)
-        self.position_embeddings = VocabParallelEmbedding(num_positions, hidden, **self._options)
+        self.position_embeddings: VocabParallelEmbedding | None = None
+        self.rotary_emb: RotaryEmbedding | None = None
+        if encoder.has_rope:
+            self.rotary_emb = RotaryEmbedding(
+                config, config.rope, length=num_positions, **self._options
+            )
+        else:
+            self.position_embeddings = VocabParallelEmbedding(
+                num_positions, hidden, **self._options
+            )
         self.token_type_embeddings: VocabParallelEmbedding | None = None
         if encoder.num_types:
             self.token_type_embeddings = VocabParallelEmbedding(
@@ -89,8 +101,12 @@ class Encoder(nn.Module):
 
     def _layer(self) -> EncoderLayer:
         config, size = self.config, self.group.size
-        options = {**self._options, "bias": True, "group": self.group}
-        hidden, inner = config.hidden_size, config.intermediate_size
+        options = {
+            **self._options,
+            "bias": self.encoder_config.has_biases,
+            "group": self.group,
+        }
+        hidden = config.hidden_size
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         attention = SelfAttention(
             HeadShape(heads // size, kv_heads // size, head_dim, head_dim**-0.5),
@@ -99,27 +115,32 @@ class Encoder(nn.Module):
             ),
             o_proj=RowParallelLinear(hidden, hidden, **options),
         )
-        return EncoderLayer(
-            attention,
-            ColumnParallelLinear(hidden, inner, **options),
-            RowParallelLinear(inner, hidden, **options),
-            self._norm(),
-            self._norm(),
-            config.hidden_act,
-        )
+        return EncoderLayer(attention, self._mlp(options), self._norm(), self._norm())
+
+    def _mlp(self, options: dict[str, Any]) -> MLP | GatedMLP:
+        config = self.config
+        hidden, inner = config.hidden_size, config.intermediate_size
+        down = RowParallelLinear(inner, hidden, **options)
+        if self.encoder_config.is_gated:
+            gate_up = MergedColumnParallelLinear(hidden, [inner, inner], **options)
+            return GatedMLP(gate_up, down, config.hidden_act)
+        return MLP(ColumnParallelLinear(hidden, inner, **options), down, config.hidden_act)
 
     def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
         """Hidden states (B, Q, hidden) of `tokens` (B, Q), with TextAttentionInputs."""
         assert isinstance(inputs, TextAttentionInputs)
         hidden = self.embedding_norm(self._embed(tokens, inputs))
         metadata: AttentionMetadata = self.metadata(inputs)
+        rotation = None if self.rotary_emb is None else self.rotary_emb(inputs.positions)
         for layer in self.layers:
-            hidden = layer(hidden, metadata)
+            hidden = layer(hidden, rotation, metadata)
         return hidden  # type: ignore[no-any-return]
 
     def _embed(self, tokens: Tensor, inputs: TextAttentionInputs) -> Tensor:
-        positions = inputs.positions + self.encoder_config.first_position
-        hidden: Tensor = self.word_embeddings(tokens) + self.position_embeddings(positions)
+        hidden: Tensor = self.word_embeddings(tokens)
+        if self.position_embeddings is not None:
+            positions = inputs.positions + self.encoder_config.first_position
+            hidden = hidden + self.position_embeddings(positions)
         if self.token_type_embeddings is None:
             return hidden
         if self.encoder_config.num_types == 1:
@@ -130,6 +151,8 @@ class Encoder(nn.Module):
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool = False) -> None:
         """Run on a device's fused kernels from now on. Once, before the first launch."""
         self.metadata.attention_form = kernels.attention_form(self.dtype)
+        if self.rotary_emb is not None:
+            self.rotary_emb.restore_sin_sign()
         for layer in self.layers:
             assert isinstance(layer, EncoderLayer)
             layer.self_attn.use_kernels(kernels, split_qkv=split_qkv)

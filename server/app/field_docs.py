@@ -64,7 +64,7 @@ SHARED: Mapping[str, str] = {
     "length_penalty": "A beam's score is divided by its length to this power; default 1.",
     # Adapters.
     "lora_name": "Name of the adapter, by which requests choose it as their `model`.",
-    "lora_path": "Folder of the adapter, below `--lora-dir`.",
+    "lora_path": "Folder or GGUF file of the adapter, below `--lora-dir`.",
     "base_model_name": "Shown as the adapter's parent; default: the model.",
     "lora_int_id": _NO_EFFECT,
     # Structured output.

@@ -114,15 +114,19 @@ def _check_name(state: AppState, name: str) -> None:
 
 
 def _adapter(lora_dir: str, body: LoadAdapterBody) -> NamedAdapter:
-    """The adapter in the folder `lora_path`, relative to `lora_dir` or absolute. Raises NotFound,
-    symbolic links followed; the error does not tell whether there is a folder elsewhere."""
+    """The adapter in the folder or file `lora_path`, relative to `lora_dir` or absolute. Raises
+    NotFound, symbolic links followed; the error does not tell what is elsewhere."""
     try:
         root = Path(lora_dir).resolve(strict=True)
         folder = (root / body.lora_path).resolve(strict=True)
     except (OSError, ValueError, RuntimeError):
         folder = None
-    if folder is None or not folder.is_relative_to(root) or not folder.is_dir():
-        raise NotFound("lora_path names no folder below the server's --lora-dir", param="lora_path")
+    is_below = folder is not None and folder.is_relative_to(root)
+    if folder is None or not is_below or not (folder.is_dir() or folder.is_file()):
+        raise NotFound(
+            "lora_path names no folder or GGUF file below the server's --lora-dir",
+            param="lora_path",
+        )
     return NamedAdapter(
         body.lora_name,
         str(folder),

@@ -21,13 +21,22 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     "8 bits": ("auto_round", {"bits": 8}),
     "the head": ("auto_round", {"quant_lm_head": True}),
     "packed as AWQ": ("auto_round:auto_awq", {}),
+    "a checkpoint of GPTQ": ("auto_gptq", {}),
+    "a checkpoint of AWQ": ("auto_awq", {"sym": False}),
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3, tied": {"tie_word_embeddings": True, "head_dim": 32},
+    "qwen3_moe": {"moe_intermediate_size": 64, "head_dim": 32},
 }
 SAMPLES = [torch.tensor([[3 + (i * step + step) % 300 for step in range(64)]]) for i in range(16)]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_weights_are_those_of_the_tool(name: str, tmp_path: Path) -> None:
-    plain = make_tiny("llama", tmp_path / "plain", hidden_size=128, intermediate_size=256)
+def test_the_weights_are_those_of_the_tool(name: str, family: str, tmp_path: Path) -> None:
+    shape = {"hidden_size": 128, "intermediate_size": 256, **FAMILIES[family]}
+    plain = make_tiny(family.partition(",")[0], tmp_path / "plain", **shape)
     packing, settings = FORMATS[name]
     tool = auto_round.AutoRound(
         str(plain),

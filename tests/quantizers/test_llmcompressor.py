@@ -18,7 +18,13 @@ from server.cli.quantize import TARGETS
 pytestmark = pytest.mark.quantizers
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2}
-FAMILIES = {"llama": SHAPE, "qwen3": {**SHAPE, "head_dim": 32}}
+QWEN3 = {**SHAPE, "head_dim": 32}
+FAMILIES = {
+    "llama": SHAPE,
+    "qwen3": QWEN3,
+    "qwen3, tied": {**QWEN3, "tie_word_embeddings": True},
+    "qwen3_moe": {**QWEN3, "moe_intermediate_size": 64},
+}
 TEXTS = Path(__file__).parents[2] / "server" / "offline" / "perplexity.txt"
 PROMPT = [3 + (7 * at) % 90 for at in range(40)]
 
@@ -26,7 +32,7 @@ PROMPT = [3 + (7 * at) % 90 for at in range(40)]
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", TARGETS)
 def test_the_served_model_is_that_of_the_library(kind: str, family: str, tmp_path: Path) -> None:
-    folder = make_tiny(family, tmp_path / "plain", **FAMILIES[family])
+    folder = make_tiny(family.partition(",")[0], tmp_path / "plain", **FAMILIES[family])
     output = tmp_path / "quantized"
     flags = (
         ["--data", str(TEXTS), "--max-length=32", "--max-samples=8"]

@@ -20,7 +20,7 @@ from config.model.read_config import read_model_config
 
 Array = npt.NDArray[Any]
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
     "intermediate_size": MLP,
@@ -143,6 +143,41 @@ _GPT_OSS = Case(
         "rope.scaling.type": "yarn",
         "rope.scaling.factor": 32.0,
         "rope.scaling.original_context_length": 16,
+    },
+)
+
+_GRANITE_HYBRID = Case(
+    "GraniteMoeHybridForCausalLM",
+    {
+        "num_hidden_layers": 4,
+        "layer_types": ["mamba", "mamba", "attention", "mamba"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 48,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 12,
+        "mamba_d_conv": 4,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.25,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+    },
+    {
+        **_EXPERTS,
+        "attention.head_count_kv": [0, 0, KV_HEADS, 0],
+        "expert_shared_feed_forward_length": 48,
+        "embedding_scale": 3.0,
+        "attention.scale": 0.25,
+        "residual_scale": 0.5,
+        "logit_scale": 2.0,
+        "rope.scaling.finetuned": False,
+        "ssm.conv_kernel": 4,
+        "ssm.state_size": 12,
+        "ssm.group_count": 2,
+        "ssm.inner_size": 128,
+        "ssm.time_step_rank": 8,
     },
 )
 
@@ -392,6 +427,23 @@ CASES: dict[str, Case] = {
         },
         {**_EXPERTS, "attention.scale": 0.25, "expert_shared_feed_forward_length": 48},
     ),
+    "granitehybrid": _GRANITE_HYBRID,
+    "granitehybrid without experts": _GRANITE_HYBRID._replace(
+        fields={
+            **_GRANITE_HYBRID.fields,
+            "num_local_experts": 0,
+            "mamba_n_groups": 1,
+            "position_embedding_type": "rope",
+            "mamba_proj_bias": True,
+        },
+        settings={
+            **_GRANITE_HYBRID.settings,
+            "expert_count": 0,
+            "expert_used_count": 0,
+            "ssm.group_count": 1,
+            "rope.scaling.finetuned": True,
+        },
+    ),
     "minimax-m2": Case(
         "MiniMaxM2ForCausalLM",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
@@ -457,6 +509,9 @@ CASES: dict[str, Case] = {
         },
         {"attention.head_count_kv": 4},
     ),
+    "nomic-bert": Case(
+        "NomicBertModel", {"type_vocab_size": 2, "num_key_value_heads": 4, "hidden_act": "silu"}
+    ),
     "bert": Case("BertModel", {"type_vocab_size": 2}),
     "bert of DistilBERT": Case(
         "DistilBertModel",
@@ -476,7 +531,7 @@ def write_checkpoint(folder: Path, case: str) -> dict[str, Array]:
     # Each family reads the name that it knows.
     eps = dict.fromkeys(_EPS, 1e-5)
     folder.mkdir(parents=True)
-    config = {**_COMMON, **eps, "architectures": [name], "torch_dtype": "float32", **fields}
+    config = {**COMMON, **eps, "architectures": [name], "torch_dtype": "float32", **fields}
     (folder / "config.json").write_text(json.dumps(config))
     weight_map = weight_map_of(read_model_config(str(folder)))
     assert weight_map is not None
@@ -497,8 +552,8 @@ def write_case(path: Path, case: str, tensors: dict[str, Array], **further: Any)
     """The GGUF file of a case. `further`: arguments of write_gguf."""
     _, fields, settings = CASES[case]
     architecture = architecture_of(case)
-    config = {**_COMMON, **fields}
-    stored = dict(_stored(architecture, config, tensors))
+    config = {**COMMON, **fields}
+    stored = dict(stored_tensors(architecture, config, tensors))
     if architecture == "glm4moe":
         # The layer for multi-token prediction.
         stored["blk.2.nextn.eh_proj.weight"] = np.zeros((HIDDEN, 2 * HIDDEN), np.float32)
@@ -512,9 +567,10 @@ def write_case(path: Path, case: str, tensors: dict[str, Array], **further: Any)
     )
 
 
-def _stored(
+def stored_tensors(
     architecture: str, config: dict[str, Any], tensors: dict[str, Array]
 ) -> Iterator[tuple[str, Array]]:
+    """The tensors of a checkpoint under their names in a file, in the form that files have."""
     kind = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
     names = get_tensor_name_map(kind, config["num_hidden_layers"])
 
@@ -682,6 +738,27 @@ def _granite_moe(name: str, values: Array, config: dict[str, Any]) -> Changed:
         yield from _permuted(name, values, config)
 
 
+def _granite_hybrid(name: str, values: Array, config: dict[str, Any]) -> Changed:
+    layer = name.split(".")[2] if ".layers." in name else ""
+    if name.endswith("mamba.A_log"):
+        yield name, -np.exp(values)[:, None]
+    elif name.endswith("mamba.D"):
+        yield name, values[:, None]
+    elif name.endswith("mamba.dt_bias"):
+        yield name.replace(".dt_bias", ".dt_proj.bias"), values
+    elif name.endswith("mamba.norm.weight"):
+        yield name, values.reshape(config["mamba_n_groups"], -1)
+    elif "conv1d.weight" in name:
+        yield name, values.squeeze()
+    elif "shared_mlp" in name and not config["num_local_experts"]:
+        is_down = name.endswith("output_linear.weight")
+        kinds = ("down",) if is_down else ("gate", "up")
+        for kind, part in zip(kinds, np.split(values, len(kinds)), strict=True):
+            yield f"blk.{layer}.ffn_{kind}.weight", part
+    else:
+        yield from _granite_moe(name, values, config)
+
+
 def _llama4(name: str, values: Array, config: dict[str, Any]) -> Changed:
     if ".experts." not in name:
         yield name, values
@@ -721,6 +798,7 @@ _CHANGED: dict[str, Change] = {
     "gptneox": _qkv_by_head,
     "gpt2": _transposed,
     "granitemoe": _granite_moe,
+    "granitehybrid": _granite_hybrid,
     "llama4": _llama4,
     "qwen3next": _qwen3_next,
     "deepseek2": _deepseek2,

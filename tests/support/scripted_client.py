@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from config.errors import EngineDied, Overloaded
-from config.lora.adapter import LoRAInfo
+from config.lora.info import LoRAInfo
 from config.params.pooling import PoolingFacts, PoolingParams
 from config.params.sampling import SamplingParams
 from engine.client.base import NO_SAMPLING, Failure

@@ -33,6 +33,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "bert": ENCODER,
     "roberta": {**ENCODER, "type_vocab_size": 1},
     "xlm-roberta": {**ENCODER, "type_vocab_size": 1, "pad_token_id": 1},
+    "nomic_bert": ENCODER,
     "distilbert": {
         **{"vocab_size": VOCAB_SIZE, "dim": 64, "hidden_dim": 128, "n_layers": 2, "n_heads": 4},
         **{"max_position_embeddings": 130, "pad_token_id": PAD, "initializer_range": 0.15},

@@ -11,20 +11,23 @@ from config.checkpoint.weight_maps.base import (
     matrix,
     row_linear,
 )
-from config.model.encoder import BERT, DISTIL_BERT
+from config.model.encoder import BERT, DISTIL_BERT, NOMIC_BERT, EncoderConfig
 from config.model.model_config import ModelConfig
 
 
 class _EncoderNames(NamedTuple):
-    """What a family of encoders calls the tensors of a layer."""
+    """What a family of encoders calls its tensors."""
 
     layer_prefix: str
-    qkv: tuple[str, str, str]
+    qkv: tuple[str, ...]
+    """Queries, keys and values; a single name of a tensor with all three."""
     out: str
     attention_norm: str
     up: str
     down: str
     mlp_norm: str
+    gate: str = ""
+    embedding_norm: str = "embeddings.LayerNorm"
 
 
 _BERT_NAMES = _EncoderNames(
@@ -45,6 +48,19 @@ _DISTIL_BERT_NAMES = _EncoderNames(
     "ffn.lin2",
     "output_layer_norm",
 )
+_NOMIC_BERT_NAMES = _EncoderNames(
+    "encoder.layers.",
+    ("attn.Wqkv",),
+    "attn.out_proj",
+    "norm1",
+    "mlp.fc11",
+    "mlp.fc2",
+    "norm2",
+    "mlp.fc12",
+    "emb_ln",
+)
+_NAMES = {DISTIL_BERT: _DISTIL_BERT_NAMES, NOMIC_BERT: _NOMIC_BERT_NAMES}
+"""By family; others have _BERT_NAMES."""
 
 
 _ENCODER_HEADS = ("cls.", "lm_head.", "vocab_", "pooler.", "classifier.", "pre_classifier.")
@@ -55,27 +71,25 @@ def encoder_weight_map(config: ModelConfig) -> WeightMap:
     """The tensors of an encoder of the BERT family."""
     encoder = config.encoder
     assert encoder is not None, "a decoder has another weight map"
-    names = _DISTIL_BERT_NAMES if encoder.family == DISTIL_BERT else _BERT_NAMES
+    names = _NAMES.get(encoder.family, _BERT_NAMES)
     hidden = Axis(config.hidden_size, "hidden size")
     num_positions = config.max_position + encoder.first_position
-    tables = [
-        matrix("word_embeddings.weight", Axis(config.vocab_size, "vocab_size"), hidden),
-        matrix(
-            "position_embeddings.weight", Axis(num_positions, "max_position_embeddings"), hidden
-        ),
-    ]
+    tables = [matrix("word_embeddings.weight", Axis(config.vocab_size, "vocab_size"), hidden)]
+    if not encoder.has_rope:
+        positions = Axis(num_positions, "max_position_embeddings")
+        tables.append(matrix("position_embeddings.weight", positions, hidden))
     if encoder.num_types:
         types = Axis(encoder.num_types, "type_vocab_size")
         tables.append(matrix("token_type_embeddings.weight", types, hidden))
     outer = [table._replace(name=f"embeddings.{table.name}") for table in tables]
-    outer += _norm("embeddings.LayerNorm", "embedding_norm", hidden)
+    outer += _norm(names.embedding_norm, "embedding_norm", hidden)
     return WeightMap(
         tuple(outer),
-        (tuple(_encoder_layer(config, names, hidden)),) * config.num_layers,
+        (tuple(_encoder_layer(config, encoder, names, hidden)),) * config.num_layers,
         layer_prefix=names.layer_prefix,
         parameter_prefix="layers.",
         # In a checkpoint with a head.
-        stripped_prefixes=("bert.", "roberta.", "distilbert."),
+        stripped_prefixes=("bert.", "roberta.", "distilbert.", "nomic_bert."),
         renamed=(("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),
         ignored_prefixes=_ENCODER_HEADS,
         ignored_suffixes=("position_ids", "token_type_ids"),
@@ -87,14 +101,31 @@ def _norm(name: str, parameter: str, hidden: Axis) -> Iterator[WeightSpec]:
         yield WeightSpec(f"{name}.{kind}", (hidden.size,), f"{parameter}.{kind}")
 
 
-def _encoder_layer(config: ModelConfig, names: _EncoderNames, hidden: Axis) -> Iterator[WeightSpec]:
-    inner = Axis(config.intermediate_size, "intermediate size")
-    qkv = dict.fromkeys(names.qkv, hidden)
-    yield from linear("self_attn.qkv_proj", qkv, hidden, has_bias=True)
-    yield from row_linear(names.out, hidden, hidden, has_bias=True, parameter="self_attn.o_proj")
+def _encoder_layer(
+    config: ModelConfig, encoder: EncoderConfig, names: _EncoderNames, hidden: Axis
+) -> Iterator[WeightSpec]:
+    inner, has_bias = Axis(config.intermediate_size, "intermediate size"), encoder.has_biases
+    fused = len(names.qkv) == 1
+    outputs = ("query", "key", "value") if fused else names.qkv
+    for weight in linear(
+        "self_attn.qkv_proj",
+        dict.fromkeys(outputs, hidden),
+        hidden,
+        has_bias=has_bias,
+        fused=fused,
+        fused_fields=f"3 * {hidden.fields}",
+    ):
+        yield weight._replace(name=f"{names.qkv[0]}.weight") if fused else weight
+    yield from row_linear(
+        names.out, hidden, hidden, has_bias=has_bias, parameter="self_attn.o_proj"
+    )
     yield from _norm(names.attention_norm, "attention_norm", hidden)
-    yield from linear("up_proj", {names.up: inner}, hidden, has_bias=True)
-    yield from row_linear(names.down, hidden, inner, has_bias=True, parameter="down_proj")
+    if encoder.is_gated:
+        gate_up = {names.gate: inner, names.up: inner}
+        yield from linear("mlp.gate_up_proj", gate_up, hidden, has_bias=has_bias)
+    else:
+        yield from linear("mlp.up_proj", {names.up: inner}, hidden, has_bias=has_bias)
+    yield from row_linear(names.down, hidden, inner, has_bias=has_bias, parameter="mlp.down_proj")
     yield from _norm(names.mlp_norm, "mlp_norm", hidden)
 
 
@@ -106,6 +137,7 @@ def head_weights(config: ModelConfig, num_labels: int) -> Iterator[WeightSpec]:
     dense, out = {
         None: ("", "score"),
         BERT: ("pooler.dense", "classifier"),
+        NOMIC_BERT: ("pooler.dense", "classifier"),
         DISTIL_BERT: ("pre_classifier", "classifier"),
     }.get(family, ("classifier.dense", "classifier.out_proj"))
     hidden = config.hidden_size

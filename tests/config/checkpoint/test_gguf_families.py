@@ -128,6 +128,13 @@ def test_a_model_that_generates_has_no_pooling(tmp_path: Path) -> None:
         ),
         ("qwen35", {"ssm.inner_size": 9600}, "rows for .*, its settings say at least"),
         ("olmo2", {"attention.sliding_window": 9}, "is an OLMo 3"),
+        (
+            "granitehybrid",
+            {"attention.head_count_kv": [0, 1, 2, 0]},
+            r"head_count_kv in .* is \[0, 1, 2, 0\], all layers with attention must",
+        ),
+        ("granitehybrid", {"attention.head_count_kv": [0, 2]}, "names 2 layers of 4"),
+        ("granitehybrid", {"attention.head_count_kv": [0] * 4}, "all layers with attention must"),
         ("glm4moe", {"nextn_predict_layers": 3}, "num_hidden_layers"),
     ],
 )

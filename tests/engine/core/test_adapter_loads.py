@@ -9,7 +9,7 @@ from slow_model import hashed_token, raw
 
 from config.buckets import BucketConfig
 from config.engine import EngineConfig
-from config.lora.adapter import LoRAInfo
+from config.lora.info import LoRAInfo
 from config.params.lora import LoRAConfig
 from config.params.sampling import SamplingParams
 from engine.core.engine_core import EngineCore

@@ -7,7 +7,7 @@ import pytest
 
 from config.engine import SchedulerConfig
 from config.errors import UserError
-from config.lora.adapter import LoRAInfo
+from config.lora.info import LoRAInfo
 from config.params.lora import LoRAConfig
 from config.params.pooling import PoolingFacts, PoolingParams
 from config.params.sampling import SamplingParams

@@ -84,7 +84,9 @@ def traffic(core: EngineCore) -> dict[int, bytes]:
     raise AssertionError("1000 steps were not enough")
 
 
-@pytest.mark.parametrize("family", ["xlm-roberta", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["xlm-roberta", pytest.param("nomic_bert", marks=pytest.mark.slow), "qwen3"]
+)
 def test_pooling_costs_nothing_once_warm_and_its_vectors_are_those_of_the_cpu(
     family: str, tmp_path: Path
 ) -> None:

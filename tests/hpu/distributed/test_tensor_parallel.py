@@ -224,7 +224,7 @@ def test_ranks_quantize_their_shards(bits: str, tiny: Tiny, pool: RankPool) -> N
     assert error < 0.06 * expected.std()
 
 
-@pytest.mark.parametrize("family", ["bert", "llama"])
+@pytest.mark.parametrize("family", ["bert", "nomic_bert", "llama"])
 def test_ranks_give_the_hidden_states_of_one(family: str, tmp_path: Path, pool: RankPool) -> None:
     folder = str(make_pooling(family, tmp_path))
     with torch.inference_mode():

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from adapters import ATTENTION, LINEAR, merge, write_adapter
+from gguf_adapters import as_gguf
 from tiny_encoders import make_pooling
 from tiny_models import make_tiny
 
@@ -106,6 +107,24 @@ def test_encoders_have_adapters(device: str, tmp_path: Path) -> None:
 
     np.testing.assert_allclose(found, expected, atol=1e-4)
     assert np.abs(np.array(found) - np.array(plain)).max() > 0.01
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_an_adapter_in_gguf_answers_as_in_a_folder(name: str, tmp_path: Path) -> None:
+    base = make_tiny(name, tmp_path / "base")
+    one = write_adapter(tmp_path / "one", base, targets=(*LINEAR, "embed_tokens"))
+    architecture = {"llama": "llama", "qwen3_moe": "qwen3moe"}[name]
+    file = as_gguf(tmp_path / "two.gguf", one, base, architecture)
+    modules = [f"one={one}", f"two={file}"]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+    with LLM(str(base), enable_lora=True, max_loras=2, lora_modules=modules, **CPU) as llm:
+        adapters = [None, LoRARequest("one", 1), LoRARequest("two", 2)]
+        outputs = llm.generate(["Hello"] * 3, params, use_tqdm=False, lora_request=adapters)
+
+    plain, expected, found = (list(output.outputs[0].token_ids) for output in outputs)
+    assert found == expected != plain
+    logprobs = [output.outputs[0].cumulative_logprob for output in outputs[1:]]
+    assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-3)
 
 
 def test_pipeline_stages_have_adapters(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from config.errors import ConfigError
+from config.model.read_config import read_model_config
 
 TOLERANCE = 1e-5
 LENGTHS = (9, 1, 40, 17, 40, 3)
@@ -77,6 +78,42 @@ def test_a_heads_logits_are_those_of_transformers(family: str, tmp_path: Path) -
         np.testing.assert_allclose(one, [expected], atol=TOLERANCE)
         exponentials = np.exp(expected - expected.max())
         np.testing.assert_allclose(share, [exponentials / exponentials.sum()], atol=TOLERANCE)
+
+
+def test_a_published_nomic_bert_is_that_of_transformers(tmp_path: Path) -> None:
+    folder = make_pooling("nomic_bert", tmp_path)
+    expected = hidden_states(folder, texts()[0])
+    config = json.loads((folder / "config.json").read_text())
+    published = {
+        "architectures": ["NomicBertModel"],
+        "model_type": "nomic_bert",
+        "activation_function": "swiglu",
+        "layer_norm_epsilon": config["layer_norm_eps"],
+        "n_embd": 64,
+        "n_head": 4,
+        "n_inner": 128,
+        "n_layer": 2,
+        "n_positions": 8192,
+        "max_trained_positions": 130,
+        "rotary_emb_base": 1000,
+        "rotary_emb_fraction": 1.0,
+        "rotary_scaling_factor": None,
+        "rotary_emb_scale_base": None,
+        "qkv_proj_bias": False,
+        "type_vocab_size": 2,
+        "vocab_size": VOCAB_SIZE,
+    }
+    write_json(folder / "config.json", published)
+    assert read_model_config(str(folder)).max_position == 130
+    reader = Reader(folder)
+
+    (found,) = reader.read(texts()[:1], by_token=True)
+
+    reader.worker.close()
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+    write_json(folder / "config.json", {**published, "moe_every_n_layers": 2})
+    with pytest.raises(ConfigError, match=r"moe_every_n_layers in .* is 2, and only 0 is built"):
+        read_model_config(str(folder))
 
 
 def test_the_second_text_of_a_pair_has_a_type_of_its_own(tmp_path: Path) -> None:

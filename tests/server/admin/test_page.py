@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from http_rig import TalkingClient, in_memory, on_port
 
-from config.lora.adapter import LoRAInfo
+from config.lora.info import LoRAInfo
 from server.http.auth import PAGE_FILES
 
 KEY = {"authorization": "Bearer k"}

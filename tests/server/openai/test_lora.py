@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from adapters import write_adapter
+from gguf_adapters import METADATA, as_gguf, write_pairs
 from http_rig import in_memory
 from live import LiveServer, running
 from tiny_models import make_tiny
@@ -30,6 +31,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write_adapter(root / "allowed" / "two", base, seed=2)
     write_adapter(root / "allowed" / "wide", base, rank=32)
     write_adapter(root / "elsewhere", base, seed=3)
+    as_gguf(root / "allowed" / "two.gguf", root / "allowed" / "two", base)
+    write_pairs(root / "allowed" / "short.gguf", "llama", {}, metadata=METADATA)
     return {"base": base, "one": write_adapter(root / "one", base, seed=1), "root": root}
 
 
@@ -129,13 +132,17 @@ async def test_a_folder_that_is_missing_or_elsewhere_is_not_found(
 
     assert answer.status_code == 404
     error = answer.json()["error"]
-    assert error["param"] == "lora_path" and "names no folder below" in error["message"]
+    assert (
+        error["param"] == "lora_path" and "names no folder or GGUF file below" in error["message"]
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "path", "message"),
     [
         ("three", ".", "has no adapter_config.json"),
+        ("three", "two/adapter_config.json", "adapter_config.json cannot be read as a GGUF file"),
+        ("three", "short.gguf", "short.gguf has 0 low-rank matrices"),
         ("wide", "wide", "has rank 32, --max-lora-rank is 16"),
         ("base", "two", "is served already"),
         ("one", "two", "is served already"),
@@ -150,6 +157,18 @@ async def test_a_wrong_adapter_is_refused(
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]
     assert (await complete(client, "one")).status_code == 200
+
+
+async def test_a_gguf_file_is_loaded(client: httpx.AsyncClient) -> None:
+    await load(client, "two", "two")
+    expected = (await complete(client, "two")).json()["choices"][0]["text"]
+    loaded = await load(client, "file", "two.gguf")
+    found = await complete(client, "file")
+    unloaded = [await unload(client, name) for name in ("two", "file")]
+
+    assert loaded.status_code == 200, loaded.text
+    assert found.json()["choices"][0]["text"] == expected
+    assert [answer.status_code for answer in unloaded] == [200, 200]
 
 
 async def test_a_key_is_needed(client: httpx.AsyncClient) -> None:

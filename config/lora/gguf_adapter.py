@@ -1,0 +1,307 @@
+"""LoRA adapters in GGUF files, as llama.cpp's convert_lora_to_gguf.py writes them: the matrices of
+the base model's modules, in the order that the checkpoint has."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from io import FileIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+
+from config.checkpoint.gguf_families import FAMILIES, architecture_of
+from config.checkpoint.gguf_metadata import GgufFile, GgufTensor, parse_gguf
+from config.checkpoint.gguf_tensors import MissingTensor, Part, Rows, Source, WeightSources
+from config.checkpoint.gguf_weights import write_stream
+from config.errors import ConfigError
+from config.lora.base_modules import DOWN, GATE_UP, BaseModule, BaseModules, ExpertStack
+from config.model.json_fields import shown
+
+Array = npt.NDArray[Any]
+Matrices = tuple[Array, Array]
+"""(rank, in) and (out, rank)."""
+
+MAX_FILE_BYTES = 4 * 2**30
+MAX_NUMBERS = 2**31
+"""Numbers of all matrices, which take 4 bytes each."""
+MAX_METADATA_BYTES = 16 * 2**20
+"""Parsed under Python's lock. An adapter has about 20 keys, and 100 bytes for each tensor."""
+
+_TABLE = "token_embd.weight"
+_EXPERTS = re.compile(r"blk\.[0-9]{1,9}\.ffn_[a-z_]+_exps\.weight")
+_PRODUCTS = {GATE_UP: ("gate", "up"), DOWN: ("down",)}
+"""What files call the products of experts whose weights a parameter of ExpertStack holds."""
+_ENDS = (".lora_a", ".lora_b")
+
+
+class GgufPair(NamedTuple):
+    """The matrices of a module."""
+
+    base: BaseModule
+    name: str
+    """What errors call the tensor of the file that the matrices change."""
+    a: Array
+    """(rank, in); of an embedding (rank, tokens)."""
+    b: Array
+    """(out, rank), times alpha / rank."""
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Names of the two matrices, which no other pair of the adapter has."""
+        return f"{self.name}.lora_a", f"{self.name}.lora_b"
+
+
+def read_gguf_adapter(data: bytearray, file: str, base: BaseModules) -> tuple[GgufPair, ...]:
+    """The adapter in the bytes of `file`, as errors call it. Raises ConfigError for what does not
+    fit the base model."""
+    opened = parse_gguf(np.frombuffer(data, np.uint8), Path(file), MAX_METADATA_BYTES)
+    alpha = _checked_alpha(opened, file, base)
+    pairs = {name: _scaled(pair, alpha) for name, pair in _pairs(opened, file).items()}
+    used: set[str] = set()
+    found = [*_modules(pairs, opened, base, used), *_experts(pairs, file, base, used)]
+    for name in pairs.keys() - used:
+        raise ConfigError(
+            f"{file} has weights for {shown(name)[1:-1]}, which is no module of the base model "
+            f"({base.facts.architecture}) that takes an adapter"
+        )
+    for pair in found:
+        _check_shapes(pair, file)
+    return tuple(found)
+
+
+@contextmanager
+def written(pairs: Sequence[GgufPair]) -> Iterator[FileIO]:
+    """A safetensors file in memory with the matrices of `pairs`."""
+    matrices = {
+        name: matrix
+        for pair in pairs
+        for name, matrix in zip(pair.names, (pair.a, pair.b), strict=True)
+    }
+    with open(os.memfd_create("adapter"), "w+b") as memory:
+        write_stream(
+            memory,
+            [(name, "F32", matrix.shape, matrix.nbytes) for name, matrix in matrices.items()],
+            map(np.ascontiguousarray, matrices.values()),
+        )
+        memory.seek(0)
+        yield FileIO(memory.fileno(), closefd=False)
+
+
+def _scaled(pair: Matrices, alpha: float) -> Matrices:
+    """`pair` with the second matrix times alpha / rank; as it is without alpha."""
+    a, b = pair
+    return a, b * np.float32(alpha / a.shape[-2]) if alpha else b
+
+
+def _check_shapes(pair: GgufPair, file: str) -> None:
+    rank = len(pair.a)
+    expected = ((rank, pair.base.in_features), (pair.base.out_features, rank))
+    for name, matrix, shape in zip(pair.names, (pair.a, pair.b), expected, strict=True):
+        if matrix.shape != shape:
+            raise ConfigError(
+                f"{file} has {name} of {_text(matrix.shape)}, the base model and rank "
+                f"{rank} need {_text(shape)}"
+            )
+
+
+def _checked_alpha(opened: GgufFile, file: str, base: BaseModules) -> float:
+    """`adapter.lora.alpha`; 0 without it. ConfigError for a file that holds something else than a
+    LoRA adapter of the base model."""
+    kind = opened.value("general.type", str)
+    if kind != "adapter":
+        raise ConfigError(f"{file} has general.type {shown(kind)}, an adapter has 'adapter'")
+    kind = opened.value("adapter.type", str)
+    if kind != "lora":
+        raise ConfigError(f"{file} has adapter.type {shown(kind)}, only 'lora' is served")
+    if opened.values("adapter.alora.invocation_tokens", int):
+        raise ConfigError(
+            f"{file} has adapter.alora.invocation_tokens: adapters that begin at such tokens are "
+            "not served"
+        )
+    family = FAMILIES.get(opened.architecture)
+    own = architecture_of(base.facts)
+    if family is None or own not in (family.name, *family.others):
+        raise ConfigError(
+            f"{file} is an adapter of the architecture {shown(opened.architecture)[1:-1]}, the "
+            f"base model is a {own}"
+        )
+    return opened.value("adapter.lora.alpha", float) or 0.0
+
+
+def _pairs(opened: GgufFile, file: str) -> dict[str, Matrices]:
+    """The matrices by the names of the tensors that they change; of stacked experts with a further
+    dimension in front."""
+    count = sum(tensor.n_elements for tensor in opened.tensors.values())
+    if count > MAX_NUMBERS:
+        raise ConfigError(f"{file} has {count} numbers, at most {MAX_NUMBERS} are read")
+    halves: dict[str, dict[str, Array]] = {}
+    for name, tensor in opened.tensors.items():
+        stem, end = name[:-7], name[-7:]
+        if end not in _ENDS:
+            raise ConfigError(f"{file} has {shown(name)[1:-1]}, which is no tensor of LoRA")
+        dimensions = 3 if _EXPERTS.fullmatch(stem) else 2
+        if len(tensor.shape) != dimensions:
+            raise ConfigError(
+                f"{file} has {shown(name)[1:-1]} of {len(tensor.shape)} dimensions, it must have "
+                f"{dimensions}"
+            )
+        halves.setdefault(stem, {})[end] = _numbers(tensor, name, file)
+    if not halves:
+        raise ConfigError(f"{file} has 0 low-rank matrices, an adapter needs at least 2")
+    return {stem: _pair(stem, found, file) for stem, found in halves.items()}
+
+
+def _pair(stem: str, found: Mapping[str, Array], file: str) -> Matrices:
+    missing = [end for end in _ENDS if end not in found]
+    if missing:
+        (there,) = found
+        raise ConfigError(f"{file} has no {stem}{missing[0]}, but {stem}{there}")
+    a, b = (found[end] for end in _ENDS)
+    if stem == _TABLE:
+        # Its rows are looked up.
+        a = a.T
+    if a.shape[:-2] != b.shape[:-2] or a.shape[-2] != b.shape[-1]:
+        raise ConfigError(
+            f"{file} has {stem}.lora_a of {_text(a.shape)} and {stem}.lora_b of {_text(b.shape)}: "
+            f"the ranks are {a.shape[-2]} and {b.shape[-1]}"
+        )
+    return a, b
+
+
+def _numbers(tensor: GgufTensor, name: str, file: str) -> Array:
+    """The numbers of `tensor`, outermost dimension first."""
+    if tensor.tensor_type in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
+        return tensor.data.astype(np.float32)
+    try:
+        # What is not finite is found when the values are checked.
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = dequantize(tensor.data, tensor.tensor_type)
+    except NotImplementedError as error:
+        raise ConfigError(
+            f"{file}: {name} is stored as {tensor.tensor_type.name}: {error}"
+        ) from error
+    return values.reshape(tensor.shape[::-1])
+
+
+def _modules(
+    pairs: Mapping[str, Matrices], opened: GgufFile, base: BaseModules, used: set[str]
+) -> Iterator[GgufPair]:
+    """The linear layers and the embedding. Adds names of tensors to `used`."""
+    sources = WeightSources(_products(pairs, opened), base.facts, base.weight_map)
+    for module in base.modules.values():
+        spec = module.spec
+        if spec.expert is not None or spec.num_experts is not None:
+            continue
+        # The name of an unquantized weight, which files have.
+        spec = spec._replace(name=f"{module.name}.weight", part=None, scheme=None)
+        try:
+            parts = sources.parts(spec)
+        except MissingTensor:
+            continue
+        names = [source.name for part in parts for source in part.sources]
+        if module.refusal:
+            raise ConfigError(f"{opened.path} has weights for {names[0]}: {module.refusal}")
+        label = f"{names[0]} ({module.name})" if names[0] in used else names[0]
+        used.update(names)
+        matrices = [_matrices(part, pairs, opened) for part in parts]
+        yield GgufPair(module, label, *_joined(matrices))
+
+
+def _products(pairs: Mapping[str, Matrices], opened: GgufFile) -> GgufFile:
+    """A file that has the products of the matrices, of which only the shapes are there."""
+    nothing: Array = np.empty(0, np.float32)
+    tensors = {}
+    for name, (a, b) in pairs.items():
+        shape = (a.shape[-1], *b.shape[-2::-1])
+        tensors[name] = GgufTensor(GGMLQuantizationType.F32, shape, 0, 0, nothing)
+    return replace(opened, tensors=tensors)
+
+
+def _matrices(part: Part, pairs: Mapping[str, Matrices], opened: GgufFile) -> Matrices:
+    """The matrices of a part of a weight."""
+    found = [_rows(source, pairs) for source in part.sources]
+    if part.combine in (None, np.transpose):
+        # The first matrix has the inputs, however the checkpoint stores the weight.
+        return found[0]
+    if isinstance(part.combine, Rows):
+        a, b = _joined(found)
+        return a, b[part.combine.order]
+    raise ConfigError(
+        f"{opened.path} has weights for {part.sources[0].name}, whose inputs the base model has in "
+        "another order: such adapters are not served"
+    )
+
+
+def _rows(source: Source, pairs: Mapping[str, Matrices]) -> Matrices:
+    a, b = pairs[source.name]
+    return a, b if source.order is None else b[source.order]
+
+
+def _joined(parts: list[Matrices]) -> Matrices:
+    """The matrices of outputs that lie behind each other. Outputs that share the first matrix keep
+    their rank; other outputs have ranks of their own, whose sum the result has."""
+    first = parts[0][0]
+    if all(np.array_equal(a, first) for a, _ in parts):
+        return first, np.concatenate([b for _, b in parts])
+    rows, ranks = (sum(b.shape[axis] for _, b in parts) for axis in (0, 1))
+    joined = np.zeros((rows, ranks), np.float32)
+    row = column = 0
+    for _, b in parts:
+        joined[row : row + b.shape[0], column : column + b.shape[1]] = b
+        row, column = row + b.shape[0], column + b.shape[1]
+    return np.concatenate([a for a, _ in parts]), joined
+
+
+def _experts(
+    pairs: Mapping[str, Matrices], file: str, base: BaseModules, used: set[str]
+) -> Iterator[GgufPair]:
+    """The routed experts. Adds names of tensors to `used`."""
+    for layer, stack in base.expert_stacks.items():
+        number = int(layer.removeprefix(base.weight_map.layer_prefix))
+        for kinds, modules in _products_of(stack):
+            names = [f"blk.{number}.ffn_{kind}_exps.weight" for kind in kinds]
+            there = [name for name in names if name in pairs]
+            used.update(there)
+            for name in there:
+                count = len(pairs[name][0])
+                if count != len(modules):
+                    raise ConfigError(
+                        f"{file} has {count} experts in {name}, the base model has {len(modules)}"
+                    )
+            for expert, module in enumerate(modules if there else ()):
+                matrices = [_expert(name, there, expert, pairs) for name in names]
+                a, b = _joined(matrices)
+                if len(names) > 1 and not module.spec.output_sizes:
+                    # Rows of both products in turns.
+                    b = b.reshape(len(names), -1, b.shape[-1]).swapaxes(0, 1).reshape(b.shape)
+                yield GgufPair(module, f"{there[0]}[{expert}]", a, b)
+
+
+def _products_of(stack: ExpertStack) -> Iterator[tuple[tuple[str, ...], list[BaseModule]]]:
+    """The experts of each product of a layer, with what files call the products. A checkpoint may
+    have a single product for gate and up."""
+    for parameter, kinds in _PRODUCTS.items():
+        products = stack.parameters[parameter]
+        if len(products) < len(kinds):
+            yield kinds, products[0]
+            continue
+        for kind, modules in zip(kinds, products, strict=True):
+            yield (kind,), modules
+
+
+def _expert(
+    name: str, there: Sequence[str], expert: int, pairs: Mapping[str, Matrices]
+) -> Matrices:
+    """The matrices of an expert; zero for a product that is not `there`."""
+    a, b = pairs[name if name in there else there[0]]
+    return a[expert], b[expert] if name in there else np.zeros_like(b[expert])
+
+
+def _text(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
