@@ -10,7 +10,11 @@ TORCH_CHOICE = deploy/torch_build.py $(if $(filter undefined,$(origin TORCH_INDE
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Counts the seconds of what would be silent for long.
+COUNTED := $(PYTHON) deploy/counted.py
+# pip's own messages are the steps in the count; warnings and errors are shown as they are.
+PIP_INSTALL := -m pip --disable-pip-version-check install --progress-bar off
+PIP := $(COUNTED) --summarize pip $(BIN)/python $(PIP_INSTALL)
 CLIENTS := .venv-clients
 QUANTIZERS := .venv-quantizers
 NODE_CLIENT := tests/clients/node
@@ -32,13 +36,13 @@ install: $(VENV)/.installed ## Create .venv with everything for the CPU back end
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "gaudiserve needs Python 3.10 or newer, $(PYTHON) is " + sys.version.split()[0])'
 	@echo "Creating $(VENV) with $$($(PYTHON) --version)"
-	@$(PYTHON) -m venv $(VENV)
+	@$(COUNTED) 'Creating $(VENV)' $(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@# A .venv made by install-hpu stays one: the cpu extra would put another torch into it.
 	@if test -f $(VENV)/vendor.txt; then exec $(MAKE) --no-print-directory install-hpu; fi; \
 	echo "Installing gaudiserve and its dependencies into $(VENV); the first time takes some minutes"; \
-	torch=$$($(BIN)/python $(TORCH_CHOICE)) && $(PIP) install $$torch --editable '.[cpu,dev]'
+	torch=$$($(COUNTED) 'Choosing a build of torch' $(BIN)/python $(TORCH_CHOICE)) && $(PIP) $$torch --editable '.[cpu,dev]'
 	@# Where a compiler is there, the first start has nothing left to compile.
 	@$(BIN)/python -m hpu.native.library
 	@touch $@
@@ -48,7 +52,7 @@ install-hpu: ## On a Gaudi machine: a .venv over the system's packages that keep
 	@test -x $(BIN)/python || $(PYTHON) -m venv --system-site-packages $(VENV)
 	@$(BIN)/python deploy/vendor_torch.py check
 	@$(BIN)/python deploy/vendor_torch.py constraints > $(VENV)/vendor.txt
-	@$(PIP) install --constraint $(VENV)/vendor.txt --editable '.[dev]'
+	@$(PIP) --constraint $(VENV)/vendor.txt --editable '.[dev]'
 	@$(BIN)/python deploy/vendor_torch.py same $(VENV)/vendor.txt
 	@touch $(VENV)/.installed
 
@@ -73,8 +77,8 @@ test-resume: $(VENV)/.installed ## A hundred kills under streams, with one engin
 $(CLIENTS)/.installed: pyproject.toml
 	@echo "Installing other makers' clients into $(CLIENTS)"
 	@$(PYTHON) -m venv $(CLIENTS)
-	@torch=$$($(CLIENTS)/bin/python $(TORCH_CHOICE)) && \
-	$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install $$torch --editable '.[clients]'
+	@torch=$$($(COUNTED) 'Choosing a build of torch' $(CLIENTS)/bin/python $(TORCH_CHOICE)) && \
+	$(COUNTED) --summarize pip $(CLIENTS)/bin/python $(PIP_INSTALL) $$torch --editable '.[clients]'
 	@touch $@
 
 $(NODE_CLIENT)/node_modules: $(NODE_CLIENT)/package-lock.json
@@ -89,7 +93,7 @@ $(AIDER)/.installed: $(AGENTS)/aider.txt
 	@mkdir -p $(AIDER)
 	@if $(PYTHON) -c 'import sys; sys.exit(sys.version_info >= (3, 13))'; then \
 	echo "Installing aider into $(AIDER)" && $(PYTHON) -m venv $(AIDER) && \
-	$(AIDER)/bin/python -m pip --disable-pip-version-check --quiet install --requirement $<; fi
+	$(COUNTED) --summarize pip $(AIDER)/bin/python $(PIP_INSTALL) --requirement $<; fi
 	@touch $@
 
 test-clients: $(VENV)/.installed $(CLIENTS)/.installed $(NODE_CLIENT)/node_modules $(AGENTS)/node_modules $(AIDER)/.installed ## Other makers' clients and coding agents against a server on this machine
@@ -102,7 +106,7 @@ test-cuda: $(VENV)/.installed ## With an NVIDIA GPU: the tests that need one
 	@$(BIN)/python -m pytest -q -m cuda tests/cuda $(ARGS)
 
 $(VENV)/.deploy: $(VENV)/.installed
-	@$(PIP) install --editable '.[deploy]' && touch $@
+	@$(PIP) --editable '.[deploy]' && touch $@
 
 test-deploy: $(VENV)/.deploy ## Manifests, dashboards and images with kubectl (1.21 or newer), Prometheus and clean environments
 	@for tool in kubectl prometheus promtool; do command -v $$tool >/dev/null || \
@@ -120,7 +124,7 @@ test-fuzz: $(VENV)/.installed ## Hostile requests for ten minutes; ARGS='--fuzz-
 	@$(BIN)/python -m pytest -q -s -m fuzz tests/fuzz $(ARGS)
 
 $(VENV)/.page: $(VENV)/.installed
-	@$(PIP) install --editable '.[page]' && touch $@
+	@$(PIP) --editable '.[page]' && touch $@
 
 $(PAGE_TESTS)/node_modules: $(PAGE_TESTS)/package-lock.json
 	@cd $(PAGE_TESTS) && npm ci --silent && touch node_modules
@@ -142,8 +146,8 @@ test-parallel: $(VENV)/.installed ## Tensor, expert and data parallelism against
 $(QUANTIZERS)/.installed: pyproject.toml
 	@echo "Installing tools that quantize into $(QUANTIZERS)"
 	@$(PYTHON) -m venv $(QUANTIZERS)
-	@torch=$$($(QUANTIZERS)/bin/python $(TORCH_CHOICE)) && \
-	$(QUANTIZERS)/bin/python -m pip --disable-pip-version-check --quiet install $$torch bitsandbytes auto-round --editable '.[cpu,dev,quantize]'
+	@torch=$$($(COUNTED) 'Choosing a build of torch' $(QUANTIZERS)/bin/python $(TORCH_CHOICE)) && \
+	$(COUNTED) --summarize pip $(QUANTIZERS)/bin/python $(PIP_INSTALL) $$torch bitsandbytes auto-round --editable '.[cpu,dev,quantize]'
 	@touch $@
 
 test-quantizers: $(QUANTIZERS)/.installed ## Checkpoints that other makers' tools quantize, in an environment of their own

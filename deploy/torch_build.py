@@ -1,5 +1,5 @@
 """Chooses where pip takes torch from: without an NVIDIA GPU the CPU build, which avoids a download
-of gigabytes of CUDA. Prints the flags for pip, and on stderr one line that says which and why.
+of gigabytes of CUDA. Prints arguments for pip, and on stderr one line that says which and why.
 
 Imports only the standard library: it runs before anything is installed.
 """
@@ -17,10 +17,15 @@ from http.client import HTTPException
 from pathlib import Path
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-INDEX_TIMEOUT_S = 2.0
+INDEX_TIMEOUT_S = 60.0
+"""Long: the choice without an answer is an error."""
 PIP_TIMEOUT_S = 20.0
 GPU_TIMEOUT_S = 10.0
 AS_PIP_FINDS = ("", "none")
+
+
+class NoCpuBuild(Exception):
+    """There is no CPU build within reach, and no choice of the user."""
 
 
 def choose(
@@ -31,28 +36,37 @@ def choose(
     has_gpu: Callable[[], bool],
     offered: Callable[[], list[str]],
     answers: Callable[[str], bool],
-) -> tuple[str | None, str]:
-    """(index for pip or None, reason) for torch `version`.
+) -> tuple[list[str], str]:
+    """(arguments for pip, reason) for torch `version`.
 
     `index` is the user's own (None: not given; empty or `none`: as pip finds torch), `installed`
     the version that is there, `offered` the versions that pip finds. Asks no more than it needs.
+    The CPU build is named in full: pip would otherwise take the one with CUDA from its own index
+    when the other index fails later. Raises NoCpuBuild.
     """
     if installed is not None and installed.partition("+")[0] == version:
-        return None, f"torch {installed} is installed already; for another build: make clean"
+        return [], f"torch {installed} is installed already; for another build: make clean"
     if index is not None:
         if index.strip().lower() in AS_PIP_FINDS:
-            return None, f"torch {version} as pip finds it, by TORCH_INDEX"
-        return index, f"torch {version} from {index}, by TORCH_INDEX"
+            return [], f"torch {version} as pip finds it, by TORCH_INDEX"
+        return _from(index), f"torch {version} from {index}, by TORCH_INDEX"
     if has_gpu():
-        return None, f"torch {version} with CUDA, as pip finds it: there is an NVIDIA GPU"
-    if any(one.startswith(f"{version}+cpu") for one in offered()):
-        return None, f"torch {version}+cpu, as pip finds it: there is no NVIDIA GPU"
+        return [], f"torch {version} with CUDA, as pip finds it: there is an NVIDIA GPU"
+    build = f"{version}+cpu"
+    if any(found.startswith(build) for found in offered()):
+        return [f"torch=={build}"], f"torch {build}, as pip finds it: there is no NVIDIA GPU"
     if answers(CPU_INDEX):
-        return CPU_INDEX, f"torch {version}+cpu from {CPU_INDEX}: there is no NVIDIA GPU"
-    return None, (
-        f"torch {version} as pip finds it, which may be gigabytes with CUDA: {CPU_INDEX} did not "
-        f"answer within {INDEX_TIMEOUT_S:g} s; name another index by TORCH_INDEX=URL"
+        reason = f"torch {build} from {CPU_INDEX}: there is no NVIDIA GPU"
+        return [*_from(CPU_INDEX), f"torch=={build}"], reason
+    raise NoCpuBuild(
+        f"no CPU build of torch {version}: pip finds none, and {CPU_INDEX} gave no answer within "
+        f"{INDEX_TIMEOUT_S:g} s; try again, name another index by TORCH_INDEX=URL, or take the "
+        "build that pip finds, on Linux one with gigabytes of CUDA, by TORCH_INDEX=none"
     )
+
+
+def _from(index: str) -> list[str]:
+    return ["--extra-index-url", index]
 
 
 def pinned(pyproject: str) -> str:
@@ -115,21 +129,23 @@ def installed_version() -> str | None:
 
 
 def main(arguments: list[str]) -> None:
-    """Print the flags for pip."""
+    """Print the arguments for pip."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--index", help="the user's choice: a URL; empty or none: as pip finds")
     pyproject = Path(__file__).parents[1] / "pyproject.toml"
-    index, reason = choose(
-        pinned(pyproject.read_text(encoding="utf-8")),
-        index=parser.parse_args(arguments).index,
-        installed=installed_version(),
-        has_gpu=has_nvidia_gpu,
-        offered=offered_versions,
-        answers=index_answers,
-    )
+    try:
+        words, reason = choose(
+            pinned(pyproject.read_text(encoding="utf-8")),
+            index=parser.parse_args(arguments).index,
+            installed=installed_version(),
+            has_gpu=has_nvidia_gpu,
+            offered=offered_versions,
+            answers=index_answers,
+        )
+    except NoCpuBuild as error:
+        sys.exit(str(error))
     print(reason, file=sys.stderr)
-    if index is not None:
-        print("--extra-index-url", index)
+    print(*words)
 
 
 if __name__ == "__main__":

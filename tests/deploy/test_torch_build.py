@@ -14,7 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from deploy.torch_build import CPU_INDEX, choose, has_nvidia_gpu, index_answers, pinned
+from deploy.torch_build import (
+    CPU_INDEX,
+    INDEX_TIMEOUT_S,
+    NoCpuBuild,
+    choose,
+    has_nvidia_gpu,
+    index_answers,
+    pinned,
+)
 
 ROOT = Path(__file__).parents[2]
 OTHER = "https://example.com/whl"
@@ -39,7 +47,9 @@ class Machine:
         self.asked.append(index)
         return self._answers
 
-    def choose(self, index: str | None = None, installed: str | None = None) -> tuple[object, str]:
+    def choose(
+        self, index: str | None = None, installed: str | None = None
+    ) -> tuple[list[str], str]:
         return choose(
             "2.13.0",
             index=index,
@@ -50,52 +60,54 @@ class Machine:
         )
 
 
+FROM_CPU_INDEX = ["--extra-index-url", CPU_INDEX, "torch==2.13.0+cpu"]
+
+
 def test_without_a_gpu_the_cpu_build_comes_from_its_index() -> None:
     machine = Machine(offered=("2.14.0+cpu", "2.13.0"))
 
-    index, reason = machine.choose()
+    words, reason = machine.choose()
 
-    assert index == CPU_INDEX
+    assert words == FROM_CPU_INDEX
     assert reason == f"torch 2.13.0+cpu from {CPU_INDEX}: there is no NVIDIA GPU"
     assert machine.asked == ["gpu", "pip", CPU_INDEX]
 
 
 def test_a_cpu_build_that_pip_finds_is_taken_and_no_index_is_asked() -> None:
-    machine = Machine(offered=("2.14.0", "2.13.0+cpu", "2.13.0"))
+    machine = Machine(offered=("2.14.0", "2.13.0+cu130", "2.13.0+cpu", "2.13.0"))
 
-    index, reason = machine.choose()
+    words, reason = machine.choose()
 
-    assert index is None
+    assert words == ["torch==2.13.0+cpu"]
     assert reason == "torch 2.13.0+cpu, as pip finds it: there is no NVIDIA GPU"
     assert CPU_INDEX not in machine.asked
 
 
-def test_an_index_that_does_not_answer_is_told_and_what_pip_finds_is_taken() -> None:
-    index, reason = Machine(answers=False).choose()
-
-    assert index is None
-    assert "did not answer within 2 s" in reason and "TORCH_INDEX=URL" in reason
+def test_cuda_is_never_taken_in_place_of_a_cpu_build_that_is_not_there() -> None:
+    with pytest.raises(NoCpuBuild, match=r"within 60 s.*TORCH_INDEX=URL.*TORCH_INDEX=none"):
+        Machine(offered=("2.13.0",), answers=False).choose()
 
 
 def test_with_a_gpu_the_ordinary_build_is_taken_without_a_question() -> None:
     machine = Machine(gpu=True, offered=("2.13.0+cpu",))
 
-    index, reason = machine.choose()
+    words, reason = machine.choose()
 
-    assert index is None
+    assert words == []
     assert "CUDA" in reason
     assert machine.asked == ["gpu"]
 
 
 @pytest.mark.parametrize(
-    ("given", "index"), [(OTHER, OTHER), ("", None), ("none", None), ("NONE ", None)]
+    ("given", "expected"),
+    [(OTHER, ["--extra-index-url", OTHER]), ("", []), ("none", []), ("NONE ", [])],
 )
-def test_the_users_choice_comes_first(given: str, index: str | None) -> None:
+def test_the_users_choice_comes_first(given: str, expected: list[str]) -> None:
     machine = Machine()
 
-    chosen, reason = machine.choose(given)
+    words, reason = machine.choose(given)
 
-    assert chosen == index
+    assert words == expected
     assert "by TORCH_INDEX" in reason
     assert machine.asked == []
 
@@ -104,12 +116,12 @@ def test_the_users_choice_comes_first(given: str, index: str | None) -> None:
 def test_a_torch_that_is_installed_stays_and_nothing_is_asked(given: str | None) -> None:
     machine = Machine()
 
-    index, reason = machine.choose(given, installed="2.13.0+cpu")
+    words, reason = machine.choose(given, installed="2.13.0+cpu")
 
-    assert index is None
+    assert words == []
     assert reason.startswith("torch 2.13.0+cpu is installed already")
     assert machine.asked == []
-    assert machine.choose(installed="2.12.0")[0] == CPU_INDEX
+    assert machine.choose(installed="2.12.0")[0] == FROM_CPU_INDEX
 
 
 def test_the_version_is_the_one_that_the_package_pins() -> None:
@@ -131,11 +143,12 @@ def test_a_gpu_is_seen_as_a_device_or_by_the_drivers_tool(tmp_path: Path) -> Non
 
 
 @contextmanager
-def index_with(status: int) -> Iterator[str]:
-    """URL of an index that answers every request with `status`."""
+def index_with(status: int, after_s: float = 0.0) -> Iterator[str]:
+    """URL of an index that answers every request with `status` after `after_s` seconds."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
+            time.sleep(after_s)
             self.send_response(status if self.path == "/whl/torch/" else 400)
             self.end_headers()
 
@@ -154,6 +167,13 @@ def index_with(status: int) -> Iterator[str]:
 def test_an_index_answers_if_it_has_torch(status: int, answers: bool) -> None:
     with index_with(status) as url:
         assert index_answers(url) is answers
+
+
+def test_a_slow_index_is_waited_for() -> None:
+    with index_with(200, after_s=0.2) as url:
+        assert not index_answers(url, timeout_s=0.05)
+        assert index_answers(url, timeout_s=10)
+    assert INDEX_TIMEOUT_S == 60
 
 
 def test_an_index_that_says_nothing_is_waited_for_no_longer_than_the_limit() -> None:
@@ -216,5 +236,5 @@ def test_make_gives_pip_the_chosen_index(
     calls = (clone / "calls").read_text().splitlines()
     version = pinned((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert done.returncode == 0, done.stderr
-    assert f"install {flags}--editable .[cpu,dev]" in calls[0]
+    assert f"install --progress-bar off {flags}--editable .[cpu,dev]" in calls[0]
     assert line.format(version) in done.stderr.splitlines()

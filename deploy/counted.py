@@ -1,0 +1,106 @@
+"""Runs a command, and says on stderr for how many seconds it has been running: no user has to guess
+whether a command that is silent for minutes still works.
+
+Imports only the standard library: it runs before anything is installed.
+"""
+
+import argparse
+import contextlib
+import subprocess
+import sys
+import threading
+import time
+from typing import IO
+
+TERMINAL_S, LINE_S = 1.0, 5.0
+"""Between two counts, on a terminal and elsewhere."""
+MAX_CHARACTERS = 72
+CLEAR_LINE = "\r\x1b[K"
+
+
+class Counter:
+    """The count: a line that is written anew on a terminal, elsewhere a line each time."""
+
+    def __init__(self, words: str, out: IO[str], line_s: float = LINE_S) -> None:
+        self._words = words
+        self._out = out
+        self._is_terminal = out.isatty()
+        self._begun_s = time.monotonic()
+        self._lock = threading.Lock()
+        self.interval_s = TERMINAL_S if self._is_terminal else line_s
+        self.step = ""
+        """What the command said last."""
+
+    def show(self) -> None:
+        """Write the count."""
+        seconds = time.monotonic() - self._begun_s
+        line = f"{self._words}, {seconds:.0f} s" + (f": {self.step}" if self.step else "")
+        self._write(line[:MAX_CHARACTERS] if self._is_terminal else f"{line[:MAX_CHARACTERS]}\n")
+
+    def relay(self, lines: IO[str]) -> None:
+        """Write `lines` of the command between the counts."""
+        for line in lines:
+            self._write(line)
+
+    def follow(self, lines: IO[str]) -> None:
+        """Keep the last one of `lines` for the count."""
+        for line in lines:
+            self.step = line.strip() or self.step
+
+    def clear(self) -> None:
+        """Remove the count from a terminal."""
+        self._write("")
+
+    def _write(self, text: str) -> None:
+        with self._lock:
+            print(f"{CLEAR_LINE if self._is_terminal else ''}{text}", end="", file=self._out)
+            self._out.flush()
+
+
+def run(command: list[str], counter: Counter, *, summarizes: bool) -> int:
+    """The command's exit status. With `summarizes` its stdout is shown in the count alone."""
+    stdout = subprocess.PIPE if summarizes else None
+    with subprocess.Popen(
+        command, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace"
+    ) as process:
+        assert process.stderr is not None
+        readers = [threading.Thread(target=counter.relay, args=(process.stderr,))]
+        if process.stdout is not None:
+            readers.append(threading.Thread(target=counter.follow, args=(process.stdout,)))
+        for reader in readers:
+            reader.start()
+        # Ctrl-C reaches the command too, which ends by itself.
+        with contextlib.suppress(KeyboardInterrupt):
+            _count_until_end(process, counter)
+        status = process.wait()
+        for reader in readers:
+            reader.join()
+    counter.clear()
+    return status
+
+
+def _count_until_end(process: "subprocess.Popen[str]", counter: Counter) -> None:
+    while not _ends_within(counter.interval_s, process):
+        counter.show()
+
+
+def _ends_within(seconds: float, process: "subprocess.Popen[str]") -> bool:
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command of the arguments; returns its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--summarize", action="store_true", help="show its stdout in the count")
+    parser.add_argument("words", help="what it does")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    given = parser.parse_args(arguments)
+    return run(given.command, Counter(given.words, sys.stderr), summarizes=given.summarize)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
