@@ -147,7 +147,7 @@ VALUES = (
         ("*", '["*"]', "['*']"),
         "--allowed-origins alone chooses who may call; methods and headers are free",
     ),
-    ("max-parallel-loading-workers", (NUMBER,), "one worker loads the weights"),
+    ("max-parallel-loading-workers", (NUMBER,), "each worker loads the weights of its own rank"),
     ("safetensors-load-strategy", (), "weights are read tensor by tensor"),
 )
 SWITCHES = (
@@ -168,7 +168,7 @@ SWITCHES = (
     (
         "skip-mm-profiling",
         (),
-        "nothing is profiled with images: the embeddings that are kept have a fixed size",
+        "where the memory of launches is measured, the vision tower is measured too",
     ),
     ("disable-log-stats", ("true",), "there is no periodic line to switch on; see /metrics"),
     ("use-v2-block-manager", (), "there is one block manager"),
