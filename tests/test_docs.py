@@ -6,7 +6,8 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from doc_blocks import (
     Command,
     all_blocks,
     blocks_of,
+    command_of,
     commands_of,
     file_name,
     is_run,
@@ -250,7 +252,8 @@ def check_make(command: Command) -> None:
     target, *settings = command.words[1:]
     assert re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE)
     for setting in settings:
-        assert re.search(rf"^{setting.partition('=')[0]} \?=", makefile, re.MULTILINE)
+        name = setting.partition("=")[0]
+        assert re.search(rf"^{name} \?=|\$\({name}\)", makefile, re.MULTILINE)
 
 
 def check_pip(command: Command) -> None:
@@ -343,6 +346,15 @@ KINDS: dict[str, Callable[[Block], None]] = {
 }
 
 
+@contextmanager
+def named(name: str) -> Iterator[None]:
+    """Errors begin with `name`."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"{name}: {error}") from error
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)], ids=lambda p: p.name)
 def test_each_block_of_a_page_is_known_and_valid(
     page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -350,10 +362,40 @@ def test_each_block_of_a_page_is_known_and_valid(
     monkeypatch.chdir(tmp_path)
     for block in blocks_of(page):
         assert block.kind in KINDS, f"{block.name} has the kind {block.kind!r}"
-        try:
+        with named(block.name):
             KINDS[block.kind](block)
-        except Exception as error:
-            raise AssertionError(f"{block.name}: {error}") from error
+
+
+INLINE = re.compile(r"([A-Z_]+=\S+ )*(make|curl|pip|(\S+/)?gaudiserve) \S")
+
+
+def inline_commands(page: Path) -> list[Command]:
+    """The commands with flags, or of make, curl or pip, in the text of a page."""
+    spans = re.findall(r"`([^`]+)`", prose(page))
+    texts = [" ".join(span.split()) for span in spans]
+    found = [command_of(text) for text in texts if INLINE.match(text)]
+    return [
+        command
+        for command in found
+        if command.program != "gaudiserve" or re.search(r" -(?!-help)", command.text)
+    ]
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_command_within_the_text_of_a_page_is_valid(
+    page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in inline_commands(page):
+        with named(f"{page.name}: {command.text}"):
+            CHECKS[command.program](command)
+
+
+def test_the_text_of_the_pages_has_commands() -> None:
+    found = [command for page in ALL_PAGES for command in inline_commands(page)]
+
+    assert {command.program for command in found} == {"make", "pip", "gaudiserve"}
+    assert len(found) > 25
 
 
 def test_the_blocks_that_are_run_elsewhere_are_in_tests_that_exist() -> None:

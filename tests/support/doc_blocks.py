@@ -118,18 +118,23 @@ def commands_of(block: Block) -> list[Command]:
         if line.endswith("\\"):
             continue
         try:
-            words = shlex.split(pending.replace("\\\n", " "), comments=True)
+            words = split(pending)
         except ValueError:
             # An open quotation: the command goes on.
             continue
         if words:
-            found.append(_command(pending, words))
+            found.append(command_of(pending))
         pending = ""
     assert not pending, f"{block.name} has an open quotation"
     return found
 
 
-def _command(text: str, words: list[str]) -> Command:
+def split(text: str) -> list[str]:
+    return shlex.split(text.replace("\\\n", " "), comments=True)
+
+
+def command_of(text: str) -> Command:
+    words = split(text)
     assignments = list(takewhile(lambda word: re.match(r"[A-Z]\w*=", word), words))
     variables = dict(word.split("=", 1) for word in assignments)
     words = words[len(assignments) :]
