@@ -398,6 +398,48 @@ def test_the_text_of_the_pages_has_commands() -> None:
     assert len(found) > 25
 
 
+GENERATES = re.compile(
+    r"(completions|responses|messages)\.(create|parse|stream)$|litellm\.completion$"
+)
+LIMITS = {"max_tokens", "max_output_tokens"}
+
+
+def unlimited_calls(block: Block) -> list[str]:
+    """Calls of a Python block that generate a text of any length."""
+    calls = [node for node in ast.walk(ast.parse(block.text)) if isinstance(node, ast.Call)]
+    return [
+        ast.unparse(call.func)
+        for call in calls
+        if GENERATES.search(ast.unparse(call.func))
+        and LIMITS.isdisjoint(keyword.arg for keyword in call.keywords)
+    ]
+
+
+def unlimited_requests(block: Block) -> list[str]:
+    """Requests of curl that generate a text of any length."""
+    found = []
+    for command in commands_of(block):
+        words = command.words
+        if any(re.fullmatch(r"http\S+/(completions|responses|messages)", word) for word in words):
+            body = json.loads(words[words.index("-d") + 1])
+            found += [command.text] if LIMITS.isdisjoint(body) else []
+    return found
+
+
+def test_every_example_bounds_its_answer() -> None:
+    python = [block for block in all_blocks() if block.kind == "python"]
+    shell = [block for block in all_blocks() if block.kind in SHELL]
+
+    unlimited = [(block.name, call) for block in python for call in unlimited_calls(block)]
+    unlimited += [(block.name, call) for block in shell for call in unlimited_requests(block)]
+
+    assert unlimited == []
+    call = Block(ROOT / "a.md", 1, "python", "client.chat.completions.create(model='demo')", False)
+    assert unlimited_calls(call) == ["client.chat.completions.create"]
+    request = call._replace(kind="bash", text="curl http://localhost:8000/v1/messages -d '{}'\n")
+    assert unlimited_requests(request) == [request.text]
+
+
 def test_the_blocks_that_are_run_elsewhere_are_in_tests_that_exist() -> None:
     """No entry of a list of exceptions is left without a block, and each test names its page or
     program."""
