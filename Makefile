@@ -23,7 +23,7 @@ AIDER := .venv-aider
 PAGE_TESTS := tests/page
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-hpu serve test test-slow test-overload test-resume test-clients test-cuda test-deploy test-kernels test-fuzz test-page test-parallel test-quantizers page-libraries page-pictures lint style format bench bench-cuda clean
+.PHONY: help install install-hpu serve test test-slow test-overload test-resume test-clients test-cuda test-deploy test-docs test-kernels test-fuzz test-page test-parallel test-quantizers page-libraries page-pictures lint style format bench bench-cuda clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -112,6 +112,9 @@ test-deploy: $(VENV)/.deploy ## Manifests, dashboards and images with kubectl (1
 	@for tool in kubectl prometheus promtool; do command -v $$tool >/dev/null || \
 	{ echo "no $$tool: install kubernetes-client and prometheus of your system"; exit 1; }; done
 	@$(BIN)/python -m pytest -q -m deploy tests/deploy tests/e2e/test_pod_lifecycle.py $(ARGS)
+
+test-docs: $(VENV)/.installed ## The examples of README.md and docs/ as written, some minutes
+	@$(BIN)/python -m pytest -q -m docs tests/test_docs_examples.py $(ARGS)
 
 test-kernels: $(VENV)/.installed ## The compiled kernels under the compiler's sanitizers of addresses and of undefined behaviour
 	@ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \

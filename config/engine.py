@@ -8,6 +8,7 @@ from config.errors import ConfigError
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
 from config.model.kv_cache_dtype import FP8, FP8_INC, INT8, KV_CACHE_DTYPES, SPELLINGS
 from config.model.quantization.inc import INC, VARIABLE
+from config.model.quantization.registry import METHODS
 from config.parallel import ParallelConfig
 from config.params.lora import LoRAConfig
 from config.params.offload import OffloadConfig
@@ -19,7 +20,7 @@ AUTO, NATIVE, TRANSFORMERS = MODEL_IMPLS = ("auto", "native", "transformers")
 DUMMY = "dummy"
 """The value of EngineConfig.load_format for random weights."""
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
-OF_CHECKPOINTS = ("gptq", "awq", "compressed-tensors", "fp8")
+OF_CHECKPOINTS = tuple(method for method in METHODS if "/" not in method)
 """Values of EngineConfig.quantization that a checkpoint may say of its weights."""
 AT_LOAD = ("int8", "int4", "gguf")
 """Those for weights that are not quantized, or of a GGUF file."""
@@ -299,15 +300,16 @@ class EngineConfig:
     quantization: str | None = setting(
         None,
         "Weight quantization; if it is left out, that of the checkpoint, if it has one. Of "
-        "quantized checkpoints: gptq, awq, compressed-tensors, fp8. Of others, on CPU: int8 per "
-        "output channel; int4 in groups of 32 inputs (the head has 8 bits); gguf: the blocks of "
-        "the GGUF file given as the model, without loss. On Gaudi: inc, FP8 by Intel Neural "
-        "Compressor as --quant-config says",
+        f"quantized checkpoints: {', '.join(OF_CHECKPOINTS)}. Of others, on CPU: int8 per output "
+        "channel; int4 in groups of 32 inputs (the head has 8 bits); gguf: the blocks of the GGUF "
+        "file given as the model, without loss. On Gaudi: inc, FP8 by Intel Neural Compressor as "
+        "--quant-config says",
         group="Device",
         choices=(*OF_CHECKPOINTS, *AT_LOAD, INC),
         spellings={
             **dict.fromkeys(("gptq_marlin", "gptq_hpu"), "gptq"),
             **dict.fromkeys(("awq_marlin", "awq_hpu"), "awq"),
+            "intel/auto-round": "auto-round",
         },
     )
     quant_config: str | None = setting(

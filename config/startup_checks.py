@@ -32,6 +32,7 @@ from config.model.quantization.inc import INC, MODULE, PACKAGE, read_quant_confi
 from config.model.quantization.registry import METHODS
 from config.model.read_config import read_model_config
 from config.model.split import check_split, check_stages
+from config.version import install_command
 
 EMULATOR_MAX_MODEL_LEN = 512
 """Default limit of max_model_len on the emulated card: its warm-up computes every bucket of every
@@ -41,7 +42,7 @@ length on the host, which takes hours for 8192 tokens."""
 def check_device(device: str) -> None:
     """Raise ConfigError for a device that this machine cannot have."""
     if not is_installed("torch"):
-        raise ConfigError("torch is not installed here; on a CPU: pip install 'gaudiserve[cpu]'")
+        raise ConfigError(f"torch is not installed here; on a CPU: {install_command('cpu')}")
     if device == "hpu" and not is_installed("habana_frameworks"):
         raise ConfigError(
             "device is 'hpu', and habana_frameworks, the runtime of Gaudi, is not installed here; "

@@ -45,8 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     def place(item: pytest.Item) -> int:
         parts = item.path.relative_to(TESTS).parts
-        # Files of no folder: that of the documents starts servers.
-        return FIRST.index(parts[0]) if parts[0] in FIRST else len(FIRST) - (len(parts) == 1)
+        return FIRST.index(parts[0]) if parts[0] in FIRST else len(FIRST)
 
     items.sort(key=place)
     missing = {line for line in REPEATED_CASES if not line.startswith("#")}

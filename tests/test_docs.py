@@ -1,74 +1,77 @@
-"""The documents match the code: links, flags, every example of README and API."""
+"""The documents match the code: links, tables, flags, and each fenced block. The blocks that need a
+server or another program are run by test_docs_examples.py."""
 
+import ast
 import json
-import os
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-from urllib.request import urlopen
 
 import pytest
+import yaml
+from doc_blocks import (
+    CLIENT_TESTS,
+    ELSEWHERE,
+    NOT_STARTED,
+    PAGES,
+    PARSED,
+    SHELL,
+    SHOWN,
+    Block,
+    Command,
+    all_blocks,
+    blocks_of,
+    command_of,
+    commands_of,
+    file_name,
+    is_run,
+    needs_client_library,
+    output_of,
+)
+from live import ROOT
 
-from config.loading.parser import server_parser
+from config.loading.parser import Parser, server_parser
 from config.loading.sources import load
 from config.loading.vllm_flags import absence
 from server.cli.bench.options import bench_parser
 from server.cli.buckets import buckets_parser
 from server.cli.calibrate import calibrate_parser
 from server.cli.chat import chat_parser
+from server.cli.doctor import doctor_parser
+from server.cli.main import COMMANDS
 from server.cli.plan import plan_parser
 from server.cli.presets import presets_parser
 from server.cli.quantize import quantize_parser
 from server.cli.run_batch import batch_parser
 
-ROOT = Path(__file__).parents[1]
-API = ROOT / "docs" / "api.md"
-SPECULATION = ROOT / "docs" / "speculation.md"
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [
-    ROOT / "README.md",
-    *sorted((ROOT / "benchmarks").glob("*.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
-]
+ALL_PAGES = [*PAGES, *sorted((ROOT / "benchmarks").glob("*.md"))]
 MANIFESTS = ("compose.yaml", "compose.local.yaml", "kubernetes/base/deployment.yaml")
-FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-NEXT = re.compile(r"^```(\w+)\n(.*?)^```\n(.*?)(?=^```|\Z)", re.MULTILINE | re.DOTALL)
-"""Code blocks, each with the text up to the next one."""
-COMMANDS = [
-    (page.name, text)
-    for page in PAGES
-    # test_plan.py and test_docs_gaudi.py run these, and compare the output.
-    if page.name not in ("plan.md", "gaudi.md", "gaudi-tuning.md")
-    for kind, text in FENCE.findall(page.read_text(encoding="utf-8"))
-    if kind == "console" and "gaudiserve " in text
-]
-EXAMPLES = [
-    (name, kind, text)
-    for name, page in (
-        ("README", README),
-        ("api", API.read_text(encoding="utf-8")),
-        ("speculation", SPECULATION.read_text(encoding="utf-8")),
-    )
-    for kind, text in FENCE.findall(page)
-    if kind in ("bash", "python")
-]
-ANSWERS = [
-    (example, shown)
-    for (_, example, gap), (kind, shown, _) in pairwise(
-        NEXT.findall(API.read_text(encoding="utf-8"))
-    )
-    if gap == "\n" and kind == "json"
-]
+FENCE = re.compile(r"^ *```\w*\n.*?^ *```$", re.MULTILINE | re.DOTALL)
+PARSERS: dict[str, Callable[[], Parser]] = {
+    "serve": lambda: server_parser("serve", ""),
+    "bench": bench_parser,
+    "buckets": lambda: buckets_parser("fit"),
+    "calibrate": calibrate_parser,
+    "chat": chat_parser,
+    "doctor": doctor_parser,
+    "plan": plan_parser,
+    "presets": presets_parser,
+    "quantize": quantize_parser,
+    "run-batch": batch_parser,
+}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files(page: Path) -> None:
-    links = re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8"))
+    links = re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", prose(page))
 
     missing = [link for link in links if not (page.parent / link).exists()]
 
@@ -86,14 +89,13 @@ def test_the_index_has_every_page_once() -> None:
 
 def anchors(page: Path) -> set[str]:
     """The anchors that a reader of a page can link to, as GitHub forms them."""
-    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    titles = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_with_an_anchor_lead_to_a_heading(page: Path) -> None:
-    text = FENCE.sub("", page.read_text(encoding="utf-8"))
-    links = re.findall(r"\]\(([^)#:\s]*)#([^)]+)\)", text)
+    links = re.findall(r"\]\(([^)#:\s]*)#([^)]+)\)", prose(page))
 
     missing = [
         f"{file}#{anchor}"
@@ -104,10 +106,62 @@ def test_links_with_an_anchor_lead_to_a_heading(page: Path) -> None:
     assert missing == []
 
 
+def test_references_have_definitions() -> None:
+    """Links of the forms [text][name] and [text][]."""
+    missing = []
+    for page in ALL_PAGES:
+        text = re.sub(r"`[^`\n]*`", "", prose(page))
+        defined = {name.lower() for name in re.findall(r"^ *\[([^\]]+)\]:", text, re.MULTILINE)}
+        for shown, name in re.findall(r"\[([^\]\[]+)\]\[([^\]\[]*)\]", text):
+            if (name or shown).lower() not in defined:
+                missing.append((page.name, shown))
+
+    assert missing == []
+
+
+def cells(row: str) -> int:
+    """The number of cells of a row: a bar within code divides cells too, unless it is escaped."""
+    return len(re.findall(r"(?<!\\)\|", row.strip())) - 1
+
+
+def broken_rows(text: str) -> list[str]:
+    """Rows of tables that a reader sees as text, or with other columns than their table has."""
+    broken, columns = [], 0
+    lines = text.splitlines()
+    for i, line in enumerate(lines):
+        if not line.lstrip().startswith("|"):
+            columns = 0
+            continue
+        is_head = i + 1 < len(lines) and re.match(r"^ *\|[-:| ]+\|$", lines[i + 1])
+        if not columns and is_head:
+            columns = cells(line)
+        if cells(line) != columns or not line.rstrip().endswith("|"):
+            broken.append(line)
+    return broken
+
+
+def test_a_broken_table_is_found() -> None:
+    table = "| a | b |\n| --- | --- |\n| 1 | 2 |\n"
+
+    assert broken_rows(f"text\n\n{table}\ntext") == []
+    assert broken_rows(f"{table}\n| 3 | 4 |\n") == ["| 3 | 4 |"]
+    assert broken_rows(f"{table}| 3 |\n") == ["| 3 |"]
+    assert broken_rows(f"{table}| `a|b` | 4 |\n") == ["| `a|b` | 4 |"]
+    assert broken_rows(f"{table}| `a\\|b` | 4 |\n") == []
+    assert broken_rows("| a | b |\n| 1 | 2 |\n") == ["| a | b |", "| 1 | 2 |"]
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_table_is_broken(page: Path) -> None:
+    assert broken_rows(prose(page)) == []
+
+
 def test_the_files_that_the_pages_name_exist() -> None:
     folders = "benchmarks|config|deploy|docs|engine|hpu|server|tests"
     path = re.compile(rf"(?<![\w/.])(?:{folders})/[\w/.-]*[\w/]")
-    named = {(page.name, name) for page in PAGES for name in path.findall(page.read_text("utf-8"))}
+    named = {
+        (page.name, name) for page in ALL_PAGES for name in path.findall(page.read_text("utf-8"))
+    }
 
     missing = sorted((page, name) for page, name in named if not (ROOT / name).exists())
 
@@ -116,18 +170,10 @@ def test_the_files_that_the_pages_name_exist() -> None:
 
 
 def test_flags_that_the_documents_name_exist() -> None:
-    known = set(server_parser("serve", "")._option_string_actions)
-    known |= set(bench_parser()._option_string_actions)
-    known |= set(quantize_parser()._option_string_actions)
-    known |= set(buckets_parser("fit")._option_string_actions)
-    known |= set(plan_parser()._option_string_actions)
-    known |= set(presets_parser()._option_string_actions)
-    known |= set(calibrate_parser()._option_string_actions)
-    known |= set(batch_parser()._option_string_actions)
-    known |= set(chat_parser()._option_string_actions)
+    known = {flag for parser in PARSERS.values() for flag in parser()._option_string_actions}
     known |= {"--no-NAME", "--max_model_len", "--version", "--gpu-memory-util"}
     # clients.md has the flags of other programs.
-    texts = [page.read_text(encoding="utf-8") for page in PAGES if page.name != "clients.md"]
+    texts = [page.read_text(encoding="utf-8") for page in ALL_PAGES if page.name != "clients.md"]
     texts += [(ROOT / "deploy" / name).read_text(encoding="utf-8") for name in MANIFESTS]
 
     # Benchmarks have other flags.
@@ -158,141 +204,9 @@ def test_make_help_names_every_target() -> None:
     assert all(f"make {target} " in shown for target in targets[1].split())
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """(url, folder) of a tiny model served under the name of the demo model."""
-    from live import running
-    from tiny_models import make_tiny
-
-    folder = make_tiny("llama", tmp_path_factory.mktemp("docs") / "tiny")
-    log = tmp_path_factory.mktemp("log") / "log"
-    with running(str(folder), log, "--served-model-name=demo") as live:
-        yield live.url, str(folder)
-
-
-@pytest.fixture(scope="module")
-def embedding_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of a tiny embedding model."""
-    from live import running
-    from tiny_encoders import make_pooling
-
-    folder = make_pooling("bert", tmp_path_factory.mktemp("docs") / "tiny")
-    with running(str(folder), tmp_path_factory.mktemp("log") / "log") as live:
-        yield live.url
-
-
-@pytest.fixture
-def run_example(
-    request: pytest.FixtureRequest, served: tuple[str, str]
-) -> Callable[[str, str], str]:
-    def run(kind: str, example: str) -> str:
-        if ":8001" in example:
-            embedding_url = request.getfixturevalue("embedding_url")
-            example = example.replace("http://localhost:8001", embedding_url)
-        return printed_by(kind, example, served)
-
-    return run
-
-
-def printed_by(kind: str, example: str, served: tuple[str, str]) -> str:
-    url, folder = served
-    text = example.replace("http://localhost:8000", url)
-    # Offline there is no served name: use the folder.
-    text = text.replace('LLM(model="demo"', f"LLM(model={folder!r}")
-    program = [sys.executable, "-c"] if kind == "python" else ["bash", "-euo", "pipefail", "-c"]
-    done = subprocess.run(
-        [*program, text],
-        cwd=ROOT,
-        env=dict(os.environ),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "example"),
-    EXAMPLES,
-    ids=[f"{name} {kind} {i}" for i, (name, kind, _) in enumerate(EXAMPLES)],
-)
-def test_an_example_runs(
-    name: str, kind: str, example: str, run_example: Callable[[str, str], str]
-) -> None:
-    printed = run_example(kind, example)
-
-    assert printed.strip()
-    if name == "README" and kind == "bash" and "/v1/" in example:
-        assert json.loads(printed)["choices"][0]["message"]["role"] == "assistant"
-
-
-def shape(value: Any) -> Any:
-    """The nested keys of an answer, of a list those of its first entry; None for each value."""
-    if isinstance(value, dict):
-        # The keys of top_logprobs are texts of tokens.
-        return {key: shape(inner) for key, inner in value.items() if key != "top_logprobs"}
-    if isinstance(value, list):
-        return [shape(value[0])] if value and isinstance(value[0], dict) else []
-    return None
-
-
-@pytest.mark.parametrize(("example", "shown"), ANSWERS, ids=range(len(ANSWERS)))
-def test_a_shown_answer_has_the_keys_of_the_real_one(
-    example: str, shown: str, run_example: Callable[[str, str], str]
-) -> None:
-    printed = run_example("bash", example)
-
-    assert shape(json.loads(printed)) == shape(json.loads(shown))
-
-
-@pytest.mark.parametrize(("page", "example"), COMMANDS, ids=[page for page, _ in COMMANDS])
-def test_the_commands_of_the_documents_run(
-    page: str, example: str, served: tuple[str, str], tmp_path: Path
-) -> None:
-    lines = [{"prompt_tokens": 90 + 7 * i, "output_tokens": 30 + i} for i in range(20)]
-    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    body = {"prompt": "Hello", "max_tokens": 2}
-    request = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
-    (tmp_path / "batch.jsonl").write_text(json.dumps(request) + "\n")
-    running = ["--base-url", served[0]]
-    more = {
-        "bench": [*running, "--num-prompts", "2"],
-        "run-batch": running,
-        "chat": [*running, "--quick", "Hello"],
-    }
-    commands = [shlex.split(line) for line in example.replace("\\\n", "").splitlines()]
-
-    for program, name, *words in commands:
-        assert program == "gaudiserve"
-        if name == "serve":
-            server_parser("serve", "").parse_all([word for word in words if word != "..."])
-            continue
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "gaudiserve",
-                name,
-                *words,
-                *more.get(name, ()),
-            ],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.strip()
-
-
 def test_the_example_config_file_is_read(tmp_path: Path) -> None:
     (example,) = [
-        t
-        for kind, t in FENCE.findall((ROOT / "docs/configuration.md").read_text(encoding="utf-8"))
-        if kind == "yaml"
+        block.text for block in blocks_of(ROOT / "docs/configuration.md") if block.kind == "yaml"
     ]
 
     (tmp_path / "serve.yaml").write_text(example)
@@ -302,20 +216,250 @@ def test_the_example_config_file_is_read(tmp_path: Path) -> None:
     assert loaded.server.allowed_origins == ("https://chat.example.com",)
 
 
-def test_the_readme_has_an_example_of_each_kind() -> None:
-    text = "\n".join(example for name, _, example in EXAMPLES if name == "README")
+def check_gaudiserve(command: Command) -> None:
+    """The command exists, and its own parser takes the flags."""
+    name, *words = (word for word in command.words[1:] if word != "...")
+    assert name in COMMANDS
+    if name in ("bench", "buckets"):
+        words = words[1:]
+    if name == "serve":
+        assert load(words, environ=command.variables, default_model="demo").engine.model
+    else:
+        PARSERS[name]().parse_all(words)
 
-    for word in ("curl", "OpenAI(", "stream=True", "tools=", "LLM(", "/metrics"):
-        assert word in text
+
+ROUTES = re.findall(
+    r"^\| `(GET|POST|DELETE) ([^`]+)` \|", (ROOT / "docs/api.md").read_text("utf-8"), re.MULTILINE
+)
 
 
-def test_every_metric_in_the_documents_is_served(served: tuple[str, str]) -> None:
-    named = set(
-        re.findall(r"`((?:vllm:|hpu_|gaudiserve:)\w+)`", (ROOT / "docs/metrics.md").read_text())
-    )
+def check_curl(command: Command) -> None:
+    """The route exists, and a body is JSON that is sent as JSON."""
+    words = command.words
+    (url,) = (word for word in words if "localhost:" in word)
+    found = re.fullmatch(r"http://localhost:800[01](/[^?]*)(?:\?\S*)?", url)
+    assert found, f"{url} is not a URL of the documents' servers"
+    bodies = [words[i + 1] for i, word in enumerate(words) if word == "-d"]
+    method = words[words.index("-X") + 1] if "-X" in words else "POST" if bodies else "GET"
+    assert (method, found[1]) in ROUTES
+    for body in bodies:
+        assert "Content-Type: application/json" in words
+        assert isinstance(json.loads(body), dict)
 
-    with urlopen(f"{served[0]}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
 
-    assert len(named) > 10
-    assert {name for name in named if f"{name.removesuffix('_total')}" not in text} == set()
+def check_make(command: Command) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    target, *settings = command.words[1:]
+    assert re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE)
+    for setting in settings:
+        name = setting.partition("=")[0]
+        assert re.search(rf"^{name} \?=|\$\({name}\)", makefile, re.MULTILINE)
+
+
+def check_pip(command: Command) -> None:
+    """Each extra, and each package, is one of this project."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert command.words[1] == "install"
+    for word in command.words[2:]:
+        if extras := re.fullmatch(r"\.\[(.+)\]", word):
+            for extra in extras[1].split(","):
+                assert re.search(rf"^{extra} = \[", project, re.MULTILINE)
+        else:
+            assert re.search(rf'^ *"{word}\b', project, re.MULTILINE)
+
+
+def check_benchmark(command: Command) -> None:
+    """The file exists and has the flags: test_docs_examples.py asks it for its help."""
+    assert (ROOT / command.words[1]).is_file()
+
+
+def check_nothing(_: Command) -> None:
+    """Run as written, by the shell."""
+
+
+CHECKS: dict[str, Callable[[Command], None]] = {
+    "curl": check_curl,
+    "export": check_nothing,
+    "gaudiserve": check_gaudiserve,
+    "make": check_make,
+    "pip": check_pip,
+    "printf": check_nothing,
+    "python": check_benchmark,
+    "torchrun": check_nothing,
+}
+
+
+def check_json(block: Block) -> None:
+    lines = block.text.splitlines()
+    try:
+        json.loads(block.text)
+    except ValueError:
+        # JSON lines.
+        assert all(json.loads(line) for line in lines)
+
+
+def check_shell(block: Block) -> None:
+    assert commands_of(block)
+    for command in commands_of(block):
+        if command.program in NOT_STARTED and command.program not in CHECKS:
+            continue
+        assert command.program in CHECKS, f"{command.program} is not a program of these tests"
+        CHECKS[command.program](command)
+
+
+def check_python(block: Block) -> None:
+    ast.parse(block.text)
+    is_elsewhere = (block.page, block.kind) in ELSEWHERE or needs_client_library(block)
+    assert is_run(block) or is_elsewhere or file_name(block)
+
+
+def check_toml(block: Block) -> None:
+    if sys.version_info >= (3, 11):
+        import tomllib
+
+        assert tomllib.loads(block.text)
+
+
+def check_text(block: Block) -> None:
+    """Output of a command of its page, or listed."""
+    shown = [output_of(other) for other in blocks_of(block.path)]
+    assert block in shown or any(block.text.startswith(words) for words in SHOWN)
+
+
+def check_elsewhere(block: Block) -> None:
+    assert (block.page, block.kind) in ELSEWHERE
+
+
+def check_yaml(block: Block) -> None:
+    assert all(yaml.safe_load_all(block.text))
+
+
+KINDS: dict[str, Callable[[Block], None]] = {
+    "bash": check_shell,
+    "console": check_shell,
+    "javascript": check_elsewhere,
+    "json": check_json,
+    "python": check_python,
+    "text": check_text,
+    "toml": check_toml,
+    "yaml": check_yaml,
+}
+
+
+@contextmanager
+def named(name: str) -> Iterator[None]:
+    """Errors begin with `name`."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"{name}: {error}") from error
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)], ids=lambda p: p.name)
+def test_each_block_of_a_page_is_known_and_valid(
+    page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for block in blocks_of(page):
+        assert block.kind in KINDS, f"{block.name} has the kind {block.kind!r}"
+        with named(block.name):
+            KINDS[block.kind](block)
+
+
+INLINE = re.compile(r"([A-Z_]+=\S+ )*(make|curl|pip|(\S+/)?gaudiserve) \S")
+
+
+def inline_commands(page: Path) -> list[Command]:
+    """The commands with flags, or of make, curl or pip, in the text of a page."""
+    spans = re.findall(r"`([^`]+)`", prose(page))
+    texts = [" ".join(span.split()) for span in spans]
+    found = [command_of(text) for text in texts if INLINE.match(text)]
+    return [
+        command
+        for command in found
+        if command.program != "gaudiserve" or re.search(r" -(?!-help)", command.text)
+    ]
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_command_within_the_text_of_a_page_is_valid(
+    page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in inline_commands(page):
+        with named(f"{page.name}: {command.text}"):
+            CHECKS[command.program](command)
+
+
+def test_the_text_of_the_pages_has_commands() -> None:
+    found = [command for page in ALL_PAGES for command in inline_commands(page)]
+
+    assert {command.program for command in found} == {"make", "pip", "gaudiserve"}
+    assert len(found) > 25
+
+
+GENERATES = re.compile(
+    r"(completions|responses|messages)\.(create|parse|stream)$|litellm\.completion$"
+)
+LIMITS = {"max_tokens", "max_output_tokens"}
+
+
+def unlimited_calls(block: Block) -> list[str]:
+    """Calls of a Python block that generate a text of any length."""
+    calls = [node for node in ast.walk(ast.parse(block.text)) if isinstance(node, ast.Call)]
+    return [
+        ast.unparse(call.func)
+        for call in calls
+        if GENERATES.search(ast.unparse(call.func))
+        and LIMITS.isdisjoint(keyword.arg for keyword in call.keywords)
+    ]
+
+
+def unlimited_requests(block: Block) -> list[str]:
+    """Requests of curl that generate a text of any length."""
+    found = []
+    for command in commands_of(block):
+        words = command.words
+        if any(re.fullmatch(r"http\S+/(completions|responses|messages)", word) for word in words):
+            body = json.loads(words[words.index("-d") + 1])
+            found += [command.text] if LIMITS.isdisjoint(body) else []
+    return found
+
+
+def test_every_example_bounds_its_answer() -> None:
+    python = [block for block in all_blocks() if block.kind == "python"]
+    shell = [block for block in all_blocks() if block.kind in SHELL]
+
+    unlimited = [(block.name, call) for block in python for call in unlimited_calls(block)]
+    unlimited += [(block.name, call) for block in shell for call in unlimited_requests(block)]
+
+    assert unlimited == []
+    call = Block(ROOT / "a.md", 1, "python", "client.chat.completions.create(model='demo')", False)
+    assert unlimited_calls(call) == ["client.chat.completions.create"]
+    request = call._replace(kind="bash", text="curl http://localhost:8000/v1/messages -d '{}'\n")
+    assert unlimited_requests(request) == [request.text]
+
+
+def test_the_blocks_that_are_run_elsewhere_are_in_tests_that_exist() -> None:
+    """No entry of a list of exceptions is left without a block, and each test names its page or
+    program."""
+    blocks = all_blocks()
+    programs = {c.program for block in blocks if block.kind in SHELL for c in commands_of(block)}
+    kinds = {(block.page, block.kind) for block in blocks}
+    texts = [block.text for block in blocks]
+
+    assert set(ELSEWHERE) <= kinds
+    assert set(NOT_STARTED) <= programs
+    assert set(PARSED) <= set(COMMANDS)
+    assert all(any(text.startswith(words) for text in texts) for words in SHOWN)
+    for (page, _), file in ELSEWHERE.items():
+        assert page in (ROOT / file).read_text(encoding="utf-8")
+    for program, (_, file) in NOT_STARTED.items():
+        assert program in (ROOT / file).read_text(encoding="utf-8")
+    assert (ROOT / CLIENT_TESTS).is_file()
+
+
+def test_most_blocks_are_run() -> None:
+    num_run = sum(map(is_run, all_blocks()))
+
+    assert num_run > 30

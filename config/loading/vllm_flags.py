@@ -147,7 +147,7 @@ VALUES = (
         ("*", '["*"]', "['*']"),
         "--allowed-origins alone chooses who may call; methods and headers are free",
     ),
-    ("max-parallel-loading-workers", (NUMBER,), "one worker loads the weights"),
+    ("max-parallel-loading-workers", (NUMBER,), "each worker loads the weights of its own rank"),
     ("safetensors-load-strategy", (), "weights are read tensor by tensor"),
 )
 SWITCHES = (
@@ -168,7 +168,7 @@ SWITCHES = (
     (
         "skip-mm-profiling",
         (),
-        "nothing is profiled with images: the embeddings that are kept have a fixed size",
+        "where the memory of launches is measured, the vision tower is measured too",
     ),
     ("disable-log-stats", ("true",), "there is no periodic line to switch on; see /metrics"),
     ("use-v2-block-manager", (), "there is one block manager"),
@@ -185,9 +185,9 @@ SWITCHES = (
     ("disable-cascade-attn", (), "there is no cascade attention"),
     ("disable-async-output-proc", (), "--overlap-depth 1 turns the overlap of steps off"),
     ("multi-step-stream-outputs", (), "tokens are streamed after each step"),
-    ("disable-frontend-multiprocessing", (), "API servers are processes of their own"),
+    ("disable-frontend-multiprocessing", (), "an engine of a server is a process of its own"),
     ("enable-reasoning", ("true",), "--reasoning-parser alone chooses"),
-    ("enable-sleep-mode", ("true",), "every server can sleep: /sleep, with --enable-dev-endpoints"),
+    ("enable-sleep-mode", ("true",), "/sleep needs --enable-dev-endpoints alone"),
     ("enable-server-load-tracking", ("true",), "/load always answers"),
     ("enable-prompt-tokens-details", ("true",), "usage always has them"),
     ("enable-tokenizer-info-endpoint", ("true",), "/tokenizer_info always answers"),
@@ -223,15 +223,19 @@ ABSENT = (
         "speculative-disable-* speculative-max-model-len speculative-model-quantization "
         "spec-decoding-acceptance-method typical-acceptance-sampler-* "
         "disable-logprobs-during-spec-decoding",
-        "drafts are accepted without loss, and how many there are adapts to load and acceptance",
+        "drafts are accepted without loss, and on a CPU their number adapts to load and acceptance",
     ),
     (
         "mm-processor-cache-type mm-shm-cache-* mm-encoder-attn-* mm-tensor-ipc "
-        "interleave-mm-strings video-pruning-rate enable-mm-embeds "
-        "disable-mm-preprocessor-cache disable-chunked-mm-input "
-        "enable-multimodal-encoder-data-parallel language-model-only",
+        "interleave-mm-strings video-pruning-rate enable-mm-embeds disable-chunked-mm-input",
         "images have no such options",
     ),
+    ("disable-mm-preprocessor-cache", "--mm-processor-cache-gb 0 keeps no preprocessed images"),
+    (
+        "enable-multimodal-encoder-data-parallel",
+        "--mm-encoder-tp-mode data divides the images of a step among the devices",
+    ),
+    ("language-model-only", "--limit-mm-per-prompt sets 0 images and videos of a prompt"),
     (
         "cudagraph-* cuda-graph-sizes max-cudagraph-capture-size",
         "--execution-mode chooses how the model is compiled, and the buckets (such as "

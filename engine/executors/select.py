@@ -17,6 +17,7 @@ from config.loading.env import (
     set_missing,
     worker_environment,
 )
+from config.version import install_command
 from engine.executors.base import Executor
 from engine.process.child_process import python_command
 from hpu.protocol import SINGLE_RANK, Ranks
@@ -69,7 +70,7 @@ def make_executor(
         if not is_installed("ray"):
             raise ConfigError(
                 "--distributed-executor-backend is ray, which is not installed here: "
-                "pip install 'gaudiserve[ray]'"
+                f"{install_command('ray')}"
             )
         from engine.executors.ray import RayLauncher
 

@@ -12,6 +12,7 @@ from config.checkpoint.safetensors_files import weight_files
 from config.errors import ConfigError
 from config.loading.env import is_installed
 from config.loading.parser import Parser, number
+from config.version import install_command
 from server.cli.samples import read_samples
 from server.offline.llm import LLM
 from server.offline.perplexity import TEXT, WINDOW, Reading, read
@@ -78,8 +79,8 @@ def quantize_parser() -> Parser:
         prog="gaudiserve quantize",
         description="Write a checkpoint with quantized weights, in the format compressed-tensors, "
         "which gaudiserve, vLLM and transformers read, and compare its perplexity with that of the "
-        f"original. Needs {LIBRARY}: pip install 'gaudiserve[cpu,quantize]', in an environment of "
-        "its own.",
+        f"original. Needs {LIBRARY}: {install_command('cpu,quantize')}, in an environment of its "
+        "own.",
     )
     parser.add_argument("model", metavar="MODEL", help="folder, .gguf file, hub id, or demo")
     kinds = "; ".join(f"{name}: {target.text}" for name, target in TARGETS.items())
@@ -192,7 +193,7 @@ def _check_options(options: Any, target: Target) -> None:
         raise ConfigError(f"--all-layers is set, and --to {options.to} quantizes all layers anyway")
     if not is_installed(LIBRARY):
         raise ConfigError(
-            f"{LIBRARY} is not installed here: pip install 'gaudiserve[cpu,quantize]' in an "
+            f"{LIBRARY} is not installed here: {install_command('cpu,quantize')}, in an "
             "environment of its own"
         )
 

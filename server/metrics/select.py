@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from config.errors import ConfigError
+from config.version import install_command
 
 if TYPE_CHECKING:
     from server.metrics.traces import Tracer
@@ -25,7 +26,7 @@ def make_tracer(endpoint: str | None, version: str) -> "Tracer | None":
         traces = import_module("server.metrics.traces")
     except ImportError as error:
         raise ConfigError(
-            f"--otlp-traces-endpoint needs OpenTelemetry ({error}): pip install 'gaudiserve[otel]'"
+            f"--otlp-traces-endpoint needs OpenTelemetry ({error}): {install_command('otel')}"
         ) from error
     tracer: Tracer = traces.Tracer(endpoint, version)
     return tracer

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image, ImageSequence, UnidentifiedImageError
 
+from config.version import install_command
 from server.multimodal.decode import MAX_PIXELS, check_size, decode, size_of, to_rgb
 from server.multimodal.file_checks import BadImage, check_file
 from server.multimodal.messages import Video
@@ -147,8 +148,8 @@ def _av() -> Any:
         return importlib.import_module("av")
     except ImportError:
         raise MissingDecoder(
-            "this server decodes no MP4, WebM, Matroska and AVI: install it with the extra video "
-            "(pip install 'gaudiserve[video]'), or send frames as data:video/jpeg;base64,...,..."
+            "this server decodes no MP4, WebM, Matroska and AVI: install it with the extra video, "
+            f"{install_command('video')}, or send frames as data:video/jpeg;base64,...,..."
         ) from None
 
 

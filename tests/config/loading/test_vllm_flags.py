@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shlex
 
 import pytest
@@ -11,7 +12,8 @@ from config.loading.flags import FLAGS
 from config.loading.parser import server_parser
 from config.loading.reference import DOCS
 from config.loading.sources import from_keywords, load
-from config.loading.vllm_flags import ACCEPTED, SHORT_FORMS, absence
+from config.loading.vendor_variables import vendor_variables
+from config.loading.vllm_flags import ABSENT, ACCEPTED, SHORT_FORMS, absence
 from server.cli import main as cli
 
 VLLM = """
@@ -355,6 +357,17 @@ def test_nothing_is_suggested_for_a_flag_that_is_like_no_other(
     word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert refused(capsys, word, "1") == f"gaudiserve: {word} is no flag of gaudiserve serve\n"
+
+
+def test_the_reasons_name_flags_that_exist() -> None:
+    known = set(server_parser("serve", "")._option_string_actions)
+    reasons = [why for _, why in ABSENT] + [accepted.why for accepted in ACCEPTED.values()]
+    reasons += [variable.reason for variable in vendor_variables()]
+
+    named = {flag for reason in reasons for flag in re.findall(r"(?<![\w-])--[a-z][\w-]+", reason)}
+
+    assert len(named) > 30
+    assert named <= known
 
 
 def test_short_forms_stand_for_flags_that_exist_or_have_a_reason() -> None:

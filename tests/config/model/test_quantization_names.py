@@ -1,8 +1,11 @@
-"""Which modules a quantized checkpoint leaves in plain weights, by the names of its files."""
+"""Names of quantization methods, and of modules that a quantized checkpoint leaves in plain
+weights."""
 
 import pytest
 
+from config.loading.sources import load
 from config.model.quantization.base import QuantizationConfig, Rule, WeightScheme
+from config.model.quantization.registry import METHODS
 
 MODULE = "model.layers.1.mlp.down_proj"
 
@@ -35,3 +38,10 @@ def test_names_of_the_whole_model_of_a_text_model_count(pattern: str, is_plain: 
     config = QuantizationConfig("gptq", (Rule(("Linear",), scheme),), ignored=(pattern,))
 
     assert config.scheme_of(MODULE) is (None if is_plain else scheme)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_method_of_a_checkpoint_is_a_value_of_the_flag(method: str) -> None:
+    loaded = load(["demo", f"--quantization={method}"], environ={})
+
+    assert loaded.engine.quantization == method.removeprefix("intel/")

@@ -1,7 +1,6 @@
 """`gaudiserve plan` and `gaudiserve doctor`: output and exit statuses."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -146,20 +145,6 @@ def test_the_doctor_says_what_this_machine_can_do(capsys: pytest.CaptureFixture[
     assert cpu == 0
     assert told["device"]["taken"] == "cpu"
     assert told["packages"]["torch"]
-
-
-def test_the_documents_example_prints_what_the_document_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
-    config, command, shown = re.findall(r"```\w+\n(.*?)```", page, re.DOTALL)
-    (tmp_path / "8b").mkdir()
-    (tmp_path / "8b" / "config.json").write_text(config)
-    monkeypatch.chdir(tmp_path)
-
-    main(command.split()[1:])
-
-    assert capsys.readouterr().out == shown
 
 
 def test_neither_command_loads_torch() -> None:

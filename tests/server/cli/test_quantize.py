@@ -30,7 +30,7 @@ def data(tmp_path: Path) -> Path:
         ("--to int3", "argument --to: invalid choice: 'int3'"),
         (
             "--to int4",
-            "llmcompressor is not installed here: pip install 'gaudiserve[cpu,quantize]'",
+            "llmcompressor is not installed here: `pip install '.[cpu,quantize]'` in the clone",
         ),
     ],
 )

@@ -131,7 +131,7 @@ def test_a_wrong_endpoint_and_a_missing_extra_are_named(monkeypatch: pytest.Monk
     monkeypatch.delitem(sys.modules, "server.metrics.traces", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
 
-    with pytest.raises(ConfigError, match=r"pip install 'gaudiserve\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[otel\]'` in the clone"):
         make_tracer("http://localhost:4317", "0.1.0")
 
 

@@ -122,7 +122,7 @@ def test_a_container_without_its_library_is_refused_with_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
 
-    with pytest.raises(BadImage, match=r"pip install 'gaudiserve\[video\]'"):
+    with pytest.raises(BadImage, match=r"pip install '\.\[video\]'` in the clone"):
         read_frames(Video(b"\0\0\0\x18ftypmp42" + bytes(100)), 32, -1)
     assert len(read_frames(Video(gif_bytes(FRAMES)), 32, -1).images) == 6
 
