@@ -16,6 +16,7 @@ from config.model.families import (
     gpt,
     gpt_oss,
     hybrid,
+    lfm2,
     llama4,
     mllama,
     moe,
@@ -43,6 +44,7 @@ ARCHITECTURES: Mapping[str, Family] = {
     **qwen3_vl.FAMILIES,
     **deepseek.FAMILIES,
     **hybrid.FAMILIES,
+    **lfm2.FAMILIES,
 }
 
 

@@ -43,6 +43,8 @@ TEXT_MODELS = {
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "internlm2": "InternLM2ForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
     "llama": "LlamaForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",

@@ -85,6 +85,11 @@ WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"moe_num_experts": 4, "moe_topk": 2},
         {**LAYERS, "model_type": "idefics3_vision", "image_size": 28},
     ),
+    "lfm2_vl": (
+        "lfm2",
+        {},
+        {**LAYERS, "model_type": "siglip2_vision_model", "num_patches": 16},
+    ),
     "paddleocr_vl": (
         "paddleocr_vl_text",
         {"head_dim": 16, "rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}},
