@@ -15,6 +15,7 @@ WHOLE_MODELS = frozenset(
         *("Aria", "Granite4Vision", "InternS1", "PaddleOCRVL"),
     )
 ) | {
+    *("DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM"),
     *("DeepseekVLV2ForCausalLM", "InternVLChatModel", "Ovis", "Ovis2_5"),
     "Phi4MultimodalForCausalLM",
 }
@@ -23,6 +24,7 @@ TEXT_MODELS = {
     "aria_text": "AriaTextForCausalLM",
     "cohere": "CohereForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
+    "deepseek_ocr2_text": "DeepseekForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "ernie4_5_vl_moe_text": "Ernie4_5_VLMoeTextForCausalLM",
@@ -107,6 +109,8 @@ _UNNAMED = {"deepseek_vl_v2": "DeepseekVLV2ForCausalLM"}
 """model_type of whole models that are published without `architectures` -> the architecture."""
 
 _CONFIG_NAMES = {
+    "DeepseekOCRForCausalLM": "language_config",
+    "DeepseekOCR2ForCausalLM": "language_config",
     "DeepseekVLV2ForCausalLM": "language_config",
     "InternVLChatModel": "llm_config",
     "Ovis": "llm_config",
