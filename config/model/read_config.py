@@ -1,8 +1,10 @@
 """Reading of a checkpoint's config.json and generation_config.json as ModelConfig."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from config.errors import ConfigError
@@ -28,6 +30,7 @@ from config.model.model_config import (
     RopeScaling,
 )
 from config.model.moe import MoEConfig, moe_config
+from config.model.multimodal.text_defaults import TEXT_DEFAULTS
 from config.model.multimodal.text_part import text_part, with_architecture
 from config.model.multimodal.vision import read_vision
 from config.model.quantization.registry import is_served, read_quantization
@@ -54,7 +57,8 @@ def read_model_config(path: str, *, allow_quantized: bool = False) -> ModelConfi
     whole = with_architecture(Fields(read_json(file), file))
     part = text_part(whole)
     fields = part or whole
-    facts = model_config_of(path, fields, Fields(generation, generation_file))
+    absent = {} if part is None else TEXT_DEFAULTS.get(str(part.raw.get("model_type")), {})
+    facts = model_config_of(path, fields, Fields(generation, generation_file), absent)
     if not allow_quantized or is_served(fields):
         family = ARCHITECTURES.get(causal_name(facts.architecture))
         known = () if family is None else family.quantizations
@@ -62,15 +66,22 @@ def read_model_config(path: str, *, allow_quantized: bool = False) -> ModelConfi
     return facts if part is None else replace(facts, is_text_part=True, vision=read_vision(whole))
 
 
-def model_config_of(path: str, fields: Fields, generation: Fields) -> ModelConfig:
-    """Like read_model_config, from the contents of the two files. Sizes are not limited here:
-    config/checkpoint/shapes.py compares them with the tensors before a model is built."""
+def model_config_of(
+    path: str, fields: Fields, generation: Fields, absent: Mapping[str, Any] = MappingProxyType({})
+) -> ModelConfig:
+    """Like read_model_config, from the contents of the two files. `absent` has values of fields
+    that `fields` may leave out. Sizes are not limited here: config/checkpoint/shapes.py compares
+    them with the tensors before a model is built."""
     architecture = _architecture(fields)
     family = ARCHITECTURES.get(causal_name(architecture))
     encoder = encoder_fields(architecture, fields)
     usual = with_usual_names(fields)
-    if family is not None:
-        usual = _family_fields(family, usual)
+    # A null is no absent field: it may say that there is no window.
+    absent = {name: value for name, value in absent.items() if name not in usual.raw}
+    if family is None:
+        usual = Fields({**usual.raw, **absent}, usual.file)
+    else:
+        usual = _family_fields(family, usual, absent)
     facts = encoder or _decoder_fields(family, usual)
     return ModelConfig(
         path=path,
@@ -103,17 +114,26 @@ def _architecture(fields: Fields) -> str:
     return names[0]
 
 
-def _family_fields(family: Family, fields: Fields) -> Fields:
-    """`fields` with the names and values that are read of all families."""
-    present = {key: value for key, value in fields.raw.items() if value is not None}
-    for theirs, ours in family.renamed.items():
-        if theirs in present:
-            present = {**dict.fromkeys(ours, present[theirs]), **present}
+def _family_fields(family: Family, fields: Fields, absent: Mapping[str, Any]) -> Fields:
+    """`fields` with the names and values that are read of all families, and `absent` where no name
+    has a value."""
+    present = _renamed(
+        family, {key: value for key, value in fields.raw.items() if value is not None}
+    )
+    absent = _renamed(family, {key: absent[key] for key in absent if key not in present})
     # A field that is null stays so where the family has no default.
-    known = Fields({**fields.raw, **family.defaults, **present}, fields.file)
+    known = Fields({**fields.raw, **family.defaults, **absent, **present}, fields.file)
     if family.derive is None:
         return known
     return Fields({**known.raw, **family.derive(known)}, fields.file)
+
+
+def _renamed(family: Family, fields: Json) -> Json:
+    """`fields` under the names of the family too, where they do not have these names."""
+    for theirs, ours in family.renamed.items():
+        if theirs in fields:
+            fields = {**dict.fromkeys(ours, fields[theirs]), **fields}
+    return fields
 
 
 def _decoder_fields(family: Family | None, fields: Fields) -> Json:

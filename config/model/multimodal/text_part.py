@@ -1,5 +1,6 @@
 """The text model in a checkpoint of a model with images or audio."""
 
+from difflib import get_close_matches
 from typing import Any
 
 from config.errors import ConfigError
@@ -74,32 +75,13 @@ TEXT_MODELS = {
 }
 """model_type of a text model -> its architecture."""
 
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "glm4v_text": {"attention_bias": True},
-    "llama": {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 2048,
-    },
-    "mistral": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-    },
-}
-"""model_type of a text model -> the fields that published whole models leave out, since they have
-the values of transformers' classes."""
-
 _WITHOUT_TEXT_CONFIG = {
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
     "Phi4MultimodalForCausalLM": "phi3",
     "Ernie4_5_VLMoeForConditionalGeneration": "ernie4_5_vl_moe_text",
+    "Glm4vForConditionalGeneration": "glm4v_text",
+    "Glm4vMoeForConditionalGeneration": "glm4v_moe_text",
     "PaddleOCRVLForConditionalGeneration": "paddleocr_vl_text",
 }
 """Architectures whose first checkpoints, or all, have the fields of the text model beside the
@@ -200,20 +182,34 @@ def text_part(fields: Fields) -> Fields | None:
             text.pop(name, None)
     else:
         return None
-    model_type = text.get("model_type")
-    if not isinstance(model_type, str) or model_type not in TEXT_MODELS:
+    model_type, architecture = text.get("model_type"), _text_architecture(text)
+    if architecture is None:
+        known = {kind.removesuffix("_text"): kind for kind in TEXT_MODELS}
+        own = str(model_type).removesuffix("_text")
+        near = [known[kind] for kind in get_close_matches(own, known, n=3, cutoff=0)]
         raise ConfigError(
-            f"{name} in {fields.file} has the model_type {shown(model_type)}, of a "
-            f"{names[0]} it may be one of {', '.join(TEXT_MODELS)}"
+            f"{name} in {fields.file} has the model_type {shown(model_type)}, whose text model is "
+            f"not built in: the nearest of the {len(TEXT_MODELS)} that a {names[0]} may have are "
+            f"{', '.join(near)}"
         )
     common: dict[str, Any] = {
         name: fields.raw[name] for name in _COMMON_FIELDS if fields.raw.get(name) is not None
     }
-    present = {name: value for name, value in text.items() if value is not None}
-    text = {**text, **_DEFAULTS.get(model_type, {}), **present}
+    text = dict(text)
     if model_type in _INTERLEAVED:
         name = "rope_parameters" if "rope_parameters" in text else "rope_scaling"
         rope = Fields(text, fields.file).get(name, dict, {})
         sections = list(_INTERLEAVED[model_type])
         text[name] = {"mrope_section": sections, **rope, "mrope_interleaved": True}
-    return Fields({**text, **common, "architectures": [TEXT_MODELS[model_type]]}, fields.file)
+    return Fields({**text, **common, "architectures": [architecture]}, fields.file)
+
+
+def _text_architecture(text: dict[str, Any]) -> str | None:
+    """The architecture of a text model by its model_type, or by its own `architectures` in a file
+    without a model_type (DeepSeek-OCR); None for a text model that is not known."""
+    model_type, names = text.get("model_type"), text.get("architectures")
+    if isinstance(model_type, str):
+        return TEXT_MODELS.get(model_type)
+    if model_type is not None or not isinstance(names, list) or len(names) != 1:
+        return None
+    return names[0] if names[0] in TEXT_MODELS.values() else None
