@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from config.errors import ConfigError
-from config.model.architectures import ARCHITECTURES
+from config.model.architectures import ARCHITECTURES, nearest
 from config.model.decoder_spec import Family
 from config.model.encoder import encoder_fields
 from config.model.family_fields import causal_name, with_usual_names
@@ -80,9 +80,10 @@ def model_config_of(
     absent = {name: value for name, value in absent.items() if name not in usual.raw}
     if family is None:
         usual = Fields({**usual.raw, **absent}, usual.file)
+        facts = encoder or _unlisted_fields(architecture, usual)
     else:
         usual = _family_fields(family, usual, absent)
-    facts = encoder or _decoder_fields(family, usual)
+        facts = _decoder_fields(family, usual)
     return ModelConfig(
         path=path,
         architecture=architecture,
@@ -104,12 +105,12 @@ def _architecture(fields: Fields) -> str:
     if "text_config" in fields.raw:
         raise ConfigError(
             f"{fields.file} describes a {names[0]} with more than a text model, "
-            "which is not supported"
+            f"which is not supported; {nearest(names[0])}"
         )
     if fields.raw.get("is_encoder_decoder"):
         raise ConfigError(
             f"{fields.file} describes a {names[0]} with an encoder and a decoder, which is not "
-            "supported"
+            f"supported; {nearest(names[0])}"
         )
     return names[0]
 
@@ -126,6 +127,17 @@ def _family_fields(family: Family, fields: Fields, absent: Mapping[str, Any]) ->
     if family.derive is None:
         return known
     return Fields({**known.raw, **family.derive(known)}, fields.file)
+
+
+def _unlisted_fields(architecture: str, fields: Fields) -> Json:
+    """The fields of a decoder that is not built in. Its error says so: a field that it calls by
+    another name is no fault of the file."""
+    try:
+        return _decoder_fields(None, fields)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}, and a {architecture} is not built in; {nearest(architecture)}"
+        ) from error
 
 
 def _renamed(family: Family, fields: Json) -> Json:

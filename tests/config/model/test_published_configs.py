@@ -148,3 +148,46 @@ def test_another_name_of_a_field_counts_before_the_value_of_transformers(tmp_pat
 
     assert facts.moe is not None and facts.moe.num_experts == 16
     assert facts.num_layers == 3
+
+
+TEXT: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a text model that is not built in": (
+        "MiniMaxM3SparseForConditionalGeneration",
+        {"text_config": {**TEXT, "model_type": "minimax_m3_text"}},
+        r"model_type 'minimax_m3_text', .* not built in: .* are minimax_m2, ",
+    ),
+    "parts of its own": (
+        "Qwen3OmniMoeForConditionalGeneration",
+        {"thinker_config": {"text_config": TEXT}},
+        r"has no hidden_size, and a Qwen3Omni.* not built in; .* are .*Qwen3VLMoeForConditional",
+    ),
+    "an encoder of audio": (
+        "VoxtralForConditionalGeneration",
+        {"text_config": {**TEXT, "model_type": "llama"}, "audio_config": {}},
+        r"with more than a text model, .* docs/models\.md are \w+, \w+, \w+$",
+    ),
+    "an encoder and a decoder": (
+        "WhisperForConditionalGeneration",
+        {"is_encoder_decoder": True},
+        r"with an encoder and a decoder, .* docs/models\.md are \w+, \w+, \w+$",
+    ),
+    "other names of fields": (
+        "Mamba2ForCausalLM",
+        {"hidden_size": 64, "num_hidden_layers": 2},
+        r"has no num_attention_heads, and a Mamba2ForCausalLM is not built in; the nearest",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "rest", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_not_served_is_refused_with_its_neighbours(
+    name: str, rest: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    whole = {"image_token_id": 5, "vision_config": {}} if "MiniMax" in name else {}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name], **whole, **rest}))
+
+    with pytest.raises(ConfigError, match=message) as error:
+        read_model_config(str(tmp_path))
+
+    assert "\n" not in str(error.value)
