@@ -16,6 +16,7 @@ from config.model.families import (
     gpt,
     gpt_oss,
     hybrid,
+    lfm2,
     llama4,
     mllama,
     moe,
@@ -27,6 +28,7 @@ from config.model.families import (
 )
 from config.model.family_fields import causal_name
 from config.model.model_config import ModelConfig
+from config.model.multimodal.text_part import WHOLE_MODELS
 
 ARCHITECTURES: Mapping[str, Family] = {
     **dense.FAMILIES,
@@ -43,6 +45,7 @@ ARCHITECTURES: Mapping[str, Family] = {
     **qwen3_vl.FAMILIES,
     **deepseek.FAMILIES,
     **hybrid.FAMILIES,
+    **lfm2.FAMILIES,
 }
 
 
@@ -59,9 +62,17 @@ def decoder_spec(config: ModelConfig, *, has_head: bool = True) -> DecoderSpec:
     if not has_head:
         name = causal_name(name)
     if name not in ARCHITECTURES:
-        near = ", ".join(get_close_matches(config.architecture, ARCHITECTURES, n=3, cutoff=0))
         raise ConfigError(
-            f"{config.path} is a {config.architecture}, which is not built in; the nearest of the "
-            f"{len(ARCHITECTURES)} architectures in docs/models.md are {near}"
+            f"{config.path} is a {config.architecture}, which is not built in; {nearest(name)}"
         )
     return ARCHITECTURES[name].make_spec(config)
+
+
+def nearest(architecture: str) -> str:
+    """The architectures whose names are nearest to an architecture that is not served, for error
+    messages."""
+    near = get_close_matches(architecture, [*ARCHITECTURES, *WHOLE_MODELS], n=3, cutoff=0)
+    return (
+        f"the nearest of the {len(ARCHITECTURES) + len(WHOLE_MODELS)} architectures in "
+        f"docs/models.md are {', '.join(near)}"
+    )

@@ -10,7 +10,13 @@ from typing import Any, Literal, NamedTuple
 from config.model.json_fields import Fields
 from config.model.model_config import ModelConfig
 from config.model.moe import MoEFields
-from config.model.state_space import GatedDeltaSpec, Mamba2Spec, StateKind
+from config.model.state_space import (
+    GatedDeltaSpec,
+    Mamba2Spec,
+    ShortConvSpec,
+    StateKind,
+    StateSpec,
+)
 
 MXFP4_BLOCK = 32
 """Neighbouring weights with one scale (OCP Microscaling Formats, version 1.0)."""
@@ -230,6 +236,8 @@ class DecoderSpec:
     """Of the Mamba 2 layers."""
     gated_delta: GatedDeltaSpec | None = None
     """Of the gated DeltaNet layers."""
+    short_conv: ShortConvSpec | None = None
+    """Of the layers with a gated short convolution."""
     attention_gate: bool = False
     """q_proj gives each query head a gate behind it, whose sigmoid weighs the head's output."""
     mlp_size: int | None = None
@@ -243,9 +251,13 @@ class DecoderSpec:
         """Whether scores are more than scaled and masked."""
         return self.attention_soft_cap is not None or any(layer.sinks for layer in self.layers)
 
-    def state_of(self, layer: LayerSpec) -> Mamba2Spec | GatedDeltaSpec | None:
+    def state_of(self, layer: LayerSpec) -> StateSpec | None:
         """What the layer keeps of each request; None: keys and values."""
-        specs = {"mamba2": self.mamba2, "gated_delta": self.gated_delta}
+        specs: dict[str, StateSpec | None] = {
+            "mamba2": self.mamba2,
+            "gated_delta": self.gated_delta,
+            "short_conv": self.short_conv,
+        }
         return specs.get(layer.attention)
 
     @property
@@ -253,7 +265,7 @@ class DecoderSpec:
         return sum(layer.attention == "cross" for layer in self.layers)
 
     @property
-    def states(self) -> tuple[Mamba2Spec | GatedDeltaSpec, ...]:
+    def states(self) -> tuple[StateSpec, ...]:
         """Of the layers that have them."""
         states = (self.state_of(layer) for layer in self.layers)
         return tuple(state for state in states if state is not None)

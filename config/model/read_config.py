@@ -1,12 +1,14 @@
 """Reading of a checkpoint's config.json and generation_config.json as ModelConfig."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from config.errors import ConfigError
-from config.model.architectures import ARCHITECTURES
+from config.model.architectures import ARCHITECTURES, nearest
 from config.model.decoder_spec import Family
 from config.model.encoder import encoder_fields, with_usual_encoder_names
 from config.model.family_fields import causal_name, with_usual_names
@@ -28,6 +30,7 @@ from config.model.model_config import (
     RopeScaling,
 )
 from config.model.moe import MoEConfig, moe_config
+from config.model.multimodal.text_defaults import TEXT_DEFAULTS
 from config.model.multimodal.text_part import text_part, with_architecture
 from config.model.multimodal.vision import read_vision
 from config.model.quantization.registry import is_served, read_quantization
@@ -54,7 +57,8 @@ def read_model_config(path: str, *, allow_quantized: bool = False) -> ModelConfi
     whole = with_architecture(Fields(read_json(file), file))
     part = text_part(whole)
     fields = part or whole
-    facts = model_config_of(path, fields, Fields(generation, generation_file))
+    absent = {} if part is None else TEXT_DEFAULTS.get(str(part.raw.get("model_type")), {})
+    facts = model_config_of(path, fields, Fields(generation, generation_file), absent)
     if not allow_quantized or is_served(fields):
         family = ARCHITECTURES.get(causal_name(facts.architecture))
         known = () if family is None else family.quantizations
@@ -62,17 +66,25 @@ def read_model_config(path: str, *, allow_quantized: bool = False) -> ModelConfi
     return facts if part is None else replace(facts, is_text_part=True, vision=read_vision(whole))
 
 
-def model_config_of(path: str, fields: Fields, generation: Fields) -> ModelConfig:
-    """Like read_model_config, from the contents of the two files. Sizes are not limited here:
-    config/checkpoint/shapes.py compares them with the tensors before a model is built."""
+def model_config_of(
+    path: str, fields: Fields, generation: Fields, absent: Mapping[str, Any] = MappingProxyType({})
+) -> ModelConfig:
+    """Like read_model_config, from the contents of the two files. `absent` has values of fields
+    that `fields` may leave out. Sizes are not limited here: config/checkpoint/shapes.py compares
+    them with the tensors before a model is built."""
     architecture = _architecture(fields)
     family = ARCHITECTURES.get(causal_name(architecture))
     fields = with_usual_encoder_names(architecture, fields)
     encoder = encoder_fields(architecture, fields)
     usual = with_usual_names(fields)
-    if family is not None:
-        usual = _family_fields(family, usual)
-    facts = encoder or _decoder_fields(family, usual)
+    # A null is no absent field: it may say that there is no window.
+    absent = {name: value for name, value in absent.items() if name not in usual.raw}
+    if family is None:
+        usual = Fields({**usual.raw, **absent}, usual.file)
+        facts = encoder or _unlisted_fields(architecture, usual)
+    else:
+        usual = _family_fields(family, usual, absent)
+        facts = _decoder_fields(family, usual)
     if encoder is not None and encoder["encoder"].has_rope:
         rope, _ = _ropes(fields, encoder["max_position"], encoder["head_dim"])
         facts = {**encoder, "rope": rope}
@@ -97,27 +109,47 @@ def _architecture(fields: Fields) -> str:
     if "text_config" in fields.raw:
         raise ConfigError(
             f"{fields.file} describes a {names[0]} with more than a text model, "
-            "which is not supported"
+            f"which is not supported; {nearest(names[0])}"
         )
     if fields.raw.get("is_encoder_decoder"):
         raise ConfigError(
             f"{fields.file} describes a {names[0]} with an encoder and a decoder, which is not "
-            "supported"
+            f"supported; {nearest(names[0])}"
         )
     return names[0]
 
 
-def _family_fields(family: Family, fields: Fields) -> Fields:
-    """`fields` with the names and values that are read of all families."""
-    present = {key: value for key, value in fields.raw.items() if value is not None}
-    for theirs, ours in family.renamed.items():
-        if theirs in present:
-            present = {**dict.fromkeys(ours, present[theirs]), **present}
+def _family_fields(family: Family, fields: Fields, absent: Mapping[str, Any]) -> Fields:
+    """`fields` with the names and values that are read of all families, and `absent` where no name
+    has a value."""
+    present = _renamed(
+        family, {key: value for key, value in fields.raw.items() if value is not None}
+    )
+    absent = _renamed(family, {key: absent[key] for key in absent if key not in present})
     # A field that is null stays so where the family has no default.
-    known = Fields({**fields.raw, **family.defaults, **present}, fields.file)
+    known = Fields({**fields.raw, **family.defaults, **absent, **present}, fields.file)
     if family.derive is None:
         return known
     return Fields({**known.raw, **family.derive(known)}, fields.file)
+
+
+def _unlisted_fields(architecture: str, fields: Fields) -> Json:
+    """The fields of a decoder that is not built in. Its error says so: a field that it calls by
+    another name is no fault of the file."""
+    try:
+        return _decoder_fields(None, fields)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}, and a {architecture} is not built in; {nearest(architecture)}"
+        ) from error
+
+
+def _renamed(family: Family, fields: Json) -> Json:
+    """`fields` under the names of the family too, where they do not have these names."""
+    for theirs, ours in family.renamed.items():
+        if theirs in fields:
+            fields = {**dict.fromkeys(ours, fields[theirs]), **fields}
+    return fields
 
 
 def _decoder_fields(family: Family | None, fields: Fields) -> Json:

@@ -6,7 +6,7 @@ from config.errors import ConfigError
 from config.model.architectures import ARCHITECTURES, decoder_spec
 from config.model.decoder_spec import MLASpec
 from config.model.model_config import ModelConfig
-from config.model.state_space import GatedDeltaSpec, Mamba2Spec
+from config.model.state_space import Divided, StateSpec
 from config.parallel import Stage
 
 MAX_RANKS = 1024
@@ -70,20 +70,13 @@ def _divides(num_cards: int, count: int, may_repeat: bool) -> bool:
     return count % num_cards == 0 or (may_repeat and num_cards % count == 0)
 
 
-def _divided(config: ModelConfig, distributes_experts: bool) -> Iterator[tuple[int, str, bool]]:
-    """What the cards divide: how many there are, what they are, and whether there may be fewer than
-    cards, each on several of them."""
+def _divided(config: ModelConfig, distributes_experts: bool) -> Iterator[Divided]:
     yield config.num_heads, "query heads", False
     if latents_of(config) is None:
         # Latents are whole on each card.
         yield config.num_kv_heads, "KV heads", True
     for state in {type(state): state for state in states_of(config)}.values():
-        if isinstance(state, Mamba2Spec):
-            yield state.num_heads, "heads of its Mamba layers", False
-            yield state.num_groups, "groups of its Mamba layers (mamba_n_groups)", True
-        else:
-            yield state.num_value_heads, "value heads of its linear attention", False
-            yield state.num_key_heads, "key heads of its linear attention", True
+        yield from state.divided()
     moe = config.moe
     has_experts = [moe is not None and moe.has_experts(i) for i in range(config.num_layers)]
     if not all(has_experts):
@@ -109,7 +102,7 @@ def latents_of(config: ModelConfig) -> MLASpec | None:
     return decoder_spec(config).mla if config.architecture in ARCHITECTURES else None
 
 
-def states_of(config: ModelConfig) -> tuple[Mamba2Spec | GatedDeltaSpec, ...]:
+def states_of(config: ModelConfig) -> tuple[StateSpec, ...]:
     """The layers that keep a state of each sequence, of a model that is built in."""
     if config.architecture not in ARCHITECTURES:
         return ()

@@ -1,6 +1,7 @@
 """Sizes of the layers that keep a state of fixed size per request in place of keys and values:
-Mamba 2 and gated DeltaNet."""
+Mamba 2, gated DeltaNet and gated short convolutions."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,7 +12,10 @@ the matrix over the pairs of chunks shrinks."""
 GATED_DELTA_CHUNK = 64
 """Tokens of a chunk of a gated DeltaNet layer, as in the reference kernels."""
 
-StateKind = Literal["mamba2", "gated_delta"]
+StateKind = Literal["mamba2", "gated_delta", "short_conv"]
+Divided = tuple[int, str, bool]
+"""What tensor-parallel ranks divide: how many there are, what they are, and whether there may be
+fewer than ranks, each on several of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +61,10 @@ class Mamba2Spec:
         """Estimate of the float32 numbers of a prefill's scan for each token."""
         states = self.inner_size * self.state_size // MAMBA2_CHUNK
         return 3 * self.num_heads * MAMBA2_CHUNK + 6 * self.inner_size + 3 * states
+
+    def divided(self) -> Iterator[Divided]:
+        yield self.num_heads, "heads of its Mamba layers", False
+        yield self.num_groups, "groups of its Mamba layers (mamba_n_groups)", True
 
     def on_rank(self, num_ranks: int) -> "Mamba2Spec":
         """The part of the layer on each of so many ranks, which divide its heads. Of fewer groups
@@ -109,8 +117,47 @@ class GatedDeltaSpec:
         pairs = self.num_value_heads * GATED_DELTA_CHUNK
         return 6 * pairs + 6 * keys + 6 * self.value_size + states
 
+    def divided(self) -> Iterator[Divided]:
+        yield self.num_value_heads, "value heads of its linear attention", False
+        yield self.num_key_heads, "key heads of its linear attention", True
+
     def on_rank(self, num_ranks: int) -> "GatedDeltaSpec":
         """As that of Mamba2Spec, for value heads and for key heads."""
         key_heads = max(1, self.num_key_heads // num_ranks)
         value_heads = self.num_value_heads // num_ranks
         return replace(self, num_key_heads=key_heads, num_value_heads=value_heads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvSpec:
+    """A gated short convolution (LFM2). Its state is the last inputs of the convolution alone."""
+
+    conv_size: int
+    """Channels of the convolution."""
+    conv_kernel: int
+    """Inputs that the convolution sees, the token's own included."""
+    bias: bool
+    """Whether the convolution and both projections add a bias."""
+
+    @property
+    def conv_elements(self) -> int:
+        return (self.conv_kernel - 1) * self.conv_size
+
+    @property
+    def state_elements(self) -> int:
+        return 0
+
+    @property
+    def scan_elements(self) -> int:
+        """Estimate of the float32 numbers for each token: the inputs, two sums and the product."""
+        return 4 * self.conv_size
+
+    def divided(self) -> Iterator[Divided]:
+        yield self.conv_size, "channels of its short convolutions", False
+
+    def on_rank(self, num_ranks: int) -> "ShortConvSpec":
+        """The part of the layer on each of so many ranks, which divide its channels."""
+        return replace(self, conv_size=self.conv_size // num_ranks)
+
+
+StateSpec = Mamba2Spec | GatedDeltaSpec | ShortConvSpec

@@ -46,6 +46,7 @@ from hpu.layers.mlp import MLP, GatedMLP
 from hpu.layers.moe import SWIGLU_OAI, Experts, MoE, SparseMixer, TopKRouter
 from hpu.layers.non_finite import NonFiniteGuard
 from hpu.layers.norm import FullQKNorm, LayerNorm, QKNorm, RMSNorm, UnweightedQKNorm
+from hpu.layers.short_conv import ShortConv
 from hpu.layers.state_cache import StateCacheSpec
 from hpu.models.base import LoadableModel
 from hpu.models.decoder_layer import LAYERS, CrossAttentionLayer, DecoderLayer, StateLayer
@@ -368,6 +369,7 @@ class Decoder(LoadableModel):
             "mla": self._latent_attention,
             "mamba2": self._mamba2,
             "gated_delta": self._gated_delta,
+            "short_conv": self._short_conv,
         }
         attention = kinds[layer.attention]
         make_mlp: Callable[[str], GatedMLP | MLP | MoE] = self._dense_mlp
@@ -527,6 +529,13 @@ class Decoder(LoadableModel):
         eps = self.config.rms_norm_eps
         own = state.on_rank(self.group.size)
         return GatedDeltaNet(own, in_proj=in_proj, out_proj=out_proj, eps=eps)
+
+    def _short_conv(self, path: str, layer: LayerSpec) -> ShortConv:
+        state = self.spec.short_conv
+        assert state is not None
+        size = state.conv_size
+        in_proj, out_proj = self._state_projections(path, [size] * 3, size, bias=state.bias)
+        return ShortConv(state.on_rank(self.group.size), in_proj=in_proj, out_proj=out_proj)
 
     def _state_projections(
         self, path: str, sizes: list[int], inner: int, *, bias: bool

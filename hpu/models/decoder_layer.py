@@ -16,9 +16,10 @@ from hpu.layers.mla import MLAAttention
 from hpu.layers.mlp import MLP, GatedMLP
 from hpu.layers.moe import MoE
 from hpu.layers.norm import LayerNorm, RMSNorm
+from hpu.layers.short_conv import ShortConv
 from hpu.ops.rope import Rotation
 
-StateLayer = Mamba2Mixer | GatedDeltaNet
+StateLayer = Mamba2Mixer | GatedDeltaNet | ShortConv
 """What takes the place of attention in a layer with a state."""
 
 

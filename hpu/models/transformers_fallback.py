@@ -24,7 +24,7 @@ from config.checkpoint.safetensors_files import Shapes, folder_shapes
 from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
 from config.checkpoint.weight_maps.shard import shard_of
 from config.errors import ConfigError
-from config.model.architectures import ARCHITECTURES
+from config.model.architectures import ARCHITECTURES, nearest
 from config.model.json_fields import Fields, Json, read_json
 from config.model.model_config import MAX_LAYERS, ModelConfig, check_limits
 from config.model.multimodal.text_part import text_part
@@ -348,7 +348,7 @@ class TransformersModel(LoadableModel):
 def _refusal(config: ModelConfig, reason: str) -> ConfigError:
     return ConfigError(
         f"{_named(config)} and its code in transformers {transformers.__version__} cannot be "
-        f"driven: it {reason}"
+        f"driven: it {reason}{_neighbours(config)}"
     )
 
 
@@ -356,6 +356,11 @@ def _named(config: ModelConfig) -> str:
     """The beginning of a sentence."""
     built_in = "" if config.architecture in ARCHITECTURES else ", which is not built in,"
     return f"{config.path} is a {config.architecture}{built_in}"
+
+
+def _neighbours(config: ModelConfig) -> str:
+    """The end of a sentence about a model that is not built in."""
+    return "" if config.architecture in ARCHITECTURES else f"; {nearest(config.architecture)}"
 
 
 def _build(config: ModelConfig, dtype: torch.dtype, *, max_layers: int) -> Any:
@@ -405,7 +410,7 @@ def _class_of(config: ModelConfig, fields: Json) -> Any:
             return kind
     raise ConfigError(
         f"{_named(config)} and it is no causal language model of transformers "
-        f"{transformers.__version__}; code in a checkpoint is never run"
+        f"{transformers.__version__}; code in a checkpoint is never run{_neighbours(config)}"
     )
 
 

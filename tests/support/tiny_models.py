@@ -53,6 +53,12 @@ _GATED_DELTA: dict[str, Any] = {
     "head_dim": 32,
 }
 
+_SHORT_CONV: dict[str, Any] = {
+    "layer_types": ["conv", "full_attention"],
+    "norm_eps": 1e-5,
+    "block_auto_adjust_ff_dim": False,
+}
+
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None, "head_dim": 16},
@@ -153,6 +159,17 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 48,
         "shared_expert_intermediate_size": 40,
     },
+    "lfm2": _SHORT_CONV,
+    "lfm2_moe": {
+        **_SHORT_CONV,
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "routed_scaling_factor": 1.5,
+    },
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32},
     "deepseek_v2": {
         **_DEEPSEEK,
@@ -198,7 +215,7 @@ def make_tiny(
             if "norm" in name or "ln_" in name or name.endswith(("bias", "sinks")):
                 parameter.data += 0.2 * torch.randn_like(parameter)
         for name, buffer in model.named_buffers():
-            if name.endswith("correction_bias"):
+            if name.endswith(("correction_bias", "expert_bias")):
                 buffer += 0.2 * torch.randn_like(buffer)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     write_tokenizer(folder)

@@ -15,7 +15,11 @@ from config.checkpoint.weight_maps.mla import mla_weights
 from config.checkpoint.weight_maps.mlp import merged_mlp_weights, mlp_weights
 from config.checkpoint.weight_maps.moe import moe_weights, other_expert_weights
 from config.checkpoint.weight_maps.quantized import quantized_weights
-from config.checkpoint.weight_maps.state import gated_delta_weights, mamba2_weights
+from config.checkpoint.weight_maps.state import (
+    gated_delta_weights,
+    mamba2_weights,
+    short_conv_weights,
+)
 from config.model.decoder_spec import NORMS, DecoderSpec
 from config.model.model_config import ModelConfig
 
@@ -127,6 +131,8 @@ def _decoder_layers(
         by_kind["mamba2"] = tuple(mamba2_weights(spec.mamba2, hidden))
     if spec.gated_delta is not None:
         by_kind["gated_delta"] = tuple(gated_delta_weights(spec.gated_delta, hidden))
+    if spec.short_conv is not None:
+        by_kind["short_conv"] = tuple(short_conv_weights(spec.short_conv, hidden))
     norms = [one for name in NORMS[spec.arrangement] for one in _norm_weights(name, hidden, spec)]
     heads = config.num_heads
     sinks = WeightSpec("self_attn.sinks", (heads,), "self_attn.sinks", shard_dim=0)

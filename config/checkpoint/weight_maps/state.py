@@ -1,9 +1,9 @@
-"""The tensors of layers with a state: Mamba 2 and gated DeltaNet."""
+"""The tensors of layers with a state: Mamba 2, gated DeltaNet and gated short convolutions."""
 
 from collections.abc import Iterator
 
 from config.checkpoint.weight_maps.base import Axis, WeightSpec, matrix, row_linear
-from config.model.state_space import GatedDeltaSpec, Mamba2Spec
+from config.model.state_space import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 
 LAYER = "self_attn"
 """The layer's name in the model."""
@@ -82,6 +82,28 @@ def gated_delta_weights(spec: GatedDeltaSpec, hidden: Axis) -> Iterator[WeightSp
         f"{LAYER}.norm.weight",
         "linear_value_head_dim",
     )
+
+
+def short_conv_weights(spec: ShortConvSpec, hidden: Axis) -> Iterator[WeightSpec]:
+    """A gated short convolution, which the checkpoint calls conv."""
+    name = "conv"
+    size = spec.conv_size
+    sizes = (size,) * 3
+    rows = Axis(sum(sizes), f"3 * {hidden.fields}")
+    in_proj = matrix(f"{name}.in_proj.weight", rows, hidden)
+    yield _divided(in_proj._replace(parameter=f"{LAYER}.in_proj.weight"), sizes, sizes)
+    yield from row_linear(
+        f"{name}.out_proj", hidden, hidden, has_bias=spec.bias, parameter=f"{LAYER}.out_proj"
+    )
+    shape, parameter = (size, 1, spec.conv_kernel), f"{LAYER}.conv_weight"
+    weight = WeightSpec(f"{name}.conv.weight", shape, parameter, hidden.fields)
+    yield weight._replace(shard_dim=0)
+    if not spec.bias:
+        return
+    bias = WeightSpec(f"{name}.in_proj.bias", (rows.size,), f"{LAYER}.in_proj.bias", rows.fields)
+    yield _divided(bias, sizes, sizes)
+    bias = WeightSpec(f"{name}.conv.bias", (size,), f"{LAYER}.conv_bias", hidden.fields)
+    yield bias._replace(shard_dim=0)
 
 
 def _recurrence(

@@ -1,14 +1,16 @@
-"""DeepSeek V2 and V3, and others of their shape: latent attention, and experts in groups."""
+"""DeepSeek MoE, V2 and V3, and others of their shape: latent attention, or the attention of Llama,
+and experts in groups."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from config.errors import ConfigError
 from config.model.decoder_spec import DecoderSpec, Family, MLASpec, MoESpec, uniform_layers
-from config.model.families.moe import GLM_FIELDS
-from config.model.json_fields import shown
+from config.model.families.dense import llama
+from config.model.families.moe import EXPERT_LAYERS, GLM_FIELDS, listed_expert_layers
+from config.model.json_fields import Fields, shown
 from config.model.model_config import MAX_WIDTH, ModelConfig
 
 Kind = TypeVar("Kind")
@@ -23,6 +25,9 @@ _GROUP_SCORING: Mapping[str, Literal["top2", "max", "none"]] = {
 
 
 def _deepseek_v2(config: ModelConfig) -> DecoderSpec:
+    """DeepSeek-VL2-Tiny and DeepSeek-OCR say in use_mla that they have no latent attention."""
+    if not config.fields.get("use_mla", bool, True):
+        return _deepseek_moe(config)
     mla = _mla(config)
     return DecoderSpec(
         layers=tuple(
@@ -38,6 +43,10 @@ def _deepseek_v2(config: ModelConfig) -> DecoderSpec:
     )
 
 
+def _deepseek_moe(config: ModelConfig) -> DecoderSpec:
+    return replace(llama(config), moe=_moe(config))
+
+
 def _deepseek_v3(config: ModelConfig) -> DecoderSpec:
     """V3 and R1, and Kimi K2, which has one group of experts."""
     return replace(_deepseek_v2(config), mlp_bias=False)
@@ -45,8 +54,6 @@ def _deepseek_v3(config: ModelConfig) -> DecoderSpec:
 
 def _mla(config: ModelConfig) -> MLASpec:
     fields = config.fields
-    if not fields.get("use_mla", bool, True):
-        raise ConfigError(f"use_mla in {fields.file} is false, only true is supported")
 
     def count(name: str) -> int:
         return fields.count(name, maximum=MAX_WIDTH)
@@ -102,17 +109,38 @@ def _choice(config: ModelConfig, name: str, kinds: Mapping[str, Kind]) -> Kind:
     return kinds[value]
 
 
-_MOE = GLM_FIELDS._replace(layer_step="moe_layer_freq", first_of_step=True)
+_MOE = GLM_FIELDS._replace(
+    layer_step="moe_layer_freq", first_of_step=True, expert_layers=EXPERT_LAYERS
+)
 _ROTATED = {"qk_rope_head_dim": ("head_dim",)}
 """Published files have no head_dim; transformers saves it as qk_rope_head_dim."""
 
+_SOFTMAX = {"scoring_func": "softmax", "topk_method": "greedy"}
+
+
+def _v2_fields(fields: Fields) -> Mapping[str, Any]:
+    """Without latent attention qk_rope_head_dim is 0 in published files."""
+    found = dict(listed_expert_layers(fields))
+    if not fields.get("use_mla", bool, True) and not fields.raw.get("head_dim"):
+        found["head_dim"] = None
+    return found
+
+
 FAMILIES: Mapping[str, Family] = {
+    "DeepseekForCausalLM": Family(
+        _deepseek_moe,
+        "DeepSeek-MoE-16B; the text models of DeepSeek-OCR",
+        defaults=_SOFTMAX,
+        moe=_MOE,
+        derive=listed_expert_layers,
+    ),
     "DeepseekV2ForCausalLM": Family(
         _deepseek_v2,
         "DeepSeek-V2, V2-Lite, V2.5, DeepSeek-Coder-V2",
         renamed=_ROTATED,
-        defaults={"scoring_func": "softmax", "topk_method": "greedy"},
+        defaults=_SOFTMAX,
         moe=_MOE,
+        derive=_v2_fields,
     ),
     "DeepseekV3ForCausalLM": Family(
         _deepseek_v3,
@@ -128,5 +156,6 @@ FAMILIES: Mapping[str, Family] = {
             "first_k_dense_replace": 3,
         },
         moe=_MOE,
+        derive=listed_expert_layers,
     ),
 }

@@ -190,6 +190,15 @@ def _falcon_fields(fields: Fields) -> Mapping[str, Any]:
     return {**_inner(fields), **_kv_heads(fields, one=_is_multi_query(fields))}
 
 
+def _refined_web_fields(fields: Fields) -> Mapping[str, Any]:
+    """The first files have n_head_kv where the layers are of the new architecture."""
+    num_kv_heads = fields.count_or_none("n_head_kv")
+    found: dict[str, Any] = {"new_decoder_architecture": num_kv_heads is not None}
+    if num_kv_heads is not None:
+        found["num_key_value_heads"] = num_kv_heads
+    return {**found, **_falcon_fields(Fields({**fields.raw, **found}, fields.file))}
+
+
 _PARTIAL = {
     "rotary_pct": ("partial_rotary_factor",),
     "rope_pct": ("partial_rotary_factor",),
@@ -198,6 +207,19 @@ _PARTIAL = {
     "rotary_emb_base": ("rope_theta",),
 }
 """Names of the rotary fields in early checkpoints."""
+
+_FALCON = Family(
+    _falcon,
+    "Falcon 7B, 11B, 40B, 180B, RW",
+    renamed={**_EPS, "activation": ("hidden_act",)},
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "gelu",
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    },
+    derive=_falcon_fields,
+)
 
 FAMILIES: Mapping[str, Family] = {
     "GPTBigCodeForCausalLM": Family(
@@ -250,17 +272,9 @@ FAMILIES: Mapping[str, Family] = {
         renamed={"norm_eps": ("rms_norm_eps",), **_PARTIAL},
         defaults={"rms_norm_eps": 1e-5, "hidden_act": "relu2", "partial_rotary_factor": 0.5},
     ),
-    "FalconForCausalLM": Family(
-        _falcon,
-        "Falcon 7B, 11B, 40B, 180B, RW",
-        renamed={**_EPS, "activation": ("hidden_act",)},
-        defaults={
-            "rms_norm_eps": 1e-5,
-            "hidden_act": "gelu",
-            "max_position_embeddings": 2048,
-            "tie_word_embeddings": True,
-        },
-        derive=_falcon_fields,
+    "FalconForCausalLM": _FALCON,
+    "RWForCausalLM": _FALCON._replace(
+        models="Falcon 7B, 40B and RW, as first published", derive=_refined_web_fields
     ),
     "GPT2LMHeadModel": Family(
         _gpt2,

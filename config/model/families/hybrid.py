@@ -31,7 +31,7 @@ def _granite_hybrid(config: ModelConfig) -> DecoderSpec:
         raise ConfigError(
             f"position_embedding_type in {fields.file} is {shown(kind)}, it must be rope or nope"
         )
-    layers = _layers(config, "mamba2", _listed_kinds(config))
+    layers = layers_with_states(config, "mamba2", attention_layers(config))
     return replace(
         granite(config),
         layers=without_rope(layers, [kind == "rope"] * len(layers)),
@@ -71,7 +71,7 @@ def _mamba2(config: ModelConfig) -> Mamba2Spec:
         head_dim=head_dim,
         num_groups=num_groups,
         state_size=fields.count("mamba_d_state", 256),
-        conv_kernel=_kernel(config, "mamba_d_conv"),
+        conv_kernel=kernel_size(config, "mamba_d_conv"),
         conv_bias=fields.get("mamba_conv_bias", bool, True),
         proj_bias=fields.get("mamba_proj_bias", bool, False),
     )
@@ -96,13 +96,13 @@ def _qwen_hybrid(config: ModelConfig, *, fused_weights: bool) -> DecoderSpec:
             f"linear_num_key_heads in {fields.file} is {num_key_heads}, and it does not divide "
             f"linear_num_value_heads, {num_value_heads}"
         )
-    kinds = _listed_kinds(config)
+    kinds = attention_layers(config)
     if not fields.raw.get("layer_types"):
         step = fields.count("full_attention_interval", 4)
         kinds = tuple((index + 1) % step == 0 for index in range(config.num_layers))
     moe = MoESpec(shared="shared_expert", shared_gate="shared_expert_gate")
     return DecoderSpec(
-        layers=_layers(config, "gated_delta", kinds),
+        layers=layers_with_states(config, "gated_delta", kinds),
         qkv_bias=config.attention_bias,
         o_bias=config.attention_out_bias,
         qk_norm="heads",
@@ -112,7 +112,7 @@ def _qwen_hybrid(config: ModelConfig, *, fused_weights: bool) -> DecoderSpec:
             num_value_heads=num_value_heads,
             key_dim=fields.count("linear_key_head_dim", 128),
             value_dim=fields.count("linear_value_head_dim", 128),
-            conv_kernel=_kernel(config, "linear_conv_kernel_dim"),
+            conv_kernel=kernel_size(config, "linear_conv_kernel_dim"),
             fused_weights=fused_weights,
         ),
         attention_gate=True,
@@ -120,15 +120,17 @@ def _qwen_hybrid(config: ModelConfig, *, fused_weights: bool) -> DecoderSpec:
     )
 
 
-def _kernel(config: ModelConfig, name: str) -> int:
-    kernel = config.fields.count(name, 4, maximum=MAX_KERNEL)
+def kernel_size(config: ModelConfig, name: str, default: int = 4) -> int:
+    kernel = config.fields.count(name, default, maximum=MAX_KERNEL)
     if kernel < 2:
         raise ConfigError(f"{name} in {config.fields.file} is {kernel}, it must be at least 2")
     return kernel
 
 
-def _listed_kinds(config: ModelConfig) -> tuple[bool, ...]:
-    """Per layer, whether layer_types says that it is attention."""
+def attention_layers(
+    config: ModelConfig, state_kinds: tuple[str, ...] = _STATE_KINDS
+) -> tuple[bool, ...]:
+    """Per layer, whether layer_types says that it is attention, or a layer of `state_kinds`."""
     fields = config.fields
     kinds: list[Any] = fields.get("layer_types", list, [])
     # Of a model without layers only the rest is asked.
@@ -136,16 +138,17 @@ def _listed_kinds(config: ModelConfig) -> tuple[bool, ...]:
         raise ConfigError(
             f"layer_types in {fields.file} names {len(kinds)} layers of {config.num_layers}"
         )
-    unknown = [kind for kind in kinds if kind not in (*_STATE_KINDS, *_ATTENTION_KINDS)]
+    known = (*state_kinds, *_ATTENTION_KINDS)
+    unknown = [kind for kind in kinds if kind not in known]
     if unknown:
         raise ConfigError(
             f"layer_types in {fields.file} has unknown kinds {shown(unknown[:1])}, it may have "
-            f"{', '.join((*_STATE_KINDS, *_ATTENTION_KINDS))}"
+            f"{', '.join(known)}"
         )
     return tuple(kind in _ATTENTION_KINDS for kind in kinds[: config.num_layers])
 
 
-def _layers(
+def layers_with_states(
     config: ModelConfig, state: StateKind, is_attention: tuple[bool, ...]
 ) -> tuple[LayerSpec, ...]:
     if config.num_layers and not any(is_attention):
@@ -162,15 +165,15 @@ def _layers(
     )
 
 
-_NO_PREFIX_CACHING = "no prefix caching"
-_QWEN_LIMITS = f"{_NO_PREFIX_CACHING}; layers for multi-token prediction are not loaded"
+NO_PREFIX_CACHING = "no prefix caching"
+_QWEN_LIMITS = f"{NO_PREFIX_CACHING}; layers for multi-token prediction are not loaded"
 _QWEN_DEFAULTS = {"partial_rotary_factor": 0.25, "head_dim": 256}
 
 FAMILIES: Mapping[str, Family] = {
     "GraniteMoeHybridForCausalLM": Family(
         _granite_hybrid,
         "Granite 4 Micro, H-Micro, H-Tiny, H-Small",
-        _NO_PREFIX_CACHING,
+        NO_PREFIX_CACHING,
         moe=MoEFields(
             "num_local_experts", shared_size="shared_intermediate_size", may_be_none=True
         ),

@@ -120,11 +120,15 @@ def _ernie_vl_fields(fields: Fields) -> Mapping[str, Any]:
         found[name] = value[0] if isinstance(value, list) and value else value
     experts = fields.raw.get("moe_num_experts")
     found[_VISION_EXPERTS] = experts[-1] if isinstance(experts, list) and experts else experts
-    # transformers 5 saves this field.
+    return {**found, **listed_expert_layers(fields)}
+
+
+def listed_expert_layers(fields: Fields) -> Mapping[str, Any]:
+    """moe_layers from mlp_layer_types, which transformers 5 saves for some families."""
     kinds = fields.get("mlp_layer_types", list, None)
-    if kinds is not None:
-        found["moe_layers"] = [index for index, kind in enumerate(kinds) if kind == "sparse"]
-    return found
+    if kinds is None:
+        return {}
+    return {EXPERT_LAYERS: [index for index, kind in enumerate(kinds) if kind == "sparse"]}
 
 
 def _minimax_m2(config: ModelConfig) -> DecoderSpec:
@@ -160,6 +164,8 @@ GLM_FIELDS = MoEFields(
     scaling_factor="routed_scaling_factor",
     first_layer="first_k_dense_replace",
 )
+EXPERT_LAYERS = "moe_layers"
+"""A field that `listed_expert_layers` adds."""
 _VISION_EXPERTS = "moe_num_vision_experts"
 """A field that `_ernie_vl_fields` adds."""
 _ERNIE = MoEFields(
@@ -242,7 +248,7 @@ FAMILIES: Mapping[str, Family] = {
         "the text model of ERNIE-4.5-VL-28B-A3B, VL-424B-A47B",
         "`use_bias` is refused",
         defaults=_ERNIE_DEFAULTS,
-        moe=_ERNIE._replace(expert_layers="moe_layers"),
+        moe=_ERNIE._replace(expert_layers=EXPERT_LAYERS),
         derive=_ernie_vl_fields,
     ),
     "MiniMaxM2ForCausalLM": Family(

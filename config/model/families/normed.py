@@ -128,6 +128,29 @@ _GLM_DEFAULTS = {
     "partial_rotary_factor": 0.5,
 }
 
+_ERNIE = Family(
+    _ernie,
+    "ERNIE-4.5-0.3B",
+    renamed={"use_bias": ("attention_bias", "attention_out_bias", "mlp_bias")},
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "head_dim": 128,
+    },
+)
+_STABLELM = Family(
+    _stablelm,
+    "StableLM 2 1.6B and 12B, StableLM 3B, Stable Code",
+    renamed={
+        "use_qkv_bias": ("attention_bias",),
+        "layer_norm_eps": ("rms_norm_eps",),
+        "norm_eps": ("rms_norm_eps",),
+        "rope_pct": ("partial_rotary_factor",),
+    },
+    defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
+)
+
 FAMILIES: Mapping[str, Family] = {
     "Olmo2ForCausalLM": Family(_olmo2, "OLMo 2", defaults={"rms_norm_eps": 1e-5}),
     "CohereForCausalLM": Family(
@@ -161,26 +184,8 @@ FAMILIES: Mapping[str, Family] = {
         "GLM-4-9B-0414, GLM-4-32B-0414, GLM-Z1",
         defaults={**_GLM_DEFAULTS, "rms_norm_eps": 1e-5},
     ),
-    "Ernie4_5ForCausalLM": Family(
-        _ernie,
-        "ERNIE-4.5-0.3B",
-        renamed={"use_bias": ("attention_bias", "attention_out_bias", "mlp_bias")},
-        defaults={
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500000.0,
-            "tie_word_embeddings": True,
-            "head_dim": 128,
-        },
-    ),
-    "StableLmForCausalLM": Family(
-        _stablelm,
-        "StableLM 2 1.6B and 12B, StableLM 3B, Stable Code",
-        renamed={
-            "use_qkv_bias": ("attention_bias",),
-            "layer_norm_eps": ("rms_norm_eps",),
-            "norm_eps": ("rms_norm_eps",),
-            "rope_pct": ("partial_rotary_factor",),
-        },
-        defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
-    ),
+    "Ernie4_5ForCausalLM": _ERNIE,
+    "Ernie4_5_ForCausalLM": _ERNIE._replace(models="The same, as first published"),
+    "StableLmForCausalLM": _STABLELM,
+    "StableLMEpochForCausalLM": _STABLELM._replace(models="The same, as first published"),
 }

@@ -50,12 +50,15 @@ def _rope_factor(fields: Fields) -> Mapping[str, Any]:
     return {}
 
 
+_PHIMOE = Family(
+    _phimoe,
+    "Phi-3.5-MoE",
+    defaults={"rope_theta": 1000000.0, "rms_norm_eps": 1e-5, "router_jitter_noise": 0.01},
+    moe=MoEFields("num_local_experts"),
+    derive=_rope_factor,
+)
+
 FAMILIES: Mapping[str, Family] = {
-    "PhimoeForCausalLM": Family(
-        _phimoe,
-        "Phi-3.5-MoE",
-        defaults={"rope_theta": 1000000.0, "rms_norm_eps": 1e-5, "router_jitter_noise": 0.01},
-        moe=MoEFields("num_local_experts"),
-        derive=_rope_factor,
-    ),
+    "PhimoeForCausalLM": _PHIMOE._replace(models="Phi-3.5-MoE, as transformers saves it"),
+    "PhiMoEForCausalLM": _PHIMOE,
 }

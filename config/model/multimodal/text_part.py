@@ -1,5 +1,6 @@
 """The text model in a checkpoint of a model with images or audio."""
 
+from difflib import get_close_matches
 from typing import Any
 
 from config.errors import ConfigError
@@ -15,6 +16,7 @@ WHOLE_MODELS = frozenset(
         *("Aria", "Granite4Vision", "InternS1", "PaddleOCRVL"),
     )
 ) | {
+    *("DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM"),
     *("DeepseekVLV2ForCausalLM", "InternVLChatModel", "Ovis", "Ovis2_5"),
     "Phi4MultimodalForCausalLM",
 }
@@ -23,8 +25,11 @@ TEXT_MODELS = {
     "aria_text": "AriaTextForCausalLM",
     "cohere": "CohereForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
+    "deepseek_ocr2_text": "DeepseekForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
     "ernie4_5_vl_moe_text": "Ernie4_5_VLMoeTextForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "gemma": "GemmaForCausalLM",
@@ -32,6 +37,7 @@ TEXT_MODELS = {
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3n_text": "Gemma3nForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
+    "glm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "glm4v_text": "Glm4ForCausalLM",
@@ -40,62 +46,53 @@ TEXT_MODELS = {
     "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
     "granite4_vision_text": "GraniteForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "granitemoeshared": "GraniteMoeSharedForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "internlm2": "InternLM2ForCausalLM",
+    "internlm3": "InternLM3ForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
     "llama": "LlamaForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "mllama_text_model": "MllamaForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
     "opt": "OPTForCausalLM",
     # The shape of ERNIE 4.5, with a rope of halves.
     "paddleocr_vl_text": "LlamaForCausalLM",
     "phi": "PhiForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "phimoe": "PhimoeForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_vl_text": "Qwen2ForCausalLM",
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
     "qwen3_vl_moe_text": "Qwen3VLMoeTextForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "stablelm": "StableLmForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
 }
 """model_type of a text model -> its architecture."""
-
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "glm4v_text": {"attention_bias": True},
-    "llama": {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 2048,
-    },
-    "mistral": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-    },
-}
-"""model_type of a text model -> the fields that published whole models leave out, since they have
-the values of transformers' classes."""
 
 _WITHOUT_TEXT_CONFIG = {
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
     "Phi4MultimodalForCausalLM": "phi3",
     "Ernie4_5_VLMoeForConditionalGeneration": "ernie4_5_vl_moe_text",
+    "Glm4vForConditionalGeneration": "glm4v_text",
+    "Glm4vMoeForConditionalGeneration": "glm4v_moe_text",
     "PaddleOCRVLForConditionalGeneration": "paddleocr_vl_text",
 }
 """Architectures whose first checkpoints, or all, have the fields of the text model beside the
@@ -105,6 +102,8 @@ _UNNAMED = {"deepseek_vl_v2": "DeepseekVLV2ForCausalLM"}
 """model_type of whole models that are published without `architectures` -> the architecture."""
 
 _CONFIG_NAMES = {
+    "DeepseekOCRForCausalLM": "language_config",
+    "DeepseekOCR2ForCausalLM": "language_config",
     "DeepseekVLV2ForCausalLM": "language_config",
     "InternVLChatModel": "llm_config",
     "Ovis": "llm_config",
@@ -194,20 +193,34 @@ def text_part(fields: Fields) -> Fields | None:
             text.pop(name, None)
     else:
         return None
-    model_type = text.get("model_type")
-    if not isinstance(model_type, str) or model_type not in TEXT_MODELS:
+    model_type, architecture = text.get("model_type"), _text_architecture(text)
+    if architecture is None:
+        known = {kind.removesuffix("_text"): kind for kind in TEXT_MODELS}
+        own = str(model_type).removesuffix("_text")
+        near = [known[kind] for kind in get_close_matches(own, known, n=3, cutoff=0)]
         raise ConfigError(
-            f"{name} in {fields.file} has the model_type {shown(model_type)}, of a "
-            f"{names[0]} it may be one of {', '.join(TEXT_MODELS)}"
+            f"{name} in {fields.file} has the model_type {shown(model_type)}, whose text model is "
+            f"not built in: the nearest of the {len(TEXT_MODELS)} that a {names[0]} may have are "
+            f"{', '.join(near)}"
         )
     common: dict[str, Any] = {
         name: fields.raw[name] for name in _COMMON_FIELDS if fields.raw.get(name) is not None
     }
-    present = {name: value for name, value in text.items() if value is not None}
-    text = {**text, **_DEFAULTS.get(model_type, {}), **present}
+    text = dict(text)
     if model_type in _INTERLEAVED:
         name = "rope_parameters" if "rope_parameters" in text else "rope_scaling"
         rope = Fields(text, fields.file).get(name, dict, {})
         sections = list(_INTERLEAVED[model_type])
         text[name] = {"mrope_section": sections, **rope, "mrope_interleaved": True}
-    return Fields({**text, **common, "architectures": [TEXT_MODELS[model_type]]}, fields.file)
+    return Fields({**text, **common, "architectures": [architecture]}, fields.file)
+
+
+def _text_architecture(text: dict[str, Any]) -> str | None:
+    """The architecture of a text model by its model_type, or by its own `architectures` in a file
+    without a model_type (DeepSeek-OCR); None for a text model that is not known."""
+    model_type, names = text.get("model_type"), text.get("architectures")
+    if isinstance(model_type, str):
+        return TEXT_MODELS.get(model_type)
+    if model_type is not None or not isinstance(names, list) or len(names) != 1:
+        return None
+    return names[0] if names[0] in TEXT_MODELS.values() else None

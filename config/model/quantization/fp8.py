@@ -17,7 +17,7 @@ from config.model.quantization.fields import FLOATS, KV_SCALES, choice, module_n
 
 def read_fp8(fields: Fields) -> QuantizationConfig:
     """Raises ConfigError for what is not served."""
-    choice(fields, "fmt", "e4m3", ("e4m3",))
+    choice(fields, "fmt", "e4m3", ("e4m3", "float8_e4m3fn"))
     kind = choice(fields, "activation_scheme", "dynamic", ("dynamic", "static"))
     block = fields.get("weight_block_size", list, None)
     scheme = fp8_scheme(

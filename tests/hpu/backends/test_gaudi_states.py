@@ -13,8 +13,10 @@ from config.execution import ExecutionConfig
     ("family", "mode"),
     [
         *((family, "hpu-graphs") for family in ("granitemoehybrid", "qwen3_next")),
+        pytest.param("lfm2_moe", "hpu-graphs", marks=pytest.mark.slow),
         pytest.param("granitemoehybrid", "torch-compile", marks=pytest.mark.slow),
         pytest.param("qwen3_next", "torch-compile", marks=pytest.mark.slow),
+        pytest.param("lfm2_moe", "torch-compile", marks=pytest.mark.slow),
     ],
 )
 def test_states_give_the_tokens_of_the_cpu_and_nothing_compiles_after_warmup(

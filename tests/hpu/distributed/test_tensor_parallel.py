@@ -98,6 +98,8 @@ CASES = {
     "qwen3_next": Case("qwen3_next"),
     "qwen3_next, two key heads on four": Case("qwen3_next", {"num_key_value_heads": 1}, 4),
     "qwen3_5": Case("qwen3_5_text", {}, 4),
+    # Channels of short convolutions.
+    "lfm2": Case("lfm2", {"conv_bias": True}, 4),
     # Whole experts on each rank.
     "mixtral, distributed": Case("mixtral", {}, 4, True),
     "mixtral, distributed, five inner features": Case("mixtral", {"intermediate_size": 5}, 2, True),
@@ -106,7 +108,10 @@ CASES = {
     "llama4, distributed": Case("llama4_text", {}, 2, True),
     "deepseek_v3, distributed": Case("deepseek_v3", {}, 4, True),
 }
-NEW = {"qwen3_5_text", "qwen3_next", "granitemoehybrid", "minimax_m2", "llama4_text", "gpt_oss"}
+NEW = {
+    *("qwen3_5_text", "qwen3_next", "granitemoehybrid", "minimax_m2", "llama4_text", "gpt_oss"),
+    "lfm2",
+}
 """Families that older releases of transformers have not, or spell differently."""
 FOREIGN: dict[str, dict[str, Any]] = {}
 if transformers_before("5.18"):

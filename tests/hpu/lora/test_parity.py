@@ -119,6 +119,7 @@ def test_families_with_other_layers(family: str, tmp_path: Path) -> None:
 
 STATES = {
     "granitemoehybrid": ("mamba.in_proj", "mamba.out_proj", *ATTENTION),
+    "lfm2": ("conv.in_proj", "conv.out_proj", "q_proj", "self_attn.out_proj", "w1", "w2"),
     "qwen3_next": ("in_proj_qkvz", "in_proj_ba", "linear_attn.out_proj", *ATTENTION),
 }
 

@@ -63,6 +63,33 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "lfm2: three layers, biases, kernel of 4, derived inner size": (
+        "lfm2",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", FULL, "conv"],
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": True,
+            "block_multiple_of": 24,
+            "block_ffn_dim_multiplier": 1.3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "lfm2: layers by index, kernel of 2, one KV head": (
+        "lfm2",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": None,
+            "full_attn_idxs": [1],
+            "conv_L_cache": 2,
+            "num_key_value_heads": 1,
+        },
+    ),
+    "lfm2_moe: no expert bias, all layers with experts": (
+        "lfm2_moe",
+        {"use_expert_bias": False, "norm_topk_prob": False, "num_dense_layers": 0},
+    ),
     "qwen3_next: no experts, one key head, kernel of 2": (
         "qwen3_next",
         {
@@ -89,7 +116,7 @@ def test_greedy_tokens_and_logits_equal_those_of_transformers(name: str, tmp_pat
     assert_same_as_transformers(found, prompts, load_reference(folder), 1e-3)
 
 
-@pytest.fixture(scope="module", params=["granitemoehybrid", "qwen3_next"])
+@pytest.fixture(scope="module", params=["granitemoehybrid", "qwen3_next", "lfm2"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -235,6 +262,13 @@ def test_a_plan_counts_the_states_that_a_card_has(folder: Path) -> None:
             2,
             "has 3 value heads of its linear attention, and 2",
         ),
+        ("lfm2", {}, 4, ""),
+        (
+            "lfm2",
+            {"hidden_size": 63, "num_attention_heads": 6, "head_dim": 16},
+            2,
+            "has 63 channels of its short convolutions, and 2",
+        ),
     ],
 )
 def test_what_cards_cannot_divide_is_refused_with_both_numbers(
@@ -261,6 +295,22 @@ def test_what_cards_cannot_divide_is_refused_with_both_numbers(
         ("granitemoehybrid", {"time_step_limit": [0.1, 1.0]}, "which is not supported"),
         ("granitemoehybrid", {"position_embedding_type": "alibi"}, "it must be rope or nope"),
         ("qwen3_next", {"linear_num_key_heads": 3}, "does not divide linear_num_value_heads, 4"),
+        (
+            "lfm2",
+            {"layer_types": ["conv", "linear_attention"]},
+            "unknown kinds .'linear_attention'.",
+        ),
+        ("lfm2", {"conv_L_cache": 1}, "conv_L_cache in .* must be at least 2"),
+        (
+            "lfm2",
+            {"block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 0},
+            "block_ffn_dim_multiplier in .* above 0",
+        ),
+        (
+            "lfm2",
+            {"layer_types": None, "full_attn_idxs": [2]},
+            "full_attn_idxs in .* .2., it must list layers from 0 to 1",
+        ),
         ("qwen3_next", {"num_experts": -1}, "num_experts in .* is -1"),
     ],
 )

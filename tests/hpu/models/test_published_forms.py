@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from config.checkpoint.facts import model_facts
-from config.errors import ConfigError
 from config.model.read_config import read_model_config
 from hpu.model_loader.size_estimate import count_parameters
 
@@ -84,6 +83,33 @@ WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "aria_text",
         {"moe_num_experts": 4, "moe_topk": 2},
         {**LAYERS, "model_type": "idefics3_vision", "image_size": 28},
+    ),
+    "deepseek_ocr2": (
+        "deepseek_ocr2_text",
+        {
+            "num_key_value_heads": 4,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "mlp_layer_types": ["dense", "sparse"],
+            "rms_norm_eps": 1e-6,
+        },
+        {
+            "sam_config": {
+                **{"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+                **{"image_size": 32, "mlp_dim": 16, "output_channels": 8},
+                **{"downsample_channels": [8, 8], "global_attn_indexes": [0]},
+            },
+            "encoder_config": {
+                **{"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1},
+                **{"num_attention_heads": 2, "num_key_value_heads": 2},
+            },
+        },
+    ),
+    "lfm2_vl": (
+        "lfm2",
+        {},
+        {**LAYERS, "model_type": "siglip2_vision_model", "num_patches": 16},
     ),
     "paddleocr_vl": (
         "paddleocr_vl_text",
@@ -297,17 +323,72 @@ def test_deepseek_vl2_with_the_router_of_v3(tmp_path: Path) -> None:
     assert_served_as_by(reference, tmp_path)
 
 
-def test_deepseek_vl2_without_latent_attention_is_refused(tmp_path: Path) -> None:
-    """DeepSeek-VL2-Tiny has the attention of the first DeepSeek MoE."""
-    make_tiny("deepseek_v2", tmp_path)
-    file = tmp_path / "config.json"
-    text = json.loads(file.read_text()) | {"use_mla": False}
-    text |= {"kv_lora_rank": None, "q_lora_rank": None}
-    text |= dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 0)
-    file.write_text(json.dumps({"model_type": "deepseek_vl_v2", "language_config": text}))
+OF_TEXT = ("lm_head.", "model.embed_tokens.", "model.norm.", "model.layers.")
 
-    with pytest.raises(ConfigError, match=r"use_mla in .* is false, only true is supported"):
-        load_decoder(tmp_path)
+
+def write_deepseek_published(folder: Path, *, prefix: str = "", **fields: Any) -> Any:
+    """Write a DeepSeek without latent attention, with `fields` in config.json and language_config
+    as published, and `prefix` before names of the text model; the model of transformers."""
+    whole = make_whole("deepseek_ocr2", folder)
+    rewrite(
+        folder,
+        lambda tensors: {
+            f"{prefix}{name}"
+            if name.startswith(OF_TEXT)
+            else name.removeprefix(prefix and "model."): one
+            for name, one in tensors.items()
+        },
+    )
+    file = folder / "config.json"
+    text = json.loads(file.read_text())["text_config"]
+    for name in ("mlp_layer_types", "rope_parameters", "rms_norm_eps", "head_dim"):
+        del text[name]
+    text |= {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2"}
+    text |= {"use_mla": False, "kv_lora_rank": None, "q_lora_rank": None}
+    text |= dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 0)
+    text |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+    file.write_text(json.dumps({"model_type": "deepseek_vl_v2", "language_config": text, **fields}))
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("prefix", "fields"),
+    [
+        ("language.", {}),
+        # Its file repeats the fields of language_config.
+        ("", {"architectures": ["DeepseekOCRForCausalLM"], "hidden_size": 64, "vision_config": {}}),
+        ("", {"architectures": ["DeepseekOCR2ForCausalLM"]}),
+    ],
+    ids=["DeepSeek-VL2-Tiny", "DeepSeek-OCR", "DeepSeek-OCR-2"],
+)
+@torch.inference_mode()
+def test_deepseek_without_latent_attention_as_published(
+    prefix: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    """These models have the attention of the first DeepSeek MoE."""
+    whole = write_deepseek_published(tmp_path, prefix=prefix, **fields)
+
+    assert read_model_config(str(tmp_path)).vision is None
+    assert_served_as_by(whole, tmp_path)
+
+
+@torch.inference_mode()
+def test_the_first_deepseek_moe_as_published(tmp_path: Path) -> None:
+    """It has no use_mla, and no field of latent attention."""
+    whole = write_deepseek_published(tmp_path)
+    rewrite(
+        tmp_path,
+        lambda tensors: {
+            name: tensor for name, tensor in tensors.items() if name.startswith(OF_TEXT)
+        },
+    )
+    file = tmp_path / "config.json"
+    text = json.loads(file.read_text())["language_config"]
+    for name in ("use_mla", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "topk_method"):
+        del text[name]
+    file.write_text(json.dumps({**text, "architectures": ["DeepseekForCausalLM"]}))
+
+    assert_served_as_by(whole, tmp_path)
 
 
 @torch.inference_mode()

@@ -178,7 +178,7 @@ def test_a_text_model_that_is_not_known_is_named(tmp_path: Path) -> None:
     fields["text_config"]["model_type"] = "own"
     file.write_text(json.dumps(fields))
 
-    with pytest.raises(ConfigError, match="has the model_type 'own', of a LlavaForConditional"):
+    with pytest.raises(ConfigError, match=r"has the model_type 'own', .* that a LlavaForCond"):
         read_model_config(str(folder))
 
 

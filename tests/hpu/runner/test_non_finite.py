@@ -85,6 +85,7 @@ def poison_all_blocks(rig: WorkerRig, *, samples: bool) -> list[int]:
         ("deepseek_v2", "cpu"),
         ("qwen3_next", "cpu"),
         ("granitemoehybrid", "cpu"),
+        ("lfm2", "cpu"),
         ("llama", "hpu-emulator"),
         ("deepseek_v2", "hpu-emulator"),
     ],

@@ -10,7 +10,10 @@ from two_prompts import PROMPTS, greedy, working, working_wide
 from config.execution import WarmupConfig
 
 
-@pytest.fixture(scope="module", params=["granitemoehybrid", "qwen3_next"])
+@pytest.fixture(
+    scope="module",
+    params=["granitemoehybrid", "qwen3_next", pytest.param("lfm2", marks=pytest.mark.slow)],
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(request.param, tmp_path_factory.mktemp(request.param))
 
