@@ -10,6 +10,7 @@ from config.checkpoint import tokenizer_bounds as tokenizer
 from config.loading import sources
 from config.lora import adapter, adapter_folder, gguf_adapter, peft_config
 from config.model import json_fields as fields
+from config.model import model_config
 from config.params import sampling
 from config.params import structured_output as grammar
 from config.server import ServerConfig
@@ -126,6 +127,9 @@ def isolation(limits: compilation.Limits) -> str:
         f"{responses.MAX_CONVERSATION_BYTES // MIB} MiB of JSON",
         f"| stored responses | {DEFAULTS.responses_store_max_count:,}, "
         f"{DEFAULTS.responses_store_max_bytes // MIB} MiB, one day",
+        f"| number in a JSON file of a checkpoint | {fields.MAX_FLOAT32:.1e}; ".replace("e+", "e")
+        + f"{fields.MAX_NUMBER:,.0f} where its field scales or limits tensors; "
+        + f"{model_config.MAX_THETA:.0e} for `rope_theta`".replace("e+", "e"),
         f"| JSON files of a checkpoint | {fields.MAX_JSON_BYTES // MIB} MiB; `tokenizer.json` "
         f"{tokenizer.MAX_TOKENIZER_BYTES // MIB} MiB",
         f"| a text of a tokenizer without bounds {isolation(bounded_encoder.LIMITS)}",

@@ -19,7 +19,7 @@ from config.native import panics_as_errors
 from server.anthropic.errors import is_messages, refusal
 from server.http.access_log import RequestRecord, attach_record, detach_record, record_of
 from server.http.errors import CLIENT_CLOSED, ClientGone, Fault, fault_of
-from server.http.fair_threads import current_client
+from server.http.fair_threads import client_of_task
 from server.http.pacing import LoopPacer
 from server.http.sse import EventStream
 from server.http.trusted_proxies import TrustedProxies
@@ -119,8 +119,7 @@ class AuthMiddleware:
         record = record_of(scope)
         try:
             record.owner = self._api_keys.check(scope)
-            current_client.set(record.owner or record.client)
-            with panics_as_errors():
+            with panics_as_errors(), client_of_task(record.owner or record.client):
                 await self._app(scope, receive, send)
         except ClientGone:
             record.status = CLIENT_CLOSED

@@ -1,8 +1,9 @@
 """FairThreads: a thread pool whose clients take turns."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from threading import Lock
@@ -15,6 +16,16 @@ _Call = tuple["Future[Any]", Callable[[], Any]]
 current_client: ContextVar[str | None] = ContextVar("current_client", default=None)
 """The client whose request the task answers: its API key, or its address. None outside of a
 request."""
+
+
+@contextmanager
+def client_of_task(name: str) -> Iterator[None]:
+    """Calls of this task, and of tasks that it starts, are those of client `name`."""
+    token = current_client.set(name)
+    try:
+        yield
+    finally:
+        current_client.reset(token)
 
 
 class FairThreads(ThreadPoolExecutor):

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from config.errors import ConfigError, Overloaded, UserError
 from config.malloc import trim_memory
 from engine.process.isolation import ForkServer
+from server.http.fair_threads import current_client
 from server.text import chat_template
 from server.text.chat_template import (
     ChatTemplate,
@@ -528,6 +529,25 @@ async def test_time_in_the_queue_does_not_count() -> None:
     assert all(
         isinstance(e, UserError) for e in await asyncio.gather(*slow, return_exceptions=True)
     )
+
+
+async def test_slow_renderings_of_a_client_leave_a_thread_to_others() -> None:
+    template = ours(CHATML, time_limit_s=1.0, threads=2)
+
+    async def render(client: str, source: str | None) -> str:
+        current_client.set(client)
+        return await template.render(HELLO, template=source)
+
+    slow = [asyncio.create_task(render("slow", SLOW)) for _ in range(4)]
+    await asyncio.sleep(0)
+    rendered = await asyncio.create_task(render("other", None))
+
+    assert "Hello" in rendered
+    assert not any(task.done() for task in slow)
+    for task in slow:
+        task.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
+    template.close()
 
 
 async def test_a_caller_who_leaves_stops_the_template() -> None:
