@@ -14,7 +14,7 @@ from engine.client.queue_limits import QueueLimits
 from engine.client.zmq import ZmqClient
 from engine.core.engine_process import front_end_endpoint
 from engine.transport.channels import SocketDirectory, new_token
-from engine.transport.messages import EngineStats
+from engine.transport.messages import UNSENT, AddRequest, EngineStats
 
 WARM_STEPS = 200
 PROMPT_TOKENS = 128
@@ -68,7 +68,11 @@ async def watch_steps(
         await asyncio.wait_for(client.wait_ready(), 60)
         params = SamplingParams(max_tokens=config.max_model_len, ignore_eos=True)
         for row in range(num_rows):
-            client.add(bytes(4 * PROMPT_TOKENS), params, cache_salt=str(row))
+            client.add(
+                AddRequest(
+                    UNSENT, memoryview(bytes(4 * PROMPT_TOKENS)), params, cache_salt=str(row)
+                )
+            )
         await asyncio.wait_for(enough.wait(), 60 + 4 * num_steps * step_s)
     finally:
         engine.close()

@@ -37,6 +37,7 @@ from config.data_parallel import DataParallelConfig
 from config.log import LogConfig
 from config.params.sampling import SamplingParams
 from engine.client.router import RouterClient
+from engine.transport.messages import UNSENT, AddRequest
 from gaudiserve import LLM
 from server.offline.engines import ProcessesClient
 
@@ -145,7 +146,11 @@ async def requests_per_s(num_engines: int, num_requests: int) -> float:
 
     async def ask(number: int) -> None:
         async with at_once:
-            queue = client.add(bytes(4 * PROMPT_TOKENS), params, cache_salt=str(number))
+            queue = client.add(
+                AddRequest(
+                    UNSENT, memoryview(bytes(4 * PROMPT_TOKENS)), params, cache_salt=str(number)
+                )
+            )
             while not (await queue.get()).finish:
                 pass
         ends.append(time.perf_counter())

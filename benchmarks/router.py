@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -32,10 +31,11 @@ from engine.client.base import EngineClient, SingleEngineClient
 from engine.client.output_queue import RequestOutputQueue
 from engine.client.queue_limits import QueueLimits
 from engine.client.router import RouterClient
+from engine.client.terms import NO_TERMS, RequestTerms
 from engine.core.engine_core import EngineCore
 from engine.core.loop import make_ready, make_table
 from engine.kv_cache.prefix_hashes import block_hashes
-from engine.transport.messages import AddRequest, ToEngine, engine_of
+from engine.transport.messages import UNSENT, AddRequest, ToEngine, engine_of
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 50_000
@@ -105,9 +105,9 @@ class CoreClient(SingleEngineClient):
 class RoundRobin(RouterClient):
     """Sends requests to the engines in turn."""
 
-    def add(self, prompt: bytes | memoryview, *arguments: Any, **options: Any) -> Any:
+    def add(self, request: AddRequest, terms: RequestTerms = NO_TERMS) -> RequestOutputQueue:
         self._turn = getattr(self, "_turn", -1) + 1
-        return self.engines[self._turn % len(self.engines)].add(prompt, *arguments, **options)
+        return self.engines[self._turn % len(self.engines)].add(request, terms)
 
 
 def engine_config(num_blocks: int, max_num_seqs: int) -> EngineConfig:
@@ -173,7 +173,9 @@ class Simulation:
         conversation.tokens.extend(self._tokens(own.randint(*traffic.message_tokens), own))
         conversation.turns_left -= 1
         params = SamplingParams(max_tokens=own.randint(*traffic.answer_tokens), ignore_eos=True)
-        queue = self._client.add(conversation.tokens.tobytes(), params)
+        queue = self._client.add(
+            AddRequest(UNSENT, memoryview(conversation.tokens.tobytes()), params)
+        )
         self.result.prompt_tokens += len(conversation.tokens)
         self.result.requests[engine_of(queue.key)] += 1
         return queue

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple, Protocol
 
 from config.errors import ConfigError, EngineDied, Overloaded, RequestFailed, UserError
 from config.lora.info import LoRAInfo
-from config.params.pooling import PoolingParams
-from config.params.sampling import SamplingParams
 from engine.client.output_queue import OutputRouter, RequestOutputQueue
 from engine.client.queue_limits import QueueLimits
 from engine.client.resumer import Resumer
@@ -42,7 +40,7 @@ from engine.transport.messages import (
     StepOutput,
     ToEngine,
 )
-from hpu.protocol import TOKEN_BYTES, EncodedImage, ImagePlacement
+from hpu.protocol import TOKEN_BYTES
 
 CONTROL_TIMEOUT_S = 30.0
 SLOW_CONTROLS_S = {SLEEP: 600.0, WAKE_UP: 7200.0, LOAD_ADAPTER: 600.0}
@@ -53,9 +51,6 @@ CAUSE_GRACE_S = 0.5
 
 RESTART_RETRY_S = 5
 MAX_RETRY_AFTER_S = 3600
-
-NO_SAMPLING = SamplingParams()
-"""Of a request that samples nothing."""
 
 
 class Failure(NamedTuple):
@@ -137,21 +132,8 @@ class EngineClient(Protocol):
 
     async def close(self) -> None: ...
 
-    def add(
-        self,
-        prompt: bytes | memoryview,
-        sampling: SamplingParams = NO_SAMPLING,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-        name: str = "",
-        pooling: PoolingParams | None = None,
-        is_continuation: bool = False,
-        adapter: str = "",
-        images: Sequence[ImagePlacement] = (),
-        encoded_images: Sequence[EncodedImage] = (),
-        terms: RequestTerms = NO_TERMS,
-    ) -> RequestOutputQueue: ...
+    def add(self, request: AddRequest, terms: RequestTerms = NO_TERMS) -> RequestOutputQueue:
+        """Send one sequence."""
 
     def check_ttft(self, num_tokens: int, *, priority: int, terms: RequestTerms) -> None: ...
 
@@ -269,60 +251,30 @@ class SingleEngineClient:
         `end`."""
         self._on_failure = decide
 
-    def add(
-        self,
-        prompt: bytes | memoryview,
-        sampling: SamplingParams = NO_SAMPLING,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-        name: str = "",
-        pooling: PoolingParams | None = None,
-        is_continuation: bool = False,
-        adapter: str = "",
-        images: Sequence[ImagePlacement] = (),
-        encoded_images: Sequence[EncodedImage] = (),
-        terms: RequestTerms = NO_TERMS,
-    ) -> RequestOutputQueue:
-        """Send one sequence (`sampling.n` is ignored); `name` is for the engine's log, `adapter` a
-        LoRAInfo.content; `images` have their tokens in the prompt, and `encoded_images` their
-        contents. With `pooling` the answer is vectors, and `sampling` is ignored. A continuation
-        of a sequence that was accepted before is exempt from the limits on waiting requests and
-        scheduled next.
-        Raises Overloaded when too many wait or the engine is not ready, EngineDied when it is gone,
-        DeadlineExceeded if that of `terms` has passed, UserError for what cannot be encoded. Does
-        not wait."""
+    def add(self, request: AddRequest, terms: RequestTerms = NO_TERMS) -> RequestOutputQueue:
+        """Send one sequence; `request` gets its key, and what `terms` say.
+
+        The prompt has the tokens of its images, and `sampling.n` is ignored. A continuation of a
+        sequence that was accepted before is exempt from the limits on waiting requests and
+        scheduled next. Raises Overloaded when too many wait or the engine is not ready, EngineDied
+        when it is gone, DeadlineExceeded if that of `terms` has passed, UserError for what cannot
+        be encoded. Does not wait."""
         self._check_ready()
         timeout_s = terms.timeout_s()
-        tokens = memoryview(prompt).cast("B")
         if self._router.is_empty:
             self._heard_at_s = time.monotonic()
         queue = self._router.open(
-            tokens.nbytes // TOKEN_BYTES,
-            is_continuation=is_continuation,
-            share=(priority, terms.tenant),
+            request.prompt.nbytes // TOKEN_BYTES,
+            is_continuation=request.is_continuation,
+            share=(request.priority, terms.tenant),
         )
         queue.deadline_s = terms.deadline_s
+        request.key, request.timeout_s, request.tenant = queue.key, timeout_s, terms.tenant
+        if self._resumption is not None:
+            queue.message = request
         try:
-            message = AddRequest(
-                queue.key,
-                tokens,
-                sampling,
-                priority,
-                cache_salt,
-                adapter,
-                name=name,
-                pooling=pooling,
-                is_continuation=is_continuation,
-                images=list(images),
-                encoded_images=list(encoded_images),
-                timeout_s=timeout_s,
-                tenant=terms.tenant,
-            )
-            if self._resumption is not None:
-                queue.message = message
-            # Without an engine it waits among those that are resumed.
-            sent = self.lost is not None or self._send(message)
+            # Without an engine the request waits among those that are resumed.
+            sent = self.lost is not None or self._send(request)
         except (TypeError, ValueError) as error:
             self._router.discard(queue.key)
             raise UserError(f"the request cannot be encoded: {error}") from error

@@ -10,10 +10,7 @@ import msgspec
 
 from config.errors import EngineDied
 from config.lora.info import LoRAInfo
-from config.params.pooling import PoolingParams
-from config.params.sampling import SamplingParams
 from engine.client.base import (
-    NO_SAMPLING,
     Failure,
     Pause,
     ResumptionObserver,
@@ -31,12 +28,13 @@ from engine.transport.messages import (
     LATER,
     SLEEP,
     WAKE_UP,
+    AddRequest,
     EngineStats,
     Progress,
     Ready,
     engine_of,
 )
-from hpu.protocol import TOKEN_BYTES, EncodedImage, ImagePlacement
+from hpu.protocol import TOKEN_BYTES
 
 BUSY_RATIO = 1.5
 BUSY_TOKENS = 2048
@@ -281,9 +279,7 @@ class RouterClient:
     def _hand_over(self, client: SingleEngineClient, queue: RequestOutputQueue) -> None:
         message = queue.message
         assert message is not None, f"request {queue.key} cannot be resumed"
-        engine, _, hashes = self._route(
-            message.prompt, message.cache_salt, message.adapter, message.images, queue.share
-        )
+        engine, _, hashes = self._route(message, queue.share)
         if engine.lost is None and engine.failure is None:
             engine.adopt(client, [queue])
             self._prefixes[engine.engine].add(hashes)
@@ -311,37 +307,10 @@ class RouterClient:
         assert ready is not None, "an engine has no Ready after it was waited for"
         return ready
 
-    def add(
-        self,
-        prompt: bytes | memoryview,
-        sampling: SamplingParams = NO_SAMPLING,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-        name: str = "",
-        pooling: PoolingParams | None = None,
-        is_continuation: bool = False,
-        adapter: str = "",
-        images: Sequence[ImagePlacement] = (),
-        encoded_images: Sequence[EncodedImage] = (),
-        terms: RequestTerms = NO_TERMS,
-    ) -> RequestOutputQueue:
+    def add(self, request: AddRequest, terms: RequestTerms = NO_TERMS) -> RequestOutputQueue:
         """Like SingleEngineClient.add, for the engine that fits best."""
-        share = (priority, terms.tenant)
-        engine, reason, hashes = self._route(prompt, cache_salt, adapter, images, share)
-        queue = engine.add(
-            prompt,
-            sampling,
-            priority=priority,
-            cache_salt=cache_salt,
-            name=name,
-            pooling=pooling,
-            is_continuation=is_continuation,
-            adapter=adapter,
-            images=images,
-            encoded_images=encoded_images,
-            terms=terms,
-        )
+        engine, reason, hashes = self._route(request, (request.priority, terms.tenant))
+        queue = engine.add(request, terms)
         self._prefixes[engine.engine].add(hashes)
         self._num_routed[engine.engine] += 1
         self.on_route(engine.engine, reason)
@@ -390,18 +359,13 @@ class RouterClient:
         return [one for one in running if one.stats.sleep == AWAKE] or running
 
     def _route(
-        self,
-        prompt: bytes | memoryview,
-        cache_salt: str,
-        adapter: str,
-        images: Sequence[ImagePlacement],
-        share: Share,
+        self, request: AddRequest, share: Share
     ) -> tuple[SingleEngineClient, str, list[bytes]]:
-        """The engine for a prompt, the reason, and the hashes of the prompt's blocks. One that is
-        expected to be too slow for --max-ttft is not chosen if another is not."""
+        """The engine for a request, the reason, and the hashes of the prompt's blocks. An engine
+        that is expected to be too slow for --max-ttft is chosen only if all are."""
         ready = self.ready
         engines = self._routable
-        num_tokens = memoryview(prompt).nbytes // TOKEN_BYTES
+        num_tokens = request.prompt.nbytes // TOKEN_BYTES
         if self._max_ttft_s:
             engines = [
                 one for one in engines if one.ttft_s(num_tokens, share) <= self._max_ttft_s
@@ -413,9 +377,12 @@ class RouterClient:
         hashes: list[bytes] = []
         if self._prefix_caching:
             end = MAX_BLOCKS * ready.block_size * TOKEN_BYTES
-            start = memoryview(prompt).cast("B")[:end]
             hashes = block_hashes(
-                *(start, ready.block_size, cache_salt, adapter, images),
+                request.prompt[:end],
+                ready.block_size,
+                request.cache_salt,
+                request.adapter,
+                request.images,
                 all_see_images=ready.request_tiles > 0,
             )
         candidates = [

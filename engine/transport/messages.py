@@ -63,12 +63,19 @@ class Resumption(msgspec.Struct, array_like=True, gc=False):
     cause of another death."""
 
 
+UNSENT = 0
+"""Key of a request that has not been sent."""
+NO_SAMPLING = SamplingParams()
+"""Sampling of a request for vectors."""
+
+
 class AddRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=1):
     """One sequence to generate (a request with n choices sends n, with derived seeds)."""
 
     key: int
+    """Set by EngineClient.add, which gives each sequence a key of its own."""
     prompt: memoryview
-    """uint32, little-endian."""
+    """Bytes of uint32, little-endian."""
     sampling: SamplingParams
     priority: int = 0
     """Smaller runs first, under the priority policy."""
@@ -89,9 +96,10 @@ class AddRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     resumption: Resumption | None = None
     """It was accepted by an engine that died: it is exempt from the limit on waiting requests."""
     timeout_s: float = 0.0
-    """It ends with an error so long after it has arrived; 0: no limit."""
+    """It ends with an error so long after it has arrived; 0: no limit. Set by EngineClient.add."""
     tenant: int = 0
-    """Stands for the API key among which the engine is shared; 0: none."""
+    """Stands for the API key among which the engine is shared; 0: none. Set by
+    EngineClient.add."""
 
 
 class Abort(msgspec.Struct, array_like=True, gc=False, tag=2):

@@ -18,7 +18,7 @@ from config.params.sampling import MAX_LOGPROBS, SamplingParams
 from config.params.token_ids import token_array
 from engine.client.output_queue import Update
 from engine.client.terms import NO_TERMS, RequestTerms
-from engine.transport.messages import Finish
+from engine.transport.messages import UNSENT, AddRequest, Finish
 from server.generation.logprobs import PositionLogprobs, PromptLogprobs
 from server.generation.outputs import Delta, Prompt, Timing
 from server.generation.pipeline import Generation, Pipeline
@@ -159,13 +159,10 @@ class BeamSearchGeneration:
         self._visible_special_ids = visible_special_ids
         self._images = [pipeline.image_fields(prompt, cache_salt, adapter) for prompt in prompts]
         self._prompt_bytes = [np.asarray(p.token_ids, dtype="<u4").tobytes() for p in prompts]
-        self._add_request = partial(
-            pipeline.client.add,
-            priority=priority,
-            cache_salt=cache_salt,
-            name=name,
-            terms=terms,
+        self._make_request = partial(
+            AddRequest, UNSENT, priority=priority, cache_salt=cache_salt, name=name
         )
+        self._terms = terms
         self._step_params = SamplingParams(
             temperature=0,
             max_tokens=1,
@@ -253,9 +250,10 @@ class BeamSearchGeneration:
         try:
             for index, (prompt, prompt_bytes, images, beam) in enumerate(running):
                 tokens = prompt_bytes + np.asarray(beam.tokens, dtype="<u4").tobytes()
-                queue = self._add_request(
-                    tokens, params, is_continuation=bool(beam.tokens), **images
+                request = self._make_request(
+                    memoryview(tokens), params, is_continuation=bool(beam.tokens), **images
                 )
+                queue = self._pipeline.client.add(request, self._terms)
                 step.open(Sequence(index, prompt, params, tokenizer), queue)
         except BaseException:
             step.abort()

@@ -14,7 +14,7 @@ from config.server import ServerConfig
 from engine.client.base import EngineClient
 from engine.client.output_queue import RequestOutputQueue, Update
 from engine.client.terms import NO_TERMS, RequestTerms
-from engine.transport.messages import SLEEPING, Finish, Ready, engine_of
+from engine.transport.messages import SLEEPING, UNSENT, AddRequest, Finish, Ready, engine_of
 from server.generation.logprobs import ID_BYTES, PromptLogprobs
 from server.generation.outputs import Delta, Output, Prompt, Timing
 from server.generation.sequence import Sequence
@@ -82,7 +82,7 @@ class Pipeline:
         pauses = _Pauses()
         try:
             for prompt_index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-                tokens = np.asarray(prompt.token_ids, dtype="<u4").tobytes()
+                tokens = memoryview(np.asarray(prompt.token_ids, dtype="<u4").tobytes())
                 images = self.image_fields(prompt, cache_salt, adapter)
                 await pauses.after(len(prompt.token_ids))
                 for choice in range(params.n):
@@ -90,15 +90,16 @@ class Pipeline:
                     sampling = _choice_params(params, choice, limit)
                     queue = None
                     if sampling is not None:
-                        queue = self.client.add(
+                        request = AddRequest(
+                            UNSENT,
                             tokens,
                             sampling,
                             priority=priority,
                             cache_salt=cache_salt,
                             name=name,
-                            terms=terms,
                             **images,
                         )
+                        queue = self.client.add(request, terms)
                     index = prompt_index * params.n + choice
                     sequence = Sequence(index, prompt, params, self.tokenizer, visible_special_ids)
                     generation.open(sequence, queue)
@@ -108,7 +109,7 @@ class Pipeline:
         return generation
 
     def image_fields(self, prompt: Prompt, cache_salt: str, adapter: str) -> dict[str, Any]:
-        """Arguments of EngineClient.add: the images of a prompt, and the adapter, which is
+        """Fields of AddRequest: the images of a prompt, and the adapter, which is
         `adapter` or that of --default-mm-loras."""
         if prompt.images is None:
             return {"adapter": adapter}
@@ -116,8 +117,8 @@ class Pipeline:
         default = next((info.content for info in infos if info.kind == IMAGE), "")
         images = prompt.images.salted(cache_salt)
         return {
-            "images": images.placements,
-            "encoded_images": images.encoded,
+            "images": list(images.placements),
+            "encoded_images": list(images.encoded),
             "adapter": adapter or default,
         }
 

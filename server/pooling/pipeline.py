@@ -11,7 +11,7 @@ from config.params.pooling import PoolingParams
 from engine.client.base import EngineClient
 from engine.client.output_queue import RequestOutputQueue, Update
 from engine.client.terms import NO_TERMS, RequestTerms
-from engine.transport.messages import engine_of
+from engine.transport.messages import NO_SAMPLING, UNSENT, AddRequest, engine_of
 from server.generation.outputs import Delta, Timing
 from server.generation.pipeline import check_finish
 
@@ -138,17 +138,18 @@ class PoolingStream:
         this request that are in it finish; fail only if there are none."""
         while self._unsent and len(self._queues) < self._max_concurrent:
             index, item = self._unsent[0]
-            tokens = np.asarray(item.token_ids, dtype="<u4").tobytes()
+            request = AddRequest(
+                UNSENT,
+                memoryview(np.asarray(item.token_ids, dtype="<u4").tobytes()),
+                NO_SAMPLING,
+                priority=self._priority,
+                cache_salt=self._cache_salt,
+                name=self._name,
+                pooling=item.params,
+                adapter=self._adapter,
+            )
             try:
-                queue = self._client.add(
-                    tokens,
-                    priority=self._priority,
-                    cache_salt=self._cache_salt,
-                    name=self._name,
-                    pooling=item.params,
-                    adapter=self._adapter,
-                    terms=self._terms,
-                )
+                queue = self._client.add(request, self._terms)
             except Overloaded:
                 if not self._queues:
                     raise

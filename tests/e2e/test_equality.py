@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_rig import eventually
+from engine_rig import eventually, request_of
 from greedy import greedy_by_transformers, load_reference
 from releases import transformers_before
 from tiny_models import FAMILIES, WITH_STATES, make_tiny
@@ -350,7 +350,7 @@ async def test_many_aborts_change_no_other_request_and_leak_no_blocks(
     await client.wait_ready()
 
     async def give_up(prompt: bytes) -> None:
-        queue = client.add(prompt, GREEDY)
+        queue = client.add(request_of(prompt, GREEDY))
         for _ in range(rng.randrange(6)):
             await queue.get()
         client.abort([queue.key])
@@ -358,10 +358,10 @@ async def test_many_aborts_change_no_other_request_and_leak_no_blocks(
 
     prompts = [array("I", prompt).tobytes() for prompt in PROMPTS]
     leavers = [give_up(rng.choice(prompts)) for _ in range(60)]
-    stayers = [read(client.add(prompt, GREEDY)) for prompt in prompts]
+    stayers = [read(client.add(request_of(prompt, GREEDY))) for prompt in prompts]
     *survived, _ = await asyncio.gather(*stayers, asyncio.gather(*leavers))
     is_empty = await eventually(lambda: not client.stats.blocks_used, 10)
-    again = await read(client.add(prompts[1], GREEDY))
+    again = await read(client.add(request_of(prompts[1], GREEDY)))
     await client.close()
 
     assert is_empty and (client.stats.running, client.stats.waiting) == (0, 0)

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from engine_rig import request_of
 from live import LiveServer, alive, children_of, free_port, workers_of
 from parity import SHORT_OF_BLOCKS
 from tiny_models import make_tiny
@@ -109,7 +110,7 @@ def test_unequal_load_gives_the_tokens_of_one_process_and_a_killed_engine_ends_a
 
 async def kill(llm: LLM, victim: int) -> tuple[list[Any], float]:
     """What requests on both engines end with when `victim` is killed, and after how long."""
-    queues = [engine.add(raw(PROMPTS[1]), LONG) for engine in llm._client.engines]
+    queues = [engine.add(request_of(raw(PROMPTS[1]), LONG)) for engine in llm._client.engines]
     for queue in queues:
         await queue.get()
     os.kill(victim, 9)

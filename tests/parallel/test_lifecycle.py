@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_rig import request_of
 from live import alive, own_workers, workers_of
 from parity import SHORT_OF_BLOCKS, answers, difference
 from tiny_models import make_tiny
@@ -43,7 +44,7 @@ async def _answer_and_kill(llm: LLM, victim: int, num_requests: int) -> tuple[li
     """What each of several long requests ends with, when the process `victim` is killed while they
     run, and the seconds from there to the end of the last one."""
     prompts = [bytes([10 + index, 0, 0, 0]) for index in range(num_requests)]
-    queues = [llm._client.add(prompt, LONG) for prompt in prompts]
+    queues = [llm._client.add(request_of(prompt, LONG)) for prompt in prompts]
     for queue in queues:
         await queue.get()
     os.kill(victim, signal.SIGKILL)

@@ -5,6 +5,7 @@ import contextlib
 import time
 from array import array
 from collections.abc import AsyncIterator
+from typing import Any
 
 from counting_worker import counting_command
 
@@ -19,7 +20,7 @@ from engine.client.zmq import ZmqClient
 from engine.core.engine_process import front_end_endpoint
 from engine.process.child_process import ChildProcess
 from engine.transport.channels import SocketDirectory
-from engine.transport.messages import Finish
+from engine.transport.messages import NO_SAMPLING, UNSENT, AddRequest, Finish
 
 TOKEN = "the launcher's"
 
@@ -93,6 +94,11 @@ def asking(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
 
 
+def request_of(prompt: bytes, sampling: SamplingParams = NO_SAMPLING, **fields: Any) -> AddRequest:
+    """A sequence that was not sent. `prompt`: bytes of uint32."""
+    return AddRequest(UNSENT, memoryview(prompt), sampling, **fields)
+
+
 async def read_all(queue: RequestOutputQueue) -> tuple[list[int], Finish]:
     """Every token until the finish."""
     tokens: list[int] = []
@@ -104,7 +110,7 @@ async def read_all(queue: RequestOutputQueue) -> tuple[list[int], Finish]:
 
 
 async def generate(client: EngineClient, max_tokens: int) -> list[int]:
-    tokens, finish = await read_all(client.add(prompt_of(1, 2, 3), asking(max_tokens)))
+    tokens, finish = await read_all(client.add(request_of(prompt_of(1, 2, 3), asking(max_tokens))))
     assert finish.reason == "length", finish
     return tokens
 

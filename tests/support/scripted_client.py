@@ -2,7 +2,6 @@
 
 import asyncio
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +12,10 @@ from config.errors import EngineDied, Overloaded
 from config.lora.info import LoRAInfo
 from config.params.pooling import PoolingFacts, PoolingParams
 from config.params.sampling import SamplingParams
-from engine.client.base import NO_SAMPLING, Failure
+from engine.client.base import Failure
 from engine.client.output_queue import Update
 from engine.client.terms import NO_TERMS, RequestTerms
-from engine.transport.messages import EngineStats, Finish, Progress, Ready
+from engine.transport.messages import AddRequest, EngineStats, Finish, Progress, Ready
 from hpu.protocol import EncodedImage, ImagePlacement, Logprobs
 
 
@@ -139,31 +138,22 @@ class ScriptedClient:
         self.aborted: list[int] = []
         self._room = room
 
-    def add(
-        self,
-        prompt: bytes | memoryview,
-        sampling: SamplingParams = NO_SAMPLING,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-        name: str = "",
-        pooling: PoolingParams | None = None,
-        is_continuation: bool = False,
-        adapter: str = "",
-        images: Sequence[ImagePlacement] = (),
-        encoded_images: Sequence[EncodedImage] = (),
-        terms: RequestTerms = NO_TERMS,
-    ) -> ScriptedQueue:
+    def add(self, request: AddRequest, terms: RequestTerms = NO_TERMS) -> ScriptedQueue:
         terms.timeout_s()
         if len(self.queues) >= self._room:
             raise Overloaded(f"{self._room} sequences are here")
-        tokens = list(array("I", bytes(prompt)))
-        key = len(self.queues) + 7
         queue = ScriptedQueue(
-            *(key, tokens, sampling, priority, cache_salt, pooling, is_continuation, adapter)
+            len(self.queues) + 7,
+            list(array("I", bytes(request.prompt))),
+            request.sampling,
+            request.priority,
+            request.cache_salt,
+            request.pooling,
+            request.is_continuation,
+            request.adapter,
         )
         queue.terms = terms
-        queue.images, queue.encoded_images = list(images), list(encoded_images)
+        queue.images, queue.encoded_images = request.images, request.encoded_images
         self.queues.append(queue)
         return queue
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 from counting_worker import REFUSAL, make_counting_executor
-from engine_rig import asking, counting_config, generate, prompt_of, read_all
+from engine_rig import asking, counting_config, generate, prompt_of, read_all, request_of
 
 from config.errors import ConfigError, EngineDied
 from engine.client.inproc import InprocClient
@@ -35,7 +35,7 @@ async def test_closing_ends_open_requests_and_may_be_repeated() -> None:
     client = InprocClient(counting_config("step_s=0.01"), make_counting_executor)
     await client.start()
     await client.wait_ready()
-    box = client.add(prompt_of(1), asking(4000))
+    box = client.add(request_of(prompt_of(1), asking(4000)))
     await box.get()
 
     await client.close()
@@ -67,7 +67,7 @@ async def test_controls_and_aborts_work_as_over_a_socket() -> None:
     client = InprocClient(counting_config("step_s=0.002"), make_counting_executor)
     await client.start()
     await client.wait_ready()
-    box = client.add(prompt_of(1), asking(4000))
+    box = client.add(request_of(prompt_of(1), asking(4000)))
     await box.get()
 
     client.abort([box.key])

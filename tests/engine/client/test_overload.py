@@ -1,6 +1,7 @@
 """engine/client/ttft.py and the estimate of a client: who is ahead of a new request."""
 
 import pytest
+from engine_rig import request_of
 
 from config.errors import Overloaded
 from engine.client.base import SingleEngineClient
@@ -106,7 +107,7 @@ def test_what_this_front_end_sent_since_the_last_report_is_ahead() -> None:
     client = QuietClient()
     client.stats = waits()
     for _ in range(30):
-        client.add(bytes(4 * 100))
+        client.add(request_of(bytes(4 * 100)))
 
     with pytest.raises(Overloaded):
         client.check_ttft(100, priority=0, terms=RequestTerms())
@@ -124,7 +125,7 @@ def test_of_several_engines_the_fastest_counts_and_gets_the_request() -> None:
     engines[1].stats.waiting_prompt_tokens = 50_000
 
     router.check_ttft(100, priority=0, terms=RequestTerms())
-    router.add(bytes(400))
+    router.add(request_of(bytes(400)))
     assert len(engines[1].sent) == 1
 
     engines[1].stats = waits((0, 0, 5000), rate=1000)
@@ -142,7 +143,7 @@ def test_a_client_that_starts_without_an_engine_that_is_gone_uses_the_others() -
 
     assert router.failure is None
     assert router.ready is not None
-    router.add(bytes(400))
+    router.add(request_of(bytes(400)))
     assert len(engines[0].sent) == 1
     engines[0].fail("it died, too")
     assert router.failure == "it died, too"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from counting_worker import REFUSAL, counting_command
-from engine_rig import TOKEN, asking, counting_config, eventually, prompt_of, read_all
+from engine_rig import TOKEN, asking, counting_config, eventually, prompt_of, read_all, request_of
 from live import workers_of
 
 from config.errors import EngineDied
@@ -64,7 +64,9 @@ class RestartRig:
 
     async def streaming(self, count: int, max_tokens: int) -> list[RequestOutputQueue]:
         """Requests in the middle of their tokens."""
-        queues = [self.client.add(prompt_of(n), asking(max_tokens)) for n in range(count)]
+        queues = [
+            self.client.add(request_of(prompt_of(n), asking(max_tokens))) for n in range(count)
+        ]
         await eventually(lambda: all(queue.has_gained for queue in queues), 10)
         return queues
 
@@ -207,9 +209,9 @@ async def test_a_request_that_kills_each_engine_ends_and_the_others_go_on(
     async with restart_rig(manners, executor=executor) as rig:
         queues = await rig.streaming(31, 200)
 
-        poison = rig.client.add(prompt_of(POISON), asking(10))
+        poison = rig.client.add(request_of(prompt_of(POISON), asking(10)))
         # Beside requests that come while it is tried.
-        later = [rig.client.add(prompt_of(n), asking(5)) for n in range(8)]
+        later = [rig.client.add(request_of(prompt_of(n), asking(5))) for n in range(8)]
         _, finish = await asyncio.wait_for(read_all(poison), 30)
 
         assert finish.reason == "error" and finish.error is not None

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from engine_rig import asking, prompt_of
+from engine_rig import asking, prompt_of, request_of
 from scripted_client import ready as ready_message
 
 from benchmarks.router import RoundRobin, Traffic, simulate
@@ -165,7 +165,7 @@ async def test_a_conversation_stays_where_it_began_and_others_spread() -> None:
 
     for turn in range(1, 4):
         for number in range(1, 7):
-            router.add(chat(number, 40 * turn), asking(1))
+            router.add(request_of(chat(number, 40 * turn), asking(1)))
 
     homes = [{bytes(one.prompt[:4]) for one in engine.added} for engine in engines]
     assert [len(home) for home in homes] == [2, 2, 2]
@@ -177,10 +177,10 @@ async def test_each_decision_is_told_with_its_engine() -> None:
     routed: list[tuple[int, str]] = []
     router, engines = await started(on_route=lambda *facts: routed.append(facts))
 
-    router.add(chat(1, 64), asking(1))
-    router.add(chat(1, 64), asking(1))
+    router.add(request_of(chat(1, 64), asking(1)))
+    router.add(request_of(chat(1, 64), asking(1)))
     engines[0].reports(blocks_used=1000)
-    router.add(chat(1, 64), asking(1))
+    router.add(request_of(chat(1, 64), asking(1)))
 
     assert routed == [(0, LOAD), (0, PREFIX), (1, BUSY)]
 
@@ -188,12 +188,12 @@ async def test_each_decision_is_told_with_its_engine() -> None:
 async def test_what_waits_counts_before_the_engine_reports_it() -> None:
     router, engines = await started()
 
-    router.add(chat(1, 5000), asking(1))
-    router.add(chat(2, 10), asking(1))
-    router.add(chat(3, 10), asking(1))
+    router.add(request_of(chat(1, 5000), asking(1)))
+    router.add(request_of(chat(2, 10), asking(1)))
+    router.add(request_of(chat(3, 10), asking(1)))
     key = engines[0].added[0].key
     engines[0].says(StepOutput(1, started=[key], started_cached=[0], stats=EngineStats()))
-    router.add(chat(4, 10), asking(1))
+    router.add(request_of(chat(4, 10), asking(1)))
 
     assert [len(engine.added) for engine in engines] == [2, 2]
 
@@ -203,7 +203,7 @@ async def test_a_prompt_that_another_front_end_sent_is_known() -> None:
     hashes = block_hashes(chat(5, 64), BLOCK)
 
     engines[1].says(PromptBlocks(hashes))
-    router.add(chat(5, 80), asking(1))
+    router.add(request_of(chat(5, 80), asking(1)))
 
     assert [len(engine.added) for engine in engines] == [0, 1]
 
@@ -212,14 +212,14 @@ async def test_without_a_prefix_cache_only_the_load_counts() -> None:
     router, engines = await started(prefix_caching=False)
 
     for _ in range(4):
-        router.add(chat(1, 64), asking(1))
+        router.add(request_of(chat(1, 64), asking(1)))
 
     assert [len(engine.added) for engine in engines] == [2, 2]
 
 
 async def test_keys_name_the_engine_and_aborts_go_to_it() -> None:
     router, engines = await started(3)
-    queues = [router.add(chat(number, 20), asking(1)) for number in range(3)]
+    queues = [router.add(request_of(chat(number, 20), asking(1))) for number in range(3)]
 
     router.abort([queue.key for queue in queues[1:]])
 
@@ -236,12 +236,12 @@ async def test_the_limits_on_waiting_requests_are_those_of_the_front_end() -> No
     engines = [FakeEngine(engine, limits) for engine in range(2)]
     router = RouterClient(engines)
     await router.start()
-    queues = [router.add(chat(number, 10), asking(1)) for number in range(3)]
+    queues = [router.add(request_of(chat(number, 10), asking(1))) for number in range(3)]
 
     with pytest.raises(Overloaded, match="3 requests are waiting, and at most 3 may"):
-        router.add(chat(4, 10), asking(1))
+        router.add(request_of(chat(4, 10), asking(1)))
     router.abort([queues[0].key])
-    router.add(chat(4, 10), asking(1))
+    router.add(request_of(chat(4, 10), asking(1)))
 
 
 # Start and end
@@ -255,7 +255,7 @@ async def test_it_is_ready_when_all_engines_are_with_the_shortest_context() -> N
     engines[1].says(Progress(1, "warmup", 3, 9))
 
     with pytest.raises(Overloaded, match="warmup: 3 of 9"):
-        router.add(chat(1, 5), asking(1))
+        router.add(request_of(chat(1, 5), asking(1)))
     assert router.ready is None and router.progress == Progress(1, "warmup", 3, 9)
     engines[1].says(ready_message(max_model_len=80))
 
@@ -280,10 +280,10 @@ async def test_an_engine_that_does_not_start_fails_all() -> None:
 
 async def test_a_dead_engine_ends_its_requests_and_gets_no_more() -> None:
     router, engines = await started()
-    lost, kept = (router.add(chat(number, 64), asking(1)) for number in (1, 2))
+    lost, kept = (router.add(request_of(chat(number, 64), asking(1))) for number in (1, 2))
 
     engines[0].fail("engine 0 was killed")
-    queues = [router.add(chat(1, 80), asking(1)) for _ in range(3)]
+    queues = [router.add(request_of(chat(1, 80), asking(1))) for _ in range(3)]
 
     with pytest.raises(EngineDied, match="engine 0 was killed"):
         await lost.get()
@@ -294,7 +294,7 @@ async def test_a_dead_engine_ends_its_requests_and_gets_no_more() -> None:
     engines[1].fail("engine 1 was killed")
     assert router.failure == "engine 0 was killed"
     with pytest.raises(EngineDied):
-        router.add(chat(3, 5), asking(1))
+        router.add(request_of(chat(3, 5), asking(1)))
 
 
 # What engines say together
@@ -317,7 +317,7 @@ async def test_when_all_engines_have_died_the_first_that_is_back_takes_all_reque
     router, engines = await started()
     noted = Restorations()
     router.resume(noted)
-    queues = [router.add(chat(number, 64)) for number in range(4)]
+    queues = [router.add(request_of(chat(number, 64))) for number in range(4)]
     first, second = engines
 
     first._lose(Failure("killed"))
@@ -341,7 +341,7 @@ async def test_a_request_that_ends_two_engines_is_not_handed_to_a_third() -> Non
     """Once it is known that they ended by themselves; before, nothing is handed over."""
     router, engines = await started(3)
     router.resume(Restorations())
-    poison = router.add(chat(1, 8))
+    poison = router.add(request_of(chat(1, 8)))
     for _ in range(2):
         (engine,) = (one for one in engines if one.queues)
         engine.says(StepOutput(0, started=[poison.key], started_cached=[0]))
@@ -359,7 +359,7 @@ async def test_a_death_whose_cause_nobody_names_counts_as_external() -> None:
     router, engines = await started(2)
     noted = Restorations()
     router.resume(noted)
-    queue = router.add(chat(1, 8))
+    queue = router.add(request_of(chat(1, 8)))
     for deaths in (1, 2):
         (engine,) = (one for one in engines if one.queues)
         engine.says(StepOutput(0, started=[queue.key], started_cached=[0]))
@@ -376,7 +376,7 @@ async def test_a_death_whose_cause_nobody_names_counts_as_external() -> None:
 async def test_an_engine_that_is_killed_since_it_hangs_ended_by_itself() -> None:
     router, engines = await started(1)
     router.resume(Restorations())
-    queue = router.add(chat(1, 8))
+    queue = router.add(request_of(chat(1, 8)))
     engines[0].says(StepOutput(0, started=[queue.key], started_cached=[0]))
     engines[0].has_hung = True
 
@@ -405,7 +405,7 @@ async def test_a_sleeping_engine_gets_no_request_while_another_is_awake() -> Non
     router, engines = await started()
     engines[0].reports(sleep=ASLEEP[0])
 
-    queues = [router.add(chat(number, 64), asking(1)) for number in range(3)]
+    queues = [router.add(request_of(chat(number, 64), asking(1))) for number in range(3)]
 
     assert router.stats.sleep == AWAKE
     assert {engine_of(queue.key) for queue in queues} == {1}
@@ -446,11 +446,11 @@ async def test_a_control_goes_to_all_engines_and_fails_with_the_first_error() ->
 
 async def test_a_reset_of_the_prefix_cache_is_one_of_the_routers_too() -> None:
     router, engines = await started()
-    router.add(chat(1, 64), asking(1))
+    router.add(request_of(chat(1, 64), asking(1)))
     await router.control("reset_prefix_cache")
     engines[0].reports(blocks_used=4)
 
-    router.add(chat(1, 64), asking(1))
+    router.add(request_of(chat(1, 64), asking(1)))
 
     assert [len(engine.added) for engine in engines] == [1, 1]
 
@@ -481,7 +481,7 @@ def test_four_engines_hit_nearly_as_many_prefixes_as_one_with_all_of_the_cache()
 
 async def test_coupled_engines_end_with_the_cause_and_not_with_what_follows_from_it() -> None:
     router, engines = await started(are_coupled=True)
-    queues = [engine.add(chat(1, 4)) for engine in engines]
+    queues = [engine.add(request_of(chat(1, 4))) for engine in engines]
 
     engines[0].says(Failed(0, "RuntimeError: connection closed by peer", may_follow=True))
     assert router.failure is None

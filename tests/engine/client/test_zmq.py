@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_rig import asking, engine_rig, eventually, generate, prompt_of, read_all
+from engine_rig import asking, engine_rig, eventually, generate, prompt_of, read_all, request_of
 
 from config.errors import EngineDied, Overloaded, UserError
 from config.params.pooling import PoolingParams
@@ -96,7 +96,7 @@ async def test_a_request_goes_down_with_its_front_end_in_the_key(
     zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
     async with pair(zmq_context, tmp_path, index=3) as (client, engine):
-        box = client.add(prompt_of(7, 8), asking(5), priority=2, cache_salt="s")
+        box = client.add(request_of(prompt_of(7, 8), asking(5), priority=2, cache_salt="s"))
 
         message = await engine.hears()
 
@@ -107,7 +107,7 @@ async def test_a_request_goes_down_with_its_front_end_in_the_key(
 
 async def test_what_is_not_read_is_merged(zmq_context: ZmqContext, tmp_path: Path) -> None:
     async with pair(zmq_context, tmp_path) as (client, engine):
-        box, other = (client.add(prompt_of(1), asking(5)) for _ in range(2))
+        box, other = (client.add(request_of(prompt_of(1), asking(5))) for _ in range(2))
         key = box.key
         engine.says(StepOutput(1, started=[key], started_cached=[4]))
         engine.says(StepOutput(2, keys=[other.key, key], counts=[2, 1], tokens=[9, 9, 1]))
@@ -127,18 +127,18 @@ async def test_the_line_has_two_limits_and_says_both_numbers(
     zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
     async with pair(zmq_context, tmp_path, max_requests=2, max_tokens=10) as (client, engine):
-        first = client.add(prompt_of(*range(6)), asking(5))
+        first = client.add(request_of(prompt_of(*range(6)), asking(5)))
         with pytest.raises(Overloaded, match=r"6 prompt tokens .* has 5, and at most 10"):
-            client.add(prompt_of(*range(5)), asking(5))
-        client.add(prompt_of(1), asking(5))
+            client.add(request_of(prompt_of(*range(5)), asking(5)))
+        client.add(request_of(prompt_of(1), asking(5)))
         with pytest.raises(Overloaded, match="2 requests are waiting, and at most 2") as caught:
-            client.add(prompt_of(1), asking(5))
-        going_on = client.add(prompt_of(*range(9)), asking(5), is_continuation=True)
+            client.add(request_of(prompt_of(1), asking(5)))
+        going_on = client.add(request_of(prompt_of(*range(9)), asking(5), is_continuation=True))
         client.abort([going_on.key])
         engine.says(StepOutput(1, started=[first.key], started_cached=[0]))
         await first.get()
 
-        client.add(prompt_of(*range(9)), asking(5))
+        client.add(request_of(prompt_of(*range(9)), asking(5)))
 
     assert (caught.value.retry_after_s, caught.value.type) == (1, "server_overloaded")
 
@@ -147,7 +147,7 @@ async def test_an_aborted_queue_ends_at_once_and_what_comes_later_is_dropped(
     zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
     async with pair(zmq_context, tmp_path) as (client, engine):
-        box = client.add(prompt_of(1), asking(5))
+        box = client.add(request_of(prompt_of(1), asking(5)))
         await engine.hears()
 
         client.abort([box.key, 12345])
@@ -165,21 +165,21 @@ async def test_aborts_at_any_moment_give_every_place_in_the_line_back(
     zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
     async with pair(zmq_context, tmp_path, max_requests=1) as (client, engine):
-        waiting = client.add(prompt_of(1), asking(5))
+        waiting = client.add(request_of(prompt_of(1), asking(5)))
         client.abort([waiting.key])
-        running = client.add(prompt_of(1), asking(5))
+        running = client.add(request_of(prompt_of(1), asking(5)))
         engine.says(StepOutput(1, keys=[running.key], counts=[1], tokens=[9]))
         await running.get()
         client.abort([running.key])
-        done = client.add(prompt_of(1), asking(5))
+        done = client.add(request_of(prompt_of(1), asking(5)))
         engine.says(StepOutput(2, finished=[Finish(done.key, "length")]))
         await done.get()
         client.abort([done.key])
 
-        last = client.add(prompt_of(1), asking(5))
+        last = client.add(request_of(prompt_of(1), asking(5)))
 
         with pytest.raises(Overloaded):
-            client.add(prompt_of(1), asking(5))
+            client.add(request_of(prompt_of(1), asking(5)))
         assert last.key > done.key
 
 
@@ -187,7 +187,7 @@ async def test_failed_ends_every_queue_and_rejects_new_requests(
     zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
     async with pair(zmq_context, tmp_path) as (client, engine):
-        boxes = [client.add(prompt_of(1), asking(5)) for _ in range(3)]
+        boxes = [client.add(request_of(prompt_of(1), asking(5))) for _ in range(3)]
         readers = [asyncio.ensure_future(box.get()) for box in boxes]
         call = asyncio.ensure_future(client.control("ping"))
         await asyncio.sleep(0)
@@ -197,7 +197,7 @@ async def test_failed_ends_every_queue_and_rejects_new_requests(
 
         assert [str(end) for end in endings] == ["the card is gone"] * 4
         with pytest.raises(EngineDied, match="the card is gone"):
-            client.add(prompt_of(1), asking(5))
+            client.add(request_of(prompt_of(1), asking(5)))
         with pytest.raises(EngineDied, match="the card is gone"):
             await client.wait_ready()
 
@@ -207,9 +207,9 @@ async def test_a_request_that_cannot_be_encoded_is_the_callers_fault(
 ) -> None:
     async with pair(zmq_context, tmp_path, max_requests=1) as (client, engine):
         with pytest.raises(UserError, match="cannot be encoded"):
-            client.add(prompt_of(1), SamplingParams(), cache_salt="\ud800")
+            client.add(request_of(prompt_of(1), SamplingParams(), cache_salt="\ud800"))
 
-        client.add(prompt_of(1), asking(5))
+        client.add(request_of(prompt_of(1), asking(5)))
 
         assert isinstance(await engine.hears(), AddRequest)
 
@@ -229,7 +229,7 @@ async def test_every_sample_of_the_stats_is_seen(zmq_context: ZmqContext, tmp_pa
 
 async def test_closing_ends_open_queues(zmq_context: ZmqContext, tmp_path: Path) -> None:
     async with pair(zmq_context, tmp_path) as (client, _):
-        box = client.add(prompt_of(1), asking(5))
+        box = client.add(request_of(prompt_of(1), asking(5)))
 
         await client.close()
 
@@ -246,7 +246,7 @@ async def test_steps_of_several_tokens_are_delivered_in_order() -> None:
 
 async def test_an_abort_reaches_a_real_engine_and_frees_its_index() -> None:
     async with engine_rig("step_s=0.005") as rig:
-        box = rig.client.add(prompt_of(1), asking(4000))
+        box = rig.client.add(request_of(prompt_of(1), asking(4000)))
         await box.get()
 
         rig.client.abort([box.key])
@@ -263,7 +263,7 @@ async def test_a_pooling_request_is_answered_by_its_vectors_and_its_end_at_once(
     asked = PoolingParams(task="embed", dimensions=2, num_first=1)
     data = array("f", [0.5, -0.25]).tobytes()
     async with pair(zmq_context, tmp_path) as (client, engine):
-        box = client.add(prompt_of(1, 2, 3), pooling=asked)
+        box = client.add(request_of(prompt_of(1, 2, 3), pooling=asked))
         heard = await engine.hears()
         vectors = [(box.key, 1, memoryview(data))]
         engine.says(StepOutput(0, vectors=vectors, finished=[Finish(box.key, "stop")]))

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from counting_worker import REFUSAL
-from engine_rig import asking, engine_rig, eventually, generate, prompt_of, read_all
+from engine_rig import asking, engine_rig, eventually, generate, prompt_of, read_all, request_of
 from live import cpu_seconds, workers_of
 
 from config.errors import ConfigError, EngineDied, Overloaded, UserError
@@ -36,7 +36,7 @@ async def test_start_up_tells_its_progress_and_takes_no_requests() -> None:
         assert await eventually(lambda: rig.client.progress is not None, 10)
 
         with pytest.raises(Overloaded, match=r"starting \(load: 0.00 of 0.00 GB\)") as caught:
-            rig.client.add(prompt_of(1), asking(1))
+            rig.client.add(request_of(prompt_of(1), asking(1)))
 
     assert caught.value.type == "server_error"
 
@@ -61,7 +61,7 @@ async def test_what_is_wrong_at_start_reaches_the_client_in_the_workers_own_word
 @pytest.mark.parametrize("executor", ["uni", "mp"])
 async def test_a_worker_that_breaks_ends_the_engine_and_every_request(executor: str) -> None:
     async with engine_rig("crash_at=20", executor=executor) as rig:
-        boxes = [rig.client.add(prompt_of(1), asking(1000)) for _ in range(5)]
+        boxes = [rig.client.add(request_of(prompt_of(1), asking(1000))) for _ in range(5)]
 
         endings = await asyncio.gather(*map(read_all, boxes), return_exceptions=True)
         assert await eventually(lambda: rig.engine.poll() is not None, 5)
@@ -85,7 +85,7 @@ async def test_an_idle_engine_sleeps() -> None:
 
 async def test_a_stop_tells_the_front_end_and_exits_with_0() -> None:
     async with engine_rig("step_s=0.01") as rig:
-        box = rig.client.add(prompt_of(1), asking(4000))
+        box = rig.client.add(request_of(prompt_of(1), asking(4000)))
         await box.get()
 
         os.kill(rig.engine.pid, STOP)
@@ -110,7 +110,7 @@ async def test_signals_to_the_whole_group_are_left_to_the_parent(number: signal.
 
 async def test_requests_beyond_the_engines_bound_are_refused_at_once() -> None:
     async with engine_rig("step_s=0.3", max_queue_len=40) as rig:
-        boxes = [rig.client.add(prompt_of(1), asking(1)) for _ in range(200)]
+        boxes = [rig.client.add(request_of(prompt_of(1), asking(1))) for _ in range(200)]
 
         finishes = [finish for _, finish in await asyncio.gather(*map(read_all, boxes))]
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 from counting_worker import ROOT, sockets_in
-from engine_rig import EngineRig, asking, engine_rig, eventually, prompt_of, read_all
+from engine_rig import EngineRig, asking, engine_rig, eventually, prompt_of, read_all, request_of
 from live import alive, children_of, workers_of
 
 from config.errors import EngineDied
@@ -19,7 +19,7 @@ from engine.client.output_queue import RequestOutputQueue
 async def streaming(rig: EngineRig, count: int) -> list[RequestOutputQueue]:
     """Requests that are in the middle of their tokens."""
     boxes: list[RequestOutputQueue] = [
-        rig.client.add(prompt_of(1), asking(4000)) for _ in range(count)
+        rig.client.add(request_of(prompt_of(1), asking(4000))) for _ in range(count)
     ]
     await asyncio.gather(*(box.get() for box in boxes))
     return boxes
@@ -43,7 +43,7 @@ async def test_kill_9_ends_every_request_and_leaves_nothing(victim: str) -> None
         assert rig.engine.poll() != 0
         assert await eventually(lambda: not alive(worker), 2)
         with pytest.raises(EngineDied):
-            rig.client.add(prompt_of(1), asking(1))
+            rig.client.add(request_of(prompt_of(1), asking(1)))
     assert sockets_in(rig.directory) == []
 
 

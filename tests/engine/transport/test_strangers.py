@@ -21,6 +21,7 @@ from engine_rig import (
     generate,
     prompt_of,
     read_all,
+    request_of,
 )
 from strangers import all_strangers, connect_and_leave, connected, counting, forgers
 
@@ -119,7 +120,7 @@ async def test_strangers_beside_an_engine_that_is_connected_disturb_no_request(
     with all_strangers(path, zmq.DEALER, b"0.in") as count:
         while rejected() < count and len(latencies) < 500:
             began = time.monotonic()
-            box = client.add(prompt_of(1), asking(1))
+            box = client.add(request_of(prompt_of(1), asking(1)))
             assert await eventually(lambda: line.receive() is not None, 5)
             line.send(
                 StepOutput(1, [], [], [box.key], [1], [7], finished=[Finish(box.key, "stop")])
