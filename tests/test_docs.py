@@ -15,11 +15,11 @@ import yaml
 from doc_blocks import (
     CLIENT_TESTS,
     ELSEWHERE,
+    LOGGED,
     NOT_STARTED,
     PAGES,
     PARSED,
     SHELL,
-    SHOWN,
     Block,
     Command,
     all_blocks,
@@ -347,7 +347,13 @@ def check_toml(block: Block) -> None:
 def check_text(block: Block) -> None:
     """Output of a command of its page, or listed."""
     shown = [output_of(other) for other in blocks_of(block.path)]
-    assert block in shown or any(block.text.startswith(words) for words in SHOWN)
+    sources = [file for words, file in LOGGED.items() if block.text.startswith(words)]
+    assert block in shown or sources
+    for file in sources:
+        formats = re.findall(r'"(Step %d [^"]*)"', (ROOT / file).read_text(encoding="utf-8"))
+        patterns = [re.escape(text).replace("%d", r"\d+").replace("%s", ".*") for text in formats]
+        for line in block.text.splitlines():
+            assert any(re.fullmatch(pattern, line) for pattern in patterns), line
 
 
 def check_elsewhere(block: Block) -> None:
@@ -475,7 +481,7 @@ def test_the_blocks_that_are_run_elsewhere_are_in_tests_that_exist() -> None:
     assert set(ELSEWHERE) <= kinds
     assert set(NOT_STARTED) <= programs
     assert set(PARSED) <= set(COMMANDS)
-    assert all(any(text.startswith(words) for text in texts) for words in SHOWN)
+    assert all(any(text.startswith(words) for text in texts) for words in LOGGED)
     for (page, _), file in ELSEWHERE.items():
         assert page in (ROOT / file).read_text(encoding="utf-8")
     for program, (_, file) in NOT_STARTED.items():
