@@ -167,7 +167,7 @@ def run_command(command: Command, block: Block, servers: Servers, workplace: Pat
 
 
 def shape(value: Any) -> Any:
-    """The nested keys of an answer, of a list those of its first entry; None for each value."""
+    """The nested keys of an answer, in a list the keys of its first entry; None for each value."""
     if isinstance(value, dict):
         # The keys of top_logprobs are texts of tokens.
         return {key: shape(inner) for key, inner in value.items() if key != "top_logprobs"}

@@ -30,7 +30,7 @@ FILE = re.compile(r"# ([\w-]+\.(?:py|yaml))\b")
 CLIENT_LIBRARIES = ("anthropic", "langchain_openai", "litellm")
 CLIENT_TESTS = "tests/clients/test_docs_clients.py"
 
-# Programs that no test of the documents starts, with the reason, and a test of what they are told.
+# Programs that no test of the documents starts: the reason, and a test of their arguments.
 NOT_STARTED = {
     "aider": ("another maker's client", "tests/clients/agents/test_aider.py"),
     "claude": ("another maker's client", "tests/clients/agents/test_claude_code.py"),
@@ -67,7 +67,7 @@ class Block(NamedTuple):
     kind: str
     text: str
     is_adjacent: bool
-    """Whether nothing but empty lines stand between the previous block and this one."""
+    """Whether nothing but empty lines stand between the previous block and it."""
 
     @property
     def page(self) -> str:
@@ -172,7 +172,7 @@ def needs_client_library(block: Block) -> bool:
 
 
 def program_of(block: Block) -> str:
-    """The Python program of a block: a block that makes no client goes on with the one before."""
+    """The Python program of a block: a block that makes no client continues the block before."""
     earlier: list[str] = []
     for other in blocks_of(block.path):
         if other.kind != "python":
