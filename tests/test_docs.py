@@ -261,7 +261,7 @@ def check_curl(command: Command) -> None:
     """The route exists, and a body is JSON that is sent as JSON."""
     words = command.words
     (url,) = (word for word in words if "localhost:" in word)
-    found = re.fullmatch(r"http://localhost:800[01](/[^?]*)(?:\?\S*)?", url)
+    found = re.fullmatch(r"(?:http://)?localhost:800[01](/[^?]*)(?:\?\S*)?", url)
     assert found, f"{url} is not a URL of the documents' servers"
     bodies = [words[i + 1] for i, word in enumerate(words) if word == "-d"]
     method = words[words.index("-X") + 1] if "-X" in words else "POST" if bodies else "GET"
@@ -450,7 +450,10 @@ def unlimited_requests(block: Block) -> list[str]:
     found = []
     for command in commands_of(block):
         words = command.words
-        if any(re.fullmatch(r"http\S+/(completions|responses|messages)", word) for word in words):
+        if any(
+            re.fullmatch(r"\S*localhost\S+/(completions|responses|messages)", word)
+            for word in words
+        ):
             body = json.loads(words[words.index("-d") + 1])
             found += [command.text] if LIMITS.isdisjoint(body) else []
     return found

@@ -11,8 +11,9 @@ from typing import NamedTuple
 from live import ROOT
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-URL = "http://localhost:8000"
-EMBEDDING_URL = "http://localhost:8001"
+ADDRESS = "localhost:8000"
+EMBEDDING_ADDRESS = "localhost:8001"
+"""Where the examples expect a server, and a server with an embedding model."""
 
 SHELL = ("bash", "console")
 FENCE = re.compile(r"^( *)```(\S*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
