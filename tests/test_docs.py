@@ -15,11 +15,11 @@ import yaml
 from doc_blocks import (
     CLIENT_TESTS,
     ELSEWHERE,
+    LOGGED,
     NOT_STARTED,
     PAGES,
     PARSED,
     SHELL,
-    SHOWN,
     Block,
     Command,
     all_blocks,
@@ -33,6 +33,7 @@ from doc_blocks import (
 )
 from live import ROOT
 
+from config.loading.flags import FLAGS
 from config.loading.parser import Parser, server_parser
 from config.loading.sources import load
 from config.loading.vllm_flags import absence
@@ -71,7 +72,9 @@ def prose(page: Path) -> str:
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files(page: Path) -> None:
-    links = re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", prose(page))
+    text = prose(page)
+    links = re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", text)
+    links += re.findall(r'<img src="([^":]+)"', text)
 
     missing = [link for link in links if not (page.parent / link).exists()]
 
@@ -149,6 +152,27 @@ def test_a_broken_table_is_found() -> None:
     assert broken_rows(f"{table}| `a|b` | 4 |\n") == ["| `a|b` | 4 |"]
     assert broken_rows(f"{table}| `a\\|b` | 4 |\n") == []
     assert broken_rows("| a | b |\n| 1 | 2 |\n") == ["| a | b |", "| 1 | 2 |"]
+
+
+def values_of_flags() -> list[tuple[str, str]]:
+    """(flag, value) of each row of a table whose first column has the values of a flag."""
+    table = re.compile(r"^\| `(--[\w-]+)` \|.*\n\|[-:| ]+\|\n((?:\|.*\n)+)", re.MULTILINE)
+    return [
+        (flag, value)
+        for page in PAGES
+        for flag, rows in table.findall(prose(page))
+        for row in rows.splitlines()
+        for value in re.findall(r"`([^`]+)`", row.split(" | ")[0])
+        if not value.startswith(("VLLM_", "--"))
+    ]
+
+
+def test_the_values_of_a_flag_in_a_table_are_those_of_the_flag() -> None:
+    choices = {f"--{name}": flag.setting.choices for flag in FLAGS for name in flag.names}
+    found = [(flag, value) for flag, value in values_of_flags() if flag in choices]
+
+    assert len({flag for flag, _ in found}) > 4
+    assert [(flag, value) for flag, value in found if value not in choices[flag]] == []
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -237,7 +261,7 @@ def check_curl(command: Command) -> None:
     """The route exists, and a body is JSON that is sent as JSON."""
     words = command.words
     (url,) = (word for word in words if "localhost:" in word)
-    found = re.fullmatch(r"http://localhost:800[01](/[^?]*)(?:\?\S*)?", url)
+    found = re.fullmatch(r"(?:http://)?localhost:800[01](/[^?]*)(?:\?\S*)?", url)
     assert found, f"{url} is not a URL of the documents' servers"
     bodies = [words[i + 1] for i, word in enumerate(words) if word == "-d"]
     method = words[words.index("-X") + 1] if "-X" in words else "POST" if bodies else "GET"
@@ -323,7 +347,13 @@ def check_toml(block: Block) -> None:
 def check_text(block: Block) -> None:
     """Output of a command of its page, or listed."""
     shown = [output_of(other) for other in blocks_of(block.path)]
-    assert block in shown or any(block.text.startswith(words) for words in SHOWN)
+    sources = [file for words, file in LOGGED.items() if block.text.startswith(words)]
+    assert block in shown or sources
+    for file in sources:
+        formats = re.findall(r'"(Step %d [^"]*)"', (ROOT / file).read_text(encoding="utf-8"))
+        patterns = [re.escape(text).replace("%d", r"\d+").replace("%s", ".*") for text in formats]
+        for line in block.text.splitlines():
+            assert any(re.fullmatch(pattern, line) for pattern in patterns), line
 
 
 def check_elsewhere(block: Block) -> None:
@@ -420,7 +450,10 @@ def unlimited_requests(block: Block) -> list[str]:
     found = []
     for command in commands_of(block):
         words = command.words
-        if any(re.fullmatch(r"http\S+/(completions|responses|messages)", word) for word in words):
+        if any(
+            re.fullmatch(r"\S*localhost\S+/(completions|responses|messages)", word)
+            for word in words
+        ):
             body = json.loads(words[words.index("-d") + 1])
             found += [command.text] if LIMITS.isdisjoint(body) else []
     return found
@@ -451,12 +484,19 @@ def test_the_blocks_that_are_run_elsewhere_are_in_tests_that_exist() -> None:
     assert set(ELSEWHERE) <= kinds
     assert set(NOT_STARTED) <= programs
     assert set(PARSED) <= set(COMMANDS)
-    assert all(any(text.startswith(words) for text in texts) for words in SHOWN)
+    assert all(any(text.startswith(words) for text in texts) for words in LOGGED)
     for (page, _), file in ELSEWHERE.items():
         assert page in (ROOT / file).read_text(encoding="utf-8")
     for program, (_, file) in NOT_STARTED.items():
         assert program in (ROOT / file).read_text(encoding="utf-8")
     assert (ROOT / CLIENT_TESTS).is_file()
+
+
+def test_the_readme_has_an_example_of_each_kind() -> None:
+    text = "\n".join(block.text for block in blocks_of(ROOT / "README.md") if is_run(block))
+
+    for word in ("curl", "OpenAI(", "stream=True", "tools=", "LLM(", "/metrics"):
+        assert word in text
 
 
 def test_most_blocks_are_run() -> None:

@@ -20,9 +20,9 @@ import pytest
 from adapters import write_adapter
 from demo import demo_gguf
 from doc_blocks import (
-    EMBEDDING_URL,
+    ADDRESS,
+    EMBEDDING_ADDRESS,
     SHELL,
-    URL,
     Block,
     Command,
     all_blocks,
@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.docs, pytest.mark.timeout(400)]
 EMBEDDING_PAGES = ("pooling.md",)
 """Pages whose server on the usual port has an embedding model."""
 
-BENCHMARK_URL = "http://127.0.0.1:8000"
+BENCHMARK_ADDRESS = "127.0.0.1:8000"
 TIME_LIMIT_S = 300
 EXACT = re.compile(r"/tokenize|/detokenize|/input_tokens|/count_tokens")
 """Routes whose answer has the same values each time."""
@@ -119,12 +119,16 @@ def servers(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def with_ports(text: str, block: Block, servers: Servers) -> str:
-    if EMBEDDING_URL in text:
-        text = text.replace(EMBEDDING_URL, servers.embedding().url)
-    for url in (URL, BENCHMARK_URL):
-        if url in text:
-            text = text.replace(url, servers.of(block).url)
+    if EMBEDDING_ADDRESS in text:
+        text = text.replace(EMBEDDING_ADDRESS, address_of(servers.embedding()))
+    for address in (ADDRESS, BENCHMARK_ADDRESS):
+        if address in text:
+            text = text.replace(address, address_of(servers.of(block)))
     return text
+
+
+def address_of(server: LiveServer) -> str:
+    return server.url.removeprefix("http://")
 
 
 def run(words: list[str], workplace: Path, given: str = "") -> subprocess.CompletedProcess[str]:
@@ -150,7 +154,7 @@ def run_command(command: Command, block: Block, servers: Servers, workplace: Pat
         text = f"{text} --help"
     if command.words[:2] == ["gaudiserve", "bench"]:
         if "--base-url" not in command.words:
-            text += f" --base-url {URL}"
+            text += f" --base-url http://{ADDRESS}"
         # Fewer than the page says, or than the default.
         text += " --num-prompts 4"
     if command.words[:2] == ["gaudiserve", "chat"]:
@@ -167,7 +171,7 @@ def run_command(command: Command, block: Block, servers: Servers, workplace: Pat
 
 
 def shape(value: Any) -> Any:
-    """The nested keys of an answer, of a list those of its first entry; None for each value."""
+    """The nested keys of an answer, in a list the keys of its first entry; None for each value."""
     if isinstance(value, dict):
         # The keys of top_logprobs are texts of tokens.
         return {key: shape(inner) for key, inner in value.items() if key != "top_logprobs"}

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from doc_blocks import URL, Block, all_blocks, needs_client_library
+from doc_blocks import ADDRESS, Block, all_blocks, needs_client_library
 from live import LiveServer
 
 pytestmark = pytest.mark.clients
@@ -16,7 +16,7 @@ JAVASCRIPT = [b for b in all_blocks() if b.kind == "javascript"]
 
 
 def printed(words: list[str], block: Block, server: LiveServer, folder: Path) -> str:
-    text = block.text.replace(URL, server.url)
+    text = block.text.replace(f"http://{ADDRESS}", server.url)
     done = subprocess.run([*words, text], cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -11,8 +11,9 @@ from typing import NamedTuple
 from live import ROOT
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-URL = "http://localhost:8000"
-EMBEDDING_URL = "http://localhost:8001"
+ADDRESS = "localhost:8000"
+EMBEDDING_ADDRESS = "localhost:8001"
+"""Where the examples expect a server, and a server with an embedding model."""
 
 SHELL = ("bash", "console")
 FENCE = re.compile(r"^( *)```(\S*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
@@ -30,7 +31,7 @@ FILE = re.compile(r"# ([\w-]+\.(?:py|yaml))\b")
 CLIENT_LIBRARIES = ("anthropic", "langchain_openai", "litellm")
 CLIENT_TESTS = "tests/clients/test_docs_clients.py"
 
-# Programs that no test of the documents starts, with the reason, and a test of what they are told.
+# Programs that no test of the documents starts: the reason, and a test of their arguments.
 NOT_STARTED = {
     "aider": ("another maker's client", "tests/clients/agents/test_aider.py"),
     "claude": ("another maker's client", "tests/clients/agents/test_claude_code.py"),
@@ -54,10 +55,10 @@ PARSED = {
     "quantize": "needs an environment of its own: tests/quantizers",
 }
 
-# Output that no command of its page prints.
-SHOWN = {
-    "Step 812 compiled 2 graphs": "tests/hpu/profiling",
-    "Step 812 compiled 2 times": "tests/hpu/profiling",
+# Lines of a log that no command of their page writes, with the file that has their formats.
+LOGGED = {
+    "Step 812 compiled 2 graphs": "hpu/profiling/diagnostics.py",
+    "Step 812 compiled 2 times": "engine/core/engine_core.py",
 }
 
 
@@ -67,7 +68,7 @@ class Block(NamedTuple):
     kind: str
     text: str
     is_adjacent: bool
-    """Whether nothing but empty lines stand between the previous block and this one."""
+    """Whether nothing but empty lines stand between the previous block and it."""
 
     @property
     def page(self) -> str:
@@ -172,7 +173,7 @@ def needs_client_library(block: Block) -> bool:
 
 
 def program_of(block: Block) -> str:
-    """The Python program of a block: a block that makes no client goes on with the one before."""
+    """The Python program of a block: a block that makes no client continues the block before."""
     earlier: list[str] = []
     for other in blocks_of(block.path):
         if other.kind != "python":
