@@ -17,6 +17,7 @@ from offload_rig import (
     engine,
     tokens_of,
 )
+from safetensors.torch import load_file, save_file
 from slow_model import Ledger, raw
 from tiny_models import VOCAB_SIZE, make_tiny
 from watched_executor import WATCHED
@@ -336,3 +337,39 @@ def test_what_cannot_be_offloaded_is_refused_at_the_start(
     folder = make_tiny(family, tmp_path)
     with pytest.raises(ConfigError, match=match), engine(folder, offload):
         raise AssertionError("it has started")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", "hpu-emulator"])
+def test_a_prompt_that_is_no_number_ends_again_when_its_blocks_come_back(
+    device: str, tmp_path: Path
+) -> None:
+    poison = TALKS[0][2]
+    file = make_tiny("llama", tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"][poison] = torch.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    card: dict[str, Any] = {
+        "device": device,
+        "buckets": BucketConfig(strategy="exact"),
+        "enforce_eager": True,
+    }
+    healthy = [[token for token in talk if token != poison][:LENGTH] for talk in TALKS[1:]]
+    with engine(tmp_path, IN_MEMORY, **(card if device != "cpu" else {})) as core:
+        # Aborted between two chunks: the blocks of the first stay, since nobody knows of the token.
+        prompt = raw(TALKS[0][:230])
+        request = AddRequest(0, prompt, SamplingParams(max_tokens=1))
+        core.add_request(request, block_hashes(prompt, BLOCK_SIZE))
+        for _ in range(3):
+            core.step()
+        core.abort([0])
+        # These take the cache, so that only host memory has the blocks.
+        expected = [ask(core, 1 + key, talk, max_tokens=1)[0] for key, talk in enumerate(healthy)]
+        before = core.stats().kv_offload["loaded"]
+        again, _ = ask(core, 8, TALKS[0][: LENGTH + 9])
+        num_loaded = core.stats().kv_offload["loaded"] - before
+        found = [ask(core, 9 + key, talk, max_tokens=1)[0] for key, talk in enumerate(healthy)]
+
+    assert again == []
+    assert num_loaded >= 3
+    assert found == expected and all(len(tokens) == 1 for tokens in found)
