@@ -76,8 +76,19 @@ def test_weights_are_dequantized_exactly(name: str, make: Make) -> None:
 
 def in_file(folder: Path, config: dict[str, Any]) -> None:
     """Write the settings as AutoGPTQ did before config.json had them."""
-    del config["quant_method"]
-    (folder / "quantize_config.json").write_text(json.dumps(config))
+    own = ("bits", "group_size", "desc_act", "sym")
+    settings = {name: config[name] for name in own if name in config}
+    base = f"gptq_model-4bit-{config['group_size']}g"
+    settings |= {"damp_percent": 0.01, "static_groups": False, "true_sequential": True}
+    settings |= {"model_name_or_path": None, "model_file_base_name": base}
+    (folder / "quantize_config.json").write_text(json.dumps(settings))
+    (folder / WEIGHTS).rename(folder / f"{base}.safetensors")
+
+
+def in_file_of_awq(folder: Path, config: dict[str, Any]) -> None:
+    """Write the settings as AutoAWQ did before config.json had them."""
+    settings = {"zero_point": True, "q_group_size": config["group_size"], "w_bit": 4}
+    (folder / "quant_config.json").write_text(json.dumps({**settings, "version": "GEMM"}))
 
 
 def of_auto_round(packing: str) -> Change:
@@ -104,6 +115,8 @@ def write_settings(folder: Path, **settings: dict[str, Any]) -> None:
     ("name", "change"),
     [
         ("gptq", in_file),
+        ("gptq, desc_act", in_file),
+        ("awq", in_file_of_awq),
         ("gptq", of_auto_round("auto_round:auto_gptq")),
         ("gptq, version 2", of_auto_round("auto_round")),
         ("awq", of_auto_round("auto_round:auto_awq")),
