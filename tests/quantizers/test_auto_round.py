@@ -27,7 +27,7 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3, tied": {"tie_word_embeddings": True, "head_dim": 32},
-    "qwen3_moe": {"moe_intermediate_size": 64, "head_dim": 32},
+    "qwen3_moe": {"moe_intermediate_size": 128, "head_dim": 32},
 }
 SAMPLES = [torch.tensor([[3 + (i * step + step) % 300 for step in range(64)]]) for i in range(16)]
 

@@ -23,7 +23,7 @@ FAMILIES = {
     "llama": SHAPE,
     "qwen3": QWEN3,
     "qwen3, tied": {**QWEN3, "tie_word_embeddings": True},
-    "qwen3_moe": {**QWEN3, "moe_intermediate_size": 64},
+    "qwen3_moe": {**QWEN3, "moe_intermediate_size": 128},
 }
 TEXTS = Path(__file__).parents[2] / "server" / "offline" / "perplexity.txt"
 PROMPT = [3 + (7 * at) % 90 for at in range(40)]

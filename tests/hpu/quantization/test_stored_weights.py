@@ -140,6 +140,60 @@ def test_tools_write_the_settings_in_other_places(
     assert all(torch.equal(tensor, expected[path]) for path, tensor in found.items())
 
 
+_UNSLOTH = {
+    # Names of transformers 4 and 5, and those that vLLM has for merged layers.
+    "modules": [
+        *("lm_head", "multi_modal_projector", "merger", "model.visual", "visual"),
+        *("model.layers.1.mlp", "language_model.model.layers.0.self_attn.q_proj"),
+        *("model.language_model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.v_proj"),
+        "model.layers.0.self_attn.qkv_proj",
+    ],
+    "plain": (
+        "model.layers.1.mlp",
+        *(f"model.layers.0.self_attn.{name}_proj" for name in "qkv"),
+    ),
+}
+
+
+@pytest.mark.parametrize("merged", ["merged_4bit", "merged_16bit"])
+def test_folders_that_unsloth_merges_are_dequantized_exactly(merged: str, tmp_path: Path) -> None:
+    reference = make_tiny("llama", tmp_path / "reference", **SIZES)
+    folder = reference
+    if merged == "merged_4bit":
+        form = FORMATS["nf4, nested"]
+        folder = quantize(form, reference, tmp_path / "merged", other=_UNSLOTH["plain"]).folder
+        own = {
+            "_load_in_4bit": True,
+            "_load_in_8bit": False,
+            "bnb_4bit_compute_dtype": "bfloat16",
+            "bnb_4bit_quant_storage": "uint8",
+            "llm_int8_enable_fp32_cpu_offload": False,
+            "llm_int8_has_fp16_weight": False,
+            "llm_int8_skip_modules": _UNSLOTH["modules"],
+            "llm_int8_threshold": 6.0,
+        }
+        write_settings(folder, quantization_config={**form.config, **own})
+    expected = load_decoder(reference).state_dict()
+    write_settings(folder, unsloth_fixed=True, unsloth_version="2026.9.6")
+
+    found = load_decoder(folder).state_dict()
+
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[path]) for path, tensor in found.items())
+
+
+def test_bitsandbytes_quantizes_a_head_that_a_list_does_not_name(tmp_path: Path) -> None:
+    form = replace(FORMATS["nf4"], has_head=True)
+    reference = make_tiny("llama", tmp_path / "reference", **SIZES)
+    folder = quantize(form, reference, tmp_path / "quantized").folder
+    expected = load_decoder(reference).state_dict()
+    write_settings(folder, quantization_config={**form.config, "llm_int8_skip_modules": []})
+
+    found = load_decoder(folder).state_dict()
+
+    assert all(torch.equal(tensor, expected[path]) for path, tensor in found.items())
+
+
 def test_modules_of_gptq_with_other_bits_are_dequantized_exactly(tmp_path: Path) -> None:
     first, second = "model.layers.0", "model.layers.1"
     reference = make_tiny("llama", tmp_path / "reference", **SIZES)
