@@ -106,7 +106,7 @@ def by_older_name(folder: Path, config: dict[str, Any]) -> None:
     write_settings(folder, compression_config=config)
 
 
-def write_settings(folder: Path, **settings: dict[str, Any]) -> None:
+def write_settings(folder: Path, **settings: Any) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
 
@@ -140,19 +140,17 @@ def test_tools_write_the_settings_in_other_places(
     assert all(torch.equal(tensor, expected[path]) for path, tensor in found.items())
 
 
-_UNSLOTH = {
-    # Names of transformers 4 and 5, and those that vLLM has for merged layers.
-    "modules": [
-        *("lm_head", "multi_modal_projector", "merger", "model.visual", "visual"),
-        *("model.layers.1.mlp", "language_model.model.layers.0.self_attn.q_proj"),
-        *("model.language_model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.v_proj"),
-        "model.layers.0.self_attn.qkv_proj",
-    ],
-    "plain": (
-        "model.layers.1.mlp",
-        *(f"model.layers.0.self_attn.{name}_proj" for name in "qkv"),
-    ),
-}
+# Names of transformers 4 and 5, and those that vLLM has for merged layers.
+_UNSLOTH_SKIPS = [
+    *("lm_head", "multi_modal_projector", "merger", "model.visual", "visual"),
+    *("model.layers.1.mlp", "language_model.model.layers.0.self_attn.q_proj"),
+    *("model.language_model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.v_proj"),
+    "model.layers.0.self_attn.qkv_proj",
+]
+_UNSLOTH_PLAIN = (
+    "model.layers.1.mlp",
+    *(f"model.layers.0.self_attn.{name}_proj" for name in "qkv"),
+)
 
 
 @pytest.mark.parametrize("merged", ["merged_4bit", "merged_16bit"])
@@ -161,7 +159,7 @@ def test_folders_that_unsloth_merges_are_dequantized_exactly(merged: str, tmp_pa
     folder = reference
     if merged == "merged_4bit":
         form = FORMATS["nf4, nested"]
-        folder = quantize(form, reference, tmp_path / "merged", other=_UNSLOTH["plain"]).folder
+        folder = quantize(form, reference, tmp_path / "merged", other=_UNSLOTH_PLAIN).folder
         own = {
             "_load_in_4bit": True,
             "_load_in_8bit": False,
@@ -169,7 +167,7 @@ def test_folders_that_unsloth_merges_are_dequantized_exactly(merged: str, tmp_pa
             "bnb_4bit_quant_storage": "uint8",
             "llm_int8_enable_fp32_cpu_offload": False,
             "llm_int8_has_fp16_weight": False,
-            "llm_int8_skip_modules": _UNSLOTH["modules"],
+            "llm_int8_skip_modules": _UNSLOTH_SKIPS,
             "llm_int8_threshold": 6.0,
         }
         write_settings(folder, quantization_config={**form.config, **own})
