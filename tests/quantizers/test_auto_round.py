@@ -2,12 +2,15 @@
 
 Skipped without it."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from paged_harness import load_decoder
+from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -27,7 +30,7 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3, tied": {"tie_word_embeddings": True, "head_dim": 32},
-    "qwen3_moe": {"moe_intermediate_size": 64, "head_dim": 32},
+    "qwen3_moe": {"moe_intermediate_size": 128, "head_dim": 32},
 }
 SAMPLES = [torch.tensor([[3 + (i * step + step) % 300 for step in range(64)]]) for i in range(16)]
 
@@ -63,8 +66,41 @@ def test_the_weights_are_those_of_the_tool(name: str, family: str, tmp_path: Pat
         torch.testing.assert_close(found[path], tensor, rtol=2e-3, atol=2e-5)
 
 
+def _write_awq_reference(plain: Path, folder: Path, target: Path, group_size: int) -> None:
+    """As _write_reference, by the definition of AWQ: transformers needs GPTQModel for it."""
+    shutil.copytree(plain, target)
+    tensors = load_file(folder / "model.safetensors")
+    weights = {name: one.float() for name, one in tensors.items() if name.endswith(".weight")}
+    for name, scales in tensors.items():
+        if not name.endswith(".scales"):
+            continue
+        module = name.removesuffix(".scales")
+        values, zeros = (_unpacked(tensors[f"{module}.{end}"]) for end in ("qweight", "qzeros"))
+        zeros, scales = (one.repeat_interleave(group_size, 0) for one in (zeros, scales.float()))
+        weights[f"{module}.weight"] = ((values - zeros) * scales).T.contiguous()
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+
+
+def _unpacked(packed: torch.Tensor) -> torch.Tensor:
+    """(rows, 8 * columns) of int32 (rows, columns), whose lowest bits have the output 0, the next
+    bits the output 2."""
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    return torch.stack([packed >> 4 * order.index(i) & 15 for i in range(8)], -1).flatten(1)
+
+
 def _write_reference(plain: Path, folder: Path, target: Path) -> None:
     """The model of `folder` with the weights that the tool dequantizes."""
+    settings = json.loads((folder / "config.json").read_text())
+    own = settings["quantization_config"]
+    if own["quant_method"] == "awq":
+        _write_awq_reference(plain, folder, target, own["group_size"])
+        return
+    if own["quant_method"] == "gptq":
+        # The same tensors under the label that this tool loads itself.
+        packing = "auto_round:auto_gptq"
+        own |= {"quant_method": "auto-round", "packing_format": packing, "data_type": "int"}
+        folder = shutil.copytree(folder, target.with_name("relabelled"))
+        (folder / "config.json").write_text(json.dumps(settings))
     quantized = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="cpu")
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
     stored = {name: tensor.float() for name, tensor in quantized.named_parameters()}

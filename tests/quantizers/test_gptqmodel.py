@@ -35,13 +35,22 @@ PROMPT = [3 + (7 * at) % 90 for at in range(40)]
 SAMPLES = [[3 + (index * step + step) % 300 for step in range(64)] for index in range(64)]
 
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3, tied": {"tie_word_embeddings": True, "head_dim": 32},
+    "qwen3_moe": {"moe_intermediate_size": 128, "head_dim": 32},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_served_model_is_that_of_the_tool(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # It writes logs into the working directory.
     monkeypatch.chdir(tmp_path)
-    plain = make_tiny("llama", tmp_path / "plain", hidden_size=128, intermediate_size=256)
+    shape = {"hidden_size": 128, "intermediate_size": 256, **FAMILIES[family]}
+    plain = make_tiny(family.partition(",")[0], tmp_path / "plain", **shape)
     config = gptqmodel.QuantizeConfig(
         **{"bits": 4, "group_size": 32, "desc_act": False, **FORMATS[name]}
     )

@@ -31,6 +31,8 @@ def read_bitsandbytes(fields: Fields) -> QuantizationConfig:
         "bitsandbytes",
         (Rule(("Linear",), _eight_bits() if has_8_bits else _four_bits(fields)),),
         ignored=module_names(fields, "llm_int8_skip_modules"),
+        # Without a list the tool leaves out the head; a list names all modules that it leaves out.
+        has_head=fields.raw.get("llm_int8_skip_modules") is not None,
         ignored_suffixes=(".weight_format",),
     )
 

@@ -76,8 +76,19 @@ def test_weights_are_dequantized_exactly(name: str, make: Make) -> None:
 
 def in_file(folder: Path, config: dict[str, Any]) -> None:
     """Write the settings as AutoGPTQ did before config.json had them."""
-    del config["quant_method"]
-    (folder / "quantize_config.json").write_text(json.dumps(config))
+    own = ("bits", "group_size", "desc_act", "sym")
+    settings = {name: config[name] for name in own if name in config}
+    base = f"gptq_model-4bit-{config['group_size']}g"
+    settings |= {"damp_percent": 0.01, "static_groups": False, "true_sequential": True}
+    settings |= {"model_name_or_path": None, "model_file_base_name": base}
+    (folder / "quantize_config.json").write_text(json.dumps(settings))
+    (folder / WEIGHTS).rename(folder / f"{base}.safetensors")
+
+
+def in_file_of_awq(folder: Path, config: dict[str, Any]) -> None:
+    """Write the settings as AutoAWQ did before config.json had them."""
+    settings = {"zero_point": True, "q_group_size": config["group_size"], "w_bit": 4}
+    (folder / "quant_config.json").write_text(json.dumps({**settings, "version": "GEMM"}))
 
 
 def of_auto_round(packing: str) -> Change:
@@ -95,7 +106,7 @@ def by_older_name(folder: Path, config: dict[str, Any]) -> None:
     write_settings(folder, compression_config=config)
 
 
-def write_settings(folder: Path, **settings: dict[str, Any]) -> None:
+def write_settings(folder: Path, **settings: Any) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
 
@@ -104,6 +115,8 @@ def write_settings(folder: Path, **settings: dict[str, Any]) -> None:
     ("name", "change"),
     [
         ("gptq", in_file),
+        ("gptq, desc_act", in_file),
+        ("awq", in_file_of_awq),
         ("gptq", of_auto_round("auto_round:auto_gptq")),
         ("gptq, version 2", of_auto_round("auto_round")),
         ("awq", of_auto_round("auto_round:auto_awq")),
@@ -121,6 +134,58 @@ def test_tools_write_the_settings_in_other_places(
     settings.pop("checkpoint_format", None)
     (folder / "config.json").write_text(json.dumps(config))
     change(folder, settings)
+
+    found = load_decoder(folder).state_dict()
+
+    assert all(torch.equal(tensor, expected[path]) for path, tensor in found.items())
+
+
+# Names of transformers 4 and 5, and those that vLLM has for merged layers.
+_UNSLOTH_SKIPS = [
+    *("lm_head", "multi_modal_projector", "merger", "model.visual", "visual"),
+    *("model.layers.1.mlp", "language_model.model.layers.0.self_attn.q_proj"),
+    *("model.language_model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.v_proj"),
+    "model.layers.0.self_attn.qkv_proj",
+]
+_UNSLOTH_PLAIN = (
+    "model.layers.1.mlp",
+    *(f"model.layers.0.self_attn.{name}_proj" for name in "qkv"),
+)
+
+
+@pytest.mark.parametrize("merged", ["merged_4bit", "merged_16bit"])
+def test_folders_that_unsloth_merges_are_dequantized_exactly(merged: str, tmp_path: Path) -> None:
+    reference = make_tiny("llama", tmp_path / "reference", **SIZES)
+    folder = reference
+    if merged == "merged_4bit":
+        form = FORMATS["nf4, nested"]
+        folder = quantize(form, reference, tmp_path / "merged", other=_UNSLOTH_PLAIN).folder
+        own = {
+            "_load_in_4bit": True,
+            "_load_in_8bit": False,
+            "bnb_4bit_compute_dtype": "bfloat16",
+            "bnb_4bit_quant_storage": "uint8",
+            "llm_int8_enable_fp32_cpu_offload": False,
+            "llm_int8_has_fp16_weight": False,
+            "llm_int8_skip_modules": _UNSLOTH_SKIPS,
+            "llm_int8_threshold": 6.0,
+        }
+        write_settings(folder, quantization_config={**form.config, **own})
+    expected = load_decoder(reference).state_dict()
+    write_settings(folder, unsloth_fixed=True, unsloth_version="2026.9.6")
+
+    found = load_decoder(folder).state_dict()
+
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[path]) for path, tensor in found.items())
+
+
+def test_bitsandbytes_quantizes_a_head_that_a_list_does_not_name(tmp_path: Path) -> None:
+    form = replace(FORMATS["nf4"], has_head=True)
+    reference = make_tiny("llama", tmp_path / "reference", **SIZES)
+    folder = quantize(form, reference, tmp_path / "quantized").folder
+    expected = load_decoder(reference).state_dict()
+    write_settings(folder, quantization_config={**form.config, "llm_int8_skip_modules": []})
 
     found = load_decoder(folder).state_dict()
 
