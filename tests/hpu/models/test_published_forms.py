@@ -260,6 +260,8 @@ def _published_name(architecture: str, name: str) -> str:
         ("KimiK25ForConditionalGeneration", "deepseek_v3", "text_config", "kimi_k2"),
         ("KimiVLForConditionalGeneration", "deepseek_v3", "text_config", "deepseek_v3"),
         ("InternVLChatModel", "qwen2", "llm_config", "qwen2"),
+        ("InternVLChatModel", "llama", "llm_config", "llama"),
+        ("InternVLChatModel", "phi3", "llm_config", "phi3"),
         ("InternS1ForConditionalGeneration", "qwen3_moe", "text_config", "qwen3_moe"),
         (
             "Granite4VisionForConditionalGeneration",
@@ -335,8 +337,8 @@ def write_deepseek_published(folder: Path, *, prefix: str = "", **fields: Any) -
         lambda tensors: {
             f"{prefix}{name}"
             if name.startswith(OF_TEXT)
-            else name.removeprefix(prefix and "model."): one
-            for name, one in tensors.items()
+            else name.removeprefix(prefix and "model."): tensor
+            for name, tensor in tensors.items()
         },
     )
     file = folder / "config.json"
