@@ -160,12 +160,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         r"model_type 'minimax_m3_text', .* not built in: .* are minimax_m2, ",
     ),
     "parts of its own": (
-        "Qwen3OmniMoeForConditionalGeneration",
-        {"thinker_config": {"text_config": TEXT}},
-        r"has no hidden_size, and a Qwen3Omni.* not built in; .* are .*Qwen3VLMoeForConditional",
+        "Qwen4OmniMoeForConditionalGeneration",
+        {"writer_config": {"text_config": TEXT}},
+        r"has no hidden_size, and a Qwen4Omni.* not built in; .* are .*Qwen3OmniMoeForConditional",
     ),
     "an encoder of audio": (
-        "VoxtralForConditionalGeneration",
+        "UltravoxModel",
         {"text_config": {**TEXT, "model_type": "llama"}, "audio_config": {}},
         r"with more than a text model, .* docs/models\.md are \w+, \w+, \w+$",
     ),

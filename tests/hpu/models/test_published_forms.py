@@ -239,6 +239,8 @@ def test_ernie_vl_as_published(tmp_path: Path) -> None:
 
 BODIES = {
     "DeepseekVLV2ForCausalLM": "language.",
+    "Qwen2_5OmniModel": "thinker.",
+    "Qwen3OmniMoeForConditionalGeneration": "thinker.",
     "Ovis": "llm.",
     "Ovis2_5": "llm.",
 }
@@ -271,6 +273,15 @@ def _published_name(architecture: str, name: str) -> str:
         ),
         ("DeepseekVLV2ForCausalLM", "deepseek_v2", "language_config", "deepseek_v2"),
         ("Ovis", "qwen2", "llm_config", "qwen2"),
+        ("Qwen2AudioForConditionalGeneration", "qwen2", "text_config", "qwen2"),
+        ("VoxtralForConditionalGeneration", "llama", "text_config", "llama"),
+        ("Qwen2_5OmniModel", "qwen2", "thinker_config", "qwen2_5_omni_text"),
+        (
+            "Qwen3OmniMoeForConditionalGeneration",
+            "qwen3_moe",
+            "thinker_config",
+            "qwen3_omni_moe_text",
+        ),
         ("Ovis2_5", "qwen3", "llm_config", "qwen3"),
     ],
 )
@@ -289,6 +300,8 @@ def test_models_with_code_of_their_own(
     )
     file = tmp_path / "config.json"
     text = {**json.loads(file.read_text()), "model_type": text_type}
+    if name == "thinker_config":
+        text = {"text_config": text, "vision_config": {}, "audio_config": {}}
     whole = {"architectures": [architecture], "vision_config": {}, name: text}
     tokens = {"media_placeholder_token_id": IMAGE, "image_token_id": IMAGE}
     file.write_text(json.dumps({**whole, **tokens}))
