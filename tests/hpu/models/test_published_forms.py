@@ -501,3 +501,15 @@ def test_separate_experts_of_llama4(tmp_path: Path) -> None:
     rewrite(tmp_path, separated)
 
     assert_served_as_by(reference, tmp_path)
+
+
+@torch.inference_mode()
+def test_phi_moe_as_published(tmp_path: Path) -> None:
+    """Its makers write the name of the class in another way."""
+    make_tiny("phimoe", tmp_path)
+    reference = load_reference(tmp_path)
+    file = tmp_path / "config.json"
+    fields = json.loads(file.read_text())
+    file.write_text(json.dumps({**fields, "architectures": ["PhiMoEForCausalLM"]}))
+
+    assert_served_as_by(reference, tmp_path)
