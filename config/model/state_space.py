@@ -156,7 +156,7 @@ class ShortConvSpec:
         yield self.conv_size, "channels of its short convolutions", False
 
     def on_rank(self, num_ranks: int) -> "ShortConvSpec":
-        """The part of the layer on each of so many ranks, which divide its channels."""
+        """The part of the layer on each of `num_ranks` ranks, which divide its channels."""
         return replace(self, conv_size=self.conv_size // num_ranks)
 
 

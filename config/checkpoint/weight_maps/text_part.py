@@ -11,6 +11,8 @@ _PREFIXES = {
     "language_model.output.": "output.",
     "language.model.": "model.",
     "language.lm_head.": "lm_head.",
+    "thinker.model.": "model.",
+    "thinker.lm_head.": "lm_head.",
     "llm.model.": "model.",
     "llm.lm_head.": "lm_head.",
     "model.language_model.": "model.",

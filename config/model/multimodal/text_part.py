@@ -14,11 +14,12 @@ WHOLE_MODELS = frozenset(
         *("AyaVision", "DeepseekVL", "Mllama", "Qwen3_5", "Qwen3_5Moe", "VipLlava"),
         *("Ernie4_5_VLMoe", "Glm4v", "Glm4vMoe", "Glm46V", "KimiK25", "KimiVL", "Kimi_K25"),
         *("Aria", "Granite4Vision", "InternS1", "PaddleOCRVL"),
+        *("Qwen2Audio", "Qwen2_5Omni", "Qwen3OmniMoe", "Voxtral"),
     )
 ) | {
     *("DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM"),
     *("DeepseekVLV2ForCausalLM", "InternVLChatModel", "Ovis", "Ovis2_5"),
-    "Phi4MultimodalForCausalLM",
+    *("Phi4MultimodalForCausalLM", "Qwen2_5OmniModel"),
 }
 """Their text model computes the same without images as a text model of its own."""
 TEXT_MODELS = {
@@ -72,12 +73,14 @@ TEXT_MODELS = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_vl_text": "Qwen2ForCausalLM",
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
+    "qwen2_5_omni_text": "Qwen2ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_omni_moe_text": "Qwen3MoeForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
     "qwen3_vl_moe_text": "Qwen3VLMoeTextForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
@@ -110,6 +113,9 @@ _CONFIG_NAMES = {
     "Ovis2_5": "llm_config",
 }
 """Architectures whose text model is described by another field than text_config."""
+
+_THINKER = "thinker_config"
+"""The part of a Qwen Omni that writes text. Other parts speak."""
 
 _BIDIRECTIONAL = ("PaliGemmaForConditionalGeneration",)
 """Architectures whose text model sees the whole prompt from each of its tokens; transformers 4
@@ -184,6 +190,8 @@ def text_part(fields: Fields) -> Fields | None:
             f"{fields.file} describes a {names[0]}, which reads its prompt in both directions: "
             "that is not supported"
         )
+    if _THINKER in fields.raw:
+        fields = Fields({**fields.raw, **fields.get(_THINKER, dict, {})}, fields.file)
     name = _CONFIG_NAMES.get(names[0], "text_config")
     if name in fields.raw:
         text = fields.get(name, dict, {})

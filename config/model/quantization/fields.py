@@ -15,6 +15,8 @@ KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
 _FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files of checkpoints whose config.json says nothing of quantization, as AutoGPTQ and AutoAWQ
 wrote them at first, and their quant_method."""
+_MODELOPT_FILE = "hf_quant_config.json"
+"""The settings of NVIDIA's Model Optimizer, whose first checkpoints have them in no other file."""
 _BITS = ("bits", "w_bit")
 _BITSANDBYTES = ("load_in_4bit", "load_in_8bit")
 """Fields of bitsandbytes, whose early checkpoints have no quant_method."""
@@ -38,6 +40,12 @@ def quantization_fields(fields: Fields) -> Fields | None:
             raw = read_json(file)
             if any(field in raw for field in _BITS):
                 return _with_method(raw, method, file)
+    file = fields.file.parent / _MODELOPT_FILE
+    if file.is_file():
+        settings = Fields(read_json(file), file).get("quantization", dict, {})
+        # A null says that only the cache is in FP8.
+        if settings.get("quant_algo") is not None:
+            return _with_method(settings, "modelopt", file)
     return None
 
 

@@ -13,6 +13,7 @@ from config.model.quantization.fbgemm_fp8 import read_fbgemm_fp8
 from config.model.quantization.fields import quantization_fields
 from config.model.quantization.fp8 import read_fp8
 from config.model.quantization.gptq import read_gptq
+from config.model.quantization.modelopt import read_modelopt
 
 METHODS: Mapping[str, Callable[[Fields], QuantizationConfig]] = {
     "gptq": read_gptq,
@@ -20,6 +21,7 @@ METHODS: Mapping[str, Callable[[Fields], QuantizationConfig]] = {
     "compressed-tensors": read_compressed_tensors,
     "fp8": read_fp8,
     "fbgemm_fp8": read_fbgemm_fp8,
+    "modelopt": read_modelopt,
     "auto-round": read_auto_round,
     "intel/auto-round": read_auto_round,
     "bitsandbytes": read_bitsandbytes,

@@ -7,6 +7,7 @@ from config.checkpoint.weight_maps.decoder import decoder_weight_map
 from config.errors import ConfigError
 from config.model.architectures import ARCHITECTURES, decoder_spec
 from config.model.model_config import ModelConfig
+from config.model.multimodal.text_part import WHOLE_MODELS
 
 
 def config_of(architecture: str, *, tied: bool = False) -> ModelConfig:
@@ -76,7 +77,7 @@ def test_an_unknown_architecture_is_refused_with_the_nearest_three() -> None:
     text, near = str(refused.value).rsplit(" are ", 1)
     assert text == (
         "m is a Olmo3ForCausalLM, which is not built in; the nearest of the "
-        f"{len(ARCHITECTURES)} architectures in docs/models.md"
+        f"{len(ARCHITECTURES) + len(WHOLE_MODELS)} architectures in docs/models.md"
     )
     assert "Olmo2ForCausalLM" in near
     assert len(near.split(", ")) == 3

@@ -62,15 +62,15 @@ def summary(facts: ModelConfig) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("one", PUBLISHED, ids=lambda one: one["name"])
-def test_a_published_config_is_read(one: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(one["config"]))
+@pytest.mark.parametrize("entry", PUBLISHED, ids=lambda entry: entry["name"])
+def test_a_published_config_is_read(entry: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(entry["config"]))
 
-    assert summary(read_model_config(str(tmp_path))) == one["expected"]
+    assert summary(read_model_config(str(tmp_path))) == entry["expected"]
 
 
 def test_the_table_has_every_architecture() -> None:
-    assert set(ARCHITECTURES) <= {one["expected"]["architecture"] for one in PUBLISHED}
+    assert set(ARCHITECTURES) <= {entry["expected"]["architecture"] for entry in PUBLISHED}
 
 
 def described(folder: Path, **text: Any) -> ModelConfig:
@@ -90,9 +90,9 @@ def test_fields_that_text_config_leaves_out_are_those_of_transformers(tmp_path: 
         config = CONFIG_MAPPING[model_type]
         # Ropes have defaults of their own; a tied head is a fact of the whole model.
         defaults = {
-            name: one.default
-            for name, one in config.__dataclass_fields__.items()
-            if isinstance(one.default, (bool, int, float, str, list))
+            name: entry.default
+            for name, entry in config.__dataclass_fields__.items()
+            if isinstance(entry.default, (bool, int, float, str, list))
             and name not in ("dtype", "model_type", "rope_parameters", "tie_word_embeddings")
         }
         theta = getattr(config, "default_theta", None)
@@ -126,7 +126,9 @@ def test_a_text_model_that_is_not_built_in_is_named_with_its_neighbours() -> Non
 
 
 def test_a_text_model_without_model_type_is_known_by_its_architecture() -> None:
-    raw = json.loads(json.dumps(next(one for one in PUBLISHED if one["name"] == "DeepSeek-OCR")))
+    raw = json.loads(
+        json.dumps(next(entry for entry in PUBLISHED if entry["name"] == "DeepSeek-OCR"))
+    )
     text = raw["config"]["language_config"]
     assert "model_type" not in text
 
@@ -158,12 +160,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         r"model_type 'minimax_m3_text', .* not built in: .* are minimax_m2, ",
     ),
     "parts of its own": (
-        "Qwen3OmniMoeForConditionalGeneration",
-        {"thinker_config": {"text_config": TEXT}},
-        r"has no hidden_size, and a Qwen3Omni.* not built in; .* are .*Qwen3VLMoeForConditional",
+        "Qwen4OmniMoeForConditionalGeneration",
+        {"writer_config": {"text_config": TEXT}},
+        r"has no hidden_size, and a Qwen4Omni.* not built in; .* are .*Qwen3OmniMoeForConditional",
     ),
     "an encoder of audio": (
-        "VoxtralForConditionalGeneration",
+        "UltravoxModel",
         {"text_config": {**TEXT, "model_type": "llama"}, "audio_config": {}},
         r"with more than a text model, .* docs/models\.md are \w+, \w+, \w+$",
     ),

@@ -264,3 +264,60 @@ def test_other_layouts_of_awq_are_refused(field: str, tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=f"{field} .* is 'gemv', served is 'gemm'"):
         read(tmp_path, {"quantization_config": own})
+
+
+@pytest.mark.parametrize(
+    ("config", "files"),
+    [
+        (
+            {
+                "quantization_config": {
+                    "quant_method": "modelopt",
+                    "quant_algo": "FP8",
+                    "ignore": ["lm_head", "model.layers.0.self_attn*"],
+                    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+                }
+            },
+            {},
+        ),
+        (
+            {},
+            {
+                "hf_quant_config": {
+                    "producer": {"name": "modelopt", "version": "0.29"},
+                    "quantization": {
+                        "quant_algo": "FP8",
+                        "kv_cache_quant_algo": "FP8",
+                        "exclude_modules": ["lm_head", "model.layers.0.self_attn*"],
+                    },
+                }
+            },
+        ),
+    ],
+    ids=["config.json", "hf_quant_config.json"],
+)
+def test_modelopt_in_fp8_is_fp8_with_scales_of_activations(
+    config: dict[str, Any], files: dict[str, Any], tmp_path: Path
+) -> None:
+    found = read(tmp_path, config, **files)
+
+    static = {"quant_method": "fp8", "activation_scheme": "static"}
+    (expected,) = read(tmp_path, {"quantization_config": static}).schemes
+    assert found.method == "modelopt"
+    assert found.scheme_of(DOWN) == expected
+    assert found.scheme_of(QUERY) is None
+    assert found.scheme_of(QUERY.replace(".0.", ".10.")) == expected
+
+
+def test_modelopt_in_other_formats_is_refused(tmp_path: Path) -> None:
+    own = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+
+    with pytest.raises(ConfigError, match=r"quant_algo .* is 'NVFP4', served is one of FP8"):
+        read(tmp_path, {"quantization_config": own})
+
+
+def test_modelopt_with_only_the_cache_in_fp8_is_not_quantized(tmp_path: Path) -> None:
+    settings = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": settings}))
+
+    assert read_quantization(Fields({}, tmp_path / "config.json")) is None

@@ -324,8 +324,54 @@ def test_every_architecture_is_compared_with_transformers() -> None:
     names = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family] for family, _ in VARIATIONS.values()}
 
     own = {*gemma.FAMILIES, *normed.FAMILIES, *gpt.FAMILIES, *mpt.FAMILIES}
-    # The name that MPT had before transformers had it.
-    assert names == own - {"MPTForCausalLM"}
+    # Names that they had before transformers had them.
+    assert names == own - {"MPTForCausalLM", *FIRST_NAMES}
+
+
+FIRST_NAMES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
+    "Ernie4_5_ForCausalLM": ("ernie4_5", {}, {}),
+    "StableLMEpochForCausalLM": (
+        "stablelm",
+        {"partial_rotary_factor": 0.5, "layer_norm_eps": 1e-3},
+        {
+            "partial_rotary_factor": "rope_pct",
+            "layer_norm_eps": "norm_eps",
+            "rms_norm_eps": "",
+        },
+    ),
+    "RWForCausalLM": (
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 256},
+        {
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+            "num_kv_heads": "n_head_kv",
+            "new_decoder_architecture": "",
+            "max_position_embeddings": "",
+            "ffn_hidden_size": "",
+            "intermediate_size": "",
+        },
+    ),
+}
+"""Architecture -> the family and its fields, and the names of fields in the first files; empty: the
+first files lack the field."""
+
+
+@pytest.mark.parametrize("architecture", FIRST_NAMES)
+@torch.inference_mode()
+def test_names_of_the_first_files(architecture: str, tmp_path: Path) -> None:
+    family, overrides, names = FIRST_NAMES[architecture]
+    original = make_tiny(family, tmp_path / "later", **overrides)
+    folder = make_tiny(family, tmp_path / "first", **overrides)
+    file = folder / "config.json"
+    fields = json.loads(file.read_text())
+    rope = fields.pop("rope_parameters", {})
+    fields |= {"architectures": [architecture], **rope}
+    renamed = {names.get(name, name): value for name, value in fields.items()}
+    renamed.pop("", None)
+    file.write_text(json.dumps(renamed))
+
+    assert_equal_to_transformers(folder, original)
 
 
 def rewrite(folder: Path, tensors: dict[str, Tensor], **fields: Any) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
-from config.model.families import deepseek, dense, gpt_oss, hybrid, llama4, moe, phimoe
+from config.model.families import deepseek, dense, gpt_oss, hybrid, lfm2, llama4, moe, phimoe
 from config.model.model_config import ModelConfig
 from config.model.read_config import read_model_config
 from hpu.backends.cpu import CpuBackend, use_cpu_kernels
@@ -388,9 +388,10 @@ def test_every_architecture_is_compared_with_transformers() -> None:
 
     # Compared with whole models in test_published_forms.py.
     names |= {"AriaTextForCausalLM", "Ministral3ForCausalLM", "Ernie4_5_VLMoeTextForCausalLM"}
+    names |= {"DeepseekForCausalLM", "PhiMoEForCausalLM"}
     assert names == {
         *(*dense.FAMILIES, *moe.FAMILIES, *gpt_oss.FAMILIES, *llama4.FAMILIES),
-        *(*phimoe.FAMILIES, *deepseek.FAMILIES, *hybrid.FAMILIES),
+        *(*phimoe.FAMILIES, *deepseek.FAMILIES, *hybrid.FAMILIES, *lfm2.FAMILIES),
     }
 
 

@@ -239,6 +239,8 @@ def test_ernie_vl_as_published(tmp_path: Path) -> None:
 
 BODIES = {
     "DeepseekVLV2ForCausalLM": "language.",
+    "Qwen2_5OmniModel": "thinker.",
+    "Qwen3OmniMoeForConditionalGeneration": "thinker.",
     "Ovis": "llm.",
     "Ovis2_5": "llm.",
 }
@@ -260,6 +262,8 @@ def _published_name(architecture: str, name: str) -> str:
         ("KimiK25ForConditionalGeneration", "deepseek_v3", "text_config", "kimi_k2"),
         ("KimiVLForConditionalGeneration", "deepseek_v3", "text_config", "deepseek_v3"),
         ("InternVLChatModel", "qwen2", "llm_config", "qwen2"),
+        ("InternVLChatModel", "llama", "llm_config", "llama"),
+        ("InternVLChatModel", "phi3", "llm_config", "phi3"),
         ("InternS1ForConditionalGeneration", "qwen3_moe", "text_config", "qwen3_moe"),
         (
             "Granite4VisionForConditionalGeneration",
@@ -269,6 +273,15 @@ def _published_name(architecture: str, name: str) -> str:
         ),
         ("DeepseekVLV2ForCausalLM", "deepseek_v2", "language_config", "deepseek_v2"),
         ("Ovis", "qwen2", "llm_config", "qwen2"),
+        ("Qwen2AudioForConditionalGeneration", "qwen2", "text_config", "qwen2"),
+        ("VoxtralForConditionalGeneration", "llama", "text_config", "llama"),
+        ("Qwen2_5OmniModel", "qwen2", "thinker_config", "qwen2_5_omni_text"),
+        (
+            "Qwen3OmniMoeForConditionalGeneration",
+            "qwen3_moe",
+            "thinker_config",
+            "qwen3_omni_moe_text",
+        ),
         ("Ovis2_5", "qwen3", "llm_config", "qwen3"),
     ],
 )
@@ -287,6 +300,8 @@ def test_models_with_code_of_their_own(
     )
     file = tmp_path / "config.json"
     text = {**json.loads(file.read_text()), "model_type": text_type}
+    if name == "thinker_config":
+        text = {"text_config": text, "vision_config": {}, "audio_config": {}}
     whole = {"architectures": [architecture], "vision_config": {}, name: text}
     tokens = {"media_placeholder_token_id": IMAGE, "image_token_id": IMAGE}
     file.write_text(json.dumps({**whole, **tokens}))
@@ -335,8 +350,8 @@ def write_deepseek_published(folder: Path, *, prefix: str = "", **fields: Any) -
         lambda tensors: {
             f"{prefix}{name}"
             if name.startswith(OF_TEXT)
-            else name.removeprefix(prefix and "model."): one
-            for name, one in tensors.items()
+            else name.removeprefix(prefix and "model."): tensor
+            for name, tensor in tensors.items()
         },
     )
     file = folder / "config.json"
@@ -484,5 +499,17 @@ def test_separate_experts_of_llama4(tmp_path: Path) -> None:
     make_tiny("llama4_text", tmp_path)
     reference = load_reference(tmp_path)
     rewrite(tmp_path, separated)
+
+    assert_served_as_by(reference, tmp_path)
+
+
+@torch.inference_mode()
+def test_phi_moe_as_published(tmp_path: Path) -> None:
+    """Its makers write the name of the class in another way."""
+    make_tiny("phimoe", tmp_path)
+    reference = load_reference(tmp_path)
+    file = tmp_path / "config.json"
+    fields = json.loads(file.read_text())
+    file.write_text(json.dumps({**fields, "architectures": ["PhiMoEForCausalLM"]}))
 
     assert_served_as_by(reference, tmp_path)

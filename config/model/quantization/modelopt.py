@@ -1,0 +1,31 @@
+"""FP8 of NVIDIA's Model Optimizer: e4m3 with a scale of each tensor, and scales of activations."""
+
+import re
+
+from config.model.json_fields import Fields
+from config.model.quantization.base import EXPRESSION, QuantizationConfig, Rule
+from config.model.quantization.fields import KV_SCALES, choice, module_names
+from config.model.quantization.fp8 import fp8_scheme
+
+
+def read_modelopt(fields: Fields) -> QuantizationConfig:
+    """From quantization_config in config.json, or from hf_quant_config.json, which calls the list
+    of modules exclude_modules. Raises ConfigError for what is not served."""
+    choice(fields, "quant_algo", None, ("FP8",))
+    scheme = fp8_scheme(
+        fields, "quant_algo", None, rows=0, suffix="weight_scale", activations="static"
+    )
+    names = module_names(fields, "ignore", "exclude_modules")
+    return QuantizationConfig(
+        "modelopt",
+        (Rule(("Linear",), scheme),),
+        ignored=tuple(_pattern(name) for name in names),
+        ignored_suffixes=KV_SCALES,
+    )
+
+
+def _pattern(name: str) -> str:
+    """`name` as in QuantizationConfig.ignored: an asterisk stands for any text."""
+    if "*" not in name or name.startswith(EXPRESSION):
+        return name
+    return EXPRESSION + ".*".join(re.escape(part) for part in name.split("*")) + "$"
