@@ -14,7 +14,7 @@ from server.parsers.tool import elements as element_calls
 from server.parsers.tool import gemma as gemma_calls
 from server.parsers.tool import json as json_calls
 from server.parsers.tool import pythonic as llama_calls
-from server.parsers.tool import xml as xml_calls
+from server.parsers.tool import xml_families as xml_calls
 from server.parsers.tool.base import ToolCallFormat, ToolCallReader
 
 TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {

@@ -131,6 +131,15 @@ WHOLE: list[tuple[str, str, str, list[Any]]] = [
         "So:",
         [OSLO, NOW],
     ),
+    (
+        "kimi_k3",
+        '<|open|>tools<|sep|><|open|>call tool="now" index="1"<|sep|>'
+        '<|open|>argument key="a&amp;&quot;b" type="object"<|sep|>{"c": "&amp;"}'
+        "<|close|>argument<|sep|><|close|>call<|sep|>"
+        "<|close|>tools<|sep|>",
+        "",
+        [("now", {'a&"b': {"c": "&amp;"}})],
+    ),
     ("longcat", f"<longcat_tool_call>\n{OSLO_JSON}\n</longcat_tool_call>", "", [OSLO]),
     (
         "minicpm5",
@@ -154,6 +163,12 @@ WHOLE: list[tuple[str, str, str, list[Any]]] = [
         "</atem:function_calls>",
         "",
         [OSLO],
+    ),
+    (
+        "muse_glimmer",
+        '<atem:invoke name="now.now"></atem:invoke>',
+        "",
+        [NOW],
     ),
     (
         "olmo3",

@@ -8,6 +8,8 @@ from server.parsers.stream.text_stream import Sink, Steps
 from server.parsers.tool.base import NO_CALLS, CallFinder
 
 MAX_HEADER_CHARACTERS = 128
+_TEXT_TAGS = ("<think>", "</think>")
+"""Tags that are no special tokens in formats with reasoning anywhere: text may quote them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,8 @@ class ReasoningFormat:
     reasoning they are no text."""
     dropped: tuple[str, ...] = ()
     """Other tags that are no text and end reasoning, with `is_anywhere`."""
+    has_messages: bool = False
+    """Whether calls are messages of their own: a call in the reasoning is only quoted."""
     header: re.Pattern[str] | None = None
     """Text at the start of an answer and after `header_tag` that is dropped, up to the next tag."""
     header_tag: str = ""
@@ -68,7 +72,10 @@ class ReasoningFormat:
         """A parser of one answer. `keeps_whitespace`: all that follows the reasoning is text,
         whitespace too. `calls`: the calls that end the reasoning."""
         return ReasoningTagParser(
-            self, is_inside=is_inside, keeps_whitespace=keeps_whitespace, calls=calls
+            self,
+            is_inside=is_inside,
+            keeps_whitespace=keeps_whitespace,
+            calls=NO_CALLS if self.has_messages else calls,
         )
 
 
@@ -176,7 +183,8 @@ class ReasoningTagParser(ReasoningParser):
     def _read_blocks(self) -> Steps[None]:
         """Take text and more reasoning."""
         form, source, output = self._form, self._source, self._output
-        tags = (*form.start_tags, *form.end_tags, *form.dropped)
+        marks = (*form.start_tags, *form.end_tags, *form.dropped)
+        tags = tuple(mark for mark in marks if mark not in _TEXT_TAGS)
         while tag := (yield from source.read_until(tags, output.add_text)):
             yield from self._skip_header(tag)
             if tag in form.start_tags:
@@ -223,7 +231,7 @@ GRANITE = ReasoningFormat(
     ("Here is my thought process:", "Here's my thought process:"),
     ("Here is my response:", "Here's my response:"),
 )
-MISTRAL = ReasoningFormat(("[THINK]",), ("[/THINK]",), is_anywhere=True)
+MISTRAL = ReasoningFormat(("[THINK]", "<think>"), ("[/THINK]", "</think>"), is_anywhere=True)
 HUNYUAN = ReasoningFormat(answer_open="<answer>", answer_close="</answer>")
 MINIMAX_M3 = ReasoningFormat(("<mm:think>",), ("</mm:think>",))
 SEED = ReasoningFormat(("<seed:think>",), ("</seed:think>",))
@@ -260,6 +268,7 @@ MUSE_GLIMMER = ReasoningFormat(
     ("<|eom|>", "<|eot|>"),
     is_anywhere=True,
     dropped=("to=user<|message|>", "<|start|>assistant", "<|message|>"),
+    has_messages=True,
     header=re.compile(r"\s*(to=(?!(self|user)$)\S+)?(?=$|to=)"),
     header_tag="<|start|>assistant",
 )

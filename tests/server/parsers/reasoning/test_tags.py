@@ -32,6 +32,8 @@ CASES = [
     ("mistral", False, "[THINK]Hm.[/THINK]Yes.", "Hm.", "Yes."),
     ("mistral", False, "A\n[THINK]Hm.[/THINK]\nYes.", "Hm.", "A\n\nYes."),
     ("mistral", False, "[/THINK]Yes.", "", "Yes."),
+    ("mistral", False, "<think>Hm.</think>Yes.", "Hm.", "Yes."),
+    ("mistral", False, "Yes <think> no </think>.", "", "Yes <think> no </think>."),
     ("granite", False, "Here is my thought process: a\n\nHere's my response: b", "a", "b"),
     ("granite", False, "Here is the answer", "", "Here is the answer"),
     ("hunyuan_a13b", False, "<think>\na\n</think>\n<answer>\nb\n</answer>", "a", "b"),
