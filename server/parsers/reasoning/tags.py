@@ -134,11 +134,15 @@ class ReasoningTagParser(ReasoningParser):
             yield from self._skip_header(tag)
             space += yield from source.skip_whitespace()
         opened = yield from source.accept(*form.start_tags)
+        if form.label and not opened and not self._is_inside:
+            # The label alone starts reasoning too.
+            opened = yield from source.accept(f"{form.label}\n")
         if opened or self._is_inside:
             self.has_reasoning = True
             yield from self._skip_label(opened)
             self.is_done = bool((yield from self._read_reasoning()))
             if not self._keeps_whitespace:
+                self.late_end_tags = form.stray_end_tags
                 yield from source.skip_whitespace()
         else:
             self.is_done = True

@@ -16,6 +16,8 @@ from server.parsers.registry import (
 )
 from server.parsers.tool.base import ToolCallParser
 
+THINK = REASONING_FORMATS["qwen3"]
+QUOTED = '<tool_call>{"name": "now", "arguments": {"a": "</think>"}}</tool_call>'
 CASES = [
     ("qwen3", False, "<think>\nHm.\n</think>\n\nYes.", "Hm.", "Yes."),
     ("qwen3", False, "Yes <think> no.", "", "Yes <think> no."),
@@ -46,6 +48,10 @@ CASES = [
     ("gemma4", False, "<|channel>thought<channel|>Yes.", "", "Yes."),
     ("gemma4", False, "<|channel>thought\nthought\n<channel|>Yes.", "thought", "Yes."),
     ("gemma4", False, "<|channel>Hm.", "Hm.", ""),
+    # The start tag is missing.
+    ("gemma4", False, "thought\nHm.<channel|>Yes.", "Hm.", "Yes."),
+    ("gemma4", False, "thoughts\nare free", "", "thoughts\nare free"),
+    ("gemma4", False, "thought", "", "thought"),
     ("gemma4", False, "A\n<|channel>Hm.<channel|>\nYes.", "Hm.", "A\n\nYes."),
     ("gemma4", False, "<|channel>a<channel|>b<|channel>thought\nc<channel|>d", "a\nc", "bd"),
     ("gemma4", False, "Hm.<channel|>Yes.", "", "Hm.Yes."),
@@ -172,6 +178,36 @@ def test_shown_reasoning_is_text_with_its_tags(prompt: str, text: str, said: str
     is_inside = form.starts_in_reasoning(prompt)
 
     assert read_every_way(lambda: form.parser(is_inside=is_inside), text) == ("", said, [], [])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        (None, "a</think>b</think>c", "bc"),
+        ("qwen3_coder", "a</think>b</think>c", "bc"),
+        # Without reasoning, and in an argument, it is text.
+        (None, "b</think>c", "b</think>c"),
+        ("hermes", f"a</think>{QUOTED}", ""),
+    ],
+)
+def test_an_end_tag_that_comes_again_is_no_text(name: str | None, text: str, said: str) -> None:
+    def both() -> OutputParser:
+        thinking = ReasoningTagParser(THINK, is_inside=text.startswith("a"))
+        calls = None if name is None else ToolCallParser(TOOL_CALL_FORMATS[name], TOOLS)
+        return OutputParser(thinking, calls, lambda: "ID")
+
+    found = read_every_way(both, text)
+
+    assert found[1] == said
+    assert good_calls(found) == ([("now", {"a": "</think>"})] if QUOTED in text else [])
+
+
+def test_a_constrained_answer_keeps_end_tags() -> None:
+    def both() -> OutputParser:
+        thinking = ReasoningTagParser(THINK, is_inside=True, keeps_whitespace=True)
+        return OutputParser(thinking, None, lambda: "ID")
+
+    assert read_every_way(both, 'a</think>"</think>"')[1] == '"</think>"'
 
 
 def test_a_parser_knows_whether_the_text_is_reasoning() -> None:
