@@ -72,6 +72,20 @@ WHOLE: list[tuple[str, str, str, list[Any]]] = [
         [OSLO, NOW],
     ),
     (
+        "hy_v3",
+        "Hm."
+        + f"<tool_calls>\n<tool_call>get_weather<tool_sep>\n{HY}</arg_value>\n</tool_call>\n"
+        "<tool_call>now<tool_sep></tool_call>\n</tool_calls>".replace(">", ":opensource>"),
+        "Hm.",
+        [OSLO, NOW],
+    ),
+    (
+        "hy_v3",
+        f"<tool_call>get_weather<tool_sep>\n{HY}</arg_value>\n</tool_call>",
+        "",
+        [OSLO],
+    ),
+    (
         "step3",
         f'Hm.<\uff5ctool_calls_begin\uff5c>\n{SB}{STEP}{SE}\n{SB}<steptml:invoke name="now">'
         f"</steptml:invoke>{SE}\n<\uff5ctool_calls_end\uff5c>",
@@ -359,6 +373,7 @@ TEXT = [
     ("minimax_m3", f'{NS}<tool_call>\n{NS}<invoke name="now">'),
     ("hunyuan", "<tool_call>now</tool_call>"),
     ("step3", "<steptml:invoke name=>"),
+    ("hy_v3", "<tool_call:opensource>now</tool_call:opensource>"),
     ("apertus", "<|tools_prefix|>[]<|tools_suffix|>"),
     ("apertus", '<|tools_prefix|>[{"f": 1}]<|tools_suffix|>'),
     ("kimi_k3", "<|open|>tools<|sep|>"),

@@ -248,6 +248,7 @@ COHERE = ReasoningFormat(
     is_anywhere=True,
     dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
 )
+HY3 = ReasoningFormat(("<think:opensource>", "<think>"), ("</think:opensource>", "</think>"))
 KIMI_K3 = ReasoningFormat(
     ("<|open|>think<|sep|>",),
     ("<|close|>think<|sep|>",),

@@ -57,6 +57,8 @@ CASES = [
     ("gemma4", False, "Hm.<channel|>Yes.", "", "Hm.Yes."),
     ("ernie45", True, "Hm.\n</think>\n\n<response>\nYes.\n</response>\n", "Hm.", "Yes."),
     ("ernie45", True, "Hm.\n</think>\nYes.", "Hm.", "Yes."),
+    ("hy_v3", False, "<think:opensource>Hm.</think:opensource>\n\nYes.", "Hm.", "Yes."),
+    ("hy_v3", True, "Hm.</think>Yes.", "Hm.", "Yes."),
     ("nemotron_v3", True, "Hm.\n</think>\nYes.", "Hm.", "Yes."),
     (
         "cohere_command3",
@@ -240,6 +242,8 @@ def test_a_parser_knows_whether_the_text_is_reasoning() -> None:
         ("<start_function_call>call:", "functiongemma", None),
         ("<steptml:invoke name=", "step3", "step3"),
         ("<tool_calls><tool_call>N<tool_sep><arg_key>", "hunyuan", None),
+        ("{{ '<tool_calls{}><arg_key{}>'.format(s) }} <think{}>", "hy_v3", "hy_v3"),
+        ("<think:opensource> <arg_key:opensource>", "hy_v3", "hy_v3"),
         ("<|START_THINKING|> <|START_ACTION|>", "cohere_command3", "cohere_command3"),
         ("<|message_model|><|content_thinking|>", None, "inkling"),
         ("<|content_invoke_tool_json|>", "inkling", None),
