@@ -15,7 +15,7 @@ SUFFIX = ":opensource"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EitherTags(ToolCallFormat):
-    """Calls in the tags of one of two families; the marker tells which."""
+    """Calls in the tags of either family; the marker tells which."""
 
     first: Tags
     second: Tags

@@ -40,7 +40,6 @@ from server.parsers.tool.structural_tag import (
 MAX_ATTRIBUTES_CHARACTERS = 256
 _ATTRIBUTE = re.compile(r'(?:\s*(?:index|string|type)="\w*")*')
 _TEXT_ATTRIBUTES = ('string="true"', 'type="string"')
-_CDATA = ("<![CDATA[", "]]>")
 _LINE_BREAK = regex("\\n?")
 _WRAPPERS = ("arguments", "input", "properties")
 """Names under which models write all arguments as an object."""
@@ -83,8 +82,8 @@ class Tags(ToolCallFormat):
     value: str = ""
     """The tag between key and value."""
     attributes: Attributes | None = None
-    has_cdata: bool = False
-    """Whether a value may be in a CDATA section."""
+    cdata: tuple[str, ...] = ()
+    """The start and the end of a section that a value may be in."""
     must_be_known: bool = False
     """Whether only functions of the request are calls."""
     is_framed: bool = True
@@ -265,8 +264,8 @@ class Tags(ToolCallFormat):
     ) -> Steps[None]:
         """Text up to the end tag of a value, or to the tag after it if the end tag is missing. A
         tag in the text is part of the value, unless the call goes on or ends after it."""
-        if self.has_cdata and (yield from source.accept(_CDATA[0])):
-            if not (yield from source.read_until(_CDATA[1:], sink)):
+        if self.cdata and (yield from source.accept(self.cdata[0])):
+            if not (yield from source.read_until(self.cdata[1:], sink)):
                 raise UnexpectedEnd
             yield from source.skip_whitespace()
             yield from source.accept(self.value_end)

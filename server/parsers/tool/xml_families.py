@@ -92,7 +92,7 @@ MINICPM5 = Tags(
     value_end="</param>",
     call_end="</function>",
     is_framed=False,
-    has_cdata=True,
+    cdata=("<![CDATA[", "]]>"),
     must_be_known=True,
 )
 KIMI_K3 = Tags(
