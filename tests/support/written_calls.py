@@ -361,6 +361,8 @@ TEXT = [
     ("pythonic", "[unknown(a=1)]"),
     ("mistral", "[TOOL_CALLS]"),
     ("mistral", "[TOOL_CALLS]now[ARGS]5"),
+    ("mistral", '[TOOL_CALLS] I call {"a": 1}'),
+    ("mistral", '[TOOL_CALLS] So [{"name": "now", "arguments": {}}]'),
     ("phi4_mini_json", "import functools\nfunctools.reduce"),
     ("deepseek_v3", f"{B}function"),
     ("qwen3_coder", "<tool_call>\n{}\n</tool_call>"),
