@@ -146,7 +146,7 @@ class ReasoningTagParser(ReasoningParser):
                 yield from source.skip_whitespace()
         else:
             self.is_done = True
-            if (yield from source.accept(*form.stray_end_tags)) and not self._keeps_whitespace:
+            if not self._keeps_whitespace and (yield from source.accept(*form.stray_end_tags)):
                 yield from source.skip_whitespace()
             else:
                 output.add_text(space)
@@ -158,7 +158,7 @@ class ReasoningTagParser(ReasoningParser):
             yield from source.skip_whitespace()
             yield from source.read_until((form.answer_close,), _Trimmed(output.add_text))
             yield from source.skip_whitespace()
-        if form.is_anywhere:
+        if form.is_anywhere and not self._keeps_whitespace:
             yield from self._read_blocks()
         while not source.has_ended:
             source.take_all(output.add_text)
@@ -185,11 +185,15 @@ class ReasoningTagParser(ReasoningParser):
             source.take(match.end())
 
     def _read_blocks(self) -> Steps[None]:
-        """Take text and more reasoning."""
+        """Take text and more reasoning. Without blocks around calls, tags in a call are text."""
         form, source, output = self._form, self._source, self._output
         marks = (*form.start_tags, *form.end_tags, *form.dropped)
         tags = tuple(mark for mark in marks if mark not in _TEXT_TAGS)
-        while tag := (yield from source.read_until(tags, output.add_text)):
+        markers = () if form.dropped else self._calls.markers
+        while tag := (yield from source.read_until((*tags, *markers), output.add_text)):
+            if tag in markers:
+                output.add_text(tag)
+                return
             yield from self._skip_header(tag)
             if tag in form.start_tags:
                 yield from self._skip_label(tag)

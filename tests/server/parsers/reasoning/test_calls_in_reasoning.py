@@ -47,6 +47,23 @@ CASES: list[tuple[str, str, str, str, str, list[Any]]] = [
     ("mistral", "mistral", 'hm[TOOL_CALLS]f[ARGS]{"city": "A"}', "hm", "", [A]),
     ("granite", "granite", f"hm {HERMES}", "hm", "", [A]),
     ("qwen3", "hermes", f"hm</think>{HERMES}</tool_call> x</tool_call>", "hm", "x", [A]),
+    # Tags of reasoning in an argument are text.
+    (
+        "mistral",
+        "mistral",
+        'hm[/THINK]Ok[TOOL_CALLS]f[ARGS]{"city": "[THINK][/THINK]</think>"}',
+        "hm",
+        "Ok",
+        [{"city": "[THINK][/THINK]</think>"}],
+    ),
+    (
+        "gemma4",
+        "gemma4",
+        'hm<channel|><|tool_call>call:f{city:<|"|><|channel>A<channel|><|"|>}<tool_call|>',
+        "hm",
+        "",
+        [{"city": "<|channel>A<channel|>"}],
+    ),
     # A draft of a call in the reasoning is no call.
     ("muse_glimmer", "muse_glimmer", f"{MUSE}<|eom|>Ok", MUSE, "Ok", []),
     ("qwen3", "llama3_json", '{"name": "f", "parameters": {}}</think>Ok', "{}", "Ok", []),

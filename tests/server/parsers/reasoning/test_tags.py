@@ -204,12 +204,24 @@ def test_an_end_tag_that_comes_again_is_no_text(name: str | None, text: str, sai
     assert good_calls(found) == ([("now", {"a": "</think>"})] if QUOTED in text else [])
 
 
-def test_a_constrained_answer_keeps_end_tags() -> None:
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("qwen3", 'a</think>"</think>"', '"</think>"'),
+        ("qwen3", " </think>", " </think>"),
+        ("mistral", 'a[/THINK]"[THINK]b[/THINK]"', '"[THINK]b[/THINK]"'),
+        ("gemma4", 'a<channel|>"<channel|>"', '"<channel|>"'),
+    ],
+)
+def test_a_constrained_answer_keeps_tags(name: str, text: str, said: str) -> None:
     def both() -> OutputParser:
-        thinking = ReasoningTagParser(THINK, is_inside=True, keeps_whitespace=True)
+        is_inside = text.startswith("a")
+        thinking = ReasoningTagParser(
+            REASONING_FORMATS[name], is_inside=is_inside, keeps_whitespace=True
+        )
         return OutputParser(thinking, None, lambda: "ID")
 
-    assert read_every_way(both, 'a</think>"</think>"')[1] == '"</think>"'
+    assert read_every_way(both, text)[1] == said
 
 
 def test_a_parser_knows_whether_the_text_is_reasoning() -> None:
