@@ -34,6 +34,8 @@ _END, _CALL, _RETURN, _CONSTRAIN = "<|end|>", "<|call|>", "<|return|>", "<|const
 _TO = f"{_CHANNEL}commentary to="
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_INTERNAL = ("assistant", "browser", "container", "python")
+"""Recipients that are no functions of the request: the model itself, and tools of its training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +120,11 @@ class HarmonyReasoningParser(ReasoningParser):
 
     def _start_message(self, head: str) -> None:
         channel, recipient = _CHANNEL_NAME.search(head), _RECIPIENT.search(head)
-        if recipient is not None:
+        is_internal = recipient is not None and recipient[1].partition(".")[0] in _INTERNAL
+        if recipient is not None and not is_internal:
             self.is_done = self._in_call = True
             self._output.add_text(f"{_TO}{recipient[1]}{_MESSAGE}")
-        elif channel is not None and channel[1] == "analysis":
+        elif is_internal or (channel is not None and channel[1] == "analysis"):
             if self.has_reasoning:
                 self._output.add_reasoning("\n")
             self.has_reasoning = True

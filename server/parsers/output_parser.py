@@ -11,7 +11,7 @@ from server.parsers.stream.base import (
     ToolCallArguments,
     ToolCallStart,
 )
-from server.parsers.tool.base import ToolCallParser
+from server.parsers.tool.base import ToolCallParser, ToolCallReader
 
 
 class OutputParser:
@@ -30,6 +30,9 @@ class OutputParser:
     ) -> None:
         self._reasoning = reasoning
         self._tool_parser = tool_parser
+        self._text_parser = tool_parser
+        if reasoning is not None and tool_parser is None:
+            self._text_parser = ToolCallParser(ToolCallReader(), {})
         self._new_id = new_id
         self._max_calls = max_calls
         self._trailing_space = ""
@@ -45,25 +48,25 @@ class OutputParser:
         events: list[ParserEvent] = []
         if self._reasoning is not None:
             events += self._parse_text(self._reasoning.finish(is_cut=is_cut))
-        if self._tool_parser is not None:
-            events += self._tool_parser.finish(is_cut=is_cut)
+        if self._text_parser is not None:
+            events += self._text_parser.finish(is_cut=is_cut)
         cleaned = self._cleaned(events)
         if self._trailing_space and not self._has_calls:
             cleaned.append(TextDelta(self._trailing_space))
         return cleaned
 
     def _parse_text(self, events: list[ParserEvent]) -> list[ParserEvent]:
-        if self._tool_parser is not None and self._reasoning is not None:
-            self._tool_parser.ignore(self._reasoning.late_end_tags)
+        if self._text_parser is not None and self._reasoning is not None:
+            self._text_parser.ignore(self._reasoning.late_end_tags)
         parsed: list[ParserEvent] = []
         for event in events:
             parsed += self._parse_calls(event.text) if isinstance(event, TextDelta) else [event]
         return parsed
 
     def _parse_calls(self, text: str) -> list[ParserEvent]:
-        if self._tool_parser is None:
+        if self._text_parser is None:
             return [TextDelta(text)] if text else []
-        return self._tool_parser.feed(text)
+        return self._text_parser.feed(text)
 
     def _cleaned(self, events: list[ParserEvent]) -> list[ParserEvent]:
         if self._tool_parser is None:

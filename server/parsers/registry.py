@@ -12,9 +12,10 @@ from server.parsers.reasoning.tags import ReasoningFormat
 from server.parsers.tool import apertus as apertus_calls
 from server.parsers.tool import elements as element_calls
 from server.parsers.tool import gemma as gemma_calls
+from server.parsers.tool import hy3 as hy3_calls
 from server.parsers.tool import json as json_calls
 from server.parsers.tool import pythonic as llama_calls
-from server.parsers.tool import xml as xml_calls
+from server.parsers.tool import xml_families as xml_calls
 from server.parsers.tool.base import ToolCallFormat, ToolCallReader
 
 TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
@@ -60,7 +61,7 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
     "lfm2": llama_calls.LFM2,
     "olmo3": llama_calls.OLMO3,
     "hunyuan": xml_calls.HUNYUAN,
-    "hy_v3": xml_calls.HUNYUAN,
+    "hy_v3": hy3_calls.HY3,
     "dots": xml_calls.DOTS,
     "minicpm5": xml_calls.MINICPM5,
     "muse_glimmer": xml_calls.MUSE_GLIMMER,
@@ -85,7 +86,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "ling3": reasoning.THINK,
     "poolside_v1": reasoning.THINK,
     "olmo3": reasoning.THINK,
-    "hy_v3": reasoning.THINK,
+    "hy_v3": reasoning.HY3,
     "holo2": reasoning.DEEPSEEK_R1,
     "ernie45": reasoning.ERNIE,
     "cohere_command3": reasoning.COHERE,
@@ -113,6 +114,8 @@ _CALLS_BY_TEMPLATE: tuple[tuple[str, str], ...] = (
     ("<|tool_call>", "gemma4"),
     ("<start_function_call>", "functiongemma"),
     ("<steptml:", "step3"),
+    ("<arg_key{}>", "hy_v3"),
+    (":opensource>", "hy_v3"),
     ("<tool_sep>", "hunyuan"),
     ("<\uff5cDSML\uff5c", "deepseek_v32"),
     ("<\uff5ctool\u2581call\u2581begin\uff5c>", "deepseek_v3"),
@@ -156,6 +159,8 @@ _THINKING_BY_TEMPLATE: tuple[tuple[str, str], ...] = (
     ("<|content_thinking|>", "inkling"),
     ("to=self", "muse_glimmer"),
     ("<|START_THINKING|>", "cohere_command3"),
+    ("<arg_key{}>", "hy_v3"),
+    (":opensource>", "hy_v3"),
     ("<response>", "ernie45"),
     ("[THINK]", "mistral"),
     ("<seed:think>", "seed_oss"),
@@ -183,9 +188,10 @@ def _first(table: tuple[tuple[str, str], ...], template: str) -> str | None:
 
 def words_of(form: ToolCallReader | ReasoningFormat) -> frozenset[str]:
     """Every text that a parser searches for; some may be special tokens."""
-    values = [getattr(form, one.name) for one in fields(form)]
+    values = [getattr(form, field.name) for field in fields(form)]
+    inner = [words_of(value) for value in values if isinstance(value, ToolCallReader)]
     words = [word for value in values for word in (value if isinstance(value, tuple) else (value,))]
-    return frozenset(word for word in words if isinstance(word, str) and word)
+    return frozenset(word for word in words if isinstance(word, str) and word).union(*inner)
 
 
 def new_call_id(parser: str) -> str:

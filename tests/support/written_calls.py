@@ -72,6 +72,20 @@ WHOLE: list[tuple[str, str, str, list[Any]]] = [
         [OSLO, NOW],
     ),
     (
+        "hy_v3",
+        "Hm."
+        + f"<tool_calls>\n<tool_call>get_weather<tool_sep>\n{HY}</arg_value>\n</tool_call>\n"
+        "<tool_call>now<tool_sep></tool_call>\n</tool_calls>".replace(">", ":opensource>"),
+        "Hm.",
+        [OSLO, NOW],
+    ),
+    (
+        "hy_v3",
+        f"<tool_call>get_weather<tool_sep>\n{HY}</arg_value>\n</tool_call>",
+        "",
+        [OSLO],
+    ),
+    (
         "step3",
         f'Hm.<\uff5ctool_calls_begin\uff5c>\n{SB}{STEP}{SE}\n{SB}<steptml:invoke name="now">'
         f"</steptml:invoke>{SE}\n<\uff5ctool_calls_end\uff5c>",
@@ -131,6 +145,15 @@ WHOLE: list[tuple[str, str, str, list[Any]]] = [
         "So:",
         [OSLO, NOW],
     ),
+    (
+        "kimi_k3",
+        '<|open|>tools<|sep|><|open|>call tool="now" index="1"<|sep|>'
+        '<|open|>argument key="a&amp;&quot;b" type="object"<|sep|>{"c": "&amp;"}'
+        "<|close|>argument<|sep|><|close|>call<|sep|>"
+        "<|close|>tools<|sep|>",
+        "",
+        [("now", {'a&"b': {"c": "&amp;"}})],
+    ),
     ("longcat", f"<longcat_tool_call>\n{OSLO_JSON}\n</longcat_tool_call>", "", [OSLO]),
     (
         "minicpm5",
@@ -154,6 +177,12 @@ WHOLE: list[tuple[str, str, str, list[Any]]] = [
         "</atem:function_calls>",
         "",
         [OSLO],
+    ),
+    (
+        "muse_glimmer",
+        '<atem:invoke name="now.now"></atem:invoke>',
+        "",
+        [NOW],
     ),
     (
         "olmo3",
@@ -332,6 +361,8 @@ TEXT = [
     ("pythonic", "[unknown(a=1)]"),
     ("mistral", "[TOOL_CALLS]"),
     ("mistral", "[TOOL_CALLS]now[ARGS]5"),
+    ("mistral", '[TOOL_CALLS] I call {"a": 1}'),
+    ("mistral", '[TOOL_CALLS] So [{"name": "now", "arguments": {}}]'),
     ("phi4_mini_json", "import functools\nfunctools.reduce"),
     ("deepseek_v3", f"{B}function"),
     ("qwen3_coder", "<tool_call>\n{}\n</tool_call>"),
@@ -344,6 +375,7 @@ TEXT = [
     ("minimax_m3", f'{NS}<tool_call>\n{NS}<invoke name="now">'),
     ("hunyuan", "<tool_call>now</tool_call>"),
     ("step3", "<steptml:invoke name=>"),
+    ("hy_v3", "<tool_call:opensource>now</tool_call:opensource>"),
     ("apertus", "<|tools_prefix|>[]<|tools_suffix|>"),
     ("apertus", '<|tools_prefix|>[{"f": 1}]<|tools_suffix|>'),
     ("kimi_k3", "<|open|>tools<|sep|>"),

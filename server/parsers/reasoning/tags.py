@@ -8,6 +8,8 @@ from server.parsers.stream.text_stream import Sink, Steps
 from server.parsers.tool.base import NO_CALLS, CallFinder
 
 MAX_HEADER_CHARACTERS = 128
+_TEXT_TAGS = ("<think>", "</think>")
+"""Tags that are no special tokens in formats with reasoning anywhere: text may quote them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,8 @@ class ReasoningFormat:
     reasoning they are no text."""
     dropped: tuple[str, ...] = ()
     """Other tags that are no text and end reasoning, with `is_anywhere`."""
+    has_messages: bool = False
+    """Whether calls are messages of their own: a call in the reasoning is only quoted."""
     header: re.Pattern[str] | None = None
     """Text at the start of an answer and after `header_tag` that is dropped, up to the next tag."""
     header_tag: str = ""
@@ -68,7 +72,10 @@ class ReasoningFormat:
         """A parser of one answer. `keeps_whitespace`: all that follows the reasoning is text,
         whitespace too. `calls`: the calls that end the reasoning."""
         return ReasoningTagParser(
-            self, is_inside=is_inside, keeps_whitespace=keeps_whitespace, calls=calls
+            self,
+            is_inside=is_inside,
+            keeps_whitespace=keeps_whitespace,
+            calls=NO_CALLS if self.has_messages else calls,
         )
 
 
@@ -127,15 +134,19 @@ class ReasoningTagParser(ReasoningParser):
             yield from self._skip_header(tag)
             space += yield from source.skip_whitespace()
         opened = yield from source.accept(*form.start_tags)
+        if form.label and not opened and not self._is_inside:
+            # The label alone starts reasoning too.
+            opened = yield from source.accept(f"{form.label}\n")
         if opened or self._is_inside:
             self.has_reasoning = True
             yield from self._skip_label(opened)
             self.is_done = bool((yield from self._read_reasoning()))
             if not self._keeps_whitespace:
+                self.late_end_tags = form.stray_end_tags
                 yield from source.skip_whitespace()
         else:
             self.is_done = True
-            if (yield from source.accept(*form.stray_end_tags)) and not self._keeps_whitespace:
+            if not self._keeps_whitespace and (yield from source.accept(*form.stray_end_tags)):
                 yield from source.skip_whitespace()
             else:
                 output.add_text(space)
@@ -147,7 +158,7 @@ class ReasoningTagParser(ReasoningParser):
             yield from source.skip_whitespace()
             yield from source.read_until((form.answer_close,), _Trimmed(output.add_text))
             yield from source.skip_whitespace()
-        if form.is_anywhere:
+        if form.is_anywhere and not self._keeps_whitespace:
             yield from self._read_blocks()
         while not source.has_ended:
             source.take_all(output.add_text)
@@ -174,10 +185,15 @@ class ReasoningTagParser(ReasoningParser):
             source.take(match.end())
 
     def _read_blocks(self) -> Steps[None]:
-        """Take text and more reasoning."""
+        """Take text and more reasoning. Without blocks around calls, tags in a call are text."""
         form, source, output = self._form, self._source, self._output
-        tags = (*form.start_tags, *form.end_tags, *form.dropped)
-        while tag := (yield from source.read_until(tags, output.add_text)):
+        marks = (*form.start_tags, *form.end_tags, *form.dropped)
+        tags = tuple(mark for mark in marks if mark not in _TEXT_TAGS)
+        markers = () if form.dropped else self._calls.markers
+        while tag := (yield from source.read_until((*tags, *markers), output.add_text)):
+            if tag in markers:
+                output.add_text(tag)
+                return
             yield from self._skip_header(tag)
             if tag in form.start_tags:
                 yield from self._skip_label(tag)
@@ -223,7 +239,7 @@ GRANITE = ReasoningFormat(
     ("Here is my thought process:", "Here's my thought process:"),
     ("Here is my response:", "Here's my response:"),
 )
-MISTRAL = ReasoningFormat(("[THINK]",), ("[/THINK]",), is_anywhere=True)
+MISTRAL = ReasoningFormat(("[THINK]", "<think>"), ("[/THINK]", "</think>"), is_anywhere=True)
 HUNYUAN = ReasoningFormat(answer_open="<answer>", answer_close="</answer>")
 MINIMAX_M3 = ReasoningFormat(("<mm:think>",), ("</mm:think>",))
 SEED = ReasoningFormat(("<seed:think>",), ("</seed:think>",))
@@ -236,6 +252,7 @@ COHERE = ReasoningFormat(
     is_anywhere=True,
     dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
 )
+HY3 = ReasoningFormat(("<think:opensource>", "<think>"), ("</think:opensource>", "</think>"))
 KIMI_K3 = ReasoningFormat(
     ("<|open|>think<|sep|>",),
     ("<|close|>think<|sep|>",),
@@ -260,6 +277,7 @@ MUSE_GLIMMER = ReasoningFormat(
     ("<|eom|>", "<|eot|>"),
     is_anywhere=True,
     dropped=("to=user<|message|>", "<|start|>assistant", "<|message|>"),
+    has_messages=True,
     header=re.compile(r"\s*(to=(?!(self|user)$)\S+)?(?=$|to=)"),
     header_tag="<|start|>assistant",
 )

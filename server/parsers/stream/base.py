@@ -184,4 +184,4 @@ class ReasoningParser(StreamParser):
         self.call_marker = ""
         """The marker of the call that ended the reasoning, if a call did."""
         self.late_end_tags: tuple[str, ...] = ()
-        """End tags that may still follow, after a call that ended the reasoning."""
+        """End tags that may come again after the reasoning; they are no text."""

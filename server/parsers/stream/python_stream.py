@@ -135,7 +135,7 @@ def _read_escape(source: Source, sink: Sink) -> Steps[None]:
     if digits is None:
         source.take(2)
         if kind != "\n":
-            # As in Python, a backslash before any other character stays.
+            # A backslash before any other character stays, in Python too.
             sink(_ESCAPES.get(kind) or (kind if kind in "\\'\"" else "\\" + kind))
         return
     written = (yield from source.peek_many(2 + digits))[2:]

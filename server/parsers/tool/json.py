@@ -1,6 +1,7 @@
 """Calls whose arguments are JSON: objects and lists between markers (Hermes, Llama, Granite and
 others), or a name and then an object (Mistral, DeepSeek, Kimi)."""
 
+import re
 from dataclasses import dataclass, field
 
 from server.parsers.stream.base import EventBuffer, Tools
@@ -33,6 +34,7 @@ ARGUMENTS = ("arguments", "parameters", "args")
 NAMES = ("name", "function", "tool_name")
 _OTHER_KEYS = ("id", "type", "tool_call_id", *NAMES)
 NO_ARGUMENTS = "{}"
+_NAME = re.compile(r"\s*[^\s\[\]]+\s*")
 _DEEPSEEK_CALL = "<\uff5ctool\u2581call\u2581begin\uff5c>"
 _DEEPSEEK_CALL_END = "<\uff5ctool\u2581call\u2581end\uff5c>"
 _DEEPSEEK_CALLS = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
@@ -255,7 +257,10 @@ class Mistral(ToolCallFormat):
                 (self.before_arguments,), most=MAX_NAME_CHARACTERS, leave=True
             )
             call_id = checked_name(call_id)
-        yield from source.accept(self.before_arguments)
+        has_mark = yield from source.accept(self.before_arguments)
+        if not has_mark and not call_id and not _NAME.fullmatch(name):
+            # Text that an object follows.
+            raise ParseError
         yield from source.skip_whitespace()
         yield from read_named_call(source, output, checked_name(name), call_id)
 

@@ -1,5 +1,4 @@
-"""Calls written as tags around each argument: Qwen3-Coder, GLM, MiniMax, DeepSeek V3.2, Seed,
-Step3, Hunyuan, dots, MiniCPM5, Kimi K3, Muse Glimmer."""
+"""Calls written as tags around each argument."""
 
 import json
 import re
@@ -41,7 +40,6 @@ from server.parsers.tool.structural_tag import (
 MAX_ATTRIBUTES_CHARACTERS = 256
 _ATTRIBUTE = re.compile(r'(?:\s*(?:index|string|type)="\w*")*')
 _TEXT_ATTRIBUTES = ('string="true"', 'type="string"')
-_CDATA = ("<![CDATA[", "]]>")
 _LINE_BREAK = regex("\\n?")
 _WRAPPERS = ("arguments", "input", "properties")
 """Names under which models write all arguments as an object."""
@@ -62,6 +60,8 @@ class Attributes:
     """The attributes of other values."""
     call: str = ""
     """The attributes after the name of a function, if there are any."""
+    is_escaped: bool = False
+    """Whether names have `&quot;` and `&amp;` for quotes and ampersands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +82,8 @@ class Tags(ToolCallFormat):
     value: str = ""
     """The tag between key and value."""
     attributes: Attributes | None = None
-    has_cdata: bool = False
-    """Whether a value may be in a CDATA section."""
+    cdata: tuple[str, ...] = ()
+    """The start and the end of a section that a value may be in."""
     must_be_known: bool = False
     """Whether only functions of the request are calls."""
     is_framed: bool = True
@@ -147,7 +147,11 @@ class Tags(ToolCallFormat):
         name = yield from source.collect_until(
             self.name_end, most=MAX_NAME_CHARACTERS, leave=self.leaves_name_end
         )
-        name = checked_name(name.strip(QUOTES_AND_BLANKS))
+        name = checked_name(self._unescaped(name.strip(QUOTES_AND_BLANKS)))
+        namespace, _, last = name.partition(".")
+        if name not in tools and namespace == last and last in tools:
+            # A template that asks for a namespace makes a model write the name twice.
+            name = last
         if known is not None and name not in known:
             raise ParseError
         if self.attributes is not None and self.attributes.call:
@@ -195,7 +199,7 @@ class Tags(ToolCallFormat):
         words = (self.key_end, *(("\n",) if self.is_framed else ()), *filter(None, (self.value,)))
         yield from source.skip_whitespace()
         key = yield from source.peek_until(words, 0, MAX_NAME_CHARACTERS)
-        name = (key or "").strip(QUOTES_AND_BLANKS)
+        name = self._unescaped((key or "").strip(QUOTES_AND_BLANKS))
         if not name or not name.isprintable() or "<" in name:
             if source.is_cut:
                 raise UnexpectedEnd
@@ -237,6 +241,11 @@ class Tags(ToolCallFormat):
         else:
             arguments.add(key, cast(text, types or TEXT))
 
+    def _unescaped(self, name: str) -> str:
+        if self.attributes is None or not self.attributes.is_escaped:
+            return name
+        return name.replace("&quot;", '"').replace("&amp;", "&")
+
     def _read_attributes(self, source: Source, end: str) -> Steps[str]:
         text = yield from source.peek_until((end[0], "<"), 0, MAX_ATTRIBUTES_CHARACTERS)
         if text is None:
@@ -255,8 +264,8 @@ class Tags(ToolCallFormat):
     ) -> Steps[None]:
         """Text up to the end tag of a value, or to the tag after it if the end tag is missing. A
         tag in the text is part of the value, unless the call goes on or ends after it."""
-        if self.has_cdata and (yield from source.accept(_CDATA[0])):
-            if not (yield from source.read_until(_CDATA[1:], sink)):
+        if self.cdata and (yield from source.accept(self.cdata[0])):
+            if not (yield from source.read_until(self.cdata[1:], sink)):
                 raise UnexpectedEnd
             yield from source.skip_whitespace()
             yield from source.accept(self.value_end)
@@ -460,137 +469,3 @@ def check_name(function: str, name: str, ends: tuple[str, ...]) -> None:
     is_read = name == name.strip(QUOTES_AND_BLANKS) and not any(end in name for end in ends)
     if not (is_read and name.isprintable() and 1 <= len(name) <= MAX_NAME_CHARACTERS):
         raise unenforceable(function, f"the name {name!r:.60}")
-
-
-def _in_section(section: str, **more: Any) -> Tags:
-    """The tags of Qwen3-Coder around calls in a `section`."""
-    return Tags(
-        **{
-            "markers": (f"<{section}>",),
-            "opening": "<function=",
-            "name_end": (">",),
-            "key": "<parameter=",
-            "key_end": ">",
-            "value_end": "</parameter>",
-            "call_end": "</function>",
-            "section_end": f"</{section}>",
-            **more,
-        }
-    )
-
-
-def _invoke(prefix: str, quote: str = "", **more: Any) -> Tags:
-    """`<invoke name=...><parameter name=...>`, with `prefix` in all tags."""
-    return Tags(
-        **{
-            "opening": f"<{prefix}invoke name={quote}",
-            "name_end": (f"{quote}>",),
-            "key": f"<{prefix}parameter name={quote}",
-            "key_end": quote or ">",
-            "value_end": f"</{prefix}parameter>",
-            "call_end": f"</{prefix}invoke>",
-            **more,
-        }
-    )
-
-
-def _key_and_value(**more: Any) -> Tags:
-    """Keys and values, each in a tag of its own."""
-    return Tags(
-        markers=("<tool_call>",),
-        key="<arg_key>",
-        key_end="</arg_key>",
-        value="<arg_value>",
-        value_end="</arg_value>",
-        call_end="</tool_call>",
-        is_framed=False,
-        **more,
-    )
-
-
-QWEN3_CODER = _in_section("tool_call", markers=("<tool_call>", "<function="))
-SEED = _in_section("seed:tool_call", markers=("<seed:tool_call>", "<function="))
-MINIMAX = _invoke(
-    "",
-    markers=("<minimax:tool_call>", "<invoke name="),
-    section_end="</minimax:tool_call>",
-    is_framed=False,
-)
-DSML = _invoke(
-    "\uff5cDSML\uff5c",
-    '"',
-    markers=(
-        "<\uff5cDSML\uff5cfunction_calls>",
-        "<\uff5cDSML\uff5ctool_calls>",
-        '<\uff5cDSML\uff5cinvoke name="',
-    ),
-    ignored_markers=("</\uff5cDSML\uff5cfunction_calls>", "</\uff5cDSML\uff5ctool_calls>"),
-    attributes=Attributes(end=">", text=' string="true"', other=' string="false"'),
-    is_framed=False,
-)
-DOTS = _invoke(
-    "",
-    markers=("<dots_function_call>",),
-    section_end="</dots_function_call>",
-    is_framed=False,
-)
-MUSE_GLIMMER = _invoke(
-    "atem:",
-    markers=("<atem:function_calls>", "<atem:invoke name="),
-    section_end="</atem:function_calls>",
-    is_framed=False,
-)
-MINICPM5 = Tags(
-    markers=("<function name=",),
-    opening="<function name=",
-    name_end=(">",),
-    key="<param name=",
-    key_end=">",
-    value_end="</param>",
-    call_end="</function>",
-    is_framed=False,
-    has_cdata=True,
-    must_be_known=True,
-)
-KIMI_K3 = Tags(
-    markers=("<|open|>tools<|sep|>", '<|open|>call tool="'),
-    ignored_markers=(
-        "<|open|>response<|sep|>",
-        "<|close|>response<|sep|>",
-        "<|close|>message<|sep|>",
-    ),
-    opening='<|open|>call tool="',
-    name_end=('"',),
-    key='<|open|>argument key="',
-    key_end='"',
-    value_end="<|close|>argument<|sep|>",
-    call_end="<|close|>call<|sep|>",
-    section_end="<|close|>tools<|sep|>",
-    attributes=Attributes(
-        end="<|sep|>",
-        text=' type="string"',
-        other=' type="(number|boolean|null|object|array)"',
-        call=' index="[0-9]{1,3}"',
-    ),
-    is_framed=False,
-)
-GLM = _key_and_value(name_end=("\n", "<arg_key>", "</tool_call>"), leaves_name_end=True)
-HUNYUAN = _key_and_value(
-    name_end=("<tool_sep>",),
-    ignored_markers=("<tool_calls>", "</tool_calls>"),
-    section=("<tool_calls>", "</tool_calls>"),
-    ends=("</tool_call>",),
-)
-STEP3 = _invoke(
-    "steptml:",
-    markers=("<steptml:invoke name=",),
-    ignored_markers=(
-        "<\uff5ctool_calls_begin\uff5c>",
-        "<\uff5ctool_call_begin\uff5c>function<\uff5ctool_sep\uff5c>",
-        "<\uff5ctool_call_end\uff5c>",
-        "<\uff5ctool_calls_end\uff5c>",
-    ),
-    section=("<\uff5ctool_calls_begin\uff5c>", "<\uff5ctool_calls_end\uff5c>"),
-    ends=("<\uff5ctool_call_end\uff5c>",),
-    is_framed=False,
-)

@@ -60,6 +60,16 @@ def parser(*, is_inside: bool = False, has_tools: bool = True) -> OutputParser:
             "So.\nYes.",
             [],
         ),
+        # A message to the model itself, or to a tool that no request has, is not for the client.
+        *(
+            (
+                f"<|channel|>commentary to={to}<|message|>1 + 1<|end|>{FINAL}Yes.",
+                "1 + 1",
+                "Yes.",
+                [],
+            )
+            for to in ("assistant", "python", "browser.search code")
+        ),
         ("<|start|>assistant without an end", "", "<|start|>assistant without an end", []),
     ],
 )

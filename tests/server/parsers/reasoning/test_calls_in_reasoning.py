@@ -26,6 +26,7 @@ MINIMAX = (
     '<minimax:tool_call><invoke name="f"><parameter name="city">A</parameter></invoke>'
     "</minimax:tool_call>"
 )
+MUSE = '<atem:invoke name="f"><atem:parameter name="city">A</atem:parameter></atem:invoke>'
 HERMES = '<tool_call>{"name": "f", "arguments": {"city": "A"}}</tool_call>'
 A = {"city": "A"}
 
@@ -46,7 +47,25 @@ CASES: list[tuple[str, str, str, str, str, list[Any]]] = [
     ("mistral", "mistral", 'hm[TOOL_CALLS]f[ARGS]{"city": "A"}', "hm", "", [A]),
     ("granite", "granite", f"hm {HERMES}", "hm", "", [A]),
     ("qwen3", "hermes", f"hm</think>{HERMES}</tool_call> x</tool_call>", "hm", "x", [A]),
+    # Tags of reasoning in an argument are text.
+    (
+        "mistral",
+        "mistral",
+        'hm[/THINK]Ok[TOOL_CALLS]f[ARGS]{"city": "[THINK][/THINK]</think>"}',
+        "hm",
+        "Ok",
+        [{"city": "[THINK][/THINK]</think>"}],
+    ),
+    (
+        "gemma4",
+        "gemma4",
+        'hm<channel|><|tool_call>call:f{city:<|"|><|channel>A<channel|><|"|>}<tool_call|>',
+        "hm",
+        "",
+        [{"city": "<|channel>A<channel|>"}],
+    ),
     # A draft of a call in the reasoning is no call.
+    ("muse_glimmer", "muse_glimmer", f"{MUSE}<|eom|>Ok", MUSE, "Ok", []),
     ("qwen3", "llama3_json", '{"name": "f", "parameters": {}}</think>Ok', "{}", "Ok", []),
     ("qwen3", "xlam", '```json\n[{"name": "f", "arguments": {}}]\n```</think>Ok', "{}", "Ok", []),
     ("qwen3", "phi4_mini_json", 'functools[{"name": "f"}]</think>Ok', "{}", "Ok", []),

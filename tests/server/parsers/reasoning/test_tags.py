@@ -16,6 +16,8 @@ from server.parsers.registry import (
 )
 from server.parsers.tool.base import ToolCallParser
 
+THINK = REASONING_FORMATS["qwen3"]
+QUOTED = '<tool_call>{"name": "now", "arguments": {"a": "</think>"}}</tool_call>'
 CASES = [
     ("qwen3", False, "<think>\nHm.\n</think>\n\nYes.", "Hm.", "Yes."),
     ("qwen3", False, "Yes <think> no.", "", "Yes <think> no."),
@@ -32,6 +34,8 @@ CASES = [
     ("mistral", False, "[THINK]Hm.[/THINK]Yes.", "Hm.", "Yes."),
     ("mistral", False, "A\n[THINK]Hm.[/THINK]\nYes.", "Hm.", "A\n\nYes."),
     ("mistral", False, "[/THINK]Yes.", "", "Yes."),
+    ("mistral", False, "<think>Hm.</think>Yes.", "Hm.", "Yes."),
+    ("mistral", False, "Yes <think> no </think>.", "", "Yes <think> no </think>."),
     ("granite", False, "Here is my thought process: a\n\nHere's my response: b", "a", "b"),
     ("granite", False, "Here is the answer", "", "Here is the answer"),
     ("hunyuan_a13b", False, "<think>\na\n</think>\n<answer>\nb\n</answer>", "a", "b"),
@@ -44,11 +48,17 @@ CASES = [
     ("gemma4", False, "<|channel>thought<channel|>Yes.", "", "Yes."),
     ("gemma4", False, "<|channel>thought\nthought\n<channel|>Yes.", "thought", "Yes."),
     ("gemma4", False, "<|channel>Hm.", "Hm.", ""),
+    # The start tag is missing.
+    ("gemma4", False, "thought\nHm.<channel|>Yes.", "Hm.", "Yes."),
+    ("gemma4", False, "thoughts\nare free", "", "thoughts\nare free"),
+    ("gemma4", False, "thought", "", "thought"),
     ("gemma4", False, "A\n<|channel>Hm.<channel|>\nYes.", "Hm.", "A\n\nYes."),
     ("gemma4", False, "<|channel>a<channel|>b<|channel>thought\nc<channel|>d", "a\nc", "bd"),
     ("gemma4", False, "Hm.<channel|>Yes.", "", "Hm.Yes."),
     ("ernie45", True, "Hm.\n</think>\n\n<response>\nYes.\n</response>\n", "Hm.", "Yes."),
     ("ernie45", True, "Hm.\n</think>\nYes.", "Hm.", "Yes."),
+    ("hy_v3", False, "<think:opensource>Hm.</think:opensource>\n\nYes.", "Hm.", "Yes."),
+    ("hy_v3", True, "Hm.</think>Yes.", "Hm.", "Yes."),
     ("nemotron_v3", True, "Hm.\n</think>\nYes.", "Hm.", "Yes."),
     (
         "cohere_command3",
@@ -172,6 +182,48 @@ def test_shown_reasoning_is_text_with_its_tags(prompt: str, text: str, said: str
     assert read_every_way(lambda: form.parser(is_inside=is_inside), text) == ("", said, [], [])
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        (None, "a</think>b</think>c", "bc"),
+        ("qwen3_coder", "a</think>b</think>c", "bc"),
+        # Without reasoning, and in an argument, it is text.
+        (None, "b</think>c", "b</think>c"),
+        ("hermes", f"a</think>{QUOTED}", ""),
+    ],
+)
+def test_an_end_tag_that_comes_again_is_no_text(name: str | None, text: str, said: str) -> None:
+    def both() -> OutputParser:
+        thinking = ReasoningTagParser(THINK, is_inside=text.startswith("a"))
+        calls = None if name is None else ToolCallParser(TOOL_CALL_FORMATS[name], TOOLS)
+        return OutputParser(thinking, calls, lambda: "ID")
+
+    found = read_every_way(both, text)
+
+    assert found[1] == said
+    assert good_calls(found) == ([("now", {"a": "</think>"})] if QUOTED in text else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("qwen3", 'a</think>"</think>"', '"</think>"'),
+        ("qwen3", " </think>", " </think>"),
+        ("mistral", 'a[/THINK]"[THINK]b[/THINK]"', '"[THINK]b[/THINK]"'),
+        ("gemma4", 'a<channel|>"<channel|>"', '"<channel|>"'),
+    ],
+)
+def test_a_constrained_answer_keeps_tags(name: str, text: str, said: str) -> None:
+    def both() -> OutputParser:
+        is_inside = text.startswith("a")
+        thinking = ReasoningTagParser(
+            REASONING_FORMATS[name], is_inside=is_inside, keeps_whitespace=True
+        )
+        return OutputParser(thinking, None, lambda: "ID")
+
+    assert read_every_way(both, text)[1] == said
+
+
 def test_a_parser_knows_whether_the_text_is_reasoning() -> None:
     parser = ReasoningTagParser(REASONING_FORMATS["qwen3"], is_inside=False)
 
@@ -202,6 +254,8 @@ def test_a_parser_knows_whether_the_text_is_reasoning() -> None:
         ("<start_function_call>call:", "functiongemma", None),
         ("<steptml:invoke name=", "step3", "step3"),
         ("<tool_calls><tool_call>N<tool_sep><arg_key>", "hunyuan", None),
+        ("{{ '<tool_calls{}><arg_key{}>'.format(s) }} <think{}>", "hy_v3", "hy_v3"),
+        ("<think:opensource> <arg_key:opensource>", "hy_v3", "hy_v3"),
         ("<|START_THINKING|> <|START_ACTION|>", "cohere_command3", "cohere_command3"),
         ("<|message_model|><|content_thinking|>", None, "inkling"),
         ("<|content_invoke_tool_json|>", "inkling", None),

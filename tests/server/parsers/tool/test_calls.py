@@ -7,6 +7,16 @@ import pytest
 from parsing import good_calls, parser_of, read, read_every_way
 from written_calls import BROKEN, NOW, NOW_JSON, TEXT, WHOLE
 
+from server.parsers.registry import TOOL_CALL_FORMATS, words_of
+
+
+@pytest.mark.parametrize("tag", ["<tool_calls>", "</tool_call>", "<tool_sep>", "<arg_key>"])
+@pytest.mark.parametrize("suffix", ["", ":opensource"])
+def test_the_parser_of_hunyuan_3_sees_special_tokens_with_either_suffix(
+    tag: str, suffix: str
+) -> None:
+    assert tag.replace(">", f"{suffix}>") in words_of(TOOL_CALL_FORMATS["hy_v3"])
+
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), WHOLE)
 def test_calls_are_found_wherever_the_text_is_cut(
