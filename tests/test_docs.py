@@ -227,6 +227,23 @@ def test_an_example_runs(
         assert json.loads(printed)["choices"][0]["message"]["role"] == "assistant"
 
 
+GENERATES = re.compile(
+    r"/v1/(chat/completions|completions|responses|messages)'? |"
+    r"\b(completions|responses|messages)\.(create|stream|parse)\(|\bllm\.(chat|generate)\("
+)
+LIMIT = re.compile(r"\bmax_(tokens|output_tokens|completion_tokens)\b")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_example_that_generates_has_a_limit(page: Path) -> None:
+    blocks = [text for _, text in FENCE.findall(page.read_text(encoding="utf-8"))]
+
+    unlimited = [text for text in blocks if GENERATES.search(text) and not LIMIT.search(text)]
+
+    # The request of this page is refused.
+    assert [text for text in unlimited if '"temperature": 3' not in text] == []
+
+
 def shape(value: Any) -> Any:
     """The nested keys of an answer, of a list those of its first entry; None for each value."""
     if isinstance(value, dict):
