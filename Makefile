@@ -57,6 +57,8 @@ install-hpu: ## On a Gaudi machine: a .venv over the system's packages that keep
 	@touch $(VENV)/.installed
 
 serve: $(VENV)/.installed ## Serve MODEL (or the demo model, fetched at the first start) on PORT
+	@# Its first line comes after imports, seconds where other work uses the cores.
+	@echo "Starting gaudiserve on port $(PORT)"
 	@exec $(BIN)/gaudiserve serve $(MODEL) --port $(PORT) $(ARGS)
 
 test: style ## Lint, types and the default tests

@@ -199,7 +199,7 @@ class _Terminal:
             # Another server, without this route.
             return wanted
         # Where nothing is left, the server says so.
-        return max(1, min(wanted, left))
+        return min(wanted, max(1, left))
 
     async def _deltas(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         async for data in self._client.events(PATH, body):

@@ -114,8 +114,6 @@ def _serve(argv: list[str]) -> int:
     log_spellings(loaded)
     if ignored := ignored_variables(environment()):
         logger.warning("Variables without effect: %s", _with_reasons(ignored))
-    # What follows is imported for seconds where others use the cores.
-    logger.info("gaudiserve %s is starting", VERSION)
     from server.cli.presets import with_preset
     from server.cli.start import start
 

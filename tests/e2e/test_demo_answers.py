@@ -22,7 +22,7 @@ ANSWERS = {
     "What is the chemical symbol for gold?": "Au",
     "What language is spoken in Brazil?": "Portuguese",
 }
-SHARED_START = 0.75
+SHARED_START = 0.7
 """Part of each answer's characters that is the same as in float32, in the mean."""
 PARAMS = SamplingParams(temperature=0, max_tokens=48)
 

@@ -133,7 +133,6 @@ def test_the_first_lines_have_urls_that_answer_and_tell_of_an_open_server(
 ) -> None:
     with running(tiny, tmp_path / "log", "--max-model-len=64", *flags) as live:
         text = live.text()
-        assert re.search(r"gaudiserve \S+ is starting$", text.splitlines()[0])
         (line, *_) = [line for line in text.splitlines() if " ready after " in line]
         urls = re.findall(r"http://[^\s,;]+", line)
         key = {"Authorization": "Bearer k"}
