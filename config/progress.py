@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +9,6 @@ from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
 
-LINE_S = 5.0
-"""Between two lines about the same step."""
 NUM_LINES = 10
 """For the whole of a download or a conversion, where there is no bar."""
 
@@ -31,19 +28,6 @@ exception aborts the work."""
 
 def unreported_step(step: str) -> None:
     """An OnStep that does nothing."""
-
-
-class StepLines:
-    """An OnStep that logs what takes long: a line every LINE_S."""
-
-    def __init__(self) -> None:
-        self._next_s = time.monotonic() + LINE_S
-
-    def __call__(self, step: str) -> None:
-        now_s = time.monotonic()
-        if now_s >= self._next_s:
-            self._next_s = now_s + LINE_S
-            logger.info("%s", step)
 
 
 class TenthLines:

@@ -22,7 +22,7 @@ from config.errors import ConfigError
 from config.loading.env import cache_home
 from config.model.decoder_spec import ClampedSwiGLU
 from config.owned_directory import OwnedDirectory
-from config.progress import OnStep, StepLines, unreported_step
+from config.progress import OnStep, unreported_step
 from config.whole_files import write_whole
 from hpu.host import cpu_flags
 from hpu.native.pages import HugePages
@@ -571,4 +571,4 @@ def openmp_runtime() -> list[str]:
 
 if __name__ == "__main__":
     log.setup("install")
-    open_library(kernel_folder(None), 1, on_step=StepLines())
+    open_library(kernel_folder(None), 1)

@@ -3,12 +3,11 @@
 import io
 import logging
 import sys
-import time
 
 import pytest
 
 from config import progress
-from config.progress import Bar, StepLines, TenthLines
+from config.progress import Bar, TenthLines
 
 
 class Terminal(io.StringIO):
@@ -78,21 +77,3 @@ def test_a_total_that_is_unknown_has_no_tenths(caplog: pytest.LogCaptureFixture)
         TenthLines("Fetching it").update(50, 0)
 
     assert caplog.records == []
-
-
-def test_a_step_has_a_line_every_five_seconds(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    now_s = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    lines = StepLines()
-
-    with caplog.at_level(logging.INFO):
-        for _ in range(12):
-            now_s += 1.0
-            lines(f"compiling, {now_s - 100:.0f} s")
-
-    assert [record.getMessage() for record in caplog.records] == [
-        "compiling, 5 s",
-        "compiling, 10 s",
-    ]
