@@ -26,7 +26,7 @@ TEXT begins a new one with that system prompt.
 PATH = "/v1/chat/completions"
 TOKENIZE_PATH = "/tokenize"
 MAX_TOKENS = 1024
-"""Of an answer: a small model may repeat itself without an end."""
+"""Default limit of an answer: a small model may repeat itself without an end."""
 DIM, NORMAL = "\x1b[2m", "\x1b[0m"
 LEAVE = ("/exit", "/quit")
 CLEAR_LINE = "\r\x1b[K"
