@@ -44,7 +44,7 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	echo "Installing gaudiserve and its dependencies into $(VENV); the first time takes some minutes"; \
 	torch=$$($(COUNTED) 'Choosing a build of torch' $(BIN)/python $(TORCH_CHOICE)) && $(PIP) $$torch --editable '.[cpu,dev]'
 	@# Where a compiler is there, the first start has nothing left to compile.
-	@$(BIN)/python -m hpu.native.library
+	@$(COUNTED) 'Preparing kernels for this CPU' $(BIN)/python -m hpu.native.library
 	@touch $@
 
 install-hpu: ## On a Gaudi machine: a .venv over the system's packages that keeps the vendor's torch
@@ -57,6 +57,8 @@ install-hpu: ## On a Gaudi machine: a .venv over the system's packages that keep
 	@touch $(VENV)/.installed
 
 serve: $(VENV)/.installed ## Serve MODEL (or the demo model, fetched at the first start) on PORT
+	@# Its first line comes after imports, seconds where other work uses the cores.
+	@echo "Starting gaudiserve on port $(PORT)"
 	@exec $(BIN)/gaudiserve serve $(MODEL) --port $(PORT) $(ARGS)
 
 test: style ## Lint, types and the default tests

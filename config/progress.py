@@ -1,9 +1,16 @@
-"""Progress of downloads and conversions at start-up: a bar and a callback."""
+"""Progress of what takes long at start-up: a bar on a terminal, lines elsewhere, and callbacks."""
 
+import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from tqdm import tqdm
+
+logger = logging.getLogger(__name__)
+
+NUM_LINES = 10
+"""For the whole of a download or a conversion, where there is no bar."""
 
 Report = Callable[[str, int, int], None]
 """Called with a stage ("fetch", "convert"), the bytes done and the total (0: unknown). May be
@@ -14,17 +21,54 @@ def unreported(stage: str, done_bytes: int, total_bytes: int) -> None:
     """A Report that does nothing."""
 
 
-class Bar(tqdm):  # type: ignore[type-arg] # a class only to the type checker's stubs
-    """A bar over bytes that also reports each update, even if it is disabled."""
+OnStep = Callable[[str], None]
+"""Called with what is under way, for example `compiling kernels, 12 s`, once a second or so. An
+exception aborts the work."""
 
-    def __init__(self, stage: str, report: Report, **look: Any) -> None:
+
+def unreported_step(step: str) -> None:
+    """An OnStep that does nothing."""
+
+
+class TenthLines:
+    """Lines about bytes, where there is no terminal for a bar: at each tenth of the total."""
+
+    def __init__(self, words: str) -> None:
+        self._words = words
+        self._num_written = 0
+
+    def update(self, done_bytes: int, total_bytes: int) -> None:
+        """Log a line if a tenth more is done than at the last line."""
+        tenths = NUM_LINES * done_bytes // total_bytes if total_bytes else 0
+        if tenths > self._num_written:
+            self._num_written = tenths
+            megabytes = f"{done_bytes / 1e6:.0f} of {total_bytes / 1e6:.0f} MB"
+            logger.info("%s: %d %%, %s", self._words, 100 * tenths // NUM_LINES, megabytes)
+
+
+class Bar(tqdm):  # type: ignore[type-arg] # a class only to the type checker's stubs
+    """A bar over bytes on a terminal, elsewhere lines; it also reports each update. `disable`
+    leaves the reports alone."""
+
+    def __init__(self, stage: str, report: Report, *, desc: str, **look: Any) -> None:
         self._stage = stage
         self._report = report
         self._done_bytes = 0
-        super().__init__(**{"unit": "B", "unit_scale": True, **look})
+        is_terminal = sys.stderr.isatty()
+        self._lines = None if is_terminal or look.get("disable") else TenthLines(desc)
+        look["disable"] = look.get("disable") or not is_terminal
+        super().__init__(**{"unit": "B", "unit_scale": True, "desc": desc, **look})
+        # tqdm keeps no total while it is disabled.
+        self._total_bytes = int(look.get("total") or 0)
+
+    def reach(self, done_bytes: int) -> None:
+        """Update to `done_bytes`, at most the total; fewer than before count as no progress."""
+        self.update(max(0, min(done_bytes, self._total_bytes) - self._done_bytes))
 
     def update(self, n: float | None = 1) -> bool | None:
         # tqdm does not count while it is disabled.
         self._done_bytes += int(n or 0)
-        self._report(self._stage, self._done_bytes, int(self.total or 0))
+        self._report(self._stage, self._done_bytes, self._total_bytes)
+        if self._lines is not None:
+            self._lines.update(self._done_bytes, self._total_bytes)
         return super().update(n)

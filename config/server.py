@@ -9,7 +9,7 @@ from typing import Any
 from config.errors import ConfigError, UserError
 from config.json_text import parse_json
 from config.log import FORMATS, TEXT, LogConfig
-from config.model.model_config import GENERATION_FIELDS, MAX_NEW_TOKENS
+from config.model.model_config import GENERATION_FIELDS, GENERATION_LIMITS
 from config.params.sampling import MAX_LOGPROBS, SamplingParams
 from config.setting import check_settings, setting
 
@@ -239,7 +239,7 @@ class ServerConfig:
     override_generation_config: str = setting(
         "",
         'Default sampling parameters as JSON, over those of the model: {"temperature": 0.5}; '
-        "max_new_tokens limits the output of every request",
+        "max_new_tokens limits the output of every request, max_tokens of those without a limit",
         group="Text",
     )
     max_logprobs: int = setting(
@@ -541,11 +541,12 @@ def _generation_overrides(text: str) -> dict[str, float]:
     if not isinstance(values, dict) or not set(values) <= set(GENERATION_FIELDS):
         allowed = ", ".join(GENERATION_FIELDS)
         raise ConfigError(f"{name} is {text!r}, it must be a JSON object of some of {allowed}")
-    most = values.get(MAX_NEW_TOKENS, 1)
-    if type(most) is not int or most < 1:
-        raise ConfigError(f"{name} has {MAX_NEW_TOKENS} {most!r}, it must be an integer above 0")
+    for limit in GENERATION_LIMITS:
+        most = values.get(limit, 1)
+        if type(most) is not int or most < 1:
+            raise ConfigError(f"{name} has {limit} {most!r}, it must be an integer above 0")
     try:
-        SamplingParams(**{key: values[key] for key in values if key != MAX_NEW_TOKENS})
+        SamplingParams(**{key: values[key] for key in values if key not in GENERATION_LIMITS})
     except (UserError, TypeError) as error:
         raise ConfigError(f"{name} is {text!r}: {error}") from None
     return values

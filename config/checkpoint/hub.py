@@ -4,6 +4,7 @@ its weights are downloaded, and each failure says what to do about it."""
 import errno
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +23,7 @@ from huggingface_hub.utils.tqdm import tqdm as HubBar
 
 from config.checkpoint.safetensors_files import incomplete
 from config.errors import ConfigError
-from config.progress import Report, unreported
+from config.progress import Report, TenthLines, unreported
 
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _FACTS = ("*.json", "tokenizer.model", "*.jinja", "*.tiktoken")
@@ -59,6 +60,7 @@ def download_model(
     *,
     check: Callable[[str], object],
     has_weights: bool = True,
+    progress: bool = True,
     report: Report = unreported,
 ) -> Path:
     """The local folder of a model of the hub, below `folder` (None: the hub's own cache).
@@ -69,7 +71,7 @@ def download_model(
     downloaded.
     """
     report("fetch", 0, 0)
-    path = download_files(model, revision, folder, _FACTS, report)
+    path = download_files(model, revision, folder, _FACTS, report, progress)
     if (path / "config.json").is_file():
         try:
             check(str(path))
@@ -77,7 +79,7 @@ def download_model(
             raise ConfigError(str(error).replace(str(path), model)) from error
         if not has_weights:
             return path
-        path = download_files(model, revision, folder, (*_FACTS, *_WEIGHTS), report)
+        path = download_files(model, revision, folder, (*_FACTS, *_WEIGHTS), report, progress)
         if any(path.glob("*.safetensors")):
             return path
     names: list[str] = []
@@ -92,9 +94,11 @@ def download_files(
     folder: str | None,
     patterns: Sequence[str],
     report: Report = unreported,
+    progress: bool = True,
 ) -> Path:
     """The local folder with those files of a model that match `patterns`. Without a network, files
-    of an earlier download are used. ConfigError if the hub does not give them."""
+    of an earlier download are used. `progress` shows bars on a terminal, and lines elsewhere.
+    ConfigError if the hub does not give the files."""
     try:
         return Path(
             snapshot_download(
@@ -103,7 +107,7 @@ def download_files(
                 cache_dir=None if folder is None else os.path.expanduser(folder),
                 allow_patterns=list(patterns),
                 ignore_patterns=list(_EXCLUDED),
-                tqdm_class=_reporting(report),
+                tqdm_class=_reporting(report, model, progress),
             )
         )
     except _ERRORS as error:
@@ -156,18 +160,23 @@ def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason")
 
 
-def _reporting(report: Report) -> type[HubBar]:
-    """The hub's own bars, which report what is counted in bytes.
+def _reporting(report: Report, model: str, progress: bool) -> type[HubBar]:
+    """The hub's own bars, which report what is counted in bytes, or lines where there is no
+    terminal.
 
     There are two of those (received, written), of which either may stand still; older versions of
     the library have none here, but count files.
     """
     done = total = 0
+    is_terminal = sys.stderr.isatty()
+    lines = TenthLines(f"Fetching {model}") if progress and not is_terminal else None
 
     class Reporting(HubBar):
         def __init__(self, *args: Any, **look: Any) -> None:
             self._unit_bytes = 1 if look.get("unit") == "B" else 0
             self._done_bytes = 0
+            self._total_bytes = int(look.get("total") or 0)
+            look["disable"] = look.get("disable") or not (progress and is_terminal)
             super().__init__(*args, **look)  # type: ignore[no-untyped-call] # untyped there
 
         def update(self, n: float | None = 1) -> bool | None:
@@ -176,6 +185,8 @@ def _reporting(report: Report) -> type[HubBar]:
             done = max(done, self._done_bytes)
             total = max(total, int(self.total or 0) * self._unit_bytes)
             report("fetch", done, total)
+            if lines is not None:
+                lines.update(done, total)
             return super().update(n)
 
     return Reporting

@@ -37,8 +37,8 @@ def resolve(
     the folder of a GGUF file also has its quantized weights. `dtype` auto means bfloat16.
     Without `has_weights` a folder may have no *.safetensors, and none are downloaded.
     With `hf_overrides`, a JSON object, its config.json has the fields of the object.
-    `progress` shows bars, `report` is called with the same progress. ConfigError says what is
-    missing or wrong.
+    `progress` shows bars on a terminal, and lines elsewhere; `report` is called with the same
+    progress. ConfigError says what is missing or wrong.
     """
     parse_overrides(hf_overrides)
     folder = _folder(
@@ -94,7 +94,13 @@ def _folder(
         raise ConfigError(f"{path} is neither a folder nor a .gguf file")
     if is_hub_id(model):
         folder = download_model(
-            model, revision, download_dir, check=check, has_weights=has_weights, report=report
+            model,
+            revision,
+            download_dir,
+            check=check,
+            has_weights=has_weights,
+            progress=progress,
+            report=report,
         )
         return str(folder)
     raise no_such_model(model)

@@ -12,9 +12,12 @@ from config.model.quantization.base import QuantizationConfig
 
 MAX_NEW_TOKENS = "max_new_tokens"
 """Field of a generation config: the limit of the output of every request."""
+DEFAULT_MAX_TOKENS = "max_tokens"
+"""Field of a generation config: the limit of the output of a request without a limit."""
+GENERATION_LIMITS = (MAX_NEW_TOKENS, DEFAULT_MAX_TOKENS)
 GENERATION_FIELDS = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
-    MAX_NEW_TOKENS,
+    *GENERATION_LIMITS,
 )
 DTYPES = ("bfloat16", "float16", "float32")
 BLOCKS = "blocks.gguf.safetensors"

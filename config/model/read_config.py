@@ -17,10 +17,10 @@ from config.model.model_config import (
     DEFAULT_THETA,
     DTYPES,
     GENERATION_FIELDS,
+    GENERATION_LIMITS,
     LAYER_TYPES,
     MAX_LAYERS,
     MAX_MTP_LAYERS,
-    MAX_NEW_TOKENS,
     MAX_POSITION,
     MAX_THETA,
     MAX_TOKEN_ID,
@@ -446,6 +446,7 @@ def _generation_defaults(generation: Fields) -> dict[str, float]:
     values = {
         name: generation.number_or_none(name, maximum=MAX_TOP_K) for name in GENERATION_FIELDS
     }
-    if (limit := values[MAX_NEW_TOKENS]) is not None and limit < 1:
-        values[MAX_NEW_TOKENS] = None
+    for name in GENERATION_LIMITS:
+        if (limit := values[name]) is not None and limit < 1:
+            values[name] = None
     return {name: value for name, value in values.items() if value is not None}

@@ -508,8 +508,8 @@ class SingleEngineClient:
         if self.failure is not None:
             raise EngineDied(self.failure)
         if self.ready is None:
-            stage = self.progress
-            doing = f" ({stage.stage}: {stage.counts})" if stage else ""
+            progress = self.progress
+            doing = f" ({progress.text})" if progress else ""
             raise Overloaded(
                 f"The engine is starting{doing}, it takes no requests yet.",
                 retry_after_s=5,

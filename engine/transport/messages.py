@@ -286,6 +286,11 @@ class Progress(msgspec.Struct, array_like=True, gc=False, tag=7):
             return f"{self.done / 1e9:.2f} of {self.total / 1e9:.2f} GB"
         return f"{self.done} of {self.total}"
 
+    @property
+    def text(self) -> str:
+        """`warmup, 12 of 97`; the stage alone where nothing is counted."""
+        return f"{self.stage}, {self.counts}" if self.total else self.stage
+
 
 class Ready(msgspec.Struct, array_like=True, gc=False, tag=8):
     """The engine accepts requests."""

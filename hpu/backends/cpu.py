@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from config.malloc import retain_freed_memory
 from config.model.kv_cache_dtype import AUTO
 from config.model.model_config import ModelConfig
+from config.progress import OnStep, unreported_step
 from hpu.backends.base import Backend
 from hpu.backends.pages_ahead import PagesAhead
 from hpu.distributed.agreement import Agreement
@@ -103,7 +104,7 @@ class CallGraph:
 class CpuBackend(Backend):
     """The CPU with `num_threads` compute threads (None: the usable cores, divided among the ranks).
     `kernels`: the folder of the compiled kernels, which are built if they are missing; None:
-    torch's own operators are used. `ranks` meet over gloo."""
+    torch's own operators are used. `ranks` meet over gloo. `on_step` hears of the building."""
 
     name = "cpu"
     card = driver = software = ""
@@ -122,6 +123,7 @@ class CpuBackend(Backend):
         *,
         int8_activations: bool = True,
         ranks: Ranks = SINGLE_RANK,
+        on_step: OnStep = unreported_step,
     ) -> None:
         self.device = torch.device("cpu")
         self.index_dtype = torch.int64
@@ -143,7 +145,9 @@ class CpuBackend(Backend):
         for a mixture of experts."""
         self._library: Library | None = None
         if kernels is not None:
-            self._library = open_library(kernels, threads, int8_activations=int8_activations)
+            self._library = open_library(
+                kernels, threads, int8_activations=int8_activations, on_step=on_step
+            )
         self.world = join("gloo", ranks)
 
     def memory(self) -> tuple[int, int]:

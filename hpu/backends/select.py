@@ -2,13 +2,17 @@
 
 from config.engine import EngineConfig
 from config.loading import env
+from config.progress import OnStep, unreported_step
 from hpu.backends.base import Backend
 from hpu.distributed.process_groups import SINGLE_RANK, Ranks
 
 
-def select_backend(config: EngineConfig, ranks: Ranks = SINGLE_RANK) -> Backend:
+def select_backend(
+    config: EngineConfig, ranks: Ranks = SINGLE_RANK, on_step: OnStep = unreported_step
+) -> Backend:
     """The named backend, or for `auto` a Gaudi if its runtime is installed, else the CPU. An NVIDIA
     GPU, which is for development, must be named. It has met the other `ranks` of the model.
+    `on_step` is called while it is prepared.
 
     Raises ConfigError if the machine has no such device or the device cannot be used.
     """
@@ -26,7 +30,11 @@ def select_backend(config: EngineConfig, ranks: Ranks = SINGLE_RANK) -> Backend:
 
     folder = kernel_folder(config.cache_dir) if config.cpu_kernels == "auto" else None
     return CpuBackend(
-        config.num_threads, folder, int8_activations=config.cpu_int8_activations, ranks=ranks
+        config.num_threads,
+        folder,
+        int8_activations=config.cpu_int8_activations,
+        ranks=ranks,
+        on_step=on_step,
     )
 
 

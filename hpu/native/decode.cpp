@@ -2,7 +2,8 @@
 // numbers.h, and for AMX where available. hpu/native/library.py passes the pointers.
 //
 // A step that takes torch some six hundred operators is one call here, in one parallel region.
-// Activations in memory are bfloat16, as on the torch path; sums are float32.
+// Activations in memory are bfloat16, as on the torch path; sums are float32, and so is the residual
+// stream, to which each layer adds twice: rounded to bfloat16 it loses more digits than all the rest.
 
 #include "attend.h"
 #include "lora_tiles.h"
@@ -10,7 +11,8 @@
 
 namespace {
 
-void rms_norm(const bf16* x, const bf16* weight, bf16* out, int64_t size, float eps) {
+template <typename Number>
+void rms_norm(const Number* x, const bf16* weight, bf16* out, int64_t size, float eps) {
   Lanes squares = zero();
   for (int64_t i = 0; i < size; i += 16) {
     const Lanes v = load(x + i);
@@ -63,11 +65,11 @@ void embed(const Model& m, const Step& s) {
   if (s.embeddings) {
 #pragma omp for nowait
     for (int64_t r = 0; r < s.rows; ++r)
-      std::memcpy(s.total + r * m.hidden, s.embeddings + r * m.hidden, m.hidden * sizeof(bf16));
+      widen(s.embeddings + r * m.hidden, m.hidden, s.total + r * m.hidden);
     return wait_for_all();
   }
+  const Lanes by = set1(m.embedding_multiplier);
   if (m.group) {
-    const Lanes by = set1(m.embedding_multiplier);
     float* own = slot_of(*m.group, m.group->rank);
 #pragma omp for nowait
     for (int64_t r = 0; r < s.rows; ++r) {
@@ -84,12 +86,8 @@ void embed(const Model& m, const Step& s) {
 #pragma omp for nowait
   for (int64_t r = 0; r < s.rows; ++r) {
     const bf16* from = m.embedding + s.tokens[r] * m.hidden;
-    bf16* to = s.total + r * m.hidden;
-    if (m.embedding_multiplier == 1)
-      std::memcpy(to, from, m.hidden * sizeof(bf16));
-    else
-      for (int64_t i = 0; i < m.hidden; i += 16)
-        store(to + i, mul(load(from + i), set1(m.embedding_multiplier)));
+    for (int64_t i = 0; i < m.hidden; i += 16)
+      store(s.total + r * m.hidden + i, mul(load(from + i), by));
   }
   wait_for_all();
 }
@@ -211,7 +209,7 @@ void decode_in(const Model& m, Step s, int64_t threads) {
   static thread_local Groups groups;
   Groups& g = groups;
   s.low = room_for_low(s, low);
-  s.total = stream.room<bf16>(s.rows * m.hidden);
+  s.total = stream.room<float>(s.rows * m.hidden);
   bf16* wide = first.room<bf16>(s.rows * heads);
   bf16* inside = second.room<bf16>(s.rows * std::max(query, m.inner));
   Barrier barrier;
@@ -255,7 +253,7 @@ void prompt_in(const Model& m, Step s, const Prompts& prompts, int64_t threads) 
   static thread_local Groups groups;
   Groups& g = groups;
   s.low = room_for_low(s, low);
-  s.total = stream.room<bf16>(s.rows * m.hidden);
+  s.total = stream.room<float>(s.rows * m.hidden);
   bf16* wide = first.room<bf16>(s.rows * heads);
   bf16* inside = second.room<bf16>(s.rows * std::max(query, m.inner));
   Scratch& laid = third;

@@ -1,5 +1,6 @@
 """The CPU back end's C++ kernels: decode.cpp, compiled once for this machine and cached on disk."""
 
+import contextlib
 import ctypes
 import hashlib
 import logging
@@ -7,18 +8,21 @@ import platform
 import re
 import shutil
 import subprocess
+import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import IO, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from config import log
 from config.cache_folder import HINT
 from config.errors import ConfigError
 from config.loading.env import cache_home
 from config.model.decoder_spec import ClampedSwiGLU
 from config.owned_directory import OwnedDirectory
+from config.progress import OnStep, unreported_step
 from config.whole_files import write_whole
 from hpu.host import cpu_flags
 from hpu.native.pages import HugePages
@@ -34,7 +38,10 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC")
 NEEDED = frozenset(("avx2", "fma", "f16c"))
 """At least. -march=native selects AVX-512, its BF16 and AMX where the CPU has them."""
 DIGEST_BYTES = 32
-COMPILE_TIMEOUT_S = 120.0
+COMPILE_TIMEOUT_S = 1800.0
+"""A compilation takes half a minute of two free cores, and minutes where others use the cores."""
+COUNT_S = 1.0
+"""Between two counts of the seconds that a compilation has taken."""
 MOST_LOST = 2.0**-11
 """Of the root of the sum of the squares of a weight, what its integers may change: a half of what
 rounding of float32 numbers to bfloat16 changes."""
@@ -423,11 +430,16 @@ def kernel_folder(cache_dir: str | None) -> Path:
 
 
 def open_library(
-    folder: Path, num_threads: int, *, int8_activations: bool = True
+    folder: Path,
+    num_threads: int,
+    *,
+    int8_activations: bool = True,
+    on_step: OnStep = unreported_step,
 ) -> Library | None:
     """The library for this machine, from `folder` or compiled into it; None, with a line in the
     log, where it cannot be loaded: torch's own operators are used then. `int8_activations`: where
-    there are no tiles, which are faster with bfloat16, inputs of quantized weights are rounded."""
+    there are no tiles, which are faster with bfloat16, inputs of quantized weights are rounded.
+    `on_step` is called every COUNT_S of a compilation."""
     flags = cpu_flags()
     missing = sorted(NEEDED - flags)
     if platform.system() != "Linux" or missing:
@@ -435,7 +447,7 @@ def open_library(
         logger.info("Kernels: torch's, because %s", why)
         return None
     try:
-        library = _load(folder, flags, num_threads)
+        library = _load(folder, flags, num_threads, on_step)
     except (OSError, ConfigError) as error:
         logger.warning("Kernels: torch's, because ours cannot be loaded: %s", error)
         return None
@@ -451,7 +463,7 @@ def open_library(
     return library
 
 
-def _load(folder: Path, flags: frozenset[str], num_threads: int) -> Library | None:
+def _load(folder: Path, flags: frozenset[str], num_threads: int, on_step: OnStep) -> Library | None:
     """The library of the compiled file in `folder`, which is made if it is missing or not whole;
     None, with a line in the log, where it cannot be compiled. Where `folder` cannot be written,
     each start compiles. Of two processes that compile at once, the later process's file stays."""
@@ -466,9 +478,13 @@ def _load(folder: Path, flags: frozenset[str], num_threads: int) -> Library | No
     if compiler is None:
         logger.info("Kernels: torch's, because there is no C++ compiler (g++ would do)")
         return None
+    logger.info(
+        "Kernels: compiling with %s, since %s has none yet for this version, this CPU and torch %s",
+        *(compiler, folder, torch.__version__),
+    )
     with OwnedDirectory("gaudiserve-kernels-") as made:
         compiled = Path(made, path.name)
-        if not _compile(compiler, compiled, runtime):
+        if not _compile(compiler, compiled, runtime, on_step):
             return None
         content = compiled.read_bytes()
         try:
@@ -486,21 +502,51 @@ def _load(folder: Path, flags: frozenset[str], num_threads: int) -> Library | No
     return Library(path, num_threads)
 
 
-def _compile(compiler: str, path: Path, runtime: list[str]) -> bool:
+def _compile(compiler: str, path: Path, runtime: list[str], on_step: OnStep) -> bool:
     """Whether the library was compiled to `path`; if not, a line in the log says why."""
     start = time.perf_counter()
     command = [compiler, *FLAGS, "-shared", str(SOURCE), "-o", str(path), *runtime]
-    try:
-        subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S)
-    except subprocess.SubprocessError as error:
-        output = (getattr(error, "stderr", None) or b"").decode(errors="replace")
-        # The lines before it say in which file the compiler was.
-        found = re.search(r"^.*\berror\b.*", output, re.MULTILINE)
-        reason = found[0] if found else output.strip()
-        logger.warning("Kernels: torch's, because %s failed: %s", compiler, reason[:300] or error)
-        return False
-    logger.info("Kernels: compiled in %.1f s", time.perf_counter() - start)
-    return True
+    with tempfile.TemporaryFile() as output:
+        status = _run_compiler(command, output, on_step)
+        seconds = time.perf_counter() - start
+        if status == 0:
+            logger.info("Kernels: compiled in %.1f s", seconds)
+            return True
+        output.seek(0)
+        reason = _reason(status, output.read().decode(errors="replace"))
+    logger.warning(
+        "Kernels: torch's, because %s failed after %.1f s: %s; the next start tries again",
+        *(compiler, seconds, reason),
+    )
+    return False
+
+
+def _run_compiler(command: list[str], output: IO[bytes], on_step: OnStep) -> int | None:
+    """The exit status; None where COMPILE_TIMEOUT_S was not enough."""
+    start = time.perf_counter()
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+    ) as process:
+        try:
+            while (seconds := time.perf_counter() - start) < COMPILE_TIMEOUT_S:
+                on_step(f"compiling kernels for this CPU, {seconds:.0f} s")
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return process.wait(min(COUNT_S, COMPILE_TIMEOUT_S - seconds))
+        finally:
+            process.kill()
+    return None
+
+
+def _reason(status: int | None, output: str) -> str:
+    """What a compiler that failed said, in one line."""
+    if status is None:
+        return f"it was not done within {COMPILE_TIMEOUT_S:g} s"
+    # The lines before it say in which file the compiler was.
+    found = re.search(r"^.*\berror\b.*", output, re.MULTILINE)
+    first = next(filter(None, map(str.strip, output.splitlines())), "")
+    if status < 0:
+        return f"signal {-status} ended it" + (", memory is short" if status == -9 else "")
+    return (found[0] if found else first)[:300] or f"exit status {status} without a word"
 
 
 def _is_whole(path: Path) -> bool:
@@ -524,4 +570,5 @@ def openmp_runtime() -> list[str]:
 
 
 if __name__ == "__main__":
+    log.setup("install")
     open_library(kernel_folder(None), 1)

@@ -35,11 +35,12 @@ struct Model {
 };
 
 // Attention inputs as in hpu/layers/metadata.py. The call allocates the residual stream, total (rows,
-// hidden); hidden receives its final norm.
+// hidden) in float32; hidden receives its final norm.
 struct Step {
   int64_t rows, blocks;
   const int64_t *tokens, *positions, *slots, *block_list, *groups, *starts, *usage;
-  bf16 *hidden, *total;
+  bf16* hidden;
+  float* total;
   const AdapterRows* adapters;  // or none
   Input* low;                   // room for LowSums, which the call allocates
   const bf16* embeddings;       // (rows, hidden) in place of those of the tokens, or none

@@ -83,7 +83,7 @@ inline Lanes gate(Lanes x, Lanes up, Clamped by) {
 // Where the sums of a row go.
 struct End {
   bf16* out = nullptr;    // (rows, outputs), rounded to bfloat16
-  bf16* total = nullptr;  // (rows, outputs), or else: alpha * sums is added
+  float* total = nullptr;  // (rows, outputs), or else: alpha * sums is added
   float alpha = 0;
   bool gated = false;     // out is (rows, outputs / 2): silu(first half) * second half, or `swiglu`
   Best* best = nullptr;   // (rows), or else: the maximum of what `exact` would hold
@@ -235,10 +235,12 @@ inline void finish(const Product& by, const End& end, const float* sums, int64_t
   }
   for (int q = 0; q < wide; ++q) {
     const int64_t from = at + q * PANEL;
-    Lanes sum = sum_of(by, sums + q * apart, from);
-    bf16* place = (end.total ? end.total : end.out) + row * by.outputs + from;
-    if (end.total) sum = fmadd(set1(end.alpha), sum, load(place));
-    store(place, sum);
+    const Lanes sum = sum_of(by, sums + q * apart, from);
+    const int64_t place = row * by.outputs + from;
+    if (end.total)
+      store(end.total + place, fmadd(set1(end.alpha), sum, load(end.total + place)));
+    else
+      store(end.out + place, sum);
   }
 }
 
@@ -428,10 +430,10 @@ struct StoredEnd {
 
 struct AddedEnd {
   static void row(const Product& by, const End& end, const float* sums, int64_t row, int64_t panel) {
-    bf16* to = end.total + row * by.outputs + panel * PANEL;
+    float* to = end.total + row * by.outputs + panel * PANEL;
     const Lanes alpha = set1(end.alpha);
-    store(to, fmadd(alpha, load(sums), load(to)),
-          fmadd(alpha, load(sums + PANEL), load(to + PANEL)));
+    for (int q = 0; q < 2 * PANEL; q += PANEL)
+      store(to + q, fmadd(alpha, load(sums + q), load(to + q)));
   }
 };
 

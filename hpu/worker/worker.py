@@ -349,7 +349,9 @@ class Worker:
         self._backend.begin_warmup()
 
     def _start(self, on_progress: Progress) -> WorkerReady:
-        self._backend = select_backend(self._config, self._ranks)
+        self._backend = select_backend(
+            self._config, self._ranks, lambda step: on_progress(WarmupProgress(step, 0, 0))
+        )
         self._groups = make_groups(
             tensor=self._config.parallel.tensor_parallel_size,
             pipeline=self._config.parallel.pipeline_parallel_size,

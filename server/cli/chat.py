@@ -24,6 +24,9 @@ a running server. Ctrl-C stops an answer, Ctrl-D leaves; /clear forgets the conv
 TEXT begins a new one with that system prompt.
 """
 PATH = "/v1/chat/completions"
+TOKENIZE_PATH = "/tokenize"
+MAX_TOKENS = 1024
+"""Default limit of an answer: a small model may repeat itself without an end."""
 DIM, NORMAL = "\x1b[2m", "\x1b[0m"
 LEAVE = ("/exit", "/quit")
 CLEAR_LINE = "\r\x1b[K"
@@ -41,6 +44,13 @@ def chat_parser() -> Parser:
     )
     add("--model-name", metavar="NAME", help="Model of the server; none: its first")
     add("--system-prompt", metavar="TEXT", help="System prompt of the conversation")
+    add(
+        "--max-tokens",
+        metavar="N",
+        type=int,
+        default=MAX_TOKENS,
+        help=f"Most tokens of an answer ({MAX_TOKENS}), fewer where the context leaves fewer",
+    )
     add("--quick", metavar="TEXT", help="Send one message, print the answer, and leave")
     return parser
 
@@ -165,7 +175,8 @@ class _Terminal:
             await asyncio.wait((printing,))
 
     async def _print_answer(self, answer: list[str]) -> None:
-        body = {"model": self._model, "messages": self._messages, "stream": True}
+        body = {"model": self._model, "messages": self._messages}
+        body |= {"stream": True, "max_tokens": await self._max_tokens(body)}
         thinks = False
         async for delta in self._deltas(body):
             thought = delta.get("reasoning_content") or delta.get("reasoning")
@@ -177,6 +188,18 @@ class _Terminal:
             print(thought or content, end="", flush=True)
         if thinks and self._is_terminal:
             print(NORMAL, end="")
+
+    async def _max_tokens(self, body: dict[str, Any]) -> int:
+        """--max-tokens, or what the context leaves if that is less."""
+        wanted: int = self._arguments.max_tokens
+        try:
+            counted = await self._client.call("POST", TOKENIZE_PATH, body)
+            left = int(counted["max_model_len"]) - int(counted["count"])
+        except (HttpFailure, KeyError, TypeError, ValueError):
+            # Another server, without this route.
+            return wanted
+        # Where nothing is left, the server says so.
+        return min(wanted, max(1, left))
 
     async def _deltas(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         async for data in self._client.events(PATH, body):

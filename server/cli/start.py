@@ -73,6 +73,8 @@ def resolve_checkpoint(engine: EngineConfig, server: ServerConfig, report: Repor
         keep_blocks=engine.quantization == "gguf",
         has_weights=engine.load_format != DUMMY,
         hf_overrides=engine.hf_overrides,
+        # Elsewhere the API server logs what is reported.
+        progress=sys.stderr.isatty(),
         report=report,
         check=partial(check_model_config, engine),
     )

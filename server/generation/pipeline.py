@@ -19,6 +19,8 @@ from server.generation.logprobs import ID_BYTES, PromptLogprobs
 from server.generation.outputs import Delta, Output, Prompt, Timing
 from server.generation.sequence import Sequence
 from server.generation.validation import (
+    UNLIMITED,
+    OutputLimits,
     check_allowed_tokens,
     check_sizes,
     output_limit,
@@ -36,8 +38,6 @@ MAX_TOKENS_AT_ONCE = 65_536
 TOKENS_PER_SEQUENCE = 1_024
 """Prompt tokens that take as long as the rest of the work for a sequence."""
 ASLEEP_RETRY_S = 10
-UNLIMITED = 2**31 - 1
-"""A `max_new_tokens` above every context."""
 
 
 class Pipeline:
@@ -48,14 +48,13 @@ class Pipeline:
         client: EngineClient,
         tokenizer: Tokenizer | None,
         config: ServerConfig,
-        max_new_tokens: int = UNLIMITED,
+        output_limits: OutputLimits = UNLIMITED,
     ) -> None:
-        """`max_new_tokens` limits the output of every choice."""
         self.client = client
         self.tokenizer = tokenizer if not config.skip_tokenizer_init else None
         self._max_stop_strings = config.max_stop_strings
         self._max_logprobs = config.max_logprobs
-        self._max_new_tokens = max_new_tokens
+        self._output_limits = output_limits
 
     async def start(
         self,
@@ -161,7 +160,7 @@ class Pipeline:
         pauses = _Pauses()
         for prompt in prompts:
             limit = output_limit(
-                prompt, params, num_ids, ready.max_model_len, self._max_new_tokens, param
+                prompt, params, num_ids, ready.max_model_len, self._output_limits, param
             )
             limits.append(limit)
             await pauses.after(len(prompt.token_ids))

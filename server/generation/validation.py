@@ -1,11 +1,13 @@
 """Checks of a request against the model: vocabulary, context length, kind of log-probabilities; and
 truncation to the context."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from config.errors import PromptTooLong, UserError
+from config.model.model_config import DEFAULT_MAX_TOKENS, MAX_NEW_TOKENS
 from config.params.sampling import (
     ID_LISTS,
     MAX_LISTED_BIASES,
@@ -27,6 +29,29 @@ from server.generation.outputs import Prompt
 
 MAX_IMAGE_BYTES = 256 * 2**20
 """Image bytes of a request with several choices; each choice sends its own copy."""
+
+ABOVE_EVERY_CONTEXT = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLimits:
+    """Limits of the output of each choice, in tokens, by the generation config."""
+
+    max_new_tokens: int = ABOVE_EVERY_CONTEXT
+    default_max_tokens: int = ABOVE_EVERY_CONTEXT
+    """Where a request has no max_tokens."""
+
+    @classmethod
+    def of(cls, defaults: Mapping[str, float]) -> "OutputLimits":
+        """The limits in the sampling `defaults`."""
+        most, default = (
+            int(defaults.get(name, ABOVE_EVERY_CONTEXT))
+            for name in (MAX_NEW_TOKENS, DEFAULT_MAX_TOKENS)
+        )
+        return cls(most, default)
+
+
+UNLIMITED = OutputLimits()
 
 
 def with_checked_ids(params: SamplingParams, vocab_size: int) -> SamplingParams:
@@ -125,11 +150,12 @@ def output_limit(
     params: SamplingParams,
     vocab_size: int,
     max_model_len: int,
-    max_new_tokens: int,
+    limits: OutputLimits,
     param: str,
 ) -> int:
-    """The maximum number of output tokens, at most `max_new_tokens`; without max_tokens, what the
+    """The maximum number of output tokens within `limits`; without max_tokens, no more than the
     context leaves."""
+    max_new_tokens = limits.max_new_tokens
     count = len(prompt.token_ids)
     if not count:
         raise UserError("the prompt is empty, it must have at least 1 token", param=param)
@@ -151,7 +177,8 @@ def output_limit(
             raise PromptTooLong(count, None, max_model_len, param=param)
         if params.min_tokens > max_output:
             raise PromptTooLong(count, params.min_tokens, max_model_len, param=param)
-        return min(max_output, max_new_tokens)
+        default = max(limits.default_max_tokens, params.min_tokens)
+        return min(max_output, max_new_tokens, default)
     if params.max_tokens > max_output:
         raise PromptTooLong(count, params.max_tokens, max_model_len, param=param)
     return min(params.max_tokens, max_new_tokens)

@@ -17,7 +17,7 @@ from config.checkpoint.resolve import resolve
 from config.engine import DUMMY, EXTERNAL_LAUNCHER
 from config.errors import UserError
 from config.loading.sources import from_keywords
-from config.model.model_config import MAX_NEW_TOKENS
+from config.model.model_config import GENERATION_LIMITS
 from config.model.read_config import read_model_config
 from config.params.beam_search import BeamSearchParams
 from config.params.pooling import CLASSIFY, EMBED, PoolingParams
@@ -573,6 +573,7 @@ def _sampling_params(recommended: Mapping[str, float]) -> SamplingParams:
     values: dict[str, Any] = dict(recommended)
     if "top_k" in values:
         values["top_k"] = int(values["top_k"])
-    if MAX_NEW_TOKENS in values:
-        values["max_tokens"] = int(values.pop(MAX_NEW_TOKENS))
+    limits = [int(values.pop(name)) for name in GENERATION_LIMITS if name in values]
+    if limits:
+        values["max_tokens"] = min(limits)
     return SamplingParams(**values)

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import ssl
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -22,6 +23,7 @@ from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied
 from config.log import LimitedWarning
 from config.malloc import map_large_blocks, trim_memory
+from config.model.model_config import DEFAULT_MAX_TOKENS
 from config.model.read_config import read_model_config
 from config.server import ServerConfig
 from config.version import VERSION
@@ -44,7 +46,7 @@ from server.process.addresses import base_urls, endpoints_text
 from server.process.model_download import DownloadProgress
 from server.process.open_files import max_connections
 from server.process.watched_files import WatchedFiles
-from server.serving.progress import ProgressReporter
+from server.serving.progress import ProgressReporter, bar
 from server.serving.state import AppState
 from server.text.chat_template import ChatTemplate, read_template
 from server.text.isolated_template import isolated_templates
@@ -437,6 +439,7 @@ class ApiServer:
         tokenizer, template, images = await loading
         ready = await self._client.wait_ready()
         self.state.open(tokenizer, template, defaults, images)
+        _log_default_limit(self.state.sampling_defaults)
         if not self.state.pools and template and template.default:
             log_generic_tools(template, self.state.parser_config.tool_parser)
         # Objects of start-up live until exit: exclude them from garbage collection.
@@ -468,9 +471,7 @@ class ApiServer:
         reporter = ProgressReporter(self._started_s)
         while not self._stopping.is_set():
             if not opening.done() and self._args.index == 0:
-                line = reporter.line(self._client.progress, time.monotonic())
-                if line is not None:
-                    logger.info("%s", line)
+                self._log_progress(reporter)
             if self._client.failure is not None:
                 return await self._end_without_engine()
             self._kill_silent_engines()
@@ -490,6 +491,15 @@ class ApiServer:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), TICK_S)
         return await self._drain()
+
+    def _log_progress(self, reporter: ProgressReporter) -> None:
+        # On a terminal a download has a bar.
+        if not self._checkpoint.done() and sys.stderr.isatty():
+            return
+        progress = self._client.progress
+        text = self.state.stage if progress is None else bar(progress)
+        if (line := reporter.line(text, time.monotonic())) is not None:
+            logger.info("%s", line)
 
     async def _publish_metrics(self) -> None:
         """Let the other API servers, any of which may be scraped, see this one's counts."""
@@ -666,6 +676,15 @@ def log_generic_tools(template: ChatTemplate, tool_parser: str | None) -> None:
             "read: use --tool-call-parser auto, or a --chat-template that renders tools",
             GENERIC_TOOL_PARSER,
             tool_parser,
+        )
+
+
+def _log_default_limit(defaults: Mapping[str, float]) -> None:
+    if (limit := defaults.get(DEFAULT_MAX_TOKENS)) is not None:
+        logger.info(
+            "a request without max_tokens gets %d tokens at most, by the generation config "
+            "(--generation-config vllm: what the context leaves)",
+            limit,
         )
 
 

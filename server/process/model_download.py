@@ -73,7 +73,7 @@ class ModelDownload:
         last: DownloadProgress | Exception
         try:
             with panics_as_errors():
-                last = DownloadProgress(folder=self._resolve(self._report))
+                last = DownloadProgress("starting the engine", folder=self._resolve(self._report))
         except Stopped:
             return
         except Exception as error:  # border of the thread: report it

@@ -10,9 +10,7 @@ INTERVAL_S = 5.0
 
 def describe(progress: Progress) -> str:
     """`warmup, 12 of 97, about 3 min left`."""
-    if not progress.total:
-        return progress.stage
-    text = f"{progress.stage}, {progress.counts}"
+    text = progress.text
     if progress.left_s > 0 and progress.done < progress.total:
         text += f", about {_duration(progress.left_s)} left"
     return text
@@ -27,19 +25,22 @@ def bar(progress: Progress) -> str:
 
 
 class ProgressReporter:
-    """Rate limit for progress lines: at most one per INTERVAL_S, and none without a change."""
+    """Rate of the progress lines: one per INTERVAL_S. Without a change it says for how long."""
 
     def __init__(self, started_s: float) -> None:
-        self._last: Progress | None = None
+        self._last = ""
+        self._since_s = started_s
         self._next_s = started_s + INTERVAL_S
 
-    def line(self, progress: Progress | None, now_s: float) -> str | None:
-        """The line to log now, if any."""
-        if progress is None or progress == self._last or now_s < self._next_s:
+    def line(self, text: str, now_s: float) -> str | None:
+        """The line to log now, if any, about what is under way."""
+        if text != self._last:
+            self._last, self._since_s = text, now_s
+        if now_s < self._next_s:
             return None
-        self._last = progress
         self._next_s = now_s + INTERVAL_S
-        return bar(progress)
+        waited_s = now_s - self._since_s
+        return text if waited_s < INTERVAL_S / 2 else f"{text}, for {_duration(waited_s)}"
 
 
 def _duration(seconds: float) -> str:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from config.engine import EngineConfig
 from config.errors import EngineDied, NotFound, Overloaded, UserError
-from config.model.model_config import MAX_NEW_TOKENS
 from config.server import ServerConfig
 from engine.client.base import EngineClient
 from engine.transport.messages import AWAKE
 from server.generation.answer_parser import NO_PARSERS, ParserConfig
-from server.generation.pipeline import UNLIMITED, Pipeline, asleep
+from server.generation.pipeline import Pipeline, asleep
+from server.generation.validation import OutputLimits
 from server.http.auth import ApiKeys
 from server.http.body import BodyReader
 from server.http.peer_proxy import Peers
@@ -114,8 +114,8 @@ class AppState:
         )
         self.max_model_len = ready.max_model_len
         self.metrics.add_sizes(ready.max_model_len)
-        max_new_tokens = int(self.sampling_defaults.get(MAX_NEW_TOKENS, UNLIMITED))
-        self.pipeline = Pipeline(self.client, tokenizer, self.config, max_new_tokens)
+        limits = OutputLimits.of(self.sampling_defaults)
+        self.pipeline = Pipeline(self.client, tokenizer, self.config, limits)
 
     @property
     def media_kinds(self) -> tuple[bytes, ...]:

@@ -20,9 +20,10 @@ def test_a_model_config_is_kept_or_left_out_under_the_override() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ('{"max_tokens": 5}', "it must be a JSON object of some of temperature, top_p"),
+        ('{"seed": 5}', "it must be a JSON object of some of temperature, top_p"),
         ('{"max_new_tokens": 0}', "max_new_tokens 0, it must be an integer above 0"),
         ('{"max_new_tokens": 2.5}', "max_new_tokens 2.5, it must be an integer above 0"),
+        ('{"max_tokens": 0}', "max_tokens 0, it must be an integer above 0"),
         ('{"temperature": 9}', "temperature is 9, it must be between 0 and 2"),
         ('{"temperature": "hot"}', "temperature is 'hot', it must be between 0 and 2"),
         ("[1]", "it must be a JSON object"),

@@ -168,8 +168,15 @@ def test_one_message_to_a_running_server(server: LiveServer) -> None:
     options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 60}
 
     done = subprocess.run([*command, server.url], **options)
+    subprocess.run([*command, server.url, "--max-tokens=3"], check=True, **options)
+    refused = subprocess.run([*command, server.url, "--max-tokens=0"], **options)
     missing = subprocess.run([*command, "http://127.0.0.1:1"], **options)
 
     assert done.returncode == 0 and len(done.stdout) > 5, done.stderr
+    # The flag's default is more than the context of 256 tokens leaves.
+    lines = [line for line in server.text().splitlines() if "POST /v1/chat" in line]
+    assert [line.partition("status=")[2][:3] for line in lines[-3:]] == ["200", "200", "400"]
+    assert "output_tokens=3 " in lines[-2]
+    assert refused.returncode == 1 and "max_tokens" in refused.stderr
     assert missing.returncode == 1
     assert missing.stderr.startswith("gaudiserve: http://127.0.0.1:1 does not answer")

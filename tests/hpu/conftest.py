@@ -29,8 +29,6 @@ def built(kernel_folder: Path) -> Iterator[Library]:
         pytest.skip("no compiler, or a CPU without AVX2")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "FLAGS", (*module.FLAGS, *os.environ.get("KERNEL_FLAGS", "").split()))
-        # With sanitizers it takes minutes.
-        patch.setattr(module, "COMPILE_TIMEOUT_S", 900.0)
         library = open_library(kernel_folder, 2)
         assert library is not None
         yield library

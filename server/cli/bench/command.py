@@ -104,7 +104,9 @@ async def _load(
     async def send(request: BenchRequest) -> Outcome:
         return await server.send(request, options.timeout)
 
-    with tqdm(total=len(requests), unit="req", disable=options.quiet, file=sys.stderr) as bar:
+    # None: only on a terminal.
+    disable = options.quiet or None
+    with tqdm(total=len(requests), unit="req", disable=disable, file=sys.stderr) as bar:
 
         def on_done() -> None:
             bar.update(1)

@@ -128,7 +128,11 @@ def test_a_pip_that_fails_is_quoted_and_leaves_nothing(
 def test_the_demo_model_has_the_sampling_that_its_authors_recommend() -> None:
     by_path, by_name = resolve(demo_gguf(), progress=False), resolve("demo", progress=False)
 
-    assert read_model_config(by_name).generation_defaults == {"temperature": 0.2}
+    assert read_model_config(by_name).generation_defaults == {
+        "temperature": 0.2,
+        "top_p": 0.9,
+        "max_tokens": 512,
+    }
     assert read_model_config(by_path).generation_defaults == {}
 
 

@@ -161,11 +161,14 @@ def test_end_tokens_and_sampling_defaults_come_from_the_generation_config(tmp_pa
     assert config.generation_defaults == {"temperature": 0.6, "top_k": 20.0}
 
 
-@pytest.mark.parametrize(("limit", "kept"), [(256, {"max_new_tokens": 256.0}), (0, {}), (-1, {})])
+@pytest.mark.parametrize("name", ["max_new_tokens", "max_tokens"])
+@pytest.mark.parametrize("limit", [256, 0, -1])
 def test_an_output_limit_comes_from_the_generation_config(
-    tmp_path: Path, limit: int, kept: dict[str, float]
+    tmp_path: Path, name: str, limit: int
 ) -> None:
-    assert _read(tmp_path, {"max_new_tokens": limit}).generation_defaults == kept
+    defaults = _read(tmp_path, {name: limit}).generation_defaults
+
+    assert defaults == ({name: float(limit)} if limit > 0 else {})
 
 
 def test_end_tokens_come_from_the_config_if_nothing_else_names_them(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def num_compiled(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files that the stand-in of the compiler wrote."""
     compiled: list[Path] = []
 
-    def compile_to(_: str, path: Path, __: list[str]) -> bool:
+    def compile_to(_: str, path: Path, *__: object) -> bool:
         path.write_bytes(b"\x7fELF" * 100)
         compiled.append(path)
         return True
@@ -90,3 +91,59 @@ def test_a_folder_that_cannot_be_written_costs_the_cache_alone(
     assert library.path == num_compiled[0] and not library.path.exists()
     (line,) = [record.getMessage() for record in caplog.records]
     assert "cannot be written" in line and "--cache-dir" in line
+
+
+@pytest.mark.parametrize(
+    ("script", "limit_s", "reason"),
+    [
+        ("echo a.h:1: note: x; echo 'a.h:2: error: no y' >&2; exit 1", 60, "a.h:2: error: no y"),
+        ("echo; echo out of luck; exit 1", 60, "out of luck"),
+        ("exit 4", 60, "exit status 4 without a word"),
+        ("kill -9 $$", 60, "signal 9 ended it, memory is short"),
+        ("exec sleep 20", 0.3, "it was not done within 0.3 s"),
+    ],
+)
+def test_a_compiler_that_fails_is_told_in_words(
+    script: str,
+    limit_s: float,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(library_module, "NEEDED", frozenset())
+    monkeypatch.setattr(library_module, "COMPILERS", (str(compiler),))
+    monkeypatch.setattr(library_module, "COMPILE_TIMEOUT_S", limit_s)
+    monkeypatch.setattr(library_module, "COUNT_S", 0.1)
+    steps: list[str] = []
+
+    with caplog.at_level(logging.INFO):
+        assert open_library(tmp_path / "kernels", 1, on_step=steps.append) is None
+
+    begun, failed = (record.getMessage() for record in caplog.records)
+    assert "has none yet for this version, this CPU and torch" in begun
+    assert re.search(r"failed after \d+\.\d s: (.*); the next start tries again", failed)
+    assert f" s: {reason}; the next" in failed and "-march" not in failed
+    assert steps[0] == "compiling kernels for this CPU, 0 s"
+    assert len(steps) > 1 or limit_s == 60
+
+
+def test_a_stop_during_the_compilation_ends_the_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\nexec sleep 60\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(library_module, "NEEDED", frozenset())
+    monkeypatch.setattr(library_module, "COMPILERS", (str(compiler),))
+
+    def stop(_: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        open_library(tmp_path / "kernels", 1, on_step=stop)
+
+    assert library_module.COMPILE_TIMEOUT_S >= 1800

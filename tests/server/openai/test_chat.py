@@ -134,6 +134,23 @@ async def test_without_max_tokens_the_rest_of_the_context_is_used() -> None:
         assert queue.sampling.max_tokens == 200 - len(queue.prompt)
 
 
+async def test_max_tokens_of_the_generation_config_limits_requests_without_a_limit() -> None:
+    client = TalkingClient(max_model_len=200)
+    async with in_memory(client, override_generation_config='{"max_tokens": 50}') as rig:
+        answers = [
+            await rig.chat(),
+            await rig.chat(max_tokens=90),
+            await rig.chat(min_tokens=60),
+            await rig.chat("a" * 160),
+        ]
+
+        assert [answer.status_code for answer in answers] == [200] * 4
+        *limits, last = [queue.sampling.max_tokens for queue in client.queues]
+        assert limits == [50, 90, 60]
+        # The context leaves less.
+        assert last == 200 - len(client.queues[3].prompt) < 50
+
+
 async def test_the_models_own_defaults_give_way_to_the_request() -> None:
     async with in_memory() as rig:
         rig.state.sampling_defaults = {"temperature": 0.6, "top_k": 20.0, "zzz": 1.0}

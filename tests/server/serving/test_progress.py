@@ -23,20 +23,22 @@ def test_a_bar_is_as_full_as_the_work_is_done() -> None:
     assert bar(Progress(0, "load", 0, 0)) == "load"
 
 
-def test_a_line_is_written_now_and_then_and_only_if_it_says_something_new() -> None:
+def test_a_start_is_silent_for_no_longer_than_the_interval() -> None:
     reporter = ProgressReporter(100.0)
-    steps = [
-        (100.1, 1),
-        (100.0 + INTERVAL_S, 2),
-        (100.1 + INTERVAL_S, 3),
-        (101.0 + 2 * INTERVAL_S, 2),
-        (102.0 + 2 * INTERVAL_S, 4),
-    ]
+    steps = [(100.1, "load"), (105.0, "load"), (106.0, "warmup, 1"), (110.0, "warmup, 2")]
+    steps += [(112.0, "warmup, 2"), (115.0, "warmup, 2"), (235.0, "warmup, 2")]
 
-    lines = [reporter.line(Progress(0, "warmup", done, 9), now_s) for now_s, done in steps]
+    lines = [reporter.line(text, now_s) for now_s, text in steps]
 
-    assert [line is not None for line in lines] == [False, True, False, False, True]
-    assert reporter.line(None, 1000.0) is None
+    expected = [None, "load, for 5 s", None, "warmup, 2", None, "warmup, 2, for 5 s"]
+    assert lines == [*expected, "warmup, 2, for 2 min"]
+    assert INTERVAL_S == 5
+
+
+def test_a_step_without_a_count_is_told_by_its_name() -> None:
+    progress = Progress(0, "compiling kernels, 12 s", 0, 0)
+
+    assert bar(progress) == describe(progress) == progress.text == "compiling kernels, 12 s"
 
 
 @pytest.mark.parametrize(("done", "told"), [(3, {"done": 3, "total": 9}), (9, None)])
