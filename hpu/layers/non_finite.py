@@ -29,7 +29,7 @@ def spoiled(x: Tensor, tokens: Tensor) -> Tensor:
 
 
 class NonFiniteGuard(nn.Module):
-    """Makes the hidden states of a prompt NaN where one of its tokens is not finite.
+    """Makes all hidden states of a prompt NaN if any of its tokens is not finite.
 
     Attention that zeroes keys and values hides such a token from later tokens, which would go on
     without it. A flag for each slot of the KV cache says whether its token is finite. The flag is
@@ -87,7 +87,7 @@ class NonFiniteGuard(nn.Module):
         return (flags & (keys < ends)).any(-1, keepdim=True)
 
     def _of_merged(self, is_bad: Tensor, inputs: PrefillAttentionInputs) -> Tensor:
-        """(1, Q): tokens of the sequences of one row that have a flag."""
+        """(1, Q): tokens of the flagged sequences of the row."""
         sequences = torch.arange(inputs.query_lens.shape[0], device=is_bad.device)
         owns = token_owners(inputs).unsqueeze(1) == sequences
         found = (owns & is_bad.view(-1, 1)).any(0)

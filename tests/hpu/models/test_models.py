@@ -9,8 +9,10 @@ import torch
 from greedy import assert_same_as_transformers, greedy_by_pages, load_reference, random_prompts
 from paged_harness import PagedHarness, load_decoder
 from releases import transformers_before
+from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, make_tiny
 from transformers import AutoConfig, AutoModelForCausalLM
+from worker_rig import WorkerRig
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
@@ -238,6 +240,17 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 1,
         },
     ),
+    "llama4_text: experts in listed layers, two for each token, biases, tied": (
+        "llama4_text",
+        {
+            "num_hidden_layers": 4,
+            "moe_layers": [0, 3],
+            "num_experts_per_tok": 2,
+            "no_rope_layers": [0, 1, 1, 0],
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     "phimoe: biases, five experts, a window": (
         "phimoe",
         {
@@ -284,6 +297,30 @@ def test_greedy_tokens_and_logits_equal_those_of_transformers(name: str, tmp_pat
     found = greedy_by_pages(load_decoder(folder), prompts, NEW_TOKENS)
 
     assert_same_as_transformers(found, prompts, load_reference(folder), TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("served", ["auto", "float16", "float32"])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+def test_llama4_that_is_stored_in_another_type_gives_numbers(
+    stored: torch.dtype, served: str, tmp_path: Path
+) -> None:
+    """A prompt longer than a chunk; a bug report named logits that were not numbers, and an error
+    of a type."""
+    file = make_tiny("llama4_text", tmp_path, num_hidden_layers=4) / "model.safetensors"
+    tensors = {name: tensor.to(stored) for name, tensor in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    rig = WorkerRig(tmp_path, dtype=served)
+    try:
+        rig.admit(0, [7 + index % 50 for index in range(40)])
+        rig.prefill({0: None})
+        rig.step()
+        rig.run([0], 5)
+    finally:
+        rig.worker.close()
+
+    assert len(rig.requests[0].sampled) == 6
+    assert min(rig.requests[0].sampled) >= 0
 
 
 @pytest.mark.parametrize("length", [20, 50])
