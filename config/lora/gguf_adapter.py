@@ -214,7 +214,7 @@ def _modules(
 
 
 def _products(pairs: Mapping[str, Matrices], opened: GgufFile) -> GgufFile:
-    """A file that has the products of the matrices, of which only the shapes are there."""
+    """A file with the shapes, and no data, of the products of the matrices."""
     nothing: Array = np.empty(0, np.float32)
     tensors = {}
     for name, (a, b) in pairs.items():

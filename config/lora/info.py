@@ -18,9 +18,9 @@ class LoRAInfo(NamedTuple):
     parent: str | None = None
     """Name of the base model as its owner gave it; None: the served model's."""
     kind: str = ""
-    """As NamedAdapter.kind."""
+    """NamedAdapter.kind."""
     root: str = ""
-    """As AdapterFolder.root."""
+    """AdapterFolder.root."""
     source: str = ""
     """Its folder as its user wrote it, which clients may see."""
 

@@ -27,7 +27,7 @@ _NOMIC_NAMES = {
     "hidden_act": "activation_function",
     "rope_theta": "rotary_emb_base",
 }
-"""Names of transformers, and those of the published config.json."""
+"""Fields of transformers by name, and the names in the published config.json."""
 _NOMIC_VARIANTS = {
     "qkv_proj_bias": False,
     "mlp_fc1_bias": False,
@@ -61,7 +61,7 @@ class EncoderConfig:
     is_gated: bool = False
     """Whether the MLP is gated."""
     has_biases: bool = True
-    """Of linear layers."""
+    """Whether linear layers have biases."""
 
 
 def with_usual_encoder_names(architecture: str, fields: Fields) -> Fields:
