@@ -101,7 +101,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Lfm2MoeForCausalLM": Family(
         _lfm2_moe,
-        "LFM2 8B-A1B, 24B-A2B",
+        "LFM2 8B-A1B",
         NO_PREFIX_CACHING,
         defaults={**_DEFAULTS, "num_dense_layers": 2, "norm_topk_prob": True},
         moe=MoEFields(

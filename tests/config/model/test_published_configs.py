@@ -1,6 +1,6 @@
-"""config.json as makers of models publish it, reduced to the fields that matter: every architecture
-of docs/models.md is read, in the forms of its checkpoints (a wrapper with images, nested fields,
-older names, FP8)."""
+"""config.json in the form in which makers of models publish it, with the fields that matter: every
+architecture of docs/models.md is read, in the forms of its checkpoints (a wrapper with images,
+nested fields, older names, FP8)."""
 
 import json
 from collections import Counter
