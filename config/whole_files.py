@@ -9,6 +9,8 @@ import stat
 import time
 from pathlib import Path
 
+MAX_PATH_CHARACTERS = 4_096
+"""Length of a path of Linux. The time to resolve a longer path is quadratic."""
 PIPE_TIMEOUT_S = 10.0
 """Time for all bytes of a pipe; a FIFO without a writer would block for ever."""
 _PIECE_BYTES = 2**16

@@ -30,7 +30,7 @@ from server.parsers.tool import argument_types, structural_tag
 from server.pooling import scores
 from server.process import open_files, supervisor
 from server.serving import job
-from server.text import bounded_encoder, isolated_template, messages
+from server.text import bounded_encoder, isolated_template, messages, sandbox
 from server.text import chat_template as template
 from server.text import template_renderer as renderer
 
@@ -122,6 +122,16 @@ def isolation(limits: compilation.Limits) -> str:
         f"| `safety_identifier` | {bounds.MAX_SAFETY_IDENTIFIER_CHARACTERS} characters |",
         f"`metadata.user_id` of `/v1/messages` | {bounds.MAX_USER_ID_CHARACTERS} characters |",
         f"`previous_response_id` | {bounds.MAX_LABEL_CHARACTERS} characters; the OpenAI API",
+        f"fields with a schema | {bounds.MAX_FIELD_VALUES:,} values, "
+        f"{bounds.MAX_FIELD_CHARACTERS:,} characters",
+        f"| `documents`, `chat_template_kwargs` | {bounds.MAX_FIELD_VALUES:,} values, "
+        f"{bounds.MAX_RENDERED_CHARACTERS:,} characters",
+        f"as text or JSON | {sandbox.MAX_WRITTEN_ITEMS:,} items, keys included",
+        f"| references to items in the input of a response | {responses.MAX_REFERENCES:,} |",
+        f"| `lora_path` | {whole_files.MAX_PATH_CHARACTERS:,} characters",
+        f"| `$ref` in the arguments of tools | {argument_types.MAX_REFERENCE_CHARACTERS:,} char",
+        f"subschemas for a request; {argument_types.ENTRIES_PER_NODE} entries of an enum or "
+        f"{argument_types.CHARACTERS_PER_NODE} characters of a `$ref` count as a subschema",
         f"| prompt rendered by a template | {renderer.MAX_CHARACTERS // MIB} Mi characters",
         "| items of a conversation before a response, and items that a response references | "
         f"{responses.MAX_CONVERSATION_BYTES // MIB} MiB of JSON",

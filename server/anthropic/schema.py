@@ -6,7 +6,16 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, WithJsonSchema
 
 from config.errors import UserError
-from server.http.body_bounds import Blocks, Label, Messages, Strings, Tools, UserId, Variables
+from server.http.body_bounds import (
+    Blocks,
+    Label,
+    Messages,
+    Schema,
+    Strings,
+    Tools,
+    UserId,
+    Variables,
+)
 from server.openai.schema.generation import Body, Integer, Unsupported, check_at_least, check_stops
 from server.openai.schema.json_schema import NULL, OBJECT, TEXT, any_of, array, record, words
 from server.openai.schema.open_lists import ignored_entries, type_of
@@ -59,7 +68,7 @@ class ThinkingChoice(Body):
 class OutputFormat(Body):
     """The form that the text is to have."""
 
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: Schema = Field(alias="schema")
     type: Literal["json_schema"]
 
 

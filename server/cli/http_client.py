@@ -194,7 +194,7 @@ class HttpClient:
         raw = await connection.reader.readuntil(b"\r\n\r\n")
         first, *lines = raw.decode("latin-1").split("\r\n")
         words = first.split(" ", 2)
-        if len(words) < 2 or not words[1].isdigit():
+        if len(words) < 2 or not (words[1].isascii() and words[1].isdecimal()):
             raise HttpFailure(f"not an HTTP answer: {first[:100]!r}")
         pairs = (line.partition(":") for line in lines if ":" in line)
         fields = {name.strip().lower(): value.strip() for name, _, value in pairs}

@@ -28,6 +28,7 @@ what is answered stays, the rest is done.
 """
 DEFAULT_CONCURRENCY = 256
 RETRY_S = 1.0
+MAX_RETRY_S = 60.0
 BUSY = 503
 
 
@@ -142,8 +143,13 @@ async def _ask(client: HttpClient, line: BatchLine) -> Answer:
         answer = await client.ask("POST", line.url, line.body)
         if answer.status != BUSY:
             return answer
-        wait_s = answer.fields.get("retry-after", "")
-        await asyncio.sleep(float(wait_s) if wait_s.isdigit() else RETRY_S)
+        await asyncio.sleep(retry_s(answer.fields.get("retry-after", "")))
+
+
+def retry_s(retry_after: str) -> float:
+    """The time to wait that a Retry-After header asks for."""
+    is_number = retry_after.isascii() and retry_after.isdecimal()
+    return min(float(retry_after), MAX_RETRY_S) if is_number else RETRY_S
 
 
 def _say(text: str) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from config.params.sampling import MAX_LISTED_BIASES, MAX_LISTED_TOKENS
+from config.whole_files import MAX_PATH_CHARACTERS
 
 MAX_TOKEN_IDS = MAX_LISTED_TOKENS
 """Limit of a field; large bodies are validated on a thread."""
@@ -32,8 +33,16 @@ MAX_LABEL_CHARACTERS = 512
 """Short texts without a limit in the OpenAI API: user, prompt_cache_key, service_tier, ..."""
 MAX_USER_ID_CHARACTERS = 256
 """Limit of `metadata.user_id` in the Messages API."""
+MAX_FIELD_VALUES = 2**17
+"""Values in a field of any structure, such as tools. A JSON schema with more values has more
+characters than a grammar takes."""
+MAX_FIELD_CHARACTERS = 2**21
+"""Characters of the texts, keys and long integers in such a field."""
+MAX_RENDERED_CHARACTERS = 2**24
+"""The same for a field that only the chat template reads."""
 IDS_AT_ONCE = 16_384
 """Integers that are checked in one call, which holds the GIL: a millisecond."""
+_BITS_PER_DIGIT = 3
 _SHOWN = 40
 _NAMES = {str: "a string", int: "an integer", float: "a number", dict: "an object"}
 _KINDS: dict[type, tuple[type, ...]] = {float: (float, int)}
@@ -152,6 +161,43 @@ def _length(max_length: int) -> Callable[[object], object]:
     return check
 
 
+def _structure(max_characters: int = MAX_FIELD_CHARACTERS) -> BeforeValidator:
+    """Bound a field of any structure before anything else reads the field."""
+
+    def check(value: object) -> object:
+        _check_structure(value, max_characters)
+        return value
+
+    return BeforeValidator(check)
+
+
+def _check_structure(value: object, max_characters: int) -> None:
+    """Raise ValueError for too many values or characters, without a look at the rest."""
+    num_values = num_characters = 0
+    pending: list[Any] = [[value]]
+    while pending:
+        container = pending.pop()
+        num_values += len(container)
+        if num_values > MAX_FIELD_VALUES:
+            raise ValueError(
+                f"it has at least {num_values} values, at most {MAX_FIELD_VALUES} are taken"
+            )
+        if isinstance(container, dict):
+            num_characters += sum(map(len, container))
+            container = container.values()
+        for entry in container:
+            if isinstance(entry, (list, dict)):
+                pending.append(entry)
+            elif isinstance(entry, str):
+                num_characters += len(entry)
+            elif isinstance(entry, int):
+                num_characters += entry.bit_length() // _BITS_PER_DIGIT
+        if num_characters > max_characters:
+            raise ValueError(
+                f"it has at least {num_characters} characters, at most {max_characters} are taken"
+            )
+
+
 def _id_schema(max_length: int) -> WithJsonSchema:
     return WithJsonSchema({"type": "array", "items": {"type": "integer"}, "maxItems": max_length})
 
@@ -172,6 +218,7 @@ Documents = Annotated[
     list[dict[str, Any]],
     Field(max_length=MAX_DOCUMENTS),
     BeforeValidator(_entries(dict, MAX_DOCUMENTS)),
+    _structure(MAX_RENDERED_CHARACTERS),
 ]
 Biases = Annotated[
     dict[str, float],
@@ -189,13 +236,29 @@ SafetyIdentifier = Annotated[
 Label = Annotated[
     str, Field(max_length=MAX_LABEL_CHARACTERS), BeforeValidator(_text(MAX_LABEL_CHARACTERS))
 ]
+PathText = Annotated[
+    str, Field(max_length=MAX_PATH_CHARACTERS), BeforeValidator(_text(MAX_PATH_CHARACTERS))
+]
 UserId = Annotated[
     str, Field(max_length=MAX_USER_ID_CHARACTERS), BeforeValidator(_text(MAX_USER_ID_CHARACTERS))
 ]
 Variables = Annotated[
-    dict[str, Any], Field(max_length=MAX_KEYS), BeforeValidator(_length(MAX_KEYS))
+    dict[str, Any],
+    Field(max_length=MAX_KEYS),
+    BeforeValidator(_length(MAX_KEYS)),
+    _structure(MAX_RENDERED_CHARACTERS),
 ]
-Tools = Annotated[list[Any], Field(max_length=MAX_TOOLS), BeforeValidator(_length(MAX_TOOLS))]
+Tools = Annotated[
+    list[Any],
+    Field(max_length=MAX_TOOLS),
+    BeforeValidator(_length(MAX_TOOLS)),
+    _structure(),
+]
+ToolChoice = Annotated[Any, _structure()]
+Schema = Annotated[dict[str, Any], _structure()]
+"""A JSON schema, or an object that holds one."""
+SchemaOrText = Annotated[dict[str, Any] | str | bool, _structure()]
+TagOrText = Annotated[dict[str, Any] | str, _structure()]
 Messages = Annotated[
     list[Any], Field(max_length=MAX_MESSAGES), BeforeValidator(_length(MAX_MESSAGES))
 ]

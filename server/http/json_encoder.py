@@ -21,9 +21,15 @@ def encode_json(value: Any) -> bytes:
     return b"".join(json_pieces(value))
 
 
+def weighs_more(value: Any, weight: int) -> bool:
+    """Whether `value` has more values than `weight`; CHARACTERS_PER_WEIGHT characters count as a
+    value. The rest of a heavier value is not read."""
+    return _weight_left(value, weight) < 0
+
+
 def json_pieces(value: Any) -> Iterator[bytes]:
     """`value` as JSON, piece by piece; no piece ends within a character."""
-    if _weight_left(value, PIECE_WEIGHT) >= 0:
+    if not weighs_more(value, PIECE_WEIGHT):
         yield _encode(value)
     elif isinstance(value, str):
         yield from _text_pieces(value)

@@ -24,6 +24,7 @@ from config.log import LimitedWarning
 from server.http.access_log import record_of
 from server.http.disconnect import CancelOnDisconnect
 from server.http.errors import ClientGone
+from server.http.json_encoder import PIECE_WEIGHT, encode_json, weighs_more
 
 _ID = re.compile(r"[0-9a-f]{34}")
 _SIZE_BYTES = 4
@@ -110,8 +111,9 @@ class ForwardedResponse(Response):
             request.scope["query_string"],
             [*headers, (b"x-request-id", record.id.encode())],
             client and (str(client[0]), int(client[1])),
-            b"" if body is None else msgspec.json.encode(body),
+            b"",
         )
+        self._value = body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with CancelOnDisconnect(receive):
@@ -124,7 +126,7 @@ class ForwardedResponse(Response):
             raise Overloaded(_GONE, type="server_error") from None
         try:
             writer.write(self._peer.token.encode())
-            await _write(writer, self._request)
+            await _write(writer, await self._with_body())
             async for part in _response_parts(reader):
                 if part.status:
                     start = {"status": part.status, "headers": part.headers}
@@ -134,6 +136,15 @@ class ForwardedResponse(Response):
                 await send({"type": "http.response.body", "body": part.body, "more_body": more})
         finally:
             writer.close()
+
+    async def _with_body(self) -> ForwardedRequest:
+        """The request with its body; a large body is encoded on a thread."""
+        value, self._value = self._value, None
+        if value is None:
+            return self._request
+        is_large = weighs_more(value, PIECE_WEIGHT)
+        data = await asyncio.to_thread(encode_json, value) if is_large else encode_json(value)
+        return msgspec.structs.replace(self._request, body=data)
 
 
 async def _response_parts(reader: asyncio.StreamReader) -> AsyncIterator[ResponsePart]:

@@ -10,6 +10,7 @@ from config.errors import PromptTooLong, UserError
 from server.generation.outputs import Prompt
 from server.http.access_log import log_prompt, record_of
 from server.http.disconnect import CancelOnDisconnect
+from server.http.json_encoder import weighs_more
 from server.multimodal.parts import place_images, take_media, with_image_texts
 from server.multimodal.processor import ProcessedImage
 from server.openai.answer_format import answer_format
@@ -61,7 +62,9 @@ async def render(state: AppState, request: Request, body: ChatPromptBody) -> Ren
         trust_template=state.config.trust_request_chat_template,
         kinds=state.media_kinds,
     )
-    if body.has_more_than(INLINE_PARTS):
+    if body.has_more_than(INLINE_PARTS) or weighs_more(
+        [body.tools, body.tool_choice], INLINE_PARTS
+    ):
         await asyncio.to_thread(check)
     else:
         check()
@@ -97,7 +100,7 @@ async def render_watched(state: AppState, request: Request, body: ChatPromptBody
 async def start_chat(state: AppState, request: Request, body: ChatBody, *, id_prefix: str) -> Job:
     """Start answering `body`. Raises UserError and Overloaded; then nothing is left behind."""
     model = state.model(body.model)
-    body.check()
+    await body.on_thread_if_large(body.check)
     params = await body.sampling_params(
         state.sampling_defaults,
         max_tokens=body.limit,
@@ -129,8 +132,9 @@ async def start_chat(state: AppState, request: Request, body: ChatBody, *, id_pr
         text,
         wants_reasoning=body.wants_reasoning(state.template_defaults),
     )
-    # Schemas of tools may be large.
-    answers = await asyncio.to_thread(make_format) if body.visible_tools else make_format()
+    # The grammar of a few tools takes long to build, too.
+    is_long = body.visible_tools or body.is_large
+    answers = await asyncio.to_thread(make_format) if is_long else make_format()
     if answers.grammar is not None:
         await check_grammar(state, answers.param, answers.grammar)
     return await start_job(
@@ -149,7 +153,7 @@ async def start_chat(state: AppState, request: Request, body: ChatBody, *, id_pr
 async def count_prompt_tokens(state: AppState, request: Request, body: ChatBody) -> int:
     """Number of prompt tokens of `body`, also if the model takes fewer. Raises UserError."""
     state.model(body.model)
-    body.check()
+    await body.on_thread_if_large(body.check)
     rendered = await render_watched(state, request, body)
     rendered.check_truncation(body.truncate_prompt_tokens)
     ids = await encode_for_counting(

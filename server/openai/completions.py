@@ -67,13 +67,14 @@ async def _start(state: AppState, request: Request) -> Job:
     state.generation_pipeline()
     body = await parse(CompletionBody, await state.bodies.read_object(request))
     model = state.model(body.model)
-    body.check()
+    await body.on_thread_if_large(body.check)
     params = await _params(state, body)
     prompts = await _prompts(state, body, params)
     if state.config.enable_log_requests:
         for prompt in prompts:
             log_prompt(record_of(request.scope), prompt.text or repr(prompt.token_ids))
-    if (constraint := body.constraint) is not None:
+    constraint = await body.on_thread_if_large(lambda: body.constraint)
+    if constraint is not None:
         await check_grammar(state, *constraint)
     return await start_job(
         state,

@@ -14,6 +14,7 @@ from config.params.lora import NamedAdapter
 from config.server import ServerConfig
 from engine.transport.messages import LOAD_ADAPTER, UNLOAD_ADAPTER
 from server.http.body import json_response, parse
+from server.http.body_bounds import Label, PathText
 from server.http.openapi import ANSWERS, takes
 from server.openai.schema.generation import Body
 from server.serving.state import AppState
@@ -29,8 +30,8 @@ class LoadAdapterBody(Body):
     )
 
     lora_name: str
-    lora_path: str
-    base_model_name: str | None = None
+    lora_path: PathText
+    base_model_name: Label | None = None
 
 
 class UnloadAdapterBody(Body):

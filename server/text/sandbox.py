@@ -28,6 +28,9 @@ MAX_JSON_INDENT = 16
 MAX_COMPARED_ITEMS = 2**18
 """Items of a value that is compared or hashed in some milliseconds. Items that occur several times
 count each time."""
+MAX_WRITTEN_ITEMS = 2**17
+"""Items of a value that is written as text, keys included: the interpreter cannot be stopped
+meanwhile. Shared items count each time."""
 
 _WIDE_FORMAT = re.compile(r"\d{5}|\*")
 _WIDE_METHODS = ("center", "ljust", "rjust", "zfill", "expandtabs", "replace", "join")
@@ -68,7 +71,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.filters[name] = self._bounded(self.filters[name])
         self.filters["join"] = self._join
         self.filters["replace"] = self._replace
-        self.filters["tojson"] = self._to_json
+        self.filters["tojson"] = self.to_json
         for name in ("sort", "unique", "groupby", "min", "max", "dictsort"):
             self.filters[name] = self._compared(self.filters[name])
         for name in list(self.tests):
@@ -122,6 +125,25 @@ class Sandbox(ImmutableSandboxedEnvironment):
             _check_format(obj)
         return super().getitem(obj, argument)
 
+    def to_json(
+        self,
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        """JSON without Jinja's HTML escapes."""
+        if indent is not None and (not isinstance(indent, int) or indent > MAX_JSON_INDENT):
+            raise TemplateError(f"tojson: indent is {indent!r}, at most {MAX_JSON_INDENT} is taken")
+        return json.dumps(
+            self._sized(value),
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
+
     def _concat(self, parts: Iterable[str]) -> str:
         """Used by Jinja to join its output, and for `~`."""
         joined: list[str] = []
@@ -158,10 +180,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if not isinstance(value, (list, tuple, dict)):
             return value
         stack: list[Any] = [value]
-        length = 0
+        count = length = 0
         while stack:
             item = stack.pop()
-            length += 1
+            count += 1
+            if count > MAX_WRITTEN_ITEMS:
+                raise TemplateError(f"it writes a value of more than {MAX_WRITTEN_ITEMS} items")
             if isinstance(item, dict):
                 stack += item
                 stack += item.values()
@@ -169,7 +193,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 stack += item
             elif isinstance(item, str):
                 length += len(item)
-            self._check(length)
+            self._check(count + length)
         return value
 
     def comparable(self, value: Any) -> Any:
@@ -236,25 +260,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
         text, old, new = str(self._sized(value)), str(old), str(new)
         self._check(len(text) + text.count(old) * max(0, len(new) - len(old)))
         return text.replace(old, new, -1 if count is None else count)
-
-    def _to_json(
-        self,
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        """JSON without Jinja's HTML escapes."""
-        if indent is not None and (not isinstance(indent, int) or indent > MAX_JSON_INDENT):
-            raise TemplateError(f"tojson: indent is {indent!r}, at most {MAX_JSON_INDENT} is taken")
-        return json.dumps(
-            self._sized(value),
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
 
 
 class _Bounded(CodeGenerator):

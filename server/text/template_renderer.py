@@ -113,7 +113,12 @@ class Renderer:
                 messages = with_leading_system(messages, merges_all=merges_all)
             if request.generic_tools and compiled.needs_generic_tools(messages, given):
                 takes_system = compiled.takes_role("system")
-                messages = with_tools_as_text(messages, given["tools"], takes_system=takes_system)
+                messages = with_tools_as_text(
+                    messages,
+                    given["tools"],
+                    takes_system=takes_system,
+                    to_json=self._sandbox.to_json,
+                )
                 given = {**given, "tools": None}
             elif given["tools"] and not compiled.shows_tools():
                 raise UserError(

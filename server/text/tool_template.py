@@ -1,7 +1,7 @@
 """Generic form of tools for chat templates without a place for them: tools, calls and results are
 rendered as text of ordinary messages, in the form that the `hermes` parser reads."""
 
-import json
+from collections.abc import Callable
 from typing import Any
 
 from server.text.messages import Message, joined_contents
@@ -20,13 +20,20 @@ You then receive each result between <tool_response> and </tool_response>.
 If you need no function, answer with text only."""
 
 
+JsonWriter = Callable[[Any], str]
+
+
 def has_tool_messages(messages: list[Message]) -> bool:
     """Whether a message makes a call or holds the result of one."""
     return any(message.get("role") == "tool" or message.get("tool_calls") for message in messages)
 
 
 def with_tools_as_text(
-    messages: list[Message], tools: list[dict[str, Any]] | None, *, takes_system: bool
+    messages: list[Message],
+    tools: list[dict[str, Any]] | None,
+    *,
+    takes_system: bool,
+    to_json: JsonWriter,
 ) -> list[Message]:
     """`messages`, as `normalize_messages` returns them, without tools, tool calls and results.
 
@@ -46,7 +53,7 @@ def with_tools_as_text(
                 "content": joined_contents(before, message["content"], after),
             }
         elif message.get("tool_calls"):
-            message = _with_calls_as_text(message)
+            message = _with_calls_as_text(message, to_json)
         if follows_result and message.get("role") == "user":
             content = joined_contents(rendered[-1]["content"], "\n", message["content"])
             rendered[-1] = {**rendered[-1], "content": content}
@@ -55,7 +62,7 @@ def with_tools_as_text(
         follows_result = is_result
     if not tools:
         return rendered
-    text = INSTRUCTIONS.format(tools="\n".join(map(_tool_text, tools)))
+    text = INSTRUCTIONS.format(tools="\n".join(_tool_text(tool, to_json) for tool in tools))
     first, *rest = rendered
     if first.get("role") == "system":
         return [_appended(first, text, "\n\n"), *rest]
@@ -64,16 +71,16 @@ def with_tools_as_text(
     return [{**first, "content": joined_contents(f"{text}\n\n", first["content"])}, *rest]
 
 
-def _tool_text(tool: dict[str, Any]) -> str:
+def _tool_text(tool: dict[str, Any], to_json: JsonWriter) -> str:
     # `strict` is for the server, which enforces it.
     function = {name: value for name, value in tool["function"].items() if name != "strict"}
-    return _as_json({"type": "function", "function": function})
+    return to_json({"type": "function", "function": function})
 
 
-def _with_calls_as_text(message: Message) -> Message:
+def _with_calls_as_text(message: Message, to_json: JsonWriter) -> Message:
     functions = [call.get("function", {}) for call in message["tool_calls"]]
     blocks = [
-        f"<tool_call>\n{_as_json({'name': one.get('name'), 'arguments': one.get('arguments', {})})}"
+        f"<tool_call>\n{to_json({'name': one.get('name'), 'arguments': one.get('arguments', {})})}"
         "\n</tool_call>"
         for one in functions
     ]
@@ -84,7 +91,3 @@ def _with_calls_as_text(message: Message) -> Message:
 def _appended(message: Message, text: str, separator: str) -> Message:
     before = message["content"]
     return {**message, "content": joined_contents(before, separator, text) if before else text}
-
-
-def _as_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)

@@ -21,6 +21,8 @@ ID_PREFIX = "resp_"
 MAX_CONVERSATION_BYTES = 64 * 2**20
 """JSON of the items before a request, and of the items that it references: decoded they take up to
 ten times as much memory."""
+MAX_REFERENCES = 16_384
+"""References to items in one request: their responses are found in some 10 ms."""
 _SHOWN = 80
 _FIELD_NAMES = {
     "logprobs": "include",
@@ -127,27 +129,24 @@ async def _with_references(store: ResponseStore, items: list[Item], owner: str) 
     ids = [item["id"] for item in items if item["type"] == "item_reference"]
     if not ids:
         return items
-    entries: dict[str, StoredResponse | None] = {}
-    for item_id in ids:
-        number = number_in(item_id) or ""
-        if number not in entries:
-            entries[number] = None
-            with contextlib.suppress(NotFound):
-                entries[number] = store.get(ID_PREFIX + number, owner)
-    return await asyncio.to_thread(_resolved, items, ids, list(entries.values()))
+    if len(ids) > MAX_REFERENCES:
+        raise UserError(
+            f"input has {len(ids)} references to items, at most {MAX_REFERENCES} are taken",
+            param="input",
+        )
+    numbers = dict.fromkeys(map(number_in, ids))
+    entries = store.find((f"{ID_PREFIX}{number}" for number in numbers if number), owner)
+    return await asyncio.to_thread(_resolved, items, ids, entries)
 
 
-def _resolved(
-    items: list[Item], ids: list[str], entries: list[StoredResponse | None]
-) -> list[Item]:
+def _resolved(items: list[Item], ids: list[str], entries: list[StoredResponse]) -> list[Item]:
     """`items` with the items of `entries` in place of references to them."""
     wanted, encoded = frozenset(ids), dict[str, msgspec.Raw]()
     for entry in entries:
-        if entry is not None:
-            # The id of an item names its response, so that previous ones need not be searched.
-            encoded |= entry.input_history.find(wanted)
-            if entry.full_history is not None:
-                encoded |= entry.full_history.find(wanted)
+        # The id of an item names its response, so that previous ones need not be searched.
+        encoded |= entry.input_history.find(wanted)
+        if entry.full_history is not None:
+            encoded |= entry.full_history.find(wanted)
     num_bytes = 0
     for item_id in ids:
         if item_id not in encoded:

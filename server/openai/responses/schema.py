@@ -12,7 +12,9 @@ from server.http.body_bounds import (
     Label,
     Metadata,
     SafetyIdentifier,
+    Schema,
     Strings,
+    ToolChoice,
     Tools,
     Variables,
 )
@@ -97,7 +99,7 @@ class ReasoningOptions(Body):
 class TextOptions(Body):
     """Format of the text."""
 
-    format: dict[str, Any] | None = None
+    format: Schema | None = None
     verbosity: Label | None = None
 
 
@@ -140,7 +142,7 @@ class ResponseBody(GenerationBody):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     tools: Annotated[Tools | None, WithJsonSchema(any_of(array(_TOOL), NULL))] = None
-    tool_choice: Annotated[Any, WithJsonSchema(_TOOL_CHOICE)] = None
+    tool_choice: Annotated[ToolChoice, WithJsonSchema(_TOOL_CHOICE)] = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
@@ -181,11 +181,15 @@ class ResponseStore:
     def get(self, response_id: str, owner: str) -> StoredResponse:
         """Raises NotFound, with the same text for a response of another owner as for an unknown
         one."""
-        self._expire()
-        entry = self._entries.get(response_id)
-        if entry is None or entry.owner != owner:
+        if not (found := self.find([response_id], owner)):
             raise NotFound(f"There is no response {response_id[:_SHOWN]!r}, or no longer.")
-        return entry
+        return found[0]
+
+    def find(self, response_ids: Iterable[str], owner: str) -> list[StoredResponse]:
+        """The responses of `owner` among `response_ids`."""
+        self._expire()
+        entries = map(self._entries.get, response_ids)
+        return [entry for entry in entries if entry is not None and entry.owner == owner]
 
     def add_running(self, entry: StoredResponse) -> None:
         """Add a running response. Raises Overloaded if running responses fill the store."""

@@ -173,7 +173,7 @@ def _fields_of(job: Job, body: ResponseBody, *, is_stored: bool) -> Fields:
             "format": _encoded((text.format if text else None) or {"type": "text"}),
             "verbosity": (text.verbosity if text else None) or "medium",
         },
-        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+        "tool_choice": _encoded("auto" if body.tool_choice is None else body.tool_choice),
         "tools": _encoded(offered_tools(body.tools)),
         "top_logprobs": body.top_logprobs or 0,
         "top_p": job.params.top_p,

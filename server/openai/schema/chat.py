@@ -16,6 +16,7 @@ from server.http.body_bounds import (
     Metadata,
     SafetyIdentifier,
     Strings,
+    ToolChoice,
     Tools,
     Variables,
 )
@@ -65,7 +66,7 @@ class ChatPromptBody(Body):
 
     messages: Annotated[Messages, WithJsonSchema(array(_MESSAGE, minItems=1))]
     tools: Annotated[Tools | None, WithJsonSchema(TOOLS_SCHEMA)] = None
-    tool_choice: Annotated[Any, WithJsonSchema(TOOL_CHOICE_SCHEMA)] = None
+    tool_choice: Annotated[ToolChoice, WithJsonSchema(TOOL_CHOICE_SCHEMA)] = None
     documents: Documents | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -155,6 +156,11 @@ class ChatBody(ChatPromptBody, GenerationBody):
         "function_call": ("none", "auto"),
         "suffix": ("",),
     }
+    schema_fields: ClassVar[tuple[str, ...]] = (
+        *GenerationBody.schema_fields,
+        "tools",
+        "tool_choice",
+    )
 
     max_completion_tokens: Integer | None = Field(
         None, description="Takes precedence over max_tokens."

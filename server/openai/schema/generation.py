@@ -4,23 +4,38 @@ Values out of range are refused by config.params.sampling.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from config.errors import UserError
 from config.params.sampling import MAX_LOGPROBS, SamplingParams
 from config.params.structured_output import GrammarSpec
-from server.http.body_bounds import Biases, Label, Strings, TokenIds, Words, whole
+from server.http.body_bounds import (
+    Biases,
+    Label,
+    Schema,
+    SchemaOrText,
+    Strings,
+    TagOrText,
+    TokenIds,
+    Words,
+    whole,
+)
+from server.http.json_encoder import weighs_more
 from server.openai.schema.json_schema import TEXT, any_of, array
 from server.openai.schema.structured import FIELDS, spec_of
+
+R = TypeVar("R")
 
 MAX_SALT_CHARACTERS = 128
 MAX_REQUEST_ID_CHARACTERS = 512
 INLINE_IDS = 5_000
 """Token ids of fields that are converted on the event loop: a millisecond."""
+INLINE_WEIGHT = 2_000
+"""Weight (see `weighs_more`) of the fields with schemas that are converted on the event loop."""
 MAX_STOP_CHARACTERS = 1_024
 """Of one stop string: each token's text is compared with every prefix of it."""
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -98,6 +113,8 @@ class GenerationBody(Body):
     without_effect: ClassVar[frozenset[str]] = frozenset(
         {"media_io_kwargs", "mm_processor_kwargs", "prediction", "prompt_cache_retention"}
     )
+    schema_fields: ClassVar[tuple[str, ...]] = ("response_format", "structured_outputs", *FIELDS)
+    """Fields that may hold a large schema."""
 
     model: str | None = Field(None, description="A served name; default: the first one.")
     n: Integer | None = None
@@ -108,18 +125,18 @@ class GenerationBody(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Biases | None = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    guided_json: dict[str, Any] | str | bool | None = None
+    response_format: Schema | None = None
+    structured_outputs: Schema | None = None
+    guided_json: SchemaOrText | None = None
     guided_json_object: bool | None = None
     guided_regex: str | None = None
     guided_choice: Words | None = None
     guided_grammar: str | None = None
-    json_schema: dict[str, Any] | str | bool | None = None
+    json_schema: SchemaOrText | None = None
     regex: str | None = None
     ebnf: str | None = None
     grammar: str | None = None
-    structural_tag: dict[str, Any] | str | None = None
+    structural_tag: TagOrText | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Label | None = None
@@ -186,6 +203,18 @@ class GenerationBody(Body):
         """Whether the request asks for a usage chunk at the end of a stream."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def is_large(self) -> bool:
+        """Whether its checks and conversions take more than a few milliseconds."""
+        lists = (self.logit_bias, self.stop_token_ids, self.allowed_token_ids)
+        if sum(len(entries) for entries in lists if entries is not None) > INLINE_IDS:
+            return True
+        return weighs_more([getattr(self, name) for name in self.schema_fields], INLINE_WEIGHT)
+
+    async def on_thread_if_large(self, call: Callable[[], R]) -> R:
+        """The result of `call`, which checks or converts this body. Raises what `call` raises."""
+        return await asyncio.to_thread(call) if self.is_large else call()
+
     async def sampling_params(
         self,
         defaults: Mapping[str, float],
@@ -194,7 +223,7 @@ class GenerationBody(Body):
         logprobs: int | None,
         prompt_logprobs: int | None,
     ) -> SamplingParams:
-        """`sampling`, on a thread if there is much to convert. Raises UserError."""
+        """`sampling`, on a thread for a large body. Raises UserError."""
         convert = partial(
             self.sampling,
             defaults,
@@ -202,10 +231,7 @@ class GenerationBody(Body):
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
-        lists = (self.logit_bias, self.stop_token_ids, self.allowed_token_ids)
-        if sum(len(entries) for entries in lists if entries is not None) <= INLINE_IDS:
-            return convert()
-        return await asyncio.to_thread(convert)
+        return await self.on_thread_if_large(convert)
 
     def sampling(
         self,

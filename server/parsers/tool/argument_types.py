@@ -12,10 +12,17 @@ MAX_SCHEMA_NODES = 1000
 MAX_REQUEST_NODES = 100_000
 """The same for all arguments of the strict tools of a request: some tenths of a second."""
 MAX_SCHEMA_DEPTH = 32
+MAX_REFERENCE_CHARACTERS = 1_024
+"""Characters of a $ref; a longer $ref points to nothing."""
+CHARACTERS_PER_NODE = 32
+"""Characters of a $ref that take as long as a subschema."""
+ENTRIES_PER_NODE = 16
+"""Entries of an enum or of a list of types that take as long as a subschema."""
 ANY_TYPE = "any"
 ANNOTATIONS = frozenset(("title", "description", "default", "examples", "deprecated", "$comment"))
 """Keywords that do not restrict values."""
 _BRANCHES = ("anyOf", "oneOf")
+_LISTS = ("enum", "type", *_BRANCHES, "allOf")
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _NUMBERS = frozenset(("integer", "number"))
 _CONTAINERS = frozenset(("array", "object"))
@@ -107,18 +114,27 @@ class SharedTypes:
 
 
 def num_keywords(schema: Mapping[str, Any], root: Mapping[str, Any]) -> int:
-    """Maximum number of keywords that `referenced` copies for `schema`."""
+    """Maximum number of keywords that `referenced` copies for `schema`, with the entries of their
+    lists. A $ref counts for more, by its length."""
     count = 0
     current: Any = schema
     for _ in range(MAX_SCHEMA_DEPTH):
         if not isinstance(current, dict):
             break
         count += len(current)
+        lists = (current.get(key) for key in _LISTS)
+        count += sum(len(entries) for entries in lists if isinstance(entries, list))
         if isinstance(current.get("$ref"), str):
+            count += _reference_nodes(current["$ref"])
             current = _target(current["$ref"], root)
         else:
             current = current["allOf"][0] if _is_single(current.get("allOf")) else None
     return count
+
+
+def _reference_nodes(reference: str) -> int:
+    """The subschemas that take as long as finding what `reference` points to."""
+    return min(len(reference), MAX_REFERENCE_CHARACTERS) // CHARACTERS_PER_NODE
 
 
 def _is_single(branches: object) -> bool:
@@ -210,15 +226,26 @@ class _Search:
         return types
 
     def _enter(self, schema: Any, depth: int) -> bool:
-        self.num_nodes += 1
+        self.num_nodes += _num_nodes(schema)
         if depth > MAX_SCHEMA_DEPTH:
             self.num_nodes = MAX_SCHEMA_NODES + 1
         return isinstance(schema, dict) and not self.is_exhausted
 
 
+def _num_nodes(schema: Any) -> int:
+    """1 for `schema`, and more for a long enum, list of types or $ref."""
+    if not isinstance(schema, dict):
+        return 1
+    lists = (schema.get("enum"), schema.get("type"))
+    num_entries = sum(len(entries) for entries in lists if isinstance(entries, list))
+    reference = schema.get("$ref")
+    num_nodes = _reference_nodes(reference) if isinstance(reference, str) else 0
+    return 1 + num_entries // ENTRIES_PER_NODE + num_nodes
+
+
 def _target(reference: str, root: Mapping[str, Any]) -> Any:
     """What a local reference points to; None if there is no such schema."""
-    if not reference.startswith("#"):
+    if not reference.startswith("#") or len(reference) > MAX_REFERENCE_CHARACTERS:
         return None
     found: Any = root
     for part in reference[1:].split("/")[1:]:

@@ -6,7 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from config.errors import UserError
-from server.parsers.tool.argument_types import ANNOTATIONS, num_keywords, referenced
+from server.parsers.tool.argument_types import (
+    ANNOTATIONS,
+    MAX_REFERENCE_CHARACTERS,
+    num_keywords,
+    referenced,
+)
 
 Part = dict[str, Any]
 Functions = Mapping[str, Mapping[str, Any] | None]
@@ -17,7 +22,8 @@ IDENTIFIER = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
 MAX_ARGUMENT_PARTS = 16_384
 """They take 10 ms to build; a larger grammar has too many characters anyway."""
 MAX_ARGUMENT_KEYWORDS = 65_536
-"""A keyword takes 4 characters or more; a larger grammar has too many characters anyway."""
+"""With the entries of enums and branches. A keyword takes 4 characters or more; a larger grammar
+has too many characters anyway."""
 MAX_CALLS = 32
 """Limit of one forced answer; without it a model may go on to the end of the context."""
 _VALUES = ("enum", "const", "default", "examples")
@@ -115,9 +121,9 @@ def check_keywords(functions: Functions) -> None:
             total += num_keywords(inner, schema or {})
             if total > MAX_ARGUMENT_KEYWORDS:
                 raise UserError(
-                    f"the arguments of the strict tools have at least {total} keywords, at most "
-                    f"{MAX_ARGUMENT_KEYWORDS} are taken: set strict to false, or refer to smaller "
-                    "definitions",
+                    f"the arguments of the strict tools have at least {total} keywords and entries "
+                    f"of lists, at most {MAX_ARGUMENT_KEYWORDS} are taken: set strict to false, or "
+                    "refer to smaller definitions",
                     param="tools",
                 )
 
@@ -207,6 +213,12 @@ def unenforceable(function: str, what: str) -> UserError:
 
 def _check_references(function: str, value: Any) -> None:
     for reference in _references(value):
+        if len(reference) > MAX_REFERENCE_CHARACTERS:
+            raise UserError(
+                f"the parameters of {function!r:.60} have a $ref of {len(reference)} characters, "
+                f"at most {MAX_REFERENCE_CHARACTERS} are taken",
+                param="tools",
+            )
         if not reference.startswith(("#/$defs/", "#/definitions/")):
             raise unenforceable(function, f"$ref {reference!r:.40}")
 

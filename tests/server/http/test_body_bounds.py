@@ -1,5 +1,6 @@
 """Limits of maps and short texts of a body: the error names both numbers."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,14 +9,17 @@ from http_rig import in_memory
 from config.errors import UserError
 from server.anthropic.schema import MessagesBody
 from server.http.body import validate_fields
+from server.http.body_bounds import MAX_FIELD_VALUES, MAX_RENDERED_CHARACTERS
 from server.openai.responses.schema import ResponseBody
 from server.openai.schema.chat import ChatBody
 from server.openai.schema.completions import CompletionBody
+from server.openai.schema.tokenize import TokenizeChatBody
 from server.pooling.schema import EmbeddingBody, RerankBody
 
 USER = {"messages": [{"role": "user", "content": "hi"}]}
 MINIMAL: dict[Any, dict[str, Any]] = {
     ChatBody: {"messages": []},
+    TokenizeChatBody: {"messages": []},
     CompletionBody: {"prompt": "a"},
     ResponseBody: {"input": "a"},
     EmbeddingBody: {"input": "a"},
@@ -83,3 +87,59 @@ async def test_metadata_over_its_limit_is_a_400_of_every_generating_route() -> N
         ]
 
     assert [answer.status_code for answer in answers] == [400] * 4
+
+
+MANY = [1] * MAX_FIELD_VALUES
+LONG = "x" * (MAX_RENDERED_CHARACTERS + 1)
+STRUCTURED: list[tuple[Any, str, Callable[[Any], Any]]] = [
+    (body, name, wrap)
+    for name, wrap in (
+        ("tools", lambda value: [{"x": value}]),
+        ("tool_choice", lambda value: {"x": value}),
+        ("documents", lambda value: [{"x": value}]),
+        ("chat_template_kwargs", lambda value: {"x": value}),
+        ("response_format", lambda value: {"type": "text", "x": value}),
+        ("structured_outputs", lambda value: {"x": value}),
+        ("guided_json", lambda value: {"x": value}),
+        ("json_schema", lambda value: {"x": value}),
+        ("structural_tag", lambda value: {"x": value}),
+        ("text", lambda value: {"format": {"type": "text", "x": value}}),
+        ("output_format", lambda value: {"type": "json_schema", "schema": {"x": value}}),
+    )
+    for body in (ChatBody, TokenizeChatBody, CompletionBody, ResponseBody, MessagesBody)
+    if name in body.model_fields
+    and (body, name) not in ((MessagesBody, "tool_choice"), (ResponseBody, "response_format"))
+]
+"""Body, field of any structure, and a value of the field that holds a given value."""
+
+
+@pytest.mark.parametrize(
+    ("body", "name", "wrap"),
+    STRUCTURED,
+    ids=[f"{body.__name__}-{name}" for body, name, _ in STRUCTURED],
+)
+def test_a_field_of_any_structure_is_bounded_before_it_is_read(
+    body: Any, name: str, wrap: Callable[[Any], Any]
+) -> None:
+    fields = MINIMAL[body]
+    digits = 10**4000
+
+    for value, unit in ((MANY, "values"), (LONG, "characters"), ([digits] * 5_000, "characters")):
+        with pytest.raises(UserError, match=rf"at least \d+ {unit}, at most \d+ are") as caught:
+            validate_fields(body, {**fields, name: wrap(value)})
+        assert caught.value.param == name
+
+
+async def test_the_choice_of_a_response_with_other_keys_is_bounded() -> None:
+    choice = {"type": "function", "name": "f", "x": MANY}
+    tools = [{"type": "function", "name": "f"}]
+    async with in_memory() as rig:
+        answer = await rig.post(
+            "/v1/responses", {"input": "a", "tools": tools, "tool_choice": choice}
+        )
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == (
+        f"tool_choice: it has at least {MAX_FIELD_VALUES + 4} values, at most {MAX_FIELD_VALUES} "
+        "are taken"
+    )

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -91,6 +92,26 @@ async def test_a_response_of_another_key_is_not_there_through_a_sibling_either(
         assert [answer.status_code for answer in refused] == [404] * 9
         assert kept.json() == made
         assert len(own.client.queues) == 1 and not other.client.queues
+
+
+async def test_a_large_body_is_encoded_for_a_sibling_on_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    are_main: list[bool] = []
+    encode = peer_proxy.encode_json
+
+    def spied(value: Any) -> bytes:
+        are_main.append(threading.current_thread() is threading.main_thread())
+        return encode(value)
+
+    monkeypatch.setattr(peer_proxy, "encode_json", spied)
+    async with two(tmp_path) as (own, other):
+        made = (await own.post(ROUTE, {"input": "hi"})).json()
+        body = {"input": "go on", "previous_response_id": made["id"], "x": [1] * 5_000}
+        following = await other.post(ROUTE, body)
+
+    assert following.status_code == 200
+    assert are_main == [False]
 
 
 async def test_an_exchange_is_counted_once(tmp_path: Path) -> None:

@@ -115,6 +115,15 @@ async def test_adapters_are_loaded_and_unloaded(client: httpx.AsyncClient) -> No
     assert "gaudiserve:lora_loads_total" in metrics
 
 
+async def test_a_long_path_is_refused_before_it_is_resolved(client: httpx.AsyncClient) -> None:
+    answer = await load(client, "three", "a/../" * 2_000)
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(
+        "lora_path: it has 10000 characters, at most 4096 are taken"
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "path"),
     [

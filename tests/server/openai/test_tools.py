@@ -1,6 +1,7 @@
 """Tools and thinking over HTTP: whole answers, streams, and what is refused."""
 
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from http_rig import (
     in_memory,
 )
 
+from server.openai.schema import chat, generation
 from server.text.tokenizer import Tokenizer
 from server.text.tokenizer_files import TextFiles
 
@@ -39,6 +41,67 @@ THOUGHT = "<think>\nLet me see.\n</think>\n\n"
 
 def with_tools(reply: str, **config: Any) -> Any:
     return in_memory(TalkingClient(reply), **{"chat_template": TOOLS_TEMPLATE, **config})
+
+
+MANY_PROPERTIES = {f"a{n}": {"type": "string"} for n in range(3_000)}
+LARGE = {"type": "object", "properties": MANY_PROPERTIES}
+LARGE_TOOL = {"type": "function", "function": {"name": "f", "parameters": LARGE}}
+LARGE_FORMAT = {"type": "json_schema", "json_schema": {"name": "f", "schema": LARGE}}
+USER = [{"role": "user", "content": "hi"}]
+LARGE_REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    (
+        "/v1/chat/completions",
+        {"messages": USER, "tools": [LARGE_TOOL], "tool_choice": "required"},
+    ),
+    (
+        "/v1/chat/completions/input_tokens",
+        {"messages": USER, "tools": [LARGE_TOOL], "tool_choice": "required"},
+    ),
+    ("/v1/chat/completions", {"messages": USER, "response_format": LARGE_FORMAT}),
+    ("/v1/completions", {"prompt": "hi", "response_format": LARGE_FORMAT}),
+    ("/v1/completions", {"prompt": "hi", "structured_outputs": {"json": LARGE}}),
+    (
+        "/v1/responses",
+        {
+            "input": "hi",
+            "tools": [{"type": "function", "name": "f", "parameters": LARGE}],
+            "tool_choice": "required",
+        },
+    ),
+    (
+        "/v1/messages",
+        {
+            "messages": USER,
+            "max_tokens": 4,
+            "tools": [{"name": "f", "input_schema": LARGE}],
+            "tool_choice": {"type": "any"},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("route", "body"), LARGE_REQUESTS)
+async def test_the_grammar_of_a_large_schema_is_built_on_a_thread(
+    monkeypatch: pytest.MonkeyPatch, route: str, body: dict[str, Any]
+) -> None:
+    are_main: list[bool] = []
+
+    def spied(call: Any) -> Any:
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            if any(args):
+                are_main.append(threading.current_thread() is threading.main_thread())
+            return call(*args, **kwargs)
+
+        return spy
+
+    monkeypatch.setattr(chat, "forced_schema", spied(chat.forced_schema))
+    monkeypatch.setattr(chat, "check_tools", spied(chat.check_tools))
+    monkeypatch.setattr(generation, "spec_of", spied(generation.spec_of))
+    async with with_tools("{}") as rig:
+        answer = await rig.post(route, body)
+
+    assert answer.status_code in (200, 400), answer.text
+    assert are_main and not any(are_main)
 
 
 def joined(chunks: list[Any], index: int = 0) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from config.errors import UserError
 from server.parsers.registry import TOOL_CALL_FORMATS
 from server.parsers.tool import structural_tag
+from server.parsers.tool.argument_types import ANY_TYPE, MAX_REFERENCE_CHARACTERS, types_of
 from server.parsers.tool.structural_tag import MAX_ARGUMENT_PARTS, arguments_of
 
 FORMATS = {family: name for name, family in TOOL_CALL_FORMATS.items()}
@@ -61,6 +62,71 @@ def test_many_required_arguments_take_linear_time() -> None:
 
     # A search of the list for each argument took ten seconds.
     assert time.monotonic() - start_s < 3
+
+
+def shared(count: int, definition: Any) -> dict[str, Any]:
+    """Required arguments that refer to one definition."""
+    names = [f"a{n}" for n in range(count)]
+    return {
+        "type": "object",
+        "required": names,
+        "properties": {name: {"$ref": "#/$defs/d"} for name in names},
+        "$defs": {"d": definition},
+    }
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "minimax_m3", "pythonic", "gemma4"])
+@pytest.mark.parametrize(
+    "definition",
+    [
+        {"enum": ["x"] * 2_000},
+        {"anyOf": [{"type": "string"}] * 2_000},
+        {"type": ["string"] * 2_000},
+    ],
+    ids=["enum", "branches", "types"],
+)
+def test_entries_of_a_shared_definition_count_for_each_argument(name: str, definition: Any) -> None:
+    with pytest.raises(UserError, match=r"keywords and entries of lists, at most 65536"):
+        made(name, shared(100, definition))
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "minimax_m3", "pythonic", "gemma4"])
+def test_a_long_reference_is_refused_before_it_is_split(name: str) -> None:
+    class Unsplit(str):
+        __slots__ = ()
+
+        def split(self, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError("a long reference is split")
+
+        def __getitem__(self, key: Any) -> Any:
+            return Unsplit(super().__getitem__(key))
+
+    long = Unsplit("#/$defs/" + "/" * MAX_REFERENCE_CHARACTERS)
+
+    with pytest.raises(UserError, match=r"a \$ref of 1032 characters, at most 1024 are taken"):
+        made(name, shared(3, {"$ref": long}))
+    assert types_of({"properties": {"a": {"$ref": long}}}, "a") == {ANY_TYPE}
+
+
+def test_long_references_that_may_be_taken_count_as_keywords() -> None:
+    definition = {"$ref": "#/$defs/" + "/" * 1_000}
+
+    with pytest.raises(UserError, match=r"at least \d+ keywords"):
+        made("qwen3_coder", shared(2_000, definition))
+
+
+def test_a_long_enum_is_not_read_for_each_argument_that_a_model_writes() -> None:
+    read: list[Any] = []
+
+    class Spied(list[Any]):
+        def __iter__(self) -> Any:
+            read.append(1)
+            return super().__iter__()
+
+    assert types_of({"properties": {"a": {"enum": Spied(["x"] * 100_000)}}}, "a") == {ANY_TYPE}
+    assert not read
+    assert types_of({"properties": {"a": {"enum": Spied(["x"] * 8_000)}}}, "a") == {"string"}
+    assert read
 
 
 VALUES = st.recursive(

@@ -31,6 +31,7 @@ from server.text.chat_template import (
 from server.text.control_tokens import ControlMarker
 from server.text.isolated_template import isolated_templates
 from server.text.messages import MAX_ARGUMENTS_CHARACTERS
+from server.text.sandbox import MAX_WRITTEN_ITEMS
 from server.text.template_renderer import TextTooLong, TooSlow
 
 CHATML = """{%- for message in messages %}
@@ -732,6 +733,21 @@ async def test_a_comparison_of_nested_values_is_refused_before_it_runs(operation
         await template.render(HELLO)
 
     assert time.monotonic() - began_s < 20
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ messages[0] | tojson }}", "{{ messages[0].x }}", "{{ messages[0].content }}"]
+)
+async def test_a_value_of_too_many_items_is_refused_before_it_is_written(template: str) -> None:
+    many = [1] * MAX_WRITTEN_ITEMS
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": many}}}
+    messages = [{"role": "user", "content": "hi", "x": many}]
+    if "content" in template:
+        # The template has no place for calls.
+        messages.append({"role": "assistant", "tool_calls": [call]})
+
+    with pytest.raises(UserError, match=f"writes a value of more than {MAX_WRITTEN_ITEMS} items"):
+        await ours(template, time_limit_s=20.0).render(messages)
 
 
 async def test_comparisons_give_the_results_of_jinja() -> None:

@@ -9,6 +9,7 @@ from server.text.chat_template import ChatTemplate
 from server.text.control_tokens import ControlMarker
 from server.text.isolated_template import isolated_templates
 from server.text.messages import normalize_messages
+from server.text.sandbox import Sandbox
 from server.text.tool_template import INSTRUCTIONS, with_tools_as_text
 
 CHATML = (
@@ -59,7 +60,12 @@ RESULTS = (
 def rendered(
     messages: list[dict[str, Any]], tools: Any = (WEATHER,), *, takes_system: bool = True
 ) -> list[tuple[str, str]]:
-    made = with_tools_as_text(normalize_messages(messages), tools, takes_system=takes_system)
+    made = with_tools_as_text(
+        normalize_messages(messages),
+        tools,
+        takes_system=takes_system,
+        to_json=Sandbox(10_000).to_json,
+    )
     assert not any("tool_calls" in message for message in made)
     return [(message["role"], message["content"]) for message in made]
 

@@ -91,6 +91,33 @@ async def test_bytes_of_references_and_of_earlier_items_are_limited(
     assert short.status_code == 200
 
 
+async def test_unknown_references_are_looked_up_once_and_their_number_is_limited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expired: list[int] = []
+    expire = store.ResponseStore._expire
+
+    def spied(self: store.ResponseStore) -> None:
+        expired.append(1)
+        expire(self)
+
+    monkeypatch.setattr(store.ResponseStore, "_expire", spied)
+    references = [{"type": "item_reference", "id": f"msg_{n:034x}_0"} for n in range(200)]
+    async with in_memory(TalkingClient("x")) as rig:
+        unknown = await rig.post(ROUTE, {"input": references})
+        num_expiries = len(expired)
+        monkeypatch.setattr(chat_request, "MAX_REFERENCES", 199)
+        many = await rig.post(ROUTE, {"input": references})
+
+    assert unknown.status_code == 404
+    assert num_expiries == 1
+    assert error_of(many) == (
+        400,
+        "input",
+        "input has 200 references to items, at most 199 are taken",
+    )
+
+
 async def test_truncation_shortens_a_text_that_is_not_even_counted() -> None:
     turns = [{"role": "user", "content": "x" * 60} for _ in range(6000)]
     async with in_memory(TalkingClient("x", max_model_len=400)) as rig:

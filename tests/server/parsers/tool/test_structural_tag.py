@@ -216,7 +216,7 @@ def test_keywords_of_a_shared_definition_count_for_each_argument(family: str) ->
     large = {"type": "integer", **{f"k{i}": 1 for i in range(999)}}
     properties = {f"p{i}": {"$ref": "#/$defs/x"} for i in range(66)}
     schema = {"$defs": {"x": large}, "properties": properties, "required": list(properties)}
-    with pytest.raises(UserError, match=r"at least 66066 keywords, at most 65536 are taken"):
+    with pytest.raises(UserError, match=r"at least 66066 keywords .* at most 65536 are taken"):
         TOOL_CALL_FORMATS[family].grammar({"f": schema})
 
 
