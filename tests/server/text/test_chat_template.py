@@ -809,10 +809,16 @@ async def test_the_models_own_template_has_a_limit_of_memory(
 
     with pytest.raises(UserError, match="more than the 64 MiB"):
         await template.render(HELLO)
-    gc.collect()
-    trim_memory()
 
-    assert process.memory_info().rss - before < limit
+    # The thread may still hold the last text when the caller has its error.
+    for _ in range(50):
+        gc.collect()
+        trim_memory()
+        growth = process.memory_info().rss - before
+        if growth < limit:
+            break
+        await asyncio.sleep(0.1)
+    assert growth < limit
     template.close()
 
 
