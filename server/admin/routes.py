@@ -25,7 +25,7 @@ def admin_routes(state: AppState) -> APIRouter:
     @get(
         "/live",
         operation_id="live",
-        summary="Liveness: 200 while the process runs and an engine lives",
+        summary="Liveness: 200 while the server starts, serves, or restarts an engine",
     )
     async def get_live() -> Response:
         return _liveness(state)
