@@ -33,9 +33,9 @@ class KVCacheManager:
         all_see_images: bool = False,
     ) -> None:
         """`contiguous`: decodes read the cache as a slice that starts at block 0, so the lowest
-        blocks are allocated first and blocks are not shared. `num_lookahead_tokens`: KV slots that each
-        decode needs beyond its own token, for the plans in flight. `offload`: keeps evicted blocks.
-        `all_see_images`: see `block_hashes`."""
+        blocks are allocated first and blocks are not shared. `num_lookahead_tokens`: KV slots that
+        each decode needs beyond its own token, for the plans in flight. `offload`: keeps evicted
+        blocks. `all_see_images`: see `block_hashes`."""
         assert not (contiguous and prefix_caching), "a slice of the cache holds no shared blocks"
         self.num_lookahead_tokens = num_lookahead_tokens
         self.block_size = block_size
