@@ -80,7 +80,7 @@ _ARGUMENTS = {
 
 
 class EngineCore:
-    """An engine without channels. Not thread-safe.
+    """An engine without channels. All calls must come from a single thread.
 
     The caller calls `step` while there is work. Each request ends with exactly one Finish, except
     aborted requests: an abort ends all messages about the request.
@@ -672,7 +672,7 @@ class EngineCore:
 
     def _submit_deferred_masks(self) -> None:
         """Send the deferred grammar masks of the oldest plan in flight, which depend on the result
-        just processed. Sent first, since the worker cannot sample without them."""
+        just processed. Sent early, since the worker cannot sample without them."""
         running = self._inflight[0] if self._inflight else None
         if running is not None and running.deferred:
             assert running.plan is not None, "only a plan has deferred requests"

@@ -87,8 +87,8 @@ class WakingInbox(SimpleQueue[Entry]):
 class EngineLoop:
     """Owns a core on the thread that calls `run`. Other threads may call `receive` and `stop`.
 
-    A request is rejected at once when `max_queue_len` requests are in the inbox or compiling their
-    grammar. Aborts, controls and resumed requests are always accepted.
+    A request is rejected at once when the entries in the inbox and the requests that compile their
+    grammar reach `max_queue_len`. Aborts, controls and resumed requests are always accepted.
     """
 
     def __init__(
