@@ -52,7 +52,8 @@ def admission_error(
 
 
 def _invalid_token(params: SamplingParams, vocab_size: int) -> int | None:
-    """A token id in the sampling parameters that is outside the vocabulary; None if all are in."""
+    """A token id in the sampling parameters that is outside the vocabulary; None if all are valid
+    ids."""
     lists: tuple[Collection[int] | TokenIds, ...] = (
         params.logit_bias,
         params.allowed_token_ids or (),

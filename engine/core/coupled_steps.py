@@ -79,7 +79,8 @@ class CoupledSteps:
 
     def share(self, step: int, plan: StepPlan | None) -> StepPlan:
         """`plan` with the shared launches of all engines: this engine's launches in the agreed
-        buckets, padding otherwise. A None plan becomes padding only. Blocks for all engines."""
+        buckets, padding otherwise. A None plan becomes padding only. Blocks until all engines have
+        proposed."""
         plan = StepPlan(step, []) if plan is None else plan
         own = plan.launches
         planned = self._group.agree(step, [(one.phase, *one.bucket) for one in own])

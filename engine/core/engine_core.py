@@ -586,7 +586,8 @@ class EngineCore:
         return self._take_messages()
 
     def _share(self, output: SchedulerOutput, coupled: CoupledSteps) -> StepPlan:
-        """The plan of `output` in the buckets that all engines agree on. Blocks for all engines."""
+        """The plan of `output` in the buckets that all engines agree on. Blocks until all engines
+        have proposed."""
         before = [] if output.plan is None else output.plan.launches
         useful = {id(launch): launch.bucket[0] * launch.bucket[1] for launch in before}
         plan = coupled.share(output.step, output.plan)

@@ -19,13 +19,13 @@ FIRST_OUTPUT = 128.0
 OUTPUT_WEIGHT = 0.1
 """Weight of each finished request in its tenant's moving average of output tokens."""
 MAX_IDLE_TENANTS = 1024
-"""Number of tenants at which tenants without waiting requests begin to be forgotten."""
+"""Limit of known tenants. At the limit, tenants without waiting requests are forgotten."""
 MAX_LABELS = 100
 """Tenants whose tokens are counted separately; all others share the label OTHERS."""
 OTHERS, NO_KEY = "other", "none"
 
 _CONTINUATIONS = -1
-"""Tenant number of all continuations of accepted requests, which come first for every tenant."""
+"""Tenant number shared by all continuations of accepted requests, which are scheduled first."""
 
 Key = tuple[int, float]
 """(priority, virtual time) of a tenant with waiting requests."""
@@ -139,8 +139,8 @@ class FairQueue(WaitingQueue):
         return self._tenants[_CONTINUATIONS if request.is_continuation else request.tenant]
 
     def start(self, request: Request, num_cached: int) -> None:
-        """Charge a request that starts after `remove`, with `num_cached` of its tokens cached. Its
-        new `priority_key` makes later starts be preempted first."""
+        """Charge a request that starts after `remove`, with `num_cached` of its tokens cached. Sets
+        its `priority_key` so that requests that start later are preempted first."""
         self._num_started += 1
         if request.charged_until >= 0:
             return

@@ -37,7 +37,7 @@ NUM_THREADS = 2
 MAX_PENDING = 64
 """Maximum specs that wait for a thread or are being compiled."""
 MAX_CACHED = 256
-"""Maximum cached grammars and errors, most recently requested specs first."""
+"""Maximum cached grammars and errors; the least recently requested spec is evicted."""
 MAX_CACHED_BYTES = 512 * 2**20
 """Maximum memory of the cached grammars. An evicted grammar stays in memory while it is used."""
 MAX_GRAMMAR_BYTES = 128 * 2**20

@@ -20,8 +20,8 @@ MAX_SCHEMAS = 20_000
 MAX_PROPERTIES = 2_000
 """Maximum properties of an object: the library's time grows with the square of their number."""
 MAX_TERMINATION_PASSES = 100
-"""Maximum passes of check_terminates, enough for hand-written schemas; accepts the schema at the
-limit."""
+"""Maximum passes of check_terminates, enough for hand-written schemas. A schema that needs more
+passes is accepted."""
 
 VALUE_KEYWORDS = ("const", "enum", "default", "examples")
 """Keywords whose values are not schemas."""
