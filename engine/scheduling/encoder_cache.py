@@ -43,8 +43,8 @@ class EncoderCache:
         self._held: dict[int, list[ImagePlacement]] = {}
         """Referenced images of each request, by request key."""
         self._done: list[tuple[int, ImagePlacement]] = []
-        """(request key, image) pairs whose last token is in the plan under construction. They stay
-        referenced until `end_step`: the plan's evictions run before its launches."""
+        """(request key, image) pairs of images whose last token is in the plan under construction.
+        They stay referenced until `end_step`: the plan's evictions run before its launches."""
         self._to_encode: list[EncodedImage] = []
         self._to_free: list[bytes] = []
         self._is_full = False

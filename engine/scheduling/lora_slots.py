@@ -105,8 +105,8 @@ class LoRASlots:
         return num_requests
 
     def serves(self, content: str, *, is_continuation: bool = False) -> bool:
-        """Whether a request may use the adapter with this content hash. A beam continuation may
-        also use a recently unloaded adapter, with which its first request was accepted."""
+        """Whether a request may use the adapter with this content hash. With
+        `is_continuation`, for requests accepted before, also a recently unloaded adapter."""
         if is_continuation and content in self._retired:
             return True
         entry = self._entries.get(content)

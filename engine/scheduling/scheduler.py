@@ -37,7 +37,7 @@ class SchedulerOutput:
 
     step: int
     plan: StepPlan | None = None
-    """None if there is nothing to launch and no decode waits for a token."""
+    """None if there is nothing to launch and no decode was left for a later step."""
     decodes: list[Request] = field(default_factory=list)
     """Decoding requests in the order of the plan's first launches."""
     prefills: list[Chunk] = field(default_factory=list)
@@ -126,7 +126,8 @@ class Scheduler:
         """Last known tokens sent with each decode; more than 1 only for pipeline stages with
         speculation."""
         self._is_waiting_for_tokens = False
-        """Whether this step skipped a decode because its input token has not returned yet."""
+        """Whether this step skipped a decode: its input token has not returned yet, or the step's
+        share of the decodes is full."""
         self._max_num_seqs = config.max_num_seqs
         self._watermark = max(kv.pool.size // WATERMARK_SHARE, 1)
         self._decoding: list[Request] = []
