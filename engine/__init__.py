@@ -1,5 +1,4 @@
 """The engine process: scheduling, KV blocks, prefix cache and grammars over token ids.
 
-No text, no HTTP and no tensors. The state of a request and the counters are here, as several
-folders use them.
+No text, no HTTP and no tensors. Request and StepStats lie here because several folders use them.
 """

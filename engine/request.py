@@ -22,13 +22,13 @@ from engine.transport.messages import FRONT_END_SHIFT, AddRequest, Resumption
 from hpu.protocol import NO_SLOT, TOKEN_BYTES, TOKENS_PER_WORD, RequestSampling
 
 WAITING, RUNNING, PREEMPTED, FINISHED = range(4)
-"""PREEMPTED: with a plan still in flight; WAITING again afterwards. FINISHED: also aborted or
-failed."""
+"""PREEMPTED: a plan with the request is still in flight; WAITING afterwards. FINISHED: also
+aborted or failed."""
 
 NEVER = sys.maxsize
 MIN_PENALTY = 1e-30
-"""Of repetition: a penalty below it, or above its inverse, makes any logit infinite or zero in
-float32."""
+"""Lower bound of the repetition penalty; its inverse is the upper bound. Beyond them a float32
+logit becomes infinite or zero."""
 
 EndTokens = frozenset[int] | TokenSet
 
@@ -37,22 +37,22 @@ NO_ALLOWED_TOKEN = "the grammar leaves only tokens that allowed_token_ids or bad
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the model fixes for every request."""
+    """Limits of the model that hold for every request."""
 
     max_model_len: int
     vocab_size: int
     eos_ids: frozenset[int]
     prompt_vocab_size: int = 0
-    """As in WorkerReady."""
+    """Number of token ids valid in a prompt; 0: `vocab_size`."""
 
 
 class Request:
-    """One unfinished sequence, as plain numbers, since the loops over all requests read and write
-    them.
+    """One unfinished sequence. Attributes are plain numbers because the loops over all requests
+    read and write them.
 
-    `num_tokens` counts its tokens (prompt and accepted output). `num_computed_tokens` counts the
-    tokens whose KV is written once every submitted plan has run; with a step in flight a decoding
-    request has more computed tokens than tokens, because its newest ones exist only on the device.
+    `num_tokens` counts the request's tokens (prompt and accepted output). `num_computed_tokens`
+    counts the tokens whose KV is written once every submitted plan has run; with a step in flight
+    it can exceed `num_tokens`, because the newest tokens exist only on the device.
     `num_cached_tokens` is `num_computed_tokens` as of the collected results, during prefill.
     """
 
@@ -123,15 +123,15 @@ class Request:
         self.output_token_ids = array("I")
         self.name = message.name or f"key {message.key}"
         self.pooling = message.pooling
-        """Set for a request for vectors."""
+        """Set for a pooling request only."""
         self.images = message.images
         self.encoded_images = {image.content: image for image in message.encoded_images}
-        """By their contents."""
+        """Images to encode, by content hash."""
         self.cache_salt = message.cache_salt
         self.adapter = message.adapter
-        """Hash of its adapter's files; empty for none."""
+        """Hash of the LoRA adapter's files; empty without an adapter."""
         self.lora_slot = NO_SLOT
-        """Of a text that is read."""
+        """LoRA slot of a pooling request."""
         self.block_hashes = block_hashes
         self.is_continuation = message.is_continuation
         self.priority_key = priority_key
@@ -139,8 +139,8 @@ class Request:
         self.state = WAITING
         self.tenant = message.tenant
         self.charged_until = -1
-        """Of its tokens, those for which its tenant was charged when it started; -1: it has not
-        started. Set with fair shares only, as is `expected_output`."""
+        """Value of `num_tokens` up to which the tenant was charged when the request started; -1:
+        not started. Set with fair shares only, like `expected_output`."""
         self.expected_output = 0
 
         room = limits.max_model_len - self.num_prompt_tokens
@@ -149,16 +149,17 @@ class Request:
         self.max_num_tokens = self.num_prompt_tokens + max_tokens
         is_constrained = grammar is not None and grammar.is_constrained
         self.min_num_tokens = self.num_prompt_tokens + (0 if is_constrained else params.min_tokens)
-        """End tokens are ignored up to so many tokens. 0 output tokens with a grammar: its masks
-        enforce min_tokens where it has a choice."""
+        """Total tokens below which end tokens are ignored. A constrained grammar adds no minimum:
+        its masks enforce min_tokens where the grammar leaves a choice."""
         self.stop_ids, self.end_ids = _end_tokens(
             params, limits, ignores_eos=params.ignore_eos and not is_constrained
         )
-        """Tokens that end it: those that `Finish.stop_token` names (no EOS tokens), and all."""
+        """Stop tokens that `Finish.stop_token` reports (no EOS tokens), and all end tokens."""
         self.guide: Guide | None = None
-        """Follows its grammar; None without one."""
+        """Position in the grammar; None without a grammar."""
         self.drafts: list[int] = []
-        """With a grammar, or pipeline stages: what its next decode may verify."""
+        """Draft tokens that the next decode verifies. Kept here only with a grammar or pipeline
+        stages."""
         if grammar is not None:
             self.guide = Guide(
                 grammar,
@@ -175,7 +176,8 @@ class Request:
             masked=grammar is not None,
         )
         self.allowed_bitmask: Bitmask | None = None
-        """With a grammar: allowed_token_ids, which are compared with the grammar at each token."""
+        """allowed_token_ids as a bitmask, intersected with the grammar's mask at each token. None
+        without a grammar."""
         if grammar is not None and params.allowed_token_ids is not None:
             self.allowed_bitmask = bitmask_of(
                 token_array(params.allowed_token_ids), limits.vocab_size
@@ -183,7 +185,8 @@ class Request:
         self.num_prompt_logprobs = NEVER if params.prompt_logprobs is None else 0
         """Prompt positions whose log-probabilities were sent; NEVER when none were requested."""
         self.is_suspect = False
-        """As Resumption.is_suspect."""
+        """Whether an engine died while it computed this request's next token; see
+        Resumption.is_suspect."""
         if message.resumption is not None:
             self._resume(message.resumption)
 
@@ -198,22 +201,22 @@ class Request:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_prefill_tokens = self.num_tokens
-        """Its tokens when it was last scheduled from the waiting queue: it decodes once all of them
-        are computed."""
+        """Value of `num_tokens` when the request was last admitted: it decodes once all of these
+        tokens are computed."""
         self.num_prefix_tokens = 0
-        """Tokens that the prefix cache had when it was last scheduled from the waiting queue."""
+        """Tokens found in the prefix cache when the request was last admitted."""
         self.decode_limit = 0
         """Value of `num_computed_tokens` at which a decode needs another block, or its last token
         is scheduled."""
         self.next_cache_at = NEVER
-        """Value of `num_cached_tokens` at which its next block is full and gets its hash."""
+        """Value of `num_cached_tokens` at which the next block is full and gets its hash."""
         self.pending_hashes: list[bytes] = []
-        """Hashes of the blocks that it computes, for which other requests may wait."""
+        """Hashes of the blocks that this request computes; other requests may wait for them."""
         self.last_step = -1
-        """The last plan that contains it."""
+        """Step of the last plan that contains the request."""
 
     def _resume(self, resumption: Resumption) -> None:
-        """Take over the tokens that another engine generated, as if it had been preempted."""
+        """Take over the tokens that another engine generated, as after a preemption."""
         self.is_suspect = resumption.is_suspect
         self.output_token_ids.frombytes(resumption.output)
         self.num_tokens += len(self.output_token_ids)
@@ -224,7 +227,8 @@ class Request:
                 self.guide.advance(token)
 
     def restarted(self) -> "Request":
-        """The same request, waiting, with its tokens and nothing computed. This one ends."""
+        """A waiting copy of this request with its tokens and no computed KV. The caller finishes
+        this request."""
         other = copy(self)
         other.state = WAITING
         other.req_index = other.last_step = -1
@@ -237,7 +241,7 @@ class Request:
 
     @property
     def has_nothing(self) -> bool:
-        """Whether it has got no token since it was last scheduled from the waiting queue."""
+        """Whether the request has produced no token since it was last admitted."""
         return self.num_tokens == self.num_prefill_tokens
 
     @property
@@ -246,11 +250,12 @@ class Request:
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of prompt tokens are still to be sent."""
+        """Whether prompt log-probabilities remain to be sent."""
         return self.num_prompt_logprobs < self.num_prompt_tokens - 1
 
     def advance_grammar(self, token: int) -> str | None:
-        """Advance its grammar by `token`; the error when it cannot continue."""
+        """Advance the grammar by `token`. Returns an error message if the grammar cannot
+        continue."""
         assert self.guide is not None
         error = self.guide.advance(token)
         if error is not None:
@@ -282,19 +287,20 @@ class Request:
         return not np.any(allowed & ~bitmask_of(banned, len(allowed) * TOKENS_PER_WORD))
 
     def request_sampling(self) -> RequestSampling:
-        """The sampling of a NewRequest: prompt log-probabilities are computed only once."""
+        """Sampling parameters for a NewRequest. Prompt log-probabilities are requested only until
+        they are sent."""
         if self.sampling.num_prompt_logprobs >= 0 and not self.needs_prompt_logprobs:
             return msgspec.structs.replace(self.sampling, num_prompt_logprobs=-1)
         return self.sampling
 
     def token_ids(self) -> memoryview:
-        """All tokens, uint32 little-endian; a copy once there is output."""
+        """All tokens, uint32 little-endian. A copy once the request has output."""
         if not self.output_token_ids:
             return self.prompt
         return memoryview(bytes(self.prompt) + self.output_token_ids.tobytes())
 
     def token_bytes(self, start: int, stop: int) -> bytes:
-        """Tokens `start` to `stop`, uint32 little-endian."""
+        """Tokens [start, stop), uint32 little-endian."""
         from_prompt = bytes(self.prompt[start * TOKEN_BYTES : stop * TOKEN_BYTES])
         if stop <= self.num_prompt_tokens:
             return from_prompt
@@ -306,7 +312,7 @@ class Request:
 def _end_tokens(
     params: SamplingParams, limits: ModelLimits, *, ignores_eos: bool
 ) -> tuple[EndTokens, EndTokens]:
-    """(stop_token_ids that are no EOS tokens, all tokens that end the request)."""
+    """(stop_token_ids without EOS tokens, all tokens that end the request)."""
     eos_ids: frozenset[int] = frozenset() if ignores_eos else limits.eos_ids
     listed = token_array(params.stop_token_ids)
     listed = listed[(listed >= 0) & (listed < limits.vocab_size)]

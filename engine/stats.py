@@ -7,25 +7,26 @@ import msgspec
 from engine.transport.messages import EngineStats
 
 COMPILATIONS = "compilations."
-"""A worker's counters: `compilations.<phase>.<warmup|serving>` since its start,
-`compile_seconds.<warmup|serving>` their time; `graphs` and `graph_bytes` captured; and, counted by
-the runtime, `recompilations`, `cpu_fallbacks` and `recipe_<hits|misses>`. Others are ignored."""
+"""Prefix of worker counters: `compilations.<phase>.<warmup|serving>` since the worker's start.
+Further counters: `compile_seconds.<warmup|serving>`; captured `graphs` and `graph_bytes`; and, from
+the runtime, `recompilations`, `cpu_fallbacks` and `recipe_<hits|misses>`. Unknown names are
+ignored."""
 COMPILE_SECONDS = "compile_seconds."
 SPEC_DECODE = "spec_decode."
-"""`spec_decode.num_<drafts|draft_tokens|accepted_tokens>`, and `spec_decode.accepted.<position>` of
-drafts."""
+"""Prefix of `spec_decode.num_<drafts|draft_tokens|accepted_tokens>` and of
+`spec_decode.accepted.<position>`, the accepted draft tokens at each draft position."""
 
 COUNTERS = ("recompilations", "cpu_fallbacks", "graphs", "graph_bytes")
 RECIPES = {"recipe_hits": "hit", "recipe_misses": "miss"}
 
 MAX_SAMPLES = 4096
-"""Samples between two snapshots; if there are more, older ones are dropped."""
+"""Samples kept between two snapshots. At the limit the list is cleared."""
 
 PHASES = ("prefill", "decode")
-"""By number: hpu.protocol.PREFILL and DECODE."""
+"""Names of hpu.protocol.PREFILL and DECODE, indexed by their numbers."""
 
 MAX_SHAPES = 512
-"""Launch shapes that are counted separately; all others are counted as one."""
+"""Launch shapes that are counted separately; further shapes share one count."""
 
 OTHERS = (0, 0, 0)
 
@@ -35,14 +36,14 @@ class StepStats:
 
     def __init__(self, *, graph_bytes: int = 0) -> None:
         self.counts = EngineStats(graph_bytes=graph_bytes)
-        """All but the gauges of the scheduler."""
+        """All counters; the scheduler's gauges are added by `snapshot`."""
         self._shapes: dict[tuple[str, tuple[int, int, int]], list[int]] = {}
 
     def count_launch(
         self, phase: str, result: str, useful: int, padded: int, shape: tuple[int, int, int]
     ) -> None:
-        """Count a launch of `padded` tokens, `useful` of them real. `result` is that of the bucket
-        lookup."""
+        """Count a launch of `padded` tokens, including `useful` real tokens. `result`: result of
+        the bucket lookup."""
         name, key = f"{phase}.{result}", (phase, shape)
         if key not in self._shapes and len(self._shapes) >= MAX_SHAPES:
             key = (phase, OTHERS)
@@ -55,18 +56,18 @@ class StepStats:
         counts.padding_tokens[phase] = counts.padding_tokens.get(phase, 0) + padded - useful
 
     def count_padding(self, phase: str, padding: int) -> None:
-        """Count tokens of padding that a launch computes for other engines."""
+        """Count padding tokens that a launch computes so that other engines can run theirs."""
         counts = self.counts.padding_tokens
         counts[phase] = counts.get(phase, 0) + padding
 
     def count_refusal(self, phase: str) -> None:
-        """Count a sequence that was rejected because its launch would have to be compiled."""
+        """Count a sequence that was rejected because its launch would need a compilation."""
         name = f"{phase}.refused"
         self.counts.lookups[name] = self.counts.lookups.get(name, 0) + 1
 
     def count_step(self, num_tokens: int, phases: list[int], seconds: list[float]) -> None:
-        """Count a collected step: its tokens (OutputProcessor.num_step_tokens), and each launch's
-        phase and time. A step without tokens is no sample: a part of a prompt, for example."""
+        """Count a collected step: its tokens (OutputProcessor.num_step_tokens), and the phase and
+        time of each launch. A step without tokens, such as a prompt chunk, adds no token sample."""
         counts = self.counts
         counts.steps += 1
         if len(counts.step_tokens) >= MAX_SAMPLES:
@@ -78,7 +79,7 @@ class StepStats:
         counts.step_seconds.extend(zip(phases, seconds, strict=False))
 
     def update_counters(self, counters: dict[str, float]) -> None:
-        """Take over the worker's changed counters."""
+        """Store the worker counters that changed."""
         for name, value in counters.items():
             if name.startswith(COMPILATIONS):
                 self.counts.compilations[name[len(COMPILATIONS) :]] = int(value)
@@ -94,7 +95,7 @@ class StepStats:
     @property
     def shapes(self) -> list[tuple[str, int, int, int, int, int, int, int]]:
         """(phase, batch, query, blocks; launches, hits, useful tokens, padding) of each launched
-        shape, as in hpu.protocol.Launch; the sizes of all shapes beyond MAX_SHAPES are 0."""
+        shape; see hpu.protocol.Launch. Shapes beyond MAX_SHAPES are summed under sizes 0."""
         return [
             (phase, *shape, counts[0], counts[1], counts[2], counts[3])
             for (phase, shape), counts in self._shapes.items()
@@ -102,14 +103,14 @@ class StepStats:
 
     @property
     def num_compiled(self) -> int:
-        """Compilations after warm-up, as the worker or the device's runtime counts them."""
+        """Compilations after warm-up: the larger of the worker's and the runtime's counts."""
         compilations = self.counts.compilations
         by_worker = sum(n for name, n in compilations.items() if name.endswith(".serving"))
         return max(by_worker, self.counts.recompilations)
 
     def snapshot(self, *, with_samples: bool, **gauges: Any) -> EngineStats:
-        """A copy, with the scheduler's gauges, since another thread may encode it while the engine
-        counts on. With `with_samples`, it takes the samples."""
+        """A copy of the counters with the scheduler's gauges: another thread may encode it while
+        the engine goes on counting. `with_samples`: move the samples into the copy."""
         counts = self.counts
         stats = msgspec.structs.replace(
             counts,

@@ -1,4 +1,4 @@
-"""EngineCore: one step after the other.
+"""EngineCore: schedules, submits and collects steps.
 
-The loop feeds it from an inbox and sends its messages; engine_process is a process around it.
+EngineLoop feeds it from an inbox and sends its messages; engine_process runs the loop as a process.
 """

@@ -16,11 +16,11 @@ from config.model.read_config import read_model_config
 from config.params.lora import NamedAdapter
 
 MAX_PENDING = 64
-"""Adapters that wait to be read."""
+"""Maximum number of adapters that wait to be read."""
 
 
 class AdapterReader:
-    """Reads adapters and checks them, on the caller's thread or on its own."""
+    """Reads and checks adapters, on the caller's thread or on a thread of its own."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -28,7 +28,7 @@ class AdapterReader:
         self._room = threading.BoundedSemaphore(MAX_PENDING)
 
     def read(self, adapter: NamedAdapter) -> LoRAInfo:
-        """Raises ConfigError for an adapter that cannot be served."""
+        """Read and check an adapter. Raises ConfigError if it cannot be served."""
         if not self._config.lora.enable_lora:
             raise ConfigError("this server serves no adapters: start it with --enable-lora")
         folder = AdapterFolder(adapter.path, adapter.root, adapter.label)
@@ -51,7 +51,7 @@ class AdapterReader:
         return extra_targets(self._config.lora, self._base, self._config.download_dir)
 
     def submit(self, adapter: NamedAdapter, on_done: Callable[["Future[LoRAInfo]"], None]) -> None:
-        """Read an adapter on the thread for it, and call `on_done` there. Raises Overloaded."""
+        """Read an adapter on the reader's thread and call `on_done` there. Raises Overloaded."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         if not self._room.acquire(blocking=False):

@@ -1,4 +1,4 @@
-"""Admission: checks whether a request can run at all."""
+"""Admission: checks that a request can run at all."""
 
 from collections.abc import Collection
 
@@ -20,8 +20,8 @@ def num_prompt_tokens(message: AddRequest) -> int:
 def admission_error(
     message: AddRequest, limits: ModelLimits, kv: KVCacheManager | None
 ) -> str | None:
-    """Why a request cannot run, with the numbers that disagree; None when it can. `kv` is None
-    for a pooling model."""
+    """Why a request cannot run, with the numbers that disagree; None if it can. `kv` is None for a
+    pooling model."""
     num_bytes = message.prompt.nbytes
     if num_bytes % TOKEN_BYTES:
         return f"the prompt has {num_bytes} bytes, which is no multiple of {TOKEN_BYTES}"
@@ -52,7 +52,8 @@ def admission_error(
 
 
 def _invalid_token(params: SamplingParams, vocab_size: int) -> int | None:
-    """A token id in the sampling parameters that is outside the vocabulary."""
+    """A token id in the sampling parameters that is outside the vocabulary; None if all are valid
+    ids."""
     lists: tuple[Collection[int] | TokenIds, ...] = (
         params.logit_bias,
         params.allowed_token_ids or (),

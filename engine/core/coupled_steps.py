@@ -1,8 +1,8 @@
-"""CoupledSteps: how engines that share experts agree on each step. StepHub: where they do.
+"""CoupledSteps and StepHub: synchronize the steps of engines that share experts.
 
-The devices of all engines run the same launches in the same order, since each launch of one waits
-for the tokens of the others. So each step is agreed on before it is submitted; without work
-nobody proposes a step, and all engines sleep.
+The devices of all engines must run the same launches in the same order, since each launch exchanges
+tokens with the other engines. All engines therefore agree on a step before they submit it. Without
+work, no engine proposes a step, and all engines sleep.
 """
 
 import os
@@ -30,40 +30,40 @@ from hpu.bucketing.bucket_table import BucketTable
 from hpu.protocol import Bucket, Launch, StepPlan
 
 JOINED = -1
-"""In place of a step's number."""
+"""Used in place of a step number for the join."""
 
 CHECK_S = 0.2
-"""How often an engine that waits for the others looks whether it must stop."""
+"""Interval at which an engine that waits for other engines checks whether it must stop."""
 
 _OWN_SETTINGS = ("model", "cache_dir", "download_dir", "num_threads", "data_parallel")
 """Settings that may differ between engines."""
 
 
 class StepGroup(Protocol):
-    """The engines that step together."""
+    """The engines that step together, as seen by an engine."""
 
     def is_called(self, step: int) -> bool:
-        """Whether another engine has planned `step`; does not wait."""
+        """Whether another engine has proposed `step`. Does not block."""
         ...
 
     def agree(self, step: int, buckets: Sequence[Bucket]) -> list[list[Bucket]]:
-        """Propose `buckets` for `step`; what all engines have proposed, by engine. Waits for all
-        of them."""
+        """Propose `buckets` for `step`. Blocks until all engines have proposed; returns the
+        proposals by engine."""
         ...
 
     def wait(self, wake_fd: int) -> None:
-        """Wait until there may be a call, or `wake_fd` is readable."""
+        """Block until a call may have arrived or `wake_fd` is readable."""
         ...
 
 
 class CoupledSteps:
-    """One engine's part in the steps of all."""
+    """Synchronizes the steps of this engine with the steps of its group."""
 
     def __init__(
         self, group: StepGroup, engine: int, table: BucketTable, *, max_tokens: int
     ) -> None:
-        """`table`: of the prepared buckets, in the use of nobody else, so that it stays the same on
-        all engines. `max_tokens`: of a launch."""
+        """`table`: prepared buckets, used by this object only, so that it stays equal on all
+        engines. `max_tokens`: token limit of a launch."""
         self._group = group
         self._engine = engine
         self._table = table
@@ -74,12 +74,13 @@ class CoupledSteps:
         return self._group.is_called(step)
 
     def wait(self, wake_fd: int) -> None:
-        """As StepGroup.wait."""
+        """Block until a call may have arrived or `wake_fd` is readable."""
         self._group.wait(wake_fd)
 
     def share(self, step: int, plan: StepPlan | None) -> StepPlan:
-        """`plan` with the launches of all engines, its own ones in the buckets agreed on; a plan of
-        padding, if it is None. Waits for all engines."""
+        """`plan` with the shared launches of all engines: this engine's launches in the agreed
+        buckets, padding otherwise. A None plan becomes padding only. Blocks until all engines have
+        proposed."""
         plan = StepPlan(step, []) if plan is None else plan
         own = plan.launches
         planned = self._group.agree(step, [(one.phase, *one.bucket) for one in own])
@@ -93,26 +94,25 @@ class CoupledSteps:
 
 
 class HubClient:
-    """The StepGroup of an engine's process. All methods belong to the thread that runs the engine,
-    and raise EngineDied when a hub on another host is gone, ConfigError when it refuses the
-    token."""
+    """StepGroup in an engine process. All methods run on the thread of the engine loop. They raise
+    EngineDied if a hub on another host is gone, and ConfigError if the hub refuses the token."""
 
     def __init__(self, endpoint: str, token: str, check: Callable[[], None]) -> None:
-        """`check` is called while it waits for other engines; what it raises ends the wait."""
+        """`check` is called while waiting for other engines; its exception ends the wait."""
         self._context = ZmqContext(token)
         self._watches: list[ConnectionWatch] = []
-        """Of the connection to a hub on another host."""
+        """Monitors of the connection to a hub on another host."""
         self._socket: PairSocket[ToHub, FromHub] = self._context.connect_pair(
             endpoint, FromHub, self._watches
         )
         self._waiter = Waiter([self._socket, *self._watches])
         self._check = check
         self._called = JOINED
-        """The last step that another engine has planned."""
+        """Last step that another engine has proposed."""
         self._agreed: AgreedStep | None = None
 
     def join(self, engine: int, config: EngineConfig) -> None:
-        """Wait until all engines are here. Raises ConfigError when their settings differ."""
+        """Wait until all engines have joined. Raises ConfigError if their settings differ."""
         self._socket.send(JoinSteps(engine, settings_checksum(config)))
         self._wait_for(JOINED)
 
@@ -156,12 +156,12 @@ class HubClient:
 
 
 class StepHub:
-    """Collects the proposals of all engines for a step, on a thread of the first engine's process.
-    The first proposal calls the other engines; the last one is answered to all."""
+    """Collects the proposals of all engines for a step, on a thread of engine 0's process. The
+    first proposal of a step calls the other engines; the last proposal is answered to all."""
 
     def __init__(self, endpoints: Sequence[str], token: str, remote_token: str = "") -> None:
-        """Listen at an endpoint for each engine, which presents `token` there, or `remote_token` if
-        it is on another host. Raises ConfigError when an address cannot be taken."""
+        """Listen at an endpoint per engine. An engine presents `token`, or `remote_token` from
+        another host. Raises ConfigError if an address cannot be bound."""
         self._contexts = [ZmqContext(token)]
         if remote_token:
             self._contexts.append(ZmqContext(remote_token))
@@ -175,7 +175,7 @@ class StepHub:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread, and disconnect."""
+        """Stop the thread and disconnect."""
         os.close(self._end_write)
         self._thread.join()
         os.close(self._end_read)
@@ -188,7 +188,7 @@ class StepHub:
                     if isinstance(message, JoinSteps):
                         socket.stop_accepting()
                     for to, answer in self._steps.take(engine, message):
-                        # An engine that is gone reads nothing; whoever watches it ends the others.
+                        # A dead engine reads nothing; whoever watches it ends the other engines.
                         self._sockets[to].send(answer)
         for socket in self._sockets:
             socket.close()
@@ -197,18 +197,18 @@ class StepHub:
 
 
 class StepCollector:
-    """The hub without its sockets."""
+    """State of a StepHub, without sockets."""
 
     def __init__(self, num_engines: int) -> None:
         self._num_engines = num_engines
         self._settings: dict[int, int] = {}
-        """Of the engines that have joined."""
+        """Settings checksums of the engines that have joined."""
         self._step = 0
         self._proposals: dict[int, list[Bucket]] = {}
-        """For `_step`, by engine."""
+        """Proposals for `_step`, by engine."""
 
     def take(self, engine: int, message: ToHub) -> list[tuple[int, FromHub]]:
-        """The answers to a message of `engine`, and to which engines they go."""
+        """Handle a message of `engine`; returns (receiving engine, answer) pairs."""
         everyone = range(self._num_engines)
         if isinstance(message, JoinSteps):
             self._settings[engine] = message.settings
@@ -240,7 +240,7 @@ class StepCollector:
 
 
 def settings_checksum(config: EngineConfig) -> int:
-    """Of the settings that engines that step together must have alike."""
+    """Checksum of the settings that must be equal on all engines that step together."""
     settings = msgspec.to_builtins(config)
     for name in _OWN_SETTINGS:
         del settings[name]

@@ -1,4 +1,4 @@
-"""EngineCore: one step after the other: schedule, submit, collect, process the result."""
+"""EngineCore: runs steps: schedule, submit, collect, process the result."""
 
 import logging
 import random
@@ -58,17 +58,17 @@ from hpu.protocol import (
 logger = logging.getLogger(__name__)
 
 CALL_POLL_S = 50e-6
-"""How often an idle engine, whose devices compute padding for others, looks for the next call."""
+"""Poll interval for the next call while an idle engine's devices compute padding."""
 MAX_CALL_WAIT_S = 0.1
-"""How long it does, before it waits for the devices alone."""
+"""Maximum time of this polling before the engine waits for its devices only."""
 
 FETCH_POLL_S = 0.002
-"""How long an engine waits for blocks from files before it looks for new requests."""
+"""Maximum wait for file reads before an engine checks for new requests."""
 MAX_SHARES = 256
-"""Shares of waiting requests that are reported to front ends."""
+"""Maximum number of waiting shares reported to front ends."""
 
 ADAPTER_POLL_S = 0.002
-"""How long an engine waits for an adapter before it looks for new requests."""
+"""Maximum wait for an adapter before an engine checks for new requests."""
 
 _ARGUMENTS = {
     SLEEP: ("level", "mode"),
@@ -76,14 +76,14 @@ _ARGUMENTS = {
     REGISTER_ADAPTER: ("info",),
     UNLOAD_ADAPTER: ("lora_name",),
 }
-"""Argument names of the controls that take any."""
+"""Argument names of controls; controls that are not listed take no arguments."""
 
 
 class EngineCore:
-    """An engine without its channels. Called from one thread only.
+    """An engine without channels. All calls must come from a single thread.
 
-    The caller calls `step` as long as there is work. Each request ends with exactly one Finish,
-    unless it is aborted: then nothing more is sent for it.
+    The caller calls `step` while there is work. Each request ends with exactly one Finish, except
+    aborted requests: an abort ends all messages about the request.
     """
 
     def __init__(
@@ -100,11 +100,10 @@ class EngineCore:
         coupled: CoupledSteps | None = None,
         adapters: Iterable[LoRAInfo] = (),
     ) -> None:
-        """`adapters` are served from the start. `on_progress` is called during warm-ups after a
-        sleep. `on_start` gets the messages about requests that start, before their
-        first plan is submitted: if that ends the process, the front ends know which they were.
-        `engine` is its number among the engines of a server, which step together if there is
-        `coupled`."""
+        """`adapters`: served from the start. `on_progress`: called during warm-up after a sleep.
+        `on_start`: receives the messages about started requests before their first plan is
+        submitted, so that front ends know the started requests if the plan crashes the process.
+        `engine`: data-parallel index. `coupled`: set if the engines step together."""
         scheduler = config.scheduler
         self._executor = executor
         self._on_start = on_start
@@ -119,13 +118,13 @@ class EngineCore:
             frozenset(ready.eos_token_ids),
             ready.prompt_vocab_size,
         )
-        # Engines of one server draw different seeds: the same prompt may go to several of them.
+        # Each engine draws different seeds: a prompt may be sent to several engines.
         self._seeds = random.Random(config.seed + (engine << 64))
         self._stats = StepStats(graph_bytes=ready.graph_bytes)
         self._stats.update_counters(ready.counters)
         self._table = table
         self.num_later = ready.num_later
-        """Buckets that are still to be warmed up, while the engine is idle."""
+        """Buckets that remain to be warmed up while the engine is idle."""
         self._offload: KVOffload | None = None
         if ready.offload is not None:
             self._offload = KVOffload(
@@ -195,7 +194,7 @@ class EngineCore:
         self._deadlines = Deadlines()
         self._prefill_rate = PrefillRate() if scheduler.max_ttft_s > 0 else None
         self._guided: set[int] = set()
-        """Of coupled engines: keys of requests with a grammar that may be unfinished."""
+        """Keys of possibly unfinished requests with a grammar; filled for coupled engines only."""
         self._front_ends: set[int] = set()
         self._inflight: deque[SchedulerOutput] = deque()
         self._step = 0
@@ -204,7 +203,7 @@ class EngineCore:
 
     @property
     def num_inflight(self) -> int:
-        """Plans submitted and not collected."""
+        """Submitted plans that are not collected."""
         return len(self._inflight)
 
     @property
@@ -214,7 +213,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do anything."""
+        """Whether `step` has anything to do."""
         return (
             bool(self._inflight)
             or self._scheduler.has_work
@@ -226,12 +225,12 @@ class EngineCore:
 
     @property
     def _is_called(self) -> bool:
-        """Whether another engine has planned the next step, in which this one must take part."""
+        """Whether another engine has proposed the next step, so that this engine must join it."""
         return self._coupled is not None and self._coupled.is_called(self._step)
 
     def warm_up_next(self) -> bool:
-        """Warm up one of the buckets that are left, when there has been no work for a while.
-        Whether to call again soon."""
+        """Warm up a remaining bucket; called when the engine is idle. Returns whether to call again
+        soon."""
         may_continue = self._executor.warm_up_next()
         self._take_warmed()
         return may_continue
@@ -245,12 +244,12 @@ class EngineCore:
             self._has_output = True
 
     def add_front_end(self, front_end: int) -> None:
-        """Send a front end every step's stats from now on, even without requests."""
+        """Register a front end: it receives the stats of every step, even without requests."""
         self._front_ends.add(front_end)
         self._has_output = True
 
     def remove_front_end(self, front_end: int) -> int:
-        """Abort the requests of a front end that has gone; returns their number."""
+        """Abort the requests of a disconnected front end; returns their number."""
         keys = [key for key in self._requests if key >> FRONT_END_SHIFT == front_end]
         self.abort(keys)
         self._outputs.discard(front_end)
@@ -260,16 +259,16 @@ class EngineCore:
     def add_request(
         self, message: AddRequest, hashes: list[bytes], grammar: Grammar | None = None
     ) -> None:
-        """Add a request to the waiting queue. One that cannot run gets a Finish of reason error
-        with the next step.
+        """Add a request to the waiting queue. A request that cannot run gets a Finish with reason
+        "error" in the next messages.
 
-        `hashes` are engine.kv_cache.prefix_hashes.block_hashes of the prompt; empty without prefix
-        caching. `grammar` is compiled from the message's spec.
+        `hashes`: engine.kv_cache.prefix_hashes.block_hashes of the prompt; empty without prefix
+        caching. `grammar`: compiled from the message's spec.
         """
         key = message.key
         self._front_ends.add(key >> FRONT_END_SHIFT)
         if key in self._requests:
-            # The caller cannot tell their outputs apart, so both end.
+            # The caller cannot tell the outputs of the two requests apart, so both end.
             self.abort([key])
             self._outputs.reject(key, f"key {key} was already open; both requests are ended")
             return
@@ -283,7 +282,7 @@ class EngineCore:
             self._outputs.reject(key, error)
             return
         if message.images and (error := self._images_error(message)) is not None:
-            # The client's fault: it sent too many images, or too large ones.
+            # param "": a client error, caused by too many or too large images.
             self._outputs.reject(key, error, param="")
             return
         refusal = pooling_refusal(message.pooling, self._pooling, num_prompt_tokens(message))
@@ -340,7 +339,7 @@ class EngineCore:
         return self._encoder.refusal(message, self._max_batched_tokens)
 
     def abort(self, keys: Iterable[int]) -> None:
-        """Abort requests; unknown keys are ignored. Nothing more is sent for them."""
+        """Abort requests; unknown keys are ignored. No further message is sent for them."""
         for key in keys:
             request = self._requests.pop(key, None)
             if request is not None:
@@ -349,7 +348,7 @@ class EngineCore:
                 self._has_output = True
 
     def _end_overdue(self) -> None:
-        """End the requests whose deadlines have passed."""
+        """Fail the requests whose deadlines have passed."""
         now = self._clock()
         for key in self._deadlines.take_passed(now):
             request = self._requests.pop(key, None)
@@ -364,7 +363,7 @@ class EngineCore:
 
     def control(self, name: str, arguments: dict[str, Any]) -> Any:
         """Execute a Control and return its value. Raises UserError for an unknown name or argument,
-        and what `Executor.call` raises."""
+        and the errors of `Executor.call`."""
         calls: dict[str, Callable[..., Any]] = {
             "ping": lambda: "pong",
             "reset_prefix_cache": self._reset_prefix_cache,
@@ -408,18 +407,18 @@ class EngineCore:
 
     @property
     def adapters(self) -> list[LoRAInfo]:
-        """All adapters that are served."""
+        """All served adapters."""
         return [] if self._lora is None else self._lora.infos
 
     def take_adapters(self) -> list[LoRAInfo] | None:
-        """All adapters that are served, if that has changed since the last call."""
+        """All served adapters if they have changed since the last call, else None."""
         if self._lora is None or not self._has_new_adapters:
             return None
         self._has_new_adapters = False
         return self._lora.infos
 
     def _update_adapters(self, lora: LoRASlots) -> None:
-        """Take what the workers have read, and tell them what to read and to forget."""
+        """Process finished adapter loads, and send new loads and drops to the workers."""
         executor = self._adapters
         assert executor is not None, "checked at the start"
         if lora.num_loading:
@@ -432,7 +431,7 @@ class EngineCore:
             executor.load_adapter(load)
 
     def _fail_adapter(self, loaded: AdapterLoaded) -> None:
-        """End the requests of an adapter that cannot be read."""
+        """Fail the requests of an adapter that cannot be read."""
         requests = [one for one in self._requests.values() if one.adapter == loaded.content]
         logger.error("%d requests end: %s", len(requests), loaded.error)
         self._scheduler.finish_requests(requests)
@@ -449,8 +448,8 @@ class EngineCore:
         return True
 
     def _update_offload(self, offload: KVOffload) -> None:
-        """Take what the workers have read from files, and tell them what to read and to delete.
-        Never between a schedule and its plan, which may still name a slot that is read to."""
+        """Process answered file reads, and send new reads and deletions to the workers. Must not
+        run between a schedule and its submit: the plan may still use a slot that is read to."""
         if offload.num_fetching:
             assert self._files is not None, "checked when the read was sent"
             for answer in self._files.take_fetched():
@@ -469,9 +468,9 @@ class EngineCore:
             executor.fetch_blocks(fetch)
 
     def _sleep(self, level: int = 1, mode: str = "abort") -> str:
-        """Release the device's memory, as hpu.worker.Worker.sleep does. Mode abort: at once;
-        unfinished requests end with an error. Mode wait: when the last request has finished; new
-        ones are rejected from now on. Returns the state. Raises UserError."""
+        """Release device memory, see hpu.worker.Worker.sleep. Mode "abort": at once; unfinished
+        requests end with an error. Mode "wait": after the last request has finished; new requests
+        are rejected from now on. Returns the state. Raises UserError."""
         if level not in (1, 2):
             raise UserError(f"level is {level}, it must be 1 or 2", param="level")
         if mode not in ("abort", "wait"):
@@ -500,7 +499,7 @@ class EngineCore:
             if self._offload.num_fetching and self._files is not None:
                 self._files.wait_fetched(FETCH_POLL_S)
         while self._lora is not None and self._lora.num_loading:
-            # Else a worker might cancel a read that another rank has answered.
+            # Sleeping now could make a worker cancel a read that another rank has answered.
             self._update_adapters(self._lora)
             if self._lora.num_loading and self._adapters is not None:
                 self._adapters.wait_loaded(ADAPTER_POLL_S)
@@ -512,8 +511,8 @@ class EngineCore:
         self._has_output = True
 
     def _wake_up(self, tags: Sequence[str] = ()) -> str:
-        """Accept requests again, or, with tags, only restore the memory that they name. Returns the
-        state. Raises UserError and RequestFailed."""
+        """Restore the memory that `tags` name; all memory if empty. Requests are accepted again
+        once everything is restored. Returns the state. Raises UserError and RequestFailed."""
         self._has_output = True
         ready = self._sleep_state.wake_up(tags)
         if ready is not None:
@@ -527,10 +526,11 @@ class EngineCore:
         return self._sleep_state.state
 
     def step(self) -> list[tuple[int, StepOutput]]:
-        """Submit one plan if fewer than `max_inflight_steps` are in flight, then collect the oldest
-        if no more fit. A result that is already there is processed first instead.
+        """Submit a plan if fewer than `max_inflight_steps` are in flight, then collect the oldest
+        plan if the limit is reached or nothing was submitted. If a result is already available,
+        only processes that result.
 
-        Returns (front end, message) pairs, one message for each front end.
+        Returns (front end, message) pairs, at most one message per front end.
         """
         if self.num_later:
             self._take_warmed()
@@ -551,7 +551,7 @@ class EngineCore:
             output = self._scheduler.schedule(self._step)
             if output.started or output.failed:
                 self._report_scheduled(output)
-                # With a step in flight too: an executor may compute while it submits.
+                # Needed even with a step in flight: an executor may compute during submit.
                 if self._on_start is not None:
                     self._on_start(self._take_messages())
             if self._coupled is not None and (output.plan is not None or self._is_called):
@@ -571,22 +571,23 @@ class EngineCore:
         if self._inflight:
             self._process(self._executor.collect())
         elif self._adapters is not None and self._lora is not None and self._lora.num_loading:
-            # Every request waits for its adapter.
+            # Every waiting request waits for its adapter.
             self._adapters.wait_loaded(ADAPTER_POLL_S)
         elif self._files is not None and self._offload is not None and self._offload.num_fetching:
-            # Every request waits for files.
+            # Every waiting request waits for file reads.
             self._send_file_orders(self._offload)
             self._files.wait_fetched(FETCH_POLL_S)
         return self._take_news()
 
     def _take_news(self) -> list[tuple[int, StepOutput]]:
-        """The messages, if there is anything to say."""
+        """Pending messages; empty if nothing has changed."""
         if not self._has_output and self._outputs.is_empty:
             return []
         return self._take_messages()
 
     def _share(self, output: SchedulerOutput, coupled: CoupledSteps) -> StepPlan:
-        """The plan of `output` in the buckets that all engines agree on; waits for them."""
+        """The plan of `output` in the buckets that all engines agree on. Blocks until all engines
+        have proposed."""
         before = [] if output.plan is None else output.plan.launches
         useful = {id(launch): launch.bucket[0] * launch.bucket[1] for launch in before}
         plan = coupled.share(output.step, output.plan)
@@ -598,16 +599,16 @@ class EngineCore:
         return plan
 
     def _collect_for_masks(self) -> None:
-        """Process all plans in flight, so that no launch has to be deferred until its masks are
-        known: the launches of all engines keep their order."""
+        """Process all plans in flight if requests have a grammar. Then all masks are known when a
+        plan is made, and no launch is deferred: the engines' launches keep a common order."""
         self._guided.intersection_update(self._requests)
         while self._guided and self._inflight:
             self._process(self._executor.collect())
 
     def _wait_for_call(self) -> bool:
-        """Wait until another engine has planned the next step, while an idle one's padding is
-        computed: else the others' next step would wait for the end of this one. False when a result
-        came first."""
+        """Poll for another engine's proposal of the next step while the devices compute padding:
+        without this, the proposal would have to wait for the end of the padding. False if a result
+        came first or MAX_CALL_WAIT_S passed."""
         end_s = time.monotonic() + MAX_CALL_WAIT_S
         while not self._executor.has_result() and time.monotonic() < end_s:
             if self._is_called:
@@ -616,7 +617,7 @@ class EngineCore:
         return False
 
     def take_outputs(self) -> list[tuple[int, StepOutput]]:
-        """Messages that `step` would return, without a step."""
+        """Pending messages, without running a step."""
         return self._take_messages() if self._has_output else []
 
     def _report_scheduled(self, output: SchedulerOutput) -> None:
@@ -644,7 +645,7 @@ class EngineCore:
             for launch, seconds in zip(output.plan.launches, result.seconds, strict=False):
                 if launch.phase == PREFILL:
                     self._offload.rates.add_prefill(sum(launch.query_lens), seconds)
-        # Padding for other engines is no step of this one.
+        # A step of padding for other engines is not counted.
         if output.num_tokens or self._coupled is None:
             self._stats.count_step(self._outputs.num_step_tokens, phases, result.seconds)
             self._has_output = True
@@ -662,8 +663,8 @@ class EngineCore:
             self._check_idle()
 
     def _drop_corrupt(self, blocks: list[tuple[int, bytes]]) -> None:
-        """(block, hash) of blocks that came from the host with wrong contents, in the plan whose
-        result is next: forget them, and what requests have computed from them."""
+        """Drop blocks, as (block, hash), that were copied from the host with wrong contents in the
+        plan being processed, and restart the requests that use them."""
         for block, block_hash in blocks:
             self._kv.drop(block, block_hash)
         if blocks:
@@ -671,15 +672,15 @@ class EngineCore:
                 self._requests[request.key] = request
 
     def _submit_deferred_masks(self) -> None:
-        """Send the grammar masks of the running plan that depend on the result just processed:
-        before anything else, since the worker cannot sample without them."""
+        """Send the deferred grammar masks of the oldest plan in flight, which depend on the result
+        just processed. Sent early, since the worker cannot sample without them."""
         running = self._inflight[0] if self._inflight else None
         if running is not None and running.deferred:
             assert running.plan is not None, "only a plan has deferred requests"
             self._executor.submit_masks(deferred_masks(running.plan, running.deferred))
 
     def _log_compilations(self, output: SchedulerOutput, count: int) -> None:
-        """Log what a step compiled, and which requests waited for it."""
+        """Log the compilations of a step and the requests that waited for them."""
         if not count:
             return
         assert output.plan is not None, "a step without a plan compiles nothing"
@@ -705,7 +706,7 @@ class EngineCore:
         )
 
     def stats(self) -> EngineStats:
-        """Current gauges and counters, without samples: these go with the next message."""
+        """Current gauges and counters. Samples are left for the next message."""
         return self._snapshot(with_samples=False)
 
     def _snapshot(self, *, with_samples: bool) -> EngineStats:
@@ -739,8 +740,8 @@ class EngineCore:
         )
 
     def check(self) -> None:
-        """Raise AssertionError unless every block and every index belongs to an unfinished or
-        draining request, or is free."""
+        """Raise AssertionError unless every block and every index is free or belongs to an
+        unfinished or draining request."""
         self._scheduler.check()
         if not self._requests and not self._inflight:
             self._check_idle()
@@ -756,8 +757,8 @@ class EngineCore:
 
 
 def _num_usable_blocks(config: EngineConfig, ready: WorkerReady, table: BucketTable) -> int:
-    """All blocks of the worker. Where decodes read a slice of the cache and unprepared shapes are
-    rejected, only the blocks within the widest prepared decode."""
+    """KV blocks to use: all blocks of the worker. If decodes read a slice of the cache and
+    unprepared shapes are rejected: at most the blocks of the widest prepared decode."""
     may_reject = config.warmup.on_unwarmed_shape == "reject" and not table.is_exact
     if not (ready.contiguous and may_reject):
         return ready.num_blocks

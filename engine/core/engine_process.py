@@ -1,4 +1,4 @@
-"""The engine process: one thread receives messages, the main thread runs the loop."""
+"""The engine process: an input thread receives messages, the main thread runs the loop."""
 
 import logging
 import os
@@ -43,41 +43,41 @@ from hpu.protocol import SINGLE_RANK, Ranks
 logger = logging.getLogger(__name__)
 
 CONFIG_ERROR_EXIT = 2
-"""The exit code for a ConfigError."""
+"""Exit code after a ConfigError."""
 
 MAX_PORT = 65535
 
 ONE_ENGINE = DataParallelConfig()
 
 LINGER_S, STOP_LINGER_S = 1.0, 0.1
-"""How long the last messages may take to be sent; after STOP, STOP_LINGER_S."""
+"""Time to flush the last messages at the end; STOP_LINGER_S after STOP."""
 
 MakeExecutor = Callable[..., Executor]
-"""As engine.executors.select.make_executor."""
+"""Signature of engine.executors.select.make_executor."""
 
 
 class EngineOrders(msgspec.Struct, frozen=True):
-    """The arguments of an engine process."""
+    """Arguments of an engine process."""
 
     config: EngineConfig
     directory: str
     num_front_ends: int
     token: str
-    """What front ends require of a peer that connects."""
+    """Token with which this engine authenticates to front ends."""
     engine: int = 0
-    """The engine's number among those of the server."""
+    """Data-parallel index of this engine."""
     log: LogConfig = DEFAULT
     remote_token: str = ""
-    """What the engines of other hosts present to this one, if they step together."""
+    """Token with which engines of other hosts authenticate to this engine's step hub."""
 
     @property
     def own_directory(self) -> str:
-        """For the sockets of this engine's workers, which are named alike in all engines."""
+        """Directory for the sockets of this engine's workers: their names repeat across engines."""
         return str(Path(self.directory, f"e{self.engine}")) if self.engine else self.directory
 
     @property
     def own_config(self) -> EngineConfig:
-        """`config` with the name of a trace of this engine."""
+        """`config` with a profiler trace path of this engine."""
         configured = self.config.execution.profiler
         if not self.engine or configured in (None, "auto"):
             return self.config
@@ -86,21 +86,21 @@ class EngineOrders(msgspec.Struct, frozen=True):
         return replace(self.config, execution=replace(self.config.execution, profiler=trace))
 
     def endpoint(self, index: int) -> str:
-        """Where front end `index` listens for this engine."""
+        """Endpoint at which front end `index` listens for this engine."""
         return front_end_endpoint(self.directory, index, self.engine, self.config.data_parallel)
 
     def hub_endpoint(self, engine: int) -> str:
-        """Where the hub of engines that step together listens for `engine`. Raises ConfigError when
-        there is no such port."""
+        """Endpoint at which the step hub listens for `engine`. Raises ConfigError if the port
+        exceeds 65535."""
         parallel = self.config.data_parallel
         if parallel.has_api_servers and engine < parallel.num_local:
             return endpoint(self.directory, f"st{engine}.sock")
-        # The ports behind those of the last front end.
+        # The hub uses the ports after the last front end's ports.
         return _remote_endpoint(self.num_front_ends, engine, parallel)
 
     @property
     def ranks(self) -> Ranks:
-        """The first rank of this engine, if engines share experts. Raises ConfigError as
+        """First rank of this engine if engines share experts. Raises ConfigError like
         `hub_endpoint`."""
         num_engines, parallel = self.config.num_coupled_engines, self.config.data_parallel
         if num_engines == 1:
@@ -124,8 +124,8 @@ def front_end_endpoint(
     engine: int = 0,
     data_parallel: DataParallelConfig = ONE_ENGINE,
 ) -> str:
-    """Where front end `index` listens for engine `engine`: a socket in `directory`, or a port for
-    engines of other hosts. Raises ConfigError when there is no such port."""
+    """Endpoint at which front end `index` listens for engine `engine`: a socket in `directory`, or
+    a TCP port for engines of other hosts. Raises ConfigError if the port exceeds 65535."""
     if data_parallel.has_api_servers and engine < data_parallel.num_local:
         return endpoint(directory, f"fe{index}-{engine}.sock" if engine else f"fe{index}.sock")
     return _remote_endpoint(index, engine, data_parallel)
@@ -144,17 +144,17 @@ def _remote_endpoint(index: int, engine: int, data_parallel: DataParallelConfig)
 
 
 def ready_mark(directory: str, engine: int) -> str:
-    """The file that exists once an engine was ready."""
+    """File that exists once the engine has been ready."""
     return str(Path(directory, f"e{engine}.ready"))
 
 
 def main() -> None:
-    """The entry of an engine's process."""
+    """Entry point of an engine process."""
     sys.exit(run(read_orders(EngineOrders), make_executor))
 
 
 def run(orders: EngineOrders, make_executor: MakeExecutor) -> int:
-    """Serve until stopped; the exit code. Sends Failed to every front end at the end."""
+    """Serve until stopped; returns the exit code. Sends Failed to every front end at the end."""
     return run_child(
         lambda: _serve(orders, make_executor),
         # If the parent died, it cannot remove the directory.
@@ -200,10 +200,10 @@ def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
         finally:
             ignore_stop_signal()
     except Terminated:
-        # If it came while a failure was handled, the failure's exit code stands.
+        # Raised while a failure was handled: keep the failure's exit code.
         pass
     output.put(None, failed)
-    # The front ends of a server that stops are gone, and read nothing more.
+    # After a regular stop the front ends are gone and read no more messages.
     output.close(LINGER_S if code else STOP_LINGER_S)
     receiver.close()
     if executor is not None:
@@ -217,7 +217,7 @@ def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
 
 
 def _start_hub(orders: EngineOrders) -> StepHub | None:
-    """The hub of engines that step together, in the process of the first one."""
+    """Start the step hub in the process of engine 0; None in other engines."""
     if orders.engine:
         return None
     endpoints = [orders.hub_endpoint(one) for one in range(orders.config.num_coupled_engines)]
@@ -225,9 +225,10 @@ def _start_hub(orders: EngineOrders) -> StepHub | None:
 
 
 class MessageSender:
-    """Encodes and sends at once, on the calling thread, one message at a time: a thread for it
-    would wait until the next step computes, and take a core from it. A send never waits; a front
-    end that does not read ends the engine. What is sent to one that has gone is dropped."""
+    """Encodes and sends messages on the calling thread, under a lock. A sender thread would wait
+    until the next step computes, and would take a core from it. A send never blocks; a
+    front end that does not read ends the engine. Messages to a disconnected front end are dropped.
+    """
 
     def __init__(self, orders: EngineOrders, context: ZmqContext) -> None:
         self._orders, self._context = orders, context
@@ -235,14 +236,14 @@ class MessageSender:
             self._connected(index) for index in range(orders.num_front_ends)
         ]
         self._ready_mark = Path(ready_mark(orders.directory, orders.engine))
-        # Reentrant: the main thread, interrupted by STOP with the lock, sends Failed.
+        # Reentrant: STOP can interrupt the main thread while it holds the lock, to send Failed.
         self._lock = threading.RLock()
         self._is_closed = False
         self.on_error: Callable[[BaseException], None] = lambda error: None
-        """Called when a message could not be sent, on the sending thread."""
+        """Called on the sending thread if a message could not be sent."""
 
     def put(self, front_end: int | None, message: FromEngine) -> None:
-        """Send to one front end, or to all (None). May be called from any thread."""
+        """Send to `front_end`, or to all front ends if None. Thread-safe."""
         try:
             if isinstance(message, Ready):
                 mark_ready(self._ready_mark)
@@ -259,14 +260,15 @@ class MessageSender:
             self.on_error(error)
 
     def disconnect(self, front_end: int) -> None:
-        """A front end has gone. What it has not read must not reach its successor."""
+        """Close the socket of a front end that has gone: its unread messages must not reach its
+        successor."""
         with self._lock:
             socket, self._sockets[front_end] = self._sockets[front_end], None
             if socket is not None:
                 socket.close()
 
     def connect(self, front_end: int) -> None:
-        """Another front end has taken the place of one that had gone."""
+        """Connect to the successor of a front end that had gone."""
         with self._lock:
             if not self._is_closed and self._sockets[front_end] is None:
                 self._sockets[front_end] = self._connected(front_end)
@@ -285,8 +287,9 @@ class MessageSender:
 
 
 class MessageReceiver:
-    """The thread that receives, decodes and hashes. It sends Hello on its sockets, and notices that
-    a front end goes: one of this host is replaced, one of another host ends the engine."""
+    """Input thread: receives and decodes messages and hashes prompts. It sends Hello on its sockets
+    and detects disconnects: a front end on this host is replaced, a front end on another host ends
+    the engine."""
 
     def __init__(
         self, orders: EngineOrders, context: ZmqContext, loop: EngineLoop, sender: MessageSender
@@ -294,7 +297,7 @@ class MessageReceiver:
         self._orders = orders
         self._sender = sender
         self._gone: set[int] = set()
-        """Front ends that have gone and were not replaced yet."""
+        """Front ends that have disconnected and have no successor yet."""
         self._context = context
         self._loop = loop
         self._end_read, self._end_write = os.pipe()
@@ -341,7 +344,7 @@ class MessageReceiver:
                     if is_connected and index in self._gone:
                         self._join(index, socket)
                     elif not is_connected:
-                        # Its last messages come before its end.
+                        # Receive the last messages before handling the disconnect.
                         self._receive(index, socket)
                         self._leave(index)
 
@@ -355,8 +358,8 @@ class MessageReceiver:
         self._loop.front_end_changed(index, is_connected=False)
 
     def _join(self, index: int, socket: PairSocket[FromEngine, ToEngine]) -> None:
-        """A front end sends nothing before it has got Hello: nothing of the successor is taken for
-        its predecessor's."""
+        """Greet the successor of a front end. A front end sends nothing before it receives Hello,
+        so messages of the successor cannot be taken for its predecessor's."""
         self._gone.discard(index)
         self._sender.connect(index)
         self._greet(socket)

@@ -1,7 +1,7 @@
-"""LockstepInbox: the same messages before the same step, for the engines of all ranks.
+"""LockstepInbox: gives the engines of all ranks the same messages before the same step.
 
-Each rank's process makes the same calls, so the same requests arrive everywhere, but not at the
-same moment. Rank 0 decides which of them are taken before a step, and in which order.
+Every rank's process makes the same calls, so the same requests arrive at all ranks, but at
+different times. Rank 0 decides which requests are taken before a step, and in which order.
 """
 
 import zlib
@@ -19,7 +19,7 @@ from engine.transport.messages import Abort, AddRequest, ToEngine
 
 @dataclass(frozen=True, slots=True)
 class FrontEndChange:
-    """A front end has gone, or another one has taken its place."""
+    """A front end has disconnected, or its successor has connected."""
 
     front_end: int
     is_connected: bool
@@ -28,16 +28,16 @@ class FrontEndChange:
 Entry = tuple[int, ToEngine, list[bytes], Grammar | None] | FrontEndChange | BaseException
 
 LATE_S = 120.0
-"""How much later than at rank 0 a request may arrive, once the first one has."""
+"""Maximum time that a rank waits for a request that rank 0 has received."""
 
 _ABORT = -1
-"""In place of a request's checksum."""
+"""Used in place of a request's checksum for an abort."""
 
 
 class LockstepInbox:
-    """Takes messages out of an inbox. Requests get their keys in the order in which they are made,
-    so that a key names the same request on all ranks. Aborts are those of rank 0 alone: the others
-    find the same stops in the same outputs, at another moment."""
+    """Takes messages out of an inbox. Keys are assigned in the order of the calls, so a key names
+    the same request on all ranks. Only rank 0's aborts count: the other ranks abort the same
+    requests, but at other times."""
 
     def __init__(self, executor: Lockstep, inbox: "SimpleQueue[Entry]") -> None:
         self._executor = executor
@@ -50,8 +50,8 @@ class LockstepInbox:
         """On rank 0: (key, checksum, or _ABORT) in the order of arrival."""
 
     def take(self, *, has_work: bool) -> Sequence[Entry]:
-        """The messages before the next step. Without work it waits for a request. Raises an
-        exception that it finds in the inbox, and EngineDied when the ranks differ."""
+        """Messages to process before the next step. Blocks for a request if there is no work.
+        Raises exceptions found in the inbox, and EngineDied if the ranks differ."""
         while self._inbox.qsize():
             self._receive(None)
         while not has_work and not self._arrived:

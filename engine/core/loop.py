@@ -1,4 +1,4 @@
-"""EngineLoop: takes messages from an inbox, steps the core, emits its messages."""
+"""EngineLoop: takes messages from an inbox, steps the core and sends its messages."""
 
 import contextlib
 import gc
@@ -59,12 +59,12 @@ from hpu.protocol import WarmupProgress, WorkerReady
 logger = logging.getLogger(__name__)
 
 TRIM_AFTER_S = 5.0
-"""Idle time after which freed memory is returned to the system."""
+"""Idle time after which freed memory is returned to the operating system."""
 MAX_ANNOUNCED_BLOCKS = 1024
-"""Of one prompt: as many as a router looks at."""
+"""Maximum blocks announced per prompt, equal to the number that a router looks up."""
 
 Emit = Callable[[int | None, FromEngine], None]
-"""Sends a message to the front end of this index (None: to all); called on several threads."""
+"""Sends a message to the front end with this index (None: all). Called on several threads."""
 
 
 class WakingInbox(SimpleQueue[Entry]):
@@ -79,7 +79,7 @@ class WakingInbox(SimpleQueue[Entry]):
         os.eventfd_write(self.wake_fd, 1)
 
     def clear_wake(self) -> None:
-        """`wake_fd` is not readable until the next entry."""
+        """Make `wake_fd` unreadable until the next entry."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.wake_fd)
 
@@ -87,8 +87,8 @@ class WakingInbox(SimpleQueue[Entry]):
 class EngineLoop:
     """Owns a core on the thread that calls `run`. Other threads may call `receive` and `stop`.
 
-    A request is rejected at once when `max_queue_len` entries are in the inbox. Aborts and controls
-    are always accepted.
+    A request is rejected at once when the entries in the inbox and the requests that compile their
+    grammar reach `max_queue_len`. Aborts, controls and resumed requests are always accepted.
     """
 
     def __init__(
@@ -103,27 +103,29 @@ class EngineLoop:
         if config.num_coupled_engines > 1:
             self._inbox = WakingInbox()
         self._coupled: CoupledSteps | None = None
-        """Set where engines share experts."""
+        """Set if engines share experts."""
         self._is_lockstep = config.executor == EXTERNAL_LAUNCHER
         self._lockstep: LockstepInbox | None = None
-        """Set where the engines of several ranks decide together."""
-        # A request that is too slow on one rank may be fast enough on another.
+        """Set if the engines of several ranks step in lockstep."""
+        # In lockstep, no time limit: a request could exceed it on one rank and not on another.
         self._compiler = GrammarCompiler(limits_time=not self._is_lockstep)
         self._adapters = AdapterReader(config)
         self._lock = threading.Lock()
         self._compiling: set[int] = set()
-        """Keys of requests that enter the inbox when their grammar is compiled."""
+        """Keys of requests that enter the inbox once their grammar is compiled."""
         self._ready: Ready | None = None
-        """Once it was sent."""
+        """The Ready message once it was sent; None before."""
         self._block_size: int | None = None
         self._all_see_images = False
-        """Set once prompts must be hashed."""
+        """Whether block hashes cover all images. Set together with `_block_size`, with prefix
+        caching only."""
         self._stop_reason: BaseException | None = None
         self._is_busy = False
-        """Whether the executor is warming up bucket after bucket, because nothing arrived."""
+        """Whether warm-up of the remaining buckets continues without IDLE_S between buckets. Reset
+        by each entry."""
 
     def receive(self, front_end: int, message: ToEngine) -> None:
-        """Receive a message of a front end. Hashes the prompt on the caller's thread; grammars are
+        """Receive a message of a front end. Hashes the prompt on the calling thread; grammars are
         compiled on other threads."""
         if isinstance(message, Control) and message.name == COMPILE_GRAMMAR:
             self._compile(front_end, message)
@@ -172,14 +174,14 @@ class EngineLoop:
         self._when_compiled(spec, lambda result: self._admit(front_end, message, hashes, result))
 
     def front_end_changed(self, front_end: int, *, is_connected: bool) -> None:
-        """A front end has gone: its requests are aborted. Or another one has taken its place."""
+        """Handle a disconnect, which aborts the front end's requests, or a successor's connect."""
         with self._lock:
             gone = [key for key in self._compiling if key >> FRONT_END_SHIFT == front_end]
             self._compiling.difference_update(gone)
         self._inbox.put(FrontEndChange(front_end, is_connected))
 
     def _announce(self, front_end: int, hashes: list[bytes]) -> None:
-        """Tell the routers of the other front ends what this engine will have cached."""
+        """Tell the routers of the other front ends which blocks this engine will cache."""
         message = PromptBlocks(hashes[:MAX_ANNOUNCED_BLOCKS])
         for other in range(self._num_front_ends):
             if other != front_end and hashes:
@@ -202,7 +204,8 @@ class EngineLoop:
         self._when_compiled(spec, answer)
 
     def _read_adapter(self, front_end: int, control: Control) -> None:
-        """Check the files of an adapter on another thread, then register it on the loop's."""
+        """Check the files of an adapter on another thread, then register the adapter on the thread
+        of the loop."""
 
         def done(future: "Future[LoRAInfo]") -> None:
             if future.cancelled():
@@ -233,7 +236,7 @@ class EngineLoop:
                 return
             error = future.exception()
             assert error is None or isinstance(error, Exception)
-            # The engine ends: that its requests may go on in another one, they are not rejected.
+            # Do not reject when the engine dies: requests may resume on another engine.
             if not isinstance(error, EngineDied):
                 on_done(future.result() if error is None else error)
 
@@ -265,21 +268,21 @@ class EngineLoop:
         self._emit(message.key >> FRONT_END_SHIFT, StepOutput(step=0, finished=[finish]))
 
     def stop(self, reason: BaseException) -> None:
-        """Make `run` raise `reason` before its next step, or while it starts."""
+        """Make `run` raise `reason` before its next step, or during its start."""
         self._stop_reason = reason
         self._inbox.put(reason)
 
     def check_stop(self) -> None:
-        """Raise the reason of `stop`, if it was called."""
+        """Raise the reason of `stop` if it was called."""
         if self._stop_reason is not None:
             raise self._stop_reason
 
     def run(
         self, executor: Executor, *, freeze_garbage: bool = False, group: StepGroup | None = None
     ) -> None:
-        """Start the executor, send Ready, step until `stop`. Ends only by an exception; waits when
-        there is no work. The caller closes the executor. `freeze_garbage` is for a process that
-        does nothing else. `group`: of engines that step together."""
+        """Start the executor, send Ready, and step until `stop`. Returns only by an exception;
+        blocks while there is no work. The caller closes the executor. `freeze_garbage`: for a
+        process that runs nothing else. `group`: group of the engines that step together."""
         try:
             self._run(executor, freeze_garbage, group)
         finally:
@@ -319,7 +322,7 @@ class EngineLoop:
             self._block_size = worker.block_size
             self._all_see_images = worker.request_tiles > 0
         if freeze_garbage:
-            # What exists now exists to the end: the collector need not scan it again.
+            # Objects that exist now live to the end: exclude them from garbage collection.
             gc.collect()
             gc.freeze()
         self._emit_adapters(core)
@@ -359,8 +362,8 @@ class EngineLoop:
             self._handle(core, self._inbox.get())
 
     def _wait(self, core: EngineCore) -> Entry | None:
-        """The next entry; None once a bucket was warmed up meanwhile, which must be reported. An
-        idle engine returns freed memory to the system."""
+        """The next entry; None if a warmed-up bucket has to be reported first. Returns freed memory
+        to the operating system after TRIM_AFTER_S without an entry."""
         while core.num_later:
             try:
                 return self._inbox.get(timeout=0.0 if self._is_busy else IDLE_S)
@@ -374,10 +377,10 @@ class EngineLoop:
         return self._inbox.get()
 
     def _wait_coupled(self, core: EngineCore, inbox: WakingInbox, coupled: CoupledSteps) -> None:
-        """Wait for an entry, or for a step that another engine has planned, unless there is
-        work."""
+        """Block until an entry arrives or another engine proposes a step; returns at once if there
+        is work."""
         while not core.has_work:
-            # Before the look at the inbox: what comes in between wakes it again.
+            # Clear before the check: an entry that arrives in between sets wake_fd again.
             inbox.clear_wake()
             if inbox.qsize():
                 return
@@ -397,7 +400,7 @@ class EngineLoop:
             core.abort(message.keys)
         else:
             reply = _answer(core, message)
-            # Before the reply, so that its receiver sees what it changed (the sleep state).
+            # Send outputs before the reply, so that its receiver sees the new sleep state.
             for other, tokens in core.take_outputs():
                 self._emit(other, tokens)
             self._emit_adapters(core)
@@ -412,19 +415,19 @@ class EngineLoop:
             core.add_front_end(front_end)
             return
         count = core.remove_front_end(front_end)
-        # An API server that has drained leaves none: it has stopped, and nothing is wrong.
+        # A drained API server leaves no requests: a regular stop.
         level = logging.WARNING if count else logging.DEBUG
         logger.log(level, "API server %d has gone: %d requests of it are aborted", front_end, count)
 
     def _emit_adapters(self, core: EngineCore) -> None:
-        """Tell all front ends which adapters are served, if that has changed."""
+        """Send the served adapters to all front ends if they have changed."""
         infos = core.take_adapters()
         if infos is not None:
             self._emit(None, Adapters(infos))
 
 
 def describe_failure(error: Exception, engine: int = 0) -> Failed:
-    """The message with which an engine ends that raised `error`; a bug is logged."""
+    """The Failed message of an engine that raised `error`. Logs the traceback of a bug."""
     message = str(error)
     is_end_of_process = isinstance(error, EngineDied) and not error.is_logged
     if not isinstance(error, (ConfigError, EngineDied)):
@@ -442,14 +445,14 @@ def describe_failure(error: Exception, engine: int = 0) -> Failed:
 
 
 def make_table(config: EngineConfig, worker: WorkerReady) -> BucketTable:
-    """The worker's bucket table, with the buckets that it has prepared."""
+    """Bucket table with the worker's prepared buckets."""
     table = BucketTable.of_buckets(worker.buckets, worker.bucket_limits)
     table.prefer_prepared = config.warmup.on_unwarmed_shape == "pad"
     return table
 
 
 def make_ready(engine: int, worker: WorkerReady, config: EngineConfig) -> Ready:
-    """The Ready message for a worker that is ready: what has the same name in both, and more."""
+    """Ready message of a worker: copies fields with equal names and adds the engine's fields."""
     facts = msgspec.structs.asdict(worker)
     return Ready(
         engine=engine,

@@ -1,4 +1,4 @@
-"""OutputProcessor: step results to tokens and finished requests, one message for each front end."""
+"""OutputProcessor: turns step results into tokens, finished requests and front-end messages."""
 
 from bisect import bisect_right
 from itertools import accumulate, repeat
@@ -21,7 +21,7 @@ class OutputProcessor:
         self._step = -1
         self._messages: dict[int, StepOutput] = {}
         self.num_step_tokens = 0
-        """Tokens of the latest step as vLLM counts them: generated tokens, and the computed tokens
+        """Tokens of the latest step as vLLM counts them: generated tokens plus the computed tokens
         of each prompt that the step completed."""
 
     @property
@@ -29,7 +29,7 @@ class OutputProcessor:
         return not self._messages
 
     def start(self, request: Request, num_cached: int, now: float) -> None:
-        """It was scheduled for the first time, with `num_cached` tokens from the prefix cache."""
+        """Report a request's first scheduling, with `num_cached` tokens from the prefix cache."""
         request.started_at = now
         message = self._message(request.front_end)
         message.started.append(request.key)
@@ -54,7 +54,7 @@ class OutputProcessor:
         is_retryable: bool = False,
         is_timeout: bool = False,
     ) -> None:
-        """Send the request's Finish, after which nothing follows."""
+        """Send the request's Finish, the last message about the request."""
         started = request.started_at if request.started_at >= 0 else now
         first = request.first_token_at if request.first_token_at >= 0 else now
         self._message(request.front_end).finished.append(
@@ -74,9 +74,11 @@ class OutputProcessor:
         )
 
     def process(self, output: SchedulerOutput, result: StepResult, now: float) -> list[Request]:
-        """Process the result of a plan; the requests that it finished, with their Finish sent.
+        """Process the result of a plan. Returns the requests that it finished; their Finish is
+        queued.
 
-        Tokens of requests that finished before are dropped: these were scheduled once too often.
+        Drops tokens of requests that finished earlier: these requests were scheduled once too
+        often.
         """
         assert result.step == output.step, f"result {result.step} for plan {output.step}"
         self._step = result.step
@@ -117,7 +119,7 @@ class OutputProcessor:
     def _process_vectors(
         self, output: SchedulerOutput, result: StepResult, now: float
     ) -> list[Request]:
-        """Requests of a pooling model finish with their first step."""
+        """Finish the pooling requests of a step: each finishes with its first step."""
         finished = []
         for chunk, (num_rows, data) in zip(output.prefills, result.vectors, strict=True):
             request = chunk.request
@@ -134,8 +136,8 @@ class OutputProcessor:
         return finished
 
     def _finish_chunks(self, output: SchedulerOutput, now: float) -> None:
-        """Account for the computed prefill chunks. The last block of a chunk that samples is cached
-        with its token, since a token that is not a number makes the cache worthless."""
+        """Account for the computed prefill chunks. The last blocks of a sampling chunk are cached
+        later, with its token: non-finite logits make the computed KV unusable."""
         for request, num_tokens, _, samples in output.prefills:
             request.num_cached_tokens += num_tokens
             if samples:
@@ -151,7 +153,8 @@ class OutputProcessor:
     def _append_tokens(
         self, requests: list[Request], tokens: list[int], now: float
     ) -> list[Request]:
-        """Append one token to each request. The only loop over all tokens, so it is kept short."""
+        """Append one token to each request. Hot path: the only loop over all tokens of
+        a step without speculation."""
         finished = []
         front_end = -1
         for request, token in zip(requests, tokens, strict=True):
@@ -191,14 +194,14 @@ class OutputProcessor:
     def _append_several(
         self, requests: list[Request], result: StepResult, now: float
     ) -> list[Request]:
-        """Append `result.token_counts[i]` tokens to request i; those behind its end are dropped."""
+        """Append `result.token_counts[i]` tokens to request i; tokens after its end are dropped."""
         finished = []
         start = 0
         for request, count in zip(requests, result.token_counts, strict=True):
             tokens, start = result.tokens[start : start + count], start + count
             if request.state == FINISHED:
                 continue
-            # The scheduler counted one computed token for the step.
+            # The scheduler counted a single computed token for the step.
             request.num_computed_tokens += count - 1
             accepted = tokens[: _num_accepted(request, tokens)]
             request.output_token_ids.extend(accepted)
@@ -214,7 +217,8 @@ class OutputProcessor:
         return finished
 
     def _finish_at_end(self, request: Request, accepted: list[int], now: float) -> bool:
-        """Finish the request if the last of its new tokens ends it, or its grammar fails."""
+        """Finish the request if its last new token ends it or its grammar fails. Returns whether it
+        finished."""
         last = accepted[-1] if accepted else -1
         if last in request.end_ids and request.num_tokens > request.min_num_tokens:
             stop_token = last if last in request.stop_ids else None
@@ -239,7 +243,7 @@ class OutputProcessor:
             message.tokens.extend(tokens)
 
     def _fail_without_token(self, request: Request, now: float) -> None:
-        """Finish a request that could not sample: all tokens were banned, or its logits were not
+        """Fail a request that could not sample: all tokens were banned, or its logits were not
         finite."""
         position = request.num_output_tokens + 1
         if request.has_no_allowed_token:
@@ -250,13 +254,13 @@ class OutputProcessor:
             )
             self.finish(request, "error", now, error=error, param="allowed_token_ids")
             return
-        # Its KV may contain NaN too, so no other request may use it.
+        # The request's KV may contain NaN: exclude it from the prefix cache.
         self._kv.evict(request)
         error = f"the logits of output token {position} were not numbers"
         self.finish(request, "error", now, error=error)
 
     def _send_logprobs(self, requests: list[Request], result: StepResult) -> None:
-        """Send the log-probabilities of accepted tokens. Called before these are appended."""
+        """Send the log-probabilities of accepted tokens. Call before the tokens are appended."""
         counts = result.token_counts or repeat(1, len(requests))
         starts = list(accumulate(counts, initial=0))
         for index, logprobs in result.logprobs:
@@ -269,7 +273,7 @@ class OutputProcessor:
     def _send_prompt_logprobs(
         self, output: SchedulerOutput, columns: list[tuple[int, Logprobs]]
     ) -> None:
-        """Send each prompt position once, although a preempted request computes it again."""
+        """Send each prompt position once, although a preempted request recomputes it."""
         by_index = {chunk.request.req_index: chunk.request for chunk in output.prefills}
         for req_index, logprobs in columns:
             request = by_index[req_index]
@@ -289,20 +293,20 @@ class OutputProcessor:
         return message
 
     def retract(self, request: Request) -> None:
-        """Remove what was not sent yet of a request that was aborted."""
+        """Remove the queued start report of an aborted request."""
         message = self._messages.get(request.front_end)
         if message is not None and request.key in message.started:
             index = message.started.index(request.key)
             del message.started[index], message.started_cached[index]
 
     def discard(self, front_end: int) -> None:
-        """Remove what was not sent yet to a front end."""
+        """Remove the queued message to a front end."""
         self._messages.pop(front_end, None)
 
     def take_messages(
         self, stats: EngineStats, front_ends: list[int]
     ) -> list[tuple[int, StepOutput]]:
-        """One message for each front end, with `stats`. They belong to the caller."""
+        """One message with `stats` for each front end. The caller owns the messages."""
         messages, self._messages = self._messages, {}
         for front_end in front_ends:
             if front_end not in messages:
@@ -316,7 +320,7 @@ class OutputProcessor:
 
 
 def _num_accepted(request: Request, tokens: list[int]) -> int:
-    """How many of a step's tokens a request accepts: up to the one that ends it, or its limit."""
+    """How many of a step's tokens a request accepts: up to its end token or its length limit."""
     count = 0
     room = request.max_num_tokens - request.num_tokens
     min_count = request.min_num_tokens - request.num_tokens
@@ -330,7 +334,7 @@ def _num_accepted(request: Request, tokens: list[int]) -> int:
 
 
 def _pad_counts(message: StepOutput) -> None:
-    """Make the counts of tokens that came one for each key explicit."""
+    """Append the implicit counts of 1 of keys that received a single token."""
     message.counts.extend([1] * (len(message.keys) - len(message.counts)))
 
 

@@ -1,17 +1,17 @@
-"""PrefillRate: how fast an engine works off the prompt tokens that wait for it."""
+"""PrefillRate: measures how fast an engine computes queued prompt tokens."""
 
 MEAN_S = 5.0
 """Time constant of the exponentially weighted mean."""
 FIRST_S = 0.5
-"""What was measured before requests began to wait counts as so much time."""
+"""Weight, in seconds, of the mean measured before a queue formed."""
 
 
 class PrefillRate:
-    """Prompt tokens per second of wall time, with those found in the prefix cache.
+    """Prompt tokens per second of wall time, prefix-cache hits included.
 
-    Measured over the steps that compute prompts, and over all steps while requests wait: a full
-    batch of long decodes lowers the rate, as it delays those who wait. An engine without a queue
-    tells little of that, so the mean soon forgets its rate once there is one.
+    Measured over steps that compute prompt tokens, and over all steps while requests wait: a batch
+    full of long decodes delays waiting requests and lowers the rate. A rate measured without a
+    queue says little about this, so its weight drops to FIRST_S when a queue forms.
     """
 
     def __init__(self) -> None:
@@ -19,15 +19,15 @@ class PrefillRate:
         """0 before the first measurement."""
         self._last_s = 0.0
         self._window_s = FIRST_S
-        """The time that the mean is over: it grows from FIRST_S to MEAN_S."""
+        """Time window of the mean, growing from FIRST_S to MEAN_S."""
         self._had_waiting = False
 
     def begin(self, now_s: float) -> None:
-        """The engine was idle until now."""
+        """Start measuring after an idle period."""
         self._last_s = now_s
 
     def observe(self, num_tokens: int, now_s: float, *, has_waiting: bool) -> None:
-        """A step has ended that computed `num_tokens` of prompts."""
+        """Record a finished step that computed `num_tokens` prompt tokens."""
         seconds, self._last_s = now_s - self._last_s, now_s
         if has_waiting and not self._had_waiting:
             self._window_s = FIRST_S

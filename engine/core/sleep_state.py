@@ -1,4 +1,4 @@
-"""SleepState: the sleep level of an engine, and which memory of it is restored."""
+"""SleepState: sleep level of an engine and its released memory."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,20 +11,20 @@ TAGS = (WEIGHTS, KV_CACHE)
 
 
 class SleepState:
-    """The sleep state of an engine's workers; makes them release and restore memory."""
+    """Sleep state of an engine's workers. Makes them release and restore memory."""
 
     def __init__(self, executor: Executor, on_progress: Callable[[WarmupProgress], None]) -> None:
         self._executor = executor
         self._on_progress = on_progress
         self._level = 0
         self._pending_level = 0
-        """The level of a requested sleep that has not begun yet."""
+        """Level of a requested sleep that has not begun yet; 0 without a request."""
         self._released: set[str] = set()
-        """Tags of the memory that is released."""
+        """Tags of the released memory."""
 
     @property
     def state(self) -> str:
-        """As in EngineStats."""
+        """State as reported in EngineStats: AWAKE, FALLING_ASLEEP, or an entry of ASLEEP."""
         if self._level:
             return ASLEEP[self._level - 1]
         return FALLING_ASLEEP if self._pending_level else AWAKE
@@ -39,7 +39,7 @@ class SleepState:
         return self._level > 0
 
     def request(self, level: int) -> None:
-        """Request a sleep; a sleeping engine never goes to a lower level."""
+        """Request a sleep. A sleeping engine never moves to a lower level."""
         self._pending_level = max(level, self._level)
 
     def sleep(self) -> None:
@@ -49,9 +49,10 @@ class SleepState:
         self._level, self._released, self._pending_level = self._pending_level, set(TAGS), 0
 
     def wake_up(self, tags: Sequence[str]) -> WorkerReady | None:
-        """Restore the memory that `tags` name, all if empty. Returns the worker's report once
-        everything is restored; None while something is still released, or if nothing was. Raises
-        UserError for an unknown tag, and RequestFailed when the worker fails: nothing changes."""
+        """Restore the memory named by `tags`; all memory if empty. Returns the worker's report once
+        everything is restored; None if memory is still released or nothing was restored. Raises
+        UserError for an unknown tag, and RequestFailed if the worker fails, without a change of
+        the level or the released tags."""
         unknown = [tag for tag in tags if tag not in TAGS]
         if unknown:
             raise UserError(

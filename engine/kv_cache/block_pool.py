@@ -12,17 +12,17 @@ class BlockPool:
 
     Every block is either free or referenced: `num_free + num_used == size` at all times. Free
     blocks keep their contents until they are reallocated, so a cached prefix can be reused. Every
-    operation on one block is O(1); with `lowest_first`, allocating and freeing are O(log n).
+    operation on a single block is O(1); with `lowest_first`, allocating and freeing are O(log n).
 
     `lowest_first`: blocks without a hash are allocated lowest id first, so that no id exceeds the
-    largest number of blocks that were ever used at once.
+    peak number of used blocks.
     """
 
     def __init__(self, size: int, *, lowest_first: bool = False) -> None:
         self.size = size
         self.on_evict: Callable[[int, bytes], None] | None = None
-        """Called with a cached block and its hash when it is allocated: its contents are there
-        until the next plan."""
+        """Called with a cached block and its hash when the block is reallocated. Its contents stay
+        on the device until the next plan runs."""
         self._ref_count = [0] * size
         self._hash_of: list[bytes | None] = [None] * size
         self._cached_blocks: dict[bytes, int] = {}
@@ -46,7 +46,7 @@ class BlockPool:
         return len(self._free_uncached) + len(self._free_cached)
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate `count` blocks, which must be free; their contents and hashes are lost."""
+        """Allocate `count` free blocks; their contents and hashes are lost."""
         assert count <= self.num_free, f"{count} blocks requested, {self.num_free} are free"
         return [self._allocate_one() for _ in range(count)]
 
@@ -67,7 +67,7 @@ class BlockPool:
         return block
 
     def touch(self, block: int) -> None:
-        """Add a reference to a cached block, free or not."""
+        """Add a reference to a cached block, whether used or free."""
         if self._ref_count[block] == 0:
             del self._free_cached[block]
         self._ref_count[block] += 1
@@ -76,7 +76,8 @@ class BlockPool:
         return self._ref_count[block] == 0
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Drop one reference to each block. Freed first is evicted first: pass tails first."""
+        """Drop one reference to each block. Blocks are evicted in the order of their freeing: pass
+        the tail of a table first."""
         for block in blocks:
             count = self._ref_count[block] - 1
             assert count >= 0, f"block {block} is freed and has no reference"
@@ -88,13 +89,15 @@ class BlockPool:
                     self._free_cached[block] = None
 
     def compact(self, max_moves: int) -> list[tuple[int, int]]:
-        """Replace the highest used blocks by low free ones, `max_moves` at most: (from, to) pairs.
+        """Replace at most `max_moves` of the highest used blocks by low free blocks. Returns
+        (from, to) pairs.
 
-        The old blocks are freed: the caller moves contents and block tables. Only for a pool with
-        `lowest_first` in which no block is cached.
+        The old blocks are freed; the caller moves contents and block tables. Requires
+        `lowest_first` and a pool without cached blocks.
         """
         num_used = self.size - self.num_free
-        # Compacted, the used blocks are 0 .. num_used - 1: as many lie above as are free below.
+        # After compaction the used blocks are 0 .. num_used - 1. Used blocks above that range and
+        # free blocks inside it are equally many.
         above = (
             block for block in range(self.size - 1, num_used - 1, -1) if self._ref_count[block]
         )
@@ -124,7 +127,7 @@ class BlockPool:
                 self._push_uncached(block)
 
     def get_cached_block(self, block_hash: bytes) -> int | None:
-        """The block with these contents, used or free."""
+        """The block with this hash, used or free; None if no block has the hash."""
         return self._cached_blocks.get(block_hash)
 
     def reset_cache(self) -> None:

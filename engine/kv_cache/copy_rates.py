@@ -1,14 +1,15 @@
-"""CopyRates: whether a KV block comes to the device sooner by copy or by computing it again."""
+"""CopyRates: compares the time to copy a KV block to the device with the time to compute it."""
 
 DECAY = 0.98
-"""What an earlier launch counts at each later one."""
+"""Weight that a measurement keeps at each later measurement."""
 
 
 class CopyRates:
-    """Measured times. What was not measured yet is taken to be fast, so that it is measured."""
+    """Measured prefill and copy times. Until a time is measured, its path counts as fast, so that
+    it is tried."""
 
     def __init__(self, block_size: int, load_s: float) -> None:
-        """`load_s`: of the copy of one block from host memory."""
+        """`load_s`: seconds to copy one block from host memory to the device."""
         self._block_size = block_size
         self._load_s = load_s
         self._prefill_s = 0.0
@@ -17,36 +18,36 @@ class CopyRates:
         self._fetched_blocks = 0.0
 
     def add_prefill(self, num_tokens: int, seconds: float) -> None:
-        """A prefill launch of so many tokens, without padding."""
-        # Sums, not rates: a short prompt in a large bucket counts for little.
+        """Add a prefill launch of `num_tokens` tokens, padding excluded."""
+        # Sums, not rates: a short prompt in a large bucket weighs little.
         self._prefill_s = self._prefill_s * DECAY + seconds
         self._prefill_tokens = self._prefill_tokens * DECAY + num_tokens
 
     def add_fetch(self, num_blocks: int, seconds: float) -> None:
-        """Blocks that were read from files."""
+        """Add a read of `num_blocks` blocks from files."""
         self._fetch_s = self._fetch_s * DECAY + seconds
         self._fetched_blocks = self._fetched_blocks * DECAY + num_blocks
 
     @property
     def compute_s(self) -> float | None:
-        """Time in which one block is computed; None: nothing was computed yet."""
+        """Seconds to compute one block; None before the first prefill."""
         if not self._prefill_tokens:
             return None
         return self._prefill_s / self._prefill_tokens * self._block_size
 
     @property
     def fetch_s(self) -> float:
-        """Time in which one block is read from its file; 0: none was read yet."""
+        """Seconds to read one block from its file; 0 before the first read."""
         return self._fetch_s / self._fetched_blocks if self._fetched_blocks else 0.0
 
     @property
     def loads(self) -> bool:
-        """Whether a block in host memory is copied."""
+        """Whether a block in host memory is copied rather than recomputed."""
         compute_s = self.compute_s
         return compute_s is None or self._load_s < compute_s
 
     @property
     def fetches(self) -> bool:
-        """Whether a block in a file is read and copied."""
+        """Whether a block in a file is read and copied rather than recomputed."""
         compute_s = self.compute_s
         return compute_s is None or self.fetch_s + self._load_s < compute_s

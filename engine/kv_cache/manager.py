@@ -8,17 +8,17 @@ from engine.kv_cache.prefix_hashes import chain, images_in, root_hash
 from engine.request import NEVER, PREEMPTED, Request
 
 MAX_MOVES = 512
-"""Of blocks in one step."""
+"""Maximum blocks moved in one step by defragmentation."""
 
 ON_HOST = -1
-"""In a prefix: a block in host memory, which is copied to the device when the request starts."""
+"""Marker in a prefix: the block is in host memory and is copied when the request starts."""
 
 
 class KVCacheManager:
-    """Allocates blocks to requests as they grow, and caches full ones under their hashes.
+    """Allocates blocks to requests as they grow, and caches full blocks under their hashes.
 
-    A block table only grows, until `free` empties it. A block is cached when all of its tokens are
-    accepted and their KV is written, so a prefix hit may be read at once.
+    A block table only grows, until `free` empties it. A block is cached once all of its tokens are
+    accepted and their KV is written, so a prefix hit can be read at once.
     """
 
     def __init__(
@@ -32,10 +32,10 @@ class KVCacheManager:
         offload: KVOffload | None = None,
         all_see_images: bool = False,
     ) -> None:
-        """`contiguous`: decodes read the cache as one slice from block 0 on, so the lowest blocks
-        are allocated first, and none is shared. `num_lookahead_tokens`: tokens that the plans in
-        flight may write beyond the one of each decode. `offload`: keeps evicted blocks.
-        `all_see_images`: as that of block_hashes."""
+        """`contiguous`: decodes read the cache as a slice that starts at block 0, so the lowest
+        blocks are allocated first and blocks are not shared. `num_lookahead_tokens`: KV slots that
+        each decode needs beyond its own token, for the plans in flight. `offload`: keeps evicted
+        blocks. `all_see_images`: see `block_hashes`."""
         assert not (contiguous and prefix_caching), "a slice of the cache holds no shared blocks"
         self.num_lookahead_tokens = num_lookahead_tokens
         self.block_size = block_size
@@ -48,16 +48,16 @@ class KVCacheManager:
             assert prefix_caching, "blocks outside the device are found by their hashes"
             self.pool.on_evict = offload.evicted
         self._computing: dict[bytes, Request] = {}
-        """Hashes of prompt blocks that are being computed, and by which request."""
+        """Prompt blocks that are being computed: hash to the computing request."""
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that so many tokens need."""
+        """Blocks that `num_tokens` tokens need."""
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, request: Request) -> list[int]:
-        """The blocks of its longest cached prefix, used or free, or ON_HOST.
+        """Blocks of the request's longest cached prefix, used or free; ON_HOST for host blocks.
 
-        Leaves at least one token to compute, and every prompt position whose log-probability is
+        At least one token remains to compute, and every prompt position whose log-probability is
         still to be sent.
         """
         prefix: list[int] = []
@@ -71,7 +71,7 @@ class KVCacheManager:
         return prefix
 
     def should_wait_for_files(self, request: Request, prefix: list[int]) -> bool:
-        """Whether blocks behind `prefix` are being read from files, or begin to be."""
+        """Whether blocks after `prefix` are being read from files. Starts reads if worthwhile."""
         if self.offload is None:
             return False
         hashes = request.block_hashes[: self._max_prefix_blocks(request)]
@@ -86,8 +86,8 @@ class KVCacheManager:
         return max_tokens // self.block_size
 
     def should_wait_for_prefix(self, request: Request, prefix: list[int]) -> bool:
-        """Whether another request computes at least half of what it would have to compute behind
-        `prefix` (n choices of one prompt, for example)."""
+        """Whether other running requests compute at least half of the tokens after `prefix` (for
+        example the n choices of a prompt)."""
         num_computing = 0
         for block_hash in request.block_hashes[len(prefix) : self._max_prefix_blocks(request)]:
             if block_hash not in self._computing:
@@ -99,12 +99,12 @@ class KVCacheManager:
         return 2 * num_computing * self.block_size >= num_uncached
 
     def num_free_blocks_needed(self, request: Request, prefix: list[int]) -> int:
-        """Free blocks that all tokens of a request with this cached `prefix` need."""
+        """Free blocks needed to admit a request with this cached `prefix`: all of its tokens."""
         num_free_prefix = sum(1 for block in prefix if block == ON_HOST or self.pool.is_free(block))
         return self.num_blocks_for(request.num_tokens) - len(prefix) + num_free_prefix
 
     def attach_prefix(self, request: Request, prefix: list[int]) -> None:
-        """Start an empty block table with `prefix`; its tokens count as computed."""
+        """Begin an empty block table with `prefix`, whose tokens count as computed."""
         assert not request.blocks, f"{request.key} starts with {len(request.blocks)} blocks"
         for block in prefix:
             if block != ON_HOST:
@@ -122,14 +122,14 @@ class KVCacheManager:
                 self._computing.setdefault(block_hash, request)
 
     def _load(self, request: Request, prefix: list[int], offload: KVOffload) -> list[int]:
-        """`prefix` with allocated blocks for those in host memory. Other requests may share them at
-        once: what the next plan loads is there before its launches."""
+        """`prefix` with newly allocated blocks in place of ON_HOST. The blocks are cached at once:
+        the next plan copies them in before its launches run."""
         hashes = [
             block_hash
             for block, block_hash in zip(prefix, request.block_hashes, strict=False)
             if block == ON_HOST
         ]
-        # Pinned first: the blocks that are evicted for them go to the host, too.
+        # Pin before allocating: allocation can evict blocks to the host.
         slots = offload.pin(hashes)
         loaded = self.pool.allocate(len(hashes))
         offload.load(slots, loaded, hashes)
@@ -150,7 +150,7 @@ class KVCacheManager:
         return allocated
 
     def num_missing_blocks(self, request: Request) -> int:
-        """Blocks that its next decode needs beyond its table."""
+        """Blocks to allocate for the request's next decode."""
         num_tokens = request.num_computed_tokens + 1 + self.num_lookahead_tokens
         needed = self.num_blocks_for(min(num_tokens, request.max_num_tokens))
         return needed - len(request.blocks)
@@ -160,12 +160,12 @@ class KVCacheManager:
         return request.max_block_end if self.contiguous else len(request.blocks)
 
     def defragment(self, requests: Iterable[Request], threshold: int) -> list[tuple[int, int]]:
-        """If more than `threshold` blocks are free below the highest used one, move the highest
-        blocks down to free ones: (from, to) pairs, usually none. `requests` are all that have
+        """Move the highest used blocks down once more than `threshold` blocks are free below the
+        highest used block. Returns (from, to) pairs, usually empty. `requests`: all requests with
         blocks.
 
-        The block tables change at once. The contents must be moved before any of these blocks is
-        read or written; the old ones are free.
+        Block tables change at once and the old blocks are free. The caller must move the contents
+        before any of these blocks is read or written.
         """
         requests = list(requests)
         block_end = max((request.max_block_end for request in requests), default=0)
@@ -179,8 +179,8 @@ class KVCacheManager:
         return moves
 
     def cache_blocks(self, request: Request, num_cached_tokens: int) -> None:
-        """Cache the blocks that are full once the KV of its first `num_cached_tokens` tokens is
-        written."""
+        """Cache the blocks of `request` that are full once the KV of its first `num_cached_tokens`
+        tokens is written."""
         size = self.block_size
         while request.next_cache_at <= num_cached_tokens:
             stop = request.next_cache_at
@@ -202,7 +202,7 @@ class KVCacheManager:
         return root_hash(request.cache_salt, request.adapter, images)
 
     def evict(self, request: Request) -> None:
-        """Remove its blocks from the prefix cache, and cache no more of them."""
+        """Remove the request's blocks from the prefix cache and stop caching its later blocks."""
         request.next_cache_at = NEVER
         for block in request.blocks:
             self.pool.evict(block)
@@ -211,15 +211,16 @@ class KVCacheManager:
                 self.offload.drop(block_hash)
 
     def drop(self, block: int, block_hash: bytes) -> None:
-        """Remove a block whose contents are wrong, and copies of it, from all caches. It may be
-        free or have other contents by now."""
+        """Remove a block with wrong contents, and its copies, from all caches. By now the block may
+        be free or hold other contents."""
         if self.pool.get_cached_block(block_hash) == block:
             self.pool.evict(block)
         if self.offload is not None:
             self.offload.drop(block_hash)
 
     def free(self, request: Request) -> None:
-        """Free all its blocks, the tail first: a prefix is evicted after what follows it."""
+        """Free the request's blocks, tail first, so that a prefix is evicted after its
+        continuation."""
         for block_hash in request.pending_hashes:
             if self._computing.get(block_hash) is request:
                 del self._computing[block_hash]
@@ -233,13 +234,13 @@ class KVCacheManager:
         request.next_cache_at = NEVER
 
     def forget(self, request: Request) -> None:
-        """A waiting request ends."""
+        """Forget a waiting request that ends."""
         if self.offload is not None:
             self.offload.started(request.key)
 
     def reset_prefix_cache(self, requests: Iterable[Request], *, drops_files: bool = True) -> None:
-        """Drop every hash, with `drops_files` those of blocks in files, too. `requests`, which have
-        blocks now, cache none of them later: their KV was computed before the reset."""
+        """Drop every hash. `drops_files`: also drop blocks in files. `requests`, all requests with
+        blocks, stop caching: their KV was computed before the reset."""
         if self.offload is not None:
             self.offload.reset(drops_files=drops_files)
         self.pool.reset_cache()

@@ -1,4 +1,4 @@
-"""KVOffload: KV blocks that leave the device and come back by copy."""
+"""KVOffload: moves KV blocks between the device, host memory and files."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from engine.kv_cache.offload_index import OffloadIndex
 from hpu.protocol import HASH_BYTES, BlocksFetched, FetchBlocks, OffloadFacts, StepPlan
 
 FETCH_SHARE = 2
-"""At most one in so many slots is reserved for blocks that are being read from files."""
+"""At most 1/FETCH_SHARE of the slots are reserved for blocks that are being read from files."""
 
 
 class KVOffload:
-    """Decides what is copied to the host and back. The copies are columns of the next plan; files
-    are read beside the plans, to slots that no plan names meanwhile.
+    """Decides which blocks are copied to the host and back. Copies travel with the next plan; file
+    reads run beside the plans, into slots that no plan uses meanwhile.
 
-    `only_preempted`: blocks of preempted requests alone leave the device.
+    `only_preempted`: only blocks of preempted requests are offloaded.
     """
 
     def __init__(self, facts: OffloadFacts, block_size: int, *, only_preempted: bool) -> None:
@@ -34,41 +34,42 @@ class KVOffload:
         self.rates = CopyRates(self._block_size, facts.load_s)
         self._block_bytes = facts.block_bytes
         self._stores: list[tuple[int, int, bytes]] = []
-        """(block, slot, hash) of the next plan."""
+        """(block, slot, hash) copies to the host in the next plan."""
         self._loads: list[tuple[int, int, bytes]] = []
-        """(slot, block, hash) of the next plan."""
+        """(slot, block, hash) copies to the device in the next plan."""
         self._loading: dict[int, list[tuple[int, bytes]]] = {}
-        """By step: (block, hash) of plans in flight."""
+        """Copies to the device in flight: step to (block, hash) pairs."""
         self._preempted: Counter[bytes] = Counter()
-        """Hashes of the blocks of requests that were preempted and wait."""
+        """Block hashes of waiting preempted requests, with the number of such requests."""
         self._preempted_requests: dict[int, list[bytes]] = {}
         self._fetching: dict[bytes, int] = {}
-        """Blocks that are being read, and their slots."""
+        """Blocks that are being read from files, and their slots."""
         self._fetches: list[FetchBlocks] = []
-        """To be sent."""
+        """Reads to send to the workers."""
         self._sent: deque[tuple[FetchBlocks, bool]] = deque()
-        """(fetch, whether its blocks may still be used), answered in this order."""
+        """(read, whether its blocks are still valid), answered in this order. `reset` invalidates
+        reads."""
         self._has_fetched: set[int] = set()
-        """Waiting requests for which files were read: once, since what was read may be gone again
-        before the request starts."""
+        """Waiting requests for which files were read. Each request reads once, since its blocks can
+        be evicted from host memory again before it starts."""
 
     def restart(self, facts: OffloadFacts) -> None:
-        """The workers have started again, with other host memory and with files that they found."""
+        """Start over with the host memory and files that restarted workers report."""
         assert not self.num_fetching, f"{self.num_fetching} blocks are being read from files"
         dropped = self._index.take_dropped_files()
         self._start(facts)
-        # Those that were forgotten while the workers slept.
+        # Files dropped while the workers slept.
         for block_hash in dropped:
             self._index.drop_file(block_hash)
 
     @property
     def num_fetching(self) -> int:
-        """Reads of files that were sent and not answered."""
+        """File reads that are queued or not yet answered."""
         return len(self._sent) + len(self._fetches)
 
     def evicted(self, block: int, block_hash: bytes) -> None:
-        """`block` is about to be allocated to another request: copy it to the host, if it is not
-        there."""
+        """Schedule a copy of a block that is being reallocated to the host. Does nothing if the
+        host has the block already."""
         if self._only_preempted and block_hash not in self._preempted:
             return
         slot = self._index.store(block_hash)
@@ -76,31 +77,31 @@ class KVOffload:
             self._stores.append((block, slot, block_hash))
 
     def holds(self, block_hash: bytes) -> bool:
-        """Whether the block is in host memory, and is worth a copy."""
+        """Whether the block is in host memory and copying it is faster than computing it."""
         return self._index.slot(block_hash) is not None and self.rates.loads
 
     def pin(self, block_hashes: Sequence[bytes]) -> list[int]:
-        """The slots of blocks that the next plan loads."""
+        """Pin blocks that the next plan loads; returns their slots."""
         return [self._index.use(block_hash) for block_hash in block_hashes]
 
     def load(self, slots: Sequence[int], blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """The next plan copies pinned `slots`, which hold blocks of `hashes`, to `blocks`."""
+        """Copy pinned `slots`, which hold the blocks of `hashes`, to `blocks` in the next plan."""
         self._loads.extend(zip(slots, blocks, hashes, strict=True))
 
     def on_loaded(self, step: int, corrupt: Sequence[int]) -> list[tuple[int, bytes]]:
-        """A plan has run; the (block, hash) of those of its loads whose contents were wrong."""
+        """Collect a plan's copies to the device; returns (block, hash) of corrupt copies."""
         loaded = self._loading.pop(step, [])
         self._counts["corrupt"] += len(corrupt)
         return [loaded[index] for index in corrupt]
 
     def must_wait(self, key: int, block_hashes: Sequence[bytes], num_found: int) -> bool:
-        """Whether request `key` waits for files with the blocks behind the `num_found` that it
-        found. Starts to read them, once for each request."""
+        """Whether request `key` waits for file reads of blocks after the `num_found` it found.
+        Starts these reads, at most once per request."""
         if num_found < len(block_hashes) and block_hashes[num_found] in self._fetching:
             return True
         if key in self._has_fetched or not self._index.num_files or not self.rates.fetches:
             return False
-        # What it found may be what was not used for longest, and must not leave for what follows.
+        # Touch the found blocks: reserving slots below must not evict them.
         num_held = sum(self._index.touch(one) for one in islice(block_hashes, num_found))
         num_slots = self._index.num_slots
         room = min(num_slots // FETCH_SHARE, num_slots - num_held) - len(self._fetching)
@@ -123,7 +124,8 @@ class KVOffload:
         return True
 
     def take_fetches(self) -> list[FetchBlocks]:
-        """Reads to send, to slots that plans before them may name, and none behind them."""
+        """File reads to issue now. Slots may still be referenced by earlier plans, never by later
+        plans."""
         assert not self._stores and not self._loads, "copies wait for a plan"
         fetches, self._fetches = self._fetches, []
         self._sent.extend((fetch, True) for fetch in fetches)
@@ -134,7 +136,7 @@ class KVOffload:
         return self._index.take_dropped_files()
 
     def on_fetched(self, answer: BlocksFetched) -> None:
-        """The oldest read is done. Blocks that could not be read are computed again."""
+        """Handle the answer to the oldest read. Blocks that could not be read are recomputed."""
         fetch, is_valid = self._sent.popleft()
         self.version += 1
         failed = {*answer.missing, *answer.corrupt}
@@ -154,13 +156,13 @@ class KVOffload:
         self.rates.add_fetch(len(fetch.hashes), answer.seconds)
 
     def preempted(self, key: int, block_hashes: Sequence[bytes]) -> None:
-        """A request with these full blocks waits until it can go on."""
+        """Note that a preempted request with these full blocks waits."""
         if self._only_preempted:
             self._preempted_requests[key] = list(block_hashes)
             self._preempted.update(block_hashes)
 
     def started(self, key: int) -> None:
-        """A waiting request has started, or will not."""
+        """Note that a waiting request has started or was dropped."""
         self._has_fetched.discard(key)
         for block_hash in self._preempted_requests.pop(key, ()):
             self._preempted[block_hash] -= 1
@@ -168,11 +170,11 @@ class KVOffload:
                 del self._preempted[block_hash]
 
     def drop(self, block_hash: bytes) -> None:
-        """Forget a block whose contents must not be used."""
+        """Forget a block with wrong contents."""
         self._index.drop(block_hash)
 
     def fill_plan(self, plan: StepPlan) -> None:
-        """Add the copies to a plan."""
+        """Add the pending copies to a plan."""
         stores, loads = self._stores, self._loads
         if stores:
             plan.stored_blocks = [block for block, _, _ in stores]
@@ -190,7 +192,7 @@ class KVOffload:
             self._index.unpin_all()
 
     def reset(self, *, drops_files: bool) -> None:
-        """Forget all blocks in host memory, and with `drops_files` those in files."""
+        """Forget all blocks in host memory. `drops_files`: also forget all blocks in files."""
         assert not self._stores and not self._loads, "copies wait for a plan"
         self.version += 1
         self._index.reset_host()
@@ -205,7 +207,8 @@ class KVOffload:
 
     @property
     def gauges(self) -> dict[str, int]:
-        """Counts since the start, and blocks in host memory and in files now; for EngineStats."""
+        """EngineStats fields: counts since the start, and current blocks in host memory and
+        files."""
         index = self._index
         return {
             **{name: self._counts[name] for name in COUNTS},
@@ -223,5 +226,5 @@ class KVOffload:
 
 
 COUNTS = ("stored", "loaded", "fetched", "corrupt", "missing")
-"""Blocks copied to the host and from it, read from files, found with a wrong checksum in either
-place, and without a file."""
+"""Counters of blocks: copied to the host, copied to the device, read from files, found with a wrong
+checksum (host or file), and missing a file."""

@@ -1,18 +1,18 @@
-"""OffloadIndex: which KV blocks are in host memory, and which in files. Hashes and numbers only."""
+"""OffloadIndex: LRU index of the KV blocks in host memory and in files. Hashes and numbers only."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
 
 
 class OffloadIndex:
-    """`num_slots` blocks in host memory and `max_files` in files, by their hashes. Where one is
-    full, the block that was not used for longest leaves it.
+    """Tracks at most `num_slots` blocks in host memory and `max_files` blocks in files by hash.
+    Evicts the least recently used block of a full tier.
 
     A slot is free, has a hash, or is reserved by the caller. A pinned block keeps its slot.
     """
 
     def __init__(self, num_slots: int, max_files: int, file_hashes: Iterable[bytes] = ()) -> None:
-        """`file_hashes`: blocks that are in files now, the one that leaves first in front."""
+        """`file_hashes`: blocks that are in files now, least recently used first."""
         self.num_slots = num_slots
         self.max_files = max_files
         self._free_slots = list(range(num_slots - 1, -1, -1))
@@ -32,15 +32,15 @@ class OffloadIndex:
         return len(self._files)
 
     def slot(self, block_hash: bytes) -> int | None:
-        """Its slot in host memory."""
+        """Host-memory slot of a block; None if the block is not in host memory."""
         return self._slot_of.get(block_hash)
 
     def has_file(self, block_hash: bytes) -> bool:
         return block_hash in self._files
 
     def store(self, block_hash: bytes) -> int | None:
-        """A slot to copy the block to, and a file, if there are any; None if it has a slot already,
-        or no slot can be freed."""
+        """Slot to copy the block to; also registers a file if files are used. None if the block
+        has a slot already or no slot can be freed."""
         if block_hash in self._slot_of:
             self._slot_of.move_to_end(block_hash)
             return None
@@ -55,23 +55,23 @@ class OffloadIndex:
         return slot
 
     def reserve(self) -> int | None:
-        """Take a slot, for `fill` or `release`; None if all are pinned or reserved."""
+        """Take a slot for `fill` or `release`; None if all slots are pinned or reserved."""
         if self._free_slots:
             return self._free_slots.pop()
         victim = next((one for one in self._slot_of if one not in self._pinned), None)
         return None if victim is None else self._slot_of.pop(victim)
 
     def fill(self, slot: int, block_hash: bytes) -> None:
-        """The block is, or will be, in this reserved slot."""
+        """Assign the block to a reserved slot. The copy may still be outstanding."""
         assert block_hash not in self._slot_of, "a block is in host memory twice"
         self._slot_of[block_hash] = slot
 
     def release(self, slot: int) -> None:
-        """Give a reserved slot back."""
+        """Return a reserved slot."""
         self._free_slots.append(slot)
 
     def use(self, block_hash: bytes) -> int:
-        """The slot of a block that is copied to the device. It is pinned until `unpin_all`."""
+        """Slot of a block that is copied to the device. The slot is pinned until `unpin_all`."""
         self._slot_of.move_to_end(block_hash)
         self._pinned.add(block_hash)
         if block_hash in self._files:
@@ -79,7 +79,7 @@ class OffloadIndex:
         return self._slot_of[block_hash]
 
     def touch(self, block_hash: bytes) -> bool:
-        """Whether the block is in host memory; if so, it leaves last."""
+        """Whether the block is in host memory. If so, marks it as most recently used."""
         if block_hash not in self._slot_of:
             return False
         self._slot_of.move_to_end(block_hash)
@@ -89,7 +89,7 @@ class OffloadIndex:
         self._pinned.clear()
 
     def drop(self, block_hash: bytes) -> None:
-        """Forget a block, in host memory and in files."""
+        """Forget a block in host memory and in files."""
         slot = self._slot_of.pop(block_hash, None)
         if slot is not None:
             self._free_slots.append(slot)
@@ -111,7 +111,7 @@ class OffloadIndex:
         self._files.clear()
 
     def take_dropped_files(self) -> list[bytes]:
-        """Blocks whose files must be deleted."""
+        """Blocks whose files must be deleted since the last call."""
         dropped, self._dropped_files = self._dropped_files, []
         return [one for one in dropped if one not in self._files]
 

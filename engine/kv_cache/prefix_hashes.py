@@ -7,16 +7,16 @@ from hpu.protocol import TOKEN_BYTES, ImagePlacement
 
 
 def root_hash(salt: str, adapter: str, images: Sequence[ImagePlacement] = ()) -> bytes:
-    """The parent hash of a first block. Hashing the salt's length separates ("ab", "c") from
-    ("a", "bc"). `images`: those of the whole prompt, where all of its tokens depend on them."""
+    """Parent hash of a first block. Hashing the salt's length separates ("ab", "c") from
+    ("a", "bc"). `images`: all images of the prompt if every token depends on them, else empty."""
     salt_bytes = salt.encode()
     root = sha256(len(salt_bytes).to_bytes(8, "little") + salt_bytes + adapter.encode()).digest()
     return chain(root, b"", _placed(images)) if images else root
 
 
 def chain(parent: bytes, tokens: bytes | memoryview, images: bytes = b"") -> bytes:
-    """SHA-256 of a full block: the hash of everything before it, then its tokens' raw bytes, then
-    the `images_in` it."""
+    """SHA-256 of a full block: parent hash, raw bytes of the block's tokens, and the `images_in`
+    the block."""
     digest = sha256(parent)
     digest.update(tokens)
     digest.update(images)
@@ -24,8 +24,8 @@ def chain(parent: bytes, tokens: bytes | memoryview, images: bytes = b"") -> byt
 
 
 def images_in(images: Sequence[ImagePlacement], start: int, stop: int) -> bytes:
-    """What images make of tokens `start` to `stop`: contents and places of those that have any of
-    them. All images have equal tokens."""
+    """Extra hash bytes of tokens [start, stop): content hash and offset of each overlapping image.
+    Needed because all images share one placeholder token."""
     return _placed([one for one in images if one.offset < stop and start < one.offset + one.length])
 
 
@@ -42,8 +42,8 @@ def block_hashes(
     *,
     all_see_images: bool = False,
 ) -> list[bytes]:
-    """One hash for each full block of `prompt` (uint32, little-endian), the first block first.
-    `all_see_images`: tokens in front of an image depend on it too."""
+    """Hash of each full block of `prompt` (uint32, little-endian), first block first.
+    `all_see_images`: tokens before an image depend on it too."""
     raw = memoryview(prompt).cast("B")
     step = block_size * TOKEN_BYTES
     parent = root_hash(salt, adapter, images if all_see_images else ())

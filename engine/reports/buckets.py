@@ -14,10 +14,11 @@ from hpu.protocol import DECODE, PREFILL, BucketLimits
 
 MAX_MODEL_LEN = 4096
 BLOCK_SIZE = 128
-"""Defaults of this report, which reads no checkpoint and no device."""
+"""Defaults of the maximum length and the block size: this report reads no checkpoint and no
+device."""
 
 SECONDS_PER_GRAPH = 3.0
-"""An assumption: under a second with a recipe cache, up to minutes without; the metric
+"""Assumed compile time: under a second with a recipe cache, up to minutes without. The metric
 `hpu_graph_compile_seconds` has the measured time."""
 
 COLUMNS = 60
@@ -26,7 +27,7 @@ NAMES = ((PREFILL, "prompt"), (DECODE, "decode"))
 
 
 class Cell(NamedTuple):
-    """One bucket of a heat map; `share` of launches and `waste` are 0 without a traffic."""
+    """A bucket in a heat map. Without traffic, its `share` of launches and its `waste` are 0."""
 
     row: int
     column: int
@@ -35,7 +36,7 @@ class Cell(NamedTuple):
 
 
 def planned_limits(config: EngineConfig) -> BucketLimits:
-    """The limits in `config`, with defaults for those that come from a model or a card."""
+    """Limits from `config`, with defaults for limits that depend on the model or the card."""
     cache, schedule = config.cache, config.scheduler
     max_model_len = config.max_model_len or MAX_MODEL_LEN
     block_size = cache.block_size or BLOCK_SIZE
@@ -53,13 +54,13 @@ def planned_limits(config: EngineConfig) -> BucketLimits:
 
 
 def fit_buckets(config: EngineConfig, traffic_file: str, num_graphs: int) -> BucketTable:
-    """The table with the least padding for the traffic."""
+    """The table with the least padding for the traffic in `traffic_file`."""
     buckets = BucketConfig(strategy="fitted", traffic=traffic_file, num_graphs=num_graphs)
     return BucketTable.make(buckets, planned_limits(config))
 
 
 def planned_table(config: EngineConfig) -> BucketTable:
-    """The table of the strategy in `config`; auto: exponential, as on a Gaudi."""
+    """The table of the strategy in `config`; "auto" means exponential, as on a Gaudi."""
     buckets = config.buckets
     if buckets.strategy == "auto":
         buckets = replace(buckets, strategy="exponential")
@@ -71,7 +72,7 @@ def planned_table(config: EngineConfig) -> BucketTable:
 def report(
     table: BucketTable, traffic: list[Lengths] | None, seconds_per_graph: float = SECONDS_PER_GRAPH
 ) -> str:
-    """Counts, axes, padding for `traffic`, an estimate of the warm-up and heat maps."""
+    """Report of counts, axes, padding for `traffic`, estimated warm-up time, and heat maps."""
     limits = table.limits
     lines = [
         f"block size {limits.block_size}, context {limits.max_model_len} tokens, "
@@ -120,7 +121,8 @@ def report(
 
 
 def heat_map(title: str, cells: Sequence[Cell]) -> list[str]:
-    """A line per row, a character per column; too many columns share characters with neighbours."""
+    """A text line per row, a character per column. Neighbouring columns share a character if there
+    are too many."""
     rows = sorted({cell.row for cell in cells})
     columns = sorted({cell.column for cell in cells})
     width = min(COLUMNS, len(columns))
@@ -131,7 +133,7 @@ def heat_map(title: str, cells: Sequence[Cell]) -> list[str]:
         ranked: list[float] = [-1.0] * width
         for cell in cells:
             at = position[cell.column]
-            # The most used of several buckets in one character is shown.
+            # Show the most used of the buckets that share a character.
             if cell.row == row and cell.share > ranked[at]:
                 chars[at], ranked[at] = _char(cell), cell.share
         lines.append(f"{row:>7} |{''.join(chars)}|")
@@ -139,7 +141,7 @@ def heat_map(title: str, cells: Sequence[Cell]) -> list[str]:
 
 
 def bucket_file(table: BucketTable, comment: str) -> str:
-    """The table in the format that the strategy `file` reads."""
+    """The table in the format of the `file` strategy."""
     groups = [
         f"# {name}: batch, query, blocks\n"
         + "".join(

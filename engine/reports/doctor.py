@@ -1,5 +1,5 @@
-"""The report of `gaudiserve doctor`: host, packages, Gaudi, the device that a server would use, its
-mode and its cache folder. Imports no torch and opens no device."""
+"""The report of `gaudiserve doctor`: host, packages, Gaudi, the device and mode of a server, and
+its cache folder. Imports no torch and opens no device."""
 
 import os
 import shutil
@@ -35,7 +35,7 @@ PACKAGES = (
     "pyhlml",
 )
 
-"""Packages whose versions are in the report."""
+"""Packages whose versions are reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Diagnosis:
 
 
 def this_machine(environment: Mapping[str, str]) -> Machine:
-    """This machine, with these variables."""
+    """This machine, with `environment` as its variables."""
     return Machine(environment=environment)
 
 
@@ -173,7 +173,7 @@ def _packages(packages: dict[str, str | None]) -> tuple[Finding, ...]:
 
 
 def _cache(folder: str) -> Finding:
-    """The folder, or its nearest existing parent, must be writable."""
+    """Check that the folder, or its nearest existing parent, is writable."""
     existing = Path(folder)
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
@@ -186,7 +186,7 @@ def _cache(folder: str) -> Finding:
 
 
 def as_text(diagnosis: Diagnosis) -> str:
-    """The report as text: a line per finding, and below it what to do."""
+    """The report as text: a line per finding, followed by its remedy."""
     lines = [f"gaudiserve {VERSION}, Python {diagnosis.python}"]
     for section, findings in diagnosis.sections.items():
         lines += ["", section]

@@ -1,5 +1,5 @@
-"""The report of `gaudiserve plan`: the memory of a model on each card, its buckets, and changes
-that would make it fit. Reads no device and no weights."""
+"""The report of `gaudiserve plan`: a model's memory per card, its buckets, and changes that would
+make it fit. Reads no device and no weights."""
 
 import math
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ from hpu.worker.card_plan import CardDemand, CardPlan, changes, plan_card, with_
 
 WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
 LENGTHS = (512, 2000, 8000, 32000)
-"""Default sequence lengths of the report, in addition to a full context."""
+"""Default sequence lengths of the report, besides the full context."""
 
 GRAPH_BYTES = (5_000_000, 20_000_000)
-"""(smallest, largest) memory of one captured graph, from published calculators."""
+"""(smallest, largest) memory of a captured graph, from published calculators."""
 
 QUANTIZED_NOTE = (
     "the checkpoint's weights are quantized, which is not served yet: they are counted in {}"
@@ -34,7 +34,7 @@ QUANTIZED_NOTE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The cards, in addition to a server's settings."""
+    """The card type and report settings, besides the server's settings."""
 
     device: str
     card_bytes: int | None = None
@@ -47,7 +47,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The data of both reports."""
+    """Data of the text and JSON reports."""
 
     facts: ModelConfig
     target: Target
@@ -62,10 +62,9 @@ class Plan:
 
 
 def with_sizes(facts: ModelConfig, model_impl: str) -> ModelConfig:
-    """`facts` with the sizes that are needed for a plan: those of a model that is not built in, and
-    without its files those of a vision tower, are only known to the code of transformers. Raises
-    ConfigError."""
-    # Not at the top of the file: they load torch and transformers, for few models.
+    """`facts` with all sizes that a plan needs. transformers computes the sizes of a model that is
+    not built in, and of a vision tower whose size is unknown. Raises ConfigError."""
+    # Imported here: these modules load torch and transformers, and few models need them.
     if not is_native(facts, model_impl):
         facts = import_module("hpu.models.registry").transformers_facts(facts)
     if facts.vision is not None and not facts.num_tower_parameters:
@@ -75,7 +74,8 @@ def with_sizes(facts: ModelConfig, model_impl: str) -> ModelConfig:
 
 
 def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
-    """ConfigError if settings and model contradict each other, or the model cannot be sharded."""
+    """Compute a plan. Raises ConfigError if settings and model contradict each other, or if the
+    model cannot be sharded."""
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
     max_model_len = choose_max_model_len(
         config.max_model_len, facts, allows_longer=config.allow_long_max_model_len
@@ -154,7 +154,7 @@ def _table(config: EngineConfig, card: CardPlan) -> BucketTable:
 
 
 def _graph_notes(card: CardPlan, count: int) -> list[str]:
-    """A note if all graphs may not fit into the reserve, by the published sizes of one."""
+    """A note if the graphs may not all fit into the reserve, by the published graph sizes."""
     least, most = (count * size for size in GRAPH_BYTES)
     if most <= card.parts.graphs:
         return []
@@ -211,7 +211,7 @@ def _head(plan: Plan) -> list[str]:
 
 
 def _active_parameters(facts: ModelConfig) -> int | None:
-    """Those of a mixture of experts that a token is multiplied by."""
+    """Parameters that each token uses in a mixture of experts; None for a dense model."""
     return None if facts.moe is None else count_active_parameters(facts)
 
 
@@ -265,7 +265,7 @@ def _sequences(plan: Plan) -> list[str]:
 
 
 def _offload(card: CardPlan) -> list[str]:
-    """The places beyond the cards."""
+    """Lines about the KV offload tiers: host memory and files."""
     tiers = card.tiers
     assert tiers is not None, "blocks leave the cards"
     what = "preempted requests" if tiers.only_preempted else "evicted blocks, preempted requests"
@@ -326,7 +326,7 @@ def _shortage(card: CardPlan) -> str:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The report as JSON; sizes in bytes of each card."""
+    """The report as JSON; sizes are bytes per card."""
     card, demand = plan.card, plan.card.demand
     return {
         "model": plan.facts.path,

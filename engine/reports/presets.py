@@ -23,14 +23,14 @@ KEYS = (
     "graph-reserved-mem",
     "bucketing-strategy",
 )
-"""The settings of a preset, as flags."""
+"""Settings of a preset, as flags."""
 
 CARDS = (1, 2, 4, 8)
-"""Cards of a group on a node of eight."""
+"""Possible engine sizes in cards, on a node of eight cards."""
 TYPICAL_TOKENS = 2048
-"""Length of the sequences that --max-num-seqs and the number of cards are chosen for."""
+"""Sequence length for which --max-num-seqs and the number of cards are chosen."""
 ENOUGH_SEQS = 32
-"""Sequences of that length that a group of cards should hold at once, if more cards allow it."""
+"""Sequences of TYPICAL_TOKENS that an engine should hold at once, if more cards allow it."""
 MAX_NUM_SEQS = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 MIN_MODEL_LEN = 1024
 MAX_GRAPH_MEMORY = 0.4
@@ -38,12 +38,12 @@ MAX_GRAPH_MEMORY = 0.4
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Settings for one host, by flag, and the plan of one of its engines."""
+    """Settings of a host, by flag, and the plan of each of its engines."""
 
     settings: Mapping[str, int | float | str]
     plan: Plan
     num_cards: int
-    """Of the host; those that no engine takes included."""
+    """Cards of the host, including unused cards."""
 
 
 def make_preset(
@@ -54,11 +54,12 @@ def make_preset(
     *,
     max_model_len: int | None = None,
 ) -> Preset:
-    """Settings for a host with `num_cards`; those of `config` that a preset does not have stay.
+    """Compute the settings of a host with `num_cards`. Settings of `config` that a preset does not
+    include are kept.
 
-    The fewest cards that hold a full context and enough sequences make an engine, and the host has
-    as many engines as that allows. Without `max_model_len` a context that no number of cards holds
-    is halved until it fits. Raises ConfigError if nothing does.
+    An engine gets the fewest cards that hold a full context and enough sequences, and the host runs
+    as many engines as fit. Without `max_model_len`, a context that does not fit on any number of
+    cards is halved until it fits. Raises ConfigError if nothing fits.
     """
     wanted = choose_max_model_len(
         max_model_len, facts, allows_longer=config.allow_long_max_model_len
@@ -102,8 +103,8 @@ def _with(config: EngineConfig, cards: int, length: int) -> EngineConfig:
 
 
 def _best(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan | None:
-    """The plan with the most sequences at once that fits; None if none does, or if the model cannot
-    be divided among so many cards."""
+    """The fitting plan with the most concurrent sequences; None if no plan fits or the model cannot
+    be sharded over this many cards."""
     for count in MAX_NUM_SEQS:
         for plan in _plans(facts, config, target, count):
             typical = min(TYPICAL_TOKENS, plan.card.demand.max_model_len)
@@ -113,7 +114,8 @@ def _best(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan | No
 
 
 def _plans(facts: ModelConfig, config: EngineConfig, target: Target, count: int) -> Iterator[Plan]:
-    """With memory for all graphs, if there may be that much, and with the usual share."""
+    """A plan with memory for all graphs, if that share is allowed, then a plan with the configured
+    share."""
     config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=count))
     try:
         plan = make_plan(facts, config, target)
@@ -129,8 +131,8 @@ def _plans(facts: ModelConfig, config: EngineConfig, target: Target, count: int)
 
 
 def free_cards(machine: Machine) -> tuple[str | None, int]:
-    """(generation, number) of the cards that no process uses; no generation if the driver does not
-    name it, or not the same for all."""
+    """(generation, number) of the unused cards. The generation is None if the driver does not
+    report it or the cards differ."""
     cards = [card for card in find_cards(machine).cards if not card.holders]
     generations = {card.generation for card in cards}
     return (generations.pop() if len(generations) == 1 else None), len(cards)

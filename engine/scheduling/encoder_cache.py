@@ -1,4 +1,4 @@
-"""EncoderCache: which images' embeddings the worker keeps, and which it encodes in a step."""
+"""EncoderCache: schedules image encoding and tracks the embeddings in the worker's cache."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -10,50 +10,50 @@ from hpu.protocol import TOKEN_BYTES, EncodedImage, ImagePlacement, StepPlan
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """The embeddings of one content."""
+    """Cached embeddings of an image content."""
 
     num_tokens: int
     ref_count: int = 0
-    """Images of running requests whose last token is not scheduled yet."""
+    """References by running requests whose chunks have not yet passed the image's last token."""
 
 
 class EncoderCache:
-    """Keeps at most `max_tokens` rows of embeddings in the worker.
+    """Bounds the embedding rows that the worker keeps to `max_tokens`.
 
-    An image is encoded with the first chunk that has tokens of it, and referenced until its last
-    token is scheduled; then it stays until another one needs the place, the least recently used
-    first. Between two steps a request references at most the one image that its chunk ended in, and
-    needs nothing else to finish that, so requests cannot wait for each other.
+    An image is encoded with the first chunk that overlaps it, and is referenced until its last
+    token is scheduled. Then it stays cached until it is evicted, least recently used first. Between
+    two steps a request references at most the image that its chunk ended in, and needs no further
+    space to finish that image, so requests cannot deadlock.
     """
 
     def __init__(
         self, max_tokens: int, *, whole_images: bool = False, request_tiles: int = 0
     ) -> None:
-        """`whole_images`: a chunk may not end inside an image. `request_tiles`: where layers read
-        images, the most rows that those of a request have. Then all of them are encoded with its
-        first chunk, and referenced until it ends."""
+        """`whole_images`: a chunk may not end inside an image. `request_tiles`: for models with
+        cross-attention to images, the maximum rows of a request's images; all of them are encoded
+        with the first chunk and referenced until the request ends. 0: other models."""
         self.max_tokens = max_tokens
         self.whole_images = whole_images
         self._request_tiles = request_tiles
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
-        """The least recently used first."""
+        """Entries by content hash, least recently used first."""
         self._num_tokens = 0
         self._num_referenced = 0
-        """Of `_num_tokens`, those that may not be evicted."""
+        """Tokens of referenced entries, which may not be evicted."""
         self._held: dict[int, list[ImagePlacement]] = {}
-        """By the keys of requests."""
+        """Referenced images of each request, by request key."""
         self._done: list[tuple[int, ImagePlacement]] = []
-        """Images whose last token is in the plan that is being made: an eviction in the same plan
-        would come before its launches."""
+        """(request key, image) pairs of images whose last token is in the plan under construction.
+        They stay referenced until `end_step`: the plan's evictions run before its launches."""
         self._to_encode: list[EncodedImage] = []
         self._to_free: list[bytes] = []
         self._is_full = False
-        """Whether an image waits for place in this step: no later request may take it."""
+        """Whether an image did not fit in this step. Then later requests may not add images."""
         self.num_queries = self.num_hits = 0
         self.num_images = self.num_encoded_tokens = 0
 
     def refusal(self, message: AddRequest, max_num_batched_tokens: int) -> str | None:
-        """Why a request's images can never be computed, with the numbers that disagree."""
+        """Why a request's images can never be computed; None if they can."""
         sizes = {image.content: image.num_embeddings for image in message.encoded_images}
         num_tokens = message.prompt.nbytes // TOKEN_BYTES
         end = 0
@@ -85,12 +85,12 @@ class EncoderCache:
         return None
 
     def begin_step(self) -> None:
-        """A new plan is being made."""
+        """Start a new plan."""
         self._is_full = False
 
     def fit(self, request: Request, start: int, count: int) -> int:
-        """How many of the `count` tokens from `start` on may be scheduled now: all, or those before
-        the first image that has no place, or that the chunk would have to cut."""
+        """How many of the `count` tokens from `start` on may be scheduled now. The count ends
+        before the first image that does not fit, or that the chunk would split."""
         stop = start + count
         if self._request_tiles:
             return count if request.key in self._held or self._has_room(request) else 0
@@ -118,7 +118,7 @@ class EncoderCache:
         return count
 
     def _has_room(self, request: Request) -> bool:
-        """Whether all images of a request have places now."""
+        """Whether all images of a request fit in the cache now."""
         num_needed, is_late = 0, False
         for content in {image.content for image in request.images}:
             entry = self._entries.get(content)
@@ -131,7 +131,7 @@ class EncoderCache:
         return True
 
     def add_chunk(self, request: Request, start: int, count: int) -> None:
-        """Schedule `count` tokens from `start` on, which must fit: encode their images."""
+        """Schedule `count` tokens from `start` on, which must fit, and encode their images."""
         if self._request_tiles:
             if request.key not in self._held:
                 for image in request.images:
@@ -178,7 +178,8 @@ class EncoderCache:
             self._to_free.append(content)
 
     def end_step(self, plan: StepPlan) -> None:
-        """Give the plan what it encodes and frees."""
+        """Set the plan's images to encode and to free, and release images whose last token was
+        scheduled."""
         plan.encoded_images, self._to_encode = self._to_encode, []
         plan.freed_images, self._to_free = self._to_free, []
         done, self._done = self._done, []
@@ -191,8 +192,8 @@ class EncoderCache:
                     del self._held[key]
 
     def finish_request(self, request: Request) -> None:
-        """A request has ended, or was preempted and needs its images again. The plans in flight
-        still have them: they are freed with later plans."""
+        """Release the images of a request that ended or was preempted. Plans in flight still use
+        them: evictions travel with later plans."""
         for image in self._held.pop(request.key, ()):
             self._release(image)
 
@@ -203,7 +204,7 @@ class EncoderCache:
             self._num_referenced -= entry.num_tokens
 
     def reset(self) -> None:
-        """The worker has lost all embeddings; no request runs."""
+        """Forget all embeddings, which the worker has lost; no request may be running."""
         assert not self._held, f"{len(self._held)} requests have images"
         self._entries.clear()
         self._to_encode, self._to_free = [], []
@@ -211,7 +212,7 @@ class EncoderCache:
 
     @property
     def gauges(self) -> dict[str, int]:
-        """Fields of EngineStats about images."""
+        """EngineStats fields about images."""
         return {
             "encoder_cache_tokens": self._num_tokens,
             "encoder_cache_queries": self.num_queries,
@@ -222,7 +223,7 @@ class EncoderCache:
 
     def check(self, running: set[int]) -> None:
         """Raise AssertionError unless counts and references agree. `running`: keys of the requests
-        that may have any."""
+        that may hold references."""
         counts: dict[bytes, int] = {}
         for key, images in self._held.items():
             assert key in running, f"{key} has images and does not run"

@@ -1,8 +1,8 @@
-"""FairQueue: waiting requests in the order of what their tenants have been served.
+"""FairQueue: orders waiting requests by the tokens that their tenants were served.
 
 Start-time fair queueing (Goyal et al., 1996) over tokens: each tenant has a virtual time, the
-tokens that it was served, and the tenant with the smallest one is next. A tenant that comes back
-starts at the virtual time of the one served last, so that nobody saves up a share.
+tokens that it was served, and the tenant with the smallest virtual time is next. A returning tenant
+starts at the virtual time of the tenant served last, so idle tenants accumulate no credit.
 """
 
 import heapq
@@ -17,22 +17,22 @@ from engine.scheduling.waiting_queue import MIN_COMPACTION, WaitingQueue
 FIRST_OUTPUT = 128.0
 """Expected output tokens of a tenant's first request."""
 OUTPUT_WEIGHT = 0.1
-"""Of each request in the mean output of its tenant."""
+"""Weight of each finished request in its tenant's moving average of output tokens."""
 MAX_IDLE_TENANTS = 1024
-"""Tenants without waiting requests that are remembered, at least."""
+"""Limit of known tenants. At the limit, tenants without waiting requests are forgotten."""
 MAX_LABELS = 100
-"""Tenants whose tokens are counted separately; all others are counted as one."""
+"""Tenants whose tokens are counted separately; all others share the label OTHERS."""
 OTHERS, NO_KEY = "other", "none"
 
 _CONTINUATIONS = -1
-"""Continuations of accepted requests are next, whoever sent them."""
+"""Tenant number shared by all continuations of accepted requests, which are scheduled first."""
 
 Key = tuple[int, float]
-"""(priority, virtual time) of a tenant that waits."""
+"""(priority, virtual time) of a tenant with waiting requests."""
 
 
 class _Tenant:
-    """The waiting requests of one API key, and what it was served."""
+    """Waiting requests of an API key, and the service that the key received."""
 
     __slots__ = ("counts", "key", "mean_output", "priorities", "queue", "virtual_time")
 
@@ -43,9 +43,9 @@ class _Tenant:
         self.counts: dict[int, int] = {}
         """Waiting requests by priority."""
         self.priorities: list[int] = []
-        """Heap of the priorities in `counts`, and of some that have left it."""
+        """Heap of the priorities in `counts`, possibly with stale entries."""
         self.key: Key | None = None
-        """Its entry in the heap of tenants; None: nothing waits."""
+        """Key of the tenant's valid entry in the heap of tenants; None without waiting requests."""
 
     def add(self, request: Request) -> None:
         self.queue.add(request)
@@ -69,27 +69,27 @@ class _Tenant:
 
 
 class FairQueue(WaitingQueue):
-    """A WaitingQueue ordered by (priority, virtual time of the tenant), and within a tenant by
-    `priority_key`. Every change costs O(log n).
+    """A WaitingQueue sorted by (priority, virtual time of the tenant), and within a tenant by
+    `priority_key`. Changes cost O(log n).
 
-    A request is charged for its prompt, without what is cached, and for the output that its tenant
-    usually has when it starts; the difference to its real output when it ends.
+    At its start a request is charged for its uncached prompt tokens and for its tenant's mean
+    output; at its end, for the difference between this mean and its real output.
     """
 
     def __init__(
         self, make_queue: Callable[[], WaitingQueue] = WaitingQueue, *, by_share: bool = False
     ) -> None:
-        """`make_queue` makes the queue of one tenant."""
+        """`make_queue`: creates the queue of a tenant."""
         super().__init__(by_share=by_share)
         self._make_queue = make_queue
         self._tenants: dict[int, _Tenant] = {}
         self._order: list[tuple[Key, int]] = []
-        """Heap of the tenants that wait, with stale entries."""
+        """Heap of tenants with waiting requests; may contain stale entries."""
         self._virtual_time = 0.0
-        """That of the tenant that was served last, before it was charged."""
+        """Virtual time of the last served tenant before it was charged."""
         self._num_started = 0
         self.served: dict[str, int] = {}
-        """Tokens by tenant, as the first digits of its number."""
+        """Served tokens by `tenant_label`."""
         self.num_waiting_tenants = 0
 
     def add(self, request: Request) -> None:
@@ -113,7 +113,7 @@ class FairQueue(WaitingQueue):
                 continue
             request = tenant.queue.peek()
             if request is None:
-                # All of its requests wait for adapters or files.
+                # All requests of this tenant wait for adapters or files.
                 passed.append(heapq.heappop(self._order))
         for entry in passed:
             heapq.heappush(self._order, entry)
@@ -139,15 +139,15 @@ class FairQueue(WaitingQueue):
         return self._tenants[_CONTINUATIONS if request.is_continuation else request.tenant]
 
     def start(self, request: Request, num_cached: int) -> None:
-        """Charge a request that was removed since it starts, with `num_cached` of its tokens
-        cached. From now on requests that started before are preempted after it."""
+        """Charge a request that starts after `remove`, with `num_cached` of its tokens cached. Sets
+        its `priority_key` so that requests that start later are preempted first."""
         self._num_started += 1
         if request.charged_until >= 0:
             return
         request.priority_key = (request.priority_key[0], self._num_started - 2**62)
         tenant = self._tenants.get(request.tenant)
         if tenant is None:
-            # Only continuations of its requests came.
+            # All earlier requests of this tenant were continuations.
             tenant = self._new_tenant(request.tenant)
         self._virtual_time = max(self._virtual_time, tenant.virtual_time)
         room = 0 if request.pooling is not None else request.max_num_tokens - request.num_tokens
@@ -159,7 +159,7 @@ class FairQueue(WaitingQueue):
         self._update(request.tenant, tenant)
 
     def finish(self, request: Request) -> None:
-        """Charge a request that started and has ended for its real output."""
+        """Charge a started request for its real output when it ends."""
         tenant = self._tenants.get(request.tenant)
         if tenant is None or request.charged_until < 0:
             return
@@ -177,7 +177,7 @@ class FairQueue(WaitingQueue):
         self.served[label] = self.served.get(label, 0) + num_tokens
 
     def _update(self, number: int, tenant: _Tenant) -> None:
-        """Give the tenant the entry that it should have."""
+        """Push the tenant's current key onto the heap if the key changed."""
         key = tenant.current_key()
         if key == tenant.key:
             return
@@ -200,7 +200,7 @@ class FairQueue(WaitingQueue):
         return -math.inf if number == _CONTINUATIONS else self._virtual_time
 
     def _forget_idle(self) -> None:
-        """Forget tenants that would come back as new ones."""
+        """Forget idle tenants that `_new_tenant` would recreate with the same virtual time."""
         self._tenants = {
             number: one
             for number, one in self._tenants.items()
@@ -209,7 +209,7 @@ class FairQueue(WaitingQueue):
 
 
 def make_waiting_queue(config: SchedulerConfig, lora: LoRASlots | None) -> WaitingQueue:
-    """The queue of requests that wait for a scheduler."""
+    """Create the waiting queue of a scheduler."""
     by_share = config.max_ttft_s > 0
 
     def one_queue(*, by_share: bool = False) -> WaitingQueue:
@@ -223,5 +223,5 @@ def make_waiting_queue(config: SchedulerConfig, lora: LoRASlots | None) -> Waiti
 
 
 def tenant_label(tenant: int) -> str:
-    """The tenant in metrics: the first digits of its number, which is 60 bits of a digest."""
+    """Metrics label of a tenant: the first digits of its number (60 bits of a digest)."""
     return f"{tenant:015x}"[:8] if tenant else NO_KEY

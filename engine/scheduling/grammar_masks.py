@@ -1,4 +1,4 @@
-"""Grammar masks of a plan: those that travel with it, and those that follow it."""
+"""Grammar masks of a plan: masks sent with the plan, and deferred masks sent after it."""
 
 from engine.request import FINISHED, Request
 from engine.structured_output.token_bitmask import Bitmask, has
@@ -7,7 +7,7 @@ from hpu.protocol import GrammarMasks, StepPlan
 
 def add_masks(plan: StepPlan, sampling: list[Request]) -> list[Request]:
     """Add the masks of `sampling`, the requests with a grammar that sample in `plan`. Returns the
-    deferred ones, whose last token is still on the device: their masks follow the plan."""
+    deferred requests, whose last token is still on the device: their masks follow the plan."""
     known = [request for request in sampling if request.num_computed_tokens <= request.num_tokens]
     deferred = [request for request in sampling if request.num_computed_tokens > request.num_tokens]
     plan.masked_requests = [request.req_index for request in known]
@@ -17,9 +17,9 @@ def add_masks(plan: StepPlan, sampling: list[Request]) -> list[Request]:
 
 
 def deferred_masks(plan: StepPlan, deferred: list[Request]) -> GrammarMasks:
-    """The masks of the requests that `add_masks` deferred, once the results of all earlier plans
-    are known."""
-    # A request that these results finished samples once more without a mask; the token is dropped.
+    """Masks of the requests that `add_masks` deferred. Call after the results of all earlier plans
+    were processed."""
+    # Finished requests sample once more without a mask; the token is dropped.
     unfinished = [
         (req_index, request)
         for req_index, request in zip(plan.deferred_requests, deferred, strict=True)
@@ -30,7 +30,8 @@ def deferred_masks(plan: StepPlan, deferred: list[Request]) -> GrammarMasks:
 
 
 def _masks_of(requests: list[Request]) -> tuple[memoryview, list[int]]:
-    """The bitmasks of all requests, and how many each has; no counts if each has one."""
+    """Concatenated bitmasks and the number per request; no counts if each request has a single
+    bitmask."""
     bitmasks = [_bitmasks(request) for request in requests]
     counts = [len(of_one) for of_one in bitmasks]
     data = b"".join(bitmask.tobytes() for of_one in bitmasks for bitmask in of_one)
@@ -38,14 +39,14 @@ def _masks_of(requests: list[Request]) -> tuple[memoryview, list[int]]:
 
 
 def _bitmasks(request: Request) -> list[Bitmask]:
-    """What may come next, and behind each of its drafts that the grammar allows."""
+    """Bitmask of the next token, then a bitmask after each draft token that the grammar allows."""
     assert request.guide is not None
     bitmasks = [request.guide.bitmask]
     if not request.drafts:
         return bitmasks
     guide = request.guide.fork()
     for token in request.drafts:
-        # Nothing follows the end.
+        # No token follows an end token.
         if token in request.end_ids or not has(guide.bitmask, token) or guide.advance(token):
             break
         bitmasks.append(guide.bitmask)

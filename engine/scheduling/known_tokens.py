@@ -1,14 +1,14 @@
-"""What pipeline stages learn of speculation with a plan: the last stage alone has sampled."""
+"""Tokens that a plan carries to pipeline stages: only the last stage has sampled them."""
 
 from engine.request import Request
 from hpu.protocol import TOKEN_BYTES, KnownTokens
 
 
 def known_tokens(decodes: list[Request], width: int) -> KnownTokens:
-    """The last `width` tokens of each request that decodes, and its drafts, which it loses.
+    """The last `width` tokens and the drafts of each request in `decodes`. Clears the drafts.
 
-    A decode follows `num_stages` steps behind the last one of its request, and so many steps are in
-    flight at most: the result of that one is known.
+    A decode runs `num_stages` steps after the previous decode of its request, and at most
+    `num_stages` steps are in flight, so the result of the previous decode is known.
     """
     tokens = bytearray()
     for request in decodes:

@@ -12,12 +12,12 @@ from hpu.protocol import DECODE, PREFILL, Launch
 MAX_MEMO = 4096
 
 FULL_PROMPTS = 4
-"""A launch that no bucket bounds may have as many query and context positions as so many prompts
-of full length."""
+"""Limit of a launch without bucket bounds: query plus context positions of this many prompts of
+maximum length."""
 
 
 class Chunk(NamedTuple):
-    """The next `num_tokens` tokens of a request, behind `context` cached blocks."""
+    """The next `num_tokens` tokens of a request, after `context` cached blocks."""
 
     request: Request
     num_tokens: int
@@ -26,11 +26,11 @@ class Chunk(NamedTuple):
 
 
 class LaunchPacker:
-    """Packs launches. Each uses a bucket of the table, and is counted.
+    """Packs requests into launches. Each launch uses a bucket of the table and is counted.
 
-    A launch that fits no prepared bucket gets a new one, which costs a compilation. With
-    `on_unwarmed` reject this never happens, provided that the caller checks `refusal` for every
-    sequence before it schedules it, and `must_split` for every decode.
+    A launch that fits no prepared bucket adds a bucket, which costs a compilation. With
+    `on_unwarmed` "reject" no bucket is added, provided that the caller checks `refusal` for every
+    sequence before scheduling it, and `must_split` for every decode.
     """
 
     def __init__(
@@ -44,14 +44,15 @@ class LaunchPacker:
         contiguous: bool = False,
         merges_prompts: bool = False,
     ) -> None:
-        """`contiguous`: a decode reads all blocks up to the highest of its requests, not a sum.
-        `merges_prompts`: the chunks of a prefill lie behind each other in one row."""
+        """`contiguous`: a decode reads all blocks up to the highest block of its requests, instead
+        of the sum of their blocks. `merges_prompts`: the chunks of a prefill are concatenated in a
+        single row."""
         self._table = table
         self._rejects = on_unwarmed == "reject"
         self._combine: Callable[[Iterable[int]], int] = max if contiguous else sum
         self._merges_prompts = merges_prompts
         self._join: Callable[[int, int], int] = operator.add if merges_prompts else max
-        """Query and context of a prefill from those of its chunks."""
+        """Combines the query or context sizes of the chunks of a prefill."""
         self._max_batch = max_prefill_batch
         self._max_tokens = max_tokens
         self._stats = stats
@@ -60,11 +61,11 @@ class LaunchPacker:
         self._memo: dict[tuple[int, int, int], int | None] = {}
 
     def invalidate(self) -> None:
-        """To be called when the table has changed."""
+        """Clear the cached costs after a change of the bucket table."""
         self._memo.clear()
 
     def refusal(self, phase: int, num_tokens: int, num_blocks: int) -> str | None:
-        """Why a sequence may not be launched, not even alone; None when it may."""
+        """Why a sequence cannot be launched even alone; None if it can."""
         if not self._rejects or self._table.is_prepared(phase, 1, num_tokens, num_blocks):
             return None
         name = PHASES[phase]
@@ -85,8 +86,8 @@ class LaunchPacker:
         return self._rejects and not self._table.is_prepared(DECODE, num_requests, 1, num_blocks)
 
     def decode_split(self, req_indices: list[int], blocks: list[int]) -> list[Launch]:
-        """Launches for decoding requests, in their order, as few as prepared buckets allow. Request
-        i reads `blocks[i]` blocks."""
+        """Split decoding requests into launches, in order, packing as many requests per launch as
+        prepared buckets allow. Request i reads `blocks[i]` blocks."""
         launches = []
         start = 0
         while start < len(req_indices):
@@ -101,21 +102,21 @@ class LaunchPacker:
         return launches
 
     def decode(self, req_indices: list[int], num_blocks: int) -> Launch:
-        """One launch for all decoding requests, which read `num_blocks` together."""
+        """A launch of all decoding requests, which read `num_blocks` blocks in total."""
         lookup = self._table.find(DECODE, len(req_indices), 1, num_blocks)
         self._count(DECODE, lookup, len(req_indices))
         return Launch(DECODE, lookup.bucket, req_indices)
 
     def prefill(self, chunks: list[Chunk]) -> list[tuple[Launch, list[Chunk]]]:
-        """Launches for all chunks, each with its chunks in launch order: the cheapest partition of
-        the chunks sorted by length (dynamic programming)."""
+        """Launches for all chunks, each with its chunks in launch order. Sorts the chunks by length
+        and finds the cheapest partition by dynamic programming."""
         chunks = sorted(chunks, key=_shape)
         if self._table.is_exact and _shape(chunks[0]) == _shape(chunks[-1]):
             max_requests = self._max_requests(*_shape(chunks[0]))
             size = -(-len(chunks) // -(-len(chunks) // max_requests))
             starts = range(0, len(chunks), size)
             return [self._launch(chunks[start : start + size]) for start in starts]
-        # cheapest[i]: cost of the first i chunks, and where the last launch of them begins.
+        # cheapest[i]: cost of the first i chunks, and the start of their last launch.
         cheapest: list[tuple[int, int]] = [(0, 0)]
         for stop in range(1, len(chunks) + 1):
             best: tuple[int, int] | None = None
@@ -141,13 +142,13 @@ class LaunchPacker:
         return launches
 
     def _max_requests(self, query: int, context: int) -> int:
-        """Requests that fit one launch where every launch is its own bucket."""
+        """Maximum requests in a launch if every launch shape is its own bucket."""
         positions = query + context * self._table.limits.block_size
         fit = min(self._max_tokens // query, self._max_positions // positions)
         return max(1, min(self._max_batch, fit))
 
     def _cost(self, batch: int, query: int, context: int) -> int | None:
-        """Modelled cost of one launch; None if these requests may not share one."""
+        """Modelled cost of a launch; None if its requests may not share a launch."""
         shape = (batch, query, context)
         if shape not in self._memo:
             if len(self._memo) >= MAX_MEMO:
@@ -159,7 +160,7 @@ class LaunchPacker:
         batch = shape[0]
         if self._merges_prompts:
             shape = (1, *shape[1:])
-        # Checked first, because `find` adds a bucket for any shape.
+        # is_prepared comes first, because `find` adds a bucket for any shape.
         if batch > 1 and not self._table.is_prepared(PREFILL, *shape):
             return None
         bucket = self._table.find(PREFILL, *shape).bucket
@@ -183,7 +184,7 @@ class LaunchPacker:
     def _count(self, phase: int, lookup: Lookup, useful: int) -> None:
         batch, query, blocks = shape = lookup.bucket
         if self._table.is_exact:
-            # Every launch has its own shape: similar ones are counted together.
+            # Every launch has its own shape: round the sizes to count similar launches together.
             shape = (_rounded(batch), _rounded(query), _rounded(blocks))
         self._stats.count_launch(PHASES[phase], lookup.result, useful, batch * query, shape)
 
@@ -193,5 +194,5 @@ def _shape(chunk: Chunk) -> tuple[int, int]:
 
 
 def _rounded(size: int) -> int:
-    """Rounded up to a power of two; 0 stays."""
+    """`size` rounded up to a power of two; 0 stays 0."""
     return 1 << (size - 1).bit_length() if size else 0

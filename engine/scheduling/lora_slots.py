@@ -1,5 +1,5 @@
-"""LoRASlots: which adapters are in host memory and in the slots of the device, and which requests
-wait for one."""
+"""LoRASlots: tracks adapters in host memory and in device slots, and requests that wait for
+adapters."""
 
 import heapq
 from dataclasses import dataclass, field
@@ -15,32 +15,32 @@ from hpu.protocol import NO_SLOT, AdapterLoaded, DropAdapter, LoadAdapter
 ABSENT, LOADING, LOADED = range(3)
 
 MAX_PASSES = 32
-"""Requests with an adapter in a slot that may pass an older request, which waits for a slot."""
+"""Requests that may start ahead of an older request waiting for a slot."""
 
 MAX_RETIRED = 64
 
 MAX_ADAPTERS = 4096
-"""Names that are served at once."""
+"""Maximum number of adapter names served at once."""
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """One content, which several names may have."""
+    """An adapter, identified by its content hash. Several names may share it."""
 
     info: LoRAInfo
     names: set[str] = field(default_factory=set)
     state: int = ABSENT
     slot: int = NO_SLOT
     num_requests: int = 0
-    """Unfinished."""
+    """Unfinished requests, including running requests."""
     num_running: int = 0
     last_used: int = 0
 
 
 class LoRASlots:
-    """At most `max_loras` adapters have running requests. An adapter stays in its slot, and in host
-    memory, until another one needs the place: the least recently used one goes, of those that no
-    request uses."""
+    """Assigns adapters to host memory and to `max_loras` device slots. A running request's adapter
+    keeps its slot; an adapter with unfinished requests keeps its host memory. Other adapters stay
+    until their place is needed, evicted least recently used first."""
 
     def __init__(self, config: LoRAConfig) -> None:
         self.max_loras = config.max_loras
@@ -48,31 +48,32 @@ class LoRASlots:
         self._entries: dict[str, _Entry] = {}
         self._by_name: dict[str, LoRAInfo] = {}
         self._retired: dict[str, LoRAInfo] = {}
-        """The latest that were unloaded, by their contents."""
+        """The most recently unloaded adapters by content hash; MAX_RETIRED at most."""
         self._slots: list[_Entry | None] = [None] * config.max_loras
         self._loads: list[LoadAdapter] = []
         self._drops: list[DropAdapter] = []
         self._to_load: list[_Entry] = []
-        """Wanted, and not in host memory, since that is full of adapters in use."""
+        """Adapters to load once host memory has space: it is full of adapters in use."""
         self._assigned: list[tuple[int, str]] = []
         self._clock = 0
         self.version = 0
-        """Changes when a request that could not start may be able to."""
+        """Incremented when a request that could not start may have become startable."""
         self.num_loading = 0
         self.num_loads = self.num_failures = self.num_evictions = 0
         self._blocked: Request | None = None
-        """The oldest request that waits for a slot."""
+        """The request with the lowest priority key among requests that wait for a slot."""
         self._num_passes = 0
 
     # Names
 
     @property
     def infos(self) -> list[LoRAInfo]:
-        """The adapters that are served, in the order of their registration."""
+        """Served adapters in the order of their registration."""
         return list(self._by_name.values())
 
     def register(self, info: LoRAInfo) -> None:
-        """Serve an adapter from now on. Raises UserError if the name is taken."""
+        """Serve an adapter from now on. Raises UserError if the name is taken or MAX_ADAPTERS are
+        served."""
         if info.name in self._by_name:
             raise UserError(f"the adapter {info.name} is loaded already", param="lora_name")
         if len(self._by_name) >= MAX_ADAPTERS:
@@ -84,13 +85,13 @@ class LoRASlots:
         self._by_name[info.name] = info
         entry = self._entries.setdefault(info.content, _Entry(info))
         if not entry.names:
-            # Its folder may have moved.
+            # The adapter's folder may have moved.
             entry.info = info
         entry.names.add(info.name)
 
     def unregister(self, name: str) -> int:
-        """Serve no new requests of an adapter; what it has is freed when its last request ends.
-        Returns the number of these. Raises UserError for an unknown name."""
+        """Stop serving an adapter to new requests. Its memory is freed when its last request ends.
+        Returns the number of unfinished requests. Raises UserError for an unknown name."""
         info = self._by_name.pop(name, None)
         if info is None:
             raise UserError(f"there is no adapter {name}", param="lora_name")
@@ -104,8 +105,8 @@ class LoRASlots:
         return num_requests
 
     def serves(self, content: str, *, is_continuation: bool = False) -> bool:
-        """Whether a request may use the adapter with these contents. A beam that was accepted
-        before may continue with an adapter that was unloaded, and perhaps dropped, since."""
+        """Whether a request may use the adapter with this content hash. With
+        `is_continuation`, for requests accepted before, also a recently unloaded adapter."""
         if is_continuation and content in self._retired:
             return True
         entry = self._entries.get(content)
@@ -114,17 +115,17 @@ class LoRASlots:
     # Requests
 
     def add_request(self, request: Request) -> None:
-        """A request with an adapter, which `serves` allowed, waits from now on."""
+        """Register a waiting request with an adapter that `serves` allowed."""
         entry = self._entries.get(request.adapter)
         if entry is None:
-            # A continuation, whose adapter was dropped.
+            # A continuation whose adapter was dropped.
             entry = self._entries[request.adapter] = _Entry(self._retired[request.adapter])
         entry.num_requests += 1
         if entry.state == ABSENT:
             self._load(entry)
 
     def finish_request(self, request: Request) -> None:
-        """It has ended, in whatever state."""
+        """Remove an ended request in any state."""
         entry = self._entries[request.adapter]
         entry.num_requests -= 1
         if request is self._blocked:
@@ -134,7 +135,8 @@ class LoRASlots:
             self._load_waiting()
 
     def may_start(self, request: Request) -> bool:
-        """Whether its adapter is in host memory, and in a slot or there is a slot for it."""
+        """Whether the request's adapter is in host memory and has, or can take, a slot. Also false
+        after MAX_PASSES requests started ahead of an older request that waits for a slot."""
         if not request.adapter:
             return True
         entry = self._entries[request.adapter]
@@ -150,8 +152,8 @@ class LoRASlots:
         return False
 
     def start(self, request: Request) -> int:
-        """The slot of a request that may start; NO_SLOT without an adapter. Must come before a
-        FairQueue changes the `priority_key` of the request, which tells who is older."""
+        """Slot of a request that starts; NO_SLOT without an adapter. Call before a FairQueue
+        changes the request's `priority_key`, which shows whether it passes an older request."""
         if not request.adapter:
             return NO_SLOT
         entry = self._entries[request.adapter]
@@ -168,16 +170,16 @@ class LoRASlots:
         return entry.slot
 
     def release(self, request: Request) -> None:
-        """A request that had started has ended or was preempted."""
+        """Release the slot reference of a started request that ended or was preempted."""
         entry = self._entries[request.adapter]
         entry.num_running -= 1
         if not entry.num_running:
             self.version += 1
 
-    # What the workers are told
+    # Messages to the workers
 
     def take_loads(self) -> list[LoadAdapter]:
-        """Adapters that the workers must read."""
+        """Adapters that the workers must load."""
         loads, self._loads = self._loads, []
         return loads
 
@@ -186,14 +188,15 @@ class LoRASlots:
         return drops
 
     def take_assigned(self) -> tuple[list[int], list[str]]:
-        """Slots that the next plan fills, and with what."""
+        """Slots that the next plan fills, and the content hashes of their adapters."""
         assigned, self._assigned = self._assigned, []
-        # Where a slot was assigned twice, the last adapter counts.
+        # If a slot was assigned twice, the last adapter wins.
         last = dict(assigned)
         return list(last), list(last.values())
 
     def on_loaded(self, message: AdapterLoaded) -> bool:
-        """An adapter is there; False if it could not be read: its requests must be ended."""
+        """Handle the workers' answer to a load. False if the adapter could not be read: the caller
+        must fail its requests."""
         entry = self._entries[message.content]
         assert entry.state == LOADING, f"{entry.info.name} is read, in state {entry.state}"
         self.num_loading -= 1
@@ -201,19 +204,19 @@ class LoRASlots:
         if message.error is not None:
             self.num_failures += 1
             entry.state = ABSENT
-            # Other ranks may have read it.
+            # Other ranks may have loaded the adapter.
             self._drops.append(DropAdapter(message.content))
         else:
             self.num_loads += 1
             entry.state = LOADED
             self._use(entry)
         self._forget_unused(entry)
-        # The requests of the adapter may have ended while it was read.
+        # All requests of the adapter may have ended during the load.
         self._load_waiting()
         return message.error is None
 
     def reset(self) -> None:
-        """The workers have lost everything."""
+        """Forget slots and host memory, which the workers have lost."""
         assert not self.num_loading, f"{self.num_loading} adapters are being read"
         for entry in self._entries.values():
             entry.state, entry.slot = ABSENT, NO_SLOT
@@ -221,27 +224,27 @@ class LoRASlots:
         self._loads, self._drops, self._assigned, self._to_load = [], [], [], []
         self._unblock()
 
-    # Figures
+    # Metrics
 
     @property
     def running(self) -> dict[str, int]:
-        """Running requests of each adapter that has any, by its name."""
+        """Running requests by adapter name; adapters without running requests are omitted."""
         return {e.info.name: e.num_running for e in self._entries.values() if e.num_running}
 
     @property
     def waiting(self) -> dict[str, int]:
-        """Waiting requests of each adapter that has any, by its name."""
+        """Waiting requests by adapter name; adapters without waiting requests are omitted."""
         counts = {e.info.name: e.num_requests - e.num_running for e in self._entries.values()}
         return {name: count for name, count in counts.items() if count}
 
     @property
     def num_bytes(self) -> int:
-        """Of the adapters in host memory, as they are in their files."""
+        """Total file size of the adapters in host memory, in bytes."""
         return sum(e.info.num_bytes for e in self._entries.values() if e.state == LOADED)
 
     @property
     def gauges(self) -> dict[str, Any]:
-        """Fields of EngineStats about adapters."""
+        """EngineStats fields about adapters."""
         return {
             "max_loras": self.max_loras,
             "lora_running": self.running,
@@ -267,7 +270,7 @@ class LoRASlots:
             )
 
     def _load_waiting(self) -> None:
-        """Load what host memory had no room for, as far as it has now."""
+        """Load adapters that had to wait for host memory, as far as it has space now."""
         waiting, self._to_load = self._to_load, []
         for entry in waiting:
             if entry.state == ABSENT and entry.num_requests:
@@ -288,7 +291,7 @@ class LoRASlots:
         self._loads.append(LoadAdapter(info.content, info.path, info.root, info.name))
 
     def _evict(self, entry: _Entry) -> None:
-        """From host memory, and from its slot, which could not be filled again."""
+        """Evict an adapter from host memory and from its slot, which could not be refilled."""
         self.num_evictions += 1
         entry.state = ABSENT
         self._drops.append(DropAdapter(entry.info.content))
@@ -297,7 +300,7 @@ class LoRASlots:
             entry.slot = NO_SLOT
 
     def _forget_unused(self, entry: _Entry) -> None:
-        """Drop an adapter without a name and without requests."""
+        """Drop an adapter without names and without requests."""
         if entry.names or entry.num_requests or entry.state == LOADING:
             return
         if entry.state == LOADED:
@@ -305,7 +308,7 @@ class LoRASlots:
         self._entries.pop(entry.info.content, None)
 
     def _idle_slot(self) -> int | None:
-        """A slot that no running request uses: a free one, or the least recently used."""
+        """A slot that no running request uses: a free slot, else the least recently used."""
         idle = [
             (-1 if entry is None else entry.last_used, slot)
             for slot, entry in enumerate(self._slots)
@@ -326,7 +329,7 @@ class LoRASlots:
         entry.last_used = self._clock
 
     def _is_pass(self, request: Request) -> bool:
-        """Whether an older request waits for a slot."""
+        """Whether the request would start ahead of an older request that waits for a slot."""
         blocked = self._blocked
         return blocked is not None and request.priority_key > blocked.priority_key
 
@@ -337,8 +340,8 @@ class LoRASlots:
 
 
 class AdapterQueue(WaitingQueue):
-    """A WaitingQueue whose next request is the first one that may start: those that wait for their
-    adapter are passed."""
+    """A WaitingQueue that skips requests whose adapter is not ready: the next request is the first
+    request that may start."""
 
     def __init__(self, slots: LoRASlots, *, by_share: bool = False) -> None:
         super().__init__(by_share=by_share)

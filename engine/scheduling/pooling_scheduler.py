@@ -1,4 +1,4 @@
-"""PoolingScheduler: which texts a pooling model reads in a step, and which requests it rejects."""
+"""PoolingScheduler: schedules the requests of a pooling model."""
 
 from collections.abc import Iterable, Set
 
@@ -13,10 +13,9 @@ from hpu.protocol import PREFILL, StepPlan, Text
 
 
 class PoolingScheduler:
-    """Gives each step as many whole texts, in the order of their priority keys, as fit its token
-    budget.
+    """Fills each step with whole texts in the order of their priority keys, up to the token budget.
 
-    A text is read in one launch, so a request runs in one step and needs no blocks.
+    A text is computed in one launch, so a request runs in one step and needs no blocks.
     """
 
     def __init__(
@@ -36,21 +35,21 @@ class PoolingScheduler:
         self._max_texts = config.max_num_seqs
         self._running: set[int] = set()
         self._suspect: int | None = None
-        """The request that nothing is started beside."""
+        """Key of the last started crash suspect. While it runs, no other request starts."""
 
     @property
     def num_running(self) -> int:
-        """Unfinished requests in plans that are not collected yet."""
+        """Requests in plans that are not collected yet."""
         return len(self._running)
 
     @property
     def num_prefilling_tokens(self) -> int:
-        """None: a text is read in one launch."""
+        """Always 0: a text is computed in one launch."""
         return 0
 
     @property
     def requests_with_blocks(self) -> list[Request]:
-        """None: there are no blocks."""
+        """Always empty: pooling requests have no blocks."""
         return []
 
     @property
@@ -63,7 +62,7 @@ class PoolingScheduler:
         self.waiting.add(request)
 
     def finish_requests(self, requests: Iterable[Request]) -> None:
-        """Remove requests that finished, failed or were aborted, in whatever state."""
+        """Remove requests that finished, failed or were aborted, in any state."""
         for request in requests:
             state, request.state = request.state, FINISHED
             if state == WAITING:
@@ -77,26 +76,26 @@ class PoolingScheduler:
                 self._fair.finish(request)
 
     def restart_requests(self, blocks: Set[int]) -> list[Request]:
-        """None: there are no blocks."""
+        """Always empty: pooling requests have no blocks."""
         return []
 
     def update_from_output(self, step: int) -> None:
-        """All plans up to `step` have run: there is nothing to free."""
+        """Does nothing: there are no blocks to free."""
 
     def reset(self) -> None:
-        """The worker keeps no state between steps but its adapters."""
+        """Reset adapter slots; the worker keeps no other state between steps."""
         if self._lora is not None:
             self._lora.reset()
 
     def schedule(self, step: int) -> SchedulerOutput:
-        """Schedule this step. The caller must submit the output's plan, if it has one."""
+        """Schedule a step. The caller must submit the output's plan unless it is None."""
         output = SchedulerOutput(step)
         budget = self._max_tokens
         while len(output.chunks) < self._max_texts:
             request = self.waiting.peek()
             if request is None or request.num_tokens > budget:
                 break
-            # The next death of an engine must tell its cause.
+            # Crash isolation: a suspect runs alone.
             if self._suspect in self._running or (request.is_suspect and self._running):
                 break
             error = self._packer.refusal(PREFILL, request.num_tokens, 0)
@@ -147,7 +146,7 @@ class PoolingScheduler:
         )
 
     def check(self) -> None:
-        """There are no blocks that could be lost."""
+        """Raise AssertionError unless adapter slots agree; there are no blocks to check."""
         if self._lora is not None:
             self._lora.check()
 
@@ -155,8 +154,8 @@ class PoolingScheduler:
 def pooling_refusal(
     params: PoolingParams | None, facts: PoolingFacts | None, num_tokens: int
 ) -> tuple[str, str] | None:
-    """Why the model cannot serve a request of `num_tokens`, and the parameter at fault; None when
-    it can."""
+    """Why the model cannot serve a request of `num_tokens`, and the parameter at fault; None if it
+    can."""
     if params is None or facts is None:
         if params is None and facts is None:
             return None

@@ -1,4 +1,4 @@
-"""Scheduler: which requests run in a step, with how many tokens."""
+"""Scheduler: selects the requests of a step and their token counts."""
 
 import logging
 from bisect import insort
@@ -24,56 +24,57 @@ logger = logging.getLogger(__name__)
 _priority_key = attrgetter("priority_key")
 
 WATERMARK_SHARE = 100
-"""Admission watermark: beside running requests, keep 1/100 of the blocks free, so that these can
-grow a little before one of them is preempted."""
+"""Admission watermark: beside running requests, keep 1/100 of the blocks free, so that running
+requests can grow a little before a preemption."""
 RESERVED_STEPS = 8
-"""Steps for which a finished beam's index is reserved for its continuation: more than a front end
-takes to send that."""
+"""Steps for which a finished beam's index is reserved for its continuation: longer than a front end
+takes to send the continuation."""
 
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """What `schedule` decided; while its plan is in flight, the requests in it."""
+    """Decisions of `schedule`. While the plan is in flight, it lists the plan's requests."""
 
     step: int
     plan: StepPlan | None = None
-    """None when there is nothing to launch."""
+    """None if there is nothing to launch and no decode was left for a later step."""
     decodes: list[Request] = field(default_factory=list)
-    """In the order of the plan's first launches, the decodes."""
+    """Decoding requests in the order of the plan's first launches."""
     prefills: list[Chunk] = field(default_factory=list)
-    """In the order of the launches behind them."""
+    """Prefill chunks in the order of the launches after the decodes."""
     num_tokens: int = 0
     started: list[tuple[Request, int]] = field(default_factory=list)
-    """Requests scheduled for the first time, with their tokens found in the prefix cache."""
+    """Newly admitted requests with their number of prefix-cache tokens. Excludes requests that
+    resume after a preemption."""
     failed: list[tuple[Request, str, str | None]] = field(default_factory=list)
-    """Requests that can never run: the error, and the parameter at fault (see Finish.param)."""
+    """Requests that can never run: error message and parameter at fault (see Finish.param)."""
     chunks: list[Chunk] = field(default_factory=list)
-    """The prefills in scheduling order."""
+    """Prefill chunks in scheduling order."""
     num_decode_blocks: int = 0
     new_requests: list[NewRequest] = field(default_factory=list)
     grown_requests: list[int] = field(default_factory=list)
     grown_blocks: list[int] = field(default_factory=list)
     deferred: list[Request] = field(default_factory=list)
-    """The requests of the plan's `deferred_requests`."""
+    """Requests whose grammar masks follow the plan, in the order of `plan.deferred_requests`."""
 
 
 class Scheduler:
-    """Gives every running request its next tokens, and waiting requests the rest of the budget, in
-    the order of their priority keys.
+    """Gives every running request its next tokens, then spends the rest of the budget on waiting
+    requests in the order of their priority keys.
 
     A running request is in prefill until all its tokens are computed, then it decodes. A finished
-    or preempted one keeps its blocks and its index until the last plan with it was collected
-    (`_draining`). Both running lists are sorted by priority key; the last is preempted first.
+    or preempted request keeps its blocks and its index until the last plan that contains it was
+    collected (`_draining`). Both running lists are sorted by priority key; the last request is
+    preempted first.
 
-    Where a larger prefill launch takes no less time per token (`prefill_launch_tokens`), prompts
-    that arrive together are divided among several steps, so that the first ones need not wait for
-    the launch of the last. Only the first of these steps decodes: a decode in each of them would
-    delay all prompts behind it, and running requests wait no longer than for one step with all of
-    these prompts.
+    If a larger prefill launch takes no less time per token (`prefill_launch_tokens`), prompts that
+    arrive together are spread over several steps, so that the first prompts need not wait for the
+    launch of the last. Only the first of these steps decodes: a decode in each step would delay the
+    later prompts. Running requests wait no longer than for a single step with all these prompts.
 
-    With pipeline stages a decode's input, the last token, is back on the first stage `num_stages`
-    steps after it was sampled. Each step takes a part of the decodes, so that the parts follow each
-    other through the stages; a step in which all must wait gets a plan without launches.
+    With pipeline stages, a decode's input token returns to the first stage `num_stages` steps after
+    it was sampled. Each step takes a share of the decodes, so that the shares follow each other
+    through the stages. A step in which all decodes must wait gets a plan without launches.
     """
 
     def __init__(
@@ -90,10 +91,10 @@ class Scheduler:
         lora: LoRASlots | None = None,
         encoder: EncoderCache | None = None,
     ) -> None:
-        """`defrag_threshold`: blocks that may be free below the highest used one, where decodes
-        read a slice of the cache. `prefill_launch_tokens`: a step starts no further prompt once it
-        has so many prompt tokens; 0: only the budget limits it. `max_tokens_per_step`: of a
-        decode, with speculation more than 1."""
+        """`defrag_threshold`: free blocks allowed below the highest used block if decodes read a
+        slice of the cache. `prefill_launch_tokens`: prompt tokens after which a step starts no
+        further prompt; 0: only the budget limits it. `max_tokens_per_step`: maximum tokens that a
+        decode computes, more than 1 with speculation."""
         self.waiting = make_waiting_queue(config, lora)
         self._fair = self.waiting if isinstance(self.waiting, FairQueue) else None
         self._lora = lora
@@ -104,8 +105,8 @@ class Scheduler:
         self._max_tokens = config.token_budget()
         self._launch_tokens = prefill_launch_tokens or config.token_budget()
         self._num_since_decodes = 0
-        """Prompt tokens scheduled since the last decodes, if every step since then was full; 0: the
-        next step decodes."""
+        """Prompt tokens scheduled since decodes last ran; reset to 0 by a step that is not full. At
+        0 the next step decodes."""
         self._num_stages = num_stages
         self._decode_tokens = max_tokens_per_step
         num_decode_tokens = config.max_num_seqs * max_tokens_per_step
@@ -122,38 +123,40 @@ class Scheduler:
                 num_decode_tokens,
             )
         self._num_last_tokens = max_tokens_per_step if num_stages > 1 else 1
-        """Of each request that decodes; more than 1 are sent to the pipeline stages."""
+        """Last known tokens sent with each decode; more than 1 only for pipeline stages with
+        speculation."""
         self._is_waiting_for_tokens = False
-        """Whether a decode was left out of this step because its token is not back yet."""
+        """Whether this step skipped a decode: its input token has not returned yet, or the step's
+        share of the decodes is full."""
         self._max_num_seqs = config.max_num_seqs
         self._watermark = max(kv.pool.size // WATERMARK_SHARE, 1)
         self._decoding: list[Request] = []
         self._prefilling: list[Request] = []
         self._draining: list[Request] = []
         self._suspect: Request | None = None
-        """The request that nothing is started beside; see `_is_kept_apart`."""
+        """The last admitted crash suspect; see `_is_kept_apart`."""
         self._free_indices = list(range(config.max_num_seqs - 1, -1, -1))
         self._reservations: deque[int] = deque()
-        """For each free index that is reserved for a continuation, the step at which that ends."""
+        """Steps at which reservations of free indices for continuations expire."""
         self._freed_indices: list[int] = []
-        """Freed since the last plan; the next one tells the worker."""
+        """Indices freed since the last plan; sent to the worker with the next plan."""
         self._defrag_threshold = defrag_threshold
         self._moves: list[tuple[int, int]] = []
-        """Blocks moved since the last plan, likewise."""
+        """Blocks moved since the last plan, as (from, to); sent with the next plan."""
         self._last_collected_step = -1
         self._files_version = 0
-        """That of the offload when requests that wait for files were looked at."""
+        """`KVOffload.version` at which requests that wait for files were last reconsidered."""
         self._has_finished = False
         """Whether the running lists contain finished requests."""
 
     @property
     def num_running(self) -> int:
-        """Requests with an index, without those that drain."""
+        """Requests with an index, excluding draining requests."""
         return self._max_num_seqs - len(self._free_indices) - len(self._draining)
 
     @property
     def num_prefilling_tokens(self) -> int:
-        """Of running requests, tokens that are computed before each one's next output token."""
+        """Uncomputed prefill tokens of running requests."""
         return sum(
             request.num_prefill_tokens - request.num_computed_tokens
             for request in self._prefilling
@@ -174,11 +177,11 @@ class Scheduler:
             self._lora.add_request(request)
         self.waiting.add(request)
         if self._kv.offload is not None:
-            # Its files are read while it waits.
+            # File reads start while the request waits.
             self._kv.should_wait_for_files(request, self._kv.find_prefix(request))
 
     def finish_requests(self, requests: Iterable[Request]) -> None:
-        """Remove requests that finished, failed or were aborted, in whatever state."""
+        """Remove requests that finished, failed or were aborted, in any state."""
         for request in requests:
             state, request.state = request.state, FINISHED
             if state == WAITING:
@@ -193,8 +196,8 @@ class Scheduler:
                 self._fair.finish(request)
 
     def restart_requests(self, blocks: Set[int]) -> list[Request]:
-        """Start the requests again whose tables name any of `blocks`, which hold wrong contents:
-        what was computed from these is dropped. Returns those that wait in their place."""
+        """Restart the requests whose block tables contain any of `blocks`, whose contents are
+        wrong. Computed KV is dropped. Returns the waiting copies that replace the requests."""
         restarted = []
         for request in self.requests_with_blocks:
             if request.state == FINISHED or blocks.isdisjoint(request.blocks):
@@ -208,7 +211,7 @@ class Scheduler:
         return restarted
 
     def update_from_output(self, step: int) -> None:
-        """All plans up to `step` have run: free what drained until then."""
+        """Free the draining requests whose last plan is at most `step`: these plans have run."""
         self._last_collected_step = step
         if self._draining:
             drained = [r for r in self._draining if r.last_step <= step]
@@ -218,7 +221,8 @@ class Scheduler:
                     self._free(request)
 
     def reset(self) -> None:
-        """The worker has lost its batch state and its cache; no request has any of either."""
+        """Reset after the worker lost its batch state and KV cache. No request may have blocks or
+        an index."""
         assert not self._draining, f"{len(self._draining)} requests are draining"
         if self._lora is not None:
             self._lora.reset()
@@ -228,7 +232,7 @@ class Scheduler:
         self._moves.clear()
 
     def schedule(self, step: int) -> SchedulerOutput:
-        """Schedule this step. The caller must submit the output's plan, if it has one."""
+        """Schedule a step. The caller must submit the output's plan unless it is None."""
         output = SchedulerOutput(step)
         while self._reservations and self._reservations[0] <= step:
             self._reservations.popleft()
@@ -250,8 +254,8 @@ class Scheduler:
         return output
 
     def _prompt_budget(self, num_decodes: int) -> int:
-        """The tokens that decodes leave of a step. Each decode may compute all its draft tokens,
-        but these leave prompts one block, so that prompts do not starve."""
+        """Token budget of prompts after `num_decodes` decodes. Decodes reserve all their draft
+        tokens, but leave prompts at least a block of tokens to avoid starvation."""
         num_left = self._max_tokens - num_decodes
         return max(
             self._max_tokens - num_decodes * self._decode_tokens,
@@ -263,7 +267,7 @@ class Scheduler:
         self._admit(output, budget)
 
     def _update_running(self) -> None:
-        """Remove finished requests, and move those whose tokens are all scheduled to decoding."""
+        """Remove finished requests, and move requests with complete prefill to decoding."""
         if self._has_finished:
             self._has_finished = False
             self._decoding = [r for r in self._decoding if r.state == RUNNING]
@@ -284,8 +288,8 @@ class Scheduler:
         last_returned = step - self._num_stages
         most = -(-len(self._decoding) // self._num_stages)
         self._is_waiting_for_tokens = False
-        # A preempted request is behind the request that needs its blocks, so the list only loses
-        # entries that the loop has not reached.
+        # Preemption removes requests from the end of the list, after the current request, so the
+        # loop skips no entry.
         for request in self._decoding:
             if request.last_step > last_returned or len(scheduled) == most:
                 if not _is_last_token_scheduled(request):
@@ -303,7 +307,7 @@ class Scheduler:
         output.num_decode_blocks = num_blocks
 
     def _can_decode(self, request: Request, output: SchedulerOutput) -> bool:
-        """Whether a request at its `decode_limit` decodes in this step: allocates its blocks."""
+        """Whether a request at its `decode_limit` can decode in this step. Allocates its blocks."""
         if _is_last_token_scheduled(request):
             return False
         count = self._kv.num_missing_blocks(request)
@@ -324,7 +328,7 @@ class Scheduler:
             count = self._fit(request, min(request.num_prefill_tokens - num_computed, budget))
             if not count:
                 if self._encoder is not None and self._encoder.whole_images:
-                    # An image needs more tokens than the decodes leave: start no more of these.
+                    # The image needs more tokens than decodes leave: start no further prefill.
                     return 0
                 continue
             error = self._packer.refusal(PREFILL, count, self._kv.num_blocks_for(num_computed))
@@ -338,7 +342,7 @@ class Scheduler:
                 num_blocks = len(request.blocks) + min(num_missing, self._kv.pool.num_free)
                 room = num_blocks * self._kv.block_size - num_computed
                 if room < count and not self._fit(request, room):
-                    # Its next tokens are of an image that may not be cut.
+                    # The next tokens belong to an image that may not be split.
                     if not self._ensure_free_blocks(request, num_missing, output):
                         continue
                 elif room < count:
@@ -350,11 +354,11 @@ class Scheduler:
         return budget
 
     def _admit(self, output: SchedulerOutput, budget: int) -> None:
-        """Start waiting requests, strictly by priority key, as long as all their tokens fit. Those
-        whose blocks are being read from files are passed.
+        """Admit waiting requests strictly by priority key while all their tokens fit. Requests
+        whose blocks are being read from files are skipped.
 
-        Allocates only the blocks of the first chunk. Nothing more needs to be reserved: the budget
-        reaches this loop only if all requests in prefill have their blocks, or none is free.
+        Allocates only the blocks of the first chunk. No reservation is needed: leftover budget
+        means that all requests in prefill have their blocks, or that no block is free.
         """
         kv = self._kv
         if kv.offload is not None and kv.offload.version != self._files_version:
@@ -369,7 +373,7 @@ class Scheduler:
             if kv.should_wait_for_prefix(request, prefix):
                 break
             if kv.should_wait_for_files(request, prefix):
-                # Reads take far longer than a step: requests behind it are not held up.
+                # Reads take far longer than a step: do not hold up later requests.
                 self.waiting.set_aside(request)
                 continue
             num_needed = kv.num_free_blocks_needed(request, prefix)
@@ -395,9 +399,9 @@ class Scheduler:
             budget -= count
 
     def _is_kept_apart(self, request: Request) -> bool:
-        """Whether a request has to wait so that the next death of an engine tells its cause: a
-        suspect starts once every running request has a token, and is the last to start until it
-        has one."""
+        """Whether crash isolation holds this request back. A suspect is admitted only when every
+        running request has produced a token since its admission; no request is admitted after the
+        suspect until it has produced a token."""
         suspect = self._suspect
         if suspect is not None and suspect.state == RUNNING and suspect.has_nothing:
             return True
@@ -406,17 +410,17 @@ class Scheduler:
         return any(one.has_nothing for one in running)
 
     def _fit(self, request: Request, count: int, start: int | None = None) -> int:
-        """How many of its next `count` tokens, behind the computed ones or from `start` on, can be
-        scheduled with their images."""
+        """How many of the next `count` tokens, from `start` or from the computed tokens on, can be
+        scheduled together with their images."""
         if self._encoder is None or not request.images:
             return count
         start = request.num_computed_tokens if start is None else start
         return self._encoder.fit(request, start, count)
 
     def _has_free_index(self, request: Request) -> bool:
-        """Whether a free index is available to it. While others run, the indices of finished beams
-        are reserved for their continuations: in a full batch a beam search would otherwise lose its
-        indices with every token, and wait for all requests that arrived in between."""
+        """Whether a free index is available to the request. While other requests run, the indices
+        of finished beams are reserved for their continuations: in a full batch a beam search would
+        otherwise lose its indices at every token and wait for all requests that arrived since."""
         is_busy = self._decoding or self._prefilling or self._draining
         num_reserved = len(self._reservations) if is_busy and not request.is_continuation else 0
         return len(self._free_indices) > num_reserved
@@ -465,14 +469,14 @@ class Scheduler:
         output.grown_requests.extend([request.req_index] * count)
 
     def _ensure_free_blocks(self, request: Request, count: int, output: SchedulerOutput) -> bool:
-        """Whether `count` blocks are free for it now. If not, preempts the requests behind it, the
-        last first. With a plan in flight their blocks are freed a step later: it waits until then,
-        and no other is preempted."""
+        """Whether `count` blocks are free for the request now. Preempts later requests, last first,
+        if needed. Blocks used by a plan in flight are freed a step later: the request waits for
+        them, and no further request is preempted."""
         while self._kv.pool.num_free < count:
             if self._draining:
                 return False
             for running in (self._decoding, self._prefilling):
-                # A request that this step rejected stays in its list until the next step. It is
+                # A request rejected in this step stays in its list until the next step. It is
                 # ahead of `request` in that list, or in the other list.
                 while running and running[-1].state == FINISHED:
                     running.pop()
@@ -488,7 +492,7 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Remove the last request of a running list; it keeps its tokens."""
+        """Preempt the last request of a running list; it keeps its tokens."""
         assert request.state == RUNNING, f"request {request.key} is preempted in {request.state}"
         running = self._decoding if self._decoding[-1:] == [request] else self._prefilling
         running.pop()
@@ -528,12 +532,13 @@ class Scheduler:
         self.finish_requests([request])
 
     def _reject(self, request: Request, error: str, output: SchedulerOutput) -> None:
-        """End a request whose shape may not be compiled now."""
+        """Fail a request whose launch shape may not be compiled while serving."""
         output.failed.append((request, error, ""))
         self.finish_requests([request])
 
     def _admission_refusal(self, request: Request, count: int, num_cached: int) -> str | None:
-        """Why a request may not start with a chunk of `count` tokens behind `num_cached`."""
+        """Why a request may not start with a chunk of `count` tokens after `num_cached`; None if it
+        may."""
         error = self._packer.refusal(PREFILL, count, self._kv.num_blocks_for(num_cached))
         if error is None and request.max_num_tokens > request.num_tokens + 1:
             num_blocks = self._kv.num_blocks_for(request.num_tokens + 1)
@@ -602,6 +607,6 @@ class Scheduler:
 
 
 def _is_last_token_scheduled(request: Request) -> bool:
-    """Whether it ends with the plans in flight."""
+    """Whether the request ends with the plans in flight."""
     last_computed = max(request.max_num_tokens - 1, request.num_prefill_tokens)
     return request.num_computed_tokens >= last_computed

@@ -1,8 +1,7 @@
-"""Shared launches: those that engines which step together run at once, from what each of them has
-planned (pure).
+"""Shared launches: combines the planned launches of engines that step together (pure).
 
-The experts of a launch get the tokens of all engines, so that each launch is of one bucket on all
-of them; an engine without a launch of its own computes padding.
+The experts of a launch process the tokens of all engines, so each launch has the same bucket on all
+engines. An engine without a launch of its own computes padding.
 """
 
 from collections.abc import Sequence
@@ -13,23 +12,23 @@ from hpu.protocol import DECODE, PREFILL, Bucket
 
 
 class SharedLaunch(NamedTuple):
-    """One launch of all engines."""
+    """A launch that all engines run together."""
 
     bucket: Bucket
     indices: tuple[int | None, ...]
-    """By engine: which of its own launches runs in it; None: none."""
+    """By engine: index of the engine's own launch that runs in it; None: padding only."""
 
 
 def share_launches(
     planned: Sequence[Sequence[Bucket]], table: BucketTable, max_tokens: int
 ) -> list[SharedLaunch]:
-    """The launches of a step, decodes before prefills, from the buckets that each engine has
-    planned; each engine's own stay in their order.
+    """Shared launches of a step, decodes before prefills, from the planned buckets of each engine.
+    Each engine's own launches keep their order.
 
-    Launches of several engines are joined in the smallest prepared bucket that holds them, if that
-    costs less than one after the other: there the others compute padding. A joined prefill has at
-    most `max_tokens` tokens of each engine, or as many as one of its parts. The result depends on
-    the arguments alone, so that all engines get the same.
+    Launches of several engines are joined in the smallest prepared bucket that holds them if this
+    costs no more than separate launches. A joined prefill has at most `max_tokens` tokens per
+    engine, or as many as its largest part. The result depends on the arguments alone, so all
+    engines compute the same result.
     """
     shared: list[SharedLaunch] = []
     for phase in (DECODE, PREFILL):
@@ -42,7 +41,7 @@ def share_launches(
                 for engine, indices in enumerate(waiting)
                 if indices
             }
-            # The largest first: it is the least likely to fit another's bucket.
+            # Largest first: it is the least likely to fit another engine's bucket.
             order = sorted(heads, key=lambda engine: (-_cost(heads[engine], table), engine))
             bucket = heads[order[0]]
             indices: list[int | None] = [None] * len(planned)
@@ -56,12 +55,12 @@ def share_launches(
 
 
 def _joined(bucket: Bucket, other: Bucket, table: BucketTable, max_tokens: int) -> Bucket | None:
-    """The bucket in which both run at once; None if they run one after the other."""
+    """The bucket in which both launches run at once; None if they run separately."""
     phase = bucket[0]
     batch, query, blocks = map(max, bucket[1:], other[1:])
     if (phase, batch, query, blocks) == bucket:
         return bucket
-    # Checked first, because `find` adds a bucket for any shape.
+    # is_prepared comes first, because `find` adds a bucket for any shape.
     if not table.is_prepared(phase, batch, query, blocks):
         return None
     joined: Bucket = (phase, *table.find(phase, batch, query, blocks).bucket)

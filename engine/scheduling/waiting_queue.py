@@ -1,4 +1,4 @@
-"""Requests that wait to be scheduled, by priority and arrival."""
+"""Waiting requests sorted by priority and arrival."""
 
 import heapq
 
@@ -8,22 +8,22 @@ MIN_COMPACTION = 64
 
 
 class WaitingQueue:
-    """Requests by `priority_key`, smallest first. The caller bounds its length.
+    """Requests sorted by `priority_key`, smallest first. The caller bounds its length.
 
-    Removal is lazy: the heap entry remains until it comes to the front, or until half of the
-    entries are stale. So every change costs O(log n).
+    Removal is lazy: the heap entry of a removed request stays until it reaches the front, or until
+    half of the entries are stale. Changes cost O(log n).
     """
 
     def __init__(self, *, by_share: bool = False) -> None:
-        """`by_share`: count `shares`."""
+        """`by_share`: also maintain `shares`."""
         self._heap: list[tuple[tuple[int, int], int]] = []
         self._requests: dict[int, Request] = {}
         self._aside: dict[int, Request] = {}
-        """Requests that are passed until `restore`; they have no entry in the heap."""
+        """Requests skipped until `restore`; they have no entry in the heap."""
         self.num_tokens = 0
-        """Of all requests in it."""
+        """Tokens of all waiting requests."""
         self.shares: dict[tuple[int, int], int] | None = {} if by_share else None
-        """Tokens by (priority, tenant)."""
+        """Tokens by (priority, tenant); None unless `by_share`."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -50,29 +50,29 @@ class WaitingQueue:
                 del self.shares[share]
 
     def peek(self) -> Request | None:
-        """The next request, or None; it stays in the queue."""
+        """The next request, which stays in the queue; None if there is none."""
         while self._heap:
             priority_key, key = self._heap[0]
             request = self._requests.get(key)
-            # A key may have been removed and added again: stale entries have another arrival.
+            # A request may have been removed and added again: stale entries have another arrival.
             if request is not None and request.priority_key == priority_key:
                 return request
             heapq.heappop(self._heap)
         return None
 
     def set_aside(self, request: Request) -> None:
-        """Pass the request that `peek` gave until `restore`; it stays in the queue."""
+        """Skip the request that `peek` returned until `restore`; it stays in the queue."""
         heapq.heappop(self._heap)
         self._aside[request.key] = request
 
     def restore(self) -> None:
-        """Pass no request any more."""
+        """Stop skipping the requests that were set aside."""
         for request in self._aside.values():
             heapq.heappush(self._heap, (request.priority_key, request.key))
         self._aside.clear()
 
     def oldest(self) -> Request | None:
-        """The request that was added first, whatever its priority; None if it is empty."""
+        """The request that was added first, whatever its priority; None if the queue is empty."""
         return next(iter(self._requests.values()), None)
 
     def remove(self, request: Request) -> None:

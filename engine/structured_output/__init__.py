@@ -1,1 +1,1 @@
-"""Grammars: checked, compiled in an isolated process, and followed token by token."""
+"""Grammars: size checks, compilation in an isolated process, and token-by-token matching."""

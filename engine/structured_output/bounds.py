@@ -1,7 +1,7 @@
 """Checks regular expressions and grammars (Lark, EBNF) before the grammar library compiles them.
 
-Automata grow with the number of expressions, and the library recurses once a level, with 3 to 9 KiB
-of stack. What these checks accept is still compiled in an isolated process first: see
+Automata grow with the number of expressions, and the library recurses at each level, with 3 to 9
+KiB of stack. Accepted grammars are still compiled in an isolated process first: see
 engine/structured_output/compilation.py.
 """
 
@@ -14,29 +14,30 @@ from config.errors import UserError
 
 MAX_BRACKET_DEPTH = 120
 MAX_RULE_DEPTH = 500
-"""Rules on one path from the first."""
+"""Maximum rules on a path from the start rule."""
 MAX_EXPRESSIONS = 20_000
-"""Names, literals and patterns in all rules of a grammar."""
+"""Maximum names, literals and patterns in all rules of a grammar."""
 MAX_RULES = 1_000
 MAX_PATTERN_SIZE = 100_000
-"""Characters and classes of a regular expression with its counted repetitions expanded."""
+"""Maximum characters and classes of a regular expression, counted repetitions expanded."""
 MAX_PATTERN_OPTIONS = 10_000
-"""Of those, how many may be stack out or repeated freely: automata grow with their square."""
+"""Maximum optional or repeated characters of a regular expression: automata grow with the square of
+their number."""
 
 _COUNT = re.compile(r"\{(\d{0,9})(,?)(\d{0,9})\}")
 
 
 def too_large(kind: str, what: str) -> UserError:
-    """The error for a grammar of `kind` that has `what`."""
+    """The error for a grammar of `kind` that contains `what`."""
     return UserError(
         f"the {kind} is too large to compile: it has {what}", param="structured_outputs"
     )
 
 
 def check_pattern_size(pattern: str, kind: str) -> None:
-    """Raise UserError for a regular expression whose automaton would be too large. Parses only what
-    the size depends on; the library rejects invalid patterns."""
-    # For each open group: its size, its options, and the size and options of its last item.
+    """Raise UserError for a regular expression whose automaton would be too large. Parses only the
+    syntax that affects the size; the library rejects invalid patterns."""
+    # Per open group: its size, its options, and the size and options of its last item.
     groups: list[list[int]] = [[0, 0, 0, 0]]
     position = 0
     while position < len(pattern):
@@ -88,7 +89,7 @@ def _repeat_item(group: list[int], times: int, *, is_open: bool) -> None:
 
 
 def _end_of_class(pattern: str, position: int) -> int:
-    """The position behind the `]` of a character class that begins before `position`."""
+    """Position after the `]` of a character class that begins before `position`."""
     while position < len(pattern) and pattern[position] != "]":
         position += 2 if pattern[position] == "\\" else 1
     return position + 1
@@ -106,8 +107,8 @@ _WORD = re.compile(
 
 
 def check_grammar_size(text: str) -> None:
-    """Raise UserError for Lark or EBNF with too many rules or expressions, or rules and brackets
-    nested too deeply."""
+    """Raise UserError for Lark or EBNF with too many rules or expressions, or with rules or
+    brackets nested too deeply."""
     is_ebnf = "::=" in text
     uses: dict[str, list[str]] = {}
     current: list[str] = []
@@ -123,7 +124,7 @@ def check_grammar_size(text: str) -> None:
             start = word.end()
             pattern, characters, name, opens, closes = word.groups()
             if characters is not None and not is_ebnf:
-                # In Lark, brackets are an option, and their contents count.
+                # In Lark, brackets mark an option, and their contents count.
                 start, opens = word.start() + 1, "["
             elif name is not None:
                 current.append(name)
@@ -140,7 +141,7 @@ def check_grammar_size(text: str) -> None:
 
 def _check_rule_depth(uses: dict[str, list[str]]) -> None:
     entered: set[str] = set()
-    # The library compiles only what these start rules reach.
+    # The library compiles only rules that are reachable from these start rules.
     for first in ("start", "root"):
         path: list[Iterator[str]] = [iter([first])]
         while path:
@@ -173,24 +174,26 @@ _MIN_COUNT = re.compile(r"\d+")
 
 
 _FILLED, _EMPTY = "'", '"'
-"""Items that are not empty, and empty, and no rule. A rule's name has only letters and digits."""
+"""Markers of non-empty and empty items that are not rules. Rule names consist of letters and
+digits, so they cannot collide."""
 
 _Rules = dict[str, list[list[str]]]
-"""Alternatives, each a sequence of items. A group is a rule of its own, called `(3` for example; it
-stands before the rule that it is part of."""
+"""Alternatives of each rule; an alternative is a sequence of items. A group is a rule of its own,
+named `(3` for example, and precedes the rule that contains it."""
 
 
 def check_cycles(lark: str) -> None:
     """Raise UserError for a rule that can derive itself alone, such as `a: a? | "x"`.
 
-    A text then has infinitely many derivations, and the library (1.9) does not finish with some of
-    them; its syntax: https://github.com/guidance-ai/llguidance. The library rejects invalid syntax.
+    Texts then have infinitely many derivations, and the library (1.9) does not finish with some of
+    these grammars. Syntax: https://github.com/guidance-ai/llguidance. The library rejects invalid
+    syntax.
     """
     rules = _rules(_DIRECTIVE.sub("", lark))
     empty, before = {_EMPTY}, 0
     while len(empty) > before:
         before = len(empty)
-        # Both ways, so that long chains of rules do not take a pass for each rule.
+        # Both directions, so that a long chain of rules does not need a pass per rule.
         for name in (*rules, *reversed(rules)):
             if name not in empty and any(empty.issuperset(sequence) for sequence in rules[name]):
                 empty.add(name)
@@ -216,7 +219,7 @@ def _rules(lark: str) -> _Rules:
 
 
 def _alternatives(text: str, rules: _Rules) -> list[list[str]]:
-    """The alternatives of a rule; its groups are added to `rules`."""
+    """Alternatives of a rule. Adds the groups in `text` to `rules`."""
 
     def group_of(alternatives: list[list[str]], *, is_optional: bool) -> str:
         name = f"({len(rules)}"
@@ -224,7 +227,7 @@ def _alternatives(text: str, rules: _Rules) -> list[list[str]]:
         return name
 
     groups: list[list[list[str]]] = [[[]]]
-    """Of the rule, and of each open group."""
+    """Alternatives of the rule, then of each open group (a stack)."""
     are_optional = [False]
     position = 0
     while token := _TOKEN.search(text, position):
@@ -262,7 +265,7 @@ def _end_of_object(text: str, start: int) -> int:
 
 
 def _units(alternatives: list[list[str]], empty: set[str]) -> Iterator[str]:
-    """The items that an alternative may consist of when everything else in it is empty."""
+    """Items that an alternative may consist of when all its other items are empty."""
     for sequence in alternatives:
         filled = [item for item in sequence if item not in empty]
         if len(filled) <= 1:

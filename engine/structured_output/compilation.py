@@ -1,13 +1,14 @@
 """Compiles each grammar once, on threads, after a trial in an isolated process.
 
-The grammar library is native code: a spec that overflows its stack, or that it does not finish
-compiling, must not end the engine. So a spec is first compiled and followed for some tokens in a
-fork with limits. If that succeeds, it is compiled here from the same source, with more stack.
+The grammar library is native code: a spec that overflows its stack, or whose compilation does not
+end, must not kill the engine. A spec is therefore first compiled, and matched against some tokens,
+in a fork with limits. If that succeeds, it is compiled in this process from the same source, with
+more stack.
 
-A spec that the library refuses, crashes on, or does not finish within the processor time and memory
-of a fork is a UserError, which is cached like a grammar. A trial that another cause ended (its wall
-time on a busy machine, a signal, a lost process) raises Overloaded, and the next request tries
-again."""
+A spec that the library refuses, crashes on, or does not finish within the fork's limits of
+processor time and memory is a UserError, which is cached like a grammar. A trial that failed for
+another reason (its wall time on a busy machine, a signal, a lost process) raises Overloaded, and
+the next request tries again."""
 
 import contextlib
 import logging
@@ -34,17 +35,18 @@ logger = logging.getLogger(__name__)
 
 NUM_THREADS = 2
 MAX_PENDING = 64
-"""Specs that may wait for a thread, or be compiled."""
+"""Maximum specs that wait for a thread or are being compiled."""
 MAX_CACHED = 256
-"""Compiled grammars and errors of the most recently requested specs."""
+"""Maximum cached grammars and errors; the least recently requested spec is evicted."""
 MAX_CACHED_BYTES = 512 * 2**20
-"""Memory of the cached grammars. A grammar in use stays in memory after its eviction."""
+"""Maximum memory of the cached grammars. An evicted grammar stays in memory while it is used."""
 MAX_GRAMMAR_BYTES = 128 * 2**20
-"""A cached grammar that has grown beyond it is compiled again for the next request."""
+"""Size above which a cached grammar is compiled again for the next request."""
 STACK_BYTES = 128 * 2**20
-"""Four times the limit in the fork."""
+"""Stack of a compiler thread: four times the limit in the fork."""
 LIMITS = Limits(cpu_s=1.0, wall_s=1.7, memory_bytes=512 * 2**20, stack_bytes=32 * 2**20)
-"""Ordinary schemas take 40 ms and 10 MiB; an error must be reported within 2 s."""
+"""Limits of the fork. Ordinary schemas take 40 ms and 10 MiB; errors must be reported within 2
+s."""
 
 
 class _Setup(msgspec.Struct, array_like=True):
@@ -54,7 +56,7 @@ class _Setup(msgspec.Struct, array_like=True):
 
 
 class _Checked(msgspec.Struct, array_like=True):
-    """The result of a spec's trial."""
+    """The result of a spec's trial in the fork."""
 
     source: str = ""
     num_bytes: int = 0
@@ -62,10 +64,10 @@ class _Checked(msgspec.Struct, array_like=True):
 
 
 class GrammarCompiler:
-    """May be called from any thread, after `start`."""
+    """Compiles and caches grammars. Thread-safe after `start`."""
 
     def __init__(self, *, limits_time: bool = True) -> None:
-        """`limits_time`: as in Grammar."""
+        """`limits_time`: see Grammar."""
         self._limits_time = limits_time
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
         self._lock = threading.Lock()
@@ -78,10 +80,10 @@ class GrammarCompiler:
         self, folder: str, vocab_size: int, eos_ids: frozenset[int], *, early: bool = False
     ) -> None:
         """Start reading the vocabulary; compilations wait for it. `early`: also start the fork
-        server, for which the first spec would otherwise wait for about 0.5 s."""
+        server, which would otherwise delay the first spec by about 0.5 s."""
         setup = msgspec.msgpack.encode(_Setup(folder, vocab_size, sorted(eos_ids)))
         self._fork_server = ForkServer("engine.structured_output.compilation", setup, LIMITS)
-        # A thread takes the size that is set when it starts, and it starts with its first work.
+        # stack_size applies to threads started later, and the pool starts its thread on first work.
         before = threading.stack_size(STACK_BYTES)
         try:
             self._vocabulary = self._threads.submit(Vocabulary, folder, vocab_size, eos_ids)
@@ -94,14 +96,14 @@ class GrammarCompiler:
 
     def _start_fork_server(self, vocabulary: "Future[Vocabulary]") -> None:
         assert self._fork_server is not None
-        # Nothing to start if closed meanwhile, or if the model has no vocabulary.
+        # Skip if closed meanwhile, or if the model has no vocabulary.
         with contextlib.suppress(EngineDied):
             if not vocabulary.cancelled() and vocabulary.exception() is None:
                 self._fork_server.start()
 
     def compile(self, spec: GrammarSpec) -> "Future[Grammar]":
-        """A future of the grammar of `spec`, or of a UserError. Raises Overloaded when too many
-        wait."""
+        """A future of the grammar of `spec`, or of a UserError. Raises Overloaded if too many specs
+        are pending."""
         with self._lock:
             cached_future = self._cached.get(spec)
             if cached_future is not None and _bytes_of(cached_future) <= MAX_GRAMMAR_BYTES:
@@ -115,18 +117,18 @@ class GrammarCompiler:
             num_bytes = sum(map(_bytes_of, cached.values()))
             while len(cached) > MAX_CACHED + MAX_PENDING or num_bytes > MAX_CACHED_BYTES:
                 num_bytes -= _bytes_of(cached.popitem(last=False)[1])
-        # Outside of the lock: it may run at once.
+        # Outside of the lock: the callback may run at once.
         future.add_done_callback(lambda done: self._forget_interrupted(spec, done))
         return future
 
     def close(self) -> None:
-        """Compile nothing more; safe to call twice."""
+        """Stop compiling; safe to call twice."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self._fork_server is not None:
             self._fork_server.close()
 
     def _forget_interrupted(self, spec: GrammarSpec, done: "Future[Grammar]") -> None:
-        """Drop a result that says nothing about `spec` from the cache."""
+        """Drop a cached result that was not caused by `spec`, such as Overloaded."""
         if not done.cancelled() and isinstance(done.exception(), UserError | None):
             return
         with self._lock:
@@ -152,7 +154,7 @@ class GrammarCompiler:
             raise
         except MemoryError:
             raise Overloaded(f"there is no memory to compile the {spec.kind}") from None
-        except Exception as error:  # the border of this thread: a bug of ours or the library's
+        except Exception as error:  # thread boundary: a bug of ours or of the library
             logger.exception("a grammar of kind %s broke the compiler", spec.kind)
             raise UserError(f"the {spec.kind} cannot be compiled: {error}") from error
         finally:
@@ -160,7 +162,7 @@ class GrammarCompiler:
                 self._num_pending -= 1
 
     def _check(self, spec: GrammarSpec) -> _Checked:
-        """Compile `spec` in a fork. Raises UserError when the spec is to blame for a failure, else
+        """Compile `spec` in a fork. Raises UserError if the spec caused a failure, else
         Overloaded."""
         assert self._fork_server is not None, "compile before start"
         action, refusal = f"compiling the {spec.kind}", f"the {spec.kind} cannot be compiled"
@@ -173,12 +175,12 @@ class GrammarCompiler:
 
 
 def prepare(setup: bytes) -> Call:
-    """Entry of the fork server: compiles specs for one vocabulary and follows them a little."""
+    """Entry point of the fork server: compiles and probes specs for a vocabulary."""
     parsed = msgspec.msgpack.decode(setup, type=_Setup)
     vocabulary = Vocabulary(parsed.folder, parsed.vocab_size, frozenset(parsed.eos_ids))
     decode = msgspec.msgpack.Decoder(GrammarSpec).decode
-    # Initializes the library once, so that this memory is not counted below. A vocabulary that
-    # cannot spell JSON may still spell other grammars.
+    # Initializes the library before the fork, so that this memory is not counted for a spec. A
+    # vocabulary that cannot spell JSON may still work with other grammars.
     with contextlib.suppress(UserError):
         Grammar(GrammarSpec("json_object"), vocabulary)
 
@@ -194,7 +196,7 @@ def prepare(setup: bytes) -> Call:
                     f"most {MAX_GRAMMAR_BYTES >> 20} are allowed"
                 )
             checked = _Checked(grammar.source or "", num_bytes)
-            # Freeing runs native code too.
+            # Freeing also runs native code.
             del grammar
         except UserError as error:
             checked = _Checked(error=error.message)

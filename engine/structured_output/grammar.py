@@ -1,4 +1,4 @@
-"""Grammar: a spec compiled for a vocabulary. Guide: follows one output by it."""
+"""Grammar: a spec compiled for a vocabulary. Guide: matches an output against a grammar."""
 
 import copy
 import json
@@ -32,24 +32,26 @@ from engine.structured_output.token_bitmask import Bitmask, bitmask_of, has, tok
 
 MAX_GRAMMAR_SIZE = 20_000
 MAX_ROW_ITEMS = 8_000
-"""Both in the library's units: an object of about 2,000 optional properties."""
+"""Grammar size and items per parser row, in the library's units. Both limits allow an object of
+about 2,000 optional properties."""
 PROBE_STEPS = 256
-"""Tokens for which a new grammar is followed at random: what explodes mostly does so soon."""
+"""Random tokens with which a new grammar is probed: most grammars that explode do so early."""
 EXTRA_PROBES, EXTRA_PROBE_STEPS = 12, 24
 START_S, STEP_S = 0.1, 0.002
-"""Time allowed for following an output: at first, and for each token. Ordinary grammars take a
-twentieth; a very ambiguous one would delay every request's step."""
+"""Matching time allowed per output: an initial amount plus an amount per token, in seconds.
+Ordinary grammars take a twentieth; a very ambiguous grammar would delay the steps of all requests.
+"""
 SLOW_STEP_S = 0.0003
 GROWTH_BYTES_PER_S = 64 * 2**20
-"""A token that takes longer than SLOW_STEP_S extends the grammar's automaton, which all its outputs
-share, by at most GROWTH_BYTES_PER_S of the time beyond (measured)."""
+"""Estimated growth of the grammar's automaton, which its outputs share: a token that takes longer
+than SLOW_STEP_S adds at most GROWTH_BYTES_PER_S times the excess time (measured)."""
 MAX_MESSAGE_CHARACTERS = 300
 MAX_MARKERS = 16
 UNSPELLABLE = ("NoExtensionBias", "; forced bytes: got ")
-"""Parts of the library's errors when no token spells what the grammar requires next."""
+"""Parts of the library's errors when no token spells the bytes that the grammar requires next."""
 
 JSON_FORM: Any = {
-    # At most one blank where JSON allows any number: small models otherwise write blanks until
+    # At most one blank where JSON allows any number: otherwise small models write blanks until
     # max_tokens.
     "whitespace_flexible": True,
     "whitespace_pattern": " ?",
@@ -60,11 +62,11 @@ _JSON_OBJECT = '{"type":"object"}'
 
 
 class Vocabulary:
-    """The tokens that grammars are compiled for."""
+    """The vocabulary that grammars are compiled for."""
 
     def __init__(self, folder: str, vocab_size: int, eos_ids: frozenset[int]) -> None:
-        """Reads tokenizer.json, for about a second if it is large. `vocab_size` is the model's.
-        Raises UserError when the model cannot have grammars."""
+        """Reads tokenizer.json; a large file takes about a second. `vocab_size`: the model's size.
+        Raises UserError if the model cannot use grammars."""
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
             raise _error("this model has no tokenizer.json, which structured output needs")
@@ -79,11 +81,11 @@ class Vocabulary:
         self.vocab_size = vocab_size
         self.eos_ids = eos_ids
         self.all = bitmask_of(range(vocab_size), vocab_size)
-        """(W,) uint32: every token."""
+        """(W,) uint32 bitmask of all tokens."""
         self._markers: dict[ThinkingSpec, ThinkingMarkers] = {}
 
     def markers(self, spec: ThinkingSpec) -> ThinkingMarkers:
-        """The markers of `spec` in these tokens; cached, as a server has only a few."""
+        """The markers of `spec` as tokens; cached, since a server has only a few specs."""
         found = self._markers.get(spec)
         if found is None:
             if len(self._markers) >= MAX_MARKERS:
@@ -98,7 +100,7 @@ class Vocabulary:
 
 
 class Grammar:
-    """A compiled spec. Each output is followed by a copy of its matcher."""
+    """A compiled spec. Each output is matched by a copy of its matcher."""
 
     def __init__(
         self,
@@ -109,21 +111,21 @@ class Grammar:
         *,
         limits_time: bool = True,
     ) -> None:
-        """Raises UserError when the spec is wrong or too large. Other threads run meanwhile.
-        `source` is that of an equal grammar that was checked and compiled in another process,
-        where it took `compiled_bytes`: the checks are not repeated. `limits_time`: whether an
-        output fails that takes too long to follow."""
+        """Raises UserError if the spec is wrong or too large. Other threads run meanwhile.
+        `source`: source of an equal grammar that was checked and compiled in another process, with
+        `compiled_bytes` of memory; skips the checks. `limits_time`: fail outputs that take too long
+        to match."""
         self.limits_time = limits_time
         self._compiled_bytes = compiled_bytes
         self.slow_s = 0.0
-        """Time beyond SLOW_STEP_S that slow tokens of all its outputs took."""
+        """Total time beyond SLOW_STEP_S of slow tokens, over all outputs, in seconds."""
         self.vocabulary = vocabulary
         self.is_constrained = spec.kind != FREE
-        """Whether the text behind the thinking is constrained at all."""
+        """Whether the text after the thinking is constrained at all."""
         self.markers = None if spec.thinking is None else vocabulary.markers(spec.thinking)
-        """Of the thinking before the constrained part; None without thinking."""
+        """Thinking markers; None without thinking."""
         self.source: str | None = None
-        """The library's source of the constrained part; None without one."""
+        """Library source of the constrained part; None without a constrained part."""
         if not self.is_constrained:
             return
         limits = LLParserLimits(max_grammar_size=MAX_GRAMMAR_SIZE, max_items_in_row=MAX_ROW_ITEMS)
@@ -140,18 +142,18 @@ class Grammar:
 
     @property
     def num_bytes(self) -> int:
-        """Estimated memory: it grows while outputs are followed."""
+        """Estimated memory; grows while outputs are matched."""
         return self._compiled_bytes + int(self.slow_s * GROWTH_BYTES_PER_S)
 
     def matcher(self) -> LLMatcher:
-        """A matcher at its start; only for a grammar that `is_constrained`."""
+        """A new matcher at the start of the grammar. Requires `is_constrained`."""
         return self._matcher.deep_copy()
 
     def _probe(self, kind: str) -> str | None:
-        """Follow it for some tokens; the error when that takes too long."""
+        """Match random tokens against the grammar; returns an error if this takes too long."""
         random = np.random.default_rng(0)
         error = self._follow_at_random(random, PROBE_STEPS)
-        # In a grammar that a client wrote, one path says little about the others.
+        # A single path says little about the other paths of a client's grammar.
         for _ in range(EXTRA_PROBES if kind == "grammar" else 0):
             error = error or self._follow_at_random(random, EXTRA_PROBE_STEPS)
         return error
@@ -172,27 +174,27 @@ class Grammar:
 
 
 class GrammarState:
-    """The position of an output in a grammar. One that is not constrained allows all tokens."""
+    """Position of an output in a grammar. Without a constrained part, all tokens are allowed."""
 
     def __init__(self, grammar: Grammar) -> None:
         self._matcher = grammar.matcher() if grammar.is_constrained else None
         self._vocabulary = grammar.vocabulary
         self.eos = bitmask_of(grammar.vocabulary.eos_ids, grammar.vocabulary.vocab_size)
-        """(W,) uint32: the EOS tokens."""
+        """(W,) uint32 bitmask of the EOS tokens."""
         self.error: str | None = None
-        """Why it cannot be followed any further; None as long as it can."""
+        """Why the output cannot be matched any further; None while it can."""
         self.bitmask = self.eos
-        """(W,) uint32: the tokens that may come next."""
+        """(W,) uint32 bitmask of the allowed next tokens."""
         self._update()
 
     def fork(self) -> "GrammarState":
-        """A copy that advances on its own."""
+        """A copy that advances independently."""
         forked = copy.copy(self)
         forked._matcher = None if self._matcher is None else self._matcher.deep_copy()
         return forked
 
     def advance(self, token: int) -> None:
-        """Advance by `token`, which was allowed."""
+        """Advance by an allowed token."""
         if self._matcher is not None:
             self._matcher.consume_token(token)
             self._update()
@@ -201,7 +203,7 @@ class GrammarState:
         if self._matcher is None:
             self.bitmask = self._vocabulary.all
         elif not self._matcher.is_error():
-            # The library's masks may be one word longer than the vocabulary needs.
+            # The library's masks may be a word longer than the vocabulary needs.
             mask = self._matcher.compute_bitmask()
             self.bitmask = np.frombuffer(mask, dtype="<u4", count=len(self.eos))
         if self._matcher is not None and self._matcher.is_error():
@@ -209,11 +211,12 @@ class GrammarState:
 
 
 class Guide:
-    """Follows one output, token by token: through its thinking, if the spec has any, where all
-    tokens but the end tokens are allowed, then through its constrained part.
+    """Matches an output token by token: first its thinking, if the spec has any, then its
+    constrained part. Thinking allows all tokens except EOS tokens and tokens that reach from it
+    into the constrained part; without a constrained part it allows all tokens.
 
-    `min_tokens` and `ignore_eos` hold as long as the grammar allows another token: once it is
-    complete, only an end token can follow. Without a constrained part they are ignored here.
+    `min_tokens` and `ignore_eos` hold while the grammar allows another token: a complete grammar
+    allows only end tokens. Without a constrained part both are ignored here.
     """
 
     def __init__(
@@ -225,8 +228,8 @@ class Guide:
         ignore_eos: bool,
         thinking_budget: int | None = None,
     ) -> None:
-        """`end_ids` end the output, and are banned before `min_tokens`, as EOS tokens always are.
-        Thinking is closed at `thinking_budget` tokens."""
+        """`end_ids`: end tokens besides the EOS tokens; all are banned before `min_tokens`.
+        `thinking_budget`: tokens of thinking after which the closing marker is forced."""
         vocabulary = grammar.vocabulary
         self._grammar = grammar
         self._min_tokens = min_tokens
@@ -239,33 +242,33 @@ class Guide:
         if grammar.markers is not None:
             self._thinking = ThinkingState(grammar.markers, thinking_budget)
         self._grammar_state: GrammarState | None = None
-        """None inside the thinking, and if the output began with text that the grammar does not
-        allow."""
+        """Position in the constrained part; None inside the thinking, and if the output began with
+        text that the grammar does not allow."""
         self.error: str | None = None
-        """Why it cannot be followed any further; None as long as it can."""
+        """Why the output cannot be matched any further; None while it can."""
         self.bitmask = self._eos
-        """(W,) uint32: the tokens that may come next."""
+        """(W,) uint32 bitmask of the allowed next tokens."""
         self._advance(None)
 
     def fork(self) -> "Guide":
-        """A copy that advances on its own."""
+        """A copy that advances independently."""
         forked = copy.copy(self)
         forked._thinking = copy.copy(self._thinking)
         forked._grammar_state = None if self._grammar_state is None else self._grammar_state.fork()
         return forked
 
     def advance(self, token: int) -> str | None:
-        """Advance by `token`, which was allowed; returns `error`."""
+        """Advance by an allowed token; returns `error`."""
         self._count += 1
         self._advance(token)
         return self.error
 
     def allowed(self) -> set[int]:
-        """The tokens that may come next."""
+        """The allowed next tokens as a set."""
         return set(tokens_in(self.bitmask).tolist())
 
     def _advance(self, token: int | None) -> None:
-        # Thread time, so that a busy machine does not count against the grammar.
+        # Thread time: the load of the machine must not count against the grammar.
         start = time.thread_time()
         if token is None:
             if self._phase != THINKING:
@@ -349,14 +352,14 @@ def _regex(text: str) -> str:
 
 
 def _choice(text: str) -> str:
-    # One terminal: each alternative of a rule would be an item of the parser.
+    # A single terminal: each alternative of a rule would be a parser item.
     words: list[str] = json.loads(text)
     options = " | ".join(json.dumps(word, ensure_ascii=False) for word in words)
     return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {options}")
 
 
 def _grammar(text: str) -> str:
-    """Lark, or EBNF with `root ::=`."""
+    """Lark source from Lark, or from EBNF with `root ::=`."""
     check_grammar_size(text)
     try:
         lark = any_to_lark(text) if "::=" in text else text
@@ -382,7 +385,7 @@ _SOURCES: dict[str, Callable[[str, Vocabulary], str]] = {
 
 
 def _reason(error: str) -> str:
-    """The reason of a matcher's error."""
+    """The reason in a matcher's error message."""
     message = _first_part(error)
     if any(words in message for words in UNSPELLABLE):
         return "this model's vocabulary has no token for what the grammar requires next"
@@ -390,7 +393,7 @@ def _reason(error: str) -> str:
 
 
 def _first_part(message: str) -> str:
-    """The message without the parser's state behind it."""
+    """The message without the parser state that follows it."""
     return message.partition("\n<state>")[0].strip()[:MAX_MESSAGE_CHARACTERS]
 
 

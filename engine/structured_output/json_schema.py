@@ -1,6 +1,6 @@
 """Checks a JSON schema before the grammar library compiles it, and removes keywords without effect.
 
-Refuses what the library would ignore, not enforce, or not finish compiling.
+Rejects schemas that the library would ignore in part, not enforce, or not finish compiling.
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,17 +10,18 @@ from config.errors import UserError
 from engine.structured_output.bounds import check_pattern_size, too_large
 
 MAX_NESTING = 120
-"""Levels of JSON; the library's reader takes 127."""
+"""Maximum JSON nesting; the library's reader takes 127 levels."""
 MAX_DEPTH = 2_000
-"""Schemas on one path from the root, references followed. The library recurses once for each, with
-3 to 9 KiB of stack."""
+"""Maximum schemas on a path from the root, following references. The library recurses once per
+schema, with 3 to 9 KiB of stack."""
 MAX_CHAIN = 100
-"""Consecutive schemas on such a path that apply to the same value (references, alternatives)."""
+"""Maximum consecutive schemas on a path that apply to the same value (references, alternatives)."""
 MAX_SCHEMAS = 20_000
 MAX_PROPERTIES = 2_000
-"""Properties of one object: the library's time grows with their square."""
+"""Maximum properties of an object: the library's time grows with the square of their number."""
 MAX_TERMINATION_PASSES = 100
-"""Enough for any schema that a person writes; a schema that needs more is accepted."""
+"""Maximum passes of check_terminates, enough for hand-written schemas. A schema that needs more
+passes is accepted."""
 
 VALUE_KEYWORDS = ("const", "enum", "default", "examples")
 """Keywords whose values are not schemas."""
@@ -34,7 +35,7 @@ NAMED_KEYWORDS = (
 )
 """Keywords that map names chosen by the author to schemas."""
 SAME_VALUE_KEYWORDS = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else")
-"""Keywords whose schemas apply to the same value as the schema that has them."""
+"""Keywords whose schemas apply to the same value as the schema that contains the keyword."""
 BRANCH_KEYWORDS = ("anyOf", "oneOf")
 CONTAINER_TYPES = ("object", "array")
 
@@ -47,13 +48,13 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "dependentSchemas": ({},),
     "dependencies": ({},),
 }
-"""Keywords that the library does not support, and their values that have no effect."""
+"""Keywords that the library does not support, with the values that have no effect."""
 DRAFT_3_KEYWORDS = ("extends", "disallow", "divisibleBy")
-"""The library ignores them like any unknown keyword."""
+"""Keywords that the library ignores like unknown keywords."""
 
 
 def prepare_schema(schema: Any) -> Any:
-    """`schema` without keywords that have no effect. Raises UserError when it is too large or the
+    """`schema` without keywords that have no effect. Raises UserError if it is too large or the
     library would not enforce it."""
     check_schema_size(schema)
     check_terminates(schema)
@@ -87,7 +88,7 @@ def check_schema_size(schema: Any) -> None:
     """Raise UserError for a JSON schema that is nested too deeply, has too many schemas, or has
     too long a path of references."""
     _check_nesting(schema)
-    # Depth first and in order, as the library compiles: each schema is entered once.
+    # Depth first and in order, like the library: each schema is entered once.
     entered: set[int] = set()
     path: list[Iterator[tuple[Any, bool]]] = [iter([(schema, False)])]
     chains = [0]
@@ -125,7 +126,7 @@ def _check_nesting(value: Any) -> None:
 
 
 def _subschemas(schema: dict[str, Any], root: Any) -> list[tuple[Any, bool]]:
-    """The schemas inside `schema`, each with whether it applies to the same value. Also checks the
+    """(subschema, whether it applies to the same value) pairs of `schema`. Also checks
     patterns."""
     found: list[tuple[Any, bool]] = []
     for keyword, value in schema.items():
@@ -150,7 +151,7 @@ def _subschemas(schema: dict[str, Any], root: Any) -> list[tuple[Any, bool]]:
 
 
 def _resolve(root: Any, reference: str) -> Any:
-    """The target of a reference within the schema (a JSON pointer); None for any other."""
+    """Target of a reference within the schema (a JSON pointer); None for other references."""
     if reference != "#" and not reference.startswith("#/"):
         return None
     target = root
@@ -172,8 +173,8 @@ def _check_num_properties(schema: dict[str, Any]) -> None:
 
 
 def _check_number_bounds(schema: dict[str, Any]) -> None:
-    """Refuse an exclusive bound that is a whole number when the other bound is less than 1 away:
-    the library (1.9) then accepts the bound itself."""
+    """Reject an integral exclusive bound when the other bound is less than 1 away: the library
+    (1.9) then accepts the bound itself."""
     lows = [_number(schema, name) for name in ("minimum", "exclusiveMinimum")]
     highs = [_number(schema, name) for name in ("maximum", "exclusiveMaximum")]
     low = max((value for value in lows if value is not None), default=None)
@@ -204,7 +205,7 @@ def check_terminates(schema: Any) -> None:
     terminating: set[int] = set()
     for _ in range(MAX_TERMINATION_PASSES):
         before = len(terminating)
-        # Reversed: parts come behind the schemas that contain them.
+        # Reversed: parts come after the schemas that contain them.
         for part in reversed(objects):
             if id(part) not in terminating and _terminates(part, schema, terminating):
                 terminating.add(id(part))
@@ -215,7 +216,7 @@ def check_terminates(schema: Any) -> None:
 
 
 def _all_objects(schema: Any) -> list[dict[str, Any]]:
-    """All JSON objects in it, schemas or not."""
+    """All JSON objects in `schema`, whether schemas or not."""
     found, stack = [], [schema]
     while stack:
         item = stack.pop()
@@ -228,7 +229,8 @@ def _all_objects(schema: Any) -> list[dict[str, Any]]:
 
 
 def _terminates(schema: dict[str, Any], root: Any, terminating: set[int]) -> bool:
-    """Whether `schema` has a finite value, given the schemas that are known to have one."""
+    """Whether `schema` has a finite value, given the schemas in `terminating`, which have finite
+    values."""
     if "enum" in schema or "const" in schema:
         return True
 

@@ -1,4 +1,4 @@
-"""Converts structural tags to a Lark grammar: free text with parts that are constrained."""
+"""Converts structural tags to a Lark grammar: free text with constrained parts."""
 
 import json
 import re
@@ -20,15 +20,15 @@ def tags_to_lark(
     json_form: Mapping[str, Any],
     special_ids: Mapping[str, int] | None = None,
 ) -> str:
-    """The grammar of {"structures": [{begin, schema, end}], "triggers": [...]}, or of {"format":
-    part}, where part has one of the types json_schema, regex, const_string, tag, sequence, or; the
-    outermost may also be triggered_tags. Raises UserError.
+    """Lark grammar of {"structures": [{begin, schema, end}], "triggers": [...]}, or of {"format":
+    part}. The types of a part are json_schema, regex, const_string, tag, sequence and or; the
+    outermost part may also be triggered_tags. Raises UserError.
 
-    The server uses more types for tool calls: `optional` and `repeat` of an `element`; `text_until`
-    a `mark`; and `calls`, outermost or in an outermost `or`: triggered_tags without `end`, with
-    `silent` words that the text may contain, and optionally with a `bare` part instead of a text
-    that begins with one of the `bare_starts`. With "special_tokens": true, the words of
-    `special_ids` stand for these tokens.
+    The server uses more types for tool calls. `optional` and `repeat` wrap an `element`.
+    `text_until` ends at a `mark`. `calls`, outermost or in an outermost `or`, is triggered_tags
+    without `end`: `silent` lists words that the text may contain, and a `bare` part may replace a
+    text that begins with any of the `bare_starts`. With "special_tokens": true, the words of
+    `special_ids` become special tokens.
     """
     words = (special_ids or {}) if spec.get("special_tokens") is True else {}
     writer = _Writer(json_form, words)
@@ -54,7 +54,7 @@ class _Writer:
         self._special = re.compile(f"({'|'.join(words)})" if words else "((?!))")
 
     def outermost(self, part: Any) -> str:
-        """The Lark expression of an outermost part."""
+        """Lark expression of an outermost part."""
         kind = _object(part).get("type")
         if kind == "or":
             return " | ".join(self.outermost(one) for one in _list(part, "elements"))
@@ -70,7 +70,7 @@ class _Writer:
         )
 
     def triggered(self, triggers: list[Any], tags: list[Any], *, at_least_one: bool) -> str:
-        """Free text in which each trigger must continue as one of the tags that begin with it."""
+        """Free text in which each trigger must continue as a tag that begins with the trigger."""
         names = []
         for tag in tags:
             begin = _string(_object(tag), "begin")
@@ -117,7 +117,7 @@ class _Writer:
         return f"{bare} | (({options}) {self._rule('more', continuation)})?"
 
     def part(self, part: Any, depth: int) -> str:
-        """A Lark expression."""
+        """Lark expression of a part."""
         if depth > MAX_DEPTH:
             raise _error(f"its parts lie {depth} deep, at most {MAX_DEPTH} are taken")
         part = _object(part)

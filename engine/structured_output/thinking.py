@@ -1,4 +1,4 @@
-"""Follows the thinking part of an output by the bytes of its tokens."""
+"""Tracks the thinking part of an output by the bytes of its tokens."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ from config.params.structured_output import ThinkingSpec
 from engine.structured_output.token_bitmask import Bitmask, bitmask_of
 
 BEFORE_THINKING, THINKING, AFTER_THINKING, CONSTRAINED = range(4)
-"""Before the opening marker; inside the thinking; behind the closing marker, where blanks may come;
-in the constrained part."""
+"""Before the opening marker; inside the thinking; after the closing marker, where blanks may
+follow; in the constrained part."""
 _BLANKS = b" \t\r\n"
 _LINE_BREAKS = (b"\n", b"\n\n")
 
@@ -19,7 +19,7 @@ class TokenTexts:
     """The bytes of every token, searchable by prefix."""
 
     def __init__(self, tokens: LLTokenizer, vocab_size: int) -> None:
-        """Takes about 50 ms for each 50,000 tokens. `vocab_size` is the model's."""
+        """Takes about 50 ms per 50,000 tokens. `vocab_size`: the model's vocabulary size."""
         self.tokens = tokens
         self.vocab_size = vocab_size
         self.texts = [tokens.decode_bytes([token]) for token in range(tokens.vocab_size)]
@@ -28,11 +28,11 @@ class TokenTexts:
             for token, text in enumerate(self.texts)
             if tokens.is_special_token(token) and is_text(text)
         }
-        """Special tokens by their text."""
+        """Special tokens by text."""
         self._ordered = sorted((text, token) for token, text in enumerate(self.texts) if text)
 
     def with_prefix(self, start: bytes) -> Iterator[tuple[bytes, int]]:
-        """(text, token) of the tokens whose text begins with `start`."""
+        """(text, token) pairs of the tokens whose text begins with `start`."""
         for index in range(bisect_left(self._ordered, (start, -1)), len(self._ordered)):
             text, token = self._ordered[index]
             if not text.startswith(start):
@@ -41,7 +41,7 @@ class TokenTexts:
 
 
 def is_text(data: bytes) -> bool:
-    """Whether it is valid UTF-8 and not empty."""
+    """Whether `data` is non-empty valid UTF-8."""
     try:
         return bool(data.decode())
     except UnicodeDecodeError:
@@ -49,7 +49,7 @@ def is_text(data: bytes) -> bool:
 
 
 class ThinkingMarkers:
-    """The markers around an output's thinking, in the tokens of a vocabulary."""
+    """Markers around the thinking, as tokens of a vocabulary."""
 
     def __init__(self, spec: ThinkingSpec, token_texts: TokenTexts) -> None:
         self.spec = spec
@@ -70,7 +70,7 @@ class ThinkingMarkers:
                 marker in text or text in marker for marker in (*self._opens, *self._closes)
             )
         )
-        """Special tokens that are not part of a marker; their text is ignored."""
+        """Special tokens that belong to no marker; their text is ignored."""
         self.line_breaks = tuple(
             token for one in _LINE_BREAKS for text, token in token_texts.with_prefix(one)
             if text == one
@@ -78,18 +78,18 @@ class ThinkingMarkers:
         tokenize = token_texts.tokens.tokenize_bytes
         encoded = [tokenize(marker, parse_special=True) for marker in self._closes]
         self.closing = min(map(tuple, encoded), key=len)
-        """The shortest token sequence of a closing marker."""
+        """Shortest token sequence of a closing marker."""
         self._opening_tokens: dict[bytes, tuple[int, ...]] = {}
         self._crossing_tokens: dict[tuple[bytes, ...], Bitmask] = {}
 
     def text(self, token: int) -> bytes:
-        """The text of `token`; empty if it is hidden or unknown to the tokenizer."""
+        """Text of `token`; empty if it is hidden or unknown to the tokenizer."""
         if token in self._hidden or token >= len(self._token_texts.texts):
             return b""
         return self._token_texts.texts[token]
 
     def after_opening(self, context: bytes) -> bytes | None:
-        """The part of `context` behind an opening marker, if it begins with one."""
+        """The part of `context` after the opening marker at its start; None without a marker."""
         context = context.lstrip(_BLANKS)
         found = next((marker for marker in self._opens if context.startswith(marker)), None)
         return None if found is None else context[len(found) :]
@@ -100,7 +100,7 @@ class ThinkingMarkers:
         return any(marker.startswith(context) for marker in self._opens)
 
     def after_closing(self, context: bytes) -> bytes | None:
-        """The part of `context` behind its first closing marker, if it has one."""
+        """The part of `context` after its first closing marker; None without a marker."""
         ends = [(context.index(marker), marker) for marker in self._closes if marker in context]
         if not ends:
             return None
@@ -108,7 +108,7 @@ class ThinkingMarkers:
         return context[index + len(marker) :]
 
     def tail(self, context: bytes) -> bytes:
-        """The longest suffix of `context` that is a prefix of a closing marker."""
+        """Longest suffix of `context` that is a prefix of a closing marker."""
         return max((*self._closing_prefixes(context), b""), key=len)
 
     def _closing_prefixes(self, context: bytes) -> tuple[bytes, ...]:
@@ -120,7 +120,7 @@ class ThinkingMarkers:
         )
 
     def opening_tokens(self, context: bytes) -> tuple[int, ...]:
-        """Tokens that continue an opening marker behind its prefix `context`."""
+        """Tokens that continue an opening marker after its prefix `context`."""
         context = context.lstrip(_BLANKS)
         if context not in self._opening_tokens:
             found = set()
@@ -136,7 +136,8 @@ class ThinkingMarkers:
         return self._opening_tokens[context]
 
     def crossing_tokens(self, context: bytes) -> Bitmask:
-        """Tokens that close the thinking behind `context` with text that may not follow it."""
+        """Bitmask of tokens that complete a closing marker after `context` and go on with text that
+        may not follow it."""
         prefixes = self._closing_prefixes(context)
         if prefixes not in self._crossing_tokens:
             found = set(self._closing_tokens)
@@ -157,10 +158,10 @@ class ThinkingMarkers:
 
 
 class ThinkingState:
-    """How far the thinking of one output is."""
+    """Progress of an output through its thinking."""
 
     def __init__(self, markers: ThinkingMarkers, budget: int | None) -> None:
-        """`budget`: the most tokens of thinking."""
+        """`budget`: maximum tokens of thinking; None: no limit."""
         self.markers = markers
         self.phase = THINKING if markers.spec.is_inside else BEFORE_THINKING
         self._budget = budget
@@ -171,7 +172,7 @@ class ThinkingState:
 
     @property
     def forced_token(self) -> int | None:
-        """The only token that may come next, once the budget is spent."""
+        """The only allowed next token once the budget is spent, else None."""
         if self.phase != THINKING or self._budget is None or self._count < self._budget:
             return None
         return self.markers.closing[self._num_forced]
@@ -183,7 +184,7 @@ class ThinkingState:
 
     @property
     def crossing_tokens(self) -> Bitmask:
-        """Tokens that may not come next: they reach from the thinking into the constrained part."""
+        """Banned tokens, which reach from the thinking into the constrained part."""
         return self.markers.crossing_tokens(self._text)
 
     def advance(self, token: int) -> None:

@@ -1,4 +1,4 @@
-"""Token bitmasks: sets of tokens as the sampler takes them, one bit each in words of 32."""
+"""Token bitmasks: sets of tokens in the sampler's format, a bit per token in 32-bit words."""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,7 @@ Bitmask = npt.NDArray[np.uint32]
 
 
 def bitmask_of(tokens: Iterable[int] | npt.NDArray[np.int64], vocab_size: int) -> Bitmask:
-    """The set of `tokens`."""
+    """Bitmask of `tokens`."""
     bits = np.zeros(-(-vocab_size // TOKENS_PER_WORD) * TOKENS_PER_WORD, dtype=np.uint8)
     bits[tokens if isinstance(tokens, np.ndarray) else list(tokens)] = 1
     return np.packbits(bits, bitorder="little").view("<u4")
@@ -24,7 +24,7 @@ def tokens_in(bitmask: Bitmask) -> npt.NDArray[np.int64]:
 
 
 def without(bitmask: Bitmask, banned: Bitmask) -> Bitmask:
-    """`bitmask` without `banned`, unless that leaves no token."""
+    """`bitmask` without `banned`; unchanged if no token would remain."""
     remaining = bitmask & ~banned
     return remaining if remaining.any() else bitmask
 
