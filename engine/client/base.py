@@ -518,7 +518,7 @@ class SingleEngineClient:
             self._on_prompt(message.hashes)
 
     def _check_ready(self) -> None:
-        """Raise EngineDied if the engine has failed, Overloaded with the progress while it starts."""
+        """Raise EngineDied if the engine has failed, Overloaded with its progress if it starts."""
         if self.failure is not None:
             raise EngineDied(self.failure)
         if self.ready is None:

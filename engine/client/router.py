@@ -342,7 +342,7 @@ class RouterClient:
         answers = await asyncio.gather(*calls, return_exceptions=True)
         values = [one for one in answers if not isinstance(one, BaseException)]
         for error in answers:
-            # An engine that died needs no call if another engine has answered.
+            # An engine that died during the call is ignored if another engine has answered.
             if isinstance(error, BaseException) and not (values and isinstance(error, EngineDied)):
                 raise error
         if name in ("reset_prefix_cache", SLEEP):
