@@ -193,7 +193,7 @@ def _serve(
     has_files: bool = False,
 ) -> None:
     """Loop of a worker. `depth`: maximum number of plans in flight. `is_alone`: whether the worker
-    is its group's only worker and may warm up buckets when it is idle."""
+    may warm up buckets when it is idle, since no other rank has to warm up at the same time."""
     in_flight: deque[bool] = deque()
     """For each plan in flight, whether this worker sends its result."""
     may_idle, is_quiet = is_alone, False
