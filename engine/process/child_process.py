@@ -235,7 +235,7 @@ def run_child(work: Callable[[], int], clean_up: Callable[[], None] = lambda: No
         install_stop_handler()
         code = work()
     except Terminated:
-        # Stopped before `work` handled the signal.
+        # STOP arrived before `work` could handle it.
         code = 0
     bound_exit(code)
     return code

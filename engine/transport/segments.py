@@ -98,7 +98,7 @@ class Segments:
         if frame[:1] != MARK:
             return frame
         for path in self._named(frame):
-            # Another reader may have taken this name, even between two calls.
+            # Another reader may unlink this name at any time.
             with suppress(FileNotFoundError):
                 file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
                 try:
