@@ -114,8 +114,9 @@ class Abort(msgspec.Struct, array_like=True, gc=False, tag=2):
 
 class Control(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=3):
     """A call that gets a Reply. Names: reset_prefix_cache, ping, start_profile and stop_profile
-    (the value is the name of the trace file), shapes (of launches, see StepStats.shapes), SLEEP and
-    WAKE_UP (see engine/core/engine_core.py), COMPILE_GRAMMAR, LOAD_ADAPTER and UNLOAD_ADAPTER."""
+    (the value is the name of the trace file), shapes (of launches, see StepStats.shapes),
+    sleep_state, SLEEP and WAKE_UP (see engine/core/engine_core.py), COMPILE_GRAMMAR, LOAD_ADAPTER
+    and UNLOAD_ADAPTER."""
 
     call: int
     name: str
@@ -173,7 +174,8 @@ class EngineStats(msgspec.Struct, omit_defaults=True, gc=False):
     waiting_tenants: int = 0
     """API keys with waiting requests; set with fair shares."""
     tenant_tokens: dict[str, int] = {}
-    """Tokens served to each API key, output tokens when a request ends; set with fair shares."""
+    """Tokens served to each API key, set with fair shares. Prompt tokens that are not cached count
+    when a request starts, output tokens when it ends."""
     steps: int = 0
     lookups: dict[str, int] = {}
     """'prefill.hit', 'decode.miss', ...: counts."""
