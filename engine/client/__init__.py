@@ -1,4 +1,5 @@
-"""EngineClient: how a front end asks for tokens, over ZeroMQ or in its own process.
+"""EngineClient: interface through which a front end requests tokens, from an engine in another
+process (over ZeroMQ) or in the front end's process.
 
-The launcher starts the engine for the former.
+The launcher starts engine processes.
 """

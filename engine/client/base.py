@@ -1,5 +1,5 @@
-"""EngineClient: how a front end asks for tokens. SingleEngineClient: what the clients of one engine
-share."""
+"""EngineClient: interface through which a front end requests tokens. SingleEngineClient: base class
+of the clients of a single engine."""
 
 import asyncio
 import contextlib
@@ -44,59 +44,62 @@ from hpu.protocol import TOKEN_BYTES
 
 CONTROL_TIMEOUT_S = 30.0
 SLOW_CONTROLS_S = {SLEEP: 600.0, WAKE_UP: 7200.0, LOAD_ADAPTER: 600.0}
-"""Timeouts of the controls that move or read weights, or warm up."""
+"""Timeouts of control calls that move or read weights, or that warm up; seconds."""
 
 CAUSE_GRACE_S = 0.5
-"""How long the cause of an end may take to arrive once the end was noticed."""
+"""Maximum wait for the cause of an engine's end after the end was noticed."""
 
 RESTART_RETRY_S = 5
 MAX_RETRY_AFTER_S = 3600
 
 
 class Failure(NamedTuple):
-    """Why an engine is gone."""
+    """Why an engine has ended."""
 
     message: str
     is_config: bool = False
-    """A setting is to blame."""
+    """A setting is invalid (ConfigError)."""
     is_logged: bool = False
-    """The engine said it itself, and has logged it."""
+    """The engine reported the failure itself and has logged it."""
     may_follow: bool = False
-    """The end of another engine may be the cause."""
+    """The failure may be a consequence of another engine's end."""
     is_external: bool | None = False
-    """What the engine computed is not the cause; None: that is not known yet."""
+    """The cause lies outside of the engine's computation, for example a kill by another process;
+    None: not known yet."""
 
 
 class Pause(NamedTuple):
-    """The time without an engine."""
+    """Interruption between an engine crash and the start of its replacement."""
 
     cause: Failure
     num_requests: int
-    """Open ones, which go on."""
+    """Open requests at the crash, which are resumed."""
     seconds: float
 
 
 class ResumptionObserver(Protocol):
-    """Is told of engines that die and are replaced."""
+    """Observer of engine crashes and replacements."""
 
     def engine_lost(self, client: "SingleEngineClient", *, has_poison: bool) -> None:
-        """Its requests are kept, but, with `has_poison`, for one over which engines have died."""
+        """The engine of `client` crashed; its open requests are kept. `has_poison`: a poison
+        request was failed."""
 
     def engine_restored(self, client: "SingleEngineClient", pause: Pause) -> None:
-        """Its requests go on."""
+        """The engine of `client` was replaced and its requests are resumed."""
 
 
 class EngineClient(Protocol):
-    """One engine, or several behind a router: the same calls whether an engine is a process or
-    lives in this one. The methods are those of SingleEngineClient."""
+    """Client of a single engine, or of several engines behind a router. The calls are the same
+    whether an engine runs in another process or in a thread of this process. SingleEngineClient
+    documents the methods."""
 
     @property
     def engines(self) -> "Sequence[SingleEngineClient]":
-        """The client of each engine, by the engine's number."""
+        """The client of each engine, by engine number."""
 
     @property
     def ready(self) -> Ready | None:
-        """What the engine reported when it had started; None until it takes requests."""
+        """The engine's report at the end of its start-up; None until it accepts requests."""
 
     @property
     def progress(self) -> Progress | None:
@@ -104,7 +107,7 @@ class EngineClient(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Why no engine is left; None while one runs."""
+        """Why no engine is left; None while an engine runs."""
 
     @property
     def is_misconfigured(self) -> bool:
@@ -112,11 +115,11 @@ class EngineClient(Protocol):
 
     @property
     def is_failure_logged(self) -> bool:
-        """Whether the engine said itself why it failed; it has logged that too."""
+        """Whether the engine reported the failure itself; it has logged it, too."""
 
     @property
     def lost(self) -> Failure | None:
-        """Why no engine runs, while one is started anew."""
+        """Why no engine runs, while a crashed engine is being restarted."""
 
     def resume(self, observer: "ResumptionObserver") -> None: ...
 
@@ -126,14 +129,14 @@ class EngineClient(Protocol):
 
     @property
     def adapters(self) -> Mapping[str, LoRAInfo]:
-        """The adapters that are served, by name."""
+        """Served LoRA adapters, by name."""
 
     async def start(self) -> None: ...
 
     async def close(self) -> None: ...
 
     def add(self, request: AddRequest, terms: RequestTerms = NO_TERMS) -> RequestOutputQueue:
-        """Send one sequence."""
+        """Send a sequence to an engine."""
 
     def check_ttft(self, num_tokens: int, *, priority: int, terms: RequestTerms) -> None: ...
 
@@ -147,8 +150,8 @@ class EngineClient(Protocol):
 
 
 class SingleEngineClient:
-    """The client of one engine. A subclass implements `start`, `close` and `_send`, and passes the
-    engine's messages to `_receive`."""
+    """Base class of the clients of a single engine. A subclass implements `start`, `close` and
+    `_send`, and passes messages from the engine to `_receive`."""
 
     def __init__(
         self,
@@ -160,26 +163,27 @@ class SingleEngineClient:
         max_ttft_s: float = 0.0,
         fair_share: bool = False,
     ) -> None:
-        """`index` is the front end's number, `engine` the engine's. `restart`: how often this front
-        end took the place of one that died, whose keys are not used again. `max_ttft_s`: for
-        `check_ttft`; 0: no limit. `fair_share`: whether the engine is shared among tenants."""
+        """`index`: number of this front end. `engine`: number of the engine. `restart`: how many
+        times this front end was restarted; part of each key, so that a restarted front end does not
+        reuse keys. `max_ttft_s`: limit of `check_ttft`; 0: no limit. `fair_share`: whether tenants
+        get fair shares of the engine."""
         self.engine = engine
         self.ready: Ready | None = None
-        """What the engine reported when it had started; None until it takes requests."""
+        """The engine's report at the end of its start-up; None until it accepts requests."""
         self.progress: Progress | None = None
         """Progress of the start-up."""
         self.failure: str | None = None
-        """Why the engine is gone; None while it runs."""
+        """Why the engine has ended for good; None while it runs or is being restarted."""
         self.is_misconfigured = False
         """Whether the engine failed with a ConfigError."""
         self.is_failure_logged = False
-        """Whether the engine said itself why it failed; it has logged that too."""
+        """Whether the engine reported the failure itself; it has logged it, too."""
         self.lost: Failure | None = None
-        """Why the engine died, while it is started anew."""
+        """Why the engine crashed, while it is being restarted."""
         self.stats = EngineStats()
         """The latest gauges and counters."""
         self.adapters: Mapping[str, LoRAInfo] = {}
-        """The adapters that are served, by name."""
+        """Served LoRA adapters, by name."""
         self._on_stats: Callable[[EngineStats], None] | None = None
         self._on_prompt: Callable[[list[bytes]], None] | None = None
         self._on_failure: Callable[[int, Failure], None] | None = None
@@ -191,14 +195,15 @@ class SingleEngineClient:
         self._router = OutputRouter(first_key, limits, by_share=max_ttft_s > 0)
         self._heard_at_s = 0.0
         self.pid = 0
-        """Of the engine's process, on its host; 0 if it has not said."""
+        """Process id of the engine on its host; 0 until the engine has reported it."""
         self.has_hung = False
-        """It is killed since it said nothing. To be set by whoever kills it."""
+        """Whether the engine was killed because it sent nothing for too long. Set by the caller
+        that kills it."""
         self._resumer = Resumer(self._router, self._send)
         self._resumption: ResumptionObserver | None = None
         self._lost_at_s = 0.0
         self._verdict: asyncio.TimerHandle | None = None
-        """Until the cause of a death is known."""
+        """Timer that waits for the cause of a crash; None when no cause is pending."""
         self._num_lost = 0
         self._lost_adapters: dict[str, LoRAInfo] = {}
         self._reloading: asyncio.Task[None] | None = None
@@ -212,11 +217,12 @@ class SingleEngineClient:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Prompt tokens that this front end sent to the engine and that wait to be scheduled."""
+        """Prompt tokens that this front end has sent and that the engine has not scheduled yet."""
         return self._router.num_waiting_tokens
 
     def silent_s(self) -> float:
-        """How long an engine with open requests has said nothing; 0 without requests."""
+        """Seconds without a message from an engine that has open requests; 0 without open requests,
+        before the engine is ready, and while it is being restarted."""
         is_waiting = self.ready is not None and self.lost is None and not self._router.is_empty
         return time.monotonic() - self._heard_at_s if is_waiting else 0.0
 
@@ -229,7 +235,7 @@ class SingleEngineClient:
         raise NotImplementedError
 
     def _send(self, message: ToEngine) -> bool:
-        """Send without waiting; False when the engine cannot take a message now."""
+        """Send without waiting; False if the engine cannot take a message now."""
         raise NotImplementedError
 
     def on_stats(self, observe: Callable[[EngineStats], None] | None) -> None:
@@ -242,23 +248,28 @@ class SingleEngineClient:
         self._on_prompt = observe
 
     def resume(self, observer: "ResumptionObserver") -> None:
-        """From now on requests outlive the engine: when it dies they are kept, and sent again when
-        another one says Ready, until `fail` or `end` is called. Tells `observer`."""
+        """Keep open requests when the engine crashes from now on, and send them again when a new
+        engine is ready, until `fail` or `end` is called. `observer` is notified of crashes and
+        replacements."""
         self._resumption = observer
 
     def on_failure(self, decide: Callable[[int, Failure], None]) -> None:
-        """Call `decide` with this engine's number and the reason when it is gone; it calls
-        `end`."""
+        """Call `decide` with the engine's number and the failure when the engine fails, in place of
+        ending this client; `decide` is responsible for calling `end`."""
         self._on_failure = decide
 
     def add(self, request: AddRequest, terms: RequestTerms = NO_TERMS) -> RequestOutputQueue:
-        """Send one sequence; `request` gets its key, and what `terms` say.
+        """Send a sequence; sets its key, its timeout and its tenant.
 
-        The prompt has the tokens of its images, and `sampling.n` is ignored. A continuation of a
-        sequence that was accepted before is exempt from the limits on waiting requests and
-        scheduled next. Raises Overloaded when too many wait or the engine is not ready, EngineDied
-        when it is gone, DeadlineExceeded if that of `terms` has passed, UserError for what cannot
-        be encoded. Does not wait."""
+        The prompt contains the placeholder tokens of its images; `sampling.n` is ignored. A
+        continuation of a sequence that was accepted before is exempt from the limits on waiting
+        requests and is scheduled before all waiting requests. While the engine is being restarted,
+        the request waits for the new engine.
+
+        Raises Overloaded when too many requests wait or the engine is not ready, EngineDied when
+        the engine has failed, DeadlineExceeded when the deadline of `terms` has passed, and
+        UserError when the request cannot be encoded. Does not wait.
+        """
         self._check_ready()
         timeout_s = terms.timeout_s()
         if self._router.is_empty:
@@ -273,7 +284,7 @@ class SingleEngineClient:
         if self._resumption is not None:
             queue.message = request
         try:
-            # Without an engine the request waits among those that are resumed.
+            # While the engine is being restarted, the request waits to be sent by `_resumer`.
             sent = self.lost is not None or self._send(request)
         except (TypeError, ValueError) as error:
             self._router.discard(queue.key)
@@ -284,13 +295,13 @@ class SingleEngineClient:
         return queue
 
     def check_ttft(self, num_tokens: int, *, priority: int, terms: RequestTerms) -> None:
-        """Raise Overloaded if a prompt of `num_tokens` is not expected to have its first token
-        within max_ttft_s. To be called before `add`, if there is such a limit."""
+        """Raise Overloaded if the expected time to first token of a prompt of `num_tokens` exceeds
+        max_ttft_s. Call it before `add` if there is such a limit."""
         check_ttft(self.ttft_s(num_tokens, (priority, terms.tenant)), self._max_ttft_s)
 
     def ttft_s(self, num_tokens: int, share: Share) -> float:
-        """The expected time to first token of a prompt of `num_tokens`. 0 if nothing is ahead of
-        it, or the engine has measured nothing yet."""
+        """Expected time to first token of a prompt of `num_tokens`, in seconds; 0 if no tokens wait
+        before it, the engine has not measured its prefill rate yet, or there is no max_ttft_s."""
         stats = self.stats
         if self._router.shares is None or not stats.prefill_tokens_per_s:
             return 0.0
@@ -302,16 +313,16 @@ class SingleEngineClient:
         return (ahead + stats.prefilling_tokens + num_tokens) / stats.prefill_tokens_per_s
 
     def abort(self, keys: list[int]) -> None:
-        """Abort these requests; safe for unknown or finished keys, at any moment. Their queues end
-        with a Finish of reason abort."""
+        """Abort the requests with these keys; safe at any time, and for unknown or finished keys.
+        The queues end with a Finish of reason abort."""
         self._unsent_aborts += self._router.abort(keys)
         self._send_aborts()
 
     async def control(self, name: str, **arguments: Any) -> Any:
-        """Call the engine and wait for its answer. Raises UserError when the engine refuses,
-        RequestFailed when it fails or does not answer within CONTROL_TIMEOUT_S (or
-        SLOW_CONTROLS_S), Overloaded before it is ready or when it has no room, EngineDied when it
-        is gone."""
+        """Call the engine and wait for its answer. Raises UserError when the engine refuses the
+        call, RequestFailed when the call fails or is not answered within CONTROL_TIMEOUT_S (or
+        SLOW_CONTROLS_S), Overloaded when the engine is not ready, is being restarted or has no
+        room, and EngineDied when it has failed."""
         self._check_ready()
         if self.lost is not None:
             raise self._restarting()
@@ -332,8 +343,8 @@ class SingleEngineClient:
             del self._calls[call]
 
     async def wait_ready(self) -> Ready:
-        """Wait for start-up to end. Raises EngineDied when it fails, ConfigError if a setting is
-        to blame."""
+        """Wait for the end of the start-up. Raises EngineDied when it fails, ConfigError if an
+        invalid setting is the cause."""
         await self._settled.wait()
         if self.failure is not None and self.is_misconfigured:
             raise ConfigError(self.failure)
@@ -342,12 +353,13 @@ class SingleEngineClient:
         return self.ready
 
     def fail(self, message: str, *, is_config: bool = False) -> None:
-        """The engine is gone. To be called on the loop's thread by whoever watches the process.
-        `is_config`: a setting is to blame. Only the first call counts."""
+        """Report that the engine has ended. Call it on the thread of the event loop. `is_config`:
+        an invalid setting is the cause. Only the first call counts."""
         self._fail(Failure(message, is_config))
 
     def end(self, failure: Failure) -> None:
-        """End all requests and calls. Only the first call counts."""
+        """End all open requests and control calls with `failure`; if the engine crashed before and
+        reported the cause itself, with the reported cause. Only the first call counts."""
         if self.lost is not None and self.lost.is_logged:
             failure = self.lost
         self.lost = None
@@ -362,13 +374,14 @@ class SingleEngineClient:
                 answer.set_exception(EngineDied(failure.message))
 
     def _lose(self, failure: Failure) -> None:
-        """The engine is gone: it ends all requests, unless another one may resume them."""
+        """Handle an engine crash: keep the requests for a new engine, or fail them if resumption is
+        off, the engine was never ready, or an invalid setting is the cause."""
         is_resumed = self._resumption is not None and not failure.is_config
         if self.failure is not None or self.ready is None or not is_resumed:
             self._fail(failure)
             return
         if self.lost is not None:
-            # Also the successor has died before it was ready; the first cause is shown.
+            # The new engine crashed before it was ready; keep the first cause.
             return
         assert self._resumption is not None
         self.lost, self._lost_at_s = failure, time.monotonic()
@@ -384,7 +397,7 @@ class SingleEngineClient:
             self._judge(failure.is_external)
 
     def _judge(self, is_external: bool) -> None:
-        """End requests over which engines die; the others may go on."""
+        """Fail the poison request, if there is one, and report the crash to the observer."""
         assert self._resumption is not None
         self._cancel_verdict()
         is_external = is_external and not self.has_hung
@@ -400,7 +413,7 @@ class SingleEngineClient:
 
     @property
     def awaits_verdict(self) -> bool:
-        """Whether the engine has died, and why is not known yet."""
+        """Whether the engine has crashed and the cause is not known yet."""
         return self._verdict is not None
 
     def _cancel_verdict(self) -> None:
@@ -409,7 +422,7 @@ class SingleEngineClient:
             self._verdict = None
 
     def name_cause(self, end: ProcessEnd) -> None:
-        """The engine's process ended in this way, and another one is started in its place."""
+        """Handle the end of an engine process that the launcher restarts; `end` is the cause."""
         failure = Failure(end.description, is_external=end.is_external)
         self._lose(failure)
         if self.lost is not None and not self.lost.is_logged:
@@ -418,12 +431,13 @@ class SingleEngineClient:
             self._judge(end.is_external)
 
     def _reload_adapters(self) -> None:
-        """Load the adapters that the engine that died had loaded while it ran, then restore."""
+        """Load the adapters that the crashed engine had loaded at run time, then resume."""
         missing = [one for name, one in self._lost_adapters.items() if name not in self.adapters]
 
         async def reload() -> None:
             for one in missing:
-                # Another front end may have loaded it; who needs one that is gone is told.
+                # Another front end may have loaded the adapter. Requests for an adapter that cannot
+                # be loaded fail on their own.
                 with contextlib.suppress(UserError, RequestFailed, Overloaded):
                     await self._call(LOAD_ADAPTER, {"adapter": one.named})
             self._restore()
@@ -434,7 +448,7 @@ class SingleEngineClient:
             self._restore()
 
     def _restore(self) -> None:
-        """Another engine has taken the place of the one that died."""
+        """Resume the requests of the crashed engine on the new engine."""
         if self.lost is None or self._resumption is None:
             return
         if self.awaits_verdict:
@@ -446,12 +460,12 @@ class SingleEngineClient:
         self._resumption.engine_restored(self, pause)
 
     def adopt(self, other: "SingleEngineClient", queues: "Sequence[RequestOutputQueue]") -> None:
-        """Go on with open requests of `other`, whose engine has died."""
+        """Resume open requests of `other`, whose engine has crashed, on this engine."""
         self._resumer.adopt(queues, other._router)
 
     @property
     def queues(self) -> "list[RequestOutputQueue]":
-        """Of the open requests, in the order in which they go on in another engine."""
+        """Queues of the open requests, in the order in which a new engine resumes them."""
         return sorted(self._router.queues, key=resume_order)
 
     def _restarting(self) -> Overloaded:
@@ -504,7 +518,7 @@ class SingleEngineClient:
             self._on_prompt(message.hashes)
 
     def _check_ready(self) -> None:
-        """Raise EngineDied if the engine failed, Overloaded, with its progress, if it starts."""
+        """Raise EngineDied if the engine has failed, Overloaded with its progress if it starts."""
         if self.failure is not None:
             raise EngineDied(self.failure)
         if self.ready is None:
@@ -517,7 +531,8 @@ class SingleEngineClient:
             )
 
     def _send_aborts(self) -> None:
-        # Aborts must not be lost: those that cannot be sent now follow the engine's next message.
+        # Aborts must not be lost: if the engine takes no message now, send the aborts after its
+        # next StepOutput.
         if self._unsent_aborts and self._send(Abort(self._unsent_aborts)):
             self._unsent_aborts = []
 
@@ -536,7 +551,7 @@ class SingleEngineClient:
 
 
 def check_ttft(expected_s: float, max_ttft_s: float) -> None:
-    """Raise Overloaded if a time to first token is longer than allowed."""
+    """Raise Overloaded if the expected time to first token exceeds a limit; 0: no limit."""
     if expected_s > max_ttft_s > 0:
         raise Overloaded(
             f"The first token is expected in {expected_s:.1f} s, which is more than "

@@ -1,4 +1,4 @@
-"""CommonEnd: engines that step together end together, with one reason."""
+"""CommonEnd: engines that step together end together, with the same reason."""
 
 import asyncio
 from collections.abc import Sequence
@@ -7,9 +7,9 @@ from engine.client.base import CAUSE_GRACE_S, Failure, SingleEngineClient
 
 
 class CommonEnd:
-    """Ends the clients of all engines when the first engine ends. An engine whose collectives fail
-    since another one is gone may report that before the other's end is noticed, so a reason that
-    may follow from another one waits for that."""
+    """Ends the clients of all engines when the first engine ends. If an engine ends, collectives of
+    the other engines fail, and their failures may arrive first: a failure that may be a consequence
+    waits CAUSE_GRACE_S for the cause."""
 
     def __init__(self, engines: Sequence[SingleEngineClient]) -> None:
         self._engines = engines
@@ -19,7 +19,7 @@ class CommonEnd:
             engine.on_failure(self._report)
 
     def _report(self, engine: int, failure: Failure) -> None:
-        """`engine` has ended."""
+        """Handle the failure of `engine`: end all clients, or wait for the cause."""
         if self._cause is None:
             self._cause = engine, failure
             if failure.may_follow:
@@ -31,7 +31,7 @@ class CommonEnd:
         self._end()
 
     def end(self, failure: Failure) -> None:
-        """End all clients with `failure`, if they have not ended."""
+        """End all clients with `failure`, unless they have ended."""
         if not self._has_ended:
             self._has_ended = True
             for engine in self._engines:

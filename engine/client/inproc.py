@@ -1,4 +1,4 @@
-"""InprocClient: an EngineClient whose engine is a thread of this process."""
+"""InprocClient: EngineClient with the engine in a thread of this process."""
 
 import asyncio
 import threading
@@ -17,13 +17,13 @@ from engine.transport.messages import Failed, FromEngine, ToEngine
 
 
 class Closed(Exception):
-    """The client was closed: the reason with which the loop is stopped."""
+    """Reason with which `close` stops the engine loop."""
 
 
 class InprocClient(SingleEngineClient):
-    """An EngineClient without a process. Belongs to one asyncio loop.
+    """EngineClient without an engine process. Belongs to a single asyncio loop.
 
-    Prompt tokens are not limited: offline, a whole data set is added at once.
+    The number of waiting prompt tokens is unlimited: offline, a whole data set is added at once.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class InprocClient(SingleEngineClient):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
-        """Start loading; `wait_ready` waits for the end of it."""
+        """Start the engine thread; `wait_ready` waits for the end of the start-up."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def close(self) -> None:
-        """Stop the thread and the worker, and wait for them; safe to call twice."""
+        """Stop the engine thread and the worker, and wait for them; safe to call twice."""
         self.fail("the client was closed")
         self._engine.stop(Closed())
         if self._thread.is_alive():
@@ -59,7 +59,7 @@ class InprocClient(SingleEngineClient):
         return True
 
     def _emit(self, front_end: int | None, message: FromEngine) -> None:
-        # RuntimeError: the asyncio loop was closed without `close`, and nobody reads any more.
+        # RuntimeError: the asyncio loop was closed without `close`, so nobody reads the messages.
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(self._receive, message)

@@ -1,4 +1,4 @@
-"""Launcher: starts engine processes, watches them, stops them."""
+"""Launcher: starts, watches and stops engine processes."""
 
 import dataclasses
 import logging
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 CPU_DEVICES = ("cpu", "hpu-emulator")
 
 COUPLED_STOP_S = 2.0
-"""How long an engine may take to stop after another one that it steps together with has ended."""
+"""Time that an engine has to stop after another engine of its coupled group has ended."""
 
 
 def launch(
@@ -71,15 +71,16 @@ def launch(
     engine: int = 0,
     remote_token: str = "",
 ) -> ChildProcess:
-    """Start the process of engine `engine`, which ends with this one. It connects to
-    `front_end_endpoint` of each front end and presents `token` there. `remote_token`: what engines
-    of other hosts present to it.
+    """Start the process of engine `engine`, which ends when this process ends. The engine connects
+    to `front_end_endpoint` of each front end and presents `token` there. `remote_token`: token that
+    engines on other hosts present to this engine.
 
-    `on_exit` is called on another thread when it ends without `close`. `command`
-    replaces the engine's entry. Raises ConfigError for an execution mode that is not possible, and
-    when there are too few cards.
+    `on_exit` is called on another thread when the process ends without `close`. `command` replaces
+    the engine's command line. Raises ConfigError if the execution mode is not possible or there are
+    too few cards.
     """
-    # Checked here so that the caller gets the error; the engine decides again, and logs why.
+    # Checked here so that the caller gets the error; the engine repeats the check and logs the
+    # reason.
     hpu_environment(config)
     parallel = config.data_parallel
     cards = device_environment(
@@ -100,7 +101,7 @@ def launch(
 def front_end_endpoints(
     parallel: DataParallelConfig, directory: str, index: int
 ) -> tuple[str, ...]:
-    """Where front end `index` listens, for each engine."""
+    """Addresses on which front end `index` listens, by engine."""
     return tuple(
         front_end_endpoint(directory, index, engine, parallel)
         for engine in range(parallel.data_parallel_size)
@@ -108,7 +109,7 @@ def front_end_endpoints(
 
 
 class EngineProcesses:
-    """The engines of this host: started together, each one watched, stopped together."""
+    """The engine processes of this host: started together, watched, stopped together."""
 
     def __init__(
         self,
@@ -125,9 +126,10 @@ class EngineProcesses:
         max_wait_s: float = MAX_WAIT_S,
         on_restart: Callable[[int, ProcessEnd], None] = lambda engine, end: None,
     ) -> None:
-        """Start them as `launch` does; `on_exit` gets the number of an engine that has ended, and
-        how. One that was ready is started again instead, if that did not happen `max_restarts`
-        times in a row, at most `max_wait_s` later, and `on_restart` is told."""
+        """Start the engines with `launch`. `on_exit` is called with the number of an engine that
+        has ended and a description of the end. An engine that has been ready is restarted in place
+        of that call, at most `max_restarts` times in a row, each at most `max_wait_s` after the
+        end, and `on_restart` is called. Coupled engines are never restarted."""
         config = share_cores(config)
         self._start = partial(
             launch,
@@ -149,11 +151,11 @@ class EngineProcesses:
         }
         self._has_closed = threading.Event()
         self.are_coupled = config.num_coupled_engines > 1
-        """Whether all end when one does."""
+        """Whether all engines stop when any of them ends."""
         self._on_exit = on_exit
         self._closing = threading.Lock()
         self.processes: dict[int, ChildProcess] = {}
-        """By the engine's number."""
+        """Processes by engine number."""
         try:
             for engine in engines:
                 self._launch(engine)
@@ -166,7 +168,7 @@ class EngineProcesses:
         return sum(process.poll() is None for process in self.processes.values())
 
     def close(self, timeout_s: float) -> None:
-        """Stop all at once and wait until they are gone; safe to call twice."""
+        """Stop all engines in parallel and wait until they have ended; safe to call twice."""
         self._has_closed.set()
         with self._closing:
             for process in self.processes.values():
@@ -182,14 +184,14 @@ class EngineProcesses:
         wait_s = self._limits[engine].wait_s(is_misconfigured=is_misconfigured)
         if wait_s is not None:
             self._on_restart(engine, end)
-            # Not on this thread, which is the watcher of the one that has ended.
+            # On another thread: `_restart` joins the watcher of this process, which is this thread.
             restart = partial(self._restart, engine, end.description, wait_s)
             threading.Thread(target=restart, daemon=True).start()
             return
         self._on_exit(engine, end.description)
         if self.are_coupled:
-            # The others wait for its devices, some of them for ever. Not on this thread, which is
-            # the watcher of the one that has ended.
+            # The other engines wait for this engine's devices, possibly forever. On another thread:
+            # `close` joins the watcher of this process, which is this thread.
             threading.Thread(target=self.close, args=(COUPLED_STOP_S,), daemon=True).start()
 
     def _restart(self, engine: int, reason: str, wait_s: float) -> None:
@@ -205,9 +207,9 @@ class EngineProcesses:
 
 
 def share_cores(config: EngineConfig, num_cores: int | None = None) -> EngineConfig:
-    """`config` for one of several engines that compute on this host's CPU: each gets its part of
-    `num_cores` (None: the cores of this process) as compute threads, unless the user set the
-    number."""
+    """`config` with this host's cores divided among its engines: on a CPU, each worker of several
+    engines gets an equal part of `num_cores` (None: the cores of this process) as compute threads,
+    unless the user set the number."""
     count = config.data_parallel.num_local
     if count == 1 or config.num_threads or chosen_device(config.device) not in CPU_DEVICES:
         return config

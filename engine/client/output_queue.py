@@ -1,4 +1,4 @@
-"""RequestOutputQueue: the output of one request. OutputRouter: all queues of a front end for one
+"""RequestOutputQueue: the output of a request. OutputRouter: the queues of a front end for a single
 engine."""
 
 import asyncio
@@ -19,7 +19,7 @@ MIN_TIMEOUT_S = 1e-3
 
 
 class Update(msgspec.Struct, gc=False):
-    """Everything that a request gained since its queue was last read."""
+    """All output that arrived since the queue was last read."""
 
     tokens: list[int] = []
     logprobs: list[Logprobs] = []
@@ -32,8 +32,8 @@ class Update(msgspec.Struct, gc=False):
 
 
 class RequestOutputQueue:
-    """The output of one request, for one reader. Unread updates are merged into one, so that a slow
-    reader never has a backlog."""
+    """The output of a request, for a single reader. Unread updates are merged, so a slow reader has
+    no backlog."""
 
     __slots__ = (
         "_failure",
@@ -57,33 +57,35 @@ class RequestOutputQueue:
         self.key = key
         self.share = share
         self.deadline_s: float | None = None
-        """As RequestTerms.deadline_s."""
+        """Deadline of the request (see RequestTerms.deadline_s)."""
         self.num_waiting_tokens = num_waiting_tokens
-        """Prompt tokens that wait to be scheduled; -1 once the request was scheduled."""
+        """Prompt tokens that wait to be scheduled; -1 once the request was scheduled or closed."""
         self.has_started = False
-        """Whether any engine has scheduled it."""
+        """Whether any engine has scheduled the request."""
         self.message: AddRequest | None = None
-        """As it was sent first; set if it can be resumed by another engine."""
+        """The request as first sent, kept for resumption; None if the request cannot be resumed."""
         self.is_suspect = False
-        """Whether its engine died while it computed its next token."""
+        """Whether an engine crashed after it had scheduled this request and before it sent any
+        output for it. Reset at a later crash if the request has progressed since."""
         self.num_deaths = 0
-        """How often it was the only such request, since it last gained a token and since an engine
-        died without any."""
+        """Crashes with this request as the only suspect; reset at a crash if the request has
+        progressed, or if the crash has no suspect."""
         self.num_external_deaths = 0
-        """At how many of these another one ended the engine."""
+        """How many of `num_deaths` were external kills (operator, OOM killer)."""
         self._output = array("I")
-        """Its tokens, and the prompt positions with log-probabilities; counted if there is a
-        message."""
+        """Output tokens, kept only if the request can be resumed. `_num_prompt_logprobs` counts the
+        prompt positions with log-probabilities."""
         self._num_prompt_logprobs = 0
         self._num_resumed = (0, 0)
-        """What it had of both when it was sent to its engine."""
+        """(output tokens, prompt positions with log-probabilities) when the request was last
+        resumed."""
         self._update: Update | None = None
         self._failure: str | None = None
         self._reader: asyncio.Future[None] | None = None
 
     async def get(self) -> Update:
-        """Wait for an update and take it. Raises EngineDied after the last update of an engine that
-        died; after an update with `finish` nothing follows."""
+        """Wait for an update and take it. Raises EngineDied after the last update if the engine
+        died; after an update with `finish`, no update follows."""
         while self._update is None:
             if self._failure is not None:
                 raise EngineDied(self._failure)
@@ -95,14 +97,14 @@ class RequestOutputQueue:
         return update
 
     def unread(self) -> Update:
-        """The unread update, to be extended by the caller; wakes the reader."""
+        """The unread update, which the caller extends; wakes the reader."""
         self._wake_reader()
         if self._update is None:
             self._update = Update()
         return self._update
 
     def fail(self, message: str) -> None:
-        """Make `get` raise EngineDied once everything was read."""
+        """Make `get` raise EngineDied once all updates were read."""
         self._failure = message
         self._wake_reader()
 
@@ -113,17 +115,17 @@ class RequestOutputQueue:
             self._output.extend(tokens)
 
     def add_prompt_logprobs(self, logprobs: Logprobs) -> None:
-        """Add some positions to the unread update."""
+        """Add log-probabilities of prompt positions to the unread update."""
         self.unread().prompt_logprobs.append(logprobs)
         self._num_prompt_logprobs += logprobs.ranks.nbytes // TOKEN_BYTES
 
     @property
     def has_gained(self) -> bool:
-        """Whether its engine has given it anything."""
+        """Whether the request has output since it was last sent to an engine."""
         return (len(self._output), self._num_prompt_logprobs) != self._num_resumed
 
     def resumed_message(self) -> AddRequest:
-        """What another engine has to be sent, under the key that it has now."""
+        """The message that resumes this request on an engine, with the current key."""
         assert self.message is not None, f"request {self.key} cannot be resumed"
         self._num_resumed = len(self._output), self._num_prompt_logprobs
         resumption = Resumption(
@@ -131,7 +133,7 @@ class RequestOutputQueue:
         )
         timeout_s = self.message.timeout_s
         if self.deadline_s is not None:
-            # One that has passed is the engine's to report.
+            # The engine reports a deadline that has passed.
             timeout_s = max(self.deadline_s - time.perf_counter(), MIN_TIMEOUT_S)
         return msgspec.structs.replace(
             self.message, key=self.key, resumption=resumption, timeout_s=timeout_s
@@ -145,17 +147,17 @@ class RequestOutputQueue:
 
 
 class OutputRouter:
-    """The output queues of one front end for one engine.
+    """The output queues of a front end for a single engine.
 
-    A request waits from `open` until it is scheduled, gains a token or finishes.
+    A request counts as waiting from `open` until it is scheduled, gets a token or ends.
     """
 
     def __init__(self, first_key: int, limits: QueueLimits, *, by_share: bool = False) -> None:
-        """`by_share`: count `shares`."""
+        """`by_share`: whether to count `shares`."""
         self.num_waiting_tokens = 0
-        """Prompt tokens of the requests that wait."""
+        """Prompt tokens of the waiting requests."""
         self.shares: dict[Share, int] | None = {} if by_share else None
-        """The same by (priority, tenant)."""
+        """Prompt tokens of the waiting requests by (priority, tenant); None: not counted."""
         self._queues: dict[int, RequestOutputQueue] = {}
         self._keys = itertools.count(first_key)
         self._limits = limits
@@ -163,7 +165,7 @@ class OutputRouter:
     def open(
         self, num_prompt_tokens: int, *, is_continuation: bool = False, share: Share = (0, 0)
     ) -> RequestOutputQueue:
-        """The queue of a new request. Raises Overloaded like QueueLimits.enter."""
+        """Open the queue of a new request. Raises Overloaded like QueueLimits.enter."""
         self._limits.enter(num_prompt_tokens, is_continuation=is_continuation, tenant=share[1])
         queue = RequestOutputQueue(next(self._keys), num_prompt_tokens, share)
         self._queues[queue.key] = queue
@@ -171,7 +173,7 @@ class OutputRouter:
         return queue
 
     def deliver(self, output: StepOutput) -> None:
-        """Distribute a step's columns to the queues; what belongs to closed ones is dropped."""
+        """Distribute a step's output to the queues; output of closed queues is dropped."""
         queues = self._queues
         for key, num_cached in zip(output.started, output.started_cached, strict=True):
             if (queue := queues.get(key)) is not None:
@@ -202,7 +204,7 @@ class OutputRouter:
                 queue.unread().finish = finish
 
     def abort(self, keys: list[int]) -> list[int]:
-        """Finish these queues with reason abort; the keys of those that were open."""
+        """Finish these queues with reason abort; returns the keys of the queues that were open."""
         closed = [queue for key in keys if (queue := self._close(key)) is not None]
         for queue in closed:
             queue.unread().finish = Finish(queue.key, "abort")
@@ -214,7 +216,7 @@ class OutputRouter:
 
     @property
     def queues(self) -> Collection[RequestOutputQueue]:
-        """Those that are open, the first opened first."""
+        """Open queues, oldest first."""
         return self._queues.values()
 
     @property
@@ -222,7 +224,7 @@ class OutputRouter:
         return not self._queues
 
     def is_open(self, queue: RequestOutputQueue) -> bool:
-        """Whether it is one of these, and has not ended."""
+        """Whether `queue` belongs to this router and has not ended."""
         return self._queues.get(queue.key) is queue
 
     def finish(self, queue: RequestOutputQueue, error: str) -> None:
@@ -231,8 +233,8 @@ class OutputRouter:
         queue.unread().finish = Finish(queue.key, "error", error=error)
 
     def move(self, queue: RequestOutputQueue, other: "OutputRouter") -> None:
-        """Give an open queue, which waits from now on, to `other` or to this router, with a new
-        key: what a dead engine said of the old one is dropped."""
+        """Move an open queue to `other` (which may be this router) under a new key. The request
+        counts as waiting again, and late output for the old key is dropped."""
         del self._queues[queue.key]
         if queue.num_waiting_tokens < 0:
             assert queue.message is not None, f"request {queue.key} cannot be resumed"

@@ -1,14 +1,14 @@
-"""QueueLimits: how many requests and prompt tokens of a front end may wait."""
+"""QueueLimits: limits on the waiting requests and prompt tokens of a front end."""
 
 from config.errors import Overloaded
 
 
 class QueueLimits:
-    """The waiting requests of one front end, over all of its engines, and their limits.
+    """Counts and limits of a front end's waiting requests, over all of its engines.
 
-    With `fair_share` a tenant may exceed what is left of a limit up to its share of the whole, the
-    limit divided by the tenants that wait: one that fills the queue keeps no other out. So at most
-    limit * (1 + 1/2 + 1/3 + ...) requests wait, over the tenants.
+    With `fair_share`, a full queue still admits a tenant up to its share, which is the limit
+    divided by the number of tenants with waiting requests: a tenant that fills the queue does not
+    lock other tenants out. At most limit * (1 + 1/2 + 1/3 + ...) requests wait in total.
     """
 
     def __init__(
@@ -19,11 +19,12 @@ class QueueLimits:
         self._num_requests = 0
         self._num_tokens = 0
         self._tenants: dict[int, list[int]] | None = {} if fair_share else None
-        """Waiting requests and tokens of each tenant that has any."""
+        """[requests, tokens] that wait, for each tenant with waiting requests."""
 
     def enter(self, num_tokens: int, *, is_continuation: bool = False, tenant: int = 0) -> None:
-        """Count a request with so many prompt tokens. Raises Overloaded when too many requests or
-        tokens wait, unless it continues a request that was accepted before."""
+        """Count a request with `num_tokens` prompt tokens as waiting. Raises Overloaded when too
+        many requests or tokens wait, unless the request continues a sequence that was accepted
+        before."""
         num_waiting = self._num_tokens + num_tokens
         is_full = self._num_requests >= self._max_requests or num_waiting > self._max_prompt_tokens
         if is_full and not is_continuation:
@@ -47,7 +48,8 @@ class QueueLimits:
                 del self._tenants[tenant]
 
     def _check_share(self, num_tokens: int, tenant: int) -> None:
-        """Raise Overloaded for a request beyond a limit, and beyond its tenant's share of it."""
+        """Raise Overloaded for a request that exceeds both a limit and its tenant's share of the
+        limit."""
         num_requests, num_waiting, num_tenants, whose = self._num_requests, self._num_tokens, 1, ""
         if self._tenants is not None:
             num_requests, num_waiting = self._tenants.get(tenant, (0, 0))

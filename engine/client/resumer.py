@@ -1,4 +1,4 @@
-"""Resumer: sends an engine the requests that another one, or its predecessor, had when it died."""
+"""Resumer: sends requests of a crashed engine to its replacement or to another engine."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -8,7 +8,7 @@ from engine.transport.messages import AddRequest
 
 
 class Resumer:
-    """Requests on their way to one engine."""
+    """Queue of requests to resume on an engine."""
 
     def __init__(self, router: OutputRouter, send: Callable[[AddRequest], bool]) -> None:
         """`send` returns False while the engine takes no more messages."""
@@ -17,33 +17,35 @@ class Resumer:
         self._unsent: deque[RequestOutputQueue] = deque()
 
     def adopt(self, queues: Iterable[RequestOutputQueue], before: OutputRouter) -> None:
-        """Send open requests of a dead engine's router, `before`, in this order."""
+        """Send open requests of a crashed engine in this order; `before` is the router of that
+        engine."""
         for queue in queues:
             before.move(queue, self._router)
             self._unsent.append(queue)
         self.proceed()
 
     def withdraw(self) -> None:
-        """The engine has died: what was not sent stays in its router, to be adopted again."""
+        """Handle a crash of this engine: unsent requests wait in its router for `adopt`."""
         self._unsent.clear()
 
     @property
     def is_done(self) -> bool:
-        """Whether there is nothing left to send."""
+        """Whether all requests were sent."""
         return not self._unsent
 
     def proceed(self) -> None:
-        """Send what the engine takes now. To be called after each of its messages."""
+        """Send as many requests as the engine takes now. Call it after each StepOutput of the
+        engine."""
         while self._unsent and self._resume(self._unsent[0]):
             self._unsent.popleft()
 
     def _resume(self, queue: RequestOutputQueue) -> bool:
-        """Whether it was sent, or need not be."""
+        """Send the request; True if it was sent or has ended."""
         if not self._router.is_open(queue):
             return True
         try:
             return self._send(queue.resumed_message())
         except (TypeError, ValueError) as error:
-            # It was accepted while no engine ran, before anyone tried to encode it.
+            # The request was accepted while no engine ran, before any attempt to encode it.
             self._router.finish(queue, f"the request cannot be encoded: {error}")
             return True

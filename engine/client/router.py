@@ -1,4 +1,4 @@
-"""RouterClient: an EngineClient of several engines, which chooses the engine of each request."""
+"""RouterClient: EngineClient over several engines; routes each request to an engine."""
 
 import asyncio
 from collections import OrderedDict
@@ -38,36 +38,38 @@ from hpu.protocol import TOKEN_BYTES
 
 BUSY_RATIO = 1.5
 BUSY_TOKENS = 2048
-"""An engine is clearly busier than another if it has more than BUSY_RATIO times as many tokens in
-hand, and at least BUSY_TOKENS more beyond the tokens that its longer cached prefix saves."""
+"""An engine is clearly busier than another engine if it has more than BUSY_RATIO times as many
+tokens in hand, and at least BUSY_TOKENS more in addition to the tokens that its longer cached
+prefix saves."""
 
 MAX_BLOCKS = 1024
-"""Leading blocks of a prompt that are hashed, on the event loop: less than a millisecond."""
+"""Maximum number of leading blocks of a prompt that are hashed; takes less than a millisecond on
+the event loop."""
 MAX_CACHED_BLOCKS = 65_536
-"""Hashes kept for each engine, if it has more blocks."""
+"""Maximum number of block hashes kept for each engine."""
 
 FULL_SHARE = 0.5
-"""A request of which less than half is cached does not go to an engine whose cache is filled beyond
-this share by prompts, if another's is filled less than half as much: the rest of the share is for
-outputs, of which the router knows nothing."""
+"""Share of an engine's KV cache, filled by prompts, above which a prefix match of less than half of
+the prompt no longer wins over an engine that is filled less than half as much. The rest of the
+cache is for outputs, which the router cannot see."""
 
 PREFIX, BUSY, ROOM, LOAD = REASONS = ("prefix", "busy", "room", "load")
-"""Why an engine was chosen: it has the longest cached prefix; the one that has it is clearly
-busier; the one that has a short one has a full cache, and this one has room; no engine has a
-prefix, and this one has the fewest tokens in hand."""
+"""Reasons for choosing an engine. PREFIX: longest cached prefix. BUSY: the engine with the longest
+prefix is clearly busier. ROOM: the engine with the longest prefix has a full cache and only a short
+match. LOAD: no engine has a prefix cached, and this engine has the fewest tokens in hand."""
 
 
 class CachedPrefixes:
-    """Which blocks an engine has cached, estimated from the prompts that it was sent: the least
-    recently used are forgotten first, as in the engine."""
+    """Estimate of an engine's cached blocks, from the prompts that were sent to it. Evicts the
+    least recently used block first, like the engine."""
 
     def __init__(self) -> None:
         self._hashes: OrderedDict[bytes, None] = OrderedDict()
         self.capacity = MAX_CACHED_BLOCKS
-        """Blocks of the engine's cache."""
+        """Number of blocks to keep: the size of the engine's cache, at most MAX_CACHED_BLOCKS."""
 
     def num_cached(self, hashes: Iterable[bytes]) -> int:
-        """How many of the leading `hashes` are cached."""
+        """Number of leading `hashes` that are cached."""
         known, count = self._hashes, 0
         for block_hash in hashes:
             if block_hash not in known:
@@ -76,9 +78,9 @@ class CachedPrefixes:
         return count
 
     def add(self, hashes: Sequence[bytes]) -> None:
-        """The engine was sent a prompt with these block hashes."""
+        """Record a prompt with these block hashes that was sent to the engine."""
         known = self._hashes
-        # The tail first: a prefix is evicted after what follows it.
+        # Touch the last block first: a prefix is evicted after the blocks that follow it.
         for block_hash in reversed(hashes):
             known[block_hash] = None
             known.move_to_end(block_hash)
@@ -90,28 +92,32 @@ class CachedPrefixes:
 
     @property
     def fill(self) -> float:
-        """The share of the cache that the known blocks take."""
+        """Share of the cache that the recorded blocks take."""
         return len(self._hashes) / self.capacity
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What is known of an engine when a request is routed."""
+    """State of an engine when a request is routed."""
 
     cached_tokens: int
-    """Of the request's prompt."""
+    """Tokens of the request's prompt in the engine's prefix cache."""
     tokens_in_hand: int
-    """Prompt tokens that wait, and tokens in the KV cache of running requests."""
+    """Waiting prompt tokens, and tokens in the KV cache of running requests."""
     num_routed: int = 0
-    """Requests that it was sent before."""
+    """Requests that were routed to the engine before."""
     fill: float = 0.0
     """CachedPrefixes.fill."""
 
 
 def choose(candidates: Sequence[Candidate], num_tokens: int = 0) -> tuple[int, str]:
-    """The index of the engine that gets a request of `num_tokens`, and which of REASONS it was.
-    That is the one with the longest cached prefix, unless it is clearly busier than the one with
-    the fewest tokens in hand, or its cache is full and that of another has room."""
+    """Choose the engine for a request of `num_tokens`; returns its index and the reason, from
+    REASONS.
+
+    The engine with the longest cached prefix is chosen, unless it is clearly busier than the engine
+    with the fewest tokens in hand, or its cache is full and another engine's cache has room
+    (FULL_SHARE).
+    """
     indices = range(len(candidates))
 
     def load(index: int) -> tuple[int, int]:
@@ -128,7 +134,8 @@ def choose(candidates: Sequence[Candidate], num_tokens: int = 0) -> tuple[int, s
         return idlest, BUSY
     fill = candidates[nearest].fill
     if fill > FULL_SHARE and 2 * longest < num_tokens:
-        # Such a prefix is mostly a system prompt: once each engine has it, only the load counts.
+        # Such a prefix is mostly a system prompt: once every engine has cached it, only the load
+        # counts.
         with_room = [i for i in indices if 2 * candidates[i].fill < fill]
         if with_room:
             return min(with_room, key=load), ROOM
@@ -136,11 +143,12 @@ def choose(candidates: Sequence[Candidate], num_tokens: int = 0) -> tuple[int, s
 
 
 class RouterClient:
-    """One EngineClient for several engines. Belongs to one asyncio loop.
+    """EngineClient for several engines. Belongs to a single asyncio loop.
 
-    All engines must start, but for those that have failed before. One that dies later is taken out:
-    its requests end with EngineDied, new ones go to the others; the router has failed when none is
-    left. Coupled engines, which step together, end together.
+    All engines must start, except engines that had failed before this client was created. An engine
+    that fails later is removed: its requests end with EngineDied, new requests go to the other
+    engines, and the router has failed when no engine is left. Coupled engines, which step together,
+    end together.
     """
 
     def __init__(
@@ -152,8 +160,8 @@ class RouterClient:
         max_ttft_s: float = 0.0,
         on_route: Callable[[int, str], None] = lambda engine, reason: None,
     ) -> None:
-        """`engines` are in the order of their numbers. `on_route` is called with the engine of each
-        request and with one of REASONS."""
+        """`engines`: in the order of their numbers. `on_route`: called with the engine number of
+        each request and the reason, from REASONS."""
         self._engines = tuple(engines)
         self._prefix_caching = prefix_caching
         self._max_ttft_s = max_ttft_s
@@ -164,12 +172,13 @@ class RouterClient:
         self._stats = EngineStats()
         self._observer: ResumptionObserver | None = None
         self._stats_of: list[EngineStats] = []
-        """What `_stats` is the sum of."""
+        """The stats that `_stats` sums."""
         for engine, prefixes in zip(engines, self._prefixes, strict=True):
             engine.on_prompt(prefixes.add)
         self._common_end = CommonEnd(engines) if are_coupled else None
         self._present = tuple(engine for engine in engines if engine.failure is None) or engines
-        """Without those that had died, while others ran, before this client existed."""
+        """Engines that had not failed when this client was created; all engines if all had failed.
+        """
 
     @property
     def engines(self) -> Sequence[SingleEngineClient]:
@@ -177,12 +186,13 @@ class RouterClient:
 
     @property
     def living(self) -> list[SingleEngineClient]:
-        """The engines that have not failed."""
+        """Engines that have not failed."""
         return [engine for engine in self._engines if engine.failure is None]
 
     @property
     def lost(self) -> Failure | None:
-        """Why the last engine that ran has died; None while one runs, or none is started anew."""
+        """Why no engine runs: the failure of the first engine that is being restarted. None while
+        an engine runs, or if no engine is being restarted."""
         living = self.living
         if any(engine.lost is None for engine in living):
             return None
@@ -190,7 +200,8 @@ class RouterClient:
 
     @property
     def ready(self) -> Ready | None:
-        """That of the first engine, with the shortest context of all; None until all are ready."""
+        """Ready of the first engine, with the shortest max_model_len of all engines; None until all
+        engines are ready."""
         if self._ready is None:
             messages = [engine.ready for engine in self._present if engine.ready is not None]
             if len(messages) < len(self._present):
@@ -204,7 +215,8 @@ class RouterClient:
 
     @property
     def progress(self) -> Progress | None:
-        """That of the first engine that is still starting; after the start, of all together."""
+        """Progress of the first engine that is still starting; after the start, the sum of the
+        background warm-up of all engines."""
         known = [engine.progress for engine in self._engines if engine.progress is not None]
         if self.ready is None:
             starting = [engine.progress for engine in self._present if engine.ready is None]
@@ -231,7 +243,7 @@ class RouterClient:
 
     @property
     def stats(self) -> EngineStats:
-        """Sums over the living engines. They are awake if one of them is."""
+        """Sums over the living engines (see `summed`)."""
         parts = [engine.stats for engine in self.living]
         if len(parts) != len(self._stats_of) or any(
             part is not before for part, before in zip(parts, self._stats_of, strict=True)
@@ -241,8 +253,8 @@ class RouterClient:
 
     @property
     def adapters(self) -> Mapping[str, LoRAInfo]:
-        """Those of the living engines, which all serve the same; while one is told of a change,
-        those that each of them serves."""
+        """Adapters that every living engine serves. Engines differ only while an adapter is being
+        loaded or unloaded."""
         first, *others = [engine.adapters for engine in self.living] or [{}]
         if not others:
             return first
@@ -253,14 +265,14 @@ class RouterClient:
         }
 
     def resume(self, observer: ResumptionObserver) -> None:
-        """Requests of an engine that dies go on in another one, at once; if none is left, when an
-        engine was started anew. Tells `observer`."""
+        """Resume requests of a crashed engine on another engine at once; if no engine runs, on the
+        first engine that is restarted. `observer` is notified."""
         self._observer = observer
         for engine in self._engines:
             engine.resume(self)
 
     def engine_lost(self, client: SingleEngineClient, *, has_poison: bool) -> None:
-        """Its requests go on in other engines."""
+        """Resume the requests of `client` on other engines."""
         assert self._observer is not None
         self._observer.engine_lost(client, has_poison=has_poison)
         self._prefixes[client.engine].clear()
@@ -268,7 +280,8 @@ class RouterClient:
             self._hand_over(client, queue)
 
     def engine_restored(self, client: SingleEngineClient, pause: Pause) -> None:
-        """It takes requests again, also those of engines that are still being restarted."""
+        """Use the restarted engine again, also for requests of engines that are still being
+        restarted."""
         assert self._observer is not None
         for other in self._engines:
             if other.lost is not None and not other.awaits_verdict:
@@ -295,8 +308,7 @@ class RouterClient:
             await engine.close()
 
     async def wait_ready(self) -> Ready:
-        """Wait until all engines are ready. Raises EngineDied or ConfigError when the first of them
-        fails."""
+        """Wait until all engines are ready. Raises EngineDied or ConfigError if an engine fails."""
         waiting = [asyncio.ensure_future(engine.wait_ready()) for engine in self._present]
         try:
             await asyncio.gather(*waiting)
@@ -308,7 +320,7 @@ class RouterClient:
         return ready
 
     def add(self, request: AddRequest, terms: RequestTerms = NO_TERMS) -> RequestOutputQueue:
-        """Like SingleEngineClient.add, for the engine that fits best."""
+        """Like SingleEngineClient.add, on the engine that `choose` selects."""
         engine, reason, hashes = self._route(request, (request.priority, terms.tenant))
         queue = engine.add(request, terms)
         self._prefixes[engine.engine].add(hashes)
@@ -322,15 +334,15 @@ class RouterClient:
             self._engines[number].abort([key for key in keys if engine_of(key) == number])
 
     async def control(self, name: str, **arguments: Any) -> Any:
-        """Like SingleEngineClient.control, for all living engines: `combined` of their answers.
-        Raises the first error, once all have answered."""
+        """Like SingleEngineClient.control, on all running engines; returns the `combined` answers.
+        Raises the first error, after all engines have answered."""
         living = [one for one in self.living if one.lost is None]
         living = living or self.living or list(self._engines)
         calls = (engine.control(name, **arguments) for engine in living)
         answers = await asyncio.gather(*calls, return_exceptions=True)
         values = [one for one in answers if not isinstance(one, BaseException)]
         for error in answers:
-            # The others have done what one that died no longer has to.
+            # An engine that died during the call is ignored if another engine has answered.
             if isinstance(error, BaseException) and not (values and isinstance(error, EngineDied)):
                 raise error
         if name in ("reset_prefix_cache", SLEEP):
@@ -339,14 +351,14 @@ class RouterClient:
         return combined(name, values)
 
     def fail(self, message: str, *, is_config: bool = False) -> None:
-        """All engines are gone."""
+        """Report that all engines have ended."""
         if self._common_end is not None:
             self._common_end.end(Failure(message, is_config))
         for engine in self._engines:
             engine.fail(message, is_config=is_config)
 
     def check_ttft(self, num_tokens: int, *, priority: int, terms: RequestTerms) -> None:
-        """Like SingleEngineClient.check_ttft, of the engine that is the first to be expected."""
+        """Like SingleEngineClient.check_ttft, with the smallest expected time of all engines."""
         share, engines = (priority, terms.tenant), self._routable
         check_ttft(
             min((one.ttft_s(num_tokens, share) for one in engines), default=0.0), self._max_ttft_s
@@ -354,15 +366,15 @@ class RouterClient:
 
     @property
     def _routable(self) -> list[SingleEngineClient]:
-        """The engines that new requests may go to."""
+        """Engines that new requests may go to."""
         running = [one for one in self.living if one.lost is None] or self.living
         return [one for one in running if one.stats.sleep == AWAKE] or running
 
     def _route(
         self, request: AddRequest, share: Share
     ) -> tuple[SingleEngineClient, str, list[bytes]]:
-        """The engine for a request, the reason, and the hashes of the prompt's blocks. An engine
-        that is expected to be too slow for --max-ttft is chosen only if all are."""
+        """The engine for a request, the reason, and the block hashes of the prompt. An engine whose
+        expected time to first token exceeds --max-ttft is chosen only if all engines exceed it."""
         ready = self.ready
         engines = self._routable
         num_tokens = request.prompt.nbytes // TOKEN_BYTES
@@ -371,7 +383,7 @@ class RouterClient:
                 one for one in engines if one.ttft_s(num_tokens, share) <= self._max_ttft_s
             ] or engines
         if ready is None or not engines:
-            # Its `add` raises.
+            # No engine accepts requests: `add` of the returned engine raises the error.
             starting = (one for one in self._present if one.ready is None)
             return next(starting, self._engines[0]), LOAD, []
         hashes: list[bytes] = []
@@ -401,8 +413,8 @@ class RouterClient:
 def tokens_in_hand(engine: SingleEngineClient, block_size: int) -> int:
     """Prompt tokens that wait for `engine`, and tokens in the KV cache of its running requests.
 
-    The engine reports what waits in it, from all front ends, with each step; what this front end
-    has sent since then it knows itself.
+    The engine reports its waiting tokens over all front ends with each step. The report may lack
+    tokens that this front end has sent since, so the maximum of both counts is taken.
     """
     stats = engine.stats
     waiting = max(stats.waiting_prompt_tokens, engine.num_waiting_tokens)
@@ -410,7 +422,7 @@ def tokens_in_hand(engine: SingleEngineClient, block_size: int) -> int:
 
 
 def summed(parts: Sequence[EngineStats]) -> EngineStats:
-    """Gauges and counters summed, without samples."""
+    """Sums of gauges and counters, without samples; the sleep state is `combined_sleep`."""
     total = EngineStats(sleep=combined_sleep([part.sleep for part in parts] or [AWAKE]))
     for part in parts:
         for name in EngineStats.__struct_fields__:
@@ -425,7 +437,8 @@ def summed(parts: Sequence[EngineStats]) -> EngineStats:
 
 
 def combined_sleep(states: Sequence[str]) -> str:
-    """Awake if one engine is, else falling asleep if one does, else asleep as the first is."""
+    """AWAKE if any engine is awake, else FALLING_ASLEEP if any engine is, else the first engine's
+    state."""
     for state in (AWAKE, FALLING_ASLEEP):
         if state in states:
             return state
@@ -433,8 +446,9 @@ def combined_sleep(states: Sequence[str]) -> str:
 
 
 def combined(name: str, values: Sequence[Any]) -> Any:
-    """The answer to control `name` from the answers of several engines: of launch shapes the sums,
-    of sleep states `combined_sleep`, else the one answer that all gave, or the list of them."""
+    """Combined answer of several engines to control `name`: sums of launch shapes, `combined_sleep`
+    of sleep states; otherwise the answer itself if all answers are equal, else the list of answers.
+    """
     if name == "shapes":
         return _summed_shapes(values)
     if name in (SLEEP, WAKE_UP, "sleep_state"):
@@ -443,8 +457,8 @@ def combined(name: str, values: Sequence[Any]) -> Any:
 
 
 def _summed_shapes(reports: Iterable[Sequence[Sequence[Any]]]) -> list[list[Any]]:
-    """StepStats.shapes of several engines: the counts behind (phase, batch, query, blocks) added
-    up."""
+    """Sums of StepStats.shapes over several engines: adds the counts that follow (phase, batch,
+    query, blocks)."""
     sums: dict[tuple[Any, ...], list[int]] = {}
     for report in reports:
         for shape in report:

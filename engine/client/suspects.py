@@ -1,21 +1,24 @@
-"""Which request may be the cause of an engine's death."""
+"""Poison-request detection: finds the request that keeps crashing engines."""
 
 from collections.abc import Collection
 
 from engine.client.output_queue import RequestOutputQueue
 
 MAX_DEATHS, MAX_EXTERNAL_DEATHS = 2, 3
-"""So often in a row an engine may die while it computes the next token of this request and of no
-other whose next token it has not computed before: then the request is the cause. More often, if
-another one ended the engine at any of them, as a person or the kernel for want of memory: that may
-hit the same request twice by chance."""
+"""Consecutive crashes with a request as the only suspect before the request is failed. The second
+limit applies if another process killed the engine (operator, OOM killer) in any of these crashes:
+two such kills may hit the same request by chance."""
 
 
 def find_cause(
     queues: Collection[RequestOutputQueue], *, is_external: bool
 ) -> RequestOutputQueue | None:
-    """The engine with these open requests has died, ended by another one if `is_external`. Suspects
-    those that it had started and given nothing; the one that is the cause, if that is known now."""
+    """Update the crash counts of `queues`, the requests that were open when an engine crashed, and
+    return the poison request if there is one. `is_external`: another process killed the engine.
+
+    A request is a suspect if the engine had scheduled it and sent no output for it. A single
+    suspect is counted; several suspects are marked, and the engine runs them one at a time.
+    """
     suspects = []
     for queue in queues:
         if queue.has_gained:
@@ -25,7 +28,7 @@ def find_cause(
             queue.is_suspect = True
             suspects.append(queue)
     if not suspects:
-        # Deaths have another cause than a request.
+        # A crash without suspects has another cause: reset all counts.
         for queue in queues:
             queue.num_deaths = queue.num_external_deaths = 0
     if len(suspects) != 1:
@@ -38,10 +41,12 @@ def find_cause(
 
 
 def resume_order(queue: RequestOutputQueue) -> tuple[int, int]:
-    """The smallest goes on first: requests that had started, then those over which an engine may
-    have died, which the engine starts one at a time, then those that only waited. Of the suspects
-    those that were alone at a death come last: if deaths have another cause than a request, it is
-    another one that is alone at the next."""
+    """Sort key for resuming requests: requests that had started, then suspects (which the engine
+    starts one at a time), then requests that never started.
+
+    Suspects with fewer crashes go first, so that a crash with an unrelated cause is not counted
+    against the same request twice.
+    """
     if queue.is_suspect:
         return 1, queue.num_deaths
     return (0 if queue.has_started else 2), 0

@@ -1,4 +1,4 @@
-"""RequestTerms: what an engine has to know of the request that a sequence belongs to."""
+"""RequestTerms: deadline and tenant of a request, for the engine."""
 
 import time
 from dataclasses import dataclass
@@ -8,15 +8,16 @@ from config.errors import DeadlineExceeded
 
 @dataclass(frozen=True, slots=True)
 class RequestTerms:
-    """The same for all sequences of one request."""
+    """Deadline and tenant of a request, shared by all of its sequences."""
 
     deadline_s: float | None = None
-    """Until when it must have ended, as time.perf_counter(); None: no limit."""
+    """Deadline on the clock of time.perf_counter(); None: no limit."""
     tenant: int = 0
-    """A number for its API key, from a digest; 0 without one."""
+    """Number derived from a digest of the API key; 0 without an API key."""
 
     def timeout_s(self) -> float:
-        """The time that is left; 0: no limit. Raises DeadlineExceeded if none is."""
+        """Seconds until the deadline; 0: no limit. Raises DeadlineExceeded if the deadline has
+        passed."""
         if self.deadline_s is None:
             return 0.0
         left_s = self.deadline_s - time.perf_counter()

@@ -1,4 +1,4 @@
-"""Estimate of a new request's time to first token, from what an engine reports."""
+"""Estimate of a new request's time to first token, from an engine's reports."""
 
 from collections.abc import Mapping
 
@@ -7,17 +7,19 @@ Share = tuple[int, int]
 
 
 def merged(reported: Mapping[Share, int], sent: Mapping[Share, int]) -> dict[Share, int]:
-    """Waiting prompt tokens by share: what the engine reported of all front ends, or what this
-    front end has sent, part of which the engine has not reported yet."""
+    """Waiting prompt tokens by share: the larger of the engine's report over all front ends and the
+    tokens that this front end has sent. The report may lack tokens that were sent recently."""
     return {share: max(reported.get(share, 0), sent.get(share, 0)) for share in {*reported, *sent}}
 
 
 def tokens_ahead(
     waiting: Mapping[Share, int], own: Share, num_tokens: int, *, fair_share: bool
 ) -> int:
-    """Of the waiting prompt tokens, those that are computed before a new prompt of `num_tokens`:
-    of smaller priorities and of its own tenant all; of another tenant, with fair shares, no more
-    than its own tenant gets."""
+    """Waiting prompt tokens that are computed before a new prompt of `num_tokens`.
+
+    All tokens with a smaller or equal priority value count. `fair_share` caps the tokens of each
+    other tenant of equal priority at the tokens of the own tenant, including the new prompt.
+    """
     priority, tenant = own
     most = waiting.get(own, 0) + num_tokens
     total = 0

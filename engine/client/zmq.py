@@ -1,4 +1,4 @@
-"""ZmqClient: an EngineClient whose engine is another process."""
+"""ZmqClient: EngineClient with the engine in another process."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,14 +9,14 @@ from engine.transport.channels import RouterSocket, ZmqContext, rejection_warnin
 from engine.transport.messages import FromEngine, Hello, Ready, ToEngine
 
 SOCKETS_PER_ENGINE = 2
-"""One that it receives on and one that it sends on."""
+"""An engine connects a receiving and a sending socket."""
 
 DISCONNECT_GRACE_S = 1.0
-"""How long a better reason (the exit code) may take to arrive once the engine has disconnected."""
+"""Time in which a more precise reason (the exit code) may arrive after a disconnect."""
 
 
 class ZmqClient(SingleEngineClient):
-    """An EngineClient over a request channel. Belongs to one asyncio loop."""
+    """EngineClient over a request channel. Belongs to a single asyncio loop."""
 
     def __init__(
         self,
@@ -30,8 +30,8 @@ class ZmqClient(SingleEngineClient):
         max_ttft_s: float = 0.0,
         fair_share: bool = False,
     ) -> None:
-        """`index` is this front end's number; it listens at `endpoint` for engine `engine`, which
-        presents `token`. The others are those of SingleEngineClient."""
+        """`index`: number of this front end, which listens at `endpoint` for engine `engine`; the
+        engine presents `token`. The other arguments are documented in SingleEngineClient."""
         super().__init__(
             index,
             limits,
@@ -49,14 +49,15 @@ class ZmqClient(SingleEngineClient):
         self._early_ready: Ready | None = None
 
     async def start(self) -> None:
-        """Listen for the engine. Raises ConfigError when the address cannot be taken."""
-        # Once its engine has connected nobody else may, unless that may die and have a successor.
+        """Listen for the engine. Raises ConfigError when the address is not available."""
+        # Accept no other connections once the engine has connected, unless a restarted engine may
+        # have to connect later.
         num_peers = SOCKETS_PER_ENGINE if self._resumption is None else 0
         self._socket = self._context.bind_router(self._endpoint, FromEngine, num_peers=num_peers)
         self._socket.listen(self._receive_from, self._on_disconnect, self._reject)
 
     def on_rejected_peer(self, observe: Callable[[], None]) -> None:
-        """Call `observe` for each connection that was not the engine's."""
+        """Call `observe` for each rejected connection."""
         self._on_rejected_peer = observe
 
     async def close(self) -> None:
@@ -75,7 +76,7 @@ class ZmqClient(SingleEngineClient):
 
     def _receive_from(self, peer: bytes, message: FromEngine) -> None:
         if isinstance(message, Hello):
-            # The engine sends Hello on the socket that it receives on; the other one only sends.
+            # The engine sends Hello on its receiving socket; its other socket only sends.
             self._engine, self.pid = peer, message.pid
         elif isinstance(message, Ready):
             self._early_ready = message
@@ -91,10 +92,10 @@ class ZmqClient(SingleEngineClient):
 
     def _on_disconnect(self) -> None:
         failure = Failure("the engine has disconnected", is_external=None)
-        # An engine that was never ready is not started again either.
+        # An engine that was never ready is not restarted.
         if self._resumption is None or self.ready is None:
             asyncio.get_running_loop().call_later(DISCONNECT_GRACE_S, self._lose, failure)
             return
-        # A successor that connects has to say Hello and Ready again.
+        # A restarted engine sends Hello and Ready again.
         self._engine = self._early_ready = None
         self._lose(failure)

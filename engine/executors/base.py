@@ -1,4 +1,4 @@
-"""Executor: the protocol by which an engine reaches its workers."""
+"""Executor: protocol between an engine and its workers."""
 
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
@@ -19,52 +19,53 @@ from hpu.protocol import (
 )
 
 IDLE_S = 0.25
-"""Without a plan for so long, a worker continues its warm-up."""
+"""Time without a plan after which a worker continues its warm-up; seconds."""
 
 
 class Executor(Protocol):
-    """A group of workers that run every plan together. Results come in the order of the plans."""
+    """A group of workers that all run every plan. Results arrive in the order of the plans."""
 
     def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
-        """Load, measure, warm up. Raises ConfigError or EngineDied with the worker's message."""
+        """Load the model, measure memory, warm up. Raises ConfigError or EngineDied with the
+        worker's message."""
         ...
 
     def submit(self, plan: StepPlan) -> None:
-        """Send a plan; does not wait for it."""
+        """Send a plan; does not wait for its result."""
         ...
 
     def submit_masks(self, masks: GrammarMasks) -> None:
-        """Send the deferred masks of the oldest plan: once its result is the next to come, and
-        before another plan. Does not wait."""
+        """Send the deferred masks of the oldest plan. Call it when the result of that plan is the
+        next to arrive, and before another plan is submitted. Does not wait."""
         ...
 
     def has_result(self) -> bool:
-        """Whether `collect` would not wait. A device that computes in `submit` has its result at
-        once, so that the result need not wait for the next plan."""
+        """Whether `collect` would return at once. A device that computes in `submit` has its result
+        immediately; the result need not wait for the next plan."""
         ...
 
     def collect(self) -> StepResult:
-        """Wait for the oldest plan's result. Raises EngineDied when a worker is gone."""
+        """Wait for the oldest plan's result. Raises EngineDied when a worker has died."""
         ...
 
     def call(self, name: str, level: int = 0) -> str:
-        """Send a WorkerCall, any but WAKE_UP, to every worker, and wait for the answer. Raises
+        """Send a WorkerCall (except WAKE_UP) to every worker and wait for the answer. Raises
         UserError or RequestFailed with a worker's message, or EngineDied."""
         ...
 
     def wake_up(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
-        """End the sleep that a call of SLEEP began. Raises RequestFailed with a worker's message,
-        which then continues to sleep, or EngineDied."""
+        """End the sleep that a SLEEP call started. Raises RequestFailed with the message of a
+        worker, which then stays asleep, or EngineDied."""
         ...
 
     def warm_up_next(self) -> bool:
-        """Warm up one more of the remaining buckets. Only with no plan in flight, and when none has
-        come for a while. False when nothing is left, or when the workers notice themselves that
-        they are idle."""
+        """Warm up the next remaining bucket. Call it only with no plan in flight, after some time
+        without plans. False if no bucket is left, or if the workers detect by themselves that they
+        are idle."""
         ...
 
     def take_warmed(self) -> list[Warmed]:
-        """What was warmed up since the last call; does not wait."""
+        """Buckets that were warmed up since the last call; does not wait."""
         ...
 
     def close(self) -> None:
@@ -77,20 +78,20 @@ class AdapterExecutor(Protocol):
     """An executor whose workers serve LoRA adapters."""
 
     def load_adapter(self, message: LoadAdapter) -> None:
-        """Let every worker read an adapter to host memory; does not wait."""
+        """Make every worker read an adapter into host memory; does not wait."""
         ...
 
     def drop_adapter(self, message: DropAdapter) -> None:
-        """Let every worker forget an adapter in host memory."""
+        """Make every worker drop an adapter from host memory."""
         ...
 
     def take_loaded(self) -> list[AdapterLoaded]:
-        """The adapters that all workers have read since the last call, or that one could not; does
-        not wait."""
+        """Adapters that all workers have read since the last call, or that a worker could not read;
+        does not wait."""
         ...
 
     def wait_loaded(self, timeout_s: float) -> None:
-        """Wait until `take_loaded` may have something, at most so long. Raises EngineDied."""
+        """Wait up to `timeout_s` until `take_loaded` may return an adapter. Raises EngineDied."""
         ...
 
 
@@ -99,33 +100,33 @@ class OffloadExecutor(Protocol):
     """An executor whose workers keep KV blocks in files."""
 
     def fetch_blocks(self, message: FetchBlocks) -> None:
-        """Let every worker read blocks to host memory; does not wait."""
+        """Make every worker read blocks into host memory; does not wait."""
         ...
 
     def drop_files(self, message: DropFiles) -> None:
-        """Let every worker delete files; does not wait."""
+        """Make every worker delete files; does not wait."""
         ...
 
     def take_fetched(self) -> list[BlocksFetched]:
-        """What all workers have read since the last call, in the order of `fetch_blocks`; does not
-        wait."""
+        """Reads that all workers have finished since the last call, in the order of `fetch_blocks`;
+        does not wait."""
         ...
 
     def wait_fetched(self, timeout_s: float) -> None:
-        """Wait until `take_fetched` may have something, at most so long. Raises EngineDied."""
+        """Wait up to `timeout_s` until `take_fetched` may return a read. Raises EngineDied."""
         ...
 
 
 @runtime_checkable
 class Lockstep(Protocol):
-    """An executor whose engine is one of several, a rank each, that must decide the same steps."""
+    """An executor in a group of engines, a rank each, that must decide the same steps."""
 
     @property
     def rank(self) -> int:
-        """Of this engine; what rank 0 decides counts."""
+        """Rank of this engine; the decisions of rank 0 hold for all ranks."""
         ...
 
     def share(self, data: bytes) -> bytes:
-        """The `data` of rank 0, on all ranks; waits for it. Raises EngineDied when this rank has
-        submitted other plans than rank 0."""
+        """The `data` of rank 0, on all ranks; waits for rank 0. Raises EngineDied when this rank
+        has submitted other plans than rank 0."""
         ...

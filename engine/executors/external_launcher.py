@@ -1,6 +1,7 @@
-"""ExternalLauncherExecutor: this rank's worker, in a process that torchrun or the like started.
+"""ExternalLauncherExecutor: this rank's worker, in a process that torchrun or a similar launcher
+started.
 
-Each rank has its own engine, which decides the same steps as the others (engine/core/lockstep.py).
+Each rank has its own engine, and all engines decide the same steps (engine/core/lockstep.py).
 """
 
 import zlib
@@ -18,12 +19,13 @@ _DIGEST_BYTES = 4
 
 
 class ExternalLauncherExecutor(InprocExecutor):
-    """Nothing here may depend on when something happens, since another rank would differ: buckets
-    are never warmed up because the engine is idle, and a result is never taken early."""
+    """Executor of a single rank. Its behavior must not depend on timing, which differs between
+    ranks: buckets are not warmed up when the engine is idle, and results are not collected early.
+    """
 
     def __init__(self, config: EngineConfig, launched: LaunchedRank) -> None:
-        """Raises ConfigError when the launcher started more or fewer processes than the model
-        has ranks."""
+        """Raises ConfigError when the number of launched processes differs from the model's number
+        of ranks, or when the ranks are not all tensor-parallel."""
         parallel = config.parallel
         if launched.world_size != parallel.world_size:
             raise ConfigError(
@@ -36,7 +38,7 @@ class ExternalLauncherExecutor(InprocExecutor):
                 f"results: all {parallel.world_size} ranks must be tensor-parallel, "
                 f"{parallel.tensor_parallel_size} are"
             )
-        # env://: the launcher may hold the port of the rendezvous itself.
+        # env://: the launcher may already hold the rendezvous port.
         super().__init__(
             config,
             Ranks(launched.world_size, launched.rank, "env://", local_rank=launched.local_rank),
@@ -44,7 +46,7 @@ class ExternalLauncherExecutor(InprocExecutor):
         self.rank = launched.rank
         self._encode = msgspec.msgpack.Encoder().encode
         self._digest = 0
-        """Of all plans and masks so far."""
+        """CRC-32 of all plans and masks so far."""
 
     def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
         ready = super().start(on_progress)
@@ -62,7 +64,7 @@ class ExternalLauncherExecutor(InprocExecutor):
         super().submit_masks(masks)
 
     def has_result(self) -> bool:
-        """Always False: another rank's device may be faster."""
+        """Always False: the devices of other ranks may be faster or slower."""
         return False
 
     def share(self, data: bytes) -> bytes:
@@ -79,7 +81,7 @@ class ExternalLauncherExecutor(InprocExecutor):
         self._digest = zlib.crc32(self._encode(message), self._digest)
 
     def _warm_up_all(self, ready: WorkerReady) -> WorkerReady:
-        """Warm up what is otherwise left for idle moments."""
+        """Warm up the buckets that other executors leave for idle time."""
         buckets, counters = list(ready.buckets), dict(ready.counters)
         while (warmed := self._worker.idle()) is not None:
             buckets += warmed.buckets

@@ -1,4 +1,4 @@
-"""InprocExecutor: a worker in this process, called by the thread that runs the engine."""
+"""InprocExecutor: a worker in the engine's process, called by the engine's thread."""
 
 from collections.abc import Callable
 
@@ -23,10 +23,11 @@ from hpu.worker.worker import Worker
 
 
 class InprocExecutor:
-    """No process and no copies; the worker's Python runs on the scheduler's thread.
+    """Executor without a worker process and without copies; the worker's Python runs on the
+    scheduler's thread.
 
-    On a CPU, `submit` computes the plan, so its result is known before the next plan is scheduled,
-    and no mask is deferred. On a card, masks are deferred as in other executors.
+    On a CPU, `submit` computes the plan, so its result exists before the next plan is scheduled,
+    and no mask is deferred. On a card, masks are deferred like in other executors.
     """
 
     def __init__(self, config: EngineConfig, ranks: Ranks = SINGLE_RANK) -> None:

@@ -1,6 +1,6 @@
-"""MultiprocExecutor: each worker is a process that is watched. All of them are reached over one
-socket, and answer to another one, so that the engine's thread has the same work for any number of
-them. Where the processes run is the launcher's matter."""
+"""MultiprocExecutor: runs each worker in its own process and watches the processes. A single socket
+sends to all workers and a single socket receives from all workers, so the work of the engine's
+thread does not grow with their number. The launcher decides where the processes run."""
 
 import threading
 import time
@@ -37,13 +37,13 @@ from hpu.protocol import (
 )
 
 LAST_MESSAGE_S = 0.2
-"""How long a dead worker's last message may take to come out of the socket."""
+"""Maximum wait for the last message of a dead worker; seconds."""
 
 STOP_TIMEOUT_S = 5.0
 
 
 class WorkerProcess:
-    """A worker's process, and what it has sent."""
+    """A worker's process and its received messages."""
 
     def __init__(
         self,
@@ -54,20 +54,21 @@ class WorkerProcess:
         self.name = f"worker {orders.ranks.rank}"
         self.child = launcher.launch(self.name, orders, on_exit)
         self.messages: deque[FromWorker] = deque()
-        """Received and not taken yet: at most the results of all plans in flight and an answer."""
+        """Received messages that were not taken yet: at most the results of all plans in flight and
+        an answer."""
         self.warmed: deque[Warmed] = deque()
         self.loaded: deque[AdapterLoaded] = deque()
-        """In the order of the calls, as on all workers."""
+        """Loaded adapters in the order of the calls, which is the same on all workers."""
         self.fetched: deque[BlocksFetched] = deque()
-        """Likewise."""
+        """Finished reads in the order of the calls, which is the same on all workers."""
 
 
 class MultiprocExecutor:
-    """One process for each worker. All methods belong to one thread.
+    """Executor with a process for each worker. All methods must be called on the same thread.
 
-    Every worker gets every message; the worker `output_rank` sends the results. The first death is
-    reported at once: to the caller that waits for a message, and by `on_death`, called on another
-    thread.
+    Every worker receives every message; the worker `output_rank` sends the results. The first death
+    of a worker is reported at once: to the caller that waits for a message, and by `on_death`,
+    which is called on another thread.
     """
 
     def __init__(
@@ -79,7 +80,8 @@ class MultiprocExecutor:
         num_workers: int = 1,
         output_rank: int = 0,
     ) -> None:
-        """`output_rank`: the first rank of the last pipeline stage. Closes `launcher`."""
+        """`output_rank`: the first rank of the last pipeline stage. The executor owns and closes
+        `launcher`."""
         self._launcher = launcher
         self._on_death = on_death
         self._has_died = threading.Lock()
@@ -113,12 +115,12 @@ class MultiprocExecutor:
         self._waiter = Waiter([self._results], self._sentinels)
         self._on_progress: Callable[[WarmupProgress], None] = lambda progress: None
         self._loads: deque[bool] = deque()
-        """Of each plan in flight whether it loads blocks: then every worker sends its result."""
+        """For each plan in flight, whether it loads blocks: then every worker sends its result."""
         self._is_closed = False
 
     @property
     def pids(self) -> list[int]:
-        """The workers' processes, by rank."""
+        """Process ids of the workers, by rank."""
         return [worker.child.pid for worker in self._workers]
 
     def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
@@ -149,7 +151,7 @@ class MultiprocExecutor:
         return result
 
     def call(self, name: str, level: int = 0) -> str:
-        # Of the first rank, whose files have the names that the user gave.
+        # The answer of rank 0, whose files have the names that the user gave.
         answer = self._call(WorkerCall(name, level))[0]
         assert isinstance(answer, WorkerAnswer), f"{answer} in place of an answer to {name}"
         return answer.value
@@ -159,7 +161,8 @@ class MultiprocExecutor:
         return self._ready(self._call(WorkerCall(WAKE_UP)))
 
     def warm_up_next(self) -> bool:
-        """On all workers of a group; False of one worker, which notices itself that it is idle."""
+        """Warm up on all workers of a group. False for a single worker, which detects by itself
+        that it is idle."""
         if len(self._workers) == 1:
             return False
         known = [len(worker.warmed) for worker in self._workers]
@@ -210,7 +213,8 @@ class MultiprocExecutor:
 
     def take_warmed(self) -> list[Warmed]:
         self.has_result()
-        # A bucket is prepared once every worker has captured it; all have the same order.
+        # A bucket counts as warmed up once every worker has captured it; all workers use the same
+        # order.
         count = min(len(worker.warmed) for worker in self._workers)
         warmed = [[worker.warmed.popleft() for _ in range(count)] for worker in self._workers]
         return warmed[self._workers.index(self._output)]
@@ -247,7 +251,7 @@ class MultiprocExecutor:
         return EngineDied(f"a worker does not read its {what}")
 
     def _call(self, call: WorkerCall) -> list[FromWorker]:
-        """Every worker's answer, by rank. Raises the first error among them."""
+        """Every worker's answer, by rank. Raises the first error among the answers."""
         self._send(call, "calls")
         answers = [self._next_answer(worker) for worker in self._workers]
         for answer in answers:
@@ -258,8 +262,8 @@ class MultiprocExecutor:
         return answers
 
     def _ready(self, messages: list[FromWorker]) -> WorkerReady:
-        """What the worker `output_rank` reports, with the facts of all in a group; the others must
-        have as many blocks."""
+        """Report of the worker `output_rank`, with the facts of all workers of a group. Raises
+        EngineDied if another worker has a different number of blocks."""
         output = messages[self._workers.index(self._output)]
         assert isinstance(output, WorkerReady), f"{output} before {self._output.name} was ready"
         ranks = []
@@ -280,7 +284,7 @@ class MultiprocExecutor:
         return result
 
     def _next_answer(self, worker: WorkerProcess) -> FromWorker:
-        """Its next answer, which may overtake the results of plans in flight."""
+        """The next answer of `worker`, which may arrive before the results of plans in flight."""
         while True:
             for index, message in enumerate(worker.messages):
                 if isinstance(message, WorkerAnswer | WorkerReady):
@@ -294,7 +298,8 @@ class MultiprocExecutor:
         return worker.messages.popleft()
 
     def _wait_for_connections(self) -> None:
-        """Until every worker gets what is sent. Raises EngineDied when one is dead."""
+        """Wait until every worker is subscribed to the plans. Raises EngineDied when a worker is
+        dead."""
         self._results.stop_accepting()
         waiter = Waiter([self._plans], self._sentinels)
         while not self._plans.has_all_peers():
@@ -304,7 +309,7 @@ class MultiprocExecutor:
                     raise _death(worker.child.end)
 
     def _wait(self) -> None:
-        """Wait for a message of any worker. Raises EngineDied when one is dead."""
+        """Wait for a message of any worker. Raises EngineDied when a worker is dead."""
         if self._receive():
             return
         self._waiter.wait()
@@ -318,8 +323,8 @@ class MultiprocExecutor:
                 return
 
     def _receive(self) -> bool:
-        """Take a message, if there is one; whether there was. Raises ConfigError or EngineDied when
-        a worker failed."""
+        """Take a message if there is any; returns whether there was. Raises ConfigError or
+        EngineDied when a worker failed."""
         received = self._results.receive()
         if received is None:
             return False
@@ -340,8 +345,9 @@ class MultiprocExecutor:
         return True
 
     def _cause(self, failure: WorkerFailed) -> ConfigError | EngineDied:
-        """The error of the group, of which `failure` is one worker's: the others fail because of
-        it, or it fails because of theirs."""
+        """The error of the group after `failure` of a worker. The first report may be a
+        consequence: a worker killed by a signal is the cause, else the earliest failure that
+        arrives within the launcher's `notice_s`."""
         failures = [failure]
         deadline = time.monotonic() + self._launcher.notice_s
         others = [worker for worker in self._workers if worker.child.poll() is None]
@@ -359,7 +365,7 @@ class MultiprocExecutor:
 
 
 def _merged(answers: list[BlocksFetched]) -> BlocksFetched:
-    """A block is there if every worker has its part."""
+    """Combined reads of all workers: a block is present if every worker has read its part."""
     corrupt = {index for answer in answers for index in answer.corrupt}
     missing = {index for answer in answers for index in answer.missing} - corrupt
     seconds = max(answer.seconds for answer in answers)

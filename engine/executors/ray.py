@@ -1,7 +1,7 @@
 """RayLauncher: workers on the hosts of a Ray cluster.
 
-Ray chooses the hosts and cards. An actor on each starts the worker as its child process; steps go
-over our own channel on tcp.
+Ray chooses the hosts and cards. An actor on each host starts the worker as its child process; steps
+travel over the executor's own channel on TCP.
 """
 
 import contextlib
@@ -37,36 +37,37 @@ from hpu.protocol import Ranks
 logger = logging.getLogger(__name__)
 
 RESOURCES = {"hpu": "HPU", "cuda": "GPU"}
-"""By device: what Ray calls a card of it."""
+"""Ray's resource name of a card, by device."""
 
 PLACE_TIMEOUT_S = 60.0
-"""How long the cluster may take to reserve the cards, which another engine may be freeing."""
+"""Maximum wait for the cluster to reserve the cards, which another engine may be freeing."""
 
 START_TIMEOUT_S = 120.0
-"""How long an actor may take to start and to answer."""
+"""Maximum wait for an actor to start and to answer."""
 
 LOST = -signal.SIGKILL
-"""The exit code of a worker whose actor or node is gone."""
+"""Exit code of a worker whose actor or node is lost."""
 
 
 class Place(NamedTuple):
-    """Where an actor runs."""
+    """Location of an actor."""
 
     node: str
     address: str
     card: str | None
-    """The id of its card; None on a CPU."""
+    """Id of the actor's card; None on a CPU."""
 
 
 class WorkerActor:
-    """On the worker's host: starts it and waits for its end. Calls run on several threads; what
-    they take and return are plain values."""
+    """Actor on the worker's host: starts the worker and waits for its end. Calls run on several
+    threads; arguments and results are plain values."""
 
     def __init__(self) -> None:
         self._child: ChildProcess | None = None
 
     def place(self, resource: str | None) -> tuple[str, str, str | None]:
-        """The fields of this actor's Place; `resource`: Ray's name of the card."""
+        """The fields of this actor's Place; `resource`: Ray's resource name of the card, None on a
+        CPU."""
         context = ray.get_runtime_context()
         card = None
         if resource is not None:
@@ -74,7 +75,7 @@ class WorkerActor:
         return context.get_node_id(), ray.util.get_node_ip_address(), card
 
     def free_port(self) -> int:
-        """A port that is free on this host."""
+        """A free TCP port of this host."""
         with socket.socket() as probe:
             probe.bind((ray.util.get_node_ip_address(), 0))
             return int(probe.getsockname()[1])
@@ -95,7 +96,7 @@ class WorkerActor:
         return self._child.pid
 
     def wait(self) -> int:
-        """Wait for the worker's end; its exit code."""
+        """Wait for the worker's end; returns its exit code."""
         assert self._child is not None, "wait before start"
         while (code := self._child.poll()) is None:
             select.select([self._child.sentinel], [], [])
@@ -108,7 +109,7 @@ class WorkerActor:
 
 
 class RayWorker:
-    """The engine's view of a worker on a host of the cluster: a LaunchedWorker."""
+    """The engine's handle of a worker on a host of the cluster; a LaunchedWorker."""
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ class RayWorker:
     def close(self, timeout_s: float = 10.0) -> None:
         self.stop()
         self._watcher.join(timeout_s)
-        # Its child goes with it.
+        # Killing the actor also ends its child process.
         ray.kill(self._actor)
         self._watcher.join()
         if self.sentinel >= 0:
@@ -169,8 +170,9 @@ class RayWorker:
 class RayLauncher:
     """A WorkerLauncher on the Ray cluster that this host belongs to.
 
-    Reserves a card for each worker, or a CPU, in a placement group; hosts as few as possible, this
-    one first. Messages to Ray's actors are plain bytes; Ray itself must be on a private network.
+    Reserves a card, or a CPU, for each worker in a placement group, on as few hosts as possible;
+    ranks on this host come first. Messages to Ray's actors are plain bytes; Ray itself must be on a
+    private network.
     """
 
     notice_s = 4.0
@@ -217,7 +219,7 @@ class RayLauncher:
             ) from None
         cards = {"resources": {"HPU": 1}} if resource == "HPU" else {"num_gpus": 1}
         actor_class = ray.remote(
-            # Besides `wait`, `stop` must find a thread.
+            # `stop` needs a thread while `wait` blocks another thread.
             max_concurrency=4,
             num_cpus=0 if self._resource else 1,
             **(cards if self._resource else {}),
@@ -252,7 +254,7 @@ class RayLauncher:
                 num_workers,
                 rank,
                 rendezvous,
-                # Ray shows each actor its own card alone.
+                # Ray shows each actor only its own card.
                 local_rank=0 if self._resource else nodes[:rank].count(nodes[rank]),
             )
             for rank in range(num_workers)
@@ -272,14 +274,15 @@ class RayLauncher:
             return
         self._is_closed = True
         if self._group is not None:
-            # Ends the actors in it, too.
+            # The actors of the group end, too.
             remove_placement_group(self._group)
         with _kept_signals():
             ray.shutdown()
 
 
 def _answer(reference: Any) -> Any:
-    """An actor's answer. Raises ConfigError when the actor does not start in time, or fails."""
+    """Wait for an actor's answer. Raises ConfigError when the actor fails or does not answer in
+    time."""
     try:
         return ray.get(reference, timeout=START_TIMEOUT_S)
     except RayError as error:
@@ -288,7 +291,7 @@ def _answer(reference: Any) -> Any:
 
 @contextlib.contextmanager
 def _kept_signals() -> Any:
-    """Ray sets a handler of SIGTERM, which belongs to our process's main."""
+    """Restores the SIGTERM handler, which Ray replaces and which belongs to this process's main."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

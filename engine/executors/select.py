@@ -1,4 +1,4 @@
-"""Selects the executor class by its name."""
+"""Selection of the executor class by its name."""
 
 import logging
 from collections.abc import Callable
@@ -34,11 +34,12 @@ def make_executor(
     on_death: Callable[[EngineDied], None],
     ranks: Ranks = SINGLE_RANK,
 ) -> Executor:
-    """The executor that `config.executor` names; `auto` runs the worker inline on CPU.
+    """The executor that `config.executor` names; `auto` runs a single worker on a CPU in the
+    engine's process.
 
     Sockets are created in `directory`. `on_death` is called, on any thread, when a worker process
-    ends by itself. `ranks`: the first rank of this engine, where several share experts.
-    Raises ConfigError for an execution mode that is not possible.
+    ends by itself. `ranks`: the first rank of this engine, where several engines share experts.
+    Raises ConfigError if the execution mode is not possible.
     """
     device = chosen_device(config.device)
     if device.startswith("hpu"):

@@ -1,5 +1,5 @@
-"""WorkerLauncher: where the workers of a group run, how they are started and how their end is
-noticed. LocalLauncher: as child processes on this host."""
+"""WorkerLauncher: places and starts the workers of a group, and notices their end. LocalLauncher:
+runs workers as child processes on this host."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,11 +12,11 @@ from hpu.protocol import SINGLE_RANK, Ranks
 
 
 class LaunchedWorker(Protocol):
-    """A worker that was started, as ChildProcess is."""
+    """A started worker; the interface of ChildProcess."""
 
     @property
     def pid(self) -> int:
-        """On its host."""
+        """Process id on the worker's host."""
         ...
 
     @property
@@ -26,51 +26,52 @@ class LaunchedWorker(Protocol):
 
     @property
     def end(self) -> ProcessEnd:
-        """How it ended; to be called once it has."""
+        """How the worker ended; call it after the end."""
         ...
 
     def poll(self) -> int | None:
-        """The exit code (negative: it was ended by a signal, or is lost), or None while it runs."""
+        """The exit code (negative: the worker was killed by a signal, or is lost), or None while it
+        runs."""
         ...
 
     def stop(self) -> None:
-        """Ask it to stop, once; does not wait."""
+        """Send the stop signal, once; does not wait."""
         ...
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Stop it, and kill it if it has not ended in time. Safe to call twice."""
+        """Stop the worker; kill it if it has not ended after `timeout_s`. Safe to call twice."""
         ...
 
 
 class WorkerLauncher(Protocol):
-    """Starts the workers of one group."""
+    """Starts the workers of a group."""
 
     notice_s: float
-    """How long after a worker's end `poll` may still say that it runs."""
+    """Seconds after a worker's end during which `poll` may still return None."""
 
     def place(self, num_workers: int) -> list[Ranks]:
-        """Where each worker will run, by rank; called once, before `launch`. Raises ConfigError
-        when there is no place for so many."""
+        """Ranks and rendezvous of `num_workers` workers; called once, before `launch`. Raises
+        ConfigError when there are too few cards."""
         ...
 
     def endpoint(self, name: str) -> str:
-        """The address on which the engine listens for the workers, at the socket `name`; a port of
-        * is any free one."""
+        """Address of the socket `name`, on which the engine listens for the workers; port * means
+        any free port."""
         ...
 
     def launch(
         self, name: str, orders: WorkerOrders, on_exit: Callable[[ProcessEnd], None]
     ) -> LaunchedWorker:
-        """Start a worker. `on_exit` is called on another thread when it ends by itself."""
+        """Start a worker. `on_exit` is called on another thread when the worker ends by itself."""
         ...
 
     def close(self) -> None:
-        """Free the places; every worker is closed before. Safe to call twice."""
+        """Free the reserved places; call it after every worker is closed. Safe to call twice."""
         ...
 
 
 class LocalLauncher:
-    """Child processes, reached over Unix sockets."""
+    """Workers as child processes, reached over Unix sockets."""
 
     notice_s = 0.2
 
@@ -81,15 +82,16 @@ class LocalLauncher:
         environment: Mapping[str, str] | None = None,
         first: Ranks = SINGLE_RANK,
     ) -> None:
-        """Sockets are created in `directory`; `command` runs worker_main in `environment` (None: a
-        copy of ours). `first`: the first rank of this engine, where several share experts."""
+        """Sockets are created in `directory`; `command` runs worker_main with the variables
+        `environment` (None: a copy of this process's variables). `first`: the first rank of this
+        engine, where several engines share experts."""
         self._first = first
         self._directory = directory
         self._command = command
         self._environment = environment
 
     def place(self, num_workers: int) -> list[Ranks]:
-        # Ranks of an engine that died have met there.
+        # A crashed engine's workers leave the rendezvous file behind.
         Path(self._directory, "ranks").unlink(missing_ok=True)
         return [
             self._first._replace(
@@ -111,4 +113,4 @@ class LocalLauncher:
         )
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to free."""

@@ -1,6 +1,6 @@
 """Main of a worker process: receives plans over the step channel and sends results.
 
-The parent sets its environment, before torch or a vendor's runtime reads it.
+The parent process sets the worker's environment, before torch or a vendor runtime reads it.
 """
 
 import contextlib
@@ -57,11 +57,11 @@ logger = logging.getLogger(__name__)
 LINGER_S = 2.0
 
 PLAN_DUE_S = 0.02
-"""How long after a plan or a result the next plan may arrive, if another fits in flight: many times
-what an engine needs."""
+"""Time after a plan or a result within which the next plan is expected, if another plan fits in
+flight; many times longer than an engine needs. Seconds."""
 
 POLL_S = 50e-6
-"""How often the worker polls for a plan and for a result meanwhile."""
+"""Interval at which the worker polls for a plan and for a result in that time; seconds."""
 
 
 class WorkerOrders(msgspec.Struct, frozen=True):
@@ -69,19 +69,20 @@ class WorkerOrders(msgspec.Struct, frozen=True):
 
     config: EngineConfig
     plans: str
-    """Where the engine sends plans, masks and calls."""
+    """Address on which the engine publishes plans, masks and calls."""
     results: str
-    """Where it receives results, answers and failures."""
+    """Address on which the engine receives results, answers and failures."""
     token: str
-    """What it requires of a peer that connects."""
+    """Token that the engine requires of each peer."""
     ranks: Ranks = SINGLE_RANK
     log: LogConfig = DEFAULT
     sends_results: bool = True
-    """Of a group of workers, one sends the results of all."""
+    """Whether this worker sends results; a single worker of a group does."""
 
 
 class StepChannel:
-    """A worker's end of the channel to the engine, which all workers of a group share."""
+    """A worker's end of the channel to the engine. All workers of a group share the engine's
+    sockets."""
 
     def __init__(self, context: ZmqContext, orders: WorkerOrders) -> None:
         self._rank = orders.ranks.rank
@@ -93,7 +94,7 @@ class StepChannel:
         self._waiter = Waiter([self._plans], [self._wake_fd])
 
     def receive(self) -> ToWorker | None:
-        """The next message, or None if there is none."""
+        """The next message, or None if no message has arrived."""
         return self._plans.receive()
 
     def wait(self, timeout_s: float | None) -> None:
@@ -103,25 +104,25 @@ class StepChannel:
                 os.eventfd_read(self._wake_fd)
 
     def wake(self) -> None:
-        """End `wait`, from another thread."""
+        """End `wait`; called from another thread."""
         os.eventfd_write(self._wake_fd, 1)
 
     def send(self, message: FromWorker) -> None:
         self._results.send((self._rank, message))
 
     def close(self) -> None:
-        """Disconnect; the last messages have LINGER_S to leave."""
+        """Disconnect; unsent messages have LINGER_S to leave."""
         self._plans.close()
         self._results.close(LINGER_S)
         os.close(self._wake_fd)
 
 
 def main() -> None:
-    """The entry of a worker's process."""
+    """Entry point of a worker process."""
     orders = read_orders(WorkerOrders)
     set_title(f"worker {orders.ranks.rank}")
     setup_log("worker", rank=orders.ranks.rank, config=orders.log)
-    # Before torch counts the cores, and before anything allocates memory.
+    # Must run before torch counts the cores and before any memory is allocated.
     config = bind_worker(orders.config, orders.ranks)
     from hpu.worker.worker import Worker
 
@@ -129,7 +130,8 @@ def main() -> None:
 
 
 def run(orders: WorkerOrders, make_worker: "Callable[[EngineConfig, Ranks], Worker]") -> int:
-    """Work until stopped; the exit code. A failure sends WorkerFailed last."""
+    """Serve until stopped; returns the exit code. After a failure, WorkerFailed is the last
+    message."""
     return run_child(lambda: _work(orders, make_worker))
 
 
@@ -172,7 +174,7 @@ def _work(orders: WorkerOrders, make_worker: "Callable[[EngineConfig, Ranks], Wo
         finally:
             ignore_stop_signal()
     except Terminated:
-        # If it came while a failure was handled, the failure's exit code stands.
+        # If STOP arrives while a failure is handled, the exit code of the failure is kept.
         pass
     worker.close()
     channel.close()
@@ -190,10 +192,10 @@ def _serve(
     serves_adapters: bool = False,
     has_files: bool = False,
 ) -> None:
-    """`depth`: plans that the engine keeps in flight. `is_alone`: whether the worker may warm up
-    when it is idle, because no other one must do the same."""
+    """Loop of a worker. `depth`: maximum number of plans in flight. `is_alone`: whether the worker
+    may warm up buckets when it is idle, since no other rank has to warm up at the same time."""
     in_flight: deque[bool] = deque()
-    """Of each plan whether its result is sent."""
+    """For each plan in flight, whether this worker sends its result."""
     may_idle, is_quiet = is_alone, False
     plan_is_due = 0.0
     while True:
@@ -227,11 +229,11 @@ def _serve(
             worker.drop_files(message)
         elif message is not None:
             if len(in_flight) == depth:
-                # Another rank has sent the result. The runner counts on it: with speculation a plan
-                # fits what at most `depth` launches in flight may have accepted.
+                # Another rank has sent the result. The runner relies on this: with speculation, a
+                # plan fits the tokens that at most `depth` launches in flight may have accepted.
                 _finish_step(worker, channel, sends=in_flight.popleft())
             worker.submit(message)
-            # Each rank has copied its part of blocks, and tells whether that was whole.
+            # Each rank copies its part of the blocks, and reports corrupt parts with its result.
             in_flight.append(sends_results or bool(message.loaded_blocks))
             is_quiet = False
             plan_is_due = time.monotonic() + PLAN_DUE_S

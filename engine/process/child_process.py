@@ -1,7 +1,7 @@
-"""Child processes: started with arguments, watched, stopped, and gone with their parent.
+"""Child processes: start with arguments, watch, stop; a child ends when its parent ends.
 
 Arguments travel over the child's stdin, which then stays open and silent. The kernel closes it when
-the parent dies in whatever way, and the child exits: nothing is orphaned, not even by kill -9.
+the parent dies, even by kill -9, and the child exits: no process is orphaned.
 """
 
 import contextlib
@@ -23,23 +23,23 @@ from setproctitle import setproctitle
 PARENT_DIED = 3
 """Exit code of a child whose parent died."""
 STOP = signal.SIGUSR1
-"""The signal by which a parent stops a child. Not SIGTERM: service managers send that to every
+"""Signal with which a parent stops a child. Not SIGTERM: service managers send SIGTERM to every
 process of a service at once, and a child that exited then would lose running requests."""
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Signals that only the parent handles."""
 
 EXIT_WAIT_S = 1.0
-"""How long a process that has ended its work waits for calls on threads."""
+"""Maximum wait for threads of a process that has finished its work."""
 
 FAULTS = frozenset(
     {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGTRAP}
 )
-"""Signals that a process gets because of what it executes."""
+"""Signals that are caused by the code that a process executes."""
 
 _LENGTH = struct.Struct("<Q")
 
-# Run by -c rather than by -m: the current directory must not come first in the path (a user's
-# config.py would win there), and the signals must be ignored from the first moment.
+# Run with -c rather than -m: the current directory must not come first in the path (a user's
+# config.py would win), and the signals must be ignored from the first moment.
 _BOOT = (
     "import signal, sys; [signal.signal(number, signal.SIG_IGN) for number in {ignored}]; "
     "sys.path[:] = [p for p in sys.path if p]; "
@@ -52,7 +52,7 @@ _BOOT = (
 def python_command(
     module: str, title: str, ignored: Sequence[signal.Signals] = IGNORED_SIGNALS
 ) -> list[str]:
-    """The command that runs `main()` of one of our modules in a new interpreter, which ignores the
+    """The command that runs `main()` of a gaudiserve module in a new interpreter, which ignores the
     signals in `ignored` until it sets handlers. `ps` shows the process as `gaudiserve: <title>`."""
     root = str(Path(__file__).resolve().parents[2])
     numbers = [int(number) for number in ignored]
@@ -62,7 +62,8 @@ def python_command(
 
 def set_title(title: str) -> None:
     """Make `ps` and `top` show this process as `gaudiserve: <title>`."""
-    # With this variable it writes over the arguments only: /proc/<pid>/environ stays readable.
+    # With SPT_NOENV, setproctitle overwrites only the arguments: /proc/<pid>/environ stays
+    # readable.
     os.putenv("SPT_NOENV", "1")
     setproctitle(f"gaudiserve: {title}")
     os.unsetenv("SPT_NOENV")
@@ -81,14 +82,14 @@ class ProcessEnd(NamedTuple):
     """How a process ended by itself."""
 
     description: str
-    """With its name: `worker 0 (process 17) was killed by SIGKILL`."""
+    """Name and end of the process: `worker 0 (process 17) was killed by SIGKILL`."""
     is_external: bool
-    """Whether another one ended it: a person, or the kernel for want of memory."""
+    """Whether another process killed it (operator, OOM killer)."""
     pid: int
 
 
 def is_external_end(code: int) -> bool:
-    """Whether this exit code is that of a process that another one ended by a signal."""
+    """Whether exit code `code` means that another process killed the process with a signal."""
     return code < 0 and -code not in FAULTS
 
 
@@ -97,8 +98,8 @@ class Terminated(BaseException):
 
 
 class ChildProcess:
-    """The parent's view of a child. When the child ends by itself, `on_exit` is called once, on
-    another thread, with its end; not after `stop` or `close`."""
+    """The parent's handle of a child process. When the child ends by itself, `on_exit` is called
+    once with its end, on another thread; not after `stop` or `close`."""
 
     def __init__(
         self,
@@ -110,8 +111,9 @@ class ChildProcess:
         on_exit: Callable[[ProcessEnd], None] | None = None,
         stop_signal: signal.Signals = STOP,
     ) -> None:
-        """Start `command` and send it `orders` (anything msgspec can encode). `name` is for error
-        messages. `environment` is all of the child's variables; None: a copy of ours."""
+        """Start `command` and send it `orders` (any value that msgspec can encode). `name`: for
+        error messages. `environment`: all variables of the child; None: a copy of this process's
+        variables."""
         self._name = name
         self._stop_signal = stop_signal
         self._on_exit = on_exit
@@ -128,8 +130,8 @@ class ChildProcess:
         self._watcher.start()
 
     def poll(self) -> int | None:
-        """The exit code (negative: the signal), or None while it runs. The descriptor `sentinel`
-        becomes readable at the same moment."""
+        """The exit code (negative: the signal), or None while the child runs. The descriptor
+        `sentinel` becomes readable when the child ends."""
         return self._process.poll()
 
     def stop(self) -> None:
@@ -139,7 +141,8 @@ class ChildProcess:
             self._process.send_signal(self._stop_signal)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """The stop signal, wait, SIGKILL; returns when the child is gone. Safe to call twice."""
+        """Send the stop signal, wait up to `timeout_s`, then send SIGKILL; returns when the child
+        has ended. Safe to call twice."""
         self.stop()
         self._watcher.join(timeout_s)
         if self._watcher.is_alive():
@@ -154,7 +157,7 @@ class ChildProcess:
 
     @property
     def end(self) -> ProcessEnd:
-        """How it ended; to be called once it has."""
+        """How the child ended; call it after the end."""
         code = self._process.returncode
         ending = "has not ended" if code is None else describe_exit(code)
         description = f"{self._name} (process {self.pid}) {ending}"
@@ -225,23 +228,22 @@ def ignore_stop_signal() -> None:
 
 
 def run_child(work: Callable[[], int], clean_up: Callable[[], None] = lambda: None) -> int:
-    """In the child: `work`, which handles Terminated, and its exit code. The process exits at once
-    when the parent dies, after `clean_up`."""
+    """In the child: run `work`, which handles Terminated, and return its exit code. The process
+    exits at once when the parent dies, after `clean_up`."""
     exit_with_parent(clean_up)
     try:
         install_stop_handler()
         code = work()
     except Terminated:
-        # Stopped before anything was started.
+        # STOP arrived before `work` could handle it.
         code = 0
     bound_exit(code)
     return code
 
 
 def bound_exit(code: int, wait_s: float = EXIT_WAIT_S) -> None:
-    """End this process with `code` after `wait_s`, unless it has exited before. Call it last: at
-    its exit the interpreter waits for calls on threads, which may take long and cannot be stopped.
-    """
+    """End this process with `code` after `wait_s`, unless it has exited by then. Call it last: at
+    exit the interpreter waits for running threads, which may take long and cannot be stopped."""
 
     def end() -> None:
         time.sleep(wait_s)

@@ -1,8 +1,8 @@
-"""Runs calls in isolated processes: native code that crashes, hangs or grows ends only its call.
+"""Isolated calls: native code that crashes, hangs or uses too much memory ends only its call.
 
-A fork server imports a module and prepares its state once. Each call runs in a fork of it, within
-limits of processor time, wall time, address space and stack; the fork ends with the call and frees
-its memory. The fork costs 4 ms from a process of 120 MiB.
+A fork server imports a module and prepares its state once. Each call runs in a fork of the server,
+with limits on processor time, wall time, address space and stack. The fork ends with the call,
+which frees its memory. A fork costs 4 ms from a process of 120 MiB.
 """
 
 import contextlib
@@ -34,15 +34,16 @@ from engine.process.child_process import FAULTS, describe_exit, python_command
 logger = logging.getLogger(__name__)
 
 MAX_STARTS = 3
-"""Attempts at one call when the fork server itself is lost."""
+"""Attempts to run a call when the fork server itself is lost."""
 START_TIMEOUT_S = 60.0
-"""How long a fork server may take to prepare its state, while it uses processor time."""
+"""Maximum time for a fork server to prepare its state, while it uses processor time."""
 STUCK_S = 3.0
-"""A fork server that owes a fork and uses no processor time for so long is killed and replaced."""
+"""A fork server that was asked for a fork and uses no processor time for this long is killed and
+replaced."""
 CLOSE_S = 0.5
-"""How long a closed fork server may take to end by itself."""
+"""Time that a closed fork server has to end by itself."""
 GRACE_S = 1.0
-"""How much longer than its wall time a call may take to report its end."""
+"""Time beyond its wall time that a call has to report its end."""
 
 _FRAME = struct.Struct("<cQ")
 _RESULT, _FAILED, _EXITED, _READY, _LIMITS = b"R", b"F", b"X", b"S", b"L"
@@ -52,7 +53,8 @@ Call = Callable[[bytes], bytes]
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Limits of a call. Processor and wall time end it by a signal, also inside native code."""
+    """Limits of a call. Exceeding the processor or wall time ends the call by a signal, also inside
+    native code."""
 
     cpu_s: float
     wall_s: float
@@ -66,12 +68,12 @@ CLOSED = "the process that isolates third-party code was closed"
 
 class CallKilled(Exception):
     """The process of a call ended without a result: it crashed, or used too much processor time or
-    memory. The same call would end so again."""
+    memory. A repeated call would fail again."""
 
 
 class CallInterrupted(CallKilled):
-    """The process of a call ended for a reason that may lie outside of the call: its wall time, on
-    a busy machine, or a signal of another process. The same call may succeed later."""
+    """The process of a call ended for a reason that may lie outside of the call: its wall time on a
+    busy machine, or a signal of another process. A repeated call may succeed."""
 
 
 class CallBroken(Exception):
@@ -106,17 +108,17 @@ class Cancellation:
         self.is_cancelled = False
 
     def cancel(self) -> None:
-        """Have the call raise CallCancelled, and its process killed; safe to call twice."""
+        """Make the call raise CallCancelled and kill its process; safe to call twice."""
         with self._lock:
             self.is_cancelled = True
             if self._channel is not None:
-                # Wakes the thread that reads, and tells the fork server to kill the process.
+                # Wakes the thread that reads, and makes the fork server kill the process.
                 with contextlib.suppress(OSError):
                     self._channel.shutdown(socket.SHUT_RDWR)
 
     @contextlib.contextmanager
     def cancelling(self, channel: socket.socket) -> Iterator[None]:
-        """`cancel` ends `channel` meanwhile."""
+        """Context in which `cancel` shuts down `channel`."""
         with self._lock:
             self._channel = channel
             if self.is_cancelled:
@@ -134,8 +136,8 @@ class _Orders(msgspec.Struct, frozen=True):
 
 
 class ForkServer:
-    """Runs calls of a module. Thread-safe; starts when first needed, and again after it died.
-    `module` has `prepare(setup: bytes) -> Call`, which runs once."""
+    """Runs calls of a module in forks. Thread-safe; starts on first use, and again after it has
+    died. `module` has `prepare(setup: bytes) -> Call`, which runs once per start."""
 
     def __init__(self, module: str, setup: bytes, limits: Limits) -> None:
         self._orders = _Orders(module, setup)
@@ -147,11 +149,11 @@ class ForkServer:
 
     @property
     def pid(self) -> int | None:
-        """The fork server's process, once it was started."""
+        """Process id of the fork server; None before the start."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start it if it does not run, without waiting for `prepare`."""
+        """Start the fork server if it does not run; does not wait for `prepare`."""
         with self._lock:
             self._connect()
 
@@ -161,9 +163,9 @@ class ForkServer:
         limits: Limits | None = None,
         cancellation: Cancellation | None = None,
     ) -> bytearray:
-        """Run the call in a fork and return its result. `limits` replace the constructor's limits.
-        Blocks. Raises CallKilled, CallBroken, CallCancelled, CallInterrupted also when no fork
-        server can be started, and EngineDied after `close`."""
+        """Run the call in a fork and return its result. `limits` replaces the constructor's limits.
+        Blocks. Raises CallKilled, CallBroken, CallCancelled, CallInterrupted (also when no fork
+        server can be started), and EngineDied after `close`."""
         limits = limits or self._limits
         cancellation = cancellation or Cancellation()
         for _ in range(MAX_STARTS):
@@ -194,18 +196,18 @@ class ForkServer:
                 self._control = None
             process, self._process = self._process, None
         if process is not None:
-            # It ends its calls and then itself, unless `prepare` is still running.
+            # The fork server ends its calls and then itself, unless `prepare` is still running.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(CLOSE_S)
             process.kill()
             process.wait()
 
     def _send_channel(self, channel: socket.socket) -> "subprocess.Popen[bytes] | None":
-        """Ask for a fork that serves `channel`; the fork server, or None if it was lost."""
+        """Ask for a fork that serves `channel`. Returns the fork server, or None if it was lost."""
         with self._lock:
             control = self._connect()
             try:
-                # Without waiting: a stopped fork server reads nothing.
+                # DONTWAIT: a stopped fork server reads nothing.
                 socket.send_fds(control, [b"c"], [channel.fileno()], socket.MSG_DONTWAIT)
             except OSError:
                 self._forget()
@@ -213,8 +215,8 @@ class ForkServer:
             return self._process
 
     def _await_fork(self, channel: socket.socket, process: "subprocess.Popen[bytes]") -> bool:
-        """Wait until the fork reports that it runs; before, `prepare` may still be running. False
-        when the fork server has ended, or is stuck."""
+        """Wait until the fork reports that it runs; until then, `prepare` may still be running.
+        False if the fork server has ended or is stuck."""
         poll = select.poll()
         poll.register(channel, select.POLLIN)
         end, before = time.monotonic() + START_TIMEOUT_S, _processor_time(process.pid)
@@ -242,7 +244,7 @@ class ForkServer:
             self._forget()
         if self._control is None:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            # Writing to a pipe would wait for a process that was stopped.
+            # A memory file, not a pipe: writing to a pipe would block on a stopped process.
             with theirs, os.fdopen(os.memfd_create("orders"), "w+b") as orders:
                 orders.write(msgspec.msgpack.encode(self._orders))
                 orders.seek(0)
@@ -272,7 +274,7 @@ class ForkServer:
         try:
             return _result_of(channel, payload, limits)
         except CallKilled:
-            # `close` has ended the process, which says nothing about the payload.
+            # `close` has ended the process; the payload is not the cause.
             if self._is_closed:
                 raise EngineDied(CLOSED) from None
             raise
@@ -311,11 +313,11 @@ def _why(code: int, limits: Limits) -> str:
 
 _OUT_OF_MEMORY = 17
 _PR_SET_PDEATHSIG = 1
-"""prctl(2): the signal that this process gets when its parent dies."""
+"""prctl(2): option that sets the signal a process gets when its parent dies."""
 
 
 def main() -> None:
-    """The entry of a fork server."""
+    """Entry point of a fork server."""
     control = socket.socket(fileno=int(sys.argv[2]))
     orders = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=_Orders)
     # The parent closes the control channel to end this process; the kernel does if the parent dies.
@@ -329,7 +331,8 @@ def main() -> None:
 
 
 class _Server:
-    """The loop of a fork server: forks for each channel it receives, reports how forks end."""
+    """Loop of a fork server: forks for each channel that it receives and reports the end of each
+    fork."""
 
     def __init__(self, control: socket.socket, call: Call) -> None:
         self._control = control
@@ -348,7 +351,7 @@ class _Server:
             poll.register(self._control, select.POLLIN)
             poll.register(self._ended, select.POLLIN)
             for channel in self._calls.values():
-                # Only hang-ups: the fork reads what the parent writes.
+                # Only hang-ups: the fork reads the parent's data.
                 poll.register(channel, 0)
             ready = dict(poll.poll())
             if self._ended in ready:
@@ -395,14 +398,14 @@ class _Server:
     def _run_fork(self, channel: socket.socket) -> NoReturn:
         code = 1
         try:
-            # A fork server that is replaced is killed; a stopped fork would remain.
+            # A replaced fork server is killed; without this, a stopped fork would remain.
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._control.close()
             for other in self._calls.values():
                 other.close()
-            # Discard output of the library, which the client that made it crash could control.
+            # Discard output of the library: the client that made it crash could control the text.
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nothing, 1)
             os.dup2(nothing, 2)
@@ -444,7 +447,7 @@ def _processor_time(pid: int) -> int:
 
 
 def _on_stack(stack_bytes: int, work: Callable[[], int]) -> int:
-    """Run `work` on a thread with a stack of this size; its return value."""
+    """Run `work` on a thread with `stack_bytes` of stack, and return its result."""
     codes: list[int] = []
     threading.stack_size(stack_bytes)
     thread = threading.Thread(target=lambda: codes.append(work()))
@@ -464,8 +467,8 @@ def _limit(limits: Limits) -> None:
 
 
 def _environment(given: Mapping[str, str]) -> dict[str, str]:
-    """One thread in each library: a fork has none of its parent's other threads. One malloc arena:
-    the call's thread can then use the memory that is free in the parent's heap."""
+    """`given` with a single thread per library, because a fork has only the thread that forked, and
+    a single malloc arena, so that the call's thread can use free memory of the parent's heap."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
     return {
         **given,

@@ -1,54 +1,56 @@
-"""RestartLimit: how often a process that ends is started again, and after which wait."""
+"""RestartLimit: limit on restarts of a process in a row, and the wait before each restart."""
 
 import os
 import time
 from pathlib import Path
 
 STABLE_S = 60.0
-"""A process that lived so long after it was ready may be restarted as often as a new one."""
+"""Time since a process was ready after which its count of restarts in a row is reset."""
 FIRST_WAIT_S, MAX_WAIT_S = 0.5, 30.0
-"""The wait before the second restart in a row, which doubles with each further restart, and its
-default maximum."""
+"""Wait before the second restart in a row, which doubles with each further restart, and the default
+of its maximum. The first restart is immediate."""
 
 
 def mark_ready(mark: Path) -> None:
-    """Record in the modification time of `mark` that this process is ready now. The time is that of
-    the monotonic clock, which all processes of a machine share: the wall clock may be set."""
+    """Record in the modification time of `mark` that this process is ready now. The time is read
+    from the monotonic clock, which all processes of a machine share; the wall clock may be set."""
     mark.touch()
     now_s = time.monotonic()
     os.utime(mark, (now_s, now_s))
 
 
 class RestartLimit:
-    """Restarts of a process, which calls `mark_ready(mark)` each time it is ready."""
+    """Counts restarts of a process, which calls `mark_ready(mark)` each time it is ready."""
 
     def __init__(self, mark: Path, max_restarts: int, max_wait_s: float = MAX_WAIT_S) -> None:
-        """Allows `max_restarts` in a row, each up to `max_wait_s` after the end."""
+        """Allow `max_restarts` in a row, each at most `max_wait_s` after the end."""
         self._mark = mark
         self._max_wait_s = max_wait_s
         self.max_restarts = max_restarts
         self.in_a_row = 0
 
     def wait_s(self, *, is_misconfigured: bool = False) -> float | None:
-        """The process has ended: how long to wait before it is started again; None if it is not."""
+        """Count an end of the process. Returns the wait before its restart in seconds, or None if
+        it is not restarted."""
         try:
             life_s = time.monotonic() - self._mark.stat().st_mtime
             self._mark.unlink()
             if life_s > STABLE_S:
                 self.in_a_row = 0
         except OSError:
-            # It was not ready. The first start would fail again, as would any with this setting.
+            # The process was not ready. A failed first start, or an invalid setting, would fail
+            # again.
             if not self.in_a_row or is_misconfigured:
                 return None
         self.in_a_row += 1
         if self.in_a_row > self.max_restarts:
             return None
-        # The exponent is bounded: floats end at 2**1024.
+        # The exponent is bounded: floats overflow at 2**1024.
         wait_s = FIRST_WAIT_S * 2.0 ** min(self.in_a_row - 2, 30)
         return 0.0 if self.in_a_row == 1 else min(self._max_wait_s, wait_s)
 
     def describe(self, wait_s: float) -> str:
-        """`it is started again in 0.5 s, restart 2 of at most 5 in a row`."""
+        """Text for the log: `it is started again in 0.5 s, restart 2 of at most 5 in a row`."""
         wait = f" in {wait_s:g} s" if wait_s else ""
         return (
             f"it is started again{wait}, restart {self.in_a_row} of at most {self.max_restarts} in "

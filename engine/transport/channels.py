@@ -1,6 +1,7 @@
-"""Typed channels over ZeroMQ: PairSocket and Publisher for one thread, RouterSocket for asyncio.
+"""Typed channels over ZeroMQ: PairSocket and Publisher for a single thread, RouterSocket for
+asyncio.
 
-The only file that imports zmq.
+Only this file imports zmq.
 """
 
 import asyncio
@@ -30,57 +31,59 @@ Sent = TypeVar("Sent")
 Received = TypeVar("Received")
 
 HIGH_WATER = 8192
-"""Messages that each side queues for a peer that does not read. At one message a step that is
-minutes, so a full queue means a hung peer: `send` reports it, nothing is dropped."""
+"""Maximum number of messages that each side queues for a peer that does not read. With a message
+per step, a full queue means that the peer has hung for minutes: `send` reports it and drops no
+message."""
 
 MAX_PATH_BYTES = 107
-"""Of a Unix socket address, on Linux."""
+"""Maximum length of a Unix socket address on Linux."""
 
 MAX_MESSAGE_BYTES = 2**30
-"""Of one message to a listening socket: far more than a plan or a result has, far less than a peer
-can announce."""
+"""Maximum size of a message to a listening socket: far more than a plan or a result has, far less
+than a peer can announce."""
 
 HANDSHAKE_TIMEOUT_MS = 5000
-"""A connection that has not presented the token by then is closed. One of ours that was delayed for
-so long by a busy machine reconnects."""
+"""A connection that has not presented the token within this time is closed. A legitimate peer on a
+busy machine reconnects."""
 
 TCP = "tcp://"
 
 HEARTBEAT_MS = 2000
 HEARTBEAT_TIMEOUT_MS = 10_000
-"""Of connections to other hosts: a peer that does not answer for so long has disconnected."""
+"""Heartbeat timeout of connections to other hosts: a peer that does not answer for this long counts
+as disconnected."""
 
 _USER = b"gaudiserve"
-"""PLAIN requires a user name beside the password."""
+"""User name that PLAIN requires in addition to the password."""
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-"""Where libzmq sends authentication requests (ZeroMQ RFC 27)."""
+"""Endpoint to which libzmq sends authentication requests (ZeroMQ RFC 27)."""
 
 _EVENT = struct.Struct("=HI")
-"""The first frame of a monitor's message: event and descriptor."""
+"""First frame of a monitor message: event and descriptor."""
 
 _SUBSCRIBED = b"\1"
-"""How the message begins by which a publisher is told of a peer."""
+"""First byte of the message that tells a publisher about a new subscriber."""
 
 _MESSAGES_PER_CALLBACK = 64
-"""Messages read before other callbacks of the event loop run."""
+"""Maximum number of messages to read before other callbacks of the event loop run."""
 
 
 _PREFIX = "gaudiserve-"
 
 
 class SocketDirectory(OwnedDirectory):
-    """A directory of sockets, and one of files for large messages, that only this user can enter;
-    removed when closed, or at exit. A killed daemon's are removed when the next one creates its
-    own."""
+    """Directory of sockets, with a second directory of files for large messages; only this user can
+    enter either. Both are removed by `close` or at exit; directories of a killed daemon are removed
+    when the next daemon creates its own."""
 
     def __init__(self, parent: str | None = None) -> None:
-        """Create it below `parent` (None: the directory for temporary files)."""
+        """Create the directory below `parent` (None: the directory for temporary files)."""
         super().__init__(_PREFIX, parent)
         self._files: OwnedDirectory | None = None
         files = files_parent()
         if files is not None:
-            # Without one, large messages travel through the sockets.
+            # Without the second directory, large messages travel through the sockets.
             with suppress(OSError):
                 self._files = OwnedDirectory(_PREFIX, files)
                 link_directory(self.path, self._files.path)
@@ -92,12 +95,12 @@ class SocketDirectory(OwnedDirectory):
 
 
 def new_token() -> str:
-    """A random token; a launcher gives it to its processes over their standard input."""
+    """Random token, which a launcher passes to its processes over their standard input."""
     return secrets.token_hex(32)
 
 
 def endpoint(directory: str, name: str) -> str:
-    """The address of socket `name` in `directory`. Raises ConfigError when it is too long."""
+    """Address of socket `name` in `directory`. Raises ConfigError when the path is too long."""
     path = str(Path(directory, name))
     length = len(path.encode())
     if length > MAX_PATH_BYTES:
@@ -109,7 +112,8 @@ def endpoint(directory: str, name: str) -> str:
 
 
 class PairSocket(Generic[Sent, Received]):
-    """One end of a channel, some of which only send or only receive. Not thread-safe."""
+    """An end of a channel; depending on the socket type it sends, receives, or both. Not
+    thread-safe."""
 
     def __init__(
         self,
@@ -118,7 +122,7 @@ class PairSocket(Generic[Sent, Received]):
         path: str | None = None,
         segments: Segments | None = None,
     ) -> None:
-        """`path`: the file of a Unix socket that listens. `segments`: what carries large
+        """`path`: file of a listening Unix socket. `segments`: shared-memory transport of large
         messages."""
         self._socket = socket
         self._path = path
@@ -129,7 +133,7 @@ class PairSocket(Generic[Sent, Received]):
 
     @property
     def endpoint(self) -> str:
-        """The address on which it listens, with the port that was free."""
+        """The address on which the socket listens, with the port that was chosen."""
         return _endpoint(self._socket)
 
     def send(self, message: Sent) -> bool:
@@ -137,7 +141,8 @@ class PairSocket(Generic[Sent, Received]):
         return _send(self._socket, self._encode(message), self._segments)
 
     def receive(self) -> Received | None:
-        """The next message, or None if there is none. Binary fields are views of its frame."""
+        """The next message, or None if no message has arrived. Binary fields are views of its
+        frame."""
         try:
             frame = self._socket.recv(zmq.NOBLOCK)
         except zmq.Again:
@@ -155,7 +160,7 @@ class PairSocket(Generic[Sent, Received]):
 
 
 class Publisher(Generic[Sent]):
-    """Sends each message to all of its peers, encoded once and sent by one call. Not
+    """Sends each message to all peers: encodes it once and sends it with a single call. Not
     thread-safe."""
 
     def __init__(
@@ -165,7 +170,7 @@ class Publisher(Generic[Sent]):
         num_peers: int,
         segments: Segments | None = None,
     ) -> None:
-        """`path`: the file of a Unix socket. `segments`: as of PairSocket."""
+        """`path`: file of the Unix socket. `segments`: see PairSocket."""
         self._socket = socket
         self._path = path
         self._segments = segments
@@ -174,12 +179,12 @@ class Publisher(Generic[Sent]):
 
     @property
     def endpoint(self) -> str:
-        """The address on which it listens, with the port that was free."""
+        """The address on which the socket listens, with the port that was chosen."""
         return _endpoint(self._socket)
 
     def has_all_peers(self) -> bool:
-        """Whether all peers are connected: before, a message would not reach all of them. From then
-        on, no other connections are accepted."""
+        """Whether all peers are connected; an earlier message would not reach all of them. Once
+        they are, no other connections are accepted."""
         while self._num_missing:
             try:
                 is_new = self._socket.recv(zmq.NOBLOCK).startswith(_SUBSCRIBED)
@@ -191,8 +196,8 @@ class Publisher(Generic[Sent]):
         return True
 
     def send(self, message: Sent) -> bool:
-        """Send without waiting; False, and nothing is sent, when a peer has left HIGH_WATER
-        messages unread. A peer that is gone is left out."""
+        """Send without waiting. False, and no peer gets the message, when a peer has left
+        HIGH_WATER messages unread. Disconnected peers are skipped."""
         return _send(self._socket, self._encode(message), self._segments)
 
     def close(self) -> None:
@@ -201,11 +206,11 @@ class Publisher(Generic[Sent]):
 
 
 class ConnectionWatch:
-    """Notices that the peer of a PairSocket has gone, or that it refused the token. To be created
-    before the connection is made, and used on the thread of the socket."""
+    """Detects that the peer of a PairSocket has disconnected, or that it refused the token. Create
+    it before the connection is made, and use it on the socket's thread."""
 
     def __init__(self, socket: PairSocket[Any, Any], peer: str) -> None:
-        """`peer` is the name of the other side in errors."""
+        """`peer`: name of the other side in errors."""
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
         watched = socket._socket
         self._socket = _monitor(watched, watched.context, events | zmq.EVENT_DISCONNECTED)
@@ -213,13 +218,13 @@ class ConnectionWatch:
         self._is_connected = False
 
     def check(self) -> None:
-        """Raise EngineDied if the peer has gone, ConfigError if it refused the token."""
+        """Raise EngineDied if the peer has disconnected, ConfigError if it refused the token."""
         if False in self.changes():
             raise EngineDied(f"{self._peer} has disconnected")
 
     def changes(self) -> list[bool]:
-        """What has happened since the last call: True for a connection that was made, False for one
-        that has ended. Raises ConfigError if the peer refused the token."""
+        """Changes since the last call: True for a new connection, False for the end of a
+        connection. Raises ConfigError if the peer refused the token."""
         changes: list[bool] = []
         while True:
             try:
@@ -261,7 +266,7 @@ class RouterSocket(Generic[Sent, Received]):
     """A channel to many peers, served by callbacks on an asyncio loop.
 
     ZeroMQ's descriptor is edge-triggered, and a send may consume an edge. So a callback reads until
-    nothing is left, and every send checks again.
+    the socket is empty or schedules itself again, and every send checks for messages.
     """
 
     def __init__(
@@ -272,7 +277,7 @@ class RouterSocket(Generic[Sent, Received]):
         on_all: Callable[[], None],
         segments: Segments | None = None,
     ) -> None:
-        """`on_all` is called when `num_peers` peers have sent a message. `segments`: as of
+        """`on_all` is called when `num_peers` peers have sent a message. `segments`: see
         PairSocket."""
         self._socket = socket
         self._segments = segments
@@ -296,21 +301,22 @@ class RouterSocket(Generic[Sent, Received]):
         on_disconnect: Callable[[], None],
         on_rejected: Callable[[], None] = lambda: None,
     ) -> None:
-        """Call back on the running loop: for each message with its peer; when a peer that has sent
-        one disconnected; when any other connection ended (without token, or without a message)."""
+        """Start the callbacks on the running loop. `on_message`: for each message, with its peer.
+        `on_disconnect`: when a peer that has sent a message disconnects. `on_rejected`: when any
+        other connection ends (no token, or no message)."""
         self._on_message = on_message
         self._on_disconnect = on_disconnect
         self._on_rejected = on_rejected
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(_number(self._socket, zmq.FD), self._drain)
         self._loop.add_reader(_number(self._monitor, zmq.FD), self._watch_connections)
-        # A descriptor does not signal until its socket was once read until empty.
+        # The descriptor gives no signal until the socket has been read until empty.
         self._schedule_drain()
         self._watch_connections()
 
     def send(self, peer: bytes, message: Sent) -> bool:
-        """Send without waiting; False when `peer` is gone or has left HIGH_WATER messages unread.
-        Raises TypeError or ValueError for what cannot be encoded."""
+        """Send without waiting; False when `peer` has disconnected or has left HIGH_WATER messages
+        unread. Raises TypeError or ValueError when the message cannot be encoded."""
         frame = self._encode(message)
         if self._segments is not None:
             frame = self._segments.frame(frame, peer)
@@ -356,7 +362,8 @@ class RouterSocket(Generic[Sent, Received]):
                     return
                 peer, frame = source.bytes, self._socket.recv(zmq.NOBLOCK)
                 if peer not in self._connections:
-                    # Stale events first: an earlier connection may have had the same descriptor.
+                    # Handle stale events first: an earlier connection may have had the same
+                    # descriptor.
                     self._drain_monitor()
                     self._connections[peer] = int(source.get(zmq.SRCFD))
                     if len(self._connections) == self._num_peers:
@@ -368,12 +375,13 @@ class RouterSocket(Generic[Sent, Received]):
                 self._schedule_drain()
 
     def _watch_connections(self) -> None:
-        """A part of the news; strangers that come and go must not keep the loop from its work."""
+        """Handle a bounded number of monitor events per call, so that unauthenticated peers that
+        reconnect in a loop cannot starve the event loop."""
         if self._drain_monitor(_MESSAGES_PER_CALLBACK) and self._loop is not None:
             self._loop.call_soon(self._watch_connections)
 
     def _drain_monitor(self, most: float = math.inf) -> bool:
-        """Read the news of connections; False when nothing is left."""
+        """Handle at most `most` monitor events; False when no event is left."""
         while most > 0 and not self._monitor.closed:
             try:
                 _, descriptor = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
@@ -390,8 +398,9 @@ class RouterSocket(Generic[Sent, Received]):
 
 
 class ZmqContext:
-    """Channels that listen or connect, all with one I/O thread, so that a message to several peers
-    wakes it once. A peer is let in if it presents the token that the launcher gave to both."""
+    """Opens listening and connecting channels. All channels share an I/O thread, so that a message
+    to several peers wakes the thread once. A peer is admitted if it presents the launcher's token.
+    """
 
     def __init__(self, token: str) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -399,9 +408,9 @@ class ZmqContext:
         self._has_authenticator = False
 
     def bind_pair(self, endpoint: str, received: Any) -> PairSocket[Any, Any]:
-        """Open the parent's end of a step channel; `received` is the union it decodes. The child
-        must send the first message: before, there is no peer to send to. Raises ConfigError when it
-        cannot listen on the address."""
+        """Open the listening end of a step channel; `received` is the union that it decodes. The
+        other end must send the first message: until then, there is no peer to send to. Raises
+        ConfigError when the address is not available."""
         socket = self._socket(zmq.PAIR)
         _RejectionCounter(socket, self._context, rejection_warning(endpoint))
         path = self._listen(socket, endpoint)
@@ -410,37 +419,37 @@ class ZmqContext:
     def connect_pair(
         self, endpoint: str, received: Any, watches: "list[ConnectionWatch] | None" = None
     ) -> PairSocket[Any, Any]:
-        """Open the end of a step channel that does not listen. If the other end is on another host,
-        whose end no parent process tells of, a watch of the connection is added to `watches`."""
+        """Open the connecting end of a step channel. If the other end is on another host, where no
+        parent process reports its end, a watch of the connection is added to `watches`."""
         watches = watches if endpoint.startswith(TCP) else None
         return self._connected(zmq.PAIR, endpoint, received, watches)
 
     def bind_publisher(self, endpoint: str, num_peers: int) -> Publisher[Any]:
         """Open the engine's end of the step channel to `num_peers` workers. Raises ConfigError when
-        it cannot listen on the address."""
+        the address is not available."""
         socket = self._socket(zmq.XPUB)
-        # A send to a peer with a full queue fails, in place of leaving that peer out.
+        # A send fails if a peer's queue is full; without this, ZeroMQ would skip the peer.
         socket.setsockopt(zmq.XPUB_NODROP, 1)
-        # Every peer is told of, though all subscribe to the same.
+        # Report every subscriber, although all subscribe to the same topic.
         socket.setsockopt(zmq.XPUB_VERBOSER, 1)
         _RejectionCounter(socket, self._context, rejection_warning(endpoint))
         path = self._listen(socket, endpoint)
         return Publisher(socket, path, num_peers, Segments.beside(endpoint, num_peers))
 
     def connect_subscriber(self, endpoint: str, received: Any) -> PairSocket[None, Any]:
-        """Receive what a publisher sends."""
+        """Connect to a publisher, to receive its messages."""
         return self._connected(zmq.SUB, endpoint, received, None)
 
     def bind_collector(self, endpoint: str, received: Any) -> PairSocket[None, Any]:
-        """Receive what several peers send. Raises ConfigError when it cannot listen on the
-        address."""
+        """Open a socket that receives from several peers. Raises ConfigError when the address is
+        not available."""
         socket = self._socket(zmq.PULL)
         _RejectionCounter(socket, self._context, rejection_warning(endpoint))
         path = self._listen(socket, endpoint)
         return PairSocket(socket, received, path, Segments.beside(endpoint))
 
     def connect_collector(self, endpoint: str) -> PairSocket[Any, None]:
-        """Send to a collector."""
+        """Connect to a collector, to send messages to it."""
         return self._connected(zmq.PUSH, endpoint, None, None)
 
     def connect_dealer(
@@ -450,15 +459,15 @@ class ZmqContext:
         received: Any,
         watches: "list[ConnectionWatch] | None" = None,
     ) -> PairSocket[Any, Any]:
-        """Connect to a router, which identifies this socket as `name`. A watch of the connection is
-        added to `watches`."""
+        """Connect to a router, which identifies this socket as `name`. If `watches` is given, a
+        watch of the connection is added to it."""
         return self._connected(zmq.DEALER, endpoint, received, watches, name)
 
     def bind_router(
         self, endpoint: str, received: Any, *, num_peers: int = 0
     ) -> RouterSocket[Any, Any]:
-        """Open a router, which stops accepting when `num_peers` peers have sent a message (0:
-        never). Raises ConfigError when it cannot listen on the address."""
+        """Open a router, which stops accepting connections when `num_peers` peers have sent a
+        message (0: never). Raises ConfigError when the address is not available."""
         socket = self._socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         path = self._listen(socket, endpoint)
@@ -466,12 +475,12 @@ class ZmqContext:
         return RouterSocket(socket, received, num_peers, on_all, Segments.beside(endpoint))
 
     def close(self) -> None:
-        """Wait until closed sockets have lingered. Every channel must be closed before."""
+        """Wait until closed sockets have lingered. Close every channel before."""
         self._context.term()
 
     def _socket(self, kind: int) -> "zmq.Socket[bytes]":
         socket = self._context.socket(kind)
-        # Lingering is requested at close; a socket that was never closed must not delay the exit.
+        # Lingering is set at close; a socket that was never closed must not delay the exit.
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
         socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
@@ -491,7 +500,7 @@ class ZmqContext:
         if kind == zmq.SUB:
             socket.setsockopt(zmq.SUBSCRIBE, b"")
         socket.setsockopt(zmq.RECONNECT_IVL, 10)
-        # PLAIN costs a handshake and nothing after it; CURVE would encrypt 4 MB of masks for 10 ms.
+        # PLAIN costs only a handshake; CURVE would spend 10 ms to encrypt 4 MB of masks.
         socket.setsockopt(zmq.PLAIN_USERNAME, _USER)
         socket.setsockopt(zmq.PLAIN_PASSWORD, self._token)
         _add_heartbeats(socket, endpoint)
@@ -503,7 +512,7 @@ class ZmqContext:
         return pair
 
     def _listen(self, socket: "zmq.Socket[bytes]", endpoint: str) -> str | None:
-        """The file that was created, if any."""
+        """Bind `socket`; returns the path of a Unix socket, None for other endpoints."""
         socket.setsockopt(zmq.PLAIN_SERVER, 1)
         socket.setsockopt(zmq.ZAP_DOMAIN, _USER)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
@@ -521,7 +530,7 @@ class ZmqContext:
 
 
 class _SocketThread:
-    """A thread that reads one socket of a context, and ends with the context."""
+    """A thread that reads a socket of a context, and ends with the context."""
 
     def __init__(self, socket: "zmq.Socket[bytes]", name: str) -> None:
         self._socket = socket
@@ -541,11 +550,11 @@ class _SocketThread:
 
 
 class _Authenticator(_SocketThread):
-    """Admits peers that present the token; libzmq closes all other connections before it reads one
-    of their frames.
+    """Admits peers that present the token; libzmq closes other connections before it reads any of
+    their frames.
 
-    A separate thread, since the sockets' thread may be waiting for a device. It wakes for
-    handshakes only.
+    Runs on its own thread, since the sockets' thread may be waiting for a device. The thread wakes
+    only for handshakes.
     """
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", token: bytes) -> None:
@@ -562,7 +571,7 @@ class _Authenticator(_SocketThread):
 
 
 class _RejectionCounter(_SocketThread):
-    """Counts the rejected connections of a socket that listens, without another monitor."""
+    """Counts rejected connections of a listening socket that has no other monitor."""
 
     def __init__(
         self,
@@ -576,8 +585,8 @@ class _RejectionCounter(_SocketThread):
         super().__init__(_monitor(socket, _shadow(context), events), "rejections")
 
     def _take(self, frames: list[bytes]) -> None:
-        """Events do not say whether an ended connection had been admitted. So it counts as rejected
-        as long as there are as many open connections as admitted ones."""
+        """Handle a monitor event. Events do not say whether an ended connection had been admitted;
+        it counts as rejected unless fewer connections are open than were admitted."""
         event, _ = _EVENT.unpack(frames[0])
         if event == zmq.EVENT_ACCEPTED:
             self._num_open += 1
@@ -592,7 +601,8 @@ class _RejectionCounter(_SocketThread):
 
 
 def _shadow(context: "zmq.Context[zmq.Socket[bytes]]") -> "zmq.Context[zmq.Socket[bytes]]":
-    """The same context, whose sockets another thread closes itself: Context.destroy must not."""
+    """A second handle of the context, whose sockets belong to another thread: Context.destroy must
+    not close them."""
     return zmq.Context.shadow(context.underlying)
 
 
@@ -603,7 +613,7 @@ def _endpoint(socket: "zmq.Socket[bytes]") -> str:
 
 
 def _send(socket: "zmq.Socket[bytes]", message: bytes, segments: Segments | None) -> bool:
-    """Whether there was room for `message`."""
+    """Send `message`; False if the queue is full."""
     frame = message if segments is None else segments.frame(message)
     try:
         socket.send(frame, zmq.NOBLOCK)
@@ -615,22 +625,22 @@ def _send(socket: "zmq.Socket[bytes]", message: bytes, segments: Segments | None
 
 
 def _remove(path: str | None) -> None:
-    """Remove the file of a listening Unix socket, if there is one: unbinding a ZeroMQ socket would
-    end its connections. A serving process must not even accept a stranger: libzmq aborts the
-    process if it has no descriptor left to accept with."""
+    """Remove the file of a listening Unix socket, if any, so that no new peer can connect;
+    unbinding the ZeroMQ socket would end its connections. A serving process must not even accept
+    unknown peers: libzmq aborts the process if no file descriptor is left for accept."""
     if path is not None:
         Path(path).unlink(missing_ok=True)
 
 
 def _add_heartbeats(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
-    """Between hosts: a host that loses its power closes no connection."""
+    """Enable heartbeats between hosts: a host that loses power closes no connection."""
     if endpoint.startswith(TCP):
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
 
 
 def rejection_warning(endpoint: str) -> LimitedWarning:
-    """A warning that counts the rejected connections to `endpoint`."""
+    """Warning that counts the rejected connections to `endpoint`."""
     text = f"{endpoint}: %d connections closed so far that did not present the launcher's token"
     return LimitedWarning(logger, text)
 
@@ -638,7 +648,7 @@ def rejection_warning(endpoint: str) -> LimitedWarning:
 def _monitor(
     socket: "zmq.Socket[bytes]", context: "zmq.Context[Any]", events: int
 ) -> "zmq.Socket[bytes]":
-    """The socket that receives the events of `socket`'s connections."""
+    """Socket that receives the connection events of `socket`."""
     address = f"inproc://monitor-{id(socket)}"
     monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
     # No high-water mark: libzmq's I/O thread would block until the events are read.

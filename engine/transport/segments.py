@@ -1,5 +1,5 @@
-"""Large messages between processes of one host: each is a file in shared memory, and a frame that
-names it travels in its place."""
+"""Large messages between processes of a host: the message is a file in shared memory, and a small
+frame with the file's name travels through the socket."""
 
 import mmap
 import os
@@ -11,13 +11,14 @@ from typing import NamedTuple
 from config.errors import EngineDied
 
 LARGE_BYTES = 32 * 2**20
-"""Smaller messages travel through the socket: the pages of a new file cost more than the copies."""
+"""Minimum size of a message that is sent as a file. For smaller messages, the pages of a new file
+cost more than copies through the socket."""
 MAX_UNREAD_BYTES = 2**30
-"""Of the files of one sender that nobody has read. More travel through the socket."""
+"""Maximum size of a sender's unread files; further messages travel through the socket."""
 MARK = b"\xc1"
-"""How the frame that names a file begins. No message in MessagePack begins so."""
+"""First byte of a frame that names a file. No MessagePack message begins with this byte."""
 DIRECTORY = "segments"
-"""Beside the sockets, a link to the directory of the files."""
+"""Name of the link, beside the sockets, to the directory of files."""
 _FILES = Path("/dev/shm")
 
 
@@ -28,21 +29,21 @@ class _File(NamedTuple):
 
 
 def files_parent() -> Path | None:
-    """Where the directory of files belongs; None on a system without shared memory."""
+    """Parent of the directory of files; None on a system without shared memory."""
     return _FILES if _FILES.is_dir() and os.access(_FILES, os.W_OK | os.X_OK) else None
 
 
 def link_directory(sockets: str, files: str) -> None:
-    """Have the sockets in `sockets` use the directory `files`."""
+    """Make the sockets in `sockets` use the directory `files`."""
     os.symlink(files, Path(sockets, DIRECTORY))
 
 
 class Segments:
-    """The files that one socket sends and receives.
+    """The files that a socket sends and receives.
 
-    A reader opens a file and removes it at once, so that the kernel frees the memory when the
-    message is dropped, or when the reader dies. With several readers each has a name of its own.
-    What nobody reads is removed with the directory, whose owner is the launcher.
+    A reader opens a file and unlinks it at once, so that the kernel frees the memory when the
+    message is dropped or the reader dies. Each of several readers has its own hard link.
+    Unread files are removed with the directory, which the launcher owns.
     """
 
     def __init__(self, directory: Path, num_readers: int = 1) -> None:
@@ -54,15 +55,16 @@ class Segments:
 
     @classmethod
     def beside(cls, endpoint: str, num_readers: int = 1) -> "Segments | None":
-        """Those of a socket; None for one without a directory of files, as between hosts."""
+        """The files of the socket at `endpoint`; None if its directory has no link to files, or for
+        a TCP socket."""
         if not endpoint.startswith("ipc://"):
             return None
         directory = Path(endpoint.removeprefix("ipc://")).parent / DIRECTORY
         return cls(directory, num_readers) if directory.is_dir() else None
 
     def frame(self, data: bytes, peer: bytes = b"") -> bytes:
-        """What is sent to `peer` in place of a message: itself, unless it is large and there is
-        memory for a file."""
+        """The frame to send to `peer`: the message itself, or the name of a file if the message is
+        large and there is memory for a file."""
         size = len(data)
         if size < LARGE_BYTES:
             return data
@@ -76,7 +78,7 @@ class Segments:
         try:
             _write(paths, data)
         except OSError:
-            # Containers often have 64 MiB of shared memory.
+            # Containers often limit shared memory to 64 MiB.
             _remove(paths)
             return data
         self._unread += [_File(peer, path, size // self._num_readers) for path in paths]
@@ -88,15 +90,15 @@ class Segments:
             _remove(self._named(frame))
 
     def forget(self, peer: bytes) -> None:
-        """Remove what a peer that is gone has not read."""
+        """Remove the files that a disconnected peer has not read."""
         _remove([file.path for file in self._unread if file.peer == peer])
 
     def message(self, frame: bytes) -> bytes | memoryview:
-        """The message of a frame. Raises EngineDied for a file that is not there."""
+        """The message of a frame. Raises EngineDied if the file does not exist."""
         if frame[:1] != MARK:
             return frame
         for path in self._named(frame):
-            # Another reader may have taken that name, even meanwhile.
+            # Another reader may unlink this name at any time.
             with suppress(FileNotFoundError):
                 file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
                 try:
@@ -115,10 +117,10 @@ class Segments:
 
 
 def _write(paths: list[str], data: bytes) -> None:
-    """One file with a name for each reader."""
+    """Write `data` to a file and link it under each of `paths`, a path for each reader."""
     file = os.open(paths[0], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        # Now, and not by a signal when a reader touches what there was no memory for.
+        # Allocate now: without memory, a later access of a reader would raise SIGBUS.
         os.posix_fallocate(file, 0, len(data))
         view = memoryview(data)
         while view:

@@ -1,4 +1,4 @@
-"""Messages between engines that step together and the hub that they agree over."""
+"""Messages between engines that step together and the hub that coordinates their steps."""
 
 import msgspec
 
@@ -6,36 +6,37 @@ from hpu.protocol import Bucket
 
 
 class JoinSteps(msgspec.Struct, array_like=True, gc=False, tag=1):
-    """The first message of an engine."""
+    """First message of an engine to the hub."""
 
     engine: int
     settings: int
-    """Checksum of what all engines must have alike."""
+    """Checksum of the settings that all engines must share."""
 
 
 class StepProposal(msgspec.Struct, array_like=True, gc=False, tag=2):
-    """What an engine has planned for a step: the buckets of its launches, none if it only takes
-    part."""
+    """Buckets of the launches that an engine has planned for a step; empty if the engine has no
+    work and only takes part."""
 
     step: int
     buckets: list[Bucket]
 
 
 class StepCall(msgspec.Struct, array_like=True, gc=False, tag=3):
-    """Another engine has planned this step: propose something, too."""
+    """Another engine has planned this step: answer with a StepProposal, too."""
 
     step: int
 
 
 class AgreedStep(msgspec.Struct, array_like=True, gc=False, tag=4):
-    """The proposals of all engines, by engine. Of JoinSteps the first one, of step -1."""
+    """Proposals of all engines for a step, by engine. The answer to JoinSteps has step -1 and no
+    proposals."""
 
     step: int
     planned: list[list[Bucket]]
 
 
 class StepsRefused(msgspec.Struct, array_like=True, gc=False, tag=5):
-    """The engines do not fit each other: a ConfigError."""
+    """The settings of the engines differ; raised as a ConfigError."""
 
     message: str
 
