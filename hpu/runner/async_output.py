@@ -21,7 +21,7 @@ from hpu.spec_decode.drafts import Drafts
 
 @dataclass(frozen=True, slots=True)
 class AsyncPromptLogprobs:
-    """Prompt log-probabilities of one request's chunk: either `slices` of (number of real
+    """Prompt log-probabilities of a request's chunk: either `slices` of (number of real
     positions, tensors) or `rows` of the launch's packed result."""
 
     req_index: int
@@ -71,7 +71,7 @@ class AsyncVectors:
 
 @dataclass(slots=True)
 class AsyncLaunchOutput:
-    """Results of one launch: its sampling requests and their tokens (at least len(req_indices),) on
+    """Results of a launch: its sampling requests and their tokens (at least len(req_indices),) on
     the host.
 
     A device with its own memory copies one tensor per launch to the host: either `tokens`, or
@@ -131,7 +131,7 @@ class AsyncLaunchOutput:
 
 
 class PromptTargets(NamedTuple):
-    """Prompt positions of one request in a launch that need log-probabilities."""
+    """Prompt positions of a request in a launch that need log-probabilities."""
 
     first: int
     """Index of the request's first token in the flattened (B * Q)."""
@@ -171,7 +171,7 @@ class ForwardOutput:
 
 @dataclass(slots=True)
 class AsyncStepOutput:
-    """Results of all launches of one plan. Tensors may be read once `deferred` is empty and `end`
+    """Results of all launches of a plan. Tensors may be read once `deferred` is empty and `end`
     is done."""
 
     step: int

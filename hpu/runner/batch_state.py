@@ -36,7 +36,7 @@ class BatchState:
         contiguous: bool = False,
     ) -> None:
         """`contiguous`: block i of a decode over N blocks is at entry i of its block list, for
-        reading the cache as one slice; requests of a decode may not share a block."""
+        reading the cache as a single slice; requests of a decode may not share a block."""
         self.max_num_reqs = max_num_reqs
         self.block_size = block_size
         self.pad_block = pad_block

@@ -161,7 +161,7 @@ class LaunchTensors(NamedTuple):
 
 
 class _InputSet(Generic[A]):
-    """Memory of a launch: one contiguous tensor each on host and device, so that one copy uploads
+    """Memory of a launch: one contiguous tensor each on host and device, so that a single copy uploads
     it."""
 
     def __init__(self, host: Tensor, device: Tensor, arrays: A, tensors: LaunchTensors) -> None:
@@ -175,7 +175,7 @@ class _InputSet(Generic[A]):
 
 
 class BaseInputBuffers(Generic[A]):
-    """Inputs of one bucket. For each launch: `host_arrays()`, write, `upload()`, launch. The
+    """Inputs of a bucket. For each launch: `host_arrays()`, write, `upload()`, launch. The
     tensors belong to the last upload.
 
     `make` names the host arrays of `shapes`; a subclass names the device tensors (`_name`).

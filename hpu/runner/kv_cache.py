@@ -26,9 +26,9 @@ SCRUB_SIZE = 16
 
 
 def reads_contiguously(config: EngineConfig, backend: Backend, *, has_states: bool = False) -> bool:
-    """Whether decodes read the cache as one slice from block 0: if configured, or if the backend
+    """Whether decodes read the cache as a single slice from block 0: if configured, or if the backend
     prefers it. Never with shared blocks: prefix caching (which models with states lack) or
-    speculation, where rows of one request share blocks."""
+    speculation, where rows of a request share blocks."""
     contiguous_pa = config.execution.contiguous_pa
     shares_blocks = config.cache.enable_prefix_caching and not has_states
     if shares_blocks or contiguous_pa is False or config.speculation.choose() is not None:
@@ -37,7 +37,7 @@ def reads_contiguously(config: EngineConfig, backend: Backend, *, has_states: bo
 
 
 def block_bytes(model: CausalLM, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers."""
+    """Bytes of a block over all layers."""
     return sum(_layer_bytes(model, block_size, dtype))
 
 
@@ -54,7 +54,7 @@ def cache_sizes(model: CausalLM, block_size: int, dtype: torch.dtype, num_rings:
 def _layer_bytes(
     model: CausalLM, block_size: int, dtype: torch.dtype, num_rings: int = 0
 ) -> list[int]:
-    """Bytes per layer: of one block, or of the rings if `num_rings` is set and the layer has a
+    """Bytes per layer: of a block, or of the rings if `num_rings` is set and the layer has a
     window."""
     layers = model.cache_shapes(1, block_size, num_rings)
     return [sum(map(math.prod, shapes)) * dtype.itemsize for shapes in layers]

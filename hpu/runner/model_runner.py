@@ -748,7 +748,7 @@ class ModelRunner(StepRunner):
     def _send(
         self, sampled: SamplerOutput, done: AsyncLaunchOutput, results: Tensor | None
     ) -> None:
-        """Start the copy of a launch's tokens and log-probabilities to the host as one tensor, or
+        """Start the copy of a launch's tokens and log-probabilities to the host as a single tensor, or
         write them to the first rows of `results`. A device that shares the host's memory needs no
         packing."""
         tokens, logprobs = sampled.tokens, sampled.logprobs
@@ -780,7 +780,7 @@ class ModelRunner(StepRunner):
             return []
         all_targets: list[PromptTargets] = []
         batch, query, _ = launch.bucket
-        # Sequences of one row are concatenated.
+        # Sequences of a row are concatenated.
         lengths = launch.query_lens if batch == 1 else [query] * len(launch.query_lens)
         firsts = itertools.accumulate(lengths[:-1], initial=0)
         for first, req_index, count in zip(

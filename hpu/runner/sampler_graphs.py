@@ -1,4 +1,4 @@
-"""SamplerGraphs: LM head and sampler of a decode as one captured function."""
+"""SamplerGraphs: LM head and sampler of a decode as a single captured function."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from hpu.sampling.sampler import Sampler
 
 
 class SamplerGraph(NamedTuple):
-    """Graph that samples the decodes of one batch width."""
+    """Graph that samples the decodes of a batch width."""
 
     graph: Graph
     stages: Stages
