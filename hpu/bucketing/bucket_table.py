@@ -60,8 +60,8 @@ class BucketTable:
 
     @classmethod
     def make(cls, config: BucketConfig, limits: BucketLimits) -> "BucketTable":
-        """The table of `config.strategy`, which is not `auto`, extended to cover every single
-        prompt and every decode that `limits` allow."""
+        """The table of `config.strategy` (already resolved, not `auto`), extended to cover every
+        single prompt and every decode within `limits`."""
         if config.strategy == "exact":
             return cls([], [], limits, exact=True)
         prompts, decodes = generate_buckets(config, limits)

@@ -161,8 +161,8 @@ class LaunchTensors(NamedTuple):
 
 
 class _InputSet(Generic[A]):
-    """Memory of a launch: one contiguous tensor each on host and device, so that a single copy uploads
-    it."""
+    """Memory of a launch: a contiguous tensor each on host and device, so that a single copy
+    uploads it."""
 
     def __init__(self, host: Tensor, device: Tensor, arrays: A, tensors: LaunchTensors) -> None:
         self.host = host
@@ -175,8 +175,8 @@ class _InputSet(Generic[A]):
 
 
 class BaseInputBuffers(Generic[A]):
-    """Inputs of a bucket. For each launch: `host_arrays()`, write, `upload()`, launch. The
-    tensors belong to the last upload.
+    """Inputs of a bucket. Call order: `host_arrays()`, write, `upload()`, launch. The tensors
+    belong to the last upload.
 
     `make` names the host arrays of `shapes`; a subclass names the device tensors (`_name`).
 
@@ -218,7 +218,7 @@ class BaseInputBuffers(Generic[A]):
 
     @property
     def tokens(self) -> Tensor:
-        """See LaunchTensors.tokens. A decode's tokens and hidden states are written on the device."""
+        """See LaunchTensors.tokens. Decode tokens and hidden states are written on the device."""
         return self._current.tensors.tokens
 
     @property
@@ -342,7 +342,7 @@ class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
 
     @property
     def last_token_indices(self) -> Tensor | None:
-        """(B,): indices of a prefill's sampling tokens in the flattened (B * Q); None for a decode."""
+        """(B,): indices of a prefill's sampling tokens in the flattened (B * Q); None in decodes."""
         return self._current.tensors.rest[1] if self.bucket[0] == PREFILL else None
 
     @property

@@ -26,8 +26,8 @@ SCRUB_SIZE = 16
 
 
 def reads_contiguously(config: EngineConfig, backend: Backend, *, has_states: bool = False) -> bool:
-    """Whether decodes read the cache as a single slice from block 0: if configured, or if the backend
-    prefers it. Never with shared blocks: prefix caching (which models with states lack) or
+    """Whether decodes read the cache as a single slice from block 0: if configured, or if the
+    backend prefers it. Never with shared blocks: prefix caching (which models with states lack) or
     speculation, where rows of a request share blocks."""
     contiguous_pa = config.execution.contiguous_pa
     shares_blocks = config.cache.enable_prefix_caching and not has_states

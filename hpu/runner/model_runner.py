@@ -177,7 +177,7 @@ class ModelRunner(StepRunner):
         if output.deferred:
             # Run after all other launches, and only the first: nothing that writes the inputs of
             # its bucket may run between a forward pass and its sampling, and memory was measured
-            # for the logits of one launch. Several deferred launches are rare, and the first keeps
+            # for the logits of a launch. Several deferred launches are rare, and the first keeps
             # the device busy.
             output.deferred_forward = self._begin(output.deferred[0][1], output)
             output.deferred_forward.launch.forward_end = self._backend.event()
@@ -748,8 +748,8 @@ class ModelRunner(StepRunner):
     def _send(
         self, sampled: SamplerOutput, done: AsyncLaunchOutput, results: Tensor | None
     ) -> None:
-        """Start the copy of a launch's tokens and log-probabilities to the host as a single tensor, or
-        write them to the first rows of `results`. A device that shares the host's memory needs no
+        """Start the copy of a launch's tokens and log-probabilities to the host as a single tensor,
+        or write them to the first rows of `results`. A device that shares the host's memory needs no
         packing."""
         tokens, logprobs = sampled.tokens, sampled.logprobs
         if self._backend.shares_host_memory:
@@ -774,7 +774,7 @@ class ModelRunner(StepRunner):
             self._backend.mark_step()
 
     def _prompt_targets(self, launch: Launch) -> list[PromptTargets]:
-        """Requests with prompt log-probabilities in this launch. Call before the requests advance."""
+        """Requests with prompt log-probabilities. Call before the requests advance."""
         num_logprobs = self._batch_state.num_prompt_logprobs
         if (num_logprobs[launch.req_indices] < 0).all():
             return []

@@ -70,8 +70,8 @@ class StepRunner:
 
     def warm_up(self, bucket: Bucket, *samplings: RequestSampling, prompts: bool = False) -> None:
         """Run a bucket once on dummy inputs and sample with each of `samplings` (a subset of
-        `warmup_settings`) in turn. With `prompts`, the prompt log-probabilities of a prefill follow
-        the first sampling. Waits for the device."""
+        `warmup_settings`) in turn. If `prompts`, a prefill also computes prompt
+        log-probabilities after the first sampling. Waits for the device."""
         raise NotImplementedError
 
     def _apply(self, plan: StepPlan) -> None:

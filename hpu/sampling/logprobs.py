@@ -25,7 +25,7 @@ class LogprobsMode(NamedTuple):
 
     @classmethod
     def named(cls, name: str) -> "LogprobsMode":
-        """One of config.engine.LOGPROBS_MODES."""
+        """Mode for a name of config.engine.LOGPROBS_MODES."""
         stage, kind = name.split("_")
         return cls(stage == "processed", kind == "logits")
 

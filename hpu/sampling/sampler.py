@@ -341,7 +341,7 @@ class Sampler:
         self, req_indices: list[int], stages: Stages, width: int
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Upload the parameters of a launch that `whole` samples. Returns `params` and the host
-        tensors to keep; counts a generated token for each request."""
+        tensors to keep. Counts a generated token per request."""
         launch = self._begin(np.array(req_indices, dtype=np.int64), stages, width)
         self._columns.advance(launch.indices)
         return self.params(width), tuple(launch.pinned)

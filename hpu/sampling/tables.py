@@ -72,9 +72,9 @@ class SamplingTables:
     banned       (R, V) float32, -inf at tokens that are banned before min_tokens; only if
                  preallocated
     counts       (R, V) float32: times a token was generated, plus 0.5 if the prompt has it
-    few_words    (R, W, L + 1) bad words, right-aligned; a 0 before the last token matches anything,
-                 a 0 as the last token means no word
-    many_words   like few_words, with the largest W and L that a request may have
+    few_words    (R, W, L + 1) bad words, right-aligned; a 0 before the last token matches
+                 any token, a 0 as the last token marks an empty entry
+    many_words   shaped like few_words, with the largest W and L that a request may have
     last_tokens  (R, NUM_LAST_TOKENS) last generated tokens, newest at the end
     """
 

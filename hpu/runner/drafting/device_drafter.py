@@ -118,7 +118,7 @@ class DeviceDrafter:
     def _own_inputs(
         self, key: tuple[Bucket, bool], inputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Copies of `inputs` in the tensors that a graph reads: the runtime does not match views."""
+        """Copies of `inputs` in the tensors that a graph reads: the runtime matches no views."""
         own = self._inputs.get(key)
         if own is None:
             zeros = self._backend.zeros
