@@ -182,7 +182,7 @@ class BaseInputBuffers(Generic[A]):
 
     Prepared inputs have two alternating sets of host memory, and two sets of device memory if
     `rebinds_inputs` is true: there, a copy into memory that a launch reads waits for the launch, so
-    with one set a bucket that runs in every step could upload only between launches.
+    with a single set a bucket that runs in every step could upload only between launches.
 
     A graph's inputs are the flat tensors, not views: the Gaudi bridge matches graph inputs by
     tensor identity, and the base of a view is not the view, so a replay would read the base of the
@@ -342,7 +342,7 @@ class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
 
     @property
     def last_token_indices(self) -> Tensor | None:
-        """(B,): indices of a prefill's sampling tokens in the flattened (B * Q); None in decodes."""
+        """(B,): a prefill's sampling tokens as indices in flattened (B * Q); None for a decode."""
         return self._current.tensors.rest[1] if self.bucket[0] == PREFILL else None
 
     @property

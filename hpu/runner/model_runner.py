@@ -580,9 +580,12 @@ class ModelRunner(StepRunner):
         promises: bool,
     ) -> ForwardOutput:
         """Run a decode whose rows are computed on the device, with logits for all rows. Every
-        pipeline stage computes the same rows. The flag selects drafting at the end of the previous
-        launch, in place of drafting now: the host then has the drafts before they are verified, for
-        bitmasks."""
+        pipeline stage computes equal rows.
+
+        The flag: verify the drafts kept by the previous launch, and draft for the next launch at
+        the end of this launch. The host then receives drafts before they are verified, as grammar
+        bitmasks require. Always on if the plan contains the drafts.
+        """
         assert self._device_speculation is not None
         stage = self._link.stage
         start = self._backend.event()
@@ -749,8 +752,8 @@ class ModelRunner(StepRunner):
         self, sampled: SamplerOutput, done: AsyncLaunchOutput, results: Tensor | None
     ) -> None:
         """Start the copy of a launch's tokens and log-probabilities to the host as a single tensor,
-        or write them to the first rows of `results`. A device that shares the host's memory needs no
-        packing."""
+        or write them to the first rows of `results`. A device that shares the host's memory needs
+        no packing."""
         tokens, logprobs = sampled.tokens, sampled.logprobs
         if self._backend.shares_host_memory:
             done.tokens = self._backend.to_host(tokens)

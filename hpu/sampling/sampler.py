@@ -313,7 +313,7 @@ class Sampler:
         return self._sample_exact(logits, launch)
 
     def stages_of_whole(self, req_indices: list[int]) -> Stages | None:
-        """Stages of a launch that `whole` can sample in a single function; None if it needs more."""
+        """Stages of a launch that `whole` can sample in a single function; None if not possible."""
         if self._static is None:
             return None
         if self._columns.need_no_stage(req_indices):

@@ -51,7 +51,7 @@ class _Table:
         self._index = backend.zeros((1,), backend.index_dtype)
 
     def write(self, req_index: int, values: npt.NDArray[Any]) -> list[Tensor]:
-        """Set a row, after the work launched so far. Returns the host tensors that the copy reads."""
+        """Set a row, after the work launched so far. Returns the host tensors to keep."""
         host = self._backend.host_tensor(self._size, self.tensor.dtype)
         host.numpy()[:] = values.reshape(-1)
         index = self._backend.host_tensor(1, self._backend.index_dtype)
@@ -71,7 +71,7 @@ class SamplingTables:
     bias         (R, V) float32, added to logits; -inf where a token is not allowed
     banned       (R, V) float32, -inf at tokens that are banned before min_tokens; only if
                  preallocated
-    counts       (R, V) float32: times a token was generated, plus 0.5 if the prompt has it
+    counts       (R, V) float32: times a token was generated, plus 0.5 if it is in the prompt
     few_words    (R, W, L + 1) bad words, right-aligned; a 0 before the last token matches
                  any token, a 0 as the last token marks an empty entry
     many_words   shaped like few_words, with the largest W and L that a request may have

@@ -308,7 +308,7 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
 
 
 def _image_bytes(facts: ModelConfig, vision: VisionFacts, demand: CardDemand) -> int:
-    """What is kept of encoded images."""
+    """Bytes of cached image embeddings, or of cross-attention keys and values."""
     if vision.cross is not None:
         tiles = cross_cache_tiles(vision.cross, demand.cross_images, demand.max_num_seqs)
         return tiles * cross_tile_bytes(facts, num_cards=demand.num_cards, width=demand.width)
@@ -325,7 +325,7 @@ def _parts(demand: CardDemand, free: int) -> MemoryPlan:
 
 
 def changes(facts: ModelConfig, plan: CardPlan) -> list[str]:
-    """Changes that would make the plan fit, one sentence each, with the numbers."""
+    """Changes that would make the plan fit: a sentence each, with the numbers."""
     suggestions = [*_smaller_demands(plan), *_more_memory(facts, plan)]
     return suggestions or ["no setting here makes it fit: a smaller model would"]
 

@@ -99,7 +99,7 @@ def _num_elements(weight_map: WeightMap) -> int:
 
 
 def _specs(weight_map: WeightMap) -> Iterator[WeightSpec]:
-    """Weights of a head: of all layers, only the last belongs to it."""
+    """Weights of a head, which owns only the last layer of the map."""
     yield from weight_map.outer
     if weight_map.layers:
         yield from weight_map.layers[-1]

@@ -62,7 +62,7 @@ UNRELATED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class PreviousSplit:
-    """What decided the shapes of an earlier start."""
+    """Results of an earlier start that decided its shapes."""
 
     num_blocks: int
     """KV blocks without the pad block."""
