@@ -95,7 +95,7 @@ class ModelRunner(StepRunner):
     ) -> None:
         """Build the runner from its components.
         Args:
-            compared_ranks: ranks that must sample equal tokens, which is checked.
+            compared_ranks: ranks that must sample the same tokens, which is checked.
             link: link to the other pipeline stages; only the last stage samples.
             agreement: among the ranks of this stage.
             speculation: verifies drafts in each decode on the last stage, with all tokens on the
@@ -138,8 +138,9 @@ class ModelRunner(StepRunner):
         non-finite. Tracked only on the last pipeline stage; the other stages zero non-finite
         values."""
         self._dirty_blocks: set[int] = set()
-        """Freed blocks of such requests. They are scrubbed when reallocated, not earlier: the
-        prefix cache may hold them, and every request that shares non-finite values must fail."""
+        """Freed blocks of `_unproven` requests. They are scrubbed when reallocated, not earlier:
+        the prefix cache may hold them, and every request that shares non-finite values must
+        fail."""
         # The last element is the read and write target of padding. Column-shaped, like a decode's
         # input.
         self._last_tokens = backend.zeros((batch_state.max_num_reqs + 1, 1), backend.index_dtype)
@@ -580,7 +581,7 @@ class ModelRunner(StepRunner):
         promises: bool,
     ) -> ForwardOutput:
         """Run a decode whose rows are computed on the device, with logits for all rows. Every
-        pipeline stage computes equal rows.
+        pipeline stage computes the same rows.
 
         The flag: verify the drafts kept by the previous launch, and draft for the next launch at
         the end of this launch. The host then receives drafts before they are verified, as grammar

@@ -85,8 +85,8 @@ def min_p_threshold(weights: Tensor, top: Tensor, min_p: Tensor) -> Tensor:
 
 
 def top_values(weights: Tensor, size: int) -> Tensor:
-    """(B, size) largest weights of each row in descending order; unspecified for rows with NaN. On a
-    CPU numpy's vectorized partition is 2 to 20 times as fast as `topk`."""
+    """(B, size) largest weights of each row in descending order; unspecified for rows with NaN. On
+    a CPU numpy's vectorized partition is 2 to 20 times as fast as `topk`."""
     if weights.device.type != "cpu":
         return weights.topk(size, dim=-1).values
     # Negated: partition is slow on many equal numbers, such as zeros.

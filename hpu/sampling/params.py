@@ -249,8 +249,8 @@ class SamplingColumns:
         num_generated: npt.NDArray[np.int64],
         out: npt.NDArray[Any],
     ) -> None:
-        """Fill `out` (B,) with the number of tokens that are still missing to min_tokens after
-        `num_generated` tokens."""
+        """Fill `out` (B,) with the number of tokens left until min_tokens after `num_generated`
+        tokens."""
         out[:] = 0
         out[: len(req_indices)] = np.maximum(self._min_tokens[req_indices] - num_generated, 0)
 

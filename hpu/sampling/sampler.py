@@ -119,7 +119,7 @@ class Sampler:
         self._max_num_reqs = max_num_reqs
         self._draft_rows: DraftRows | None = None
         self._draft_columns: dict[int, tuple[_Columns, _Columns]] = {}
-        """(random numbers, tokens missing to min_tokens) by batch width."""
+        """(random numbers, tokens left until min_tokens) by batch width."""
         self._draft_limits: dict[int, _Columns] = {}
         """Largest number of drafts with a bitmask, by batch width."""
 
@@ -134,7 +134,7 @@ class Sampler:
     @property
     def captured_settings(self) -> tuple[RequestSampling, ...]:
         """Settings of all launches that a single captured function samples, and a setting that
-        needs more."""
+        needs several functions."""
         return (*WHOLE_SETTINGS, MANY_WORDS) if self._static_shapes else (GREEDY,)
 
     def add_request(
@@ -157,8 +157,8 @@ class Sampler:
 
     def set_bitmasks(self, req_indices: list[int], words: npt.NDArray[np.int32]) -> None:
         """Set the allowed next tokens of requests with a grammar: words (len(req_indices), W), one
-        bit per token. A bitmask is valid until the next; before the first, every token is allowed.
-        """
+        bit per token. A bitmask is valid until the next bitmask; before the first, every token is
+        allowed."""
         self._bitmasks.set(req_indices, words)
 
     def expect_drafts(self, max_drafts: int, max_inflight_steps: int) -> None:
@@ -267,7 +267,7 @@ class Sampler:
         width: int,
         pinned: list[Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Upload random numbers, and the number of tokens missing to min_tokens."""
+        """Upload random numbers, and the number of tokens left until min_tokens."""
         assert self._draft_rows is not None
         columns = self._draft_columns.get(width)
         if columns is None:
@@ -313,7 +313,7 @@ class Sampler:
         return self._sample_exact(logits, launch)
 
     def stages_of_whole(self, req_indices: list[int]) -> Stages | None:
-        """Stages of a launch that `whole` can sample in a single function; None if not possible."""
+        """Stages of a launch that `whole` can sample in a single function; None if impossible."""
         if self._static is None:
             return None
         if self._columns.need_no_stage(req_indices):

@@ -198,7 +198,7 @@ def check_speculation(loaded: LoadedModel) -> None:
 
 def make_sampler(loaded: LoadedModel) -> Sampler | None:
     """The sampler, or None for a pooling model. Shapes are static if a new shape would be compiled.
-    Has a request index more than the engine uses, for the runner."""
+    Has an additional request index for the runner."""
     if loaded.pooler is not None:
         return None
     backend = loaded.backend
@@ -445,8 +445,8 @@ def _image_row_bytes(loaded: LoadedModel) -> int:
 
 
 def _choose_rings(loaded: LoadedModel) -> int:
-    """Number of rings per sliding-window layer (see LoadedModel.num_rings); logs the reason if
-    0."""
+    """Number of rings per sliding-window layer (see LoadedModel.num_rings); logs the reason
+    if it is 0."""
     config, model, backend = loaded.config, loaded.model, loaded.backend
     if not isinstance(model, CausalLM):
         return 0

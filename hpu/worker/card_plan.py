@@ -178,7 +178,7 @@ def with_companions(demand: CardDemand, config: EngineConfig, facts: ModelConfig
 
 def plan_card(facts: ModelConfig, demand: CardDemand) -> CardPlan:
     """Apply the documented memory split. With pipeline stages, returns the plan of the stage with
-    the fewest blocks, since all stages have equal numbers of blocks. Raises ConfigError if the
+    the fewest blocks, since all stages have the same number of blocks. Raises ConfigError if the
     model cannot be sharded or is not supported."""
     if demand.num_stages > 1 and facts.architecture not in ARCHITECTURES:
         raise ConfigError(

@@ -127,8 +127,8 @@ def keep_for_last_stage(target: LoadedModel) -> LoadedModel:
 
 
 def _ignore(progress: WarmupProgress) -> None:
-    """The progress of the target's weights represents the start."""
+    """No-op: only the load progress of the target is reported."""
 
 
 def _ignore_bytes(done: int, total: int) -> None:
-    """The progress of the target's weights represents the start."""
+    """No-op: only the load progress of the target is reported."""

@@ -38,7 +38,7 @@ values, which dominate."""
 def calculate_kv_scales(loaded: LoadedModel) -> None:
     """Set the KV cache scales of all layers that have scales, minimizing the square error.
     Collective: all ranks of the model call it together. The prompt has fixed random tokens, so that
-    a restart, and every rank, gets equal scales."""
+    a restart, and every rank, gets the same scales."""
     model, format = loaded.model, loaded.kv_cache_format
     assert isinstance(model, nn.Module) and format is not None and format.has_layer_scales
     layers = [one for one in model.modules() if isinstance(one, PagedAttention)]

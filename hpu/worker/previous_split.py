@@ -1,7 +1,7 @@
 """Memory split of an earlier start, stored beside the cache of compiled recipes.
 
 The number of KV blocks is part of compiled shapes, and the free memory differs a little from start
-to start. A restart with equal settings, software and card reuses the earlier number, so that all
+to start. A restart with the same settings, software and card reuses the earlier number, so that all
 its recipes are in the cache.
 """
 
@@ -22,9 +22,8 @@ from hpu.worker.load import LoadedModel
 logger = logging.getLogger(__name__)
 
 LESS, MORE = 0.01, 0.05
-"""Accepted deviation of the number of blocks that fit now below and above the earlier number, as a
-share of it. Below: unplanned memory absorbs the difference. Further above: new recipes are worth
-it."""
+"""Accepted shortfall and excess of the blocks that fit now, as shares of the earlier number.
+Unplanned memory absorbs the shortfall; a larger excess is worth new recipes."""
 
 MAX_ENTRIES = 64
 """Maximum stored entries; the least recently used entries are dropped."""

@@ -65,12 +65,12 @@ T = TypeVar("T")
 
 class Worker:
     """A device that runs step plans. Call `start` once; then `submit` and `collect` (at most once
-    per submitted plan), with a `mask` after each plan that defers sampling; then `close`. `sleep`
-    needs an empty queue; while asleep, only `call` is allowed until `wake_up`. Not thread-safe."""
+    per submitted plan), with a `mask` after each plan that defers sampling; then `close`. Call
+    `sleep` only with no plan in flight; then only `call` until `wake_up`. Not thread-safe."""
 
     def __init__(self, config: EngineConfig, ranks: Ranks = SINGLE_RANK) -> None:
-        """`ranks`: rank of this worker among the workers that run the model. All workers get equal
-        calls in equal order."""
+        """`ranks`: rank of this worker among the workers that run the model. All workers get the
+        same calls in the same order."""
         self._config = config
         self._ranks = ranks
         self._groups = ProcessGroups()
@@ -227,8 +227,8 @@ class Worker:
         level; a lower level has no effect.
 
         Level 1 copies the weights to the host. It keeps them in place if the device shares the
-        host's memory, and drops them (wake-up reads them again) if they are quantized, patched or
-        partly in host memory. Level 2 drops the weights.
+        host's memory; otherwise it drops them (wake-up reads them again) if they are quantized,
+        patched or partly in host memory. Level 2 drops the weights.
         """
         assert self._backend is not None and not self._in_flight, (
             "sleep with a plan, or before start"
@@ -452,7 +452,7 @@ class Worker:
         start = time.perf_counter()
         prepared = warmup.start(table, on_progress)
         if self._ranks.num_engines > 1:
-            # Data-parallel engines that step together are idle at different times.
+            # Data-parallel engines that step together are idle at different times: prepare all now.
             while warmup.num_later:
                 prepared += warmup.prepare_next()
         method = config.speculation.choose()

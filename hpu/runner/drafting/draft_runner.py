@@ -46,7 +46,7 @@ class DraftRunner:
         Args:
             batch_state, hidden_cache: state and hidden states of the target.
             greedy: (M, V) logits to (M,) tokens, like the target's sampler.
-            agreement: among the ranks, so that all use equal measurements.
+            agreement: among the ranks, so that all ranks use the same measurements.
             max_prefill_tokens: maximum tokens of a launch.
         """
         self.block_size = batch_state.block_size
