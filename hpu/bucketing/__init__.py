@@ -1,3 +1,2 @@
-"""The bucket table: which padded shapes are prepared, one file per strategy, and the lookup of a
-launch's bucket. Pure functions and numbers: no tensors, no device.
-"""
+"""The bucket table: choice of the padded shapes to prepare (a file per strategy), and the lookup of
+a launch's bucket. Pure functions and numbers: no tensors, no device."""

@@ -24,7 +24,7 @@ MAX_CACHED_LOOKUPS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """The bucket of a launch, and whether it was prepared.
+    """Bucket of a launch, and whether it was prepared.
 
     `hit`: prepared. `fallback`: larger than all prepared buckets, created by this lookup. `miss`:
     created by an earlier fallback.
@@ -35,7 +35,7 @@ class Lookup:
 
 
 class BucketTable:
-    """All prepared shapes of both phases; an exact table has none and does not pad."""
+    """All prepared shapes of both phases. An exact table is empty and does not pad."""
 
     def __init__(
         self, prompts: list[Shape], decodes: list[Shape], limits: BucketLimits, *, exact: bool
@@ -43,7 +43,7 @@ class BucketTable:
         self.is_exact = exact
         self.limits = limits
         self.prefer_prepared = False
-        """Whether a prepared bucket wins over a cheaper one that a fallback created."""
+        """Whether a prepared bucket wins over a cheaper bucket that a fallback created."""
         self._shapes = {PREFILL: sorted(set(prompts)), DECODE: sorted(set(decodes))}
         self._prepared = {phase: set(shapes) for phase, shapes in self._shapes.items()}
         self._lookups: dict[Bucket, Lookup] = {}
@@ -55,13 +55,13 @@ class BucketTable:
 
     @property
     def phases(self) -> tuple[int, ...]:
-        """The phases that have launches."""
+        """Phases that have launches."""
         return (PREFILL,) if self.limits.is_pooling else (PREFILL, DECODE)
 
     @classmethod
     def make(cls, config: BucketConfig, limits: BucketLimits) -> "BucketTable":
-        """The table of `config.strategy`, which is not `auto`, extended to cover every single
-        prompt and every decode that `limits` allow."""
+        """The table of `config.strategy` (already resolved, not `auto`), extended to cover every
+        single prompt and every decode within `limits`."""
         if config.strategy == "exact":
             return cls([], [], limits, exact=True)
         prompts, decodes = generate_buckets(config, limits)
@@ -72,7 +72,7 @@ class BucketTable:
             prompts, decodes = [shape for shape in prompts if shape[2] == 0], []
             return cls(_cover_texts(prompts, limits), [], limits, exact=False)
         if not limits.prefix_caching:
-            # No decode has more blocks than exist; a slice is never longer than the cache.
+            # A decode has at most as many blocks as exist; a slice is never longer than the cache.
             decodes = [(batch, 1, min(blocks, limits.num_blocks)) for batch, _, blocks in decodes]
         return cls(
             _cover_prompts(prompts, limits), _cover_decodes(decodes, limits), limits, exact=False
@@ -80,7 +80,7 @@ class BucketTable:
 
     @classmethod
     def of_buckets(cls, buckets: list[Bucket], limits: BucketLimits) -> "BucketTable":
-        """The table of these (phase, batch, query, blocks); an exact one of none."""
+        """A table of (phase, batch, query, blocks) buckets; exact if `buckets` is empty."""
         shapes: dict[int, list[Shape]] = {PREFILL: [], DECODE: []}
         for phase, batch, query, blocks in buckets:
             shapes[phase].append((batch, query, blocks))
@@ -97,15 +97,15 @@ class BucketTable:
 
     @property
     def reachable(self) -> list[Bucket]:
-        """`buckets` without those that no launch takes: a smaller number of blocks already holds
-        the longest contexts that the batch can have."""
+        """`buckets` that a launch can use. Buckets are skipped if a bucket with fewer blocks
+        already holds the longest contexts of the batch."""
         limits = self.limits
         if not limits.prefix_caching:
             # A decode may then read a slice of the cache, however few blocks its sequences have.
             return self.buckets
         reachable: list[Bucket] = []
         complete: set[tuple[int, int, int]] = set()
-        for bucket in self.buckets:  # sorted: blocks ascending within the same batch and query
+        for bucket in self.buckets:  # Sorted: blocks ascending for equal batch and query.
             phase, batch, query, blocks = bucket
             if (phase, batch, query) in complete:
                 continue
@@ -140,7 +140,7 @@ class BucketTable:
         )
 
     def find(self, phase: int, batch: int, query: int, blocks: int) -> Lookup:
-        """The cheapest bucket that holds the shape, by modelled cost."""
+        """The bucket with the lowest modelled cost that holds the shape."""
         if self.is_exact:
             return Lookup((batch, query, blocks), HIT)
         key = (phase, batch, query, blocks)
@@ -159,7 +159,7 @@ class BucketTable:
 
     @property
     def overhead(self) -> int:
-        """Modelled cost of one more launch for the same tokens, in cached positions read."""
+        """Modelled cost of an additional launch for the same tokens, in cached positions read."""
         return launch_overhead(self.limits.block_size)
 
     def padding(self, traffic: list[Lengths]) -> list[Padding]:
@@ -208,7 +208,7 @@ def _fits_budget(shape: Shape, limits: BucketLimits) -> bool:
 
 
 def _cover_prompts(shapes: list[Shape], limits: BucketLimits) -> list[Shape]:
-    """Add shapes so that every single prompt fits, whatever its chunk and context."""
+    """Add shapes so that every single prompt fits, for any chunk and context length."""
     block = limits.block_size
     queries = sorted({query for batch, query, _ in shapes if batch == 1})
     if not queries or queries[-1] < limits.max_query:
@@ -239,8 +239,8 @@ def _cover_decodes(shapes: list[Shape], limits: BucketLimits) -> list[Shape]:
 
 
 def fallback_point(value: int, base: int, cap: int) -> int:
-    """The padded size of a `value` beyond every bucket: a multiple of ceil(cbrt(value)) * `base`,
-    at most `cap` unless `value` is larger."""
+    """Padded size of a `value` beyond every bucket: a multiple of ceil(cbrt(value)) * `base`, at
+    most `cap` unless `value` is larger."""
     if value <= 1:
         return value
     root = next(r for r in itertools.count(1) if r**3 >= value)

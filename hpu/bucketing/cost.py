@@ -1,4 +1,4 @@
-"""The modelled cost of a launch, which lookup, packing and fitting share."""
+"""Cost model of a launch, shared by lookup, packing and fitting."""
 
 from typing import TypeVar
 
@@ -13,10 +13,10 @@ Shapes = tuple[list[Shape], list[Shape]]
 Numbers = TypeVar("Numbers", int, NDArray[np.int64])
 
 POSITIONS_PER_TOKEN = 2048
-"""Cached positions whose attention costs as much as one token through the linear layers."""
+"""Cached positions whose attention costs as much as a token through the linear layers."""
 
 LAUNCH_TOKENS = 64
-"""One more launch costs about as much as this many tokens (weights are read again)."""
+"""Cost of an additional launch in tokens (weights are read again); approximate."""
 
 
 def launch_cost(
@@ -30,5 +30,5 @@ def launch_cost(
 
 
 def launch_overhead(block_size: int) -> int:
-    """Modelled cost of one more launch for the same tokens, in cached positions read."""
+    """Modelled cost of an additional launch for the same tokens, in cached positions read."""
     return LAUNCH_TOKENS * launch_cost(PREFILL, 1, 1, 0, block_size)

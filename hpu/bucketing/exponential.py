@@ -1,4 +1,4 @@
-"""The strategies `exponential` and `exponential-v3`: points in a constant ratio on every axis.
+"""Strategies `exponential` and `exponential-v3`: points in a constant ratio on every axis.
 
 Rules of vLLM's Gaudi plug-in (v3: 0.11 and later), from its bucketing guide and server logs.
 """
@@ -12,7 +12,7 @@ Axis = tuple[int, int, int, int]
 """(min, step, max, maximum number of points)"""
 
 LONG_CONTEXT = 8192
-"""From this max_model_len on, the context axis leaves room for a whole chunk."""
+"""Minimum max_model_len at which the context axis leaves room for a whole chunk."""
 
 
 def exponential_points(
@@ -48,8 +48,8 @@ def num_points(high: int) -> int:
 
 
 def exponential_prompts(limits: BucketLimits) -> list[Shape]:
-    """Prompt buckets of the older rules, whose tokens, cached context included, are within the
-    budget. With prefix caching: every number of cached blocks that fits with the query."""
+    """Prompt buckets of the older rules, with tokens (including cached context) within the budget.
+    With prefix caching: every number of cached blocks that fits with the query."""
     block, max_len, max_batch = limits.block_size, limits.max_model_len, limits.max_prefill_batch
     batches = exponential_points(1, 1, max_batch, num_points(max_batch), fill=True)
     queries = exponential_points(block, block, max_len, num_points(max_len), fill=True)
@@ -65,7 +65,7 @@ def exponential_prompts(limits: BucketLimits) -> list[Shape]:
 
 
 def exponential_decodes(limits: BucketLimits) -> list[Shape]:
-    """Decode buckets of the older rules: every batch point with every point of total blocks."""
+    """Decode buckets of the older rules: every combination of batch and total blocks."""
     block, max_batch, max_blocks = limits.block_size, limits.max_num_seqs, limits.num_blocks
     batches = exponential_points(1, 1, max_batch, num_points(max_batch), fill=True)
     exact_last = not limits.prefix_caching
@@ -76,7 +76,7 @@ def exponential_decodes(limits: BucketLimits) -> list[Shape]:
 
 
 def axis_points(axis: Axis) -> list[int]:
-    """The points of one exponential axis; the last is its max."""
+    """Points of an exponential axis; the last point is its max."""
     low, step, high, limit = axis
     if limit <= 1:
         return [high]
@@ -86,7 +86,7 @@ def axis_points(axis: Axis) -> list[int]:
 def v3_prompt_axes(
     limits: BucketLimits, *, query_min: int | None = None
 ) -> tuple[Axis, Axis, Axis]:
-    """(batch, query, context blocks) of prompts."""
+    """(batch, query, context blocks) axes of prompts."""
     block, budget = limits.block_size, limits.max_num_batched_tokens
     low = 1 if query_min == 1 else block
     behind = low if limits.max_model_len < LONG_CONTEXT else budget
@@ -99,8 +99,8 @@ def v3_prompt_axes(
 
 
 def v3_decode_axes(limits: BucketLimits) -> tuple[Axis, Axis, Axis]:
-    """(batch, query, blocks) of decodes. With prefix caching requests share blocks, and a decode
-    refers to up to three times the number of blocks."""
+    """(batch, query, blocks) axes of decodes. With prefix caching requests share blocks, and a
+    decode refers to up to three times the number of blocks."""
     max_batch, num_blocks = limits.max_num_seqs, limits.num_blocks
     references = 3 * num_blocks if limits.prefix_caching else num_blocks
     blocks = min(references, limits.blocks_per_seq * max_batch)
@@ -114,11 +114,9 @@ def v3_decode_axes(limits: BucketLimits) -> tuple[Axis, Axis, Axis]:
 def v3_prompts(
     limits: BucketLimits, *, query_min: int | None = None, context_max: int | None = None
 ) -> list[Shape]:
-    """Prompt buckets of the newer rules, within the budget without the cached context.
-
-    Long contexts have an additional point per query: the largest context that fits with it, if
-    below `context_max`.
-    """
+    """Prompt buckets of the newer rules, within the budget without the cached context. Long
+    contexts have an additional point per query: the largest context that fits with it, if below
+    `context_max`."""
     block, max_len = limits.block_size, limits.max_model_len
     batches, queries, axis = map(axis_points, v3_prompt_axes(limits, query_min=query_min))
     within = math.ceil((max_len - 1) / block)
@@ -136,7 +134,7 @@ def v3_prompts(
 
 def v3_decodes(limits: BucketLimits) -> list[Shape]:
     """Decode buckets of the newer rules. With prefix caching the number of blocks is at least the
-    batch, and at most what the batch can have."""
+    batch, and at most the maximum blocks of the batch."""
     batches, _, blocks = map(axis_points, v3_decode_axes(limits))
     if not limits.prefix_caching:
         return list(itertools.product(batches, (1,), sorted({*blocks, limits.num_blocks})))

@@ -1,4 +1,4 @@
-"""The strategy `file`: shapes from a text file in the format of vLLM's Gaudi plug-in."""
+"""Strategy `file`: shapes from a text file in the format of vLLM's Gaudi plug-in."""
 
 import ast
 import itertools
@@ -26,7 +26,7 @@ def read_bucket_file(path: str) -> Shapes:
 def parse_buckets(text: str, name: str = "bucket file") -> Shapes:
     """(prompt, decode) shapes of a text with lines of `(batch, query, blocks)`.
 
-    Each of the three is a number, a list, or range(start, end[, step]) without the end; a line
+    Each of the three is a number, a list, or range(start, end[, step]) with exclusive end; a line
     means all combinations. A query of 1 is a decode bucket. `#` starts a comment.
     """
     prompts: dict[Shape, None] = {}
@@ -38,7 +38,7 @@ def parse_buckets(text: str, name: str = "bucket file") -> Shapes:
         try:
             axes = _parse_line(line)
         except (SyntaxError, ValueError) as error:
-            # Python's message has the line number of this one line.
+            # Only the reason: Python's message counts lines within this single line.
             reason = error.msg if isinstance(error, SyntaxError) else error
             raise ConfigError(f"{name}, line {number}: {line!r}: {reason}") from None
         for batch, query, blocks in itertools.product(*axes):

@@ -1,4 +1,5 @@
-"""The strategy `fitted`: the buckets that pad a given traffic least, up to a number of graphs.
+"""Strategy `fitted`: buckets that minimize the padding of a given traffic, up to a number of
+graphs.
 
 Dynamic programming gives the best boundaries of each axis; their grid is then pruned, and the
 remaining buckets are refined together.
@@ -21,14 +22,15 @@ AXES = {PREFILL: (6, 16, 12), DECODE: (16, 1, 40)}
 """Maximum number of boundaries on each axis."""
 
 MAX_VALUES = 400
-"""Distinct values of an axis in the dynamic programme, whose time is quadratic in them."""
+"""Maximum distinct values of an axis in the dynamic program, whose time is quadratic in their
+number."""
 
 MAX_SWAPS = 64
-"""Maximum number of swaps of one bucket for another."""
+"""Maximum number of bucket swaps."""
 
 
 class Padding(NamedTuple):
-    """How a traffic uses one bucket."""
+    """Use of a bucket by a traffic."""
 
     bucket: Bucket
     share: float
@@ -45,8 +47,8 @@ class Padding(NamedTuple):
 
 
 def best_boundaries(values: Ints, weights: Floats, count: int) -> list[int]:
-    """At most `count` of the sorted, distinct `values` such that rounding every value up to the
-    next of them adds the least in total, by weight. The largest is always one. Exact."""
+    """At most `count` of the sorted, distinct `values` that minimize the total weighted cost of
+    rounding every value up to the next boundary. The largest value is always a boundary. Exact."""
     total = np.concatenate(([0.0], np.cumsum(weights)))
     # paid[i, j]: cost of values i to j (both included) rounded up to value j.
     paid = (total[None, 1:] - total[:-1, None]) * values[None, :]
@@ -99,8 +101,9 @@ _PHASES = (PREFILL, DECODE)
 
 
 def padding_of(launches: Launches, buckets: list[Bucket], limits: BucketLimits) -> list[Padding]:
-    """How `launches` use each of `buckets`, unused ones included. A batch of prompts larger than
-    every bucket takes several launches; a launch that fits nowhere counts without padding."""
+    """Use of each of `buckets` by `launches`, unused buckets included. A batch of prompts larger
+    than every bucket takes several launches; a launch that fits no bucket counts without padding.
+    """
     shapes, weights = _arrays(launches)
     table = np.array(buckets, np.int64)
     costs = _costs(shapes, table, limits)
@@ -191,7 +194,7 @@ def _costs(shapes: Ints, buckets: Ints, limits: BucketLimits) -> Floats:
         shapes[:, None, 2:] <= buckets[None, :, 2:]
     ).all(axis=2)
     parts = -(-shapes[:, None, 1] // buckets[None, :, 1])
-    # Only prompts can be split over launches; a decode is one launch.
+    # Only prompts can be split over launches; a decode is a single launch.
     fits &= (parts == 1) | (shapes[:, None, 0] == PREFILL)
     overhead = launch_overhead(limits.block_size)
     return np.where(fits, parts * bucket_costs[None, :] + (parts - 1) * overhead, np.inf)
@@ -200,8 +203,8 @@ def _costs(shapes: Ints, buckets: Ints, limits: BucketLimits) -> Floats:
 def _prune(
     costs: Floats, weights: Floats, is_required: NDArray[np.bool_], num_graphs: int
 ) -> list[int]:
-    """Start from the candidates that launches use if all exist; drop the one with the least loss
-    until `num_graphs` are left."""
+    """Start with the cheapest candidate of each launch, and drop the bucket with the least loss
+    until `num_graphs` buckets are left."""
     chosen = sorted({*costs.argmin(axis=1).tolist(), *np.flatnonzero(is_required).tolist()})
     left = costs[:, chosen]
     alive = np.ones(len(chosen), bool)
@@ -220,7 +223,7 @@ def _prune(
 
 
 def _two_best(costs: Floats) -> tuple[Ints, Ints, Floats]:
-    """(rows,) each: cheapest column, second cheapest column, and the cost difference of the two."""
+    """(rows,) each: cheapest column, second cheapest column, and their cost difference."""
     rows = np.arange(len(costs))
     if costs.shape[1] == 1:
         only = np.zeros(len(costs), np.int64)
@@ -231,14 +234,14 @@ def _two_best(costs: Floats) -> tuple[Ints, Ints, Floats]:
     second = rest.argmin(axis=1)
     with np.errstate(invalid="ignore"):
         regret = rest[rows, second] - costs[rows, first]
-    # Dropping a bucket costs nothing to a launch that fits nowhere.
+    # Dropping a bucket costs nothing for a launch that fits no bucket.
     return first, second, np.where(np.isnan(regret), 0.0, regret)
 
 
 def _swap(
     costs: Floats, weights: Floats, is_required: NDArray[np.bool_], chosen: list[int]
 ) -> list[int]:
-    """Swap buckets for the candidates that save most, as long as a swap saves anything."""
+    """Swap buckets for the candidates that save most, while a swap saves anything."""
     for _ in range(MAX_SWAPS):
         best = costs[:, chosen].min(axis=1)
         finite = np.isfinite(best)
@@ -264,8 +267,8 @@ def _tighten(
     required: tuple[Bucket, ...],
     limits: BucketLimits,
 ) -> Ints:
-    """Shrink each bucket to the largest launch in it, except the required ones. The padded cost
-    never grows."""
+    """Shrink each bucket to its largest launch, except the required buckets. The padded cost never
+    increases."""
     costs = _costs(shapes, buckets, limits)
     bucket_of = np.where(np.isinf(costs.min(axis=1)), -1, costs.argmin(axis=1))
     tight: Ints = buckets.copy()

@@ -1,5 +1,6 @@
-"""The strategies `linear` and `padding-aware`: every combination of the points of ranges that the
-user may set. The first takes all multiples of a step, the second as few as the padding allows."""
+"""Strategies `linear` and `padding-aware`: every combination of points on user-configurable ranges.
+`linear` takes all multiples of a step, `padding-aware` as few points as its padding limits allow.
+"""
 
 import itertools
 import math
@@ -33,7 +34,7 @@ def range_buckets(config: BucketConfig, limits: BucketLimits) -> Shapes:
 def linear_points(low: int, step: int, high: int) -> list[int]:
     """`low` doubled while below `step`, then every multiple of `step` up to `high`.
 
-    With a `low` of 0: 0, then the points from `step`. Rule and examples: the bucketing chapter of
+    If `low` is 0: 0, then the points from `step`. Rule and examples: the bucketing chapter of
     Gaudi's vLLM guide.
     """
     if low == 0:
@@ -71,7 +72,7 @@ def _limits(given: Range, low: int, step: int, high: int) -> tuple[int, int, int
 
 
 def _linear_axis(given: Range, low: int, step: int, high: int, pad_max: int = 0) -> list[int]:
-    """`pad_max` is for the other strategy."""
+    """`pad_max` is ignored; only `_padding_axis` uses it."""
     return linear_points(*_limits(given, low, step, high))
 
 

@@ -1,4 +1,4 @@
-"""From a strategy's name to its buckets."""
+"""Generation of buckets by strategy name."""
 
 import logging
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def generate_buckets(config: BucketConfig, limits: BucketLimits) -> Shapes:
-    """Prompt and decode shapes of every strategy but `exact`, which has none."""
+    """Prompt and decode shapes of every strategy except `exact`, which has no shapes."""
     if config.strategy == "file":
         assert config.file is not None  # checked by BucketConfig
         return read_bucket_file(config.file)
@@ -50,13 +50,13 @@ def _warn_of_ignored_ranges(config: BucketConfig) -> None:
         "decode-block": config.decode_blocks,
     }
     if config.strategy == "exponential-v3":
-        # It reads two: queries from one token on, and the largest of the added contexts.
+        # Two ranges are used: queries from 1 token, and the largest additional context.
         if config.prompt_query == Range(min=1):
             del ranges["prompt-query"]
         if config.prompt_context == Range(max=config.prompt_context.max):
             del ranges["prompt-ctx"]
     if config.prompt_batch == Range(max=config.prompt_batch.max):
-        # It also limits the prompts of a launch (config/loading/sources.py).
+        # The maximum also limits the prompts of a launch (config/loading/sources.py).
         del ranges["prompt-bs"]
     given = [name for name, value in ranges.items() if value != Range()]
     if given:

@@ -1,4 +1,4 @@
-"""From the lengths of real requests to launches: a small, pure model of the scheduler."""
+"""Launches for the lengths of real requests: a small, pure model of the scheduler."""
 
 import math
 import random
@@ -10,13 +10,13 @@ from hpu.bucketing.cost import LAUNCH_TOKENS, launch_cost
 from hpu.protocol import DECODE, PREFILL, Bucket, BucketLimits
 
 Launches = dict[Bucket, float]
-"""(phase, batch, query, blocks) before padding -> how often."""
+"""(phase, batch, query, blocks) before padding -> frequency."""
 
 SAMPLE = 512
-"""Requests drawn from a traffic; more change the boundaries little."""
+"""Requests drawn from a traffic; more requests change the boundaries little."""
 
 LOADS = 12
-"""Number of simulated loads, from one sequence to max_num_seqs, in a constant ratio."""
+"""Number of simulated loads, from 1 sequence to max_num_seqs, in a constant ratio."""
 
 
 RARE_FRACTION = 0.02
@@ -29,9 +29,9 @@ class _Running(NamedTuple):
 
 
 def launches_of(traffic: list[Lengths], limits: BucketLimits) -> Launches:
-    """Launches of `traffic` at several loads, from one sequence to max_num_seqs.
+    """Launches of `traffic` at several loads, from 1 sequence to max_num_seqs.
 
-    Lengths do not tell how busy a server is, so every load has the same weight in modelled cost.
+    Lengths do not tell the load of a server, so every load has equal weight in modelled cost.
     """
     requests = [_clipped(one, limits.max_model_len) for one in _sample(traffic)]
     loads = sorted({round(limits.max_num_seqs ** (i / (LOADS - 1))) for i in range(LOADS)})
@@ -47,8 +47,8 @@ def launches_of(traffic: list[Lengths], limits: BucketLimits) -> Launches:
 
 
 def with_rare(launches: Launches, limits: BucketLimits) -> Launches:
-    """`launches`, and a few prompts of every size: a size that the traffic did not have may still
-    come, and should not be padded to the largest bucket."""
+    """`launches`, and a few prompts of every size: sizes missing in the traffic may still occur,
+    and should not be padded to the largest bucket."""
     queries = {limits.max_query >> i for i in range(8)} - {0}
     contexts = {0, *(limits.blocks_per_seq // part for part in (8, 4, 2))}
     rare = [(PREFILL, 1, query, blocks) for query in queries for blocks in contexts]
@@ -100,7 +100,7 @@ def _run(requests: list[Lengths], load: int, limits: BucketLimits) -> Counter[Bu
             one = waiting.pop()
             prompts.append((one, one.cached_tokens // size * size))
         if running:
-            # Between two arrivals only the contexts grow: count one shape for several steps.
+            # Between two arrivals only the contexts grow: count a shape for several steps.
             steps = 1 if prompts else min(stride, *(one.remaining for one in running))
             blocks = sum(-(-(one.context + steps // 2) // size) for one in running)
             blocks = min(max(blocks, len(running)), limits.max_decode_blocks)
@@ -118,8 +118,8 @@ def _prefill(
     launches: Counter[Bucket],
     limits: BucketLimits,
 ) -> list[tuple[Lengths, int]]:
-    """Count one step's chunks in `launches` and append finished prompts to `running`. Returns the
-    unfinished ones."""
+    """Count a step's chunks in `launches` and append finished prompts to `running`. Returns the
+    unfinished prompts."""
     budget = max(1, limits.max_num_batched_tokens - len(running))
     left: list[tuple[Lengths, int]] = []
     chunks: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""AsyncStepOutput: the outputs of a step on their way to the host, and its deferred launches."""
+"""AsyncStepOutput: a step's results on their way to the host, and its deferred launches."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +21,8 @@ from hpu.spec_decode.drafts import Drafts
 
 @dataclass(frozen=True, slots=True)
 class AsyncPromptLogprobs:
-    """Prompt log-probabilities of one request's chunk: slices of (real positions, tensors), or rows
-    of the launch's packed result."""
+    """Prompt log-probabilities of a request's chunk: either `slices` of (number of real
+    positions, tensors) or `rows` of the launch's packed result."""
 
     req_index: int
     k: int
@@ -30,7 +30,8 @@ class AsyncPromptLogprobs:
     rows: slice | None = None
 
     def to_message(self, packed: TopLogprobs | None) -> Logprobs:
-        """`packed`: of all rows of the launch's packed result, if it has one."""
+        """Convert to the wire message. `packed`: all rows of the launch's packed result; required
+        if `rows` is set."""
         if self.rows is not None:
             assert packed is not None, "rows of a packed result"
             return _logprobs(packed, self.rows.start, self.rows.stop, self.k)
@@ -45,16 +46,18 @@ class AsyncPromptLogprobs:
 
 @dataclass(slots=True)
 class AsyncVectors:
-    """Vectors of a launch on the host: `pooled` (B, width), `per_token` (B, Q, hidden) float32."""
+    """Pooling results of a launch on the host: `pooled` (B, width), `per_token` (B, Q, hidden)
+    float32."""
 
     pooled: Tensor | None = None
     per_token: Tensor | None = None
     requested: list[tuple[int, int]] = field(default_factory=list)
-    """Of each text: how many tokens get vectors of their own (0: one vector for all), and how many
-    dimensions a vector has (0: all)."""
+    """Per text: number of per-token vectors (0: one pooled vector) and dimensions of each vector
+    (0: all)."""
 
     def to_messages(self) -> Iterator[tuple[int, memoryview]]:
-        """As in StepResult.vectors."""
+        """Yield (number of vectors, bytes) per text; -1 and no bytes if a value is not finite. See
+        StepResult.vectors."""
         for row, (count, dimensions) in enumerate(self.requested):
             vectors = self.per_token if count else self.pooled
             assert vectors is not None
@@ -68,54 +71,58 @@ class AsyncVectors:
 
 @dataclass(slots=True)
 class AsyncLaunchOutput:
-    """One launch: its sampling requests, and (at least len(req_indices),) tokens on the host.
+    """Results of a launch: its sampling requests and their tokens (at least len(req_indices),) on
+    the host.
 
-    A device with its own memory copies one tensor for each launch to the host: `tokens` alone, or
-    `packed`, which begins with the rows of the sampling requests."""
+    A device with its own memory copies one tensor per launch to the host: either `tokens`, or
+    `packed`, whose first rows belong to the sampling requests.
+    """
 
     req_indices: list[int]
     num_logprobs: list[int]
-    """Of each token, as in RequestSampling."""
+    """Log-probabilities returned per token, see RequestSampling.num_logprobs; -1 for no
+    log-probabilities."""
     start: Event
     end: Event | None = None
     tokens: Tensor | None = None
     logprobs: TopLogprobs | None = None
     packed: Tensor | None = None
-    """Result of `pack` on the host."""
+    """Output of `pack` on the host."""
     all_tokens: Tensor | None = None
-    """(ranks, len(tokens)) on the host: of all tensor-parallel ranks, if they are compared. Of
-    `accepted` (ranks, requests, width)."""
+    """(ranks, len(tokens)) on the host: tokens sampled by every tensor-parallel rank, if they are
+    compared. (ranks, requests, width) if `accepted` is set."""
     prompt_logprobs: list[AsyncPromptLogprobs] = field(default_factory=list)
     vectors: AsyncVectors | None = None
     launch: Launch | None = None
-    """The plan's; None in a warm-up."""
+    """The plan's launch; None in a warm-up."""
     token_counts: list[int] = field(default_factory=list)
-    """Tokens of each request, with speculation; empty: one each."""
+    """Tokens per request, with speculation; empty: one token each."""
     promised: list[tuple[int, list[int]]] = field(default_factory=list)
-    """As in StepResult.drafts, with indices into `req_indices`."""
+    """Drafts for the next decode: (index into `req_indices`, tokens), see StepResult.drafts."""
     accepted: Tensor | None = None
-    """(at least len(req_indices), 1 + width) on the host, with speculation on a device: the number
-    of drafts, the accepted tokens, then NO_TOKEN. Read in `to_result`."""
+    """(at least len(req_indices), 1 + width) on the host, with device speculation: number of
+    verified drafts, accepted tokens, NO_TOKEN padding. Read in `to_result`."""
     num_promised: int = 0
-    """Further columns of `accepted`: drafts of the next decode, or NO_TOKEN."""
+    """Further columns of `accepted`: drafts of the next decode, NO_TOKEN if there is no draft."""
     promising: list[int] = field(default_factory=list)
-    """The requests (indices into `req_indices`) that these are read of."""
+    """Indices into `req_indices` of the requests whose next drafts are read from these columns."""
     draft_counts: list[int] = field(default_factory=list)
-    """Of each request, from `accepted`."""
+    """Verified drafts per request, from the first column of `accepted`."""
     occupants: list[int] = field(default_factory=list)
-    """With speculation on a device: how many requests had had the index of each one before."""
+    """Generation counter of each sampling request's index when the launch began, with device
+    speculation."""
     fill_span_s: tuple[float, float] = (0.0, 0.0)
     """Start and end of filling the inputs on the host (perf_counter)."""
     pinned: tuple[Tensor, ...] = ()
-    """Host tensors of sampling that uploads read until the launch is done."""
+    """Host tensors of the sampler's uploads; kept until the launch is done."""
     forward_end: Event | None = None
-    """End of the forward pass on the device, if its sampling was deferred."""
+    """End of the forward pass on the device, if sampling was deferred."""
     sampling_start: Event | None = None
     """Start of the deferred sampling."""
 
     def device_spans(self) -> list[tuple[Event, Event]]:
-        """Start and end of the device's work for a launch that is done: two spans if sampling was
-        deferred, none in a warm-up."""
+        """(start, end) events of the device's work for a finished launch: two spans if sampling was
+        deferred, no spans in a warm-up."""
         if self.end is None:
             return []
         if self.forward_end is None or self.sampling_start is None:
@@ -124,70 +131,73 @@ class AsyncLaunchOutput:
 
 
 class PromptTargets(NamedTuple):
-    """What one request of a launch asks for its prompt."""
+    """Prompt positions of a request in a launch that need log-probabilities."""
 
     first: int
-    """Index of its first token in the flattened (B * Q)."""
+    """Index of the request's first token in the flattened (B * Q)."""
     req_index: int
     k: int
-    """Most likely tokens at each position."""
+    """Number of most likely tokens per position."""
     tokens: Tokens
-    """Prompt tokens that follow the launch's first positions of the request."""
+    """Prompt tokens that follow the request's first positions in this launch."""
 
 
 @dataclass(slots=True)
 class ForwardOutput:
-    """The forward pass of a launch, and what sampling needs of it."""
+    """Output of a launch's forward pass, and the inputs of its sampling."""
 
     inputs: InputBuffers
     hidden: Tensor
     """(B * Q, hidden), or (B, 1, hidden) for `sampler_graph`; the next launch may overwrite it."""
     argmax: Tensor | None
-    """(B,) tokens of the largest logits (fewer without padding), if all requests are greedy."""
+    """(B,) greedy tokens (fewer without padding), if all requests are greedy."""
     logits: Tensor | None
-    """(B, V) (fewer rows without padding); None when nobody samples, or there is `argmax` or
-    `sampler_graph`."""
+    """(B, V) (fewer rows without padding); None if no request samples, or if `argmax` or
+    `sampler_graph` is set."""
     sampler_graph: SamplerGraph | None
     launch: AsyncLaunchOutput
     drafts: Drafts | None = None
-    """With speculation, of a decode: what its rows are."""
+    """Drafts verified by a decode, with speculation on the host."""
     rows: Rows | None = None
-    """The same on a device with its own memory."""
+    """Rows of a decode, with speculation on a device with its own memory."""
     promises: bool = False
-    """With `rows`: whether it drafts for the next decode of its requests."""
+    """With `rows`: whether the launch also drafts for the next decode of its requests and returns
+    these drafts to the host."""
     num_generated: Integers | None = None
-    """With `rows`: the generated tokens of each request that are known to be there."""
+    """With `rows`: lower bound of each request's number of generated tokens (decodes in flight
+    yield at least one token)."""
     prompt_targets: list[PromptTargets] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class AsyncStepOutput:
-    """All launches of one plan. Tensors may be read once nothing is deferred and `end` is done."""
+    """Results of all launches of a plan. Tensors may be read once `deferred` is empty and `end`
+    is done."""
 
     step: int
     host_s: float
     launches: list[AsyncLaunchOutput] = field(default_factory=list)
-    """In the plan's order."""
+    """Launches in the plan's order."""
     deferred: list[tuple[int, Launch]] = field(default_factory=list)
-    """Launches that sample when their bitmasks come, with their indices in the plan."""
+    """(index in the plan, launch) of launches that sample once their bitmasks arrive."""
     deferred_forward: ForwardOutput | None = None
-    """The forward pass of the first deferred launch."""
+    """Forward pass of the first deferred launch."""
     end: Event | None = None
     pinned: list[Tensor] = field(default_factory=list)
-    """Host tensors that uploads read until the step is done."""
+    """Host tensors of uploads; kept until the step is done."""
 
     def wait(self) -> None:
-        """Wait until the device is done with the step."""
+        """Wait until the device has finished the step."""
         if self.end is not None:
             self.end.wait()
 
     def is_done(self) -> bool:
-        """Whether `wait` would return at once and nothing is deferred."""
+        """Whether no launch is deferred and `wait` would return immediately."""
         return not self.deferred and (self.end is None or self.end.done())
 
     def to_result(self) -> StepResult:
-        """The columns of a step that is done. `token_counts` stays empty where each sampling
-        request has one token."""
+        """Build the result of a finished step. `token_counts` stays empty if every sampling request
+        has one token."""
         result = StepResult(step=self.step, tokens=[])
         counts: list[int] = []
         has_counts = False
@@ -219,7 +229,7 @@ class AsyncStepOutput:
                 positions: Sequence[int] = range(num_tokens)
                 widths = launch.num_logprobs
                 if launch.accepted is not None:
-                    # Row j * B + i is token j of request i.
+                    # Row j * B + i holds token j of request i.
                     batch, counts_here = len(launch.accepted), launch.token_counts
                     positions = [j * batch + i for i, n in enumerate(counts_here) for j in range(n)]
                     widths = np.repeat(widths, counts_here).tolist()
@@ -246,7 +256,7 @@ def _tokens_of(row: list[int]) -> list[int]:
 
 
 def _logprobs(top: TopLogprobs, start: int, end: int, k: int) -> Logprobs:
-    """The message of positions start .. end - 1, with at most `k` most likely tokens."""
+    """Message for positions start .. end - 1, with at most `k` most likely tokens."""
     k = min(k, top.k)
     return Logprobs(
         k=k,

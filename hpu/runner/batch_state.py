@@ -1,4 +1,4 @@
-"""BatchState: persistent host state of the live requests, and how it fills a bucket's inputs."""
+"""BatchState: persistent host state of the live requests; fills the inputs of a bucket."""
 
 import copy
 
@@ -15,14 +15,15 @@ Tokens = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
 
 
 class BatchState:
-    """Up to `max_num_reqs` requests of at most `max_model_len` tokens, over the blocks
-    0 .. `pad_block` - 1; `req_index` is a request's index into every array.
+    """State of up to `max_num_reqs` requests of at most `max_model_len` tokens, over the KV blocks
+    0 .. `pad_block` - 1. `req_index` is a request's index into every array.
 
-    The keys and values of a request's first `num_computed_tokens` of `num_tokens` lie in its
-    blocks. Filling a launch advances both, so that the next plan may follow before the device is
-    done: a sampled token counts at once, though only the device knows its value.
+    The keys and values of a request's first `num_computed_tokens` of `num_tokens` tokens are in its
+    blocks. Filling a launch advances both counts before the device has finished, so that the next
+    plan can follow: a sampled token counts immediately, although only the device knows its value.
 
-    A plan that breaks this is a bug of the engine: RuntimeError, with the numbers that disagree.
+    Raises RuntimeError with the two numbers if a plan is inconsistent with the state (an engine
+    bug).
     """
 
     def __init__(
@@ -34,8 +35,8 @@ class BatchState:
         *,
         contiguous: bool = False,
     ) -> None:
-        """`contiguous`: a decode over N blocks describes the blocks 0 .. N - 1 in this order, and
-        no two of its requests may share one."""
+        """`contiguous`: block i of a decode over N blocks is at entry i of its block list, for
+        reading the cache as a single slice; requests of a decode may not share a block."""
         self.max_num_reqs = max_num_reqs
         self.block_size = block_size
         self.pad_block = pad_block
@@ -49,20 +50,20 @@ class BatchState:
         self._tokens = np.zeros((max_num_reqs, max_model_len), np.uint32)
         self._is_live = np.zeros(max_num_reqs, np.bool_)
         self.num_logprobs = np.full(max_num_reqs, -1, np.int64)
-        """(max_num_reqs,): as in RequestSampling; -1 none."""
+        """(max_num_reqs,): see RequestSampling.num_logprobs; -1: no log-probabilities."""
         self.num_prompt_logprobs = np.full(max_num_reqs, -1, np.int64)
         self._lora_slots = np.full(max_num_reqs, NO_SLOT, np.int64)
         self._pad_slots = pad_block * block_size + np.arange(block_size)
 
     def follower(self) -> "BatchState":
-        """A state of the same requests, tokens and blocks with computed lengths of its own: those
-        of a drafter. Only fill it; what is done to this one holds for both."""
+        """A view of this state with its own `num_computed_tokens`, for a drafter. Requests, tokens
+        and blocks are shared; change them only through this state."""
         other = copy.copy(self)
         other._num_computed_tokens = np.zeros_like(self._num_computed_tokens)
         return other
 
     def remove_request(self, req_index: int) -> None:
-        """Free the index."""
+        """Free a request's index. Raises RuntimeError if it is not in use."""
         if not 0 <= req_index < self.max_num_reqs or not self._is_live[req_index]:
             raise RuntimeError(
                 f"request {req_index} of {self.max_num_reqs} is removed, but it is not live"
@@ -73,7 +74,7 @@ class BatchState:
         self.num_prompt_logprobs[req_index] = -1
 
     def add_request(self, new: NewRequest) -> Tokens:
-        """Add a request at a free index; returns its tokens (uint32), a view of the state."""
+        """Add a request at a free index. Returns its tokens (uint32), a view of the state."""
         req_index = new.req_index
         tokens = np.frombuffer(new.tokens, np.dtype("<u4"))
         if not 0 <= req_index < self.max_num_reqs or self._is_live[req_index]:
@@ -127,7 +128,8 @@ class BatchState:
         self._block_tables[live] = new[self._block_tables[live]]
 
     def fill_prefill(self, launch: Launch, out: PrefillArrays) -> list[int]:
-        """Write a prefill's inputs and advance its requests; returns the ones that sample."""
+        """Write a prefill's inputs and advance its requests. Returns the indices of the sampling
+        requests."""
         indices = self._check_live(launch)
         counts: Integers = np.asarray(launch.query_lens, np.int64)
         (rows, query), batch = out.tokens.shape, len(out.query_lens)
@@ -163,7 +165,7 @@ class BatchState:
 
         positions = computed[:, None] + np.arange(query)
         if n == batch and counts.min() == query:
-            # No padding: always so for a single prompt in an exact table.
+            # No padding: always true for a single prompt with exact buckets.
             out.tokens[:] = self._tokens[indices[:, None], positions]
             out.positions[:] = positions
             out.slot_mapping[:] = self._slot_mapping(indices[:, None], positions)
@@ -182,7 +184,7 @@ class BatchState:
         context_blocks: Integers,
         out: PrefillArrays,
     ) -> None:
-        """Write tokens and context blocks of several requests behind each other in one row."""
+        """Write the tokens and context blocks of several requests, concatenated in one row."""
         tokens, column = _behind_each_other(counts)
         positions, requests, total = computed[tokens] + column, indices[tokens], len(tokens)
         out.tokens[0, :total] = self._tokens[requests, positions]
@@ -233,8 +235,8 @@ class BatchState:
         self._num_tokens[indices] += 1
 
     def fill_rows(self, launch: Launch, counts: list[int], out: DecodeArrays) -> None:
-        """Write the inputs of a decode with `counts[i]` rows of request i: its last token, then
-        drafts. Advances no request."""
+        """Write the inputs of a decode with `counts[i]` rows for request i: its last token, then
+        its drafts. Advances no request."""
         indices = self._check_live(launch)
         requests, offsets = _behind_each_other(np.asarray(counts))
         rows = indices[requests]
@@ -252,9 +254,13 @@ class BatchState:
         lookback: int,
         out: DraftArrays,
     ) -> None:
-        """Write the inputs of a decode whose rows the device computes; advances no request. Of
-        request i, `num_pending[i]` decodes are in flight, whose accepted tokens are not known.
-        `lookback`: computed positions in front of the last token."""
+        """Write the inputs of a decode whose rows are computed on the device. Advances no request.
+
+        Args:
+            num_pending: (requests,) decodes in flight per request, whose accepted tokens the host
+                does not have yet.
+            lookback: positions before the last token that a drafter recomputes.
+        """
         indices = self._check_live(launch)
         n, batch, total = len(indices), len(out.req_indices), len(out.block_list)
         counts = self._num_blocks[indices]
@@ -283,7 +289,7 @@ class BatchState:
             out.last_tokens[:n] = self._tokens[indices[:, None], columns]
 
     def fill_no_drafts(self, out: DraftArrays) -> None:
-        """Write padding alone."""
+        """Write padding only."""
         out.req_indices[:] = self.max_num_reqs
         out.limits[:] = out.lows[:] = out.first_blocks[:] = out.block_starts[:] = 0
         out.may_draft[:] = out.block_groups[:] = -1
@@ -298,37 +304,38 @@ class BatchState:
             out.drafts[:] = NO_TOKEN
 
     def advance_decode(self, req_index: int, count: int) -> None:
-        """A decode of `fill_drafts` has accepted `count` tokens, the one behind them included."""
+        """Advance a request by the `count` tokens that a decode of `fill_drafts` accepted,
+        including the sampled token after the last accepted draft."""
         self._num_computed_tokens[req_index] += count
         self._num_tokens[req_index] += count
 
     def num_row_blocks(self, req_indices: list[int], counts: list[int]) -> int:
-        """Blocks that the rows of `fill_rows` read together."""
+        """Total KV blocks read by the rows of `fill_rows`."""
         indices = np.asarray(req_indices, np.int64)
         requests, offsets = _behind_each_other(np.asarray(counts))
         positions = self._num_computed_tokens[indices[requests]] + offsets
         return int((positions // self.block_size + 1).sum())
 
     def draft_capacity(self, req_index: int) -> int:
-        """Draft tokens that the request's blocks, and the context, have room for, so that the next
-        decode has room for its token too."""
+        """Draft tokens that fit into the request's blocks and context, with room left for the input
+        token of the next decode."""
         room = min(int(self._num_blocks[req_index]) * self.block_size, self._tokens.shape[1])
         return room - int(self._num_computed_tokens[req_index]) - 2
 
     def tokens(self, req_index: int) -> Tokens:
-        """The tokens of a request (uint32), a view; sampled ones only if `set_last_token` and
-        `append_tokens` are called."""
+        """Tokens of a request (uint32), a view. Sampled tokens are valid only if `set_last_token`
+        and `append_tokens` are called."""
         return self._tokens[req_index, : self._num_tokens[req_index]]
 
     def set_last_token(self, req_index: int, token: int) -> None:
-        """The value of the newest token, which counts already."""
+        """Set the value of the newest token, which `num_tokens` already includes."""
         last = int(self._num_tokens[req_index]) - 1
         if last < self._tokens.shape[1]:
             self._tokens[req_index, last] = max(token, 0)
 
     def append_tokens(self, req_index: int, tokens: list[int]) -> None:
-        """A decode of `fill_rows` has accepted all but the last of these drafts, and sampled the
-        last."""
+        """Append the tokens of a decode of `fill_rows`: the accepted drafts and the sampled token
+        after them."""
         start = int(self._num_tokens[req_index])
         room = max(self._tokens.shape[1] - start, 0)
         self._tokens[req_index, start : start + len(tokens)] = np.maximum(tokens[:room], 0)
@@ -336,8 +343,11 @@ class BatchState:
         self._num_tokens[req_index] += len(tokens)
 
     def set_known(self, req_index: int, num_tokens: int, last_tokens: Tokens) -> None:
-        """All tokens of a request are known, and all but the last one are computed. `last_tokens`:
-        the newest ones, in more columns than there are tokens with anything in front."""
+        """Set a request's token count and newest tokens; all tokens but the last one count as
+        computed.
+
+        `last_tokens`: right-aligned; columns before the first token are ignored.
+        """
         last_tokens = last_tokens[-num_tokens:]
         self._tokens[req_index, num_tokens - len(last_tokens) : num_tokens] = last_tokens
         self._num_tokens[req_index] = num_tokens
@@ -349,7 +359,7 @@ class BatchState:
         """Write the blocks that a decode of `indices` at `positions` reads."""
         n, batch, total = len(indices), len(out.req_indices), len(out.block_list)
         used = positions // self.block_size + 1
-        # One entry a block, all of the first request, then all of the second, ...:
+        # One entry per block, grouped by request:
         #   groups   0  0  0  1  1  2
         #   columns  0  1  2  0  1  0      the block's column in its request's block table
         groups, columns = _behind_each_other(used)
@@ -359,7 +369,7 @@ class BatchState:
         if n > batch or num_blocks > total:
             raise RuntimeError(f"{n} requests over {num_blocks} blocks do not fit {launch.bucket}")
 
-        # Index of each block's entry: its own number, or one after the other.
+        # Entry of each block: the block number itself if contiguous, else consecutive.
         entries = blocks if self.contiguous else slice(num_blocks)
         lasts = blocks[ends - 1] if self.contiguous else ends - 1
         if self.contiguous or num_blocks < total:
@@ -385,20 +395,20 @@ class BatchState:
         query_lens: list[int],
         out: PrefillArrays | DecodeArrays | DraftArrays,
     ) -> None:
-        """Write the slot of each row's adapter, where adapters are served."""
+        """Write the LoRA slot of each row, if adapters are served."""
         if out.lora_slots is None:
             return
         out.lora_slots[:] = NO_SLOT
         slots = self._lora_slots[np.asarray(req_indices, np.int64)]
         if out.lora_slots.ndim == 2:
-            # Several sequences behind each other in one row.
+            # Several sequences are concatenated in one row.
             slots = np.repeat(slots, query_lens)
             out.lora_slots[0, : len(slots)] = slots
         else:
             out.lora_slots[: len(slots)] = slots
 
     def fill_dummy(self, out: PrefillArrays | DecodeArrays | DraftArrays) -> None:
-        """Write inputs of full requests whose blocks are all the pad block, for a warm-up."""
+        """Write inputs of a full batch whose blocks are all the pad block, for a warm-up."""
         if isinstance(out, DraftArrays):
             self.fill_no_drafts(out)
             return
@@ -431,33 +441,33 @@ class BatchState:
         if out.rope_positions is not None:
             out.rope_positions[:] = out.positions
         if out.cross_tiles is not None and out.cross_spans is not None:
-            # Each token sees all tiles, those of padding: the first ones of the cache hold no more.
+            # Each token attends to all tile entries, padding included; every entry is tile 0.
             out.cross_tiles[:] = 0
             out.cross_spans[0], out.cross_spans[1] = 0, out.cross_tiles.shape[1]
         out.block_list[:] = self.pad_block
         out.req_indices[:] = self.max_num_reqs
 
     def prompt_targets(self, req_index: int, start: int, count: int) -> Tokens:
-        """The prompt tokens (uint32) that follow positions start .. start + count - 1; the last
-        token of a prompt has none after it, so there may be one fewer."""
+        """Prompt tokens (uint32) that follow positions start .. start + count - 1. The last prompt
+        token has no successor, so the result may have `count` - 1 tokens."""
         end = min(start + count + 1, int(self._num_prompt_tokens[req_index]))
         return self._tokens[req_index, start + 1 : max(end, start + 1)]
 
     def num_computed_tokens(self, req_index: int) -> int:
-        """Tokens of the request whose keys and values lie in its blocks, or will."""
+        """Tokens of the request whose keys and values are in its blocks, or will be after the
+        launches in flight."""
         return int(self._num_computed_tokens[req_index])
 
     def set_num_computed_tokens(self, req_index: int, count: int) -> None:
-        """Of a follower: how many tokens the next launch finds in the blocks."""
+        """Set the number of computed tokens, for a drafter's state (see `follower`)."""
         self._num_computed_tokens[req_index] = count
 
     def block_table(self, req_index: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
-        """The blocks of a request, in the order of its tokens; a view."""
+        """Block table of a request, in token order; a view."""
         return self._block_tables[req_index, : self._num_blocks[req_index]]
 
     def exclusive_blocks(self, req_index: int) -> list[int]:
-        """The blocks of a request that no other live request has: the others are a shared
-        prefix."""
+        """Blocks of a request that no other live request uses (a shared prefix is excluded)."""
         others = np.flatnonzero(self._is_live)
         others = others[others != req_index]
         tables = [self._block_tables[other, : self._num_blocks[other]] for other in others]
@@ -467,7 +477,7 @@ class BatchState:
         return exclusive
 
     def blocks(self, req_index: int) -> list[int]:
-        """The block table of a request."""
+        """Block table of a request as a list."""
         blocks: list[int] = self._block_tables[req_index, : self._num_blocks[req_index]].tolist()
         return blocks
 
@@ -498,7 +508,8 @@ class BatchState:
         lasts: Integers,
         out: PrefillArrays,
     ) -> list[int]:
-        """`lasts`: index of each request's last token in the flattened tokens."""
+        """Advance a prefill's requests and write its sampling requests. `lasts`: index of each
+        request's last token in the flattened tokens."""
         self._num_computed_tokens[indices] += counts
         samples = np.asarray(launch.samples, np.bool_)
         sampling = indices[samples]
@@ -515,7 +526,7 @@ class BatchState:
 
 
 def _behind_each_other(counts: Integers) -> tuple[Integers, Integers]:
-    """For counts 2, 3: the index of each item's group (0 0 1 1 1), and its own in there
+    """Ragged indices: for counts 2, 3 the group of each item (0 0 1 1 1) and its index in the group
     (0 1 0 1 2)."""
     groups = np.repeat(np.arange(len(counts)), counts)
     return groups, np.arange(len(groups)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,4 +1,4 @@
-"""BlockLists: device lists of block numbers, in sizes that are compiled."""
+"""BlockLists: device lists of block numbers, padded to compiled sizes."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,8 @@ from hpu.backends.base import Backend, Event
 
 
 class BlockLists:
-    """Device lists of block numbers, `count` of `size` each; two sets on the host alternate."""
+    """`count` device lists of `size` block numbers each. Two host sets alternate, so that filling
+    does not wait for the last upload."""
 
     def __init__(self, size: int, count: int, backend: Backend) -> None:
         self._size = size
@@ -18,8 +19,8 @@ class BlockLists:
         self._flat = backend.zeros((count * size,), backend.index_dtype)
 
     def upload(self, *lists: list[int], pad_block: int) -> tuple[Tensor, ...]:
-        """Each list (size,) on the device, padded with `pad_block`; their users must be launched
-        before the next call."""
+        """Upload the lists, each padded with `pad_block` to (size,). Launch their users before the
+        next call, which overwrites them."""
         index, self._next_set = self._next_set, self._next_set ^ 1
         read_event = self._read_events[index]
         if read_event is not None:

@@ -1,4 +1,5 @@
-"""CapturedFunctions: graphs beside those of the model's buckets, in the memory reserved for all."""
+"""CapturedFunctions: graphs of functions other than the model's forward pass, in the same memory
+budget."""
 
 import gc
 import logging
@@ -14,19 +15,20 @@ logger = logging.getLogger(__name__)
 
 
 class CapturedFunctions:
-    """Graphs by key. One is captured at the first launch that needs it, if that is in a warm-up or
-    `graphs` captures on demand, and the model's bucket has a graph."""
+    """Graphs by key. A graph is captured at the first launch that needs it, in a warm-up or if
+    `graphs` captures on demand, and only if the model's bucket has a graph."""
 
     def __init__(
         self, backend: Backend, graphs: GraphCache, agreement: Agreement, what: str
     ) -> None:
-        """`agreement`: of the ranks that run the functions. `what` they do, for the log."""
+        """`agreement`: among the ranks that run the functions. `what`: purpose of the functions,
+        for log lines."""
         self._agreement = agreement
         self._backend = backend
         self._graphs = graphs
         self._what = what
         self._captured: dict[Hashable, Graph | None] = {}
-        """None: the device's compiler refused it."""
+        """None: the device's compiler rejected the function."""
         self._is_full = False
 
     def find(
@@ -38,8 +40,8 @@ class CapturedFunctions:
         *,
         frees_intermediates: bool = False,
     ) -> Graph | None:
-        """The graph of `key`, of `function`, which is captured with `inputs()`; None if there is
-        none, and the function itself has to run."""
+        """Graph for `key`, capturing `function` with `inputs()` on first use; None if the function
+        must run without a graph."""
         if not self._graphs.has_graph(bucket):
             return None
         if key not in self._captured and self._may_capture():
@@ -72,7 +74,7 @@ class CapturedFunctions:
                 logger.warning("No memory is left for graphs of %s: it runs without", self._what)
             else:
                 raise
-            # Free what was captured until then.
+            # Free the memory of the failed capture.
             gc.collect()
             self._backend.synchronize()
             self._agreement.all_true(False)

@@ -1,11 +1,11 @@
-"""Counters: a worker's metrics by name. Bucket lookups and padding are counted by the engine.
+"""Counters: a worker's metrics by name. The engine counts bucket lookups and padding.
 
 compilations.{prefill,decode}.{warmup,serving}  captured graphs; without captures, compilations of
                                                 the device's runtime
-compile_seconds.{warmup,serving}                their time
+compile_seconds.{warmup,serving}                time of these compilations
 graphs, graph_bytes                             captured graphs and their memory (gauges)
 recompilations, cpu_fallbacks                   after warm-up, counted by the device's runtime
-recipe_hits, recipe_misses                      its cache of compiled recipes, since the start
+recipe_hits, recipe_misses                      the runtime's recipe cache, since the start
 """
 
 from hpu.protocol import PREFILL
@@ -17,7 +17,7 @@ def phase_name(phase: int) -> str:
 
 
 class Counters:
-    """Totals since the start, and which of them changed since the last read."""
+    """Totals since the start, with change tracking."""
 
     def __init__(self) -> None:
         self._totals: dict[str, float] = {}

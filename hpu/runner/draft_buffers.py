@@ -1,4 +1,4 @@
-"""DraftBuffers: input buffers of a decode whose rows the device computes."""
+"""DraftBuffers: input buffers of a decode whose rows are computed on the device."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from hpu.spec_decode.device import DraftInputs, Rows
 
 
 class DraftArrays(NamedTuple):
-    """Host arrays of a decode, with the names and shapes of DraftInputs."""
+    """Host arrays of a decode; the first fields have the names and shapes of DraftInputs."""
 
     req_indices: Array
     limits: Array
@@ -25,18 +25,19 @@ class DraftArrays(NamedTuple):
     block_starts: Array
     pad_slots: Array
     num_tokens: Array | None = None
-    """(B,): known tokens of each request, on a pipeline stage that is not the last; so the next."""
+    """(B,): number of tokens of each request; only on pipeline stages before the last."""
     last_tokens: Array | None = None
-    """(B, width): the newest ones, as in KnownTokens."""
+    """(B, width): newest tokens of each request (see KnownTokens); only on pipeline stages before
+    the last."""
     drafts: Array | None = None
-    """(B, width - 1): what is verified, NO_TOKEN behind it, where the plan says so."""
+    """(B, width - 1): drafts to verify, padded with NO_TOKEN, if the plan contains them."""
     lora_slots: Array | None = None
-    """(B,): the slot of each request's adapter, where adapters are served."""
+    """(B,): LoRA slot of each request, if adapters are served."""
 
 
 class DraftBuffers(InputBuffers):
-    """Inputs of a decode with `width` rows a request. What the model reads (`graph_inputs`) are
-    tensors of the device alone; `draft_inputs` are uploaded."""
+    """Inputs of a decode with `width` rows per request. The model's inputs (`graph_inputs`) are
+    written on the device; `draft_inputs` are uploaded."""
 
     def __init__(
         self,
@@ -51,9 +52,15 @@ class DraftBuffers(InputBuffers):
         learns: bool = False,
         plans_drafts: bool = False,
     ) -> None:
-        """`window`: blocks of a request that its next tokens may lie in. `has_adapters`: rows name
-        the slots of adapters. `hidden_buffers`: as InputBuffers. `learns`: whether tokens are
-        uploaded that another pipeline stage has sampled. `plans_drafts`: whether drafts are."""
+        """Allocate the buffers.
+
+        Args:
+            window: number of blocks that a request's next tokens may be in.
+            has_adapters: whether rows have LoRA slots.
+            hidden_buffers: see InputBuffers.
+            learns: whether tokens sampled by another pipeline stage are uploaded.
+            plans_drafts: whether drafts are uploaded.
+        """
         _, batch, _, blocks = bucket
         self._width = width
         self._names_slots = has_adapters
@@ -91,7 +98,7 @@ class DraftBuffers(InputBuffers):
 
     @property
     def known(self) -> tuple[Tensor, ...] | None:
-        """`num_tokens` and `last_tokens` of the last upload, where they are uploaded."""
+        """`num_tokens` and `last_tokens` of the last upload; None if they are not uploaded."""
         if not self._learns:
             return None
         first = len(DraftInputs._fields)
@@ -99,7 +106,7 @@ class DraftBuffers(InputBuffers):
 
     @property
     def planned_drafts(self) -> Tensor | None:
-        """`drafts` of the last upload, where they are uploaded."""
+        """`drafts` of the last upload; None if they are not uploaded."""
         if not self._plans_drafts:
             return None
         return self._current.tensors.rest[len(DraftInputs._fields) + 2 * self._learns]
@@ -112,8 +119,8 @@ class DraftBuffers(InputBuffers):
         return self._own
 
     def set_rows(self, rows: Rows) -> None:
-        """Copy the launch's rows to where the model reads them; hidden states are received in place
-        of tokens."""
+        """Copy the launch's rows to the model's input tensors. Tokens are skipped on a pipeline
+        stage that receives hidden states."""
         first = 0 if self._hidden_buffers is None else 1
         for own, new in zip(self._own[first:7], rows[first:], strict=False):
             own.copy_(new)

@@ -1,6 +1,6 @@
-"""GraphCache: one captured forward pass a bucket, replayed on the bucket's input buffers.
+"""GraphCache: one captured forward pass per bucket, replayed on the bucket's input buffers.
 
-The order of captures is decided in hpu/warmup.
+hpu/warmup decides the order of captures.
 """
 
 import gc
@@ -26,17 +26,18 @@ Forward = Callable[[Tensor, AttentionInputs], Tensor]
 
 
 def _forward_flat(forward: Forward, inputs: BaseInputBuffers[Any], *tensors: Tensor) -> Tensor:
-    """`forward` of tensors of the shapes of `inputs.graph_inputs`. A function of its own: a graph
-    that refers to its cache would live until the garbage collector runs."""
+    """Run `forward` on tensors shaped like `inputs.graph_inputs`. A module-level function: a graph
+    with a reference to its cache would live until the garbage collector runs."""
     split = inputs.split(*tensors)
     return forward(split.tokens, split.context)
 
 
 class GraphCache:
-    """Runs `forward` in a bucket: replays its graph, or calls the function if it has none.
+    """Runs `forward` in a bucket: replays the bucket's graph, or calls the function if it has no
+    graph.
 
-    Without `captures` nothing is captured. Only static inputs may be captured: a graph may read the
-    same tensors in every replay.
+    Nothing is captured unless `captures` is set. Only static inputs may be captured, because a
+    graph may read the same tensors in every replay.
     """
 
     def __init__(
@@ -50,15 +51,19 @@ class GraphCache:
         runs_once: bool = False,
         agreement: Agreement = ALONE,
     ) -> None:
-        """`agreement`: of the ranks, whose graphs contain the same collectives. `runs_once`:
-        whether `forward` advances states or replaces tokens of a ring, so that a launch of requests
-        must run exactly once, and a capture would run it once more; or whether it is a pipeline
-        stage, which may not wait in a capture for a stage that waits for its launch."""
+        """Create an empty cache.
+
+        Args:
+            agreement: among the ranks, whose graphs contain the same collectives.
+            runs_once: disables capture while serving, because a capture runs `forward` once more.
+                Set if `forward` advances states or overwrites ring entries, or for a pipeline
+                stage, whose capture would wait for a stage that waits for this launch.
+        """
         self.stage = "warmup"
-        """warmup or serving: the label of compilations in the counters."""
+        """Label of compilations in the counters: warmup or serving."""
         self.on_demand = False
-        """Whether a bucket is captured when it first runs, within `budget_bytes`: for a server that
-        was not warmed up."""
+        """Whether to capture a bucket on its first run, within `budget_bytes`; for a server without
+        warm-up."""
         self.captures = captures
         self.budget_bytes = budget_bytes
         self.bytes = 0
@@ -70,7 +75,7 @@ class GraphCache:
         self._tracks_first_runs = captures or backend.compiles
         self._graphs: dict[Bucket, Graph] = {}
         self.uncompilable: set[Bucket] = set()
-        """Buckets whose graph the device's compiler refused; they run without one."""
+        """Buckets whose graph the device's compiler rejected; they run without a graph."""
         self._seen: set[Bucket] = set()
         """Buckets that have run; bounded by the shapes of the engine's bucket table."""
 
@@ -80,7 +85,7 @@ class GraphCache:
 
     def run(self, inputs: BaseInputBuffers[Any], req_indices: Sequence[int] = ()) -> Tensor:
         """Hidden states (B, Q, hidden) of the uploaded inputs; the next run may overwrite them.
-        `req_indices` are for the log."""
+        `req_indices`: for log lines."""
         graph = self._graphs.get(inputs.bucket)
         if graph is not None:
             hidden: Tensor = graph.replay(*inputs.graph_inputs)
@@ -92,15 +97,15 @@ class GraphCache:
         return self._run_plain(inputs)
 
     def capture(self, inputs: BaseInputBuffers[Any]) -> int | None:
-        """Capture the bucket. Returns the bytes of its graph, or None when memory is full or the
-        bucket is `uncompilable`: then nothing else has changed."""
+        """Capture the bucket. Returns the bytes of its graph, or None if memory is full or the
+        bucket is `uncompilable`; in this case no graph is added on any rank."""
         free, _ = self._backend.memory()
         start = time.perf_counter()
         graph = self._capture(inputs)
         is_everywhere = self.agreement.all_true(graph is not None)
         if graph is None or not is_everywhere:
             graph = None
-            # Free what was captured until then.
+            # Free the memory of the failed capture.
             gc.collect()
             self._backend.synchronize()
             return None
@@ -113,7 +118,7 @@ class GraphCache:
         return taken
 
     def add_bytes(self, taken: int) -> None:
-        """Count `taken` bytes of a graph that another component has captured."""
+        """Add the bytes of a graph that another component has captured."""
         self.bytes += taken
         self._counters.add("graph_bytes", taken)
 
@@ -135,20 +140,20 @@ class GraphCache:
         return graph
 
     def _run_plain(self, inputs: BaseInputBuffers[Any]) -> Tensor:
-        """Run without a graph. Where others are captured, exactly what a capture records, so that
-        a lazy device compiles it once."""
+        """Run without a graph. If other buckets are captured, run exactly the captured function, so
+        that a lazy device compiles it once."""
         if self.captures:
             return _forward_flat(self._forward, inputs, *inputs.graph_inputs)
         return self._forward(inputs.tokens, inputs.context)
 
     def _run_first(self, inputs: BaseInputBuffers[Any], req_indices: Sequence[int]) -> Tensor:
-        """Run a bucket without a graph for the first time."""
+        """First run of a bucket without a graph."""
         self._seen.add(inputs.bucket)
         if self.stage == "serving":
             self._warn(inputs.bucket, req_indices)
         may_capture = self.captures and self.on_demand and inputs.is_static
         may_capture = may_capture and not self._runs_once
-        # Engines that step together may have captured other samplers.
+        # Data-parallel engines that step together may have captured different samplers.
         if may_capture and self.agreement.all_true(self.bytes < self.budget_bytes):
             if self.capture(inputs) is not None:
                 return self.run(inputs)
@@ -157,7 +162,7 @@ class GraphCache:
                 logger.warning("No memory is left for graphs: further buckets run without one")
         start = time.perf_counter()
         hidden = self._run_plain(inputs)
-        # Where nothing is captured, hpu/profiling/diagnostics.py counts the runtime's compilations.
+        # Without captures, hpu/profiling/diagnostics.py counts the runtime's compilations.
         if self.stage == "serving" and self.captures:
             self._count(inputs.bucket, time.perf_counter() - start)
         return hidden

@@ -1,4 +1,4 @@
-"""Input buffers of a bucket: one block of integers a launch, two alternating."""
+"""Input buffers of a bucket: one flat integer tensor per launch, double-buffered."""
 
 import itertools
 import math
@@ -21,11 +21,11 @@ A = TypeVar("A")
 Buffers = TypeVar("Buffers", bound="BaseInputBuffers[Any]")
 
 MAX_DYNAMIC = 16
-"""Buffers of shapes that were not prepared; the least recently used ones are dropped."""
+"""Maximum number of buffers for shapes that were not prepared (LRU)."""
 
 
 class PrefillArrays(NamedTuple):
-    """Host arrays of a prefill of batch B, query Q and C context blocks a request."""
+    """Host arrays of a prefill of batch B, query length Q and C context blocks per request."""
 
     tokens: Array
     """(B, Q)"""
@@ -42,21 +42,21 @@ class PrefillArrays(NamedTuple):
     last_token_indices: Array
     """(B,): index of each sampling request's last token in the flattened (B * Q)."""
     req_indices: Array
-    """(B,): the requests that sample."""
+    """(B,): the sampling requests."""
     state_indices: Array | None = None
     """(B,): all requests, for a model with states or rings."""
     lora_slots: Array | None = None
-    """(B,), or (B, Q) with several sequences in a row, where adapters are served."""
+    """(B,), or (B, Q) with several sequences per row, if adapters are served."""
     image_rows: Array | None = None
     """(B, Q), for a model that takes images."""
     image_ids: Array | None = None
-    """(B, Q), where the tokens of an image see each other in both directions."""
+    """(B, Q), if the tokens of an image attend to each other in both directions."""
     rope_positions: Array | None = None
-    """(3, B, Q), where positions have three axes."""
+    """(3, B, Q), if positions have three axes."""
     cross_tiles: Array | None = None
-    """(B, K), for a model whose layers read images."""
+    """(B, K), for a model with cross-attention to images."""
     cross_spans: Array | None = None
-    """(2, B, Q), likewise."""
+    """(2, B, Q), for a model with cross-attention to images."""
 
 
 class DecodeArrays(NamedTuple):
@@ -77,13 +77,13 @@ class DecodeArrays(NamedTuple):
     block_usage: Array
     """(N,)"""
     lora_slots: Array | None = None
-    """(B,), where adapters are served."""
+    """(B,), if adapters are served."""
     rope_positions: Array | None = None
-    """(B, 1), where those of prompts have three axes."""
+    """(B, 1), if prompt positions have three axes."""
     cross_tiles: Array | None = None
-    """(B, K), for a model whose layers read images."""
+    """(B, K), for a model with cross-attention to images."""
     cross_spans: Array | None = None
-    """(2, B, 1), likewise."""
+    """(2, B, 1), for a model with cross-attention to images."""
 
 
 def _shapes(bucket: Bucket, prompts_per_row: int, names_requests: bool) -> list[tuple[int, ...]]:
@@ -97,16 +97,16 @@ def _shapes(bucket: Bucket, prompts_per_row: int, names_requests: bool) -> list[
 
 
 class ImageFields(NamedTuple):
-    """Which of the arrays of images a model reads."""
+    """Image arrays that a model reads."""
 
     rows: bool = False
     ids: bool = False
     rope_positions: bool = False
     num_tiles: int = 0
-    """Of the images of each request, for layers that read images."""
+    """Tiles per request, for cross-attention to images."""
 
     def shapes(self, bucket: Bucket) -> dict[str, tuple[int, ...]]:
-        """Their shapes in the bucket, by their names."""
+        """Array shapes in the bucket, by array name."""
         phase, batch, query, _ = bucket
         wide = (batch, query)
         tiles = {"cross_tiles": (batch, self.num_tiles), "cross_spans": (2, *wide)}
@@ -125,15 +125,14 @@ NO_IMAGES = ImageFields()
 def _with_options(
     make: Callable[..., PrefillArrays | DecodeArrays], names: tuple[str, ...], *arrays: Array
 ) -> PrefillArrays | DecodeArrays:
-    """`make` of the arrays, of which the last ones have these names."""
+    """Call `make` with the arrays; the last arrays are passed by `names`."""
     count = len(arrays) - len(names)
     return make(*arrays[:count], **dict(zip(names, arrays[count:], strict=True)))
 
 
 class HiddenBuffers:
-    """The tensors that a pipeline stage receives hidden states into. Prepared buckets with the same
-    batch and query share one: a graph reads it in each replay, and launches run one after the
-    other."""
+    """Receive buffers for a pipeline stage's hidden states. Prepared buckets with equal batch and
+    query share a buffer: their graphs read it in each replay, and launches run sequentially."""
 
     def __init__(self, backend: Backend, hidden_size: int, dtype: torch.dtype) -> None:
         self._backend = backend
@@ -142,7 +141,7 @@ class HiddenBuffers:
         self._static: dict[tuple[int, int], Tensor] = {}
 
     def get(self, batch: int, query: int, *, is_static: bool) -> Tensor:
-        """(batch, query, hidden); kept if it `is_static`."""
+        """Buffer (batch, query, hidden); cached if it `is_static`."""
         if is_static and (batch, query) in self._static:
             return self._static[batch, query]
         buffer = self._backend.zeros((batch, query, self._hidden_size), self._dtype)
@@ -152,23 +151,23 @@ class HiddenBuffers:
 
 
 class LaunchTensors(NamedTuple):
-    """Device tensors of one launch, views of its flat inputs."""
+    """Device tensors of a launch, views of its flat inputs."""
 
     tokens: Tensor
-    """(B, Q); on a pipeline stage that is not the first the hidden states (B, Q, hidden)."""
+    """(B, Q); on pipeline stages after the first, the hidden states (B, Q, hidden)."""
     context: AttentionInputs
     rest: tuple[Tensor, ...]
-    """What is read after the forward pass."""
+    """Tensors that are read after the forward pass."""
 
 
 class _InputSet(Generic[A]):
-    """Memory of one launch, on the host and on the device each in one piece, so that one copy
+    """Memory of a launch: a contiguous tensor each on host and device, so that a single copy
     uploads it."""
 
     def __init__(self, host: Tensor, device: Tensor, arrays: A, tensors: LaunchTensors) -> None:
         self.host = host
         self.device = device
-        """`host` itself where the device shares the host's memory."""
+        """`host` itself if the device shares the host's memory."""
         self.arrays = arrays
         self.tensors = tensors
         self.read_event: Event | None = None
@@ -176,20 +175,19 @@ class _InputSet(Generic[A]):
 
 
 class BaseInputBuffers(Generic[A]):
-    """Inputs of one bucket: `host_arrays()`, write, `upload()`, launch, once a launch. The tensors
-    are those of the last upload.
+    """Inputs of a bucket. Call order: `host_arrays()`, write, `upload()`, launch. The tensors
+    belong to the last upload.
 
-    `make` names the host arrays of `shapes`; a subclass names the device's (`_name`).
+    `make` names the host arrays of `shapes`; a subclass names the device tensors (`_name`).
 
-    Prepared inputs have two sets of host memory, which alternate. Where `rebinds_inputs` is true
-    they have two of device memory as well: there a copy into memory that a launch reads waits for
-    that launch, so a bucket that runs in each step would upload only between launches.
+    Prepared inputs have two alternating sets of host memory, and two sets of device memory if
+    `rebinds_inputs` is true: there, a copy into memory that a launch reads waits for the launch, so
+    with a single set a bucket that runs in every step could upload only between launches.
 
-    The inputs of a graph are the flat tensors, not views of them: the Gaudi's bridge matches a
-    graph's inputs by the identity of the tensor, and a view's base is not the view, so a replay
-    would read the base of the capture (HabanaAI/gaudi-pytorch-bridge,
-    habana_lazy/lazy_executor.cpp, saveInputsAndOutputs). The captured function makes the views
-    (`split`).
+    A graph's inputs are the flat tensors, not views: the Gaudi bridge matches graph inputs by
+    tensor identity, and the base of a view is not the view, so a replay would read the base of the
+    capture (HabanaAI/gaudi-pytorch-bridge, habana_lazy/lazy_executor.cpp, saveInputsAndOutputs).
+    The captured function creates the views (`split`).
     """
 
     def __init__(
@@ -203,13 +201,14 @@ class BaseInputBuffers(Generic[A]):
     ) -> None:
         self.bucket = bucket
         self.is_static = is_static
-        """Whether they are never dropped, so that a graph may read them."""
+        """Whether the buffers are never dropped, so that a graph may read them."""
         self._backend = backend
         self._shapes = shapes
         self._sizes = [math.prod(shape) for shape in shapes]
         self._make = make
         self._own = self._own_tensors()
-        # A shape that was not prepared may never come again: it gets a second set when it does.
+        # A shape that was not prepared may never recur: the second set is created on its second
+        # use.
         self._sets: list[_InputSet[A]] = []
         self._sets.append(self._make_set())
         if is_static and not backend.shares_host_memory:
@@ -219,37 +218,37 @@ class BaseInputBuffers(Generic[A]):
 
     @property
     def tokens(self) -> Tensor:
-        """As LaunchTensors.tokens; a decode's, and hidden states, are written on the device."""
+        """See LaunchTensors.tokens. Decode tokens and hidden states are written on the device."""
         return self._current.tensors.tokens
 
     @property
     def context(self) -> AttentionInputs:
-        """Inputs of attention."""
+        """Attention inputs."""
         return self._current.tensors.context
 
     @property
     def graph_inputs(self) -> tuple[Tensor, ...]:
-        """The flat tensor of the last upload, then the tensors that are not uploaded: the arguments
-        of `split`, of the same shapes each time."""
+        """Flat tensor of the last upload, then the tensors written on the device: the arguments of
+        `split`, with the same shapes in every launch."""
         return (self._current.device, *self._own)
 
     def capture_inputs(self) -> tuple[Tensor, ...]:
-        """As `graph_inputs`, to capture a graph with. Where a replay may read other tensors, a copy
-        of the flat one: a runtime that keeps its captures' inputs copies those of each replay into
-        them, which then are none that an upload writes to."""
+        """Inputs for a graph capture. If replays may read other tensors, the flat tensor is a
+        private copy: the runtime copies the inputs of each replay into the captured tensors, which
+        must not alias the target of an upload."""
         if not self._backend.rebinds_inputs:
             return self.graph_inputs
         return (self._current.device.clone(), *self._own)
 
     def split(self, flat: Tensor, *own: Tensor) -> LaunchTensors:
-        """Name the parts of `graph_inputs`."""
+        """Split `graph_inputs` into named tensors."""
         pieces = torch.split(flat, self._sizes)
         views = [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
         return self._name(views, *own)
 
     def host_arrays(self) -> A:
-        """The next host set, free to write. Waits only if the launch before last of this bucket has
-        not read its inputs yet."""
+        """The next host set, ready to write. Waits only if the launch before last of this bucket
+        has not read its inputs yet."""
         if self._next_set == len(self._sets):
             self._sets.append(self._make_set())
         chosen = self._sets[self._next_set]
@@ -258,8 +257,8 @@ class BaseInputBuffers(Generic[A]):
         return chosen.arrays
 
     def upload(self) -> None:
-        """Start the copy to the device, in the order of the launches. A device that shares the
-        host's memory has run all launches by now: it needs neither a copy nor a second set."""
+        """Start the copy to the device, in launch order. A device that shares the host's memory has
+        finished all launches by now: it needs neither a copy nor a second set."""
         if self._backend.shares_host_memory:
             return
         self._current = chosen = self._sets[self._next_set]
@@ -268,11 +267,12 @@ class BaseInputBuffers(Generic[A]):
         self._next_set ^= 1
 
     def _own_tensors(self) -> tuple[Tensor, ...]:
-        """Inputs of the forward pass that are written on the device."""
+        """Forward-pass inputs that are written on the device."""
         return ()
 
     def _name(self, views: list[Tensor], *own: Tensor) -> LaunchTensors:
-        """Name device tensors of `shapes`, in their order, and those of `_own_tensors`."""
+        """Name the device tensors: `views` with `shapes`, in order, then the tensors of
+        `_own_tensors`."""
         raise NotImplementedError
 
     def _make_set(self) -> _InputSet[A]:
@@ -293,10 +293,7 @@ class BaseInputBuffers(Generic[A]):
 
 
 class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
-    """Inputs of a launch over a KV cache. With `prompts_per_row` S, a prefill of B rows has up to S
-    sequences in each, and the arrays of (B,) have B * S entries. With `names_requests` they have
-    the request index of each sequence, for layers with a state or a ring. With `hidden_buffers` the
-    forward pass reads received hidden states in place of tokens."""
+    """Inputs of a launch over a KV cache."""
 
     def __init__(
         self,
@@ -312,9 +309,19 @@ class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
         shapes: list[tuple[int, ...]] | None = None,
         make: Callable[..., Any] | None = None,
     ) -> None:
-        """`has_adapters`: with the slot of each sequence's adapter. `image_fields`: those that the
-        model reads. `shapes` and `make`: those of a
-        subclass."""
+        """Create the buffers.
+
+        Args:
+            prompts_per_row: a prefill has up to this many sequences S per row; its (B,) arrays have
+                B * S entries.
+            names_requests: pass each sequence's request index to the model, for layers with a state
+                or a ring.
+            hidden_buffers: source of the received hidden states, which replace tokens as the
+                model's input.
+            has_adapters: add the LoRA slot of each sequence.
+            image_fields: image arrays that the model reads.
+            shapes, make: set by a subclass.
+        """
         self._names_requests = names_requests
         self._hidden_buffers = hidden_buffers
         options: dict[str, tuple[int, ...]] = {}
@@ -327,7 +334,7 @@ class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
             options["lora_slots"] = (batch, query) if is_merged else (batch,)
         options |= image_fields.shapes(bucket)
         self._options = tuple(options)
-        """Names of the arrays behind those that every model has."""
+        """Names of the optional arrays, which follow the arrays of every model."""
         if options:
             shapes += options.values()
             make = partial(_with_options, make, self._options)
@@ -335,8 +342,7 @@ class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
 
     @property
     def last_token_indices(self) -> Tensor | None:
-        """(B,): indices of a prefill's sampling tokens in the flattened (B * Q); None for a
-        decode."""
+        """(B,): a prefill's sampling tokens as indices in flattened (B * Q); None for a decode."""
         return self._current.tensors.rest[1] if self.bucket[0] == PREFILL else None
 
     @property
@@ -371,8 +377,8 @@ class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
 
 
 class InputBufferPool(Generic[Buffers]):
-    """Input buffers by bucket: made once for prepared buckets, made on demand for others. `make` is
-    a subclass of BaseInputBuffers."""
+    """Input buffers by bucket: permanent for prepared buckets, an LRU cache for other buckets.
+    `make`: a subclass of BaseInputBuffers."""
 
     def __init__(self, backend: Backend, make: Callable[..., Buffers]) -> None:
         self._backend = backend
@@ -381,12 +387,12 @@ class InputBufferPool(Generic[Buffers]):
         self._dynamic: OrderedDict[Bucket, Buffers] = OrderedDict()
 
     def prepare(self, bucket: Bucket) -> None:
-        """Make the bucket's buffers, which are never dropped."""
+        """Create the bucket's buffers, which are never dropped."""
         if bucket not in self._prepared:
             self._prepared[bucket] = self._make(bucket, self._backend, is_static=True)
 
     def get(self, bucket: Bucket) -> Buffers:
-        """The bucket's buffers."""
+        """Buffers of the bucket, created on demand."""
         buffers = self._prepared.get(bucket)
         if buffers is not None:
             return buffers

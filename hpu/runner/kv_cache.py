@@ -1,5 +1,5 @@
-"""KVCache: the tensors of the KV blocks and of the rings of layers with a window, and operations on
-whole blocks."""
+"""KVCache: tensors of the KV blocks and of the sliding-window rings, and operations on whole
+blocks."""
 
 import itertools
 import logging
@@ -19,16 +19,16 @@ from hpu.runner.block_lists import BlockLists
 logger = logging.getLogger(__name__)
 
 MOVE_SIZES = (8, 16, 32, 64, 128, 256, 512)
-"""Blocks moved at once, padded up: the sizes of the vendor's defragmenter."""
+"""Batch sizes of block moves, padded up: the sizes of the vendor's defragmenter."""
 
 SCRUB_SIZE = 16
-"""Blocks scrubbed at once, padded up: another number would be another shape."""
+"""Batch size of block scrubs, padded up: every other size would be another compiled shape."""
 
 
 def reads_contiguously(config: EngineConfig, backend: Backend, *, has_states: bool = False) -> bool:
-    """Whether decodes read the cache as one slice from block 0: as configured, or where that is
-    faster; never with prefix caching, which shares blocks, and which a model with states lacks, nor
-    with speculation, where rows of one request do."""
+    """Whether decodes read the cache as a single slice from block 0: if configured, or if the
+    backend prefers it. Never with shared blocks: prefix caching (which models with states lack) or
+    speculation, where rows of a request share blocks."""
     contiguous_pa = config.execution.contiguous_pa
     shares_blocks = config.cache.enable_prefix_caching and not has_states
     if shares_blocks or contiguous_pa is False or config.speculation.choose() is not None:
@@ -37,7 +37,7 @@ def reads_contiguously(config: EngineConfig, backend: Backend, *, has_states: bo
 
 
 def block_bytes(model: CausalLM, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes that one block takes over all layers."""
+    """Bytes of a block over all layers."""
     return sum(_layer_bytes(model, block_size, dtype))
 
 
@@ -46,7 +46,7 @@ def cache_sizes(model: CausalLM, block_size: int, dtype: torch.dtype, num_rings:
     sees_all = [window is None for window in model.cache_windows()]
     blocks = _layer_bytes(model, block_size, dtype)
     full_block = sum(itertools.compress(blocks, sees_all))
-    # With rings, layers that see all tokens are as large as without.
+    # With rings, full-attention layers have the same size as without.
     with_rings = sum(_layer_bytes(model, block_size, dtype, num_rings))
     return CacheSizes(sum(blocks), full_block, rings=with_rings - full_block)
 
@@ -54,14 +54,15 @@ def cache_sizes(model: CausalLM, block_size: int, dtype: torch.dtype, num_rings:
 def _layer_bytes(
     model: CausalLM, block_size: int, dtype: torch.dtype, num_rings: int = 0
 ) -> list[int]:
-    """Of each layer's caches of one block, or of the rings."""
+    """Bytes per layer: of a block, or of the rings if `num_rings` is set and the layer has a
+    window."""
     layers = model.cache_shapes(1, block_size, num_rings)
     return [sum(map(math.prod, shapes)) * dtype.itemsize for shapes in layers]
 
 
 class KVCache:
-    """`num_blocks` blocks, and the pad block after them (number `num_blocks`). With `num_rings`,
-    layers with a window have a ring for each request index instead, the last one for padding."""
+    """`num_blocks` KV blocks, and the pad block after them (number `num_blocks`). With `num_rings`,
+    layers with a sliding window have a ring per request index instead; the last ring is padding."""
 
     def __init__(
         self,
@@ -74,8 +75,8 @@ class KVCache:
         num_rings: int = 0,
         clean: Callable[[Tensor], Tensor] = zero_non_finite,
     ) -> None:
-        """`dtype`: of the caches; `clean`: gives rows of a cache with zeros for what is not
-        finite."""
+        """`dtype`: element type of the caches. `clean`: returns cache rows with non-finite values
+        replaced by zero."""
         self._clean = clean
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -86,9 +87,9 @@ class KVCache:
             for shapes in model.cache_shapes(num_blocks + 1, block_size, num_rings)
         ]
         self._paged: list[Tensor] = []
-        """The caches of blocks."""
+        """Caches indexed by block."""
         self._rings: list[tuple[int, Tensor]] = []
-        """Blocks of a ring, and the cache of such rings."""
+        """(blocks of a ring, cache) of layers with rings."""
         for window, caches in zip(model.cache_windows(), self._layers, strict=True):
             if num_rings and window is not None:
                 size = ring_blocks(window, block_size)
@@ -96,7 +97,7 @@ class KVCache:
             else:
                 self._paged += caches
         self._flags: list[Tensor] = []
-        """Flags of NonFiniteGuard, a number for each token: too few to count in a memory split."""
+        """Flag of each token slot for NonFiniteGuard; too small to count in the memory plan."""
         if model.non_finite_guard is not None:
             self._flags.append(backend.zeros(((num_blocks + 1) * block_size,), model.dtype))
             model.non_finite_guard.bind(self._flags[0], block_size)
@@ -111,11 +112,11 @@ class KVCache:
 
     @property
     def paged(self) -> list[Tensor]:
-        """What blocks have a part of, (blocks * block_size, ...) each."""
+        """All tensors that are indexed by block, (blocks * block_size, ...) each."""
         return [*self._paged, *self._flags]
 
     def close(self) -> None:
-        """Free the memory; the model must not run until another cache is bound."""
+        """Free the memory. The model must not run until another cache is bound."""
         if self.pages_ahead is not None:
             self.pages_ahead.close()
         none = torch.empty(0)
@@ -129,9 +130,9 @@ class KVCache:
         self._moves.clear()
 
     def warm_moves(self) -> None:
-        """Compile `move_blocks` in every size. If memory does not suffice for a large size, smaller
-        ones are used more often."""
-        # A move fills free blocks below the number of blocks in use from as many above it.
+        """Compile `move_blocks` in every size. If memory is insufficient for a large size, smaller
+        sizes are used."""
+        # A move fills free blocks below the number of blocks in use from as many blocks above it.
         most = max(self.num_blocks // 2, 1)
         sizes = [size for size in MOVE_SIZES if size // 2 < most] or [MOVE_SIZES[0]]
         for size in sizes:
@@ -151,8 +152,8 @@ class KVCache:
         )
 
     def move_blocks(self, sources: list[int], targets: list[int]) -> None:
-        """Copy block sources[i] to targets[i]; no block is both. Call `warm_moves` first. The
-        sources are zeroed, so that nothing is left for the next request."""
+        """Copy block sources[i] to targets[i]; sources and targets are disjoint. Call `warm_moves`
+        first. Sources are zeroed, so that non-finite values do not reach the next request."""
         most = max(self._moves)
         for start in range(0, len(sources), most):
             part = slice(start, start + most)
@@ -166,11 +167,12 @@ class KVCache:
             contents = cache.index_select(0, old)
             cache.index_copy_(0, new, contents)
             cache.index_copy_(0, old, torch.zeros_like(contents))
-            # One recipe for each cache: all are equal, and need the memory of one.
+            # One recipe per cache: all caches have equal shapes, so all recipes share one workspace
+            # size.
             self._backend.mark_step()
 
     def warm_scrub(self) -> None:
-        """Compile `scrub`."""
+        """Compile `scrub` and `scrub_rings`."""
         self.scrub([self.num_blocks])
         self.scrub_rings(self.num_rings - 1)
         self._backend.synchronize()
@@ -178,13 +180,13 @@ class KVCache:
     def scrub(self, blocks: list[int]) -> None:
         """Replace non-finite values in `blocks` by zero.
 
-        Attention weighs unused slots by zero, and 0 * NaN would leak into the next request that
-        gets the blocks.
+        Attention gives unused slots the weight zero, and 0 * NaN would leak into the next request
+        that gets the blocks.
         """
         self._scrub(self._paged, blocks, self.num_blocks)
 
     def scrub_rings(self, req_index: int) -> None:
-        """`scrub` for the rings of `req_index`."""
+        """Replace non-finite values in the rings of `req_index` by zero."""
         for size, cache in self._rings:
             first = req_index * size
             self._scrub([cache], list(range(first, first + size)), (self.num_rings - 1) * size)
@@ -199,6 +201,6 @@ class KVCache:
                 self._backend.mark_step()
 
     def _slots(self, blocks: Tensor) -> Tensor:
-        """(n * block_size,): the slots of `blocks` (n,). Caches are written by slot, as a lazy
-        device copies a whole cache when a view of it is written."""
+        """(n * block_size,): slots of `blocks` (n,). Caches are written by slot because a lazy
+        device copies the whole cache when a view of it is written."""
         return (blocks.unsqueeze(1) * self.block_size + self._offsets).view(-1)

@@ -1,7 +1,7 @@
-"""ModelRunner: fill a bucket's inputs, run the model, sample, start the copies to the host.
+"""ModelRunner: fills a bucket's inputs, runs the model, samples, and starts the copies to the host.
 
-Be paranoid about adding lines here: everything in `_begin` and `_finish` runs for every launch
-of every step, and nothing in it may wait for the device or depend on the value of a device tensor.
+Be paranoid about adding lines here: everything in `_begin` and `_finish` runs for every launch of
+every step, and nothing in it may wait for the device or depend on the value of a device tensor.
 """
 
 import itertools
@@ -61,12 +61,12 @@ from hpu.spec_decode.launch_costs import LaunchCosts, measure
 from hpu.spec_decode.speculation import Speculation
 
 PROMPT_LOGITS = 1 << 24
-"""Most logits in memory for prompt log-probabilities: 64 MiB in float32."""
+"""Maximum logits in memory for prompt log-probabilities: 64 MiB in float32."""
 
 
 Words = npt.NDArray[np.int32]
 MEASURED_CONTEXT = 256
-"""Tokens of each row of `ModelRunner.measure_decodes`."""
+"""Context tokens per row in `ModelRunner.measure_decodes`."""
 
 
 class ModelRunner(StepRunner):
@@ -93,13 +93,19 @@ class ModelRunner(StepRunner):
         hidden_cache: HiddenCache | None = None,
         images: Images | None = None,
     ) -> None:
-        """`compared_ranks`: ranks that must sample the same tokens, which is checked. `link`: to
-        the other pipeline stages, of which the last one samples. `agreement`: of the ranks of this
-        stage. `speculation`: verifies drafts in each decode, on the last stage;
-        `device_speculation`: the same where the host does not know the tokens yet;
-        `device_drafter` computes each prefill as well.
-        `hidden_cache`: gets the hidden states of each launch. `images`: of a model that takes
-        them."""
+        """Build the runner from its components.
+        Args:
+            compared_ranks: ranks that must sample the same tokens, which is checked.
+            link: link to the other pipeline stages; only the last stage samples.
+            agreement: among the ranks of this stage.
+            speculation: verifies drafts in each decode on the last stage, with all tokens on the
+                host.
+            device_speculation: verifies drafts on the device, where the host does not have the
+                tokens yet.
+            device_drafter: also computes each prefill.
+            hidden_cache: stores the hidden states of each launch.
+            images: image inputs and encoder, for a multimodal model.
+        """
         super().__init__(backend)
         self._hidden_cache = hidden_cache
         self._images = images
@@ -109,12 +115,12 @@ class ModelRunner(StepRunner):
         if device_speculation is not None:
             self.decode_width = device_speculation.width
         self._num_pending = np.zeros(batch_state.max_num_reqs + 1, np.int64)
-        """With it: decodes of each request in flight."""
+        """Decodes in flight per request, with device speculation."""
         self._planned: dict[int, list[int]] | None = None
-        """Drafts of the plan's decodes, if they come with it."""
+        """Drafts of the plan's decodes by request index, if the plan contains them."""
         self._occupants = np.zeros(batch_state.max_num_reqs + 1, np.int64)
-        """Requests that each index has had. A rank that is behind the first one learns what an
-        earlier request accepted when the next one has its index."""
+        """Generation counter of each request index: the result of a decode can arrive after its
+        index was reused by another request."""
         self._link = link
         self._samples = link.stage.is_last
         self._compared_ranks = compared_ranks
@@ -126,22 +132,24 @@ class ModelRunner(StepRunner):
         self._input_buffers = input_buffers
         self._vocab_size = vocab_size
         self._pads = pads
-        """Whether every shape is the bucket's; if not, shapes follow the real requests."""
+        """Whether every shape is the bucket's; otherwise shapes follow the real requests."""
         self._unproven: set[int] = set()
-        """Requests whose K and V may not be finite: no token of theirs has come yet, or logits were
-        not finite. On the last pipeline stage, which alone knows; the others zero such values."""
+        """Requests whose K and V may be non-finite: no token has arrived yet, or logits were
+        non-finite. Tracked only on the last pipeline stage; the other stages zero non-finite
+        values."""
         self._dirty_blocks: set[int] = set()
-        """Blocks of such requests that were freed. They are scrubbed when they are allocated, not
-        before: the prefix cache may hold them, and values that are not finite must end each request
-        that shares them."""
-        # One entry more: padding reads and writes there. As a column, like a decode's input.
+        """Freed blocks of `_unproven` requests. They are scrubbed when reallocated, not earlier:
+        the prefix cache may hold them, and every request that shares non-finite values must
+        fail."""
+        # The last element is the read and write target of padding. Column-shaped, like a decode's
+        # input.
         self._last_tokens = backend.zeros((batch_state.max_num_reqs + 1, 1), backend.index_dtype)
         self._sampler_graphs = SamplerGraphs(model, sampler, backend, graphs, agreement)
         self._logits = backend.compiled(model.logits)
         if vocab_size > MAX_PACKED:
             raise ConfigError(f"{vocab_size} tokens in the vocabulary, at most {MAX_PACKED}")
-        # What a device with its own memory returns of a launch with log-probabilities is packed
-        # into one tensor: each copy to the host costs it a transfer.
+        # A device with its own memory returns log-probabilities packed into one tensor, because
+        # every copy to the host costs a transfer.
         self._num_logprobs = num_logprobs = min(MAX_LOGPROBS, vocab_size)
 
         def prompt_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
@@ -158,7 +166,8 @@ class ModelRunner(StepRunner):
         self._pack_tokens = backend.compiled(sampled_tokens)
 
     def _launch_all(self, plan: StepPlan, output: AsyncStepOutput) -> None:
-        """Launches with deferred requests are left for `sample_deferred`, before the next plan."""
+        """Run the plan's launches. Launches with deferred requests are left for `sample_deferred`,
+        which runs before the next plan."""
         self._begin_step(len(plan.launches))
         deferred = set(plan.deferred_requests)
         for index, launch in enumerate(plan.launches):
@@ -167,9 +176,10 @@ class ModelRunner(StepRunner):
             else:
                 output.deferred.append((index, launch))
         if output.deferred:
-            # After all others, and only the first: nothing that writes the same bucket's inputs may
-            # run between a forward pass and its sampling, and memory was measured for the logits of
-            # one launch. Several are rare, and the first one keeps the device busy.
+            # Run after all other launches, and only the first: nothing that writes the inputs of
+            # its bucket may run between a forward pass and its sampling, and memory was measured
+            # for the logits of a launch. Several deferred launches are rare, and the first keeps
+            # the device busy.
             output.deferred_forward = self._begin(output.deferred[0][1], output)
             output.deferred_forward.launch.forward_end = self._backend.event()
         else:
@@ -178,9 +188,9 @@ class ModelRunner(StepRunner):
             output.end = launches[-1].end if launches else self._backend.event()
 
     def _begin_step(self, num_launches: int) -> None:
-        """Tell the link to the other stages of `num_launches` that follow."""
+        """Announce the `num_launches` that follow to the other pipeline stages."""
         if self._link.stage.size > 1:
-            # What it does is a recipe of its own.
+            # The link's work is a separate recipe.
             self._backend.mark_step()
             self._link.begin_step(self._last_tokens, num_launches)
             self._backend.mark_step()
@@ -208,12 +218,12 @@ class ModelRunner(StepRunner):
 
     @property
     def dummy_req_index(self) -> int:
-        """The last index, which no plan uses: for a warm-up."""
+        """The last request index, which no plan uses; for a warm-up."""
         return self._batch_state.max_num_reqs - 1
 
     @property
     def warmup_settings(self) -> tuple[RequestSampling, ...]:
-        """Settings that run every stage of the sampler."""
+        """Settings that together run every stage of the sampler."""
         return self._sampler.warmup_settings
 
     @property
@@ -221,7 +231,7 @@ class ModelRunner(StepRunner):
         return self._sampler.captured_settings
 
     def warm_up(self, bucket: Bucket, *samplings: RequestSampling, prompts: bool = False) -> None:
-        """As StepRunner.warm_up, sampling included."""
+        """See StepRunner.warm_up; includes sampling."""
         hidden: Tensor | None = None
         for number, sampling in enumerate(samplings):
             self._sampler.add_request(self.dummy_req_index, sampling, np.zeros(1, np.uint32), 1)
@@ -231,8 +241,9 @@ class ModelRunner(StepRunner):
                 self._sampler.remove_request(self.dummy_req_index)
 
     def _run_dummy(self, bucket: Bucket, prompts: bool, hidden: Tensor | None) -> Tensor | None:
-        """Returns the hidden states, for further samplings; None between pipeline stages, which
-        tell each other what was sampled. `hidden`: those of an earlier call with this bucket."""
+        """Run a bucket on dummy inputs. Returns the hidden states for further samplings, or None
+        with several pipeline stages, which exchange the sampled tokens in each launch. `hidden`:
+        hidden states of an earlier call with this bucket."""
         inputs = self._input_buffers.get(bucket)
         if hidden is None:
             self._batch_state.fill_dummy(inputs.host_arrays())
@@ -243,7 +254,7 @@ class ModelRunner(StepRunner):
         if prompts and bucket[0] == PREFILL:
             target = np.zeros(1, np.uint32)
             forward.prompt_targets = [PromptTargets(0, self.dummy_req_index, MAX_LOGPROBS, target)]
-        # Kept until the device is done: it reads and writes their host tensors.
+        # Kept until the device is done, because it reads and writes their host tensors.
         output.launches.append(self._finish(forward, output))
         speculation = self._device_speculation
         if isinstance(inputs, DraftBuffers) and speculation and speculation.has_two_ways:
@@ -253,8 +264,8 @@ class ModelRunner(StepRunner):
         return forward.hidden if self._link.stage.size == 1 else None
 
     def measure_decodes(self, max_rows: int, agreement: Agreement) -> LaunchCosts:
-        """Decodes of up to `max_rows` greedy rows over a short context, through all pipeline
-        stages; after the warm-up. `agreement`: of all ranks."""
+        """Measure decodes of up to `max_rows` greedy rows over a short context, through all
+        pipeline stages; after the warm-up. `agreement`: among all ranks."""
         blocks = -(-MEASURED_CONTEXT // self._batch_state.block_size)
 
         def launch(rows: int) -> None:
@@ -288,7 +299,7 @@ class ModelRunner(StepRunner):
             self._unproven.update(req_index for req_index, token in tokens if token < 0)
 
     def _count_accepted(self, launch: AsyncLaunchOutput) -> None:
-        """The host learns how far a decode went."""
+        """Advance requests by the accepted tokens of a decode, once the host has them."""
         assert self._device_speculation is not None
         for req_index, count, num_drafts, occupant in zip(
             launch.req_indices,
@@ -358,7 +369,7 @@ class ModelRunner(StepRunner):
             self._scrub_allocated(plan)
 
     def _scrub_allocated(self, plan: StepPlan) -> None:
-        """Scrub the dirty blocks that requests get in this plan, without cached prefixes."""
+        """Scrub the dirty blocks that this plan allocates, except cached prefixes."""
         allocated = set(plan.grown_blocks)
         for new in plan.new_requests:
             num_cached = new.num_computed_tokens // self._batch_state.block_size
@@ -369,7 +380,8 @@ class ModelRunner(StepRunner):
             self._cache.scrub(sorted(dirty))
 
     def _take_known(self, launches: list[Launch], known: KnownTokens) -> None:
-        """What the last pipeline stage has sampled, and what the decodes verify."""
+        """Store the tokens sampled by the last pipeline stage, and the drafts that the decodes
+        verify."""
         decodes = [i for launch in launches if launch.phase == DECODE for i in launch.req_indices]
         if not self._samples:
             tokens = np.frombuffer(known.last_tokens, "<u4").reshape(len(decodes), -1)
@@ -379,7 +391,8 @@ class ModelRunner(StepRunner):
             self._planned = dict(zip(decodes, known.drafts, strict=True))
 
     def _drafts_of(self, launch: Launch) -> Drafts | None:
-        """What a decode verifies, where the host knows all tokens."""
+        """Drafts that a decode verifies, if the host has all tokens; None without speculation on
+        the host."""
         if self._planned is not None:
             tokens = [self._planned[req_index] for req_index in launch.req_indices]
             return Drafts(launch.req_indices, tokens)
@@ -406,7 +419,7 @@ class ModelRunner(StepRunner):
         start = time.perf_counter()
         is_on_host = launch.phase == DECODE and self._device_speculation is None
         drafts = self._drafts_of(launch) if is_on_host else None
-        # Without any it is a launch like others.
+        # Without drafts, the decode is an ordinary launch.
         if drafts is not None and any(drafts.tokens):
             return self._begin_drafts(launch, output, drafts, start)
         inputs = self._input_buffers.get((launch.phase, *launch.bucket))
@@ -462,8 +475,8 @@ class ModelRunner(StepRunner):
     def _begin_drafts(
         self, launch: Launch, output: AsyncStepOutput, drafts: Drafts, start: float
     ) -> ForwardOutput:
-        """As `_begin`, of a decode with one row for each token and draft. `start`: when it began to
-        draft (perf_counter)."""
+        """Fill and run a decode with a row for each last token and each draft (see `_begin`).
+        `start`: time at which drafting began (perf_counter)."""
         state, counts = self._batch_state, drafts.counts
         rows: list[int] = np.repeat(drafts.req_indices, counts).tolist()
         num_blocks = state.num_row_blocks(drafts.req_indices, counts)
@@ -505,7 +518,7 @@ class ModelRunner(StepRunner):
 
     def _results(self, inputs: InputBuffers) -> Tensor:
         """A new (B + B * Q + 1, N) tensor for a prefill's packed results: rows of the sampling
-        requests, of all positions, and one for padding."""
+        requests, rows of all positions, and a padding row."""
         _, batch, query, _ = inputs.bucket
         num_rows = len(inputs.req_indices) + batch * query + 1
         return self._backend.zeros((num_rows, 2 * self._num_logprobs + 4), torch.float32)
@@ -519,9 +532,12 @@ class ModelRunner(StepRunner):
         hidden: Tensor | None = None,
         tokens: Tensor | None = None,
     ) -> ForwardOutput:
-        """Run the uploaded inputs of `req_indices`, with logits at the last tokens of those in
-        `sampling`. `hidden`: that of an earlier output for these inputs, instead of a run.
-        `tokens`: a decode's, in place of those sampled last."""
+        """Run the uploaded inputs of `req_indices`, with logits at the last tokens of the
+        `sampling` requests.
+        Args:
+            hidden: output of an earlier run on these inputs, used in place of a run.
+            tokens: input tokens of a decode; None: the last sampled tokens.
+        """
         if isinstance(inputs, DraftBuffers):
             promises = any(map(self._sampler.has_grammar, sampling))
             return self._forward_drafts(inputs, sampling, req_indices, promises=promises)
@@ -564,9 +580,13 @@ class ModelRunner(StepRunner):
         *,
         promises: bool,
     ) -> ForwardOutput:
-        """As `_forward`: logits of all rows, which the device computes first. Each pipeline stage
-        computes the same rows. `promises`: the host learns of drafts, those of this launch among
-        them, before they are verified."""
+        """Run a decode whose rows are computed on the device, with logits for all rows. Every
+        pipeline stage computes the same rows.
+
+        The flag: verify the drafts kept by the previous launch, and draft for the next launch at
+        the end of this launch. The host then receives drafts before they are verified, as grammar
+        bitmasks require. Always on if the plan contains the drafts.
+        """
         assert self._device_speculation is not None
         stage = self._link.stage
         start = self._backend.event()
@@ -606,8 +626,8 @@ class ModelRunner(StepRunner):
         elif tokens is not None:
             inputs.tokens.view(-1).copy_(tokens)
         elif inputs.last_token_indices is None:
-            # A decode's tokens were sampled on the device; the host may not know them yet.
-            # No `out=`, whose target would have to be a view.
+            # A decode's tokens were sampled on the device, and the host may not have them yet. No
+            # `out=`, whose target would have to be a view.
             inputs.tokens.copy_(self._last_tokens.index_select(0, inputs.req_indices))
         return self._graphs.run(inputs, req_indices)
 
@@ -617,7 +637,7 @@ class ModelRunner(StepRunner):
 
     def _last_hidden(self, hidden: Tensor, inputs: InputBuffers, count: int) -> Tensor:
         """(B, hidden): hidden states of the sampling tokens; the first `count` are real."""
-        # Padded to the batch where a new shape would be compiled.
+        # Padded to the batch width if a new shape would be compiled.
         width = len(inputs.req_indices) if self._pads else count
         if inputs.last_token_indices is None:
             return hidden if width == len(hidden) else hidden[:width]
@@ -636,7 +656,8 @@ class ModelRunner(StepRunner):
                 done.req_indices, graph.stages, len(req_indices)
             )
             tokens, following = graph.run(forward.hidden, params)
-            # Copied: the graph's next replay may overwrite it before the host has it.
+            # Cloned, because the graph's next replay may overwrite the tokens before the copy to
+            # the host is done.
             sampled = SamplerOutput(tokens.clone(), None)
         else:
             if forward.argmax is not None:
@@ -645,7 +666,7 @@ class ModelRunner(StepRunner):
                 assert forward.logits is not None
                 sampled = self._sampler.sample(forward.logits, done.req_indices)
             done.pinned = sampled.pinned
-            # A token of -1 (logits that were not finite) may be read by a step already planned.
+            # A planned step may already read a token of -1 (non-finite logits).
             following = sampled.tokens.clamp(0, self._vocab_size - 1).unsqueeze(1)
         if len(following) < len(req_indices):
             req_indices = req_indices[: len(following)]
@@ -657,7 +678,7 @@ class ModelRunner(StepRunner):
             found = self._compared_ranks.all_gather(sampled.tokens.unsqueeze(0), dim=0)
             done.all_tokens = self._backend.to_host(found)
         self._send(sampled, done, results)
-        # Not in a warm-up, whose request has no text.
+        # Skipped in a warm-up, whose request has no tokens.
         if self._speculation is not None and done.launch is not None:
             assert done.tokens is not None, "the host's memory is the device's"
             for req_index, token in zip(done.req_indices, done.tokens.tolist(), strict=False):
@@ -665,7 +686,7 @@ class ModelRunner(StepRunner):
             done.promised = self._speculation.promise(done.req_indices)
 
     def _accept(self, forward: ForwardOutput, rows: Rows) -> None:
-        """Sample a decode's rows on the device, and start the copy of what is accepted."""
+        """Sample a decode's rows on the device, and start the copy of the accepted tokens."""
         assert self._device_speculation is not None and forward.logits is not None
         done, inputs = forward.launch, forward.inputs
         assert isinstance(inputs, DraftBuffers)
@@ -704,7 +725,7 @@ class ModelRunner(StepRunner):
             self._send(sampled, done, None)
 
     def _verify(self, forward: ForwardOutput, drafts: Drafts) -> None:
-        """Sample a decode's rows, and keep what is accepted."""
+        """Sample a decode's rows, and append the accepted tokens on the host."""
         assert self._speculation is not None
         done = forward.launch
         verified = self._speculation.verify(drafts, forward.argmax, forward.logits)
@@ -731,8 +752,9 @@ class ModelRunner(StepRunner):
     def _send(
         self, sampled: SamplerOutput, done: AsyncLaunchOutput, results: Tensor | None
     ) -> None:
-        """Start the copy of a launch's tokens and log-probabilities to the host, as one tensor, or
-        write them to the first rows of `results`. Host memory needs no packing."""
+        """Start the copy of a launch's tokens and log-probabilities to the host as a single tensor,
+        or write them to the first rows of `results`. A device that shares the host's memory needs
+        no packing."""
         tokens, logprobs = sampled.tokens, sampled.logprobs
         if self._backend.shares_host_memory:
             done.tokens = self._backend.to_host(tokens)
@@ -742,7 +764,7 @@ class ModelRunner(StepRunner):
         if results is None and logprobs is None:
             done.tokens = self._backend.to_host(tokens)
             return
-        # The recipe of the sampling ends here.
+        # The sampling recipe ends here.
         self._backend.mark_step()
         if logprobs is None:
             packed = self._pack_tokens(tokens)
@@ -756,13 +778,13 @@ class ModelRunner(StepRunner):
             self._backend.mark_step()
 
     def _prompt_targets(self, launch: Launch) -> list[PromptTargets]:
-        """The requests with prompt log-probabilities; called before the requests advance."""
+        """Requests with prompt log-probabilities. Call before the requests advance."""
         num_logprobs = self._batch_state.num_prompt_logprobs
         if (num_logprobs[launch.req_indices] < 0).all():
             return []
         all_targets: list[PromptTargets] = []
         batch, query, _ = launch.bucket
-        # Several sequences of one row lie behind each other.
+        # Sequences of a row are concatenated.
         lengths = launch.query_lens if batch == 1 else [query] * len(launch.query_lens)
         firsts = itertools.accumulate(lengths[:-1], initial=0)
         for first, req_index, count in zip(
@@ -783,11 +805,11 @@ class ModelRunner(StepRunner):
         results: Tensor | None,
         output: AsyncStepOutput,
     ) -> AsyncPromptLogprobs:
-        """The log-probabilities asked for, in slices, so that the logits stay small. Written to
-        `results` if there are, else returned."""
+        """Compute prompt log-probabilities in slices, to limit the memory of the logits. Written to
+        `results` if given, else returned."""
         first, req_index, k, targets = asked
         query = forward.inputs.tokens.shape[1]
-        # Of `results`, behind those of the sampling requests.
+        # Row in `results`, after the rows of the sampling requests.
         first_row = len(forward.inputs.req_indices) + first
         rows = None
         if results is not None:
@@ -796,11 +818,11 @@ class ModelRunner(StepRunner):
         most = max(1, min(query, PROMPT_LOGITS // self._vocab_size))
         for start in range(0, len(targets), most):
             part = targets[start : start + most]
-            # Padded with the last position where a new shape would be compiled.
+            # Padded with the last position if a new shape would be compiled.
             width = most if self._pads else len(part)
             columns = np.minimum(np.arange(width), len(part) - 1)
             positions = first + start + columns
-            # On a lazy device, keep what came before out of this slice's recipe.
+            # On a lazy device, end the previous recipe before this slice.
             self._backend.mark_step()
             if results is None:
                 at, targets_at = self._upload([positions, part[columns]], output)
@@ -817,7 +839,7 @@ class ModelRunner(StepRunner):
         return done
 
     def _upload(self, numbers: list[np.ndarray], output: AsyncStepOutput) -> tuple[Tensor, ...]:
-        """Arrays of one length on the device, in one copy."""
+        """Upload arrays of equal length in one copy; returns the device tensors."""
         width = len(numbers[0])
         host = self._backend.host_tensor(len(numbers) * width, self._backend.index_dtype)
         np.stack(numbers, out=host.numpy().reshape(len(numbers), width), casting="unsafe")
@@ -828,7 +850,7 @@ class ModelRunner(StepRunner):
 
 
 def _compare_ranks(launch: AsyncLaunchOutput, step: int) -> None:
-    """Raise RuntimeError where two ranks have sampled different tokens."""
+    """Raise RuntimeError if two ranks sampled different tokens."""
     if launch.all_tokens is None:
         return
     for index, req_index in enumerate(launch.req_indices):

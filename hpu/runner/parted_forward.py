@@ -1,4 +1,4 @@
-"""A forward pass in parts, each of which begins with a layer whose weights are in host memory."""
+"""Piecewise forward pass: each part begins with a layer whose weights are in host memory."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,13 +15,13 @@ Part = Callable[[Tensor, AttentionInputs], Tensor]
 
 
 class PartedModel(Protocol):
-    """What computes some of its layers."""
+    """A model that can run a range of its layers."""
 
     def part(self, first: int, end: int, tokens: Tensor, inputs: AttentionInputs) -> Tensor: ...
 
 
 def _first_flat(part: Part, inputs: BaseInputBuffers[Any], *tensors: Tensor) -> Tensor:
-    """The first part, of the tensors of `inputs.graph_inputs`."""
+    """Run the first part on tensors shaped like `inputs.graph_inputs`."""
     split = inputs.split(*tensors)
     return part(split.tokens, split.context)
 
@@ -29,18 +29,19 @@ def _first_flat(part: Part, inputs: BaseInputBuffers[Any], *tensors: Tensor) -> 
 def _next_flat(
     part: Part, inputs: BaseInputBuffers[Any], hidden: Tensor, *tensors: Tensor
 ) -> Tensor:
-    """Another part, of what the one before gave."""
+    """Run a later part on the previous part's hidden states."""
     return part(hidden, inputs.split(*tensors).context)
 
 
 class PartedForward:
-    """Forward passes of a model, whose layers of `ring` are copied to the device one part ahead of
-    the launches that read them. Each part may be a graph; copies lie between them."""
+    """Piecewise forward pass of a model. The weights of `ring` layers are copied to the device one
+    part ahead of the launches that read them. Each part may be a graph; copies run between parts.
+    """
 
     def __init__(
         self, model: PartedModel, num_layers: int, ring: WeightRing, backend: Backend
     ) -> None:
-        """The first layer is one of the ring."""
+        """The first layer must be in the ring."""
         self._ring = ring
         self._backend = backend
         ends = [*ring.indices[1:], num_layers]
@@ -49,7 +50,7 @@ class PartedForward:
         ]
 
     def __call__(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
-        """As a model."""
+        """Hidden states of `tokens`, see Model.__call__."""
 
         def compute(number: int, hidden: Tensor | None) -> Tensor:
             found = self._parts[number](tokens if hidden is None else hidden, inputs)
@@ -59,8 +60,8 @@ class PartedForward:
         return self.run(compute)
 
     def run(self, compute: Callable[[int, Tensor | None], Tensor]) -> Tensor:
-        """Call `compute` with the number of each part and what the one before gave, None for the
-        first one, while the weights of the next one are copied."""
+        """Call `compute` with each part's number and the previous part's output (None for the first
+        part), while the weights of the next part are copied."""
         hidden = None
         for number in range(self._ring.size):
             self._ring.require(number)
@@ -71,7 +72,7 @@ class PartedForward:
         return hidden
 
     def capture(self, inputs: BaseInputBuffers[Any]) -> "PartedGraph":
-        """A graph of each part, for the shapes of `inputs`."""
+        """Capture a graph per part, for the shapes of `inputs`."""
         graphs: list[Graph] = []
         tensors = inputs.capture_inputs()
 
@@ -89,14 +90,14 @@ class PartedForward:
 
 
 class PartedGraph:
-    """The graphs of all parts, as one."""
+    """Graphs of all parts, replayed in order."""
 
     def __init__(self, forward: PartedForward, graphs: Sequence[Graph]) -> None:
         self._forward = forward
         self._graphs = graphs
 
     def replay(self, *inputs: Any) -> Tensor:
-        """As Graph.replay."""
+        """See Graph.replay."""
 
         def compute(number: int, hidden: Tensor | None) -> Tensor:
             given = inputs if hidden is None else (hidden, *inputs)

@@ -1,5 +1,5 @@
-"""PoolingRunner: launches of whole texts. Fill the bucket's inputs, run it, pool on the device,
-start the copies to the host; nothing waits for the device."""
+"""PoolingRunner: runs pooling models on whole texts. Fills the bucket's inputs, runs the model,
+pools on the device, and starts the copies to the host; nothing waits for the device."""
 
 import time
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ from hpu.sampling.sampler import GREEDY
 
 
 class PoolingArrays(NamedTuple):
-    """Host arrays of a batch B of texts of at most Q tokens; see TextAttentionInputs and
+    """Host arrays of a batch of B texts of at most Q tokens; see TextAttentionInputs and
     PoolingInputs."""
 
     tokens: Array
-    """(B, Q), and so are the next two."""
+    """(B, Q), also `positions` and `types`."""
     positions: Array
     types: Array
     lengths: Array
-    """(B,), and so are the others."""
+    """(B,), also the fields below."""
     skipped: Array
     firsts: Array
     lasts: Array
@@ -61,13 +61,13 @@ class PoolingInputBuffers(BaseInputBuffers[PoolingArrays]):
 
 
 def num_tokens(text: Text) -> int:
-    """Length of a text."""
+    """Number of tokens of a text."""
     return text.tokens.nbytes // TOKEN_BYTES
 
 
 def fill_texts(launch: Launch, texts: Sequence[Text], width: int, out: PoolingArrays) -> None:
-    """Write the inputs of a launch; `width` is the size of a vector. RuntimeError when the texts do
-    not fit the bucket."""
+    """Write the inputs of a launch; `width` is the size of a vector. Raises RuntimeError if the
+    texts do not fit the bucket."""
     batch, query = out.tokens.shape
     longest = max((num_tokens(text) for text in texts), default=0)
     if not 0 < len(texts) <= batch or not 0 < longest <= query:
@@ -103,14 +103,14 @@ def fill_dummy(out: PoolingArrays) -> None:
     """Write inputs of texts that fill the bucket, for a warm-up."""
     batch, query = out.tokens.shape
     _clear(out)
-    # Some position tables end before the bucket does.
+    # Positions stay 0: some position tables are shorter than the bucket.
     out.lengths[:] = query
     out.firsts[:] = out.lasts[:] = np.arange(batch) * query
     out.dimensions[:] = 1
 
 
 class PoolingRunner(StepRunner):
-    """Runner of a pooling model. It has no state between plans."""
+    """Runner of a pooling model, without state between plans."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class PoolingRunner(StepRunner):
 
     @property
     def warmup_settings(self) -> tuple[RequestSampling, ...]:
-        """Only one: nothing is sampled."""
+        """A single setting, because nothing is sampled."""
         return (GREEDY,)
 
     def warm_up(self, bucket: Bucket, *samplings: RequestSampling, prompts: bool = False) -> None:
@@ -143,7 +143,7 @@ class PoolingRunner(StepRunner):
         return not self._pooler.config.has_head
 
     def _apply(self, plan: StepPlan) -> None:
-        """There is no state to change."""
+        """Nothing to do: there is no state."""
 
     def _launch_all(self, plan: StepPlan, output: AsyncStepOutput) -> None:
         for launch in plan.launches:
@@ -183,7 +183,7 @@ class PoolingRunner(StepRunner):
     ) -> AsyncVectors:
         """Run the uploaded inputs, and start the copies of the requested vectors."""
         hidden = self._graphs.run(inputs, text_indices)
-        # On a lazy device, a recipe ends here and after each sort of vectors.
+        # On a lazy device, a recipe ends here and after each kind of vectors.
         self._backend.mark_step()
         done = AsyncVectors()
         if pooled:

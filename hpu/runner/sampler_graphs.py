@@ -1,4 +1,4 @@
-"""SamplerGraphs: head and sampler of a decode as one captured function."""
+"""SamplerGraphs: LM head and sampler of a decode as a single captured function."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,14 +17,15 @@ from hpu.sampling.sampler import Sampler
 
 
 class SamplerGraph(NamedTuple):
-    """Samples the decodes of one batch width."""
+    """Graph that samples the decodes of a batch width."""
 
     graph: Graph
     stages: Stages
 
     def run(self, hidden: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
-        """(B,) tokens as in SamplerOutput, and (B, 1) the same as the next decode's input, valid
-        until the next run. `hidden` (B, 1, hidden), `params` of Sampler.begin_whole."""
+        """Sample a decode. Returns (B,) tokens (see SamplerOutput) and (B, 1) input tokens of the
+        next decode, both valid until the next run. `hidden`: (B, 1, hidden); `params`: from
+        Sampler.begin_whole."""
         # The runtime copies an input that a graph does not read.
         inputs = (hidden, params) if self.stages.draw else (hidden,)
         tokens, following = self.graph.replay(*inputs)
@@ -32,12 +33,12 @@ class SamplerGraph(NamedTuple):
 
 
 class SamplerGraphs:
-    """One graph for each batch width and each of the few sets of stages that `Sampler.whole`
-    samples, in the memory reserved for graphs.
+    """A graph per batch width and set of stages that `Sampler.whole` supports, in the memory
+    reserved for graphs.
 
-    They are captured on a device whose graphs read what they are replayed with. Only decodes with a
-    graph of their own use them: the memory layout of their hidden states, which is part of the
-    runtime's key, is the same in all of them.
+    Captured only on a device whose graphs read the inputs of each replay, and used only by decodes
+    with a graph of their own: their hidden states all have one memory layout, which is part of the
+    runtime's key.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class SamplerGraphs:
         graphs: GraphCache,
         agreement: Agreement,
     ) -> None:
-        """`agreement`: of the ranks that sample."""
+        """`agreement`: among the ranks that sample."""
         self._model = model
         self._sampler = sampler
         self._backend = backend
@@ -56,7 +57,8 @@ class SamplerGraphs:
         self._captured = CapturedFunctions(backend, graphs, agreement, "sampling")
 
     def find(self, bucket: Bucket, hidden: Tensor, req_indices: list[int]) -> SamplerGraph | None:
-        """The graph that samples these requests of a launch with `hidden`; None if it has none."""
+        """Graph that samples these requests of a launch with output `hidden`; None if there is no
+        graph."""
         if bucket[0] != DECODE or not self._backend.rebinds_inputs:
             return None
         stages = self._sampler.stages_of_whole(req_indices)
@@ -80,8 +82,8 @@ class SamplerGraphs:
 def _whole(
     model: CausalLM, tokens_of: Callable[..., Tensor], index_dtype: torch.dtype
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """A function of hidden states (B, 1, hidden), and of parameters if it draws, as
-    SamplerGraph.run."""
+    """Build the function to capture: hidden states (B, 1, hidden), and parameters if it draws, to
+    the outputs of SamplerGraph.run."""
 
     def sample(hidden: Tensor, *params: Tensor) -> tuple[Tensor, Tensor]:
         hidden = hidden.reshape(-1, hidden.shape[-1])
@@ -89,7 +91,7 @@ def _whole(
         if tokens is None:
             tokens = tokens_of(model.logits(hidden), *params)
         tokens = tokens.to(index_dtype)
-        # A token of -1 (logits that were not finite) may be read by a step already planned.
+        # A planned step may already read a token of -1 (non-finite logits).
         return tokens, tokens.clamp(min=0).unsqueeze(1)
 
     return sample

@@ -1,20 +1,20 @@
-"""RequestStates: the state tensors of the layers that have them, by request index."""
+"""RequestStates: recurrent state tensors by request index."""
 
 from hpu.backends.base import Backend
 from hpu.models.base import CausalLM
 
 
 def state_bytes(model: CausalLM, num_states: int) -> int:
-    """Bytes of `num_states` states of all layers."""
+    """Bytes of `num_states` states over all layers."""
     return num_states * sum(spec.num_bytes for spec in model.state_specs())
 
 
 class RequestStates:
-    """The states of `num_requests` request indices, and the pad state after them.
+    """States of `num_requests` request indices, and the pad state after them.
 
-    An index names the same state for as long as its request lives. Nothing clears a state: the
-    first prefill of a request, also after a preemption, reads zero in place of what the request
-    before has left. A step of that request that was still in flight runs earlier on the device.
+    A request keeps its state index while it lives. States are never cleared: the first prefill of a
+    request, also after a preemption, reads zero in place of the previous request's state. Steps of
+    the previous request that are still in flight run earlier on the device.
     """
 
     def __init__(self, model: CausalLM, backend: Backend, num_requests: int) -> None:
@@ -32,5 +32,5 @@ class RequestStates:
         )
 
     def close(self) -> None:
-        """Free the memory; the model must not run until others are bound."""
+        """Free the memory. The model must not run until other states are bound."""
         self._model.bind_states([()] * self._num_layers)

@@ -1,4 +1,4 @@
-"""StepRunner: base of the runners. Plans in, results out."""
+"""StepRunner: base class of the runners, from step plans to step results."""
 
 import time
 from typing import Protocol
@@ -10,29 +10,30 @@ from hpu.runner.async_output import AsyncStepOutput
 
 
 class Offload(Protocol):
-    """Copies KV blocks to the host and back."""
+    """KV block offloading: copies blocks to the host and back."""
 
     def apply(self, plan: StepPlan) -> None:
         """Launch the copies of a plan, before its launches."""
         ...
 
     def land(self, step: int) -> list[int]:
-        """The device is done with all steps up to this one; its StepResult.corrupt_loads."""
+        """Complete the copies of all steps up to `step`, which the device has finished. Returns
+        StepResult.corrupt_loads."""
         ...
 
 
 class StepRunner:
-    """Runs plans on one device. Results are collected in the order of submission; the next plan may
-    be submitted before."""
+    """Runs plans on one device. Results are collected in submission order; the next plan may be
+    submitted before the previous result is collected."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.lora: LoRAManager | None = None
-        """Set where adapters are served."""
+        """Set if adapters are served."""
         self.offload: Offload | None = None
-        """Set where KV blocks are kept outside the device."""
+        """Set if KV blocks are offloaded."""
         self.decode_width = 1
-        """Rows that a decode samples for each request."""
+        """Tokens that a decode samples per request."""
 
     def submit(self, plan: StepPlan) -> AsyncStepOutput:
         """Apply a plan's changes and launch it; does not wait for the device."""
@@ -46,7 +47,7 @@ class StepRunner:
         return output
 
     def collect(self, output: AsyncStepOutput) -> StepResult:
-        """The result of a submitted plan that the device is done with."""
+        """Result of a submitted plan that the device has finished."""
         start = time.perf_counter()
         result = output.to_result()
         self._on_result(output, result)
@@ -57,19 +58,20 @@ class StepRunner:
 
     @property
     def warmup_settings(self) -> tuple[RequestSampling, ...]:
-        """Sampling settings that a warm-up runs in each batch width, GREEDY among them."""
+        """Sampling settings that a warm-up runs in each batch width, including GREEDY."""
         raise NotImplementedError
 
     @property
     def captured_settings(self) -> tuple[RequestSampling, ...]:
-        """Those of `warmup_settings` that a warm-up repeats once in each batch width of captured
-        decodes: those that a graph may sample, and one that none does, if there is one."""
+        """Subset of `warmup_settings` that a warm-up repeats once in each batch width of captured
+        decodes: the settings that a graph may sample, and a setting that no graph samples, if any.
+        """
         return self.warmup_settings[:1]
 
     def warm_up(self, bucket: Bucket, *samplings: RequestSampling, prompts: bool = False) -> None:
-        """Run a bucket once on dummy inputs and sample with each of `samplings` in turn, some of
-        `warmup_settings`; with `prompts` the prompt log-probabilities of a prefill follow the
-        first. Waits for the device."""
+        """Run a bucket once on dummy inputs and sample with each of `samplings` (a subset of
+        `warmup_settings`) in turn. If `prompts`, a prefill also computes prompt
+        log-probabilities after the first sampling. Waits for the device."""
         raise NotImplementedError
 
     def _apply(self, plan: StepPlan) -> None:

@@ -1,4 +1,4 @@
-"""The sampler: parameters as columns, device tables, filters, bitmasks, random numbers, logprobs.
+"""The sampler: parameter columns, device tables, filters, bitmasks, random numbers, logprobs.
 
-One sampler for every device; warm-up lives in hpu/warmup, the launch in hpu/runner.
+A single sampler serves every device. Warm-up is in hpu/warmup, the launch in hpu/runner.
 """

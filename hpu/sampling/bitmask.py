@@ -1,4 +1,4 @@
-"""Grammar bitmasks: one bit a request and token, set where the token may come next."""
+"""Grammar bitmasks: one bit per request and token, set if the token is allowed next."""
 
 import numpy as np
 import numpy.typing as npt
@@ -7,8 +7,8 @@ from hpu.protocol import TOKENS_PER_WORD
 
 
 class GrammarBitmasks:
-    """The newest bitmask of `max_num_reqs` requests on the host, as words of TOKENS_PER_WORD bits;
-    all bits are set for a request that had none yet."""
+    """Latest bitmask of `max_num_reqs` requests on the host, as words of TOKENS_PER_WORD bits. All
+    bits are set for a request without a bitmask."""
 
     def __init__(self, max_num_reqs: int, vocab_size: int) -> None:
         self.num_words = -(-vocab_size // TOKENS_PER_WORD)
@@ -25,12 +25,12 @@ class GrammarBitmasks:
         self._words[req_indices] = words
 
     def write(self, req_indices: npt.NDArray[np.int64], out: npt.NDArray[np.int32]) -> None:
-        """Fill `out` (B, num_words); all bits are set beyond the requests."""
+        """Fill `out` (B, num_words). All bits are set in padding rows."""
         out[: len(req_indices)] = self._words[req_indices]
         out[len(req_indices) :] = -1
 
     def set_drafted(self, req_index: int, words: npt.NDArray[np.int32]) -> None:
-        """Store the bitmask of a request, and those behind its first drafts: (count, num_words)."""
+        """Store the bitmasks of a request and of its first draft positions: (count, num_words)."""
         self._drafted[req_index] = words
 
     def write_drafted(
@@ -39,8 +39,8 @@ class GrammarBitmasks:
         out: npt.NDArray[np.int32],
         limits: npt.NDArray[np.int32],
     ) -> None:
-        """Fill `out` (rows of a request * B, num_words), whose row j * B + i is behind j drafts of
-        request i, and `limits` (B,): behind so many drafts there is a bitmask."""
+        """Fill `out` (rows per request * B, num_words), whose row j * B + i is the bitmask of
+        request i after j drafts, and `limits` (B,): the largest number of drafts with a bitmask."""
         batch = len(limits)
         width = len(out) // batch
         out[:] = -1

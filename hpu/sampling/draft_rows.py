@@ -1,8 +1,8 @@
-"""What the sampler does beside its stages for a decode with drafts, with static shapes.
+"""Sampler inputs of a decode with drafts, with static shapes.
 
-Row j * B + i has the logits behind the first j drafts of request i. It is sampled as if these were
-accepted, with the random number and the counts of tokens that it has then. How many tokens of a
-request the host does not know of yet is a tensor: it uploads what holds for any number.
+Row j * B + i has the logits after the first j drafts of request i. It is sampled as if these drafts
+were accepted, with the matching random number and token counts. The number of tokens that the host
+does not have yet is a device tensor: uploaded values are valid for any such number.
 """
 
 from collections.abc import Callable
@@ -14,15 +14,15 @@ from hpu.backends.base import Backend
 from hpu.sampling.params import Params, TableRows
 
 NO_TOKEN = -2
-"""Behind the accepted tokens of a request."""
+"""Padding after the accepted tokens of a request."""
 
 
 class DraftRows:
-    """Compiled functions for launches with `width` rows a request; B is the number of requests, R
-    that of rows, V the vocabulary."""
+    """Compiled functions for launches with `width` rows per request. B: requests, R: rows, V:
+    vocabulary."""
 
     def __init__(self, backend: Backend, width: int, num_randoms: int, neutral: int) -> None:
-        """`num_randoms`: random numbers of a request that are uploaded. `neutral`: the neutral row
+        """`num_randoms`: random numbers uploaded per request. `neutral`: index of the neutral row
         of each table."""
         self.width = width
         self.num_randoms = num_randoms
@@ -34,16 +34,16 @@ class DraftRows:
 
         compiled = backend.compiled
         self.expanded: Callable[..., tuple[Tensor, TableRows]] = compiled(expanded)
-        """Uploaded columns of B requests, and (B,) how many tokens the request is `ahead` of what
-        the host knew, to params (len(Params) * R,) and table rows of (R,) each. Those of counts and
-        last tokens are rows of what `counts_before` and `last_before` return."""
+        """Expands uploaded columns of B requests to rows. `ahead` (B,): tokens of each request that
+        the host does not have yet. Returns params (len(Params) * R,) and table rows of (R,) each;
+        `counts` and `last_tokens` index the outputs of `counts_before` and `last_before`."""
         self.counts_before: Callable[..., Tensor] = compiled(_counts_before)
-        """The table of counts, (B,) rows of it and drafts (B, width - 1) to (R, V) counts."""
+        """Counts table, its rows (B,) and drafts (B, width - 1) to counts (R, V)."""
         self.last_before: Callable[..., Tensor] = compiled(_last_before)
-        """Likewise of the table of last tokens, (R, N)."""
+        """Last-tokens table, its rows (B,) and drafts (B, width - 1) to last tokens (R, N)."""
         self.counts_after: Callable[..., Tensor] = compiled(_counts_after)
-        """Such a table, (B,) rows of it and accepted tokens (B, width), NO_TOKEN behind them, to
-        its new rows."""
+        """Counts table, its rows (B,) and accepted tokens (B, width) padded with NO_TOKEN to the
+        new contents of these rows."""
         self.last_after: Callable[..., Tensor] = compiled(_last_after)
 
 

@@ -1,8 +1,8 @@
 """Argmax, the filters min_p, top_k and top_p as thresholds on weights, and the draw by inverse CDF.
 
-Weights are rows of non-negative numbers, not necessarily of sum 1. A row's result depends on this
-row alone, bit for bit: sums over a row go through fixed chunks, because a reduction of a single row
-may be split among threads where that of several rows is not.
+Weights are rows of non-negative numbers, not necessarily of sum 1. A row's result depends only on
+this row, bit for bit: sums over a row go through fixed chunks, because a reduction may split a
+single row among threads but not several rows.
 """
 
 from typing import NamedTuple
@@ -13,32 +13,32 @@ from torch import Tensor
 from torch.nn import functional
 
 TINY = 2.0**-100
-"""The threshold of rows without a filter. A power of two: dividing by it is exact."""
+"""Threshold of rows without a filter. A power of two, so that division by it is exact."""
 
 CHUNK = 256
 PIECE_BYTES = 1 << 19
-"""Scores that are read twice in a row: as many as fit a core's cache."""
+"""Bytes of scores that fit a core's cache, because `argmax` reads them twice."""
 _INTEGERS = {
     torch.bfloat16: (torch.int16, 0x7F80),
     torch.float16: (torch.int16, 0x7C00),
     torch.float32: (torch.int32, 0x7F800000),
 }
-"""The integer type of the same width, and the bits of infinity."""
+"""Integer type of equal width, and the bits of infinity."""
 _JUST_BELOW_ONE = 1.0 - 2.0**-24
 MAX_SORTED = 4096
-"""Tokens that are sorted first to find a nucleus."""
+"""Tokens sorted in the first attempt to find a nucleus."""
 
 
 class Argmax(NamedTuple):
-    """(B, 1) the largest score of each row, and (B, 1) int64 the first token that has it."""
+    """(B, 1) largest score of each row, and (B, 1) int64 first token with this score."""
 
     values: Tensor
     tokens: Tensor
 
 
 def argmax(scores: Tensor) -> Argmax:
-    """As `max` of scores (B, V), NaN included. On a CPU it compares the bits as integers, which
-    order positive numbers in the same way: numpy vectorises that, indices included."""
+    """Argmax of scores (B, V), NaN included, equal to torch's `max`. On a CPU the bits are compared
+    as integers, which order positive floats correctly; numpy vectorizes this, indices included."""
     if scores.device.type != "cpu":
         return first_argmax(scores)
     if scores.dtype not in _INTEGERS:
@@ -55,8 +55,8 @@ def argmax(scores: Tensor) -> Argmax:
         signed[piece].argmax(axis=1, out=tokens[piece])
         np.maximum.reduce(bits[piece], axis=1, out=most[piece])
     best = signed[np.arange(rows), tokens]
-    # As unsigned integers, NaNs with a sign are the largest; negative numbers are ordered
-    # backwards; and -0.0, which equals 0.0, may come before it.
+    # Special cases: as unsigned integers, negative NaNs are the largest; negative numbers are in
+    # reverse order; and -0.0, which equals 0.0, may come first.
     is_special = most > (infinity | 1 << (8 * signed.itemsize - 1))
     negative = np.flatnonzero((best < 0) & ~is_special)
     if len(negative):
@@ -69,8 +69,8 @@ def argmax(scores: Tensor) -> Argmax:
 
 
 def first_argmax(scores: Tensor) -> Argmax:
-    """The lowest token of the largest score of scores (B, V), whatever the device's kernels do with
-    ties and NaN; infinity as the value of a row with a NaN."""
+    """Lowest token with the largest score of scores (B, V), independent of the device's handling of
+    ties and NaN. The value of a row with a NaN is infinity."""
     last = scores.shape[1] - 1
     scores = torch.where(scores.isnan(), float("inf"), scores)
     values = scores.amax(dim=-1, keepdim=True)
@@ -80,23 +80,23 @@ def first_argmax(scores: Tensor) -> Argmax:
 
 
 def min_p_threshold(weights: Tensor, top: Tensor, min_p: Tensor) -> Tensor:
-    """(B, 1) smallest weight that `min_p` (B, 1) keeps; `top` (B, 1) is the most likely token."""
+    """(B, 1) smallest weight that `min_p` (B, 1) keeps; `top` (B, 1): the most likely token."""
     return weights.gather(1, top) * min_p
 
 
 def top_values(weights: Tensor, size: int) -> Tensor:
-    """(B, size) the largest weights of each row in falling order, without NaN. On a CPU numpy's
-    vectorised partition is two to twenty times as fast as `topk`."""
+    """(B, size) largest weights of each row in descending order; unspecified for rows with NaN. On
+    a CPU numpy's vectorized partition is 2 to 20 times as fast as `topk`."""
     if weights.device.type != "cpu":
         return weights.topk(size, dim=-1).values
-    # Negated: partition is slow within many equal numbers, as zeros are.
+    # Negated: partition is slow on many equal numbers, such as zeros.
     largest = np.partition(-weights.numpy(), size - 1, axis=1)[:, :size]
     largest.sort(axis=1)
     return torch.from_numpy(-largest)
 
 
 def top_k_by_sort(weights: Tensor, top_k: Tensor, largest_k: int) -> Tensor:
-    """(B, 1) the weight of the k-th most likely token; `top_k` (B, 1) of 0 gives 0.
+    """(B, 1) weight of the k-th most likely token; 0 if `top_k` (B, 1) is 0.
 
     Tokens that tie with the k-th are kept too.
     """
@@ -106,13 +106,13 @@ def top_k_by_sort(weights: Tensor, top_k: Tensor, largest_k: int) -> Tensor:
 
 
 def cut(weights: Tensor, threshold: Tensor) -> Tensor:
-    """Set weights below their row's `threshold` (B, 1) to 0 and scale the others to 1 and above.
+    """Set weights below their row's `threshold` (B, 1) to 0 and scale the kept weights to at least
+    1.
 
-    A threshold of 0 cuts at TINY, which is negligible beside a softmax's largest weight.
-
-    Dividing first allows one scalar threshold for all rows, which is several times faster than a
-    comparison and a select. A weight equal to the threshold gives exactly 1, a smaller one at most
-    1 - 2**-24, so the cut is exact.
+    A threshold of 0 cuts at TINY, which is negligible beside a softmax's largest weight. Dividing
+    first allows a scalar threshold for all rows, which is several times faster than a comparison
+    and a select. A weight equal to the threshold gives exactly 1, a smaller weight at most 1 -
+    2**-24, so the cut is exact.
     """
     scaled = weights / threshold.clamp(min=TINY)
     return torch.threshold_(scaled, _JUST_BELOW_ONE, 0.0)
@@ -127,22 +127,22 @@ def chunked(weights: Tensor) -> Tensor:
 
 
 def totals(weights: Tensor, sum_dtype: torch.dtype) -> Tensor:
-    """(B, 1) sum of each row, added up in `sum_dtype`."""
+    """(B, 1) sum of each row, accumulated in `sum_dtype`."""
     return chunked(weights).sum(-1).to(sum_dtype).cumsum(-1)[:, -1:]
 
 
 def top_values_threshold(largest: Tensor, top_k: Tensor) -> Tensor:
-    """(B, 1) the weight of the k-th most likely token, at least TINY; `largest` (B, N) are the
-    largest weights in falling order, `top_k` (B, 1) float32 is at most N, and 0 gives TINY."""
+    """(B, 1) weight of the k-th most likely token, at least TINY. `largest` (B, N): largest weights
+    in descending order; `top_k` (B, 1) float32: at most N, 0 gives TINY."""
     kth = largest.gather(1, (top_k - 1).clamp(min=0).long())
     return torch.where(top_k > 0, kth.clamp(min=TINY), TINY)
 
 
 def nucleus(largest: Tensor, mass: Tensor) -> Tensor:
-    """(B, 1) the largest threshold whose kept weights sum to at least `mass` (B, 1). `largest`
-    (B, N) are the largest weights in falling order; the smallest of them if that takes more.
+    """(B, 1) largest threshold whose kept weights sum to at least `mass` (B, 1); the smallest of
+    `largest` if their sum is below `mass`. `largest` (B, N): largest weights in descending order.
 
-    Adds up chunks, then within the chunk that reaches the mass, as `draw` does.
+    Sums chunks first, then tokens in the chunk that reaches the mass, like `draw`.
     """
     blocks = chunked(largest)
     chunk_sums = blocks.sum(-1).to(mass.dtype)
@@ -156,16 +156,15 @@ def nucleus(largest: Tensor, mass: Tensor) -> Tensor:
 
 
 def _count_below(sums: Tensor, target: Tensor) -> Tensor:
-    """(B, 1) int64: how many of the rising `sums` (B, N) are below `target` (B, 1), at most
-    N - 1."""
+    """(B, 1) int64 number of ascending `sums` (B, N) below `target` (B, 1), at most N - 1."""
     below = (sums < target).to(torch.int32).sum(-1, keepdim=True, dtype=torch.int32)
     return below.clamp(max=sums.shape[1] - 1).long()
 
 
 def nucleus_by_sort(weights: Tensor, mass: Tensor) -> Tensor:
-    """As `nucleus` of unsorted `weights`, for the CPU, where reading data costs nothing.
+    """Result of `nucleus` for unsorted `weights`, for the CPU, where a host sync costs nothing.
 
-    Sorts only the top of each row, and the whole row where that does not hold the mass.
+    Sorts only the top of each row, and the whole row if the top does not reach the mass.
     """
     rows, vocab_size = weights.shape
     threshold = torch.empty((rows, 1), dtype=weights.dtype, device=weights.device)
@@ -185,7 +184,7 @@ def nucleus_by_sort(weights: Tensor, mass: Tensor) -> Tensor:
 
 def _first_above(weights: Tensor, sums: Tensor, target: Tensor) -> Tensor:
     """(B, 1) first index of positive weight whose running sum exceeds `target`; the last index of
-    positive weight if rounding lets no sum exceed it."""
+    positive weight if, due to rounding, no sum exceeds it."""
     size = weights.shape[1]
     index = torch.arange(size, device=weights.device)
     positive = weights > 0
@@ -198,7 +197,7 @@ def draw(weights: Tensor, random: Tensor) -> Tensor:
     """(B,) int64 tokens drawn in proportion to `weights` (B, V); `random` (B, 1) is in (0, 1).
 
     Draws a chunk of the vocabulary, then a token in it: running sums stay short, so float32 is
-    exact enough even for 150,000 tokens. A token of weight 0 is never drawn.
+    accurate enough even for 150,000 tokens. A token of weight 0 is never drawn.
     """
     blocks = chunked(weights)
     chunk_sums = blocks.sum(-1).to(random.dtype)

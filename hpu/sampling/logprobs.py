@@ -11,21 +11,21 @@ from hpu.sampling.filters import first_argmax
 from hpu.sampling.params import Params
 
 MAX_PACKED = 1 << 24
-"""Numbers below this are exact in float32: tokens and ranks."""
+"""Integers below this (tokens and ranks) are exact in float32."""
 
 
 class LogprobsMode(NamedTuple):
-    """What is reported for sampled tokens; prompt tokens always have raw log-probabilities."""
+    """Values reported for sampled tokens; prompt tokens always have raw log-probabilities."""
 
     is_processed: bool = False
-    """After masks, bias and penalties, and for a drawn token after temperature, min_p, top_k and
-    top_p, which leave -inf. Otherwise of the raw logits."""
+    """True: after masks, bias and penalties, and for a drawn token also after temperature, min_p,
+    top_k and top_p, which set tokens to -inf. False: raw logits."""
     is_logits: bool = False
-    """Logits instead of log-probabilities."""
+    """Report logits instead of log-probabilities."""
 
     @classmethod
     def named(cls, name: str) -> "LogprobsMode":
-        """One of config.engine.LOGPROBS_MODES."""
+        """Mode for a name of config.engine.LOGPROBS_MODES."""
         stage, kind = name.split("_")
         return cls(stage == "processed", kind == "logits")
 
@@ -34,7 +34,7 @@ RAW = LogprobsMode()
 
 
 class TopLogprobs(NamedTuple):
-    """M positions: the chosen token first, then the k most likely in falling order."""
+    """M positions: the chosen token first, then the k most likely tokens in descending order."""
 
     ids: Tensor
     """(M, k + 1) int32"""
@@ -45,14 +45,14 @@ class TopLogprobs(NamedTuple):
 
     @property
     def k(self) -> int:
-        """How many most likely tokens follow the chosen one."""
+        """Number of most likely tokens after the chosen token."""
         return int(self.ids.shape[1]) - 1
 
 
 def pack(tokens: Tensor, top: TopLogprobs | None, k: int) -> Tensor:
-    """(M, 2k + 4) float32: `tokens` (M,), and the ids, values and ranks of `top`, which has at most
-    `k`; zeros for what is not there. One tensor, so that one copy takes all to the host; numbers,
-    not bits, which not every device reinterprets."""
+    """Pack `tokens` (M,) and the ids, values and ranks of `top` (at most `k` tokens) into (M, 2k +
+    4) float32, padded with zeros. A single tensor needs a single copy to the host. Values are
+    converted, not reinterpreted, because not every device can reinterpret bits."""
     token = tokens.unsqueeze(1).float()
     if top is None:
         return functional.pad(token, (0, 2 * k + 3))
@@ -61,25 +61,25 @@ def pack(tokens: Tensor, top: TopLogprobs | None, k: int) -> Tensor:
 
 
 def unpack(packed: Tensor) -> tuple[Tensor, TopLogprobs]:
-    """(M,) int32 tokens and the log-probabilities of `pack`, on the host."""
+    """(M,) int32 tokens and the log-probabilities of a `pack` output, on the host."""
     ids, values = packed[:, 1:-1].tensor_split(2, dim=1)
     ranks = packed[:, -1].int()
     return packed[:, 0].int(), TopLogprobs(ids.int(), values, ranks)
 
 
 def _most_likely(logits: Tensor, k: int) -> Tensor:
-    """(M, k) ids in falling order; of tokens that tie for the maximum the lowest comes first, as in
-    argmax, which `topk` does not guarantee."""
-    # At least MAX_LOGPROBS: which of two ties `topk` drops may depend on its k, which must not
-    # depend on the other requests of the batch.
+    """(M, k) ids in descending order of logits. The lowest token that ties for the maximum comes
+    first, as in argmax; `topk` alone does not guarantee this."""
+    # At least MAX_LOGPROBS: the choice of `topk` among ties may depend on its k, and the result
+    # must not depend on other requests in the batch.
     size = min(max(k, MAX_LOGPROBS), logits.shape[1])
     ids = logits.topk(size, dim=-1).indices
     if logits.device.type == "cpu":
         first = logits.max(dim=-1, keepdim=True).indices
     else:
         first = first_argmax(logits).tokens
-    # Move `first` to the front. If it is not among the ids, all of them tie with it, and the last
-    # one is dropped.
+    # Move `first` to the front. If it is not among the ids, all ids tie with it, and the last id is
+    # dropped.
     index = torch.arange(size, device=logits.device)
     position = torch.where(ids == first, index, size - 1).amin(-1, keepdim=True)
     source = index + (index > position)
@@ -87,10 +87,11 @@ def _most_likely(logits: Tensor, k: int) -> Tensor:
 
 
 def top_logprobs(logits: Tensor, chosen: Tensor, k: int, *, normalises: bool = True) -> TopLogprobs:
-    """Of `logits` (M, V) for the tokens `chosen` (M,), with the `k` most likely (at most V).
+    """Log-probabilities of the tokens `chosen` (M,) and of the `k` (at most V) most likely tokens,
+    from `logits` (M, V).
 
-    A chosen token of -1 (non-finite logits) is reported as token 0. A token of a prompt that is
-    behind the vocabulary, as that of an image, has the log-probability -inf.
+    A chosen token of -1 (non-finite logits) is reported as token 0. A prompt token outside the
+    vocabulary, such as an image placeholder, has the log-probability -inf.
     """
     logits = logits.float()
     k = min(k, logits.shape[1])
@@ -105,13 +106,14 @@ def top_logprobs(logits: Tensor, chosen: Tensor, k: int, *, normalises: bool = T
 
 
 def processed_logits(scores: Tensor, weights: Tensor, params: Params) -> Tensor:
-    """(B, V) the logits that tokens of a batch were drawn from; of greedy requests the scores.
+    """(B, V) logits from which the tokens of a batch were drawn; for greedy requests, the scores.
 
-    `scores` (B, V) are before the temperature; `weights` (B, V) are 0 for tokens that a filter cut
-    off.
+    Args:
+        scores: (B, V) before the temperature.
+        weights: (B, V), 0 for tokens removed by a filter.
     """
     zero = torch.zeros((), dtype=torch.float32, device=scores.device)
     has_cut = (params.min_p > 0) | (params.top_k > 0.5) | (params.top_p < 1)
-    # Added, so that a NaN stays one.
+    # Added, so that NaN is preserved.
     cut_off = torch.where(has_cut & (weights <= 0), float("-inf"), zero)
     return torch.where(params.greedy > 0.5, scores, scores / params.temperature + cut_off)

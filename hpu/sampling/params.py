@@ -10,20 +10,20 @@ from hpu.protocol import RequestSampling
 from hpu.sampling.rng import uniforms
 
 FEW_WORDS = 16
-"""Bad words of a request that fit the smaller of the two bad-word tables."""
+"""Maximum bad words of a request in the smaller bad-word table."""
 FEW_PREFIX = 4
-"""Tokens before the last one of each of those words."""
+"""Maximum tokens before the last token of each of these words."""
 
 FEW_TOP_K = 128
-"""The largest top_k for which compiled devices use `topk`, which is faster there than a sort of the
+"""Largest top_k for which compiled devices use `topk`, which is faster there than a sort of the
 whole vocabulary (HabanaAI/vllm-fork, pull request 195)."""
 
-# float32 holds 1e-30; any smaller temperature, down to 5e-324, is greedy in practice.
+# float32 represents 1e-30; any smaller temperature, down to 5e-324, is greedy in practice.
 _MIN_TEMPERATURE = 1e-30
 
 
 class Stages(NamedTuple):
-    """Which stages of the sampler run for a launch."""
+    """Sampler stages that run for a launch."""
 
     draw: bool = False
     """Some request is not greedy."""
@@ -32,25 +32,26 @@ class Stages(NamedTuple):
     top_k: bool = False
     top_p: bool = False
     sort: bool = False
-    """With static shapes: some request keeps more tokens by top_k than FEW_TOP_K, or by top_p an
-    unknown number."""
+    """With static shapes: some request has a top_k above FEW_TOP_K, or top_p without top_k."""
     bias: bool = False
-    """Some request has a row in the table of biases: allowed_token_ids, or logit_bias."""
+    """Some request has a row in the bias table: allowed_token_ids or, with static shapes,
+    logit_bias."""
     banned: bool = False
     """Some request has fewer than min_tokens tokens."""
     logit_bias: bool = False
-    """Some request has logit_bias that is no row of that table: only with exact shapes."""
+    """Some request has logit_bias without a row in the bias table (exact shapes only)."""
     counts: bool = False
     """Some request has a penalty."""
     few_words: bool = False
-    """Some request has bad words that fit the smaller table; `many_words`: that do not."""
+    """Some request has bad words that fit the smaller table; `many_words`: bad words that do not
+    fit."""
     many_words: bool = False
     logprobs: bool = False
     grammar: bool = False
 
     @property
     def tables(self) -> bool:
-        """Whether a table of one number a token is read."""
+        """Whether a table of per-token values is read."""
         return self.bias or self.banned or self.counts
 
     @property
@@ -59,7 +60,8 @@ class Stages(NamedTuple):
         return self.few_words or self.many_words
 
     def merged(self) -> "Stages":
-        """Fewer combinations for devices that compile each: stages that run always or together."""
+        """Merge stages, for devices that compile each combination: merged stages run together or in
+        every draw."""
         tables, filters = self.tables, self.top_k or self.top_p
         return self._replace(
             temperature=self.draw,
@@ -73,16 +75,16 @@ class Stages(NamedTuple):
 
 
 class Params(NamedTuple):
-    """Columns of float32 parameters; the defaults change no logits."""
+    """Columns of float32 parameters; the defaults leave the logits unchanged."""
 
     random: Any = 0.5
-    """This step's random number of the open interval (0, 1); the first column."""
+    """This step's random number in the open interval (0, 1); the first column."""
     greedy: Any = 1.0
     """1 for greedy requests, else 0."""
     temperature: Any = 1.0
     min_p: Any = 0.0
     top_k: Any = 0.0
-    """0 disables it."""
+    """0: disabled."""
     top_p: Any = 1.0
     repetition: Any = 1.0
     frequency: Any = 0.0
@@ -90,7 +92,7 @@ class Params(NamedTuple):
 
 
 class TableRows(NamedTuple):
-    """Columns of row numbers in the device tables: req_index where the request uses the table, else
+    """Columns of row numbers in the device tables: req_index if the request uses the table, else
     the neutral row."""
 
     bias: Any
@@ -110,15 +112,16 @@ _TABLE_STAGES = [_STAGE[name] for name in TableRows._fields if name in _STAGE]
 
 
 class SamplingColumns:
-    """Sampling parameters of `max_num_reqs` requests, one entry for each req_index. Entry
-    `max_num_reqs` stands for padding and keeps the defaults."""
+    """Sampling parameters of `max_num_reqs` requests by req_index. Entry `max_num_reqs` is padding
+    and keeps the defaults."""
 
     def __init__(self, max_num_reqs: int, vocab_size: int, *, static_shapes: bool) -> None:
         self._max_num_reqs = max_num_reqs
         self._vocab_size = vocab_size
         self._static_shapes = static_shapes
         self._logit_bias: dict[int, TokenValues] = {}
-        """By req_index, where it is no row of a table; likewise for min_tokens."""
+        """logit_bias by req_index, if it has no table row; `_end_tokens`: end tokens banned before
+        min_tokens, for exact shapes."""
         self._end_tokens: dict[int, TokenValues] = {}
         self._stages = np.zeros((len(Stages._fields), max_num_reqs + 1), dtype=np.bool_)
         self._params = np.empty((len(Params._fields), max_num_reqs + 1), dtype=np.float32)
@@ -133,8 +136,8 @@ class SamplingColumns:
         """Requests that need any stage."""
 
     def add_request(self, req_index: int, sampling: RequestSampling, num_generated: int) -> Stages:
-        """Store the parameters of a request that has `num_generated` tokens already; returns the
-        stages that it needs now or later."""
+        """Store the parameters of a request that already has `num_generated` generated tokens.
+        Returns the stages that it needs now or later."""
         greedy = is_greedy(sampling, self._vocab_size)
         top_k = sampling.top_k if 0 < sampling.top_k < self._vocab_size else 0
         banned = bool(sampling.end_token_ids) and sampling.min_tokens > num_generated
@@ -205,11 +208,11 @@ class SamplingColumns:
         self._end_tokens.pop(req_index, None)
 
     def need_no_stage(self, req_indices: list[int]) -> bool:
-        """Whether the argmax of the raw logits is all that the requests ask for."""
+        """Whether the argmax of the raw logits is sufficient for all these requests."""
         return not self._not_argmax or self._not_argmax.isdisjoint(req_indices)
 
     def stages(self, req_indices: npt.NDArray[np.int64]) -> Stages:
-        """The stages that a launch of these requests needs in this step."""
+        """Stages that a launch of these requests needs in this step."""
         below = self._num_generated[req_indices] < self._min_tokens[req_indices]
         self._stages[_STAGE["banned"], req_indices] = below
         needed = np.any(self._stages[:, req_indices], axis=1)
@@ -222,7 +225,7 @@ class SamplingColumns:
         out[:, count:] = self._params[:, -1:]
 
     def write_random(self, req_indices: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
-        """Fill `out` (B,) with this step's random number of each request; 0.5 beyond them."""
+        """Fill `out` (B,) with this step's random number of each request; padding gets 0.5."""
         seeds, counts = self._seeds[req_indices], self._num_generated[req_indices]
         out[: len(req_indices)] = uniforms(seeds, counts, out.dtype)
         out[len(req_indices) :] = _DEFAULTS.random
@@ -233,8 +236,8 @@ class SamplingColumns:
         num_generated: npt.NDArray[np.int64],
         out: npt.NDArray[Any],
     ) -> None:
-        """Fill `out` (N, B) with the random numbers of N tokens of each request, the first one
-        behind `num_generated` (len(req_indices),) others; 0.5 beyond them."""
+        """Fill `out` (N, B) with the random numbers of N consecutive tokens per request, starting
+        after `num_generated` (len(req_indices),) tokens; padding gets 0.5."""
         for offset, row in enumerate(out):
             numbers = uniforms(self._seeds[req_indices], num_generated + offset, out.dtype)
             row[: len(req_indices)] = numbers
@@ -246,22 +249,23 @@ class SamplingColumns:
         num_generated: npt.NDArray[np.int64],
         out: npt.NDArray[Any],
     ) -> None:
-        """Fill `out` (B,) with the tokens behind `num_generated` that come before min_tokens."""
+        """Fill `out` (B,) with the number of tokens left until min_tokens after `num_generated`
+        tokens."""
         out[:] = 0
         out[: len(req_indices)] = np.maximum(self._min_tokens[req_indices] - num_generated, 0)
 
     def write_table_rows(self, req_indices: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
-        """Fill `out` (len(TableRows), B); call `stages` for the same requests first."""
+        """Fill `out` (len(TableRows), B). Call `stages` for these requests first."""
         *tables, last_tokens = out
         uses = self._stages[_TABLE_STAGES][:, req_indices]
         out[:] = self._max_num_reqs
         out[: len(tables), : len(req_indices)] = np.where(uses, req_indices, self._max_num_reqs)
-        # The neutral row has the largest number.
+        # The neutral row has the largest index.
         np.minimum(tables[-2], tables[-1], out=last_tokens)
 
     def token_biases(self, req_indices: npt.NDArray[np.int64]) -> TokenValues:
-        """What is added to single logits with exact shapes: positions in the flattened (B, V)
-        scores, and values; call `stages` for the same requests first."""
+        """Values to add to single logits, for exact shapes: positions in the flattened (B, V)
+        scores, and values. Call `stages` for these requests first."""
         found = []
         for stage, biases in (("logit_bias", self._logit_bias), ("banned", self._end_tokens)):
             for row in np.flatnonzero(self._stages[_STAGE[stage], req_indices]).tolist():
@@ -271,11 +275,11 @@ class SamplingColumns:
         return np.concatenate(positions), np.concatenate(added)
 
     def advance(self, req_indices: npt.NDArray[np.int64], count: int = 1) -> None:
-        """Count `count` more generated tokens for each request."""
+        """Add `count` generated tokens to each request."""
         self._num_generated[req_indices] += count
 
     def num_generated(self, req_indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """(len(req_indices),): the generated tokens that were counted."""
+        """(len(req_indices),): generated tokens counted so far."""
         return self._num_generated[req_indices]
 
     def has_grammar(self, req_index: int) -> bool:
@@ -283,21 +287,21 @@ class SamplingColumns:
         return bool(self._stages[_STAGE["grammar"], req_index])
 
     def max_top_k(self, req_indices: npt.NDArray[np.int64]) -> int:
-        """The largest top_k of the requests that draw."""
+        """Largest top_k of the requests."""
         return int(self._params[_PARAM["top_k"], req_indices].max())
 
     def max_logprobs(self, req_indices: npt.NDArray[np.int64]) -> int:
-        """The largest num_logprobs."""
+        """Largest num_logprobs of the requests."""
         return int(self._num_logprobs[req_indices].max())
 
     def max_words(self, req_indices: npt.NDArray[np.int64]) -> tuple[int, int]:
-        """The largest number of bad words, and the length of the longest."""
+        """Largest number of bad words, and length of the longest bad word."""
         count, length = self._words[:, req_indices].max(axis=1).tolist()
         return count, length
 
 
 def biases_of(sampling: RequestSampling) -> TokenValues:
-    """The tokens of `logit_bias` and their values."""
+    """Tokens of `logit_bias` and their values."""
     biases, count = sampling.logit_bias, len(sampling.logit_bias)
     return (
         np.fromiter((token for token, _ in biases), np.int64, count),
@@ -306,7 +310,7 @@ def biases_of(sampling: RequestSampling) -> TokenValues:
 
 
 def has_penalties(sampling: RequestSampling) -> bool:
-    """Whether logits depend on how often the request had each token."""
+    """Whether logits depend on the request's token counts."""
     return (
         sampling.repetition_penalty != 1.0
         or sampling.frequency_penalty != 0.0
@@ -315,14 +319,15 @@ def has_penalties(sampling: RequestSampling) -> bool:
 
 
 def longest_bad_word(sampling: RequestSampling) -> int:
-    """Tokens of the longest bad word; 0 without any."""
+    """Tokens of the longest bad word; 0 without bad words."""
     return max((len(word) for word in sampling.bad_words), default=0)
 
 
 def is_greedy(sampling: RequestSampling, vocab_size: int) -> bool:
     """Whether only the most likely token can be sampled.
 
-    A top_p of at most 1/V keeps one token: the most likely one has at least that probability.
+    A top_p of at most 1/V keeps a single token, because the most likely token has at least this
+    probability.
     """
     return (
         sampling.temperature == 0

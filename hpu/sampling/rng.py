@@ -1,6 +1,6 @@
-"""Counter-based random numbers on the host: one for each (seed, number of generated tokens).
+"""Counter-based random numbers on the host, a function of (seed, number of generated tokens).
 
-A request's stream depends on nothing else, so neither the batch nor a preemption changes it.
+A request's stream is therefore independent of the batch and of preemptions.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ _SECOND = np.uint64(0x94D049BB133111EB)
 
 
 def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Splitmix64's finaliser: a bijection in which every input bit affects every output bit."""
+    """Splitmix64's finalizer: a bijection in which every input bit affects every output bit."""
     state = (state ^ (state >> np.uint64(30))) * _FIRST
     state = (state ^ (state >> np.uint64(27))) * _SECOND
     state = state ^ (state >> np.uint64(31))
@@ -26,10 +26,10 @@ def uniforms(
     counts: npt.NDArray[np.int64],
     dtype: npt.DTypeLike = np.float64,
 ) -> npt.NDArray[Any]:
-    """(B,) numbers of the open interval (0, 1), one for each (seed, count); float64 has 52 random
-    bits, float32 has 23."""
-    # The seed is mixed before the counter is added: close seeds, or seeds a golden step apart,
-    # would otherwise give the same sequence with a shift.
+    """(B,) numbers in the open interval (0, 1) for each (seed, count). float64 has 52 random bits,
+    float32 has 23."""
+    # The seed is mixed before the counter is added: otherwise close seeds, or seeds a golden step
+    # apart, would give shifted copies of a sequence.
     bits = _mix(_mix(seeds + _GOLDEN) + (counts.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     num_bits = 52 if np.dtype(dtype) == np.float64 else 23
     units = (bits >> np.uint64(64 - num_bits)).astype(np.float64)

@@ -1,9 +1,9 @@
 """The sampler: from logits to tokens on the device.
 
-Stages, in this order: log-probabilities of the raw logits (in a processed mode they come last);
-grammar bitmasks; bad words; logit bias, allowed tokens, min_tokens; penalties; temperature; min_p;
-top_k; top_p; the draw. A stage changes no bit of a request that does not ask for it. Nothing here
-waits for the device.
+Stages, in this order: log-probabilities of the raw logits (last in a processed mode); grammar
+bitmasks; bad words; logit bias, allowed tokens, min_tokens; penalties; temperature; min_p; top_k;
+top_p; the draw. A stage changes no bit of a request that does not use it. Nothing here waits for
+the device.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,7 +37,7 @@ DRAWN = RequestSampling(top_k=2, top_p=0.5)
 UNFILTERED = RequestSampling()
 SORTED = RequestSampling(top_p=0.5)
 WHOLE_SETTINGS = (GREEDY, UNFILTERED, DRAWN, SORTED)
-"""Settings of all launches that `Sampler.whole` samples."""
+"""Settings that cover all launches supported by `Sampler.whole`."""
 ALL_STAGES = RequestSampling(
     temperature=0.5,
     top_k=2,
@@ -56,36 +56,36 @@ MANY_WORDS = RequestSampling(temperature=0.0, bad_words=((0,) * (FEW_PREFIX + 2)
 
 
 class SamplerOutput(NamedTuple):
-    """What one launch sampled, on the device; entries beyond the real requests are padding."""
+    """Tokens sampled by a launch, on the device; entries beyond the real requests are padding."""
 
     tokens: Tensor
-    """(B,) of the index type; -1 where the largest score is not finite: NaN or infinity in the
-    logits, or every token banned"""
+    """(B,) of the index type; -1 if the largest score is non-finite: NaN or infinity in the logits,
+    or every token banned"""
     logprobs: TopLogprobs | None
-    """B positions; None when no request asked. k is the largest that was asked for, or more."""
+    """B positions; None if no request needs log-probabilities. k is at least the largest requested
+    number."""
     pinned: tuple[Tensor, ...] = ()
-    """Host tensors to keep until the device is done with the launch: uploads read them."""
+    """Host tensors of uploads; kept until the launch is done."""
 
 
 class DraftedOutput(NamedTuple):
-    """What `Sampler.sample_drafts` says of a launch's rows."""
+    """Output of `Sampler.sample_drafts`."""
 
     sampled: SamplerOutput
-    """Of all rows."""
+    """Samples of all rows."""
     append: Callable[[Tensor], None]
-    """To be called with the accepted tokens (B, 1 + K)."""
+    """Callback for the accepted tokens (B, 1 + K)."""
     limits: Tensor | None
-    """(B,): drafts of each request that may be accepted, for bitmasks come behind no others; None
+    """(B,): drafts of each request that may be accepted, because later drafts have no bitmask; None
     without a grammar."""
 
 
 class Sampler:
-    """Sampling state of `max_num_reqs` requests, and the function that uses it. Not thread-safe.
+    """Sampling state of `max_num_reqs` requests, and the sampling function. Not thread-safe.
 
-    With `static_shapes`, for devices that compile, a stage has one sequence of operations and one
-    set of shapes for each batch width, whatever its requests ask for, and is compiled or makes one
-    recipe: only which stages run depends on the requests. Without, shapes follow the requests, and
-    only what some request asks for runs.
+    With `static_shapes`, for devices that compile, each stage has a fixed sequence of operations
+    and fixed shapes per batch width, and is compiled or becomes a recipe; the requests determine
+    only which stages run. Otherwise shapes follow the requests, and only requested operations run.
     """
 
     def __init__(
@@ -98,12 +98,12 @@ class Sampler:
         static_shapes: bool,
         sum_dtype: torch.dtype | None = None,
     ) -> None:
-        """`sum_dtype`: of sums over a row; None: float64 where that costs little."""
+        """`sum_dtype`: type of sums over a row; None: float64 if it is cheap."""
         self._backend = backend
         self._mode = mode
         self._static_shapes = static_shapes
         if sum_dtype is None:
-            # Devices that index with 32 bits have no 64-bit numbers to add up in, either.
+            # Devices with 32-bit indices have no 64-bit accumulation either.
             is_wide = not static_shapes and backend.index_dtype == torch.int64
             sum_dtype = torch.float64 if is_wide else torch.float32
         self._sum_dtype = sum_dtype
@@ -114,26 +114,27 @@ class Sampler:
         self._inputs_by_width: dict[int, _LaunchInputs] = {}
         self._words_by_width: dict[int, _Columns] = {}
         self._pinned: list[Tensor] = []
-        """Host tensors that new requests upload, until a launch takes them along."""
+        """Host tensors uploaded for new requests; the next launch takes them."""
         self._bits = _word_bits(backend)
         self._max_num_reqs = max_num_reqs
         self._draft_rows: DraftRows | None = None
         self._draft_columns: dict[int, tuple[_Columns, _Columns]] = {}
-        """By batch width: random numbers, and how many tokens come before min_tokens."""
+        """(random numbers, tokens left until min_tokens) by batch width."""
         self._draft_limits: dict[int, _Columns] = {}
-        """By batch width: drafts behind which there is a bitmask."""
+        """Largest number of drafts with a bitmask, by batch width."""
 
     @property
     def warmup_settings(self) -> tuple[RequestSampling, ...]:
-        """Settings that between them run every stage. With static shapes, all that is compiled for
-        a batch width is compiled once each has been sampled with at that width."""
+        """Settings that together run every stage. With static shapes, sampling once with each
+        setting compiles everything for a batch width."""
         if self._static_shapes:
             return *WHOLE_SETTINGS, MANY_WORDS, ALL_STAGES
         return GREEDY, DRAWN
 
     @property
     def captured_settings(self) -> tuple[RequestSampling, ...]:
-        """Settings of all launches that one function samples, and of one that it does not."""
+        """Settings of all launches that a single captured function samples, and a setting that
+        needs several functions."""
         return (*WHOLE_SETTINGS, MANY_WORDS) if self._static_shapes else (GREEDY,)
 
     def add_request(
@@ -143,7 +144,8 @@ class Sampler:
         tokens: npt.NDArray[np.uint32],
         num_prompt_tokens: int,
     ) -> None:
-        """Set the state of a request; `tokens` beyond the prompt were generated before."""
+        """Set the state of a request. `tokens` beyond the prompt were generated before a
+        preemption."""
         prompt, generated = tokens[:num_prompt_tokens], tokens[num_prompt_tokens:]
         stages = self._columns.add_request(req_index, sampling, len(generated))
         self._bitmasks.reset(req_index)
@@ -154,36 +156,37 @@ class Sampler:
         self._columns.remove_request(req_index)
 
     def set_bitmasks(self, req_indices: list[int], words: npt.NDArray[np.int32]) -> None:
-        """Set what may come next in requests with a grammar: words (len(req_indices), W), one bit a
-        token. Valid until the request's next bitmask; before its first anything may come."""
+        """Set the allowed next tokens of requests with a grammar: words (len(req_indices), W), one
+        bit per token. A bitmask is valid until the next bitmask; before the first, every token is
+        allowed."""
         self._bitmasks.set(req_indices, words)
 
     def expect_drafts(self, max_drafts: int, max_inflight_steps: int) -> None:
-        """From now on decodes of up to so many drafts a request are sampled by `sample_drafts`,
-        with up to so many steps in flight. Only with static shapes."""
+        """Prepare for decodes with up to `max_drafts` drafts per request, sampled by
+        `sample_drafts`, with up to `max_inflight_steps` steps in flight. Static shapes only."""
         if self._draft_rows is not None:
             return
-        # Each launch in flight, and this one, may accept all drafts.
+        # Each launch in flight, including this launch, may accept all drafts.
         num_randoms = max_drafts * max_inflight_steps + 1
         self._draft_rows = DraftRows(
             self._backend, 1 + max_drafts, num_randoms, neutral=self._max_num_reqs
         )
 
     def set_draft_bitmasks(self, req_index: int, words: npt.NDArray[np.int32]) -> None:
-        """As `set_bitmasks`, with those behind its first drafts, for `sample_drafts`: (1 + drafts,
-        W)."""
+        """Set a request's next bitmask and the bitmasks after its first drafts, for
+        `sample_drafts`: (1 + drafts, W)."""
         self._bitmasks.set_drafted(req_index, words)
 
     def has_grammar(self, req_index: int) -> bool:
-        """Whether bitmasks come for a request."""
+        """Whether the request has a grammar."""
         return self._columns.has_grammar(req_index)
 
     def num_generated(self, req_indices: list[int]) -> npt.NDArray[np.int64]:
-        """(len(req_indices),): the tokens of each request that were counted."""
+        """(len(req_indices),): generated tokens counted so far."""
         return self._columns.num_generated(np.array(req_indices, dtype=np.int64))
 
     def advance(self, req_index: int, count: int) -> None:
-        """Count the tokens of a request that a decode of `sample_drafts` has accepted."""
+        """Count the tokens that a decode of `sample_drafts` has accepted."""
         self._columns.advance(np.array([req_index]), count)
 
     def sample_drafts(
@@ -194,9 +197,13 @@ class Sampler:
         ahead: Tensor,
         num_generated: npt.NDArray[np.int64],
     ) -> "DraftedOutput":
-        """Sample all rows of `logits` (R, V), in the order of hpu/sampling/draft_rows.py, each as
-        if the `drafts` (B, K) before it were accepted. `ahead` (B,): generated tokens of each
-        request beyond `num_generated` (len(req_indices),). Counts no token: `advance` does."""
+        """Sample all rows of `logits` (R, V), ordered as in hpu/sampling/draft_rows.py, each row as
+        if the drafts before it were accepted. Counts no tokens; call `advance` afterwards.
+
+        Args:
+            drafts: (B, K).
+            ahead: (B,) generated tokens of each request beyond `num_generated` (len(req_indices),).
+        """
         static, draft_rows = self._static, self._draft_rows
         assert static is not None and draft_rows is not None, "no drafts are expected"
         indices, width = np.array(req_indices, dtype=np.int64), len(ahead)
@@ -240,8 +247,8 @@ class Sampler:
     def _upload_draft_bitmasks(
         self, indices: npt.NDArray[np.int64], width: int, pinned: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Bitmasks of all rows of a launch of `width` requests, and behind how many drafts of each
-        there is one, on the device."""
+        """Upload the bitmasks of all rows of a launch of `width` requests, and the largest number
+        of drafts of each request with a bitmask."""
         assert self._draft_rows is not None
         words = self._grammar_words(width * self._draft_rows.width)
         limits = self._draft_limits.get(width)
@@ -260,7 +267,7 @@ class Sampler:
         width: int,
         pinned: list[Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Random numbers, and how many tokens come before min_tokens, on the device."""
+        """Upload random numbers, and the number of tokens left until min_tokens."""
         assert self._draft_rows is not None
         columns = self._draft_columns.get(width)
         if columns is None:
@@ -277,25 +284,27 @@ class Sampler:
         return randoms.device, num_banned.device
 
     def all_greedy(self, req_indices: list[int]) -> bool:
-        """Whether the argmax of the logits is all that the requests ask for: then the model may
-        find it without `sample`. Never with static shapes: the same is compiled for all."""
+        """Whether the argmax of the logits is sufficient for these requests, so that the model may
+        compute it without `sample`. Always False with static shapes, where all requests share a
+        compiled path."""
         return not self._static_shapes and self._columns.need_no_stage(req_indices)
 
     def greedy(self, logits: Tensor) -> Tensor:
-        """(B,) tokens of `logits` (B, V) for requests that are `all_greedy`, as in SamplerOutput;
-        counts nothing."""
+        """(B,) tokens of `logits` (B, V) for requests that are `all_greedy`, see
+        SamplerOutput.tokens. Counts no tokens."""
         if self._static is not None:
             return self._static.greedy(logits)
         return self._finite(filters.argmax(logits))
 
     def takes_argmax(self, req_index: int) -> bool:
-        """Whether the argmax of the logits is all that a request asks for, in every step."""
+        """Whether the argmax of the logits is sufficient for a request in every step."""
         return self._columns.need_no_stage([req_index])
 
     def sample(self, logits: Tensor, req_indices: list[int]) -> SamplerOutput:
-        """One token for each request, from the first rows of `logits` (B, V); the rest is padding.
+        """Sample a token per request from the first rows of `logits` (B, V); the remaining rows are
+        padding.
 
-        Counts a generated token for each request. `logits` is not written to.
+        Counts a generated token per request. `logits` is not modified.
         """
         indices = np.array(req_indices, dtype=np.int64)
         launch = self._begin(indices, self._stages(req_indices, indices), logits.shape[0])
@@ -304,8 +313,7 @@ class Sampler:
         return self._sample_exact(logits, launch)
 
     def stages_of_whole(self, req_indices: list[int]) -> Stages | None:
-        """The stages of a launch that can be sampled by one function, `whole`; None if it needs
-        more."""
+        """Stages of a launch that `whole` can sample in a single function; None if impossible."""
         if self._static is None:
             return None
         if self._columns.need_no_stage(req_indices):
@@ -314,27 +322,26 @@ class Sampler:
         return None if self._static.whole(stages) is None else stages
 
     def whole(self, stages: Stages) -> TokensOf:
-        """All of the sampler for a launch of these stages, as a pure function of (B, V) logits,
-        and of the parameters of `begin_whole` if the launch draws, to (B,) tokens as in
-        SamplerOutput."""
+        """The whole sampler for a launch with these stages, as a pure function: (B, V) logits, and
+        the parameters of `begin_whole` if it draws, to (B,) tokens (see SamplerOutput)."""
         assert self._static is not None, "shapes follow the requests"
         function = self._static.whole(stages)
         assert function is not None, f"no function samples {stages}"
         return function
 
     def whole_greedy(self, logits: Tensor) -> Tensor:
-        """As `greedy`, for a function that is captured or compiled as a whole."""
+        """Greedy sampling as a pure function that can be captured or compiled (see `greedy`)."""
         return self.whole(_NO_STAGES)(logits)
 
     def params(self, width: int) -> Tensor:
-        """The parameters on the device, of the launches of `width`."""
+        """Parameters on the device for launches of `width`."""
         return self._inputs(width).param_columns.device
 
     def begin_whole(
         self, req_indices: list[int], stages: Stages, width: int
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Upload the parameters of a launch that `whole` samples. Returns `params` and the host
-        tensors to keep; counts a generated token for each request."""
+        tensors to keep. Counts a generated token per request."""
         launch = self._begin(np.array(req_indices, dtype=np.int64), stages, width)
         self._columns.advance(launch.indices)
         return self.params(width), tuple(launch.pinned)
@@ -347,7 +354,7 @@ class Sampler:
         self, logits: Tensor, launch: "_Launch", static: StaticStages
     ) -> SamplerOutput:
         indices, stages, inputs, pinned = launch
-        # What came before belongs to the bucket, not to the first stage.
+        # The pending operations belong to the bucket, not to the first stage.
         self._backend.mark_step()
         rows, params = inputs.table_rows, inputs.param_columns.device
         words = self._grammar_words(len(logits)).device if stages.grammar else None
@@ -368,10 +375,10 @@ class Sampler:
         static: StaticStages,
     ) -> tuple[Tensor, TopLogprobs | None]:
         """(B,) tokens of `logits` (B, V), and their log-probabilities. `rows` of `tables`, `params`
-        and `bitmasks` are those of the B rows."""
+        and `bitmasks` are per row of `logits`."""
         scores, weights = logits, None
         if any(stages._replace(logprobs=False)):
-            # A stage of its own, so that all others see one dtype.
+            # A separate stage, so that all later stages have float32 inputs.
             scores = static.to_float(logits)
         if bitmasks is not None:
             scores = static.with_grammar(scores, bitmasks, self._bits)
@@ -400,8 +407,8 @@ class Sampler:
     def _append_static(
         self, tokens: Tensor, rows: TableRows, stages: Stages, static: StaticStages
     ) -> None:
-        """Add the tokens to the tables. Only the rows are computed by a compiled function: torch
-        would make a copy of a table that one changes."""
+        """Append the tokens to the tables. Compiled functions compute only the new rows:
+        torch.compile would copy a table that is changed in place."""
         if stages.counts:
             counts = self._tables["counts"]
             counts.index_copy_(0, rows.counts, static.counted(counts, rows.counts, tokens))
@@ -447,7 +454,7 @@ class Sampler:
         words = self._words_by_width.get(width)
         if words is None:
             if not self._static_shapes:
-                # Any width may come, and a bitmask of each would take too much memory.
+                # Widths are unbounded, and bitmasks for every width would take too much memory.
                 self._words_by_width.clear()
             words = _Columns(self._backend, width, self._bitmasks.num_words, torch.int32)
             self._words_by_width[width] = words
@@ -456,7 +463,7 @@ class Sampler:
     def _upload(
         self, inputs: "_LaunchInputs", indices: npt.NDArray[np.int64], stages: Stages
     ) -> list[Tensor]:
-        """Upload what the stages read; returns the host tensors that the device reads."""
+        """Upload the inputs of the stages. Returns the host tensors that the device reads."""
         pinned, self._pinned = self._pinned, []
         if stages.draw or stages.tables:
             host = inputs.param_columns.host()
@@ -479,8 +486,8 @@ class Sampler:
     def _token_biases(
         self, indices: npt.NDArray[np.int64], stages: Stages, pinned: list[Tensor]
     ) -> tuple[Tensor, Tensor] | None:
-        """(N,) positions in the flattened scores and (N,) values to add there: with exact shapes
-        much less work than a table row a request."""
+        """(N,) positions in the flattened scores and (N,) values to add there: much less work with
+        exact shapes than a table row per request."""
         if not (stages.logit_bias or stages.banned):
             return None
         positions, values = map(torch.from_numpy, self._columns.token_biases(indices))
@@ -500,7 +507,7 @@ class Sampler:
         stages: Stages,
         token_biases: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        """(B, V) after every stage that works on logits; temperature comes later.
+        """(B, V) scores after every stage that works on logits; temperature comes later.
 
         Masks add -inf instead of overwriting, so that NaN stays NaN.
         """
@@ -540,13 +547,13 @@ class Sampler:
         indices: npt.NDArray[np.int64],
         stages: Stages,
     ) -> tuple[Tensor, Tensor | None]:
-        """(B,) tokens: drawn for random requests, the argmax for greedy ones; and (B, V) the
-        weights that they were drawn by, if these are reported: they take memory."""
+        """(B,) tokens: drawn for random requests, the argmax for greedy requests; and the weights
+        (B, V) of the draw if log-probabilities are processed, else None to free memory."""
         params = inputs.params
         best = filters.argmax(scores)
         if stages.temperature:
-            # Minus the largest first: tiny temperatures then give -inf and weight 0, never
-            # infinity. Softmax does the same, so a temperature of 1 changes no bit.
+            # Subtract the maximum first: tiny temperatures then give -inf and weight 0, never
+            # infinity. Softmax also subtracts it, so a temperature of 1 changes no bit.
             scores = (scores - best.values).div_(params.temperature)
         weights = torch.softmax(scores, dim=-1)
         threshold = None
@@ -561,11 +568,11 @@ class Sampler:
         if stages.top_p:
             least = filters.TINY
             if threshold is not None:
-                # Weights are 1 and above from here on: a threshold of 1 changes nothing.
+                # Kept weights are at least 1 from here on: a threshold of 1 changes nothing.
                 weights, least = filters.cut(weights, threshold), 1.0
             has_top_p = params.top_p < 1
             mass = filters.totals(weights, self._sum_dtype) * params.top_p * has_top_p
-            # Where the argmax is the whole nucleus, tokens that tie with it are not drawn.
+            # If the argmax is the whole nucleus, tokens that tie with it are not drawn.
             greedy = greedy | ((weights.gather(1, best.tokens) >= mass) & has_top_p)
             nucleus = torch.where(has_top_p, self._nucleus(weights, mass), 0.0)
             threshold = nucleus.clamp(min=least)
@@ -585,7 +592,7 @@ class Sampler:
         return finite_tokens(chosen, self._backend.index_dtype)
 
     def _append(self, tokens: Tensor, rows: TableRows, stages: Stages) -> None:
-        """Add the tokens to the tables; -1 adds nothing to the counts."""
+        """Append the tokens to the tables; a token of -1 adds nothing to the counts."""
         if stages.counts:
             counts = self._tables["counts"]
             # Adds 0 for requests without counts: the neutral row stays neutral.
@@ -605,12 +612,12 @@ class Sampler:
 
 
 class _Columns:
-    """(count, width) on the device, uploaded in one piece."""
+    """A (count, width) device buffer, uploaded in one piece."""
 
     def __init__(self, backend: Backend, count: int, width: int, dtype: torch.dtype) -> None:
         self._backend = backend
         self._shape = (count, width)
-        # Two that alternate where an upload waits for the launch that reads its target.
+        # Two alternating buffers if an upload would wait for the launch that reads its target.
         self._sets = [
             backend.zeros((count * width,), dtype) for _ in range(1 + backend.rebinds_inputs)
         ]
@@ -628,14 +635,14 @@ class _Columns:
         return self._columns[-1]
 
     def host(self) -> npt.NDArray[Any]:
-        """(count, width) host memory to fill before `upload`; on a device that shares the host's
-        memory the tensor itself."""
+        """(count, width) host memory to fill before `upload`; the device tensor itself if the
+        device shares the host's memory."""
         if not self._backend.shares_host_memory:
             self._host = self._backend.host_tensor(len(self.device), self.device.dtype)
         return self._host.numpy().reshape(self._shape)
 
     def upload(self, pinned: list[Tensor]) -> None:
-        """Copy to the device; appends the host tensor that the copy reads."""
+        """Copy to the device; appends the host tensor of the copy to `pinned`."""
         if not self._backend.shares_host_memory:
             self._sets.reverse()
             self._columns.reverse()
@@ -644,7 +651,7 @@ class _Columns:
 
 
 class _LaunchInputs:
-    """Device columns of one batch width, made when the width comes first."""
+    """Device columns for a batch width, created on first use."""
 
     def __init__(self, backend: Backend, width: int, sum_dtype: torch.dtype) -> None:
         self.param_columns = _Columns(backend, len(Params._fields), width, torch.float32)
@@ -665,21 +672,21 @@ class _LaunchInputs:
 
 
 class _Launch(NamedTuple):
-    """A launch to sample, with the upload of what its stages read under way."""
+    """A launch to sample; the upload of its stages' inputs has started."""
 
     indices: npt.NDArray[np.int64]
     stages: Stages
     inputs: _LaunchInputs
     pinned: list[Tensor]
-    """Host tensors that the uploads read."""
+    """Host tensors of the uploads."""
 
 
 _NO_STAGES = Stages()
 
 
 def _word_bits(backend: Backend) -> Tensor:
-    """(TOKENS_PER_WORD,) int32: each bit of a word alone, the lowest first. No shifts on the
-    device: words are signed."""
+    """(TOKENS_PER_WORD,) int32: each bit of a word, lowest first. Avoids shifts on the device,
+    because words are signed."""
     bits = backend.zeros((TOKENS_PER_WORD,), torch.int32)
     host = backend.host_tensor(TOKENS_PER_WORD, torch.int32)
     host.numpy()[:] = (1 << np.arange(TOKENS_PER_WORD)).astype(np.uint32).view(np.int32)
@@ -691,5 +698,5 @@ def _word_bits(backend: Backend) -> Tensor:
 
 
 def _writable(scores: Tensor, logits: Tensor) -> Tensor:
-    """A copy of `scores` if they still are the caller's logits."""
+    """A copy of `scores` if they are still the caller's logits."""
     return scores.clone() if scores is logits else scores

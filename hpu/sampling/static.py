@@ -1,5 +1,5 @@
-"""The sampler's stages with static shapes, as pure functions of tensors: each may be compiled,
-captured or run as one recipe.
+"""Sampler stages with static shapes, as pure functions of tensors: each may be compiled, captured
+or run as a recipe.
 
 Nothing is changed in place: a captured graph without tensor cache may free such an intermediate.
 """
@@ -23,12 +23,12 @@ DRAWS = tuple(
     Stages(draw=True, top_k=is_filtered, sort=sort).merged()
     for is_filtered, sort in ((False, False), (True, False), (True, True))
 )
-"""The draws that differ in their operations: without a filter, with `topk`, with a sort."""
+"""Draws with different operations: without a filter, with `topk`, with a sort."""
 
 
 class StaticStages:
-    """Every stage as a compiled function of `backend`. B is the batch width, V the vocabulary;
-    `params` is (len(Params) * B,) float32: the columns of Params one after the other."""
+    """Every stage as a compiled function of `backend`. B: batch width, V: vocabulary; `params`:
+    (len(Params) * B,) float32, the concatenated columns of Params."""
 
     def __init__(self, backend: Backend, mode: LogprobsMode) -> None:
         index_dtype = backend.index_dtype
@@ -39,7 +39,7 @@ class StaticStages:
 
         def drawn(scores: Tensor, params: Tensor, num_sorted: int) -> Drawn:
             tokens, weights = draw(scores, params, num_sorted)
-            # Weights that nobody reads would take memory and time as an output.
+            # Unused weights would take memory and time as an output.
             return finite_tokens(tokens, index_dtype), weights if is_processed else None
 
         def draw_all(scores: Tensor, params: Tensor) -> Drawn:
@@ -60,7 +60,7 @@ class StaticStages:
         self.without_bad_words: Callable[..., Tensor] = compiled(_without_bad_words)
         self.with_tables: Callable[..., Tensor] = compiled(_with_tables)
         self.greedy: Callable[[Tensor], Tensor] = compiled(greedy)
-        """(B, V) to (B,) tokens of the index type; -1 where the largest score is not finite."""
+        """(B, V) to (B,) tokens of the index type; -1 if the largest score is non-finite."""
         self.processed: Callable[..., Tensor] = compiled(_processed)
         self.counted: Callable[..., Tensor] = compiled(_counted)
         self.appended: Callable[..., Tensor] = compiled(_appended)
@@ -73,19 +73,19 @@ class StaticStages:
         }
 
     def draw(self, scores: Tensor, params: Tensor, stages: Stages) -> Drawn:
-        """(B,) tokens, as of `greedy`, and in a processed mode (B, V) the weights that they were
-        drawn by."""
+        """(B,) tokens of the index type, -1 if non-finite; in a processed mode also the weights (B,
+        V) of the draw."""
         return self._draws[_draw_stages(stages)](scores, params)
 
     def whole(self, stages: Stages) -> TokensOf | None:
-        """All of the sampler as one pure function of logits, and of params if `stages` draw, to
-        the tokens; not compiled. None if `stages` need more. Few have one: each is captured in
-        each width."""
+        """The whole sampler as a pure, uncompiled function: logits, and params if `stages` draw, to
+        tokens. None if `stages` need more. Few combinations are supported, because each is captured
+        for every width."""
         return self._whole.get(stages)
 
 
 def finite_tokens(chosen: filters.Argmax, dtype: torch.dtype) -> Tensor:
-    """(B,) tokens as `dtype`, -1 where the largest score is not finite."""
+    """(B,) tokens as `dtype`, -1 if the largest score is non-finite."""
     tokens = torch.where(chosen.values.isfinite(), chosen.tokens, -1)
     return tokens.squeeze(1).to(dtype)
 
@@ -97,8 +97,8 @@ def minus_inf(banned: Tensor) -> Tensor:
 
 
 def bad_word_ends(words: Tensor, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, W) the last token of each of `words` (B, W, L + 1), and -inf where it would complete the
-    word after `last_tokens` (B, N >= L), else 0."""
+    """(B, W) last token of each of `words` (B, W, L + 1), and -inf where it would complete the word
+    after `last_tokens` (B, N >= L), else 0."""
     prefixes, ends = words[:, :, :-1], words[:, :, -1]
     recent = last_tokens[:, -prefixes.shape[2] :].unsqueeze(1)
     completes = ((prefixes == recent) | (prefixes == 0)).all(-1) & (ends > 0)
@@ -106,8 +106,8 @@ def bad_word_ends(words: Tensor, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def penalized(scores: Tensor, counts: Tensor, params: Params) -> Tensor:
-    """Scores (B, V) after repetition, frequency and presence penalties; `counts` as in
-    `SamplingTables`."""
+    """Scores (B, V) after repetition, frequency and presence penalties; `counts`: see
+    SamplingTables."""
     generated = counts >= 1
     repeated = torch.where(scores > 0, scores / params.repetition, scores * params.repetition)
     scores = torch.where(counts > 0, repeated, scores)
@@ -129,7 +129,7 @@ def _tokens_of(function: Callable[[Tensor, Tensor], Drawn]) -> TokensOf:
 
 
 def _draw_stages(stages: Stages) -> Stages:
-    """The one of DRAWS."""
+    """The matching element of DRAWS."""
     return Stages(draw=True, top_k=stages.top_k, top_p=stages.top_p, sort=stages.sort).merged()
 
 
@@ -158,15 +158,17 @@ def _with_tables(
 
 
 def draw(scores: Tensor, flat_params: Tensor, num_sorted: int) -> tuple[filters.Argmax, Tensor]:
-    """Draw by `scores` (B, V): the largest scores with the tokens, and (B, V) weights.
+    """Draw by `scores` (B, V). Returns the largest scores with the drawn tokens, and weights (B,
+    V).
 
-    top_k and top_p are applied if `num_sorted`, the number of weights to sort, is not 0: at least
-    as many as any request's filters may keep, apart from ties.
+    Args:
+        num_sorted: number of weights to sort for top_k and top_p, at least the number of tokens
+            that any request's filters keep, apart from ties; 0: no top_k and top_p.
     """
     params = split_params(flat_params)
     best = filters.first_argmax(scores)
-    # Minus the largest first: tiny temperatures then give -inf and weight 0, never infinity.
-    # Softmax does the same, so a temperature of 1 changes no bit.
+    # Subtract the maximum first: tiny temperatures then give -inf and weight 0, never infinity.
+    # Softmax also subtracts it, so a temperature of 1 changes no bit.
     weights = torch.softmax((scores - best.values) / params.temperature, dim=-1)
     threshold = filters.min_p_threshold(weights, best.tokens, params.min_p)
     threshold = threshold.clamp(min=filters.TINY)
@@ -178,7 +180,7 @@ def draw(scores: Tensor, flat_params: Tensor, num_sorted: int) -> tuple[filters.
         has_top_p = params.top_p < 1
         total = filters.totals(_kept(weights, threshold), weights.dtype)
         mass = total * params.top_p * has_top_p
-        # Where the argmax is the whole nucleus, tokens that tie with it are not drawn.
+        # If the argmax is the whole nucleus, tokens that tie with it are not drawn.
         is_best = is_best | ((weights.gather(1, best.tokens) >= mass) & has_top_p)
         nucleus = filters.nucleus(_kept(largest, threshold), mass)
         threshold = torch.maximum(threshold, torch.where(has_top_p, nucleus, 0.0))
@@ -189,14 +191,15 @@ def draw(scores: Tensor, flat_params: Tensor, num_sorted: int) -> tuple[filters.
 
 
 def _largest(weights: Tensor, size: int) -> Tensor:
-    """(B, size) the largest weights in falling order."""
+    """(B, size) largest weights in descending order."""
     if size == weights.shape[1]:
         return weights.sort(dim=-1, descending=True).values
     return weights.topk(size, dim=-1).values
 
 
 def _kept(weights: Tensor, threshold: Tensor) -> Tensor:
-    """0 below the row's threshold, NaN stays. Compared, not divided: a device may round that."""
+    """0 below the row's threshold; NaN is preserved. Compares instead of dividing, because a device
+    may round a quotient."""
     return torch.where(weights < threshold, 0.0, weights)
 
 
@@ -205,12 +208,12 @@ def _processed(scores: Tensor, weights: Tensor, params: Tensor) -> Tensor:
 
 
 def _counted(counts: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
-    """The tables' rows of counts with one more of `tokens`; -1 adds nothing."""
+    """Rows of the counts table after adding `tokens`; -1 adds nothing."""
     every = torch.arange(counts.shape[1], device=tokens.device, dtype=tokens.dtype)
     return counts.index_select(0, rows) + (every == tokens.unsqueeze(1))
 
 
 def _appended(last_tokens: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
-    """The tables' rows of last tokens with `tokens` at the end."""
+    """Rows of the last-tokens table with `tokens` appended."""
     kept = last_tokens.index_select(0, rows)[:, 1:]
     return torch.cat((kept, (tokens + 1).unsqueeze(1)), dim=1)

@@ -1,7 +1,7 @@
-"""Device tables with one row a request: bias, banned tokens, token counts, bad words, last tokens.
+"""Device tables with a row per request: bias, banned tokens, token counts, bad words, last tokens.
 
 The last row of a table is neutral and never written: launches read it for padding and for requests
-that do not use the table. So a request's row needs no cleanup when the request leaves.
+that do not use the table. A request's row therefore needs no cleanup.
 """
 
 import math
@@ -19,7 +19,7 @@ from hpu.protocol import RequestSampling
 from hpu.sampling.params import FEW_PREFIX, FEW_WORDS, Stages, biases_of
 
 NUM_LAST_TOKENS = MAX_BAD_WORD_TOKENS - 1
-"""Last tokens stored of a request: as many as may precede the end of a bad word."""
+"""Last tokens stored per request: the maximum number before the end of a bad word."""
 
 
 class _Shape(NamedTuple):
@@ -30,7 +30,7 @@ class _Shape(NamedTuple):
 def _shapes(vocab_size: int, index_dtype: torch.dtype) -> dict[str, _Shape]:
     return {
         "bias": _Shape((vocab_size,), torch.float32),
-        # Not bool: the bridge's tests of index_copy_ do not cover it.
+        # Not bool: the bridge's tests of index_copy_ do not cover bool.
         "banned": _Shape((vocab_size,), torch.float32),
         "counts": _Shape((vocab_size,), torch.float32),
         "few_words": _Shape((FEW_WORDS, FEW_PREFIX + 1), index_dtype),
@@ -40,7 +40,7 @@ def _shapes(vocab_size: int, index_dtype: torch.dtype) -> dict[str, _Shape]:
 
 
 class _Table:
-    """(max_num_reqs + 1, ...) on the device."""
+    """A (max_num_reqs + 1, ...) table on the device."""
 
     def __init__(self, backend: Backend, max_num_reqs: int, shape: _Shape) -> None:
         self._backend = backend
@@ -51,37 +51,37 @@ class _Table:
         self._index = backend.zeros((1,), backend.index_dtype)
 
     def write(self, req_index: int, values: npt.NDArray[Any]) -> list[Tensor]:
-        """Set a row, after the work launched so far; returns the host tensors being read."""
+        """Set a row, after the work launched so far. Returns the host tensors to keep."""
         host = self._backend.host_tensor(self._size, self.tensor.dtype)
         host.numpy()[:] = values.reshape(-1)
         index = self._backend.host_tensor(1, self._backend.index_dtype)
         index.numpy()[:] = req_index
         self._backend.upload(self._staged, host)
         self._backend.upload(self._index, index)
-        # The index is a tensor: as a constant it would make each row another operation.
+        # The index is a tensor: a constant would make each row a different operation.
         self.tensor.index_copy_(0, self._index, self._row)
-        # A recipe of its own: the same one however many requests a step adds.
+        # A separate recipe, shared by all requests however many a step adds.
         self._backend.mark_step()
         return [host, index]
 
 
 class SamplingTables:
-    """Tables of `max_num_reqs` requests. A token is stored as its id plus 1; 0 means none.
+    """Tables of `max_num_reqs` requests. A token is stored as its id plus 1; 0 is empty.
 
     bias         (R, V) float32, added to logits; -inf where a token is not allowed
-    banned       (R, V) float32, -inf at tokens that may not come before min_tokens; only if
+    banned       (R, V) float32, -inf at tokens that are banned before min_tokens; only if
                  preallocated
-    counts       (R, V) float32: how often a token was generated, plus 0.5 if the prompt has it
-    few_words    (R, W, L + 1) bad words, right-aligned; a 0 before the last token matches anything,
-                 a 0 in its place means no word
-    many_words   the same with the largest W and L that a request may ask for
+    counts       (R, V) float32: times a token was generated, plus 0.5 if it is in the prompt
+    few_words    (R, W, L + 1) bad words, right-aligned; a 0 before the last token matches
+                 any token, a 0 as the last token marks an empty entry
+    many_words   shaped like few_words, with the largest W and L that a request may have
     last_tokens  (R, NUM_LAST_TOKENS) last generated tokens, newest at the end
     """
 
     def __init__(
         self, backend: Backend, max_num_reqs: int, vocab_size: int, *, preallocates: bool
     ) -> None:
-        """`preallocates`: all device memory is taken here; if not, by the first request that uses
+        """`preallocates`: allocate all device memory now; otherwise by the first request that uses
         a table."""
         self._backend = backend
         self._max_num_reqs = max_num_reqs
@@ -97,7 +97,7 @@ class SamplingTables:
         return self._tables[name].tensor
 
     def items(self) -> list[tuple[str, Tensor]]:
-        """All tables that were made, with their names."""
+        """All allocated tables by name."""
         return [(name, table.tensor) for name, table in self._tables.items()]
 
     def _table(self, name: str) -> _Table:
@@ -113,8 +113,8 @@ class SamplingTables:
         prompt: npt.NDArray[np.uint32],
         generated: npt.NDArray[np.uint32],
     ) -> list[Tensor]:
-        """Write the rows that the request's stages read; returns host tensors to keep until the
-        device has read them."""
+        """Write the table rows that the request's stages read. Returns the host tensors to keep
+        until the device has read them."""
         rows: dict[str, npt.NDArray[Any]] = {}
         if stages.bias:
             rows["bias"] = self._bias(sampling)
@@ -123,7 +123,7 @@ class SamplingTables:
             rows["banned"][token_array(sampling.end_token_ids)] = -np.inf
         if stages.counts:
             rows["counts"] = np.bincount(generated, minlength=self._vocab_size).astype(np.float32)
-            # Tokens behind the vocabulary, as those of images, are never sampled.
+            # Tokens outside the vocabulary, such as image placeholders, are never sampled.
             in_prompt = np.bincount(prompt, minlength=self._vocab_size)[: self._vocab_size] > 0
             rows["counts"] += in_prompt * np.float32(0.5)
         if stages.words:

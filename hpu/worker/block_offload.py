@@ -1,4 +1,4 @@
-"""BlockOffload: a worker's KV blocks outside its device, as plans and messages say."""
+"""BlockOffload: a worker's offloaded KV blocks, in host memory and in files."""
 
 import hashlib
 import json
@@ -44,11 +44,12 @@ MEASURED_COPIES = 3
 
 
 class BlockOffload:
-    """Copies what plans say, and reads and writes files beside that."""
+    """Copies KV blocks as step plans request, and reads and writes block files in the
+    background."""
 
     def __init__(self, loaded: LoadedModel, caches: list[Tensor], ranks: Ranks) -> None:
-        """`caches`: all that blocks have a part of. Raises ConfigError when the memory or the
-        folder cannot be used. All ranks of the model make theirs together."""
+        """`caches`: all tensors indexed by block. Raises ConfigError if the memory or the folder
+        cannot be used. Collective: all ranks of the model call it together."""
         config, backend, agreement = loaded.config.offload, loaded.backend, loaded.agreement
         num_devices = ranks.world_size
         layout = layout_of(caches, loaded.block_size)
@@ -74,14 +75,14 @@ class BlockOffload:
         self._agreement = agreement
         self._memory = HostBlocks(pool)
         self._corrupt: dict[int, list[int]] = {}
-        """By step: StepResult.corrupt_loads, if there are any."""
+        """StepResult.corrupt_loads by step, if not empty."""
         self._num_filled = 0
-        """Slots, from the first on, that may hold anything: the engine takes the lowest first."""
+        """Number of leading slots that may hold data: the engine uses the lowest slots first."""
         self._deletes_files = config.kv_offloading_delete_files
         self._max_files = 0
         self._files: BlockFiles | None = None
         self.on_fetched: Callable[[], None] = lambda: None
-        """Called on another thread when `take_fetched` has something new."""
+        """Called on another thread when `take_fetched` has a new result."""
         if config.kv_offloading_dir is not None:
             file_bytes = slot_bytes + HEADER_BYTES
             self._max_files = max(config.file_bytes(num_devices) // file_bytes, 1)
@@ -104,7 +105,8 @@ class BlockOffload:
         )
 
     def start(self, pad_block: int) -> OffloadFacts:
-        """Compile and measure the copies, and agree with the other ranks on what there is."""
+        """Compile and measure the copies, and agree with the other ranks on capacities and stored
+        blocks."""
         self._copies.warm_up()
         times = []
         for _ in range(MEASURED_COPIES):
@@ -126,7 +128,7 @@ class BlockOffload:
         )
 
     def _agreed_hashes(self) -> list[bytes]:
-        """The blocks that all ranks have in files. Others are deleted."""
+        """Hashes of the blocks that all ranks have in files. Other files are deleted."""
         if self._files is None:
             return []
         own = self._files.hashes
@@ -154,12 +156,13 @@ class BlockOffload:
             self._copies.load(plan.loaded_slots, plan.loaded_blocks)
 
     def land(self, step: int) -> list[int]:
-        """The device is done with all steps up to this one; its StepResult.corrupt_loads."""
+        """Complete the copies of all steps up to `step`, which the device has finished. Returns
+        StepResult.corrupt_loads."""
         self._copies.land(step)
         return self._corrupt.pop(step, [])
 
     def fetch(self, message: FetchBlocks) -> None:
-        """Read blocks from files to host memory; `take_fetched` has the answer."""
+        """Start to read blocks from files to host memory; `take_fetched` returns the result."""
         assert self._files is not None, "blocks are read, and there are no files"
         self._num_filled = max(self._num_filled, max(message.slots) + 1)
         self._copies.settle(message.slots)
@@ -177,12 +180,12 @@ class BlockOffload:
         self._files.drop(hashes)
 
     def close(self) -> None:
-        """Finish what is on its way, and wipe the memory: what prompts hold does not stay in pages
-        that others get. Files stay, unless they are to be deleted."""
+        """Finish pending copies and clear the used memory, so that prompts are not left in freed
+        pages. Files are kept, unless configured to be deleted."""
         self._copies.close()
         if self._files is not None:
             self._files.close(deletes=self._deletes_files)
-        # No others: the system gives pages to a slot when it is written first.
+        # Only filled slots: the system allocates pages at the first write to a slot.
         self._memory.rows[: self._num_filled].fill(0)
         self._num_filled = 0
 
@@ -207,9 +210,9 @@ def check_offload(loaded: LoadedModel) -> None:
 def _acquire_folder(
     loaded: LoadedModel, widths: tuple[int, ...], ranks: Ranks, parent: Path
 ) -> tuple[Path, int]:
-    """The folder of this rank's files, and its lock. Its name says all that the contents of a block
-    depend on, beside what its hash covers, and a number: engines of one server do not share files,
-    and each takes the first that is free."""
+    """This rank's file folder, and its lock. The folder name is a digest of everything that block
+    contents depend on besides the block's hash, and a number: engines of a server do not share
+    files, and each takes the first free number."""
     text = json.dumps(_identity(loaded, widths), sort_keys=True, default=str)
     name = f"kv-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
     remove_others(parent, name)
@@ -226,7 +229,7 @@ def _acquire_folder(
 
 def _identity(loaded: LoadedModel, widths: tuple[int, ...]) -> dict[str, object]:
     config, facts = loaded.config, asdict(loaded.facts)
-    # The object would be written with its address.
+    # json would write the object with its address.
     facts["fields"] = loaded.facts.fields.raw
     del facts["path"], facts["generation_defaults"]
     return {
@@ -253,7 +256,7 @@ def _identity(loaded: LoadedModel, widths: tuple[int, ...]) -> dict[str, object]
 
 
 def _weights(model: str, load_format: str) -> list[object]:
-    """Names, sizes and times of the files: other weights in the same folder have others."""
+    """Name, size and modification time of each file, to detect other weights in this folder."""
     path = Path(model)
     if load_format == DUMMY:
         return [load_format]
@@ -269,7 +272,7 @@ def _stamp(path: str | None) -> object:
 
 
 def _scales(loaded: LoadedModel) -> str:
-    """Digest of the scales of the layers, which may be calculated."""
+    """Digest of the KV-cache scales of all layers, which may be calculated."""
     digest = hashlib.sha256()
     for module in loaded.modules:
         for one in module.modules():

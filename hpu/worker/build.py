@@ -73,7 +73,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Components:
-    """A runner, and what warm-up and sleep work on."""
+    """A runner and the components that warm-up and sleep use."""
 
     runner: StepRunner
     graphs: GraphCache
@@ -81,23 +81,23 @@ class Components:
     cache: KVCache | None
     """None for a pooling model."""
     states: RequestStates | None = None
-    """None without layers that have them."""
+    """None for a model without recurrent states."""
     speculation: Speculation | None = None
     images: Images | None = None
-    """None for a model that takes none."""
+    """None for a text-only model."""
     draft_caches: tuple[KVCache | HiddenCache, ...] = ()
-    """Of the model or the head that drafts, if one does."""
+    """Caches of the draft model or head."""
     offload: BlockOffload | None = None
-    """None: no KV blocks are kept outside the device."""
+    """None: no KV offloading."""
 
     @property
     def cache_bytes(self) -> int:
-        """Of KV caches and states."""
+        """Bytes of KV caches and states."""
         caches = (self.cache, self.states, *self.draft_caches)
         return sum(0 if one is None else one.bytes for one in caches)
 
     def end_threads(self) -> None:
-        """Of the offload and of the cache."""
+        """End the threads of the offload and of the cache."""
         if self.offload is not None:
             self.offload.close()
         if self.cache is not None and self.cache.pages_ahead is not None:
@@ -112,7 +112,7 @@ class Components:
 
     @property
     def num_blocks(self) -> int:
-        """Of the KV cache, without the pad block; 0 where nothing is cached."""
+        """KV blocks without the pad block; 0 without a KV cache."""
         return 0 if self.cache is None else self.cache.num_blocks
 
 
@@ -124,9 +124,13 @@ def build(
     num_rings: int | None = None,
     ranks: Ranks = SINGLE_RANK,
 ) -> Components:
-    """Everything up to the warm-up. `num_blocks` of the KV cache; None: as configured, as in the
-    last start with these settings, or as many as fit. `num_rings` as in LoadedModel; None: what
-    holds more. Raises ConfigError when it does not fit."""
+    """Build everything up to the warm-up. Raises ConfigError if it does not fit.
+
+    Args:
+        num_blocks: KV blocks; None: as configured, as in the last start with these settings, or as
+            many as fit.
+        num_rings: see LoadedModel; None: choose the larger capacity.
+    """
     check_speculation(loaded)
     check_offload(loaded)
     loaded = replace(loaded, num_rings=_choose_rings(loaded) if num_rings is None else num_rings)
@@ -136,7 +140,7 @@ def build(
     profile_blocks = max_blocks = _max_blocks(loaded)
     if previous is not None and is_near(previous.profile_blocks, max_blocks):
         profile_blocks = previous.profile_blocks
-    # The launches are the same on all ranks.
+    # All ranks must profile the same launches.
     profile_blocks = loaded.agreement.least(profile_blocks)
     memory = measure_memory(loaded, sampler, profile_blocks)
     split = _split(loaded, memory, num_blocks, previous)
@@ -148,7 +152,7 @@ def build(
         captures=loaded.captures,
         graph_bytes=split.graph_bytes,
     )
-    # More blocks may have been configured than the split plans for.
+    # More blocks may be configured than the split plans for.
     left = max(0, loaded.backend.memory()[0] - memory.reserve)
     budget = min(components.graphs.budget_bytes, left)
     components.graphs.budget_bytes = loaded.agreement.least(budget)
@@ -170,7 +174,7 @@ def _with_offload(loaded: LoadedModel, components: Components, ranks: Ranks) -> 
 
 
 def check_speculation(loaded: LoadedModel) -> None:
-    """Raise ConfigError where drafts are configured, and cannot be verified."""
+    """Raise ConfigError if speculation is configured and drafts cannot be verified."""
     method, what = loaded.config.speculation.choose(), loaded.config.model
     if method is None:
         return
@@ -193,8 +197,8 @@ def check_speculation(loaded: LoadedModel) -> None:
 
 
 def make_sampler(loaded: LoadedModel) -> Sampler | None:
-    """With static shapes where a new shape means a compilation, and one request more than an engine
-    uses; None for a pooling model."""
+    """The sampler, or None for a pooling model. Shapes are static if a new shape would be compiled.
+    Has an additional request index for the runner."""
     if loaded.pooler is not None:
         return None
     backend = loaded.backend
@@ -216,8 +220,8 @@ def make_runner(
     captures: bool,
     graph_bytes: int,
 ) -> Components:
-    """A runner over a KV cache of `num_blocks`, if it has one; the last request index is the
-    runner's own."""
+    """A runner over a KV cache of `num_blocks` (no cache for a pooling model). The last request
+    index is reserved for the runner."""
     backend, model = loaded.backend, loaded.model
     body = model.body if isinstance(model, PoolingModel) else model
     stage = loaded.link.stage
@@ -295,8 +299,8 @@ def make_runner(
 
 
 def num_cache_rows(loaded: LoadedModel) -> int:
-    """Embeddings of images that are kept at most, or tiles for layers that read images; 0 for a
-    model that takes none."""
+    """Maximum image embeddings in the cache, or tiles for cross-attention; 0 for a text-only
+    model."""
     vision = loaded.facts.vision
     if vision is None or loaded.pooler is not None:
         return 0
@@ -307,7 +311,7 @@ def num_cache_rows(loaded: LoadedModel) -> int:
 
 
 def num_request_tiles(loaded: LoadedModel) -> int:
-    """Tiles of a request's images at most, in a model whose layers read images; else 0."""
+    """Maximum tiles of a request's images, for cross-attention; else 0."""
     vision = loaded.facts.vision
     if vision is None or vision.cross is None or loaded.pooler is not None:
         return 0
@@ -358,18 +362,18 @@ def _make_cache(loaded: LoadedModel, num_blocks: int) -> KVCache:
 
 
 def _num_requests(loaded: LoadedModel) -> int:
-    """Request indices: those of the engine, and the runner's own."""
+    """Request indices of the engine, and the runner's reserved index."""
     return loaded.config.scheduler.max_num_seqs + 1
 
 
 def measure_memory(loaded: LoadedModel, sampler: Sampler | None, profile_blocks: int) -> FreeMemory:
-    """The memory that is free after loading, and what the largest launches, over at most
-    `profile_blocks`, take of it: measured on a cache of one block, or estimated where the back end
-    counts no memory."""
+    """Free memory after loading, and the peak of the largest launches over at most `profile_blocks`
+    blocks: measured with a cache of a single block, or estimated if the back end does not report
+    memory."""
     backend, is_pooling = loaded.backend, loaded.pooler is not None
     fixed = _fixed_bytes(loaded)
     if is_pooling and not loaded.captures:
-        # Nothing is reserved: neither blocks nor graphs.
+        # Without blocks and graphs, nothing is reserved.
         return FreeMemory(backend.memory()[0], 0, is_measured=False)
     if backend.peak_memory() is None or not loaded.pads:
         reserve = 0 if is_pooling else _estimated_activations(loaded)
@@ -404,13 +408,13 @@ def _state_bytes(loaded: LoadedModel) -> int:
 
 
 def _sizes(loaded: LoadedModel) -> CacheSizes:
-    """With one ring for each request index and for padding."""
+    """Cache sizes with a ring per request index and for padding."""
     assert isinstance(loaded.model, CausalLM), "a pooling model has no KV cache"
     num_rings = _num_requests(loaded) + 1
     sizes = cache_sizes(loaded.model, loaded.block_size, loaded.kv_cache_dtype, num_rings)
     if loaded.drafter is None:
         return sizes
-    # Each block of the target is one of the drafter's, too.
+    # The drafter has a block for each block of the target.
     drafts = _sizes(loaded.drafter).block
     assert isinstance(loaded.drafter.model, CausalLM), "a drafter generates"
     width = loaded.drafter.model.hidden_width
@@ -419,7 +423,8 @@ def _sizes(loaded: LoadedModel) -> CacheSizes:
 
 
 def _fixed_bytes(loaded: LoadedModel) -> int:
-    """Of states, rings and embeddings of images, whatever the number of blocks."""
+    """Bytes that are independent of the number of blocks: states, rings, image embeddings and
+    offload staging."""
     embeddings = 0
     if loaded.tower is not None:
         embeddings = (num_cache_rows(loaded) + 1) * _image_row_bytes(loaded)
@@ -431,7 +436,7 @@ def _fixed_bytes(loaded: LoadedModel) -> int:
 
 
 def _image_row_bytes(loaded: LoadedModel) -> int:
-    """Of one of `num_cache_rows`."""
+    """Bytes of a row of `num_cache_rows`."""
     facts, width = loaded.facts, loaded.dtype.itemsize
     assert facts.vision is not None
     if facts.vision.cross is not None:
@@ -440,7 +445,8 @@ def _image_row_bytes(loaded: LoadedModel) -> int:
 
 
 def _choose_rings(loaded: LoadedModel) -> int:
-    """The rings of each layer with a window, as in LoadedModel; logs why there are none."""
+    """Number of rings per sliding-window layer (see LoadedModel.num_rings); logs the reason
+    if it is 0."""
     config, model, backend = loaded.config, loaded.model, loaded.backend
     if not isinstance(model, CausalLM):
         return 0
@@ -486,7 +492,7 @@ def _choose_rings(loaded: LoadedModel) -> int:
 
 
 def _max_blocks(loaded: LoadedModel) -> int:
-    """KV blocks that the free memory holds beside states and rings; a pooling model has none."""
+    """KV blocks that fit the free memory beside states and rings; 0 for a pooling model."""
     if loaded.pooler is not None:
         return 0
     free = max(0, loaded.backend.memory()[0] - _fixed_bytes(loaded))
@@ -496,7 +502,8 @@ def _max_blocks(loaded: LoadedModel) -> int:
 def _largest_buckets(loaded: LoadedModel, max_blocks: int) -> list[Bucket]:
     if loaded.pooler is not None:
         return largest_buckets(loaded.bucket_table(0), 0)
-    # A slice of the cache is no copy of it, and no longer than the one block that there is.
+    # With contiguous reads, a decode uses a slice, not a copy, and the profile cache has a single
+    # block.
     return largest_buckets(loaded.bucket_table(max_blocks), 1 if loaded.contiguous else max_blocks)
 
 
@@ -535,7 +542,7 @@ def _split(
     num_blocks: int | None,
     previous: PreviousSplit | None,
 ) -> MemorySplit:
-    """Split the memory and log it. Raises ConfigError when a full context does not fit."""
+    """Split the memory and log the result. Raises ConfigError if a full context does not fit."""
     config, backend = loaded.config, loaded.backend
     if loaded.pooler is not None:
         usable = plan_memory(
@@ -588,7 +595,7 @@ def _split(
 
 
 def _agreed(split: MemorySplit, loaded: LoadedModel) -> MemorySplit:
-    """What all ranks can hold."""
+    """The split that fits on all ranks."""
     count = loaded.agreement.least(split.num_blocks)
     if count < split.num_blocks:
         logger.info(
@@ -611,8 +618,8 @@ def _repeat(
     demand: KVCacheDemand,
     memory: FreeMemory,
 ) -> MemorySplit:
-    """The previous split where it still fits, else `split`; logs which. A configured number stays
-    as it is."""
+    """The previous split if it still fits, else `split`; logs the choice. A configured number of
+    blocks is kept."""
     if cache.num_blocks is not None or cache.kv_cache_memory_bytes is not None:
         return replace(split, graph_bytes=previous.graph_bytes)
     count = previous.num_blocks
@@ -637,7 +644,7 @@ def _repeat(
 def _log_memory(
     split: MemorySplit, cache: CacheConfig, memory: FreeMemory, warmup: WarmupConfig
 ) -> None:
-    """The memory split of a device with its own memory."""
+    """Log the memory split of a device with its own memory."""
     logger.info(
         "Memory: %.2f GiB free after loading, less %.2f GiB for the largest launch (%s); %.2f GiB "
         "of the rest usable (gpu-memory-utilization %g)",
@@ -663,7 +670,7 @@ def _log_memory(
 def _log_cache(
     split: MemorySplit, cache: CacheConfig, demand: KVCacheDemand, format: KVCacheFormat | None
 ) -> None:
-    """Size and capacity of the KV cache."""
+    """Log size and capacity of the KV cache."""
     logger.info(
         "KV cache: %d blocks of %d tokens%s%s, %.2f GiB: %.1f sequences of %d tokens at once",
         split.num_blocks,

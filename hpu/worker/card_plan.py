@@ -1,4 +1,5 @@
-"""CardPlan: how a model fits a card's memory, and what would make it fit. Pure arithmetic."""
+"""CardPlan: whether a model fits a card's memory, and settings that would make it fit. Pure
+arithmetic."""
 
 import itertools
 import math
@@ -34,9 +35,9 @@ from hpu.worker.memory import MemoryPlan, num_blocks, plan_memory
 from hpu.worker.offload_plan import OffloadTiers, offload_tiers
 
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
-"""Sizes that a machine of eight cards can form."""
+"""Tensor-parallel sizes on a machine of eight cards."""
 PIPELINE_PARALLEL_SIZES = (2, 3, 4)
-"""Machines of eight cards that are proposed."""
+"""Numbers of eight-card machines to propose."""
 
 NO_OFFLOAD = OffloadConfig()
 
@@ -55,15 +56,15 @@ class CardDemand:
 
     device: str
     num_cards: int
-    """Cards that each layer is divided among."""
+    """Cards that each layer is divided among (tensor parallelism)."""
     num_stages: int = 1
-    """Pipeline stages of so many cards each."""
+    """Pipeline stages of `num_cards` cards each."""
     num_engines: int = 1
-    """Engines that share experts, of so many cards each."""
+    """Engines of `num_cards` cards each that share experts."""
     width: int
     """Bytes of a weight or an activation."""
     kv_width: int
-    """Bytes of a number in the KV cache."""
+    """Bytes of an element of the KV cache."""
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -71,25 +72,25 @@ class CardDemand:
     utilization: float
     graph_reserved: float
     slices: tuple[int, int] | None = None
-    """(threshold, tokens of a slice) of attention in slices; None: never."""
+    """(threshold, tokens per slice) of sliced attention; None: never sliced."""
     num_blocks: int | None = None
-    """As configured; None: as many as fit."""
+    """Configured number of blocks; None: as many as fit."""
     kv_bytes: int | None = None
-    """KV cache of one card, as configured; None: what is left."""
+    """Configured KV cache bytes per card; None: the remaining memory."""
     card_bytes: int | None = None
-    """Memory of a card; None: the generation's."""
+    """Memory of a card; None: the generation's default."""
     cross_images: int = 1
-    """Images of a request that layers read."""
+    """Maximum images of a request, for cross-attention."""
     max_prefill_batch: int = 1
-    """Prompts in a launch."""
+    """Maximum prompts in a launch."""
     prefix_caching: bool = True
     distributes_experts: bool = False
-    """Whole experts on each card, in place of a part of each."""
+    """Expert parallelism: whole experts on each card, instead of a part of each expert."""
     max_tokens_per_step: int = 1
-    """Tokens that a decode of one sequence verifies; above 1, layers with a window cache the whole
+    """Tokens that a decode verifies per sequence. If above 1, sliding-window layers cache the whole
     context."""
     drafter_sizes: Callable[[int], DrafterSizes] = no_drafter
-    """Sizes on each of so many cards."""
+    """Drafter sizes per card, by number of cards."""
     adapter_bytes: Callable[[ShardRank, Stage], int] = no_adapters
     """Memory of the adapter slots on a card of a stage."""
     offload: OffloadConfig = NO_OFFLOAD
@@ -104,20 +105,20 @@ class CardPlan:
     weight_bytes: int
     activation_bytes: int
     parts: MemoryPlan
-    """Split of what is free after the weights and the largest launch."""
+    """Split of the free memory after the weights and the largest launch."""
     block_bytes: int
     num_blocks: int
-    """Without the pad block."""
+    """KV blocks without the pad block."""
     state_bytes: int = 0
-    """Of layers that keep a state of each sequence."""
+    """Bytes of per-sequence states."""
     ring_bytes: int = 0
-    """Of layers that cache a window of each sequence, and are in no block."""
+    """Bytes of sliding-window rings, which are not part of blocks."""
     stage: Stage = WHOLE
-    """Whose cards these are."""
+    """Pipeline stage of these cards."""
     tiers: OffloadTiers | None = None
-    """None: no KV blocks are kept outside the cards."""
+    """None: no KV offloading."""
     host_weight_bytes: int = 0
-    """Of layers that launches copy to the cards."""
+    """Bytes of the layers in host memory that launches copy to the cards."""
     adapter_bytes: int = 0
     """Memory of the adapter slots."""
     drafter: DrafterSizes = NO_DRAFTER
@@ -125,7 +126,7 @@ class CardPlan:
 
     @property
     def staging_bytes(self) -> int:
-        """For copies of blocks between the card and the host."""
+        """Staging buffer for block copies between card and host."""
         return 0 if self.tiers is None else self.tiers.staging_bytes
 
     @property
@@ -135,24 +136,23 @@ class CardPlan:
 
     @property
     def context_blocks(self) -> int:
-        """Blocks of one full context."""
+        """Blocks of a full context."""
         return math.ceil(self.demand.max_model_len / self.demand.block_size)
 
     @property
     def fits(self) -> bool:
-        """Whether the weights, one full context and the configured blocks fit."""
+        """Whether the weights, a full context and the configured blocks fit."""
         if self.num_blocks < self.context_blocks:
             return False
         return (self.num_blocks + 1) * self.block_bytes <= self.free_bytes
 
     def sequences(self, num_tokens: int) -> int:
-        """Sequences of `num_tokens` that the cache holds, without the scheduler's limits."""
+        """Sequences of `num_tokens` that fit the cache, ignoring the scheduler's limits."""
         return self.num_blocks // math.ceil(num_tokens / self.demand.block_size)
 
 
 def with_companions(demand: CardDemand, config: EngineConfig, facts: ModelConfig) -> CardDemand:
-    """`demand` with what --speculative-config and --enable-lora of `config` add beside the model
-    `facts`."""
+    """`demand` plus the drafter and the adapters that `config` adds to the model `facts`."""
 
     def sizes_of_drafter(num_cards: int) -> DrafterSizes:
         return drafter_sizes(
@@ -177,9 +177,9 @@ def with_companions(demand: CardDemand, config: EngineConfig, facts: ModelConfig
 
 
 def plan_card(facts: ModelConfig, demand: CardDemand) -> CardPlan:
-    """Apply the documented memory split; with pipeline stages on the cards that hold the fewest
-    blocks, since all hold as many. Raises ConfigError when the model cannot be sharded or is not
-    supported."""
+    """Apply the documented memory split. With pipeline stages, returns the plan of the stage with
+    the fewest blocks, since all stages have the same number of blocks. Raises ConfigError if the
+    model cannot be sharded or is not supported."""
     if demand.num_stages > 1 and facts.architecture not in ARCHITECTURES:
         raise ConfigError(
             f"{facts.path} is a {facts.architecture}, which is not built in, and "
@@ -209,7 +209,7 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
         num_engines=demand.num_engines,
         stage=stage,
     )
-    # The last stage drafts, since it has the hidden states.
+    # Only the last stage drafts, since it has the hidden states.
     drafter = demand.drafter_sizes(demand.num_cards) if stage.is_last else NO_DRAFTER
     weights += drafter.weight_bytes
     freed = in_host = 0
@@ -308,7 +308,7 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
 
 
 def _image_bytes(facts: ModelConfig, vision: VisionFacts, demand: CardDemand) -> int:
-    """What is kept of encoded images."""
+    """Bytes of cached image embeddings, or of cross-attention keys and values."""
     if vision.cross is not None:
         tiles = cross_cache_tiles(vision.cross, demand.cross_images, demand.max_num_seqs)
         return tiles * cross_tile_bytes(facts, num_cards=demand.num_cards, width=demand.width)
@@ -325,13 +325,13 @@ def _parts(demand: CardDemand, free: int) -> MemoryPlan:
 
 
 def changes(facts: ModelConfig, plan: CardPlan) -> list[str]:
-    """Changes that would make the plan fit, one sentence each, with the numbers."""
+    """Changes that would make the plan fit: a sentence each, with the numbers."""
     suggestions = [*_smaller_demands(plan), *_more_memory(facts, plan)]
     return suggestions or ["no setting here makes it fit: a smaller model would"]
 
 
 def _smaller_demands(plan: CardPlan) -> Iterator[str]:
-    """Changes on the same cards."""
+    """Settings that would fit on these cards."""
     demand, needed = plan.demand, (plan.context_blocks + 1) * plan.block_bytes
     free = plan.free_bytes
     if plan.num_blocks >= plan.context_blocks:
@@ -360,7 +360,7 @@ def _smaller_demands(plan: CardPlan) -> Iterator[str]:
 
 
 def _more_memory(facts: ModelConfig, plan: CardPlan) -> Iterator[str]:
-    """More cards, or other cards."""
+    """More cards, or cards of another generation."""
     demand = replace(plan.demand, num_blocks=None, kv_bytes=None)
     yield from itertools.islice(_more_cards(facts, demand), 1)
     if demand.card_bytes is None:
@@ -371,7 +371,7 @@ def _more_memory(facts: ModelConfig, plan: CardPlan) -> Iterator[str]:
 
 
 def _more_cards(facts: ModelConfig, demand: CardDemand) -> Iterator[str]:
-    """More cards of one machine, then several machines of eight cards, a stage on each."""
+    """More cards of a machine, then several machines of eight cards with a stage on each."""
     for count in TENSOR_PARALLEL_SIZES:
         if count > demand.num_cards and (text := _fitting(facts, replace(demand, num_cards=count))):
             yield f"--tensor-parallel-size {count}: {text}"
@@ -384,7 +384,7 @@ def _more_cards(facts: ModelConfig, demand: CardDemand) -> Iterator[str]:
 
 
 def _fitting(facts: ModelConfig, demand: CardDemand) -> str | None:
-    """A summary of a plan that fits; None if it does not fit or is not possible."""
+    """Summary of the plan if it fits; None if it does not fit or is invalid."""
     try:
         plan = plan_card(facts, demand)
     except ConfigError:

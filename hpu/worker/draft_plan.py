@@ -1,4 +1,4 @@
-"""What a drafter takes of a card, before anything is loaded. Reads its config.json."""
+"""Memory of a drafter on each card, computed from its config.json before anything is loaded."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -35,7 +35,7 @@ class DrafterSizes(NamedTuple):
 
     weight_bytes: int = 0
     block_bytes: int = 0
-    """Of each KV block of the target: keys and values of the drafter, and hidden states."""
+    """Bytes per KV block of the target: keys and values of the drafter, and hidden states."""
 
 
 NO_DRAFTER = DrafterSizes()
@@ -51,10 +51,13 @@ def drafter_sizes(
     block_size: int,
     max_model_len: int,
 ) -> DrafterSizes:
-    """The sizes of what --speculative-config names beside the model `target`, on each of the
-    `num_cards` that it is divided among; `width` and `kv_width`: bytes of a number. The weights of
-    a head count whole: its projections are on every card. ConfigError where it does not fit the
-    target."""
+    """Sizes of the drafter of --speculative-config on each of the `num_cards` of the model
+    `target`; zero without a drafter. The weights of a head are counted in full, because every card
+    has its projections. Raises ConfigError if the drafter does not fit the target.
+
+    Args:
+        width, kv_width: bytes of a weight, and of a KV cache element.
+    """
     method = config.speculation.choose()
     if method is None:
         return NO_DRAFTER
@@ -96,7 +99,7 @@ def _num_elements(weight_map: WeightMap) -> int:
 
 
 def _specs(weight_map: WeightMap) -> Iterator[WeightSpec]:
-    """Those of a head: of a map of all layers only the last one is its own."""
+    """Weights of a head, which owns only the last layer of the map."""
     yield from weight_map.outer
     if weight_map.layers:
         yield from weight_map.layers[-1]

@@ -1,4 +1,4 @@
-"""Loads the model or the head that drafts tokens for the model that is served."""
+"""Loads the draft model or head."""
 
 import logging
 import time
@@ -35,10 +35,10 @@ def load_drafter(
     groups: ProcessGroups,
     stage: Stage = WHOLE,
 ) -> LoadedModel | None:
-    """What --speculative-config names to draft, this rank's part of it; None if it names nothing,
-    where it will be refused for the target or the device, and on a pipeline `stage` that is not the
-    last: the last one samples, and has the hidden states. Raises ConfigError when it does not fit
-    the target."""
+    """Load this rank's part of the drafter of --speculative-config. None without a drafter, if
+    speculation will be refused for the target or the device, and on a pipeline `stage` before the
+    last (the last stage samples and has the hidden states). Raises ConfigError if the drafter does
+    not fit the target."""
     method = config.speculation.choose()
     refused = pooler is not None or not (backend.shares_host_memory or backend.compiles)
     if method is None or not method.has_drafter or refused or not stage.is_last:
@@ -46,13 +46,13 @@ def load_drafter(
     folder = draft_folder(config, method) if method.model else config.model
     logger.info("Speculation: the method %s drafts with %s", method.method, folder)
     if method.method == DRAFT_MODEL:
-        # A draft is verified: it is made of the text alone.
+        # Text only: images are not needed, because drafts are verified.
         facts = replace(draft_facts(config, method, folder, target), vision=None)
         settings = draft_config(config, method, folder, facts, target)
         loaded = load(settings, facts, None, backend, _ignore, None, groups)
         return replace(loaded, draft_method=method.method)
     start = time.perf_counter()
-    # Hidden states are the target's.
+    # The hidden states have the target's dtype.
     dtype = served_dtype(config, target, None, backend, groups, stage)
     head: DraftHead | HiddenHead
     if method.method in HIDDEN_HEADS:
@@ -98,7 +98,8 @@ def load_drafter(
 
 
 def with_drafter(target: LoadedModel, drafter: LoadedModel) -> LoadedModel:
-    """`target` with what drafts for it. Before its caches are made. Raises ConfigError."""
+    """`target` with its drafter. Call before the target's caches are created. Raises
+    ConfigError."""
     head = drafter.model
     if isinstance(head, DraftHead):
         assert isinstance(target.model, CausalLM), "a target generates"
@@ -114,8 +115,8 @@ def with_drafter(target: LoadedModel, drafter: LoadedModel) -> LoadedModel:
 
 
 def keep_for_last_stage(target: LoadedModel) -> LoadedModel:
-    """`target`, a pipeline stage before the last one, which from now on sends the hidden states
-    that a head there reads. Before its graphs are made."""
+    """Make a pipeline stage before the last send the hidden states that an EAGLE-3 head on the last
+    stage reads. Call before graphs are captured."""
     config = target.config
     method = config.speculation.choose()
     if method is not None and method.method == EAGLE3 and isinstance(target.model, CausalLM):
@@ -126,8 +127,8 @@ def keep_for_last_stage(target: LoadedModel) -> LoadedModel:
 
 
 def _ignore(progress: WarmupProgress) -> None:
-    """The progress of the target's weights says how far the start is."""
+    """No-op: only the load progress of the target is reported."""
 
 
 def _ignore_bytes(done: int, total: int) -> None:
-    """Likewise."""
+    """No-op: only the load progress of the target is reported."""

@@ -1,4 +1,5 @@
-"""Builds what drafts tokens and verifies them: on the host, or on a device with its own memory."""
+"""Builds the drafting and verification components: on the host, or on a device with its own
+memory."""
 
 from collections.abc import Callable
 from functools import partial
@@ -35,31 +36,32 @@ from hpu.worker.load import LoadedModel
 
 
 class DraftCaches(NamedTuple):
-    """What a drafter keeps for each block of the target."""
+    """A drafter's caches, indexed by the target's blocks."""
 
     kv: KVCache
     hidden: HiddenCache | None
-    """Of the target; None: the drafter does not read it."""
+    """Hidden states of the target; None: the drafter does not read them."""
 
     @property
     def all(self) -> tuple[KVCache | HiddenCache, ...]:
-        """Those that there are."""
+        """The caches that exist."""
         return (self.kv,) if self.hidden is None else (self.kv, self.hidden)
 
 
 class Speculations(NamedTuple):
-    """How a runner speculates: in one of the two ways, or not at all."""
+    """Speculation components of a runner: `on_host` or `on_device`, or neither without
+    speculation."""
 
     on_host: Speculation | None = None
     on_device: DeviceSpeculation | None = None
     drafter: DeviceDrafter | None = None
     hidden_cache: HiddenCache | None = None
-    """Gets the target's hidden states from the runner; None: nothing reads them, or its graphs keep
-    them (`keeping_hidden`)."""
+    """Cache that the runner fills with the target's hidden states; None: not needed, or filled by
+    the graphs (`keeping_hidden`)."""
 
 
 def make_draft_caches(loaded: LoadedModel, num_blocks: int) -> DraftCaches | None:
-    """For the blocks of the target `loaded`; None: no model or head drafts."""
+    """Caches for the blocks of the target `loaded`; None without a draft model or head."""
     drafter = loaded.drafter
     if drafter is None:
         return None
@@ -86,8 +88,8 @@ def make_draft_caches(loaded: LoadedModel, num_blocks: int) -> DraftCaches | Non
 
 
 def keeping_hidden(loaded: LoadedModel, caches: DraftCaches | None, forward: Forward) -> Forward:
-    """`forward` of the target. Where graphs are captured it keeps the hidden states itself, since a
-    replay runs no other code."""
+    """The target's `forward`, extended to store hidden states. Needed with captured graphs, because
+    a replay runs no other code."""
     if caches is None or caches.hidden is None or loaded.backend.shares_host_memory:
         return forward
     model, cache = loaded.model, caches.hidden
@@ -108,8 +110,8 @@ def with_draft_buffers(
     sampler: Sampler,
     hidden_buffers: HiddenBuffers | None,
 ) -> Callable[..., InputBuffers]:
-    """As `make`, which makes the input buffers of a bucket; decodes on a device that drafts have
-    rows of their own. `hidden_buffers`: of a pipeline stage that receives hidden states."""
+    """Wrap `make`, the factory of input buffers: on a device with speculation, decodes get
+    DraftBuffers. `hidden_buffers`: for a pipeline stage that receives hidden states."""
     method = loaded.config.speculation.choose()
     if method is None or loaded.backend.shares_host_memory:
         return make
@@ -123,10 +125,11 @@ def with_draft_buffers(
     stage = loaded.link.stage
     width, max_inflight = 1 + method.max_drafts, loaded.config.max_inflight_steps
     sampler.expect_drafts(method.max_drafts, max_inflight)
-    # A launch before may have accepted none or all of its drafts; a drafter looks back as far.
+    # The previous launch may have accepted anything from no drafts to all drafts; a drafter looks
+    # back equally far.
     reach = width * (max_inflight + 1)
     if method.has_drafter:
-        # It may draft behind what a launch accepts when that one ends.
+        # It may draft after the tokens accepted by a launch when this launch ends.
         reach += width
     window = -(-reach // loaded.block_size) + 1
     make_decode = partial(
@@ -140,7 +143,7 @@ def with_draft_buffers(
     )
     drafter = loaded.drafter
     if drafter is not None and (isinstance(drafter.model, DraftHead) or not stage.is_first):
-        # It reads the known tokens of each request.
+        # The drafter reads the tokens of each request.
         make = partial(make, names_requests=True)
 
     def made(bucket: Bucket, *args: Any, **flags: Any) -> InputBuffers:
@@ -150,8 +153,8 @@ def with_draft_buffers(
 
 
 def _plans_drafts(loaded: LoadedModel, method: SpeculationMethod) -> bool:
-    """Whether a device gets its drafts with the plans: those of the last pipeline stage, where the
-    drafter is, or which alone knows all tokens of earlier requests."""
+    """Whether a device gets its drafts with the plans. True with pipeline stages if only the last
+    stage can draft: it has the drafter, or it alone has the tokens of earlier requests."""
     reads_earlier = method.method == SUFFIX and method.suffix.max_cached_requests > 0
     return (method.has_drafter or reads_earlier) and loaded.link.stage.size > 1
 
@@ -164,7 +167,7 @@ def make_speculations(
     graphs: GraphCache,
     count: Callable[[str, float], None],
 ) -> Speculations:
-    """What verifies drafts for the target `loaded`, and makes them; `count` adds to a counter."""
+    """Components that make and verify drafts for the target `loaded`. `count` adds to a counter."""
     method = loaded.config.speculation.choose()
     if method is None:
         return Speculations()
@@ -172,7 +175,7 @@ def make_speculations(
     stage = loaded.link.stage
     if loaded.backend.shares_host_memory:
         if not stage.is_last:
-            # The plans say what it verifies.
+            # The plans contain the drafts to verify.
             return Speculations()
         runner = _draft_runner(loaded.drafter, caches, batch_state, sampler)
         proposer = select_proposer(method, runner)

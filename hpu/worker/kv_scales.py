@@ -1,5 +1,5 @@
-"""Scales of an FP8 KV cache that are calculated, not read: from the keys and values of one prompt,
-once the weights are there and before anything is captured or cached."""
+"""Calculated scales of an FP8 KV cache, from the keys and values of a prompt, after the weights are
+loaded and before anything is captured or cached."""
 
 import gc
 import logging
@@ -24,21 +24,21 @@ from hpu.worker.load import LoadedModel
 logger = logging.getLogger(__name__)
 
 NUM_TOKENS = 512
-"""Of the prompt, at most."""
+"""Maximum tokens of the prompt."""
 SEED = 17
 RANGES = (200.0, 100.0)
-"""The code of the largest number of the prompt at most, of keys and of values: vLLM's
-K_SCALE_CONSTANT and V_SCALE_CONSTANT. Numbers of other prompts may be larger, up to 448."""
+"""Largest code after scaling, for keys and for values: vLLM's K_SCALE_CONSTANT and
+V_SCALE_CONSTANT. Values of other prompts may reach 448."""
 STEPS = 16
-"""Scales that are tried, from the smallest up to twice that. FP8 is a float: a scale that is twice
-as large has the same relative errors, and those between decide how near codes are to the largest
-numbers, which have the largest errors."""
+"""Number of candidate scales, from the smallest up to twice the smallest. FP8 is a float: a doubled
+scale has equal relative errors, and candidates in between differ in the errors of the largest
+values, which dominate."""
 
 
 def calculate_kv_scales(loaded: LoadedModel) -> None:
-    """Set the scales of all layers of `loaded` that have some, to those with the smallest square
-    error. All ranks of the model call it together. The prompt has random tokens, always the same
-    ones: so a restart, and every rank, gets the same scales."""
+    """Set the KV cache scales of all layers that have scales, minimizing the square error.
+    Collective: all ranks of the model call it together. The prompt has fixed random tokens, so that
+    a restart, and every rank, gets the same scales."""
     model, format = loaded.model, loaded.kv_cache_format
     assert isinstance(model, nn.Module) and format is not None and format.has_layer_scales
     layers = [one for one in model.modules() if isinstance(one, PagedAttention)]
@@ -48,7 +48,7 @@ def calculate_kv_scales(loaded: LoadedModel) -> None:
         components = _run_prompt(replace(loaded, kv_cache_format=None), num_tokens)
         group = loaded.groups.stage_host
         largest = -group.minimum(-_of_each(layers, lambda x, _: x.abs().amax().reshape(1)))
-        # Of numbers that are all zero any scale is right.
+        # If all values are zero, any scale is valid.
         smallest = torch.where(largest > 0, largest / torch.tensor(RANGES).unsqueeze(-1), 1.0)
         scales = smallest * 2 ** (torch.arange(STEPS) / STEPS)
         errors = group.all_reduce(_of_each(layers, fp8_errors, scales * format.unit))
@@ -59,7 +59,7 @@ def calculate_kv_scales(loaded: LoadedModel) -> None:
     for layer, pair in zip(layers, best, strict=True):
         for parameter, scale in zip(layer.kv_scales, pair, strict=True):
             assert parameter is not None
-            # Read when caches are bound.
+            # Scales are read when caches are bound.
             parameter.copy_(scale)
     logger.info(
         "KV cache: scales of %d layers from %d tokens in %.1f s",
@@ -71,7 +71,7 @@ def calculate_kv_scales(loaded: LoadedModel) -> None:
 
 @contextmanager
 def _unquantized_cache(model: nn.Module) -> Iterator[None]:
-    """Caches that are bound here are in the data type of the model."""
+    """Bind caches in the model's dtype within this context."""
     kept: list[tuple[nn.Module, str, object]] = []
 
     def change(module: nn.Module, name: str, value: object) -> None:
@@ -94,7 +94,8 @@ def _unquantized_cache(model: nn.Module) -> Iterator[None]:
 
 
 def _run_prompt(loaded: LoadedModel, num_tokens: int) -> Components:
-    """With caches that hold the keys and values of so many tokens, and zeros."""
+    """Run a prompt of `num_tokens` tokens; returns the components, whose caches hold its keys and
+    values."""
     num_blocks = -(-num_tokens // loaded.block_size)
     components = make_runner(
         loaded,
@@ -119,10 +120,10 @@ def _of_each(
     measure: Callable[[Tensor, Tensor], Tensor],
     scales: Tensor | None = None,
 ) -> Tensor:
-    """(layers, 2, n) on the host: `measure` (n) of the keys and of the values that each layer has
-    cached, float32, and of its `scales`, (layers, 2, n)."""
+    """(layers, 2, n) on the host: `measure` (n) of each layer's cached keys and values in float32,
+    with its `scales` (layers, 2, n)."""
     if not layers:
-        # Latents have no scales; other stages of a pipeline may have some.
+        # Latents have no scales; other pipeline stages may have scales.
         return torch.zeros(0, 2, 1)
     found = []
     for index, layer in enumerate(layers):

@@ -58,7 +58,7 @@ from hpu.worker.weight_offload import WeightsInHostMemory, weights_in_host_memor
 logger = logging.getLogger(__name__)
 
 MAX_POOLING_STEP = 32
-"""Largest step between the lengths of a pooling model's buckets: texts are shorter than prompts."""
+"""Largest step between the bucket lengths of a pooling model: texts are shorter than prompts."""
 
 SINGLE_GROUPS = ProcessGroups()
 
@@ -67,18 +67,18 @@ OnProgress = Callable[[WarmupProgress], None]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model on its device, and the facts that the worker's components are built from."""
+    """A model on its device, and the settings from which the worker's components are built."""
 
     config: EngineConfig
     backend: Backend
     facts: ModelConfig
     pooler: PoolerConfig | None
-    """Set for a pooling model: it has no KV cache and does not sample."""
+    """Set for a pooling model, which has no KV cache and does not sample."""
     model: CausalLM | PoolingModel
     dtype: torch.dtype
     max_model_len: int
     block_size: int
-    """Tokens of a KV block; of a pooling model the step between bucket lengths."""
+    """Tokens of a KV block; for a pooling model, the step between bucket lengths."""
     weight_bytes: int
     load_s: float
     groups: ProcessGroups = SINGLE_GROUPS
@@ -86,46 +86,46 @@ class LoadedModel:
     kv_cache_format: KVCacheFormat | None = None
     """None: keys and values are cached in `dtype`."""
     num_rings: int = 0
-    """In the caches of each layer with a window, that of padding included; 0: blocks of the whole
-    context, as in other layers."""
+    """Rings in each sliding-window layer's cache, including a padding ring. 0: these layers cache
+    the whole context in blocks."""
     patcher: ModelPatcher | None = None
-    """What has replaced modules of the model."""
+    """Component that replaced modules of the model."""
     lora: LoRAManager | None = None
-    """Set where adapters are served."""
+    """Set if adapters are served."""
     tower: Tower | None = None
-    """Set where images are encoded."""
+    """Set if images are encoded."""
     drafter: "LoadedModel | None" = None
-    """The model or head that drafts, if one does."""
+    """The draft model or head, if any."""
     weight_ring: WeightRing | None = None
-    """Set where layers have their weights in host memory."""
+    """Set if layers have their weights in host memory."""
     draft_method: str = ""
-    """Of such a one: the method of speculation."""
+    """Speculation method, if this is a drafter."""
 
     @property
     def kv_cache_dtype(self) -> torch.dtype:
-        """Of the caches."""
+        """Dtype of the KV cache."""
         if self.patcher is not None and self.patcher.quantizes_cache(*self.modules):
             return torch.float8_e4m3fn
         return self.dtype if self.kv_cache_format is None else self.kv_cache_format.dtype
 
     def finish(self) -> None:
-        """Write down what was measured while the model ran, if anything was."""
+        """Write the patcher's measurements, if any."""
         if self.patcher is not None:
             self.patcher.finish(*self.modules)
 
     @property
     def all_models(self) -> "tuple[LoadedModel, ...]":
-        """This one, and the drafter if there is one."""
+        """This model, and its drafter if any."""
         return (self,) if self.drafter is None else (self, self.drafter)
 
     @property
     def agreement(self) -> Agreement:
-        """Of the ranks that run the model."""
+        """Agreement among the ranks that run the model."""
         return Agreement(self.groups.host)
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """The modules that hold the weights."""
+        """Modules that hold the weights."""
         own = self.model.modules if isinstance(self.model, PoolingModel) else (self.model,)
         return own if self.tower is None else (*own, self.tower)
 
@@ -136,7 +136,7 @@ class LoadedModel:
 
     @property
     def bucket_config(self) -> BucketConfig:
-        """The configured buckets, with the device's strategy for `auto`."""
+        """Bucket settings, with `auto` replaced by the device's strategy."""
         if self.config.buckets.strategy == "auto":
             return replace(self.config.buckets, strategy=self.backend.default_strategy)
         return self.config.buckets
@@ -148,19 +148,19 @@ class LoadedModel:
 
     @property
     def contiguous(self) -> bool:
-        """Whether decodes read the cache as one slice."""
+        """Whether decodes read the cache as a single slice."""
         return self.pooler is None and reads_contiguously(
             self.config, self.backend, has_states=self.has_states
         )
 
     @property
     def has_states(self) -> bool:
-        """Whether some layers keep a state of each request, in place of keys and values."""
+        """Whether some layers keep a recurrent state of each request instead of keys and values."""
         return isinstance(self.model, CausalLM) and bool(self.model.state_specs())
 
     @property
     def prompt_vocab_size(self) -> int:
-        """As in WorkerReady."""
+        """See WorkerReady.prompt_vocab_size."""
         facts = self.facts
         if facts.vision is None or facts.vision.cross is None:
             return 0
@@ -168,23 +168,23 @@ class LoadedModel:
 
     @property
     def prefix_caching(self) -> bool:
-        """Whether cached blocks of earlier prompts are used. Without the states behind them they
-        are of no use."""
+        """Whether cached blocks of earlier prompts are reused. Never with recurrent states, which
+        are not cached."""
         return self.config.cache.enable_prefix_caching and not self.has_states
 
     @property
     def prompts_per_row(self) -> int:
-        """Sequences that may lie behind each other in a row of a prefill."""
+        """Maximum sequences concatenated in a row of a prefill."""
         scheduler = self.config.scheduler
-        # Only the vendor's fused attention reads such a row; other devices pad little or nothing.
-        # A scan over states takes one sequence in each row, and images are read by row.
+        # Only the vendor's fused attention supports such rows; other devices pad little or not at
+        # all. A scan over states takes a sequence per row, and images are read by row.
         merges = scheduler.merged_prefill and self.backend.compiles and self.pads
         has_cross = self.facts.vision is not None and self.facts.vision.cross is not None
         merges = merges and not (self.has_states or has_cross)
         return scheduler.prefill_batch() if merges and self.pooler is None else 1
 
     def bucket_table(self, num_blocks: int) -> BucketTable:
-        """The buckets over a KV cache of `num_blocks`; a pooling model has none."""
+        """Buckets for a KV cache of `num_blocks`; a pooling model has no cache."""
         scheduler = self.config.scheduler
         if self.pooler is not None:
             limits = BucketLimits.for_pooling(
@@ -206,7 +206,7 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What is loaded of a model, before its adapters."""
+    """Loaded parts of a model, before its adapters."""
 
     model: CausalLM | PoolingModel
     weight_bytes: int
@@ -225,8 +225,8 @@ def load(
     groups: ProcessGroups = SINGLE_GROUPS,
     link: PipelineLink = SINGLE_STAGE,
 ) -> LoadedModel:
-    """Load this rank's part of the model, with `offloaded` weights or from the checkpoint. Raises
-    ConfigError when the checkpoint, the device and the settings do not fit each other."""
+    """Load this rank's part of the model, from `offloaded` weights or from the checkpoint. Raises
+    ConfigError if the checkpoint, the device and the settings do not fit each other."""
     is_built_in = pooler is not None or is_native(facts, config.model_impl)
     if pooler is None:
         facts = served_facts(facts, backend, is_native=is_built_in)
@@ -300,7 +300,7 @@ def load(
 
 @dataclass(frozen=True, slots=True)
 class _Loading:
-    """What models of both kinds are loaded with."""
+    """Arguments shared by the loading of generating and pooling models."""
 
     config: EngineConfig
     facts: ModelConfig
@@ -317,7 +317,7 @@ class _Loading:
         return self.groups.expert if self.config.parallel.enable_expert_parallel else SINGLE
 
     def decoder(self, patcher: ModelPatcher | None, weights: WeightsInHostMemory) -> _Parts:
-        """A model that generates, and its tower."""
+        """Load a generating model and its vision tower."""
         config, backend = self.config, self.backend
         # A compressor patches the caches itself.
         kv_cache_dtype = config.cache.kv_cache_dtype if patcher is None else AUTO
@@ -352,7 +352,7 @@ class _Loading:
         return _Parts(prepared, weight_bytes + tower_bytes, kv_cache_format, tower, ring)
 
     def pooling_model(self, pooler: PoolerConfig) -> _Parts:
-        """A model that does not generate."""
+        """Load a pooling model."""
         model = load_pooling_model(
             self.facts,
             pooler,
@@ -371,7 +371,7 @@ class _Loading:
         return _Parts(model, weight_bytes)
 
     def adapters(self, model: CausalLM | PoolingModel) -> LoRAManager:
-        """Of the loaded model, with the slots of adapters warmed up."""
+        """LoRAManager of the loaded model, with warmed-up adapter slots."""
         lora = LoRAManager(
             self.config.lora,
             self.facts,
@@ -411,7 +411,7 @@ class _Loading:
         )
 
     def _fill(self, decoder: LoadableModel, tower: Tower | None) -> None:
-        """From host memory, with random weights, or from the checkpoint."""
+        """Fill the weights: from host memory, with random values, or from the checkpoint."""
         loadable = (decoder,) if tower is None else (decoder, tower)
         if self.offloaded is not None:
             restore(self.offloaded, loadable)
@@ -453,12 +453,12 @@ def served_dtype(
     groups: ProcessGroups = SINGLE_GROUPS,
     stage: Stage = WHOLE,
 ) -> torch.dtype:
-    """The dtype that `load` gives the model."""
+    """Dtype that `load` gives the model."""
     is_built_in = pooler is not None or is_native(facts, config.model_impl)
     num_expert_ranks = groups.expert.size if config.parallel.enable_expert_parallel else 1
     is_whole = is_built_in and num_expert_ranks == stage.size == 1
     quantization = chosen_quantization(config.quantization, facts)
-    # Products with weights that we quantize work in bfloat16.
+    # Matrix products with weights quantized at load time run in bfloat16.
     is_quantized = quantization is not None and facts.quantization is None and pooler is None
     configured = "bfloat16" if is_quantized else config.dtype
     return choose_dtype(configured, facts, backend, is_plain=pooler is None and is_whole)
@@ -473,7 +473,7 @@ def _num_weights_here(
     *,
     is_built_in: bool,
 ) -> int:
-    """As `_num_weights`, those of this rank."""
+    """Weights on this rank, see `_num_weights`."""
     num_weights = _num_weights(config, facts, dtype, is_built_in=is_built_in)
     if config.parallel.enable_expert_parallel and groups.expert.size > groups.tensor.size:
         num_weights -= _num_remote_weights(facts, groups.expert.size // groups.tensor.size)
@@ -483,8 +483,8 @@ def _num_weights_here(
 def _num_weights(
     config: EngineConfig, facts: ModelConfig, dtype: torch.dtype, *, is_built_in: bool
 ) -> int:
-    """Weights in the checkpoint's files, or those that the model would have without them; of
-    quantized ones, how many of `dtype` take as much memory. 0 of a model that is refused when it is
+    """Number of weights in the checkpoint's files, or of the model without files. For quantized
+    weights, the number of `dtype` elements with equal memory. 0 for a model that is refused when
     built."""
     if facts.is_quantized and config.load_format != DUMMY:
         files = weight_files(Path(facts.path))
@@ -500,7 +500,7 @@ def _num_weights(
 
 
 def _num_remote_weights(facts: ModelConfig, num_engines: int) -> int:
-    """Weights of experts that are on the devices of other engines."""
+    """Expert weights on the devices of other engines."""
     moe = facts.moe
     assert moe is not None, "only experts are distributed over engines"
     num_layers = sum(moe.has_experts(index) for index in range(facts.num_layers))
@@ -514,8 +514,8 @@ def check_memory(
     max_model_len: int,
     weights: int,
 ) -> None:
-    """Raise ConfigError for `weights` bytes or a context larger than all memory, before they are
-    allocated: some systems allocate memory that they do not have, and kill the process later."""
+    """Raise ConfigError if `weights` bytes or the rotary table exceed all memory, before
+    allocation: some systems overcommit memory and kill the process later."""
     if weights > (total := backend.memory()[1]):
         raise ConfigError(
             f"the weights in {facts.path} take {weights / GIB:.1f} GiB, {backend.name} has "
@@ -534,14 +534,14 @@ def check_memory(
 def choose_dtype(
     configured: str, facts: ModelConfig, backend: Backend, *, is_plain: bool = True
 ) -> torch.dtype:
-    """The configured dtype; for `auto` what the device runs best, as Backend.dtype_for."""
+    """The configured dtype; for `auto` the device's preference (Backend.dtype_for)."""
     if configured == "auto":
         return backend.dtype_for(facts, is_plain=is_plain)
     return _dtype(configured)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """bfloat16, not torch.bfloat16."""
+    """Short name of a dtype: bfloat16, not torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -558,7 +558,7 @@ def _num_bytes(module: nn.Module) -> int:
 
 
 def _log_states(config: EngineConfig) -> None:
-    """What a model with states cannot have."""
+    """Log the features that a model with states does not support."""
     why = "the model has layers with a state"
     if config.cache.enable_prefix_caching:
         logger.info("Prefix caching is off: %s, which is not cached with the blocks", why)

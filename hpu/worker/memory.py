@@ -1,4 +1,4 @@
-"""How the device memory that is free after loading is split: KV blocks, graphs, a reserve.
+"""Memory split after loading: KV blocks, graphs, a reserve.
 
 Pure arithmetic without torch, done once before anything is captured.
 """
@@ -12,7 +12,7 @@ from config.errors import ConfigError
 from hpu.gaudi_devices import GIB
 
 SHARED_MEMORY_FRACTION = 0.25
-"""Share of the host's free memory for KV blocks of a device that uses host memory."""
+"""Share of the host's free memory for KV blocks, on a device that uses host memory."""
 
 
 class MemoryPlan(NamedTuple):
@@ -22,12 +22,12 @@ class MemoryPlan(NamedTuple):
     graphs: float
     kv: float
     margin: float
-    """Not planned for."""
+    """Memory that is left unused."""
 
 
 def plan_memory(free: float, *, utilization: float, graph_memory_fraction: float) -> MemoryPlan:
-    """`utilization` is a share of the free memory, not of the card's; graphs get a share of that,
-    KV blocks the rest."""
+    """Split the free memory. `utilization`: share of the free memory, not of the card's; graphs get
+    `graph_memory_fraction` of the usable part, KV blocks the rest."""
     _check_share("utilization", utilization)
     _check_share("graph_memory_fraction", graph_memory_fraction)
     usable = free * utilization
@@ -42,7 +42,7 @@ def num_blocks(kv_bytes: float, block_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheDemand:
-    """What the KV cache has to serve."""
+    """Requirements of the KV cache."""
 
     block_size: int
     block_bytes: int
@@ -51,7 +51,7 @@ class KVCacheDemand:
 
     @property
     def context_blocks(self) -> int:
-        """Blocks of one full context."""
+        """Blocks of a full context."""
         return math.ceil(self.max_model_len / self.block_size)
 
 
@@ -63,7 +63,7 @@ class FreeMemory:
     reserve: int
     """Peak of the largest launch."""
     is_measured: bool = True
-    """Whether such a launch was run; if not, `reserve` is an estimate."""
+    """Whether the largest launch was run; if not, `reserve` is an estimate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,8 @@ def kv_budget(
     shares_host_memory: bool,
     graph_memory_fraction: float,
 ) -> int:
-    """Bytes for the KV cache: as configured, or what is left of the free memory."""
+    """Bytes for the KV cache: as configured, or the remaining free memory. If a number of blocks is
+    configured, all free memory."""
     if cache.num_blocks is not None:
         return memory.free
     if cache.kv_cache_memory_bytes is not None:
@@ -106,14 +107,14 @@ def split_memory(
     num_sharing: int,
     graph_memory_fraction: float,
 ) -> MemorySplit:
-    """Decide the number of KV blocks: as configured, as many as the configured bytes hold, or as
-    many as fit.
+    """Number of KV blocks: as configured, as many as the configured bytes hold, or as many as fit.
 
-    `num_sharing`: ranks that use the host's memory together; 0: the device has its own.
+    The usable memory is the configured share of the memory that the largest launch leaves free.
+    Graphs get `graph_memory_fraction` of it; 0 if nothing is captured. Raises ConfigError if a full
+    context does not fit, or if more is configured than is free.
 
-    The usable memory is the configured share of what the largest launch leaves free. Graphs get
-    `graph_memory_fraction` of it; 0 when nothing is captured. Raises ConfigError when not even one
-    full context fits, or when more is configured than is free.
+    Args:
+        num_sharing: number of ranks that share the host's memory; 0: the device has its own memory.
     """
     free = memory.free
     plan = plan_memory(

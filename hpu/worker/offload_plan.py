@@ -1,4 +1,4 @@
-"""What --kv-offloading-size and the flags beside it hold, before anything is loaded."""
+"""Capacity of KV offloading (--kv-offloading-size and related flags), before anything is loaded."""
 
 from typing import NamedTuple
 
@@ -8,26 +8,27 @@ from hpu.offload.sizes import MIN_SLOTS, staging_bytes
 
 
 class OffloadTiers(NamedTuple):
-    """Bytes of each device. Blocks are those of an engine: each device keeps its part of them."""
+    """Bytes per device. A block belongs to the engine: each device stores its part of every
+    block."""
 
     staging_bytes: int
-    """On a device with its own memory."""
+    """Staging buffer on a device with its own memory."""
     host_bytes: int
     host_blocks: int
     file_bytes: int
     file_blocks: int
     only_preempted: bool
-    """Blocks of preempted requests alone are kept."""
+    """Only blocks of preempted requests are offloaded."""
 
     @property
     def fits(self) -> bool:
-        """Whether a server starts with so much host memory."""
+        """Whether the host memory is sufficient to start a server."""
         return self.host_blocks >= MIN_SLOTS
 
 
 def offload_tiers(config: OffloadConfig, block_bytes: int, num_devices: int) -> OffloadTiers | None:
-    """`block_bytes`: of a block on each of the `num_devices` of an engine. None: nothing leaves the
-    device."""
+    """Offload capacity, or None without offloading. `block_bytes`: part of a block on each of the
+    `num_devices` of an engine."""
     if not config.is_on:
         return None
     host = config.host_bytes(num_devices) // block_bytes

@@ -1,8 +1,8 @@
-"""The memory split of an earlier start, kept beside the cache of compiled recipes.
+"""Memory split of an earlier start, stored beside the cache of compiled recipes.
 
-The number of KV blocks is part of the shapes that are compiled, and the free memory differs a
-little from start to start. A restart with the same settings, software and card takes the same
-number, so that all its recipes are in the cache.
+The number of KV blocks is part of compiled shapes, and the free memory differs a little from start
+to start. A restart with the same settings, software and card reuses the earlier number, so that all
+its recipes are in the cache.
 """
 
 import dataclasses
@@ -22,14 +22,14 @@ from hpu.worker.load import LoadedModel
 logger = logging.getLogger(__name__)
 
 LESS, MORE = 0.01, 0.05
-"""How far the number that fits now may be below or above the earlier one, as a share of it: below,
-the memory that is never planned for absorbs the difference; far above, new recipes are worth it."""
+"""Accepted shortfall and excess of the blocks that fit now, as shares of the earlier number.
+Unplanned memory absorbs the shortfall; a larger excess is worth new recipes."""
 
 MAX_ENTRIES = 64
-"""Settings that the file remembers; the ones that were not used for longest are dropped."""
+"""Maximum stored entries; the least recently used entries are dropped."""
 
 MAX_BYTES = 1 << 20
-"""A larger file is none of ours."""
+"""A larger file was not written by this module."""
 
 FORMAT = 1
 
@@ -56,24 +56,24 @@ UNRELATED = frozenset(
         "kv_offloading_delete_files",
     )
 )
-"""Settings that decide no shape of a card, or stand in the fingerprint by what they led to."""
+"""Settings that do not affect the shapes on a card, or whose effect is in the fingerprint."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreviousSplit:
-    """What decided the shapes of an earlier start."""
+    """Results of an earlier start that decided its shapes."""
 
     num_blocks: int
     """KV blocks without the pad block."""
     graph_bytes: int
-    """Budget of the graphs: which buckets are captured."""
+    """Graph budget, which decides the captured buckets."""
     profile_blocks: int
-    """Blocks that bounded the largest launches of the profile run."""
+    """Block limit of the largest launches in the profile run."""
 
 
 class SplitRecord:
-    """The entry of one fingerprint in the file at `path`. Two processes that write at once may lose
-    one of the entries: its next start then compiles."""
+    """Entry of a fingerprint in the file at `path`. If two processes write concurrently, an entry
+    may be lost, and its next start compiles again."""
 
     def __init__(self, path: Path, description: dict[str, Any]) -> None:
         self._path = path
@@ -82,12 +82,12 @@ class SplitRecord:
         self._fingerprint = hashlib.sha256(text.encode()).hexdigest()
 
     def read(self) -> PreviousSplit | None:
-        """The split of the last start; None if there is none."""
+        """The split of the last start; None if there is no entry."""
         found = self._entries().get(self._fingerprint)
         return None if found is None else _split_of(found)
 
     def write(self, split: PreviousSplit) -> None:
-        """Store the split, the whole file at once. A file that cannot be written is logged."""
+        """Store the split by replacing the whole file. Failure to write is logged."""
         entries = self._entries()
         entries.pop(self._fingerprint, None)
         entries[self._fingerprint] = {**self._versions, **dataclasses.asdict(split)}
@@ -100,7 +100,7 @@ class SplitRecord:
             logger.warning("The number of KV blocks is not remembered: %s", error)
 
     def _entries(self) -> dict[str, Any]:
-        """Entries by fingerprint, the newest last; empty for a file that is missing or broken."""
+        """Entries by fingerprint, newest last; empty if the file is missing or invalid."""
         try:
             if self._path.stat().st_size > MAX_BYTES:
                 raise ValueError(f"it is larger than {MAX_BYTES} bytes")
@@ -119,7 +119,7 @@ class SplitRecord:
 
 
 def _split_of(entry: Any) -> PreviousSplit:
-    """ValueError, TypeError or KeyError for anything that this file does not write."""
+    """Parse an entry. Raises ValueError, TypeError or KeyError for an invalid entry."""
     values = [entry[field.name] for field in dataclasses.fields(PreviousSplit)]
     if not all(type(value) is int and value >= 0 for value in values):
         raise ValueError(f"an entry holds {values}")
@@ -127,7 +127,7 @@ def _split_of(entry: Any) -> PreviousSplit:
 
 
 def split_record(loaded: LoadedModel) -> SplitRecord | None:
-    """The record of a loaded model; None without a cache of recipes that survives a restart."""
+    """The record of a loaded model; None without a persistent recipe cache."""
     folder = env.recipe_cache_folder(loaded.config)
     if folder is None:
         return None
@@ -135,17 +135,17 @@ def split_record(loaded: LoadedModel) -> SplitRecord | None:
 
 
 def is_near(previous: int, fitting: int) -> bool:
-    """Whether a start for which `fitting` blocks fit takes the earlier number."""
+    """Whether to reuse the earlier number of blocks if `fitting` blocks fit now."""
     return previous * (1 - LESS) <= fitting <= previous * (1 + MORE)
 
 
 def _describe(loaded: LoadedModel) -> dict[str, Any]:
-    """Everything that decides the shapes, and the versions that decide what is compiled of them."""
+    """Everything that decides the shapes, and the versions that affect compilation."""
     backend = loaded.backend
     facts = dataclasses.asdict(loaded.facts)
-    # The object would be written with its address.
+    # json would write the object with its address.
     facts["fields"] = loaded.facts.fields.raw
-    # Neither is part of a shape.
+    # Neither field affects a shape.
     del facts["path"], facts["generation_defaults"]
     return {
         "version": VERSION,
@@ -165,7 +165,8 @@ def _describe(loaded: LoadedModel) -> dict[str, Any]:
 
 
 def _related(config: Any) -> dict[str, Any]:
-    """The settings of a configuration and of those inside it, by field."""
+    """Settings of a configuration and its nested configurations, by field, without unrelated
+    settings."""
     related: dict[str, Any] = {}
     settings = settings_of(config)
     for field in dataclasses.fields(config):

@@ -1,5 +1,5 @@
-"""Runs of launches outside of any request: to measure the device memory of the largest ones, before
-the KV cache is made, and to profile those that the settings name, instead of serving."""
+"""Launches outside of any request: to measure the peak memory of the largest launches before the KV
+cache is created, and to profile configured launches instead of serving."""
 
 import gc
 from collections.abc import Callable
@@ -19,8 +19,8 @@ from hpu.sampling.sampler import GREEDY
 
 
 def measure_launches(runner: StepRunner, backend: Backend, buckets: list[Bucket]) -> int:
-    """Peak bytes of `buckets` with every kind of sampling, beyond what stays allocated. `runner`
-    must not capture. Raises ConfigError when a bucket does not fit."""
+    """Peak bytes of `buckets` with every kind of sampling, beyond the memory that stays allocated.
+    `runner` must not capture. Raises ConfigError if a bucket does not fit."""
 
     def run() -> None:
         for bucket in buckets:
@@ -30,7 +30,7 @@ def measure_launches(runner: StepRunner, backend: Backend, buckets: list[Bucket]
 
 
 def measure_peak(run: Callable[[], None], backend: Backend) -> int:
-    """Peak bytes of `run`, beyond what stays allocated."""
+    """Peak bytes of `run`, beyond the memory that stays allocated."""
     backend.reset_peak()
     run()
     peak = backend.peak_memory()
@@ -51,8 +51,8 @@ def _run(runner: StepRunner, backend: Backend, bucket: Bucket) -> None:
 
 
 def largest_buckets(table: BucketTable, num_blocks: int) -> list[Bucket]:
-    """The most expensive prefill and the widest decode, with at most `num_blocks` blocks: the
-    table's own number depends on the size of the cache, which is not yet known."""
+    """The most expensive prefill and the widest decode with at most `num_blocks` blocks: the
+    table's limit depends on the cache size, which is not yet decided."""
     prompts = [bucket for bucket in table.buckets if bucket[0] == PREFILL]
     largest = max(prompts, key=lambda bucket: table.cost(PREFILL, bucket[1:]))
     limits = table.limits
@@ -63,8 +63,8 @@ def largest_buckets(table: BucketTable, num_blocks: int) -> list[Bucket]:
 
 
 def profiled_buckets(execution: ExecutionConfig, limits: BucketLimits) -> list[Bucket]:
-    """The launches that the settings name for a profile; they need not be in the bucket table.
-    Raises ConfigError for those that no plan of this server could have."""
+    """Launches configured for a profile; they may be missing in the bucket table. Raises
+    ConfigError for a launch that no plan of this server can have."""
     buckets: list[Bucket] = []
     prompt, decode = execution.profiled_prompt, execution.profiled_decode
     if prompt is not None:
@@ -99,8 +99,8 @@ def profile_launches(
     input_buffers: InputBufferPool[Any],
     profiler: Profiler,
 ) -> str:
-    """Compile or capture `buckets` and trace the operations of one more run of them all. Returns
-    the path of the trace. Raises ConfigError when it cannot be written."""
+    """Compile or capture `buckets` and trace the operations of an additional run of all buckets.
+    Returns the path of the trace. Raises ConfigError if the trace cannot be written."""
     for bucket in buckets:
         input_buffers.prepare(bucket)
         runner.warm_up(bucket, GREEDY)

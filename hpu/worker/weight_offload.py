@@ -1,5 +1,5 @@
-"""Weights in host memory that launches copy to the device (--cpu-offload-gb), from the settings to
-the layers of a model."""
+"""Weight offloading (--cpu-offload-gb): weights in host memory that each launch copies to the
+device."""
 
 import logging
 from dataclasses import dataclass
@@ -26,16 +26,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WeightsInHostMemory:
-    """Which layers of a model have their weights in host memory."""
+    """The layers of a model whose weights are in host memory."""
 
     backend: Backend
     layers: tuple[int, ...]
     freed_bytes: int
-    """What the device does not hold."""
+    """Device memory saved."""
 
     @property
     def place_layer(self) -> PlaceLayer | None:
-        """As Decoder takes it."""
+        """Callback for Decoder that moves offloaded layers to the host; None without offloaded
+        layers."""
 
         def place(index: int, layer: nn.Module) -> None:
             if index in self.layers:
@@ -44,7 +45,8 @@ class WeightsInHostMemory:
         return place if self.layers else None
 
     def make_ring(self, decoder: LoadableModel) -> WeightRing | None:
-        """Of the layers of a filled decoder, before its back end prepares it; None without any."""
+        """WeightRing of a loaded decoder's offloaded layers; None without offloaded layers. Call
+        before the back end prepares the decoder."""
         if not self.layers:
             return None
         assert isinstance(decoder, Decoder), "others are refused"
@@ -69,8 +71,8 @@ def weights_in_host_memory(
     dtype: torch.dtype,
     group: ProcessGroup,
 ) -> WeightsInHostMemory:
-    """Those of a model of `dtype`, divided over the tensor-parallel `group`. Raises ConfigError
-    where they cannot be there."""
+    """Choose the offloaded layers of a model of `dtype`, divided over the tensor-parallel `group`.
+    Raises ConfigError if the model or the device does not support offloading."""
     if not config.offload.cpu_offload_gb:
         return WeightsInHostMemory(backend, (), 0)
     what = f"--cpu-offload-gb is {config.offload.cpu_offload_gb:g} and"

@@ -1,5 +1,5 @@
-"""Worker: the life of one device. Load, build, warm up; then plans in, results out; and sleep,
-which frees the device's memory until wake-up builds the same again."""
+"""Worker: lifecycle of a device. Loads, builds and warms up; then takes plans and returns results;
+sleep frees the device's memory, and wake-up rebuilds the components."""
 
 import gc
 import logging
@@ -64,13 +64,13 @@ T = TypeVar("T")
 
 
 class Worker:
-    """One device. Call `start` once; then `submit` and `collect`, never collecting more than was
-    submitted, with a `mask` after each plan that defers sampling; then `close`. With nothing in
-    flight, `sleep`; then only `call` until `wake_up`. Not thread-safe."""
+    """A device that runs step plans. Call `start` once; then `submit` and `collect` (at most once
+    per submitted plan), with a `mask` after each plan that defers sampling; then `close`. Call
+    `sleep` only with no plan in flight; then only `call` until `wake_up`. Not thread-safe."""
 
     def __init__(self, config: EngineConfig, ranks: Ranks = SINGLE_RANK) -> None:
-        """`ranks`: this worker among those that run the model; all of them get the same calls in
-        the same order."""
+        """`ranks`: rank of this worker among the workers that run the model. All workers get the
+        same calls in the same order."""
         self._config = config
         self._ranks = ranks
         self._groups = ProcessGroups()
@@ -80,25 +80,25 @@ class Worker:
         self._loaded: LoadedModel | None = None
         """None while the weights are not on the device."""
         self._offloaded: OffloadedWeights | None = None
-        """The weights while the device sleeps with them in host memory."""
+        """Weights in host memory while the device sleeps."""
         self._components: Components | None = None
         """None while asleep."""
         self._num_blocks: int | None = None
-        """Of the KV cache; the same after each wake-up."""
+        """Number of KV blocks; unchanged after each wake-up."""
         self._num_rings: int | None = None
-        """As `_num_blocks`."""
+        """Number of rings (LoadedModel.num_rings); unchanged after each wake-up."""
         self._runner: StepRunner | None = None
         self._profiler: Profiler | None = None
         self._diagnostics: Diagnostics | None = None
-        """Set where the device's runtime counts what it does."""
+        """Set if the device's runtime counts its work."""
         self._warmup: Warmup | None = None
         self._counters = Counters()
         self._in_flight: deque[AsyncStepOutput] = deque()
         self.on_loaded: Callable[[], None] = lambda: None
-        """Called on another thread when `take_loaded` or `take_fetched` has something new."""
+        """Called on another thread when `take_loaded` or `take_fetched` has a new result."""
 
     def start(self, on_progress: Progress) -> WorkerReady:
-        """Load, build and warm up. Raises ConfigError when the checkpoint, the device and the
+        """Load, build and warm up. Raises ConfigError if the checkpoint, the device and the
         settings do not fit each other."""
         try:
             with torch.inference_mode():
@@ -112,7 +112,8 @@ class Worker:
             ) from error
 
     def submit(self, plan: StepPlan) -> None:
-        """Apply and launch a plan; does not wait for the device (a CPU runs the plan at once)."""
+        """Apply and launch a plan; does not wait for the device (a CPU runs the plan
+        synchronously)."""
         assert self._runner is not None, "submit before start"
         assert not (self._in_flight and self._in_flight[-1].deferred), "submit before mask"
         start = time.perf_counter()
@@ -142,7 +143,7 @@ class Worker:
         return bool(self._in_flight and self._in_flight[0].deferred)
 
     def has_result(self) -> bool:
-        """Whether `collect` would not wait."""
+        """Whether `collect` would return without waiting."""
         return bool(self._in_flight) and self._in_flight[0].is_done()
 
     def collect(self) -> StepResult:
@@ -162,25 +163,25 @@ class Worker:
         return result
 
     def load_adapter(self, message: LoadAdapter) -> None:
-        """Start to read an adapter to host memory; `take_loaded` has the answer."""
+        """Start to read an adapter to host memory; `take_loaded` returns the result."""
         self._lora.load(message)
 
     def drop_adapter(self, message: DropAdapter) -> None:
-        """Forget an adapter in host memory."""
+        """Drop an adapter from host memory."""
         self._lora.drop(message.content)
 
     def take_loaded(self) -> list[AdapterLoaded]:
-        """The adapters that were read since the last call, or could not be; does not wait."""
+        """Results of adapter reads finished or failed since the last call; does not wait."""
         if self._loaded is None or self._loaded.lora is None:
             return []
         return self._loaded.lora.take_loaded()
 
     def wait_loaded(self, timeout_s: float) -> None:
-        """Wait until an adapter is read, at most so long."""
+        """Wait until an adapter is read, at most `timeout_s`."""
         self._lora.wait_loaded(timeout_s)
 
     def fetch_blocks(self, message: FetchBlocks) -> None:
-        """Start to read KV blocks from files to host memory; `take_fetched` has the answer."""
+        """Start to read KV blocks from files to host memory; `take_fetched` returns the result."""
         self._offload.fetch(message)
 
     def drop_files(self, message: DropFiles) -> None:
@@ -188,13 +189,13 @@ class Worker:
         self._offload.drop_files(message.hashes)
 
     def take_fetched(self) -> list[BlocksFetched]:
-        """The reads that were done since the last call; does not wait."""
+        """Reads finished since the last call; does not wait."""
         if self._components is None or self._components.offload is None:
             return []
         return self._components.offload.take_fetched()
 
     def wait_fetched(self, timeout_s: float) -> None:
-        """Wait until blocks are read, at most so long."""
+        """Wait until blocks are read, at most `timeout_s`."""
         self._offload.wait_fetched(timeout_s)
 
     @property
@@ -222,19 +223,21 @@ class Worker:
         return self._profiler.call(name)
 
     def sleep(self, level: int) -> None:
-        """Free the KV cache, the graphs and everything but the weights; at level 1 the weights are
-        offloaded to the host if the device has its own memory, and they are neither quantized nor
-        in part in host memory, else, and
-        at level 2, they are dropped and read again later. A second call may raise the level; a
-        lower level changes nothing."""
+        """Free the KV cache, the graphs and everything but the weights. A second call may raise the
+        level; a lower level has no effect.
+
+        Level 1 copies the weights to the host. It keeps them in place if the device shares the
+        host's memory; otherwise it drops them (wake-up reads them again) if they are quantized,
+        patched or partly in host memory. Level 2 drops the weights.
+        """
         assert self._backend is not None and not self._in_flight, (
             "sleep with a plan, or before start"
         )
         before = self._backend.memory()[0]
         with torch.inference_mode():
             self._drop()
-            # What loading makes of quantized weights is not what it fills, and parameters that
-            # layers take by turns are those of none.
+            # Processed quantized weights differ from the loaded parameters, and the weight ring
+            # shares parameters among layers, so neither can be restored.
             keeps = not (
                 self._backend.shares_host_memory
                 or self._loaded is None
@@ -253,7 +256,7 @@ class Worker:
             self._loaded = None
         if level > 1:
             self._offloaded = None
-        # Objects that were frozen after the start may be garbage now.
+        # Objects frozen after the start may be garbage now.
         gc.unfreeze()
         gc.collect()
         free = self._backend.memory()[0]
@@ -262,7 +265,7 @@ class Worker:
         )
 
     def wake_weights(self) -> None:
-        """Load the weights again. Stays asleep and raises RequestFailed if that fails."""
+        """Load the weights again. Stays asleep and raises RequestFailed on failure."""
 
         def wake() -> None:
             self._loaded = self._loaded or self._load(lambda progress: None)
@@ -271,8 +274,8 @@ class Worker:
         self._try(wake)
 
     def wake_up(self, on_progress: Progress) -> WorkerReady:
-        """Build and warm up again, with the same number of KV blocks, all empty. Stays asleep and
-        raises RequestFailed if that fails."""
+        """Build and warm up again, with an unchanged number of KV blocks, all empty. Stays asleep
+        and raises RequestFailed on failure."""
         assert self._components is None, "wake_up of a worker that is awake"
 
         def wake() -> WorkerReady:
@@ -283,11 +286,11 @@ class Worker:
         return self._try(wake)
 
     def share(self, data: bytes) -> bytes:
-        """The `data` of rank 0; waits for all ranks."""
+        """Broadcast the `data` of rank 0; waits for all ranks."""
         return Agreement(self._groups.host).of_first(data)
 
     def idle(self) -> Warmed | None:
-        """Prepare one of the background buckets; None if there is none. Only with nothing in
+        """Prepare the next background bucket; None if all are prepared. Only with no plan in
         flight."""
         assert self._backend is not None and not self._in_flight, (
             "idle with a plan, or before start"
@@ -319,7 +322,7 @@ class Worker:
             self._profiler = None
 
     def _try(self, wake: Callable[[], T]) -> T:
-        """Call `wake`; if it fails, free everything that it left on the device."""
+        """Call `wake`; on failure, free everything that it left on the device."""
         assert self._backend is not None, "it was never started"
         try:
             with torch.inference_mode():
@@ -328,7 +331,7 @@ class Worker:
             if not (isinstance(error, ConfigError) or self._backend.is_out_of_memory(error)):
                 raise
             why = str(error)
-        # After the handler: the error's frames refer to what is freed.
+        # After the handler, because the error's frames refer to objects to be freed.
         self.sleep(1)
         raise RequestFailed(f"the worker cannot wake up, and sleeps on: {why}")
 
@@ -371,7 +374,8 @@ class Worker:
         config, facts, backend = self._config, self._facts, self._backend
         assert facts is not None and backend is not None, "load before start"
         pooler = choose_pooler(config, facts)
-        # Before the target, whose costs the back end then plans its threads by.
+        # Load the drafter before the target, because the back end plans its threads by the costs of
+        # the model loaded last.
         stage = self._link.stage
         drafter = load_drafter(config, facts, pooler, backend, self._groups, stage)
         loaded = load(
@@ -395,7 +399,7 @@ class Worker:
         return loaded
 
     def _build(self, loaded: LoadedModel, on_progress: Progress) -> WorkerReady:
-        """Build all components beside the weights, and warm them up."""
+        """Build all components except the weights, and warm them up."""
         config, counters, backend = self._config, self._counters, self._backend
         assert backend is not None, "build before start"
         components = build(
@@ -448,7 +452,7 @@ class Worker:
         start = time.perf_counter()
         prepared = warmup.start(table, on_progress)
         if self._ranks.num_engines > 1:
-            # Idle moments of coupled engines differ.
+            # Data-parallel engines that step together are idle at different times: prepare all now.
             while warmup.num_later:
                 prepared += warmup.prepare_next()
         method = config.speculation.choose()
@@ -471,7 +475,7 @@ class Worker:
             vocab_size=loaded.facts.vocab_size,
             eos_token_ids=loaded.facts.eos_token_ids,
             buckets=prepared,
-            # The back end is the one of the cards, and does not know that its card is emulated.
+            # The back end is named after the real card, and does not distinguish an emulated card.
             device=config.device if config.device == "hpu-emulator" else backend.name,
             dtype=dtype_name(loaded.dtype),
             weight_bytes=sum(one.weight_bytes for one in loaded.all_models),
@@ -498,7 +502,7 @@ class Worker:
 
 
 def _versions() -> dict[str, str]:
-    """What must be the same on all ranks of a model, of which some may be on other hosts."""
+    """Versions that must be equal on all ranks of a model, which may be on several hosts."""
     versions = {"gaudiserve": VERSION, "Python": platform.python_version()}
     for name in ("torch", "transformers", "habana-torch-plugin"):
         versions[name] = distribution_version(name) or "not installed"

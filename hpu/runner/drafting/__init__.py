@@ -1,3 +1,3 @@
-"""What drafts with a model or a head: its launches in the host's memory and on a device, and the
-hidden states of the target that it reads. Not which tokens are drafted and accepted
-(hpu/spec_decode), nor the inputs of the launches that verify them (hpu/runner/draft_buffers.py)."""
+"""Drafting with a model or a head: its launches on the CPU and on a device, and the cache of the
+target's hidden states. Choice and acceptance of drafts are in hpu/spec_decode; inputs of the
+verifying launches are in hpu/runner/draft_buffers.py."""

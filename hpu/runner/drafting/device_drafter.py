@@ -1,9 +1,9 @@
-"""DeviceDrafter: launches of a drafter on a device with its own memory, in graphs of its own.
+"""DeviceDrafter: launches of a drafter on a device with its own memory, with its own graphs.
 
-The drafter computes every prompt along with the target, in the same blocks, so that a prefix which
-the target finds in its cache is there as well. Before each decode it computes the last tokens, of
-which the decode before may have accepted any number, and drafts behind them: nothing waits for the
-host.
+The drafter computes every prompt along with the target, in the same blocks, so that a cached prefix
+of the target is also cached for the drafter. Before each decode it recomputes the last tokens,
+because the previous decode may have accepted any number of them, and drafts after them. Nothing
+waits for the host.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,13 +25,14 @@ from hpu.runner.input_buffers import InputBuffers
 from hpu.spec_decode.device import ReadRows
 
 Greedy = Callable[[Tensor], Tensor]
-"""(M, V) logits to (M,) tokens of the index type, -1 where they are not finite."""
+"""(M, V) logits to (M,) tokens of the index type, -1 for non-finite logits."""
 Found = tuple[Tensor, ...]
-"""(B,) drafts; of a head also (B, 1, hidden) what stands for the target's hidden states there."""
+"""(B,) drafts; a head adds (B, 1, hidden), its own hidden states, which replace the target's in the
+next launch."""
 
 
 class DeviceDrafter:
-    """A draft model with a KV cache of its own."""
+    """A draft model with its own KV cache."""
 
     shift = 0
 
@@ -47,10 +48,10 @@ class DeviceDrafter:
         is_shorter: bool,
         hidden_cache: HiddenCache | None = None,
     ) -> None:
-        """`is_shorter`: whether positions of the target may be `max_model_len` and above.
-        `hidden_cache`: of the target."""
+        """`is_shorter`: whether positions of the target may reach `max_model_len`. `hidden_cache`:
+        hidden states of the target."""
         self.max_model_len = max_model_len
-        # The last draft of the launch before was not computed, and may be accepted.
+        # The last draft of the previous launch was not computed, and may have been accepted.
         self.num_rows = 2
         self._model = model
         self._backend = backend
@@ -61,14 +62,15 @@ class DeviceDrafter:
         self._hidden_cache = hidden_cache
         self._text: Callable[[PrefillAttentionInputs, int], Tensor] | None = None
         self._inputs: dict[tuple[Bucket, bool], tuple[Tensor, ...]] = {}
-        """Of captured graphs, by bucket and whether it is the first launch."""
+        """Input tensors of captured graphs, by bucket and whether it is the first launch."""
 
     def read_text(self, tokens: Callable[[PrefillAttentionInputs, int], Tensor]) -> None:
-        """`tokens`: from a prefill to the tokens (B, Q) so many behind its own."""
+        """Set the source of prompt tokens. `tokens`: maps a prefill and a shift to the tokens (B,
+        Q) at its positions + shift."""
         self._text = tokens
 
     def prefill(self, inputs: InputBuffers) -> None:
-        """Compute what the target just has: the uploaded `inputs` of a prefill."""
+        """Compute the uploaded `inputs` of a prefill, after the target."""
         function = partial(_split, self._prefill, inputs)
         graph = self._graphs.find(
             ("prefill", inputs.bucket), inputs.bucket, function, inputs.capture_inputs
@@ -81,7 +83,7 @@ class DeviceDrafter:
     def draft(
         self, bucket: Bucket, first: ReadRows, follow: Callable[[Tensor], ReadRows]
     ) -> Tensor:
-        """As hpu/spec_decode/device.py says."""
+        """Draft tokens for a decode; see DeviceDrafter in hpu/spec_decode/device.py."""
         found = self._run(bucket, self._first, first, is_first=True)
         drafts = [found[0].unsqueeze(1)]
         while len(drafts) < self._max_drafts:
@@ -98,8 +100,8 @@ class DeviceDrafter:
         *,
         is_first: bool,
     ) -> Found:
-        """Launch `function`, as a graph where it was captured. The result is no graph's output,
-        which its next replay would overwrite."""
+        """Launch `function`, as a graph if captured. Graph outputs are cloned, because the next
+        replay overwrites them."""
         key = bucket, is_first
         graph = self._graphs.find(
             ("draft", *key), bucket, function, lambda: self._own_inputs(key, inputs)
@@ -126,15 +128,15 @@ class DeviceDrafter:
         return own
 
     def _prefill(self, inputs: InputBuffers, tokens: Tensor, context: AttentionInputs) -> Tensor:
-        """Returns anything: what matters is in the cache then."""
+        """Run a prefill to fill the cache. The returned tensor is arbitrary."""
         if tokens.dim() > 2:
-            # A later pipeline stage has hidden states in their place.
+            # A later pipeline stage has hidden states in place of tokens.
             tokens = self._prompt_tokens(context)
         hidden: Tensor = self._model(tokens, self._within(context))
         return hidden.reshape(-1, hidden.shape[-1])[:1].clone()
 
     def _prompt_tokens(self, context: AttentionInputs) -> Tensor:
-        """(B, Q) the tokens that the drafter's positions of a prefill have."""
+        """(B, Q) tokens at the drafter's positions of a prefill."""
         assert isinstance(context, PrefillAttentionInputs) and self._text is not None
         return self._text(context, self.shift)
 
@@ -148,14 +150,14 @@ class DeviceDrafter:
         return (self._choose(hidden.reshape(-1, hidden.shape[-1])),)
 
     def _within(self, context: AttentionInputs) -> AttentionInputs:
-        """With positions that the drafter has. Nothing is drafted behind these."""
+        """Clamp positions to the drafter's maximum. Nothing is drafted after it."""
         if not self._is_shorter:
             return context
         assert isinstance(context, PrefillAttentionInputs)
         return context._replace(positions=context.positions.clamp(max=self.max_model_len - 1))
 
     def _choose(self, hidden: Tensor) -> Tensor:
-        """(M, hidden) to the (M,) most likely tokens, 0 where logits are not finite: a draft is
+        """(M, hidden) to the (M,) most likely tokens, 0 for non-finite logits: every draft is
         verified."""
         model = self._model
         found = model.argmax(hidden)
@@ -167,16 +169,16 @@ class DeviceDrafter:
 
 
 class DeviceHeadDrafter(DeviceDrafter):
-    """A head that reads hidden states of the target, with a cache of its own: at position i those
-    of token i, beside token i + 1."""
+    """A head with its own KV cache that reads the target's hidden states: position i combines the
+    hidden states of token i with token i + 1."""
 
     shift = 1
 
     def __init__(self, *args: object, **options: object) -> None:
-        """As DeviceDrafter, of a DraftHead with the target's `hidden_cache`."""
+        """Arguments of DeviceDrafter; the model is a DraftHead, and `hidden_cache` is required."""
         super().__init__(*args, **options)  # type: ignore[arg-type]
-        # All positions that the decode before may have accepted: they were drafted from hidden
-        # states that were not the target's.
+        # All positions that the previous decode may have accepted: they were drafted from the
+        # head's own hidden states, not the target's.
         self.num_rows = 1 + self._max_drafts
         assert isinstance(self._model, DraftHead)
         self._head = self._model
@@ -199,19 +201,19 @@ class DeviceHeadDrafter(DeviceDrafter):
         return self._choose(for_logits.flatten(0, 1)), following
 
     def _known(self, tokens: Tensor, context: AttentionInputs) -> Tensor:
-        """(B, Q, hidden) of the target at the slots of a launch."""
+        """(B, Q, hidden): the target's hidden states at the slots of a launch."""
         assert self._hidden_cache is not None
         hidden = self._head.combine(self._hidden_cache.read(context))
         return hidden.view(*tokens.shape, -1)
 
 
 class DeviceHiddenHeadDrafter(DeviceDrafter):
-    """A head that reads hidden states of one token, and has no cache."""
+    """A head that reads the hidden states of a single token and has no KV cache."""
 
     shift = 1
 
     def __init__(self, *args: object, **options: object) -> None:
-        """As DeviceDrafter, of a HiddenHead with the target's `hidden_cache`."""
+        """Arguments of DeviceDrafter; the model is a HiddenHead, and `hidden_cache` is required."""
         super().__init__(*args, **options)  # type: ignore[arg-type]
         self.num_rows = 1
 
@@ -237,7 +239,7 @@ def _split(
     inputs: InputBuffers,
     *tensors: Tensor,
 ) -> Tensor:
-    """`function` of tensors of the shapes of `inputs.graph_inputs`."""
+    """Run `function` on tensors shaped like `inputs.graph_inputs`."""
     split = inputs.split(*tensors)
     return function(inputs, split.tokens, split.context)
 
@@ -247,4 +249,4 @@ DEVICE_DRAFTERS: Mapping[str, type[DeviceDrafter]] = {
     **dict.fromkeys(HEADS, DeviceHeadDrafter),
     **dict.fromkeys(HIDDEN_HEADS, DeviceHiddenHeadDrafter),
 }
-"""By the method of speculation."""
+"""Drafter class by speculation method."""

@@ -23,11 +23,11 @@ from hpu.runner.kv_cache import KVCache
 from hpu.spec_decode.launch_costs import LaunchCosts, measure
 
 MEASURED_CONTEXT = 256
-"""Tokens of each row of `DraftRunner.measure`."""
+"""Context tokens per row in `DraftRunner.measure`."""
 
 
 class DraftRunner:
-    """Runs a drafter that has a cache of its own for each block of the target."""
+    """Runs a draft model with a KV cache indexed by the target's blocks."""
 
     def __init__(
         self,
@@ -42,9 +42,13 @@ class DraftRunner:
         max_prefill_tokens: int,
         hidden_cache: HiddenCache | None = None,
     ) -> None:
-        """`batch_state` and `hidden_cache`: of the target. `greedy`: (M, V) logits to (M,) tokens,
-        as the target's sampler. `agreement`: of the ranks, which measure the same.
-        `max_prefill_tokens`: of a launch."""
+        """Build the runner from its components.
+        Args:
+            batch_state, hidden_cache: state and hidden states of the target.
+            greedy: (M, V) logits to (M,) tokens, like the target's sampler.
+            agreement: among the ranks, so that all ranks use the same measurements.
+            max_prefill_tokens: maximum tokens of a launch.
+        """
         self.block_size = batch_state.block_size
         self.max_model_len = max_model_len
         self._model = model
@@ -57,15 +61,15 @@ class DraftRunner:
         self._buffers = InputBufferPool(backend, InputBuffers)
 
     def block_table(self, req_index: int) -> npt.NDArray[np.int32]:
-        """The blocks of a request."""
+        """Block table of a request."""
         return self._state.block_table(req_index)
 
     def set_num_computed_tokens(self, req_index: int, count: int) -> None:
-        """Where the next launch of a request begins."""
+        """Set the position at which the next launch of a request begins."""
         self._state.set_num_computed_tokens(req_index, count)
 
     def prefill(self, req_index: int, count: int) -> None:
-        """Compute the next `count` known tokens of a request, in chunks."""
+        """Compute the next `count` tokens of a request, in chunks."""
         state = self._state
         while count:
             query = min(count, self._max_prefill_tokens)
@@ -87,7 +91,7 @@ class DraftRunner:
         *,
         is_first: bool,
     ) -> list[int]:
-        """As DraftLauncher.decode."""
+        """See DraftLauncher.decode."""
         state, indices = self._state, list(req_indices)
         blocks = state.num_row_blocks(indices, list(counts))
         inputs = self._buffers.get((DECODE, len(tokens), 1, blocks))
@@ -109,7 +113,7 @@ class DraftRunner:
         return [int(token) for token in found]
 
     def measure(self, max_rows: int) -> LaunchCosts:
-        """Decodes of up to `max_rows` rows over a short context."""
+        """Measure decodes of up to `max_rows` rows over a short context."""
         blocks = -(-MEASURED_CONTEXT // self.block_size)
 
         def launch(rows: int) -> None:
@@ -122,13 +126,14 @@ class DraftRunner:
         return measure(launch, max_rows, self._agreement)
 
     def _compute_prompt(self, inputs: InputBuffers, req_index: int) -> None:
-        """Run a prefill of known tokens."""
+        """Run a prefill whose tokens are all on the host."""
         self._model(inputs.tokens, inputs.context)
 
     def _draft(
         self, inputs: InputBuffers, req_indices: list[int], last: Tensor, *, is_first: bool
     ) -> Tensor:
-        """Run a decode: the most likely tokens behind the rows `last`, one of each request."""
+        """Run a decode; returns the most likely next token of each request. `last`: index of each
+        request's last row."""
         hidden = self._model(inputs.tokens, inputs.context).flatten(0, 1)
         return self._choose(hidden[last] if len(last) < len(hidden) else hidden)
 
@@ -139,19 +144,19 @@ class DraftRunner:
 
 
 class HeadRunner(DraftRunner):
-    """Runs a head that reads hidden states of the target: at position i those of token i, beside
-    token i + 1."""
+    """Runs a head that reads the target's hidden states: position i combines the hidden states of
+    token i with token i + 1."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """As DraftRunner, of a DraftHead with the target's `hidden_cache`."""
+        """Arguments of DraftRunner; the model is a DraftHead, and `hidden_cache` is required."""
         super().__init__(*args, **options)
         assert isinstance(self._model, DraftHead)
         self._head = self._model
         self._last_hidden: dict[int, Tensor] = {}
-        """(hidden,) of the last launch, which stand for those of the target, by request."""
+        """(hidden,) of the last launch by request, used in place of the target's hidden states."""
 
     def _compute_prompt(self, inputs: InputBuffers, req_index: int) -> None:
-        # They count as computed by now.
+        # `fill_prefill` has already counted these tokens as computed.
         end, query = self._state.num_computed_tokens(req_index), inputs.tokens.shape[1]
         known = self._state.tokens(req_index)[end - query + 1 : end + 1]
         tokens = torch.from_numpy(known.astype(np.int64)).view(1, -1)
@@ -172,14 +177,14 @@ class HeadRunner(DraftRunner):
         return self._head.tokens_of(self._choose(for_logits.flatten(0, 1)[last]))
 
     def _known_hidden(self, inputs: InputBuffers) -> Tensor:
-        """(B, Q, hidden) at the slots of a launch, of the target."""
+        """(B, Q, hidden): the target's hidden states at the slots of a launch."""
         assert self._hidden_cache is not None
         hidden = self._hidden_cache.read(inputs.context)
         return self._head.combine(hidden).view(*inputs.tokens.shape, -1)
 
 
 class HiddenHeadRunner(DraftRunner):
-    """Runs a head that reads hidden states of one token, and has no cache."""
+    """Runs a head that reads the hidden states of a single token and has no KV cache."""
 
     def drafts(
         self,
@@ -188,7 +193,7 @@ class HiddenHeadRunner(DraftRunner):
         tokens: Sequence[int],
         count: int,
     ) -> list[list[int]]:
-        """As HeadLauncher.drafts."""
+        """See HeadLauncher.drafts."""
         size = self.block_size
         slots = [
             int(self.block_table(req_index)[position // size]) * size + position % size
@@ -216,4 +221,4 @@ DRAFT_RUNNERS: Mapping[str, type[DraftRunner]] = {
     **dict.fromkeys(HEADS, HeadRunner),
     **dict.fromkeys(HIDDEN_HEADS, HiddenHeadRunner),
 }
-"""By the method of speculation."""
+"""Runner class by speculation method."""

@@ -1,7 +1,7 @@
 """HiddenCache: the target's hidden states of the tokens in the KV blocks, for drafters.
 
-A drafter may read them long after the launch that computed them, and of tokens that another request
-has computed. Those of rejected drafts are overwritten, as their keys and values are.
+A drafter may read them long after the launch that computed them, also for cached tokens of other
+requests. Hidden states of rejected drafts are overwritten, like their keys and values.
 """
 
 import torch
@@ -12,7 +12,7 @@ from hpu.layers.metadata import AttentionInputs, TextAttentionInputs
 
 
 class HiddenCache:
-    """`width` numbers for each slot of `num_blocks` blocks and the pad block."""
+    """`width` numbers per slot of `num_blocks` blocks and the pad block."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class HiddenCache:
 
     @property
     def paged(self) -> list[Tensor]:
-        """As of a KVCache."""
+        """Tensors indexed by block; see KVCache.paged."""
         return [self._rows]
 
     @property
@@ -35,8 +35,8 @@ class HiddenCache:
         return self._rows.nbytes
 
     def write(self, inputs: AttentionInputs, hidden: Tensor) -> None:
-        """Keep `hidden` (B, Q, width) of the tokens of a launch; further columns are no hidden
-        states (hpu/lora/layers.py)."""
+        """Store `hidden` (B, Q, width) of a launch's tokens. Columns beyond `width` are not hidden
+        states (hpu/lora/layers.py) and are dropped."""
         assert not isinstance(inputs, TextAttentionInputs), "a pooling model has no cache"
         width = self._rows.shape[1]
         if hidden.shape[-1] > width:
@@ -45,7 +45,7 @@ class HiddenCache:
         self._rows.index_copy_(0, inputs.slot_mapping, rows)
 
     def read(self, inputs: AttentionInputs) -> Tensor:
-        """(B * Q, width) of the tokens at the slots of a launch."""
+        """(B * Q, width): hidden states at the slots of a launch."""
         assert not isinstance(inputs, TextAttentionInputs), "a pooling model has no cache"
         return self._rows.index_select(0, inputs.slot_mapping)
 
