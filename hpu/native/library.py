@@ -455,11 +455,13 @@ def open_library(
         return None
     rounds = library.round_inputs(int8_activations and not library.has_tiles)
     logger.info(
-        "Kernels: compiled for this CPU (%s%s)%s",
+        "Kernels: compiled for this CPU (%s%s)",
         library.instruction_set,
         " and AMX" if library.has_tiles else "",
-        "; quantized weights are multiplied by activations in 8 bits" if rounds else "",
     )
+    if rounds:
+        # Not at INFO: the model that is served may have no quantized weights.
+        logger.debug("Kernels: quantized weights are multiplied by activations in 8 bits")
     return library
 
 
