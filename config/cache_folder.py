@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from config.errors import ConfigError
+from config.errors import ConfigError, bytes_text
 
 HINT = "name another folder by --cache-dir or XDG_CACHE_HOME"
 
@@ -26,8 +26,7 @@ def check_room(folder: Path, num_bytes: int, what: str) -> None:
     free = shutil.disk_usage(folder).free
     if num_bytes > free:
         raise ConfigError(
-            f"{what} takes {num_bytes / 2**30:.2f} GiB, {folder} has {free / 2**30:.2f} GiB left; "
-            f"{HINT}"
+            f"{what} takes {bytes_text(num_bytes)}, {folder} has {bytes_text(free)} left; {HINT}"
         )
 
 

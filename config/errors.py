@@ -114,3 +114,16 @@ class ConfigError(GaudiserveError):
 
 class CheckpointError(ConfigError):
     """A model that cannot be served; the message names the file and the field."""
+
+
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+_SMALLEST_SHARE = 0.1
+"""A size under this share of a unit is given in the next smaller unit."""
+
+
+def bytes_text(num_bytes: float) -> str:
+    """`num_bytes` in the unit that shows its size: 1.50 GiB, 17.00 MiB, 0.50 KiB, 17 bytes."""
+    for unit, size in _UNITS:
+        if num_bytes >= _SMALLEST_SHARE * size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes:.0f} bytes"

@@ -30,6 +30,9 @@ from config.model.family_fields import causal_name
 from config.model.model_config import ModelConfig
 from config.model.multimodal.text_part import WHOLE_MODELS
 
+NEAR_NAME_RATIO = 0.85
+"""A name that is less alike is not near: half of most names is ForCausalLM."""
+
 ARCHITECTURES: Mapping[str, Family] = {
     **dense.FAMILIES,
     **gemma.FAMILIES,
@@ -70,9 +73,11 @@ def decoder_spec(config: ModelConfig, *, has_head: bool = True) -> DecoderSpec:
 
 def nearest(architecture: str) -> str:
     """The architectures whose names are nearest to an architecture that is not served, for error
-    messages."""
-    near = get_close_matches(architecture, [*ARCHITECTURES, *WHOLE_MODELS], n=3, cutoff=0)
-    return (
-        f"the nearest of the {len(ARCHITECTURES) + len(WHOLE_MODELS)} architectures in "
-        f"docs/models.md are {', '.join(near)}"
+    messages; without a near name, where all names are."""
+    near = get_close_matches(
+        architecture, [*ARCHITECTURES, *WHOLE_MODELS], n=3, cutoff=NEAR_NAME_RATIO
     )
+    count = len(ARCHITECTURES) + len(WHOLE_MODELS)
+    if not near:
+        return f"docs/models.md lists the {count} architectures that are served"
+    return f"the nearest of the {count} architectures in docs/models.md are {', '.join(near)}"

@@ -75,12 +75,15 @@ class LoRAConfig:
                 allowed = ", ".join((AUTO, "none", *EXTRA_TARGETS))
                 raise ConfigError(f"lora_extra_targets has {name!r}, it must be of {allowed}")
         if self.lora_modules and not self.enable_lora:
+            count = len(self.lora_modules)
             raise ConfigError(
-                f"lora_modules names {len(self.lora_modules)} adapters, and enable_lora is off"
+                f"lora_modules names {count} adapter{'' if count == 1 else 's'}, and enable_lora "
+                "is off: add --enable-lora"
             )
         if self.default_mm_loras and not self.enable_lora:
             raise ConfigError(
-                f"default_mm_loras is {self.default_mm_loras!r}, and enable_lora is off"
+                f"default_mm_loras is {self.default_mm_loras!r}, and enable_lora is off: add "
+                "--enable-lora"
             )
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ConfigError(

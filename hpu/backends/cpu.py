@@ -209,7 +209,7 @@ class CpuBackend(Backend):
         dtype = linears[0].dtype
         if self._multiplies(dtype) or can_pack(dtype, linears[0].device):
             return use_cpu_kernels(model, self._library)
-        logger.info("Weights are not packed: there is no packed product for %s here", dtype)
+        logger.debug("Weights are not packed: there is no packed product for %s here", dtype)
         return model
 
     def prepare_tower(self, tower: nn.Module) -> None:

@@ -455,11 +455,13 @@ def open_library(
         return None
     rounds = library.round_inputs(int8_activations and not library.has_tiles)
     logger.info(
-        "Kernels: compiled for this CPU (%s%s)%s",
+        "Kernels: compiled for this CPU (%s%s)",
         library.instruction_set,
         " and AMX" if library.has_tiles else "",
-        "; quantized weights are multiplied by activations in 8 bits" if rounds else "",
     )
+    if rounds:
+        # Not at INFO: the model that is served may have no quantized weights.
+        logger.debug("Kernels: quantized weights are multiplied by activations in 8 bits")
     return library
 
 
@@ -478,6 +480,8 @@ def _load(folder: Path, flags: frozenset[str], num_threads: int, on_step: OnStep
     if compiler is None:
         logger.info("Kernels: torch's, because there is no C++ compiler (g++ would do)")
         return None
+    # Before the compilation, which takes up to a minute.
+    is_kept = _is_writable(folder)
     logger.info(
         "Kernels: compiling with %s, since %s has none yet for this version, this CPU and torch %s",
         *(compiler, folder, torch.__version__),
@@ -486,20 +490,35 @@ def _load(folder: Path, flags: frozenset[str], num_threads: int, on_step: OnStep
         compiled = Path(made, path.name)
         if not _compile(compiler, compiled, runtime, on_step):
             return None
-        content = compiled.read_bytes()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_whole(path, content + _digest(content))
-        except OSError as error:
-            logger.warning(
-                "Kernels: not kept, each start compiles them: %s cannot be written (%s); %s",
-                folder,
-                error.strerror,
-                HINT,
-            )
+        if not is_kept:
             # The mapping of a loaded file outlives the file.
             return Library(compiled, num_threads)
+        content = compiled.read_bytes()
+        try:
+            write_whole(path, content + _digest(content))
+        except OSError as error:
+            _warn_not_kept(folder, error)
+            return Library(compiled, num_threads)
     return Library(path, num_threads)
+
+
+def _is_writable(folder: Path) -> bool:
+    """Whether `folder`, which is made if it is missing, takes files; if not, a line in the log says
+    why."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError as error:
+        _warn_not_kept(folder, error)
+        return False
+
+
+def _warn_not_kept(folder: Path, error: OSError) -> None:
+    logger.warning(
+        "Kernels: not kept, each start compiles them: %s cannot be written (%s); %s",
+        *(folder, error.strerror, HINT),
+    )
 
 
 def _compile(compiler: str, path: Path, runtime: list[str], on_step: OnStep) -> bool:

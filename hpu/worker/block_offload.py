@@ -14,7 +14,7 @@ from torch import Tensor
 
 from config.checkpoint.safetensors_files import weight_files
 from config.engine import DUMMY
-from config.errors import ConfigError
+from config.errors import ConfigError, bytes_text
 from config.version import VERSION
 from hpu.gaudi_devices import GIB
 from hpu.host import usable_memory
@@ -64,8 +64,8 @@ class BlockOffload:
             )
         if needed > free:
             raise ConfigError(
-                f"--kv-offloading-size and --swap-space take {needed / GIB:.2f} GiB of host memory "
-                f"for each device, {free / GIB:.2f} GiB are free"
+                f"--kv-offloading-size and --swap-space take {bytes_text(needed)} of host memory "
+                f"for each device, {bytes_text(free)} are free"
             )
         if backend.shares_host_memory:
             pool = backend.zeros((self._num_slots, slot_bytes), torch.uint8)

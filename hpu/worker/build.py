@@ -533,6 +533,7 @@ def _demand(loaded: LoadedModel) -> KVCacheDemand:
         block_bytes=sizes.full_block if loaded.num_rings else sizes.block,
         max_model_len=loaded.max_model_len,
         max_num_seqs=loaded.config.scheduler.max_num_seqs,
+        window_bytes=sizes.rings if loaded.num_rings else 0,
     )
 
 
@@ -553,9 +554,6 @@ def _split(
         return MemorySplit(num_blocks=0, graph_bytes=int(usable.graphs))
     cache = config.cache if num_blocks is None else replace(config.cache, num_blocks=num_blocks)
     sizes = _sizes(loaded)
-    if loaded.num_rings and cache.kv_cache_memory_bytes is not None:
-        left = max(0, cache.kv_cache_memory_bytes - sizes.rings)
-        cache = replace(cache, kv_cache_memory_bytes=left)
     demand = _demand(loaded)
     split = split_memory(
         cache,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from config.checkpoint.weight_maps.shard import ShardRank
 from config.engine import EngineConfig
-from config.errors import ConfigError
+from config.errors import ConfigError, bytes_text
 from config.model.architectures import ARCHITECTURES
 from config.model.model_config import ModelConfig
 from config.model.multimodal.vision import VisionFacts, cross_cache_tiles, encoder_cache_rows
@@ -339,8 +339,8 @@ def _smaller_demands(plan: CardPlan) -> Iterator[str]:
         flag = "--num-gpu-blocks-override" if demand.num_blocks else "--kv-cache-memory-bytes"
         yield (
             f"lower {flag}: {plan.num_blocks} blocks take "
-            f"{(plan.num_blocks + 1) * plan.block_bytes / GIB:.2f} GiB, {max(0, free) / GIB:.2f} "
-            f"GiB are free, which is {most} blocks"
+            f"{bytes_text((plan.num_blocks + 1) * plan.block_bytes)}, {bytes_text(max(0, free))} "
+            f"are free, which is {most} blocks"
         )
         return
     capacity = plan.num_blocks * demand.block_size
@@ -351,8 +351,8 @@ def _smaller_demands(plan: CardPlan) -> Iterator[str]:
     share = math.ceil(100 * needed / (free * (1 - demand.graph_reserved))) / 100
     if demand.graph_reserved < 1 and demand.utilization < share < 1:
         yield (
-            f"--gpu-memory-utilization {share:g}: a full context takes {needed / GIB:.2f} GiB, "
-            f"{plan.parts.kv / GIB:.2f} GiB are left for KV at {demand.utilization:g}"
+            f"--gpu-memory-utilization {share:g}: a full context takes {bytes_text(needed)}, "
+            f"{bytes_text(plan.parts.kv)} are left for KV at {demand.utilization:g}"
         )
     reserve = math.floor(100 * (1 - needed / (free * demand.utilization))) / 100
     if 0.01 <= reserve < demand.graph_reserved:

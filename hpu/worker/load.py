@@ -15,7 +15,7 @@ from config.buckets import BucketConfig
 from config.checkpoint.safetensors_files import folder_shapes, weight_files
 from config.checkpoint.shapes import model_shapes, weight_map_of
 from config.engine import DUMMY, EngineConfig
-from config.errors import ConfigError
+from config.errors import ConfigError, bytes_text
 from config.lora.configured import unused_image_adapter
 from config.model.architectures import decoder_spec, is_native
 from config.model.context_length import describe_context_length, max_context_length
@@ -518,16 +518,16 @@ def check_memory(
     allocation: some systems overcommit memory and kill the process later."""
     if weights > (total := backend.memory()[1]):
         raise ConfigError(
-            f"the weights in {facts.path} take {weights / GIB:.1f} GiB, {backend.name} has "
-            f"{total / GIB:.1f} GiB"
+            f"the weights in {facts.path} take {bytes_text(weights)}, {backend.name} has "
+            f"{bytes_text(total)}"
         )
     if facts.encoder is not None:
         return
     rotary, host = rotary_peak_bytes(facts, max_model_len), usable_memory()[1]
     if rotary > host:
         raise ConfigError(
-            f"the rotary table for {max_model_len} tokens takes {rotary / GIB:.1f} GiB to make, "
-            f"this machine has {host / GIB:.1f} GiB: set a smaller --max-model-len"
+            f"the rotary table for {max_model_len} tokens takes {bytes_text(rotary)} to make, "
+            f"this machine has {bytes_text(host)}: set a smaller --max-model-len"
         )
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from config.engine import CacheConfig
-from config.errors import ConfigError
-from hpu.gaudi_devices import GIB
+from config.errors import ConfigError, bytes_text
 
 SHARED_MEMORY_FRACTION = 0.25
 """Share of the host's free memory for KV blocks, on a device that uses host memory."""
@@ -48,11 +47,18 @@ class KVCacheDemand:
     block_bytes: int
     max_model_len: int
     max_num_seqs: int
+    window_bytes: int = 0
+    """Window caches: the configured bytes hold them beside the blocks."""
 
     @property
     def context_blocks(self) -> int:
         """Blocks of a full context."""
         return math.ceil(self.max_model_len / self.block_size)
+
+    @property
+    def context_bytes(self) -> int:
+        """Blocks of one full context, and the pad block."""
+        return (self.context_blocks + 1) * self.block_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,15 +128,18 @@ def split_memory(
         utilization=cache.gpu_memory_utilization,
         graph_memory_fraction=graph_memory_fraction,
     )
+    enough_bytes = f"--kv-cache-memory-bytes to {demand.window_bytes + demand.context_bytes}"
     if cache.num_blocks is not None:
-        count, fix = cache.num_blocks, "raise --num-gpu-blocks-override"
+        count = cache.num_blocks
+        fix = f"raise --num-gpu-blocks-override to {demand.context_blocks}"
     elif cache.kv_cache_memory_bytes is not None:
-        count = cache.kv_cache_memory_bytes // demand.block_bytes - 1
-        fix = "raise --kv-cache-memory-bytes"
+        left = max(0, cache.kv_cache_memory_bytes - demand.window_bytes)
+        count = left // demand.block_bytes - 1
+        fix = f"raise {enough_bytes}"
     elif num_sharing:
         within = int(free * SHARED_MEMORY_FRACTION / num_sharing) // demand.block_bytes - 1
         count = min(demand.max_num_seqs * demand.context_blocks, within)
-        fix = "set --kv-cache-memory-bytes"
+        fix = f"set {enough_bytes}"
     else:
         count = num_blocks(plan.kv, demand.block_bytes)
         fix = "raise --gpu-memory-utilization, or lower --max-num-batched-tokens"
@@ -138,7 +147,7 @@ def split_memory(
     needed = (count + 1) * demand.block_bytes
     if needed > free:
         raise ConfigError(
-            f"{count} KV blocks take {needed / GIB:.2f} GiB, {free / GIB:.2f} GiB are "
+            f"{count} KV blocks take {bytes_text(needed)}, {bytes_text(free)} are "
             f"free: lower --num-gpu-blocks-override or --kv-cache-memory-bytes"
         )
     return MemorySplit(count, int(plan.graphs), int(plan.usable))
@@ -148,12 +157,11 @@ def _check_context(count: int, demand: KVCacheDemand, fix: str) -> None:
     if count >= demand.context_blocks:
         return
     holds = max(0, count) * demand.block_size
-    needed = (demand.context_blocks + 1) * demand.block_bytes
     advice = f"lower --max-model-len to {holds} or less, or {fix}" if holds else fix
     raise ConfigError(
         f"the KV cache holds {holds} tokens in {max(0, count)} blocks, one full context of "
         f"{demand.max_model_len} tokens needs {demand.context_blocks} blocks "
-        f"({needed / GIB:.2f} GiB): {advice}"
+        f"({bytes_text(demand.context_bytes)}): {advice}"
     )
 
 

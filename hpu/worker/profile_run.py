@@ -5,11 +5,10 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-from config.errors import ConfigError
+from config.errors import ConfigError, bytes_text
 from config.execution import ExecutionConfig
 from hpu.backends.base import Backend
 from hpu.bucketing.bucket_table import BucketTable
-from hpu.gaudi_devices import GIB
 from hpu.profiling.profiler import Profiler
 from hpu.protocol import DECODE, PREFILL, Bucket, BucketLimits, Shape
 from hpu.runner.graph_cache import GraphCache
@@ -121,7 +120,7 @@ def _too_large(bucket: Bucket, backend: Backend) -> str:
     if phase == DECODE:
         what = f"a decode of batch {batch} over {blocks} blocks"
     return (
-        f"the largest launch ({what}) does not fit beside the weights: {free / GIB:.2f} of "
-        f"{total / GIB:.2f} GiB are free; lower "
+        f"the largest launch ({what}) does not fit beside the weights: {bytes_text(free)} of "
+        f"{bytes_text(total)} are free; lower "
         f"{'--max-num-batched-tokens' if phase == PREFILL else '--max-num-seqs'}"
     )

@@ -24,12 +24,11 @@ TAGS = (WEIGHTS, KV_CACHE)
 
 
 def development_routes(state: AppState) -> APIRouter:
-    """The routes; none unless they are enabled."""
+    """The routes."""
     router = APIRouter(tags=["Development"])
-    if state.config.enable_dev_endpoints:
-        _add_profile(router, state)
-        _add_facts(router, state)
-        _add_sleep(router, state)
+    _add_profile(router, state)
+    _add_facts(router, state)
+    _add_sleep(router, state)
     return router
 
 

@@ -1,5 +1,8 @@
 """The ASGI application of an AppState: FastAPI's routes and errors inside our middleware."""
 
+from difflib import get_close_matches
+
+from fastapi import APIRouter
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -35,6 +38,8 @@ from server.serving.state import AppState
 
 PREFLIGHT_SECONDS = 600
 PATH_CHARACTERS_SHOWN = 100
+NEAR_PATH_RATIO = 0.8
+"""A path that is less alike to each route gets no nearest route."""
 
 
 def create_app(state: AppState) -> ASGIApp:
@@ -57,14 +62,21 @@ def create_app(state: AppState) -> ASGIApp:
         for routes in (
             *(chat_routes, completion_routes, response_routes, messages_routes),
             *(pooling_routes, model_routes, tokenize_routes, admin_routes),
-            *(lora_routes, development_routes, page_routes),
+            page_routes,
         )
     ]
+    disabled: list[tuple[APIRouter, str]] = []
+    for router, flag, is_on in _optional_routers(state):
+        if is_on:
+            routers.append(router)
+        else:
+            disabled.append((router, flag))
     for router in routers:
         api.include_router(router)
     if has_docs:
         api.include_router(docs_routes(api.title))
     api.state.routes = [route for router in routers for route in router.routes]
+    api.state.flags = [(route, flag) for router, flag in disabled for route in router.routes]
     api.add_exception_handler(HTTPException, _answer_http)
     api.add_exception_handler(RequestValidationError, _answer_invalid)
     api.add_exception_handler(Exception, _leave_to_middleware)
@@ -82,6 +94,19 @@ def create_app(state: AppState) -> ASGIApp:
         )
     app = RecordMiddleware(app, state)
     return WithoutPrefix(app, prefix) if prefix else app
+
+
+def _optional_routers(state: AppState) -> list[tuple[APIRouter, str, bool]]:
+    """Routes that are served with a flag: the routes, the flag, whether it is set."""
+    config = state.config
+    return [
+        (
+            lora_routes(state),
+            "--allow-runtime-lora-updating",
+            config.allow_runtime_lora_updating,
+        ),
+        (development_routes(state), "--enable-dev-endpoints", config.enable_dev_endpoints),
+    ]
 
 
 async def _answer_http(request: Request, error: Exception) -> Response:
@@ -102,13 +127,32 @@ def _wrong_method(request: Request, error: HTTPException) -> HTTPException:
 
 
 def _unknown_route(request: Request) -> HTTPException:
-    """The 404 of a path that no route takes; it names the route at which `/v1` is missing."""
+    """The 404 of a path that no route takes; it names the flag that enables the route,
+    the route at which `/v1` is missing, or the route with the nearest path."""
     path = request.scope["path"]
     shown = path[:PATH_CHARACTERS_SHOWN]
     message = f"There is no route {shown}."
-    if _methods(request, f"/v1{path}"):
+    if flag := _flag(request):
+        message += f" It is served with {flag}."
+    elif _methods(request, f"/v1{path}"):
         message += f" The API is at /v1{shown}: end the client's base URL with /v1."
+    elif near := get_close_matches(shown, _paths(request), n=1, cutoff=NEAR_PATH_RATIO):
+        message += f" The nearest route is {near[0]}."
     return HTTPException(404, message)
+
+
+def _flag(request: Request) -> str | None:
+    """The flag with which a route at the path of `request` would be served."""
+    for route, flag in request.app.state.flags:
+        if route.matches(request.scope)[0] != Match.NONE:
+            return str(flag)
+    return None
+
+
+def _paths(request: Request) -> list[str]:
+    """The paths of the routes that have no parameters."""
+    paths = (route.path for route in request.app.state.routes if isinstance(route, Route))
+    return sorted({path for path in paths if "{" not in path})
 
 
 def _methods(request: Request, path: str) -> list[str]:

@@ -44,10 +44,8 @@ class UnloadAdapterBody(Body):
 
 
 def lora_routes(state: AppState) -> APIRouter:
-    """The routes; none unless they are enabled."""
+    """The routes."""
     router = APIRouter(tags=["LoRA"], responses=ANSWERS)
-    if not state.config.allow_runtime_lora_updating:
-        return router
 
     @router.post(
         "/v1/load_lora_adapter",

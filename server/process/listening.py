@@ -36,7 +36,8 @@ def bind_port(host: str, port: int, *, shared: bool) -> socket.socket:
         sock.bind(address)
     except OSError as error:
         sock.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        hint = "; name another port by --port" if error.errno == errno.EADDRINUSE else ""
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}{hint}") from error
     return sock
 
 

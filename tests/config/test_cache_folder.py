@@ -62,7 +62,7 @@ def test_a_disk_without_room_is_refused_before_pip_runs(
     usage = shutil.disk_usage(tmp_path)._replace(free=2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
 
-    with pytest.raises(ConfigError, match=rf"takes 0.18 GiB, .* has 0.00 GiB left; {HINT}"):
+    with pytest.raises(ConfigError, match=rf"takes 0.18 GiB, .* has 1.00 MiB left; {HINT}"):
         fetch_demo(str(tmp_path), progress=False)
 
 

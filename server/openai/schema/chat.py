@@ -26,6 +26,7 @@ from server.openai.schema.generation import (
     Body,
     GenerationBody,
     Integer,
+    OtherRoutes,
     Unsupported,
     check_at_least,
     check_between,
@@ -156,6 +157,7 @@ class ChatBody(ChatPromptBody, GenerationBody):
         "function_call": ("none", "auto"),
         "suffix": ("",),
     }
+    other_routes: ClassVar[OtherRoutes] = {"prompt": ("messages", "/v1/completions")}
     schema_fields: ClassVar[tuple[str, ...]] = (
         *GenerationBody.schema_fields,
         "tools",

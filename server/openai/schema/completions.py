@@ -10,6 +10,7 @@ from server.openai.schema.generation import (
     UNSUPPORTED,
     GenerationBody,
     Integer,
+    OtherRoutes,
     Unsupported,
     check_between,
 )
@@ -39,6 +40,7 @@ class CompletionBody(GenerationBody):
         "suffix": ("",),
         "thinking_token_budget": (),
     }
+    other_routes: ClassVar[OtherRoutes] = {"messages": ("prompt", "/v1/chat/completions")}
 
     prompt: Annotated[Any, WithJsonSchema(prompts_schema(MAX_PROMPTS))]
     max_tokens: Integer | None = Field(None, description=f"Default {DEFAULT_MAX_TOKENS}.")

@@ -54,6 +54,7 @@ TextOrTexts = Annotated[
 ]
 
 Unsupported = Mapping[str, tuple[object, ...]]
+OtherRoutes = Mapping[str, tuple[str, str]]
 
 UNSUPPORTED: Unsupported = {
     "audio": (),
@@ -86,11 +87,19 @@ class Body(BaseModel):
         known = cls.model_fields.keys() | cls.unsupported.keys() | cls.without_effect
         return [name for name, value in data.items() if name not in known and value is not None]
 
+    other_routes: ClassVar[OtherRoutes] = {}
+    """Field of another route's body: the field that this body needs in its place, the route."""
+
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        for name, (needed, route) in cls.other_routes.items():
+            if name in data and needed not in data:
+                raise UserError(
+                    f"{needed} is missing; a body with {name} belongs to {route}", param=needed
+                )
         for name in cls.unsupported.keys() & data.keys():
             value, harmless = data[name], cls.unsupported[name]
             is_harmless = any(type(value) is type(one) and value == one for one in harmless)

@@ -90,7 +90,7 @@ def test_serve_refuses_an_unknown_architecture_before_the_weights_are_downloaded
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith(
-        "gaudiserve: org/new is a NewForCausalLM, which is not built in; the nearest of the "
+        "gaudiserve: org/new is a NewForCausalLM, which is not built in; docs/models.md lists the "
     )
     assert "config.json" in hub.names("org/new")
     assert "model.safetensors" not in hub.names("org/new")

@@ -70,6 +70,15 @@ def test_biases_of_sharded_inputs_and_norms_are_whole_on_every_rank() -> None:
     assert dims["input_layernorm.weight"] is None
 
 
+def test_an_architecture_unlike_all_others_is_refused_with_the_list_of_models() -> None:
+    with pytest.raises(
+        ConfigError, match=r"docs/models\.md lists the \d+ architectures"
+    ) as refused:
+        decoder_spec(config_of("FooBarForCausalLM"))
+
+    assert "nearest" not in str(refused.value)
+
+
 def test_an_unknown_architecture_is_refused_with_the_nearest_three() -> None:
     with pytest.raises(ConfigError) as refused:
         decoder_spec(config_of("Olmo3ForCausalLM"))

@@ -456,7 +456,10 @@ def test_the_bytes_that_were_checked_are_kept(base: BaseModules, folder: Path) -
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"lora_modules": ("a=b",)}, "lora_modules names 1 adapters, and enable_lora is off"),
+        (
+            {"lora_modules": ("a=b",)},
+            "lora_modules names 1 adapter, and enable_lora is off: add --enable-lora",
+        ),
         ({"enable_lora": True, "lora_modules": ("a",)}, "must be name=folder or JSON"),
         ({"enable_lora": True, "lora_modules": ('{"name": "a"}',)}, "must have the texts"),
         ({"enable_lora": True, "lora_modules": ("{",)}, "which is not JSON"),

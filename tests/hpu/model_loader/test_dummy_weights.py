@@ -111,7 +111,7 @@ def test_sizes_that_no_memory_holds_are_refused_before_they_are_allocated(tmp_pa
     )
 
     check_checkpoint(config, str(folder))
-    with pytest.raises(ConfigError, match=r"the weights in .* take 7152.3 GiB, cpu has"):
+    with pytest.raises(ConfigError, match=r"the weights in .* take 7152.3. GiB, cpu has"):
         load(
             config,
             read_model_config(str(folder)),

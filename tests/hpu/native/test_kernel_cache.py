@@ -65,6 +65,21 @@ def test_a_file_is_compiled_once_and_again_when_it_was_cut(
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
+def test_the_log_of_a_start_does_not_speak_of_quantized_weights(
+    tmp_path: Path,
+    num_compiled: list[Path],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Loaded, "round_inputs", lambda *_: True)
+
+    with caplog.at_level(logging.INFO):
+        opened(tmp_path / "kernels")
+
+    assert "compiled for this CPU" in caplog.text
+    assert "quantized" not in caplog.text
+
+
 @pytest.mark.parametrize("kind", ("file", "full", "dangling"))
 def test_a_folder_that_cannot_be_written_costs_the_cache_alone(
     kind: str,
@@ -85,11 +100,14 @@ def test_a_folder_that_cannot_be_written_costs_the_cache_alone(
 
         monkeypatch.setattr(library_module, "write_whole", fill)
 
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         library = opened(folder)
 
     assert library.path == num_compiled[0] and not library.path.exists()
-    (line,) = [record.getMessage() for record in caplog.records]
+    lines = [record.getMessage() for record in caplog.records]
+    (line,) = [line for line in lines if "cannot be written" in line]
+    starts = next(at for at, text in enumerate(lines) if "compiling with" in text)
+    assert (lines.index(line) < starts) == (kind != "full")
     assert "cannot be written" in line and "--cache-dir" in line
 
 

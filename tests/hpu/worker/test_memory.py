@@ -1,6 +1,7 @@
 """The split of device memory, with the numbers of the vendor's guide."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +111,37 @@ def test_a_cache_too_small_for_one_context_names_both_numbers_and_the_flags() ->
     assert "64 tokens in 4 blocks" in message
     assert "100 tokens needs 7 blocks" in message
     assert "--max-model-len to 64" in message
-    assert "--kv-cache-memory-bytes" in message
+    assert "(7.81 KiB)" in message
+    assert message.endswith("raise --kv-cache-memory-bytes to 8000")
+
+
+@pytest.mark.parametrize(
+    ("setting", "flag", "value"),
+    [
+        ("kv_cache_memory_bytes", "--kv-cache-memory-bytes", 58_000),
+        ("num_blocks", "--num-gpu-blocks-override", 7),
+    ],
+)
+def test_the_size_that_the_message_names_is_the_least_that_serves(
+    setting: str, flag: str, value: int
+) -> None:
+    demand = replace(DEMAND, window_bytes=50_000)
+    arguments = {"num_sharing": 1, "graph_memory_fraction": 0.0}
+    free = FreeMemory(1_000_000, 0)
+
+    with pytest.raises(ConfigError, match=rf"raise {flag} to {value}$"):
+        split_memory(CacheConfig(**{setting: value - 1}), demand, free, **arguments)
+
+    assert split_memory(CacheConfig(**{setting: value}), demand, free, **arguments).num_blocks == 7
+
+
+def test_a_host_with_too_little_memory_names_the_size_that_serves() -> None:
+    with pytest.raises(ConfigError, match=r"or set --kv-cache-memory-bytes to 8000$"):
+        _split(CacheConfig(), free=16_000)
 
 
 def test_more_than_is_free_is_refused_with_both_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"1024 KV blocks take 0\.00 GiB, 0\.00 GiB are free"):
+    with pytest.raises(ConfigError, match=r"1024 KV blocks take 0\.98 MiB, 0\.95 MiB are free"):
         _split(CacheConfig(num_blocks=1024))
 
 

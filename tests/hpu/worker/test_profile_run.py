@@ -80,7 +80,7 @@ def test_a_pinned_number_of_blocks_is_kept_whatever_is_free(folder: Path) -> Non
     ("memory_bytes", "words"),
     [
         (2 * MIB, r"memory is full before the model is ready \(.*Allocation failed.*\)"),
-        (3 * MIB, r"largest launch .* GiB are free; lower --max-num"),
+        (3 * MIB, r"largest launch .* MiB are free; lower --max-num"),
     ],
 )
 def test_a_card_that_is_too_small_says_what_did_not_fit(

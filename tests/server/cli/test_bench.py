@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import socket
 import statistics
 import tempfile
 from pathlib import Path
@@ -404,6 +405,15 @@ def test_the_table_has_the_asked_rows_and_columns() -> None:
 def test_wrong_flags_are_refused(flags: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         main(flags)
+
+
+def test_a_port_without_a_server_is_named() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+
+        with pytest.raises(ConfigError, match=f"^no server answers at {url}$"):
+            main(["--base-url", url])
 
 
 async def test_a_stream_without_done_counts_when_it_told_how_it_finished() -> None:

@@ -289,7 +289,12 @@ async def test_unknown_models_routes_and_methods_have_their_own_errors() -> None
     [
         ("POST", "/chat/completions", 404, "end the client's base URL with /v1"),
         ("GET", "/models", 404, "The API is at /v1/models"),
-        ("POST", "/v1/v1/chat/completions", 404, "no route /v1/v1/chat/completions."),
+        ("POST", "/v1/v1/chat/completions", 404, "nearest route is /v1/chat/completions."),
+        ("POST", "/v1/chat/completion", 404, "The nearest route is /v1/chat/completions."),
+        ("POST", "/v1/load_lora_adapter", 404, "served with --allow-runtime-lora-updating."),
+        ("POST", "/v1/unload_lora_adapter", 404, "served with --allow-runtime-lora-updating."),
+        ("POST", "/start_profile", 404, "served with --enable-dev-endpoints."),
+        ("POST", "/sleep", 404, "served with --enable-dev-endpoints."),
         ("PUT", "/v1/completions", 405, "/v1/completions takes POST, not PUT."),
         ("PATCH", "/v1/responses/resp_1", 405, "takes DELETE, GET, not PATCH."),
     ],
@@ -302,6 +307,31 @@ async def test_a_wrong_path_or_method_names_the_right_one(
 
         assert words in check(response, status)
         assert (status == 405) == ("allow" in response.headers)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/v1/chat/completions", {"prompt": "x"}, "with prompt belongs to /v1/completions"),
+        (
+            "/v1/completions",
+            {"messages": [{"role": "user", "content": "x"}]},
+            "with messages belongs to /v1/chat/completions",
+        ),
+    ],
+)
+async def test_a_body_of_the_other_route_names_it(
+    path: str, body: dict[str, Any], words: str
+) -> None:
+    async with in_memory() as rig:
+        assert words in check(await rig.post(path, body), 400)
+
+
+async def test_a_path_unlike_all_routes_gets_no_nearest_route() -> None:
+    async with in_memory() as rig:
+        message = check(await rig.http.get("/v1/fine_tuning/jobs"), 404)
+
+        assert message == "There is no route /v1/fine_tuning/jobs."
 
 
 async def test_a_prompt_that_is_too_long_has_the_words_clients_match_on() -> None:
