@@ -159,7 +159,7 @@ def user_error_from_problems(problems: Sequence[Any]) -> UserError:
 
 def _problem(problem: Any) -> str:
     steps = [str(step)[:40] for step in problem["loc"][:4]]
-    # In a union, the location also names the tried member type.
+    # The location of a problem in a union also names the tried member type.
     name = ".".join(step for step in steps if not _KIND.fullmatch(step)) or "the body"
     if problem["type"] == "missing":
         return f"{name} is missing"

@@ -83,7 +83,7 @@ class FairThreads(ThreadPoolExecutor):
             self._enqueue(name, client, following)
 
     def _take_next(self, name: str, client: "_Client") -> _Call | None:
-        """The next waiting call of a client after one of its calls has ended; None: no call
+        """The next waiting call of a client after a call of the client has ended; None: no call
         waits."""
         with self._clients_lock:
             if client.waiting:

@@ -131,8 +131,8 @@ class _Pieces:
         index = 0
         while index < len(ends):
             start = int(at[edges[index]]) + 1
-            # Not numpy's searchsorted, which releases the GIL so often and briefly that other
-            # threads cannot get it for 100 ms and more.
+            # Not numpy's searchsorted, whose frequent short releases of the GIL keep other threads
+            # from it for 100 ms and more.
             stop = bisect_right(ends, start + PIECE_BYTES, index)
             if stop > index:
                 part = _decoded(before + data[start : int(ends[stop - 1])] + behind)

@@ -58,7 +58,8 @@ class TrustedProxies:
 
     def _client(self, forwarded: str) -> Address | None:
         """The last address that is not a trusted proxy (each proxy appends the address of its
-        peer); with all trusted, the first address. None if an entry after it is not an address."""
+        peer); the first address if all peers are trusted. None if an entry after it is not an
+        address."""
         if self._trusts_all:
             return _address(forwarded.partition(",")[0])
         address = None
