@@ -148,7 +148,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._limits = config.limits
         self._read_state = _ReadState.IDLE
         self._responding: RequestResponseCycle | None = None
-        """The oldest request whose response is not complete; if all are complete, any earlier
+        """The oldest request whose response is not complete; if all are complete, an earlier
         request or None. `cycle` is the newest request."""
         self._num_started = 0
         """Number of requests that have started on this connection."""

@@ -95,7 +95,7 @@ class ModelDownload:
 
 
 def end_process(code: int) -> NoReturn:
-    """Exit without waiting for the download thread, for which the interpreter could wait."""
+    """Exit without waiting for threads of the download, for which the interpreter would wait."""
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)

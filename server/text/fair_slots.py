@@ -29,7 +29,8 @@ class FairSlots:
         self._max_waiting = max_waiting
         self._max_bytes = max_bytes
         self._clients: OrderedDict[str, _Client] = OrderedDict()
-        """Clients with work, longest without a new slot first."""
+        """Clients with work in the order of their turns: new clients and the client that got the
+        last slot are at the end."""
         self._num_waiting = 0
         self._num_bytes = 0
 
