@@ -72,7 +72,8 @@ class ParserConfig:
         )
 
     def check_auto_tool_choice(self) -> None:
-        """Raise UserError unless the model may choose to call tools and its calls can be parsed."""
+        """Raise UserError unless tool_choice auto is allowed and the model's calls can be
+        parsed."""
         if not self.auto_tool_choice:
             raise UserError(
                 "tool_choice auto is switched off by --no-enable-auto-tool-choice",
@@ -169,7 +170,8 @@ class ParserConfig:
 
 
 def forced_call_reader(name: str | None) -> ToolCallReader:
-    """Reader of calls that a grammar forces: a list of calls, or only the arguments of `name`."""
+    """Reader of grammar-constrained calls: a list of calls, or only the arguments of the function
+    `name`."""
     return CALLS_ALONE if name is None else Arguments(name)
 
 
@@ -217,7 +219,9 @@ class ChoiceParser:
         return events
 
     def finish_reason(self, given: str | None) -> str | None:
-        """The finish reason of the choice, for the finish reason `given` by the engine."""
+        """The finish reason of the choice: `tool_calls` for a choice with calls that stopped
+        (unless tool_choice named the function), otherwise `given`, the finish reason of its
+        text."""
         chose = self._has_calls and not self._is_named
         return "tool_calls" if given == "stop" and chose else given
 
@@ -322,7 +326,7 @@ class ChoiceParsers:
 
 @dataclass(slots=True)
 class MessagePart:
-    """A run of reasoning or text, or one tool call."""
+    """A run of reasoning or text, or a tool call."""
 
     kind: Literal["reasoning", "text", "tool_call"]
     texts: list[str]
@@ -340,7 +344,7 @@ class AssistantMessage:
 
     def __init__(self) -> None:
         self.parts: list[MessagePart] = []
-        """In generation order; adjacent parts differ in kind, except calls."""
+        """Parts in generation order; adjacent parts differ in kind, except calls."""
 
     def add(self, events: list[ParserEvent]) -> None:
         """Append the next events."""

@@ -28,7 +28,7 @@ from server.generation.validation import check_comparable
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """One continuation of the prompt."""
+    """A continuation of the prompt."""
 
     tokens: list[int] = field(default_factory=list)
     positions: list[PositionLogprobs] = field(default_factory=list)
@@ -58,7 +58,7 @@ class BeamSearch:
     ) -> None:
         self.running = [Beam()]
         self.finished: list[Beam] = []
-        """The best finished beams so far, best first; `width` of them once the search has ended."""
+        """The best finished beams so far, best first; `width` beams once the search has ended."""
         self._width = width
         self._max_tokens = max_tokens
         self._end_ids = end_ids

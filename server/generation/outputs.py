@@ -16,13 +16,13 @@ class Delta:
     """
 
     index: int
-    """prompt_index * n + choice."""
+    """Index of the choice in the request: prompt_index * n + choice."""
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] | None = None
     """One entry per token of `token_ids`; None unless requested."""
     finish_reason: str | None = None
-    """stop or length; set on the last delta of the choice."""
+    """`stop` or `length`; set only on the last delta of the choice."""
     stop_reason: str | int | None = None
     """The stop string or stop_token_ids entry; None for an end token."""
 

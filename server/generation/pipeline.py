@@ -42,7 +42,7 @@ ASLEEP_RETRY_S = 10
 
 
 class Pipeline:
-    """Starts generations. Checks everything about a request that depends on the model."""
+    """Starts generations, and performs all checks of a request that depend on the model."""
 
     def __init__(
         self,
@@ -276,12 +276,12 @@ class Generation:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Each prompt counted once, whatever n."""
+        """Prompt tokens; each prompt is counted once, independent of n."""
         return sum(len(prompt.token_ids) for prompt in self._prompts)
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens found in the prefix cache, of the first choice of each prompt."""
+        """Prompt tokens found in the prefix cache by the first choice of each prompt."""
         return sum(sequence.num_cached_tokens for sequence in self._sequences[:: self._num_choices])
 
     @property
@@ -294,7 +294,7 @@ class Generation:
     @property
     def prompt_logprobs(self) -> list[PromptLogprobs | None]:
         """One entry per prompt, None unless requested. Complete once the prompt's first output
-        token has come; the first position has None."""
+        token has arrived; the entry of the first position is None."""
         return [sequence.prompt_logprobs for sequence in self._sequences[:: self._num_choices]]
 
     @property
@@ -430,8 +430,8 @@ def asleep() -> Overloaded:
 
 
 def choice_seed(seed: int | None, choice: int) -> int | None:
-    """The seed of choice `choice`: the first uses `seed` itself, the others are derived from it
-    (splitmix64), so that a choice's random stream does not depend on n."""
+    """The seed of choice `choice`. The first choice uses `seed` itself; further seeds are derived
+    from `seed` (splitmix64), so that a choice's random stream does not depend on n."""
     if seed is None or choice == 0:
         return seed
     mixed = (seed + choice * 0x9E3779B97F4A7C15) % 2**64

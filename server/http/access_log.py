@@ -32,7 +32,7 @@ class RequestRecord:
     """ASGI `send` that bypasses all middleware for parts of the body; middleware only reads the
     start of a response."""
     owner: str = ""
-    """The API key's owner (see ApiKeys.check); never logged."""
+    """Owner of the request's API key (see ApiKeys.check); never logged."""
     started_s: float = field(default_factory=time.perf_counter)
     status: int = 0
     route: str = "unmatched"

@@ -13,7 +13,7 @@ from server.http.errors import InvalidApiKey
 OPEN_PATHS = frozenset(("/live", "/health", "/ready", "/ping", "/version", "/metrics", "/"))
 """Paths that need no key: probes, version, metrics and the page."""
 PAGE_FILES = "/page/files/"
-"""Prefix of the paths of the page's static files, which are public too."""
+"""Path prefix of the page's static files, which are also public."""
 MAX_FILE_BYTES = 2**20
 """Size limit of the --api-key-file: about 30,000 keys."""
 

@@ -144,8 +144,8 @@ class BodyReader:
 
 
 async def parse(kind: type[B], body: ReceivedBody) -> B:
-    """Validate a body as `kind`; a large one on a thread. Its unknown fields are noted in the
-    record of the request. Raises UserError."""
+    """Validate a body as `kind`; a large body on a thread. Stores its unknown fields in the record
+    of the request. Raises UserError."""
 
     def validate() -> B:
         if unknown := kind.unknown_fields(body.fields):

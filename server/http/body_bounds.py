@@ -51,7 +51,8 @@ _KINDS: dict[type, tuple[type, ...]] = {float: (float, int)}
 
 
 def whole(value: object) -> object:
-    """Convert 3.0 to 3. Raise ValueError for integers beyond 64 bits, before they are printed."""
+    """Convert integral floats such as 3.0 to int. Raises ValueError for integers beyond 64 bits,
+    before an error message prints them."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
         return int(value)
     if type(value) is int and not -(2**63) <= value < 2**63:
@@ -257,7 +258,7 @@ Tools = Annotated[
 ]
 ToolChoice = Annotated[Any, _structure()]
 Schema = Annotated[dict[str, Any], _structure()]
-"""A JSON schema, or an object that holds one."""
+"""A JSON schema, or an object that contains a JSON schema."""
 SchemaOrText = Annotated[dict[str, Any] | str | bool, _structure()]
 TagOrText = Annotated[dict[str, Any] | str, _structure()]
 Messages = Annotated[

@@ -25,8 +25,8 @@ SCANNED_BYTES = 2**18
 """Bytes of a body that are scanned in a single numpy call; larger arrays would also be separate
 mappings."""
 MAX_VALUES = 2**22
-"""Maximum values in a body: equals the default limit of queued prompt tokens. As integers of 32
-bytes and pointers of 8 bytes they take 160 MiB."""
+"""Maximum values in a body: slightly more than the default limit of queued prompt tokens. As
+integers of 32 bytes and pointers of 8 bytes they take 160 MiB."""
 MAX_OBJECTS = 2**19
 """Maximum strings, lists and objects in a body, including keys; each takes 50 to 250 bytes."""
 MAX_SPLIT_DEPTH = 32
@@ -238,8 +238,8 @@ def _text(data: bytes, start: int, end: int) -> Any:
                 f"the body has a text that takes at least {size} bytes, {width} for each "
                 f"character, at most {MAX_TEXT_BYTES} are taken"
             )
-        # In place (see `map_large_blocks`): joining all pieces at the end would map and copy 64 MiB
-        # in one call, which takes 50 to 200 ms.
+        # Append in place (see `map_large_blocks`): joining all pieces at the end would map and copy
+        # 64 MiB in a single call, which takes 50 to 200 ms.
         text += part
         position = stop
     return text

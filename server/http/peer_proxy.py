@@ -47,7 +47,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class ForwardedRequest(msgspec.Struct, array_like=True):
-    """A request that is forwarded to its API server."""
+    """A request that is forwarded to a peer API server."""
 
     method: str
     path: str

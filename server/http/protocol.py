@@ -198,8 +198,8 @@ class HttpProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            # No upgrade is supported: the request is handled as HTTP/1.1. The rest of this read was
-            # not parsed.
+            # Upgrades are not supported: the request is handled as HTTP/1.1. The rest of this read
+            # was not parsed.
             if upgrade.args[0] < len(data):
                 self._drop_input()
         except httptools.HttpParserError as error:

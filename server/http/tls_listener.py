@@ -41,7 +41,7 @@ class TlsListener:
         self._accepting = self._loop.create_task(self._accept())
 
     def close(self) -> None:
-        """Stop accepting, and end all handshakes."""
+        """Stop accepting, and cancel all handshakes."""
         for task in [self._accepting, *self._handshakes]:
             task.cancel()
 

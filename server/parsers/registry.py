@@ -188,7 +188,7 @@ def _first(table: tuple[tuple[str, str], ...], template: str) -> str | None:
 
 
 def words_of(form: ToolCallReader | ReasoningFormat) -> frozenset[str]:
-    """Every text that a parser searches for; some may be special tokens."""
+    """All texts that a parser searches for; some may be special tokens."""
     values = [getattr(form, field.name) for field in fields(form)]
     inner = [words_of(value) for value in values if isinstance(value, ToolCallReader)]
     words = [word for value in values for word in (value if isinstance(value, tuple) else (value,))]

@@ -10,7 +10,8 @@ _ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 
 
 def machine_address() -> str | None:
-    """This machine's address towards other machines; None without a network. Sends nothing."""
+    """This machine's address for connections to other machines; None without a network. Sends no
+    packets."""
     for family, elsewhere in _ELSEWHERE:
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
             sock.connect((elsewhere, 9))

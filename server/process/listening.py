@@ -12,8 +12,8 @@ from config.errors import ConfigError
 def bind(host: str, port: int, *, shared: bool) -> socket.socket:
     """Bind the address of this server. Raises ConfigError if it is not available.
 
-    With `shared` several processes can bind the port, and so could a second server: first check
-    that it is free by binding it exclusively.
+    With `shared`, several processes can bind the port, so a second server could too: first bind it
+    exclusively to check that it is free.
     """
     if shared and port:
         bind_port(host, port, shared=False).close()

@@ -75,7 +75,7 @@ RESERVED_BYTES = 64 * 2**10
 """Size of a reserve file in the socket directory. It is freed when the disk is full, for the files
 that notify API servers of dead engines: a few blocks for each engine."""
 EXIT_GRACE_S = 5.0
-"""Time for an API server to exit beyond the time for its requests."""
+"""Time for an API server to exit after the time for its requests."""
 
 
 def serve(

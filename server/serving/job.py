@@ -1,5 +1,5 @@
-"""A request in the engine: admission, submission, and its streamed or complete response. Shared by
-all generating APIs; pooling requests use the first part."""
+"""Requests in the engine: admission, submission, and the streamed or complete response. All
+generating APIs use this module; pooling requests use only admission and submission."""
 
 import asyncio
 import os
@@ -190,7 +190,7 @@ class Job(RunningRequest[GenerationStream]):
 
 
 class ChunkWriter(Protocol):
-    """Encodes deltas as SSE frames."""
+    """Encoder of deltas as SSE frames."""
 
     def feed(self, deltas: list[Delta]) -> bytes:
         """Frames for `deltas`; empty if nothing is visible yet."""

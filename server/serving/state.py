@@ -79,7 +79,7 @@ class AppState:
     num_open_requests: int = 0
     """Requests of any kind whose response has not ended, including streams."""
     bodies: BodyReader = field(init=False)
-    """Reads request bodies within this server's limits."""
+    """Reader of request bodies within this server's limits."""
     api_keys: ApiKeys = field(init=False)
     template_defaults: Mapping[str, Any] = field(init=False)
     """Variables of the chat template that a request may override."""
@@ -130,7 +130,7 @@ class AppState:
 
     @property
     def status(self) -> str:
-        """ready, starting, restarting, sleeping, draining or failed."""
+        """State for probes: ready, starting, restarting, sleeping, draining or failed."""
         if self.client.failure is not None:
             return "failed"
         if self.is_draining:
@@ -142,13 +142,14 @@ class AppState:
         return "ready" if self.pipeline is not None else "starting"
 
     def generation_pipeline(self) -> Pipeline:
-        """The pipeline of a generating model. Raises like `check_awake`, and UserError."""
+        """The pipeline of a generating model. Raises the errors of `check_awake`, and UserError for
+        a pooling model."""
         pipeline = self.check_awake()
         pipeline.check_generates()
         return pipeline
 
     def check_open(self) -> Pipeline:
-        """Raise EngineDied or Overloaded while no requests are accepted."""
+        """The pipeline. Raises EngineDied or Overloaded while no requests are accepted."""
         if self.client.failure is not None:
             raise EngineDied(self.client.failure)
         if self.is_draining:
@@ -210,7 +211,7 @@ class AppState:
         return info.content
 
     def text_tokenizer(self, param: str) -> Tokenizer:
-        """The tokenizer. Raises UserError on a server that was started without one."""
+        """The tokenizer. Raises UserError on a server that was started without a tokenizer."""
         if self.tokenizer is None:
             raise UserError(
                 "this server has no tokenizer, send token ids to /v1/completions", param=param

@@ -17,10 +17,9 @@ GRACE_S = 0.5
 
 
 class RequestTracker(Generic[StreamT]):
-    """Iterates over a stream and counts its deltas.
+    """Iterator over a stream that counts its deltas into metrics.
 
-    `close` may be called at any time and more than once; sequences that have not finished by then
-    are aborted.
+    `close` may be called at any time and more than once; it aborts unfinished sequences.
     """
 
     def __init__(
@@ -156,7 +155,8 @@ class RequestTracker(Generic[StreamT]):
         record.finish_reasons = ",".join(self._finish_reasons)
 
     def _observe_request(self) -> None:
-        """Observe once per request that the engine has worked on."""
+        """Observe times and sizes of a request that the engine has worked on. Call it once per
+        request."""
         metrics, stream = self._metrics, self.stream
         metrics.prompt_processed(stream.num_prompt_tokens, stream.num_cached_tokens)
         metrics.e2e_latency.observe(self._record.seconds)
@@ -177,6 +177,6 @@ class RequestTracker(Generic[StreamT]):
             metrics.observe_size("request_generation_tokens", num_tokens)
         if longest > 1 and self._first_token_s is not None:
             seconds = max(self._last_token_s.values()) - self._first_token_s
-            # Zero if all tokens came at once (beam search, a step that was read late).
+            # Zero if all tokens arrived together (beam search, a step that was read late).
             if seconds:
                 metrics.time_per_output_token.observe(seconds / (longest - 1))

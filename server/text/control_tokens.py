@@ -143,7 +143,7 @@ class ControlTokenEncoder:
         return [self._ids.get(token_id, token_id) for token_id in ids]
 
     def _renamed(self, text: str) -> str:
-        """`text` with the new names of the control tokens."""
+        """`text` with its control tokens replaced by their random names."""
         parts: list[str] = []
         start = 0
         while found := _search(self._competing, text, start, self._longest):

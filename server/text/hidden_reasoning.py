@@ -12,7 +12,7 @@ def hide_reasoning(reasoning: str) -> str:
 
 
 def hidden_reasoning(given: object) -> str:
-    """The reasoning in a text of `hide_reasoning`; empty for the text of another server."""
+    """The reasoning in a text made by `hide_reasoning`; empty for the text of another server."""
     if not isinstance(given, str) or not given.startswith(_PREFIX):
         return ""
     try:

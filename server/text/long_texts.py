@@ -1,4 +1,4 @@
-"""Truncation of long texts: reads only as much as the first or last tokens need."""
+"""Truncation of long texts: reads only as much text as the first or last tokens need."""
 
 import re
 from collections.abc import Callable
@@ -22,7 +22,8 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class TooManyTokens(Exception):
-    """Text number `index` has more tokens than allowed: `count` tokens, or with `at_least` more."""
+    """Text number `index` has more tokens than allowed: `count` tokens; with `at_least`, `count` is
+    a lower bound."""
 
     def __init__(self, count: int, *, at_least: bool = False, index: int = 0) -> None:
         super().__init__(f"{'at least ' if at_least else ''}{count} tokens")

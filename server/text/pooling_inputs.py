@@ -40,7 +40,7 @@ class TextInputOptions:
     special: bool = True
     """Whether special tokens are added around a text."""
     prefix: str = ""
-    """Prepended to each single text."""
+    """Prefix of each text that is not part of a pair."""
     lowercase: bool = False
     cuts: bool = False
     """Whether longer inputs are truncated; otherwise they are refused."""

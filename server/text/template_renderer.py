@@ -64,7 +64,7 @@ class RenderRequest(msgspec.Struct, frozen=True):
     """Input of a rendering."""
 
     template: str
-    """The template."""
+    """Source text of the template."""
     messages: list[Message]
     variables: dict[str, Any]
     """Variables of the client: tools, documents and chat_template_kwargs."""

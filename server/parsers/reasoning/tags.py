@@ -59,7 +59,7 @@ class ReasoningFormat:
         return prompt.rstrip().removesuffix(self.label).endswith(self.start_tags)
 
     def ends_with_end_tag(self, prompt: str) -> bool:
-        """Whether `prompt` ends with a tag that the answer follows."""
+        """Whether `prompt` ends with a tag after which the answer starts."""
         return prompt.rstrip().endswith(self.answer_start_tags)
 
     def has_unclosed_reasoning(self, text: str) -> bool:

@@ -13,7 +13,7 @@ T = TypeVar("T")
 Steps = Generator[None, None, T]
 """A parser that returns a value of type T."""
 Sink = Callable[[str], object]
-"""Receives text piece by piece."""
+"""Function that receives pieces of text."""
 
 WHITESPACE = " \t\r\n"
 MAX_REREAD_CHARACTERS = 1024

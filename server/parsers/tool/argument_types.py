@@ -116,8 +116,8 @@ class SharedTypes:
 
 
 def num_keywords(schema: Mapping[str, Any], root: Mapping[str, Any]) -> int:
-    """Maximum number of keywords that `referenced` copies for `schema`, with the entries of their
-    lists. A $ref counts for more, by its length."""
+    """Upper bound of the keywords that `referenced` copies for `schema`, including the entries of
+    their lists. A $ref counts as more than a keyword, depending on its length."""
     count = 0
     current: Any = schema
     for _ in range(MAX_SCHEMA_DEPTH):
@@ -203,7 +203,7 @@ class _Search:
         return self.all_of(iter(found))
 
     def all_of(self, found: "Iterator[frozenset[str] | None]") -> frozenset[str] | None:
-        """The types that are in all sets of `found`. A set that contradicts the sets before it is
+        """The intersection of the sets in `found`. A set that contradicts the sets before it is
         ignored."""
         allowed: frozenset[str] | None = None
         for types in found:

@@ -141,7 +141,7 @@ class ToolCallParser(StreamParser):
             source.stop_recording()
         except ParseError as error:
             if source.is_cut and isinstance(error, UnexpectedEnd):
-                # finish_reason says that the answer was cut.
+                # The call is incomplete; finish_reason shows that the answer was cut.
                 output.release_call()
             output.drop_call()
             if output.has_open_call:

@@ -37,11 +37,13 @@ _NAME = regex("[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elements(ToolCallFormat):
-    """Each tag follows the special token `namespace`, which text never has. An element with
-    elements is an object or a list; an element with text is a value of the type in the schema.
+    """Calls in which each tag follows the special token `namespace`, which does not occur in text.
+    An element with elements is an object or a list; an element with text is a value of the type in
+    the schema.
 
     An end tag that is missing is replaced by the next tag. Text between elements is text of the
-    answer, after the call."""
+    answer, after the call.
+    """
 
     namespace: str
     opening: str

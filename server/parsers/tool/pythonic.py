@@ -66,7 +66,7 @@ class Pythonic(ToolCallFormat):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonicLines(Pythonic):
-    """A call in each line, between two tags."""
+    """Calls on separate lines, between two tags."""
 
     def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
         yield from source.skip_whitespace()

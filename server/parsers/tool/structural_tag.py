@@ -18,7 +18,7 @@ Functions = Mapping[str, Mapping[str, Any] | None]
 """Function name to the schema that its arguments must match; None: any object."""
 
 IDENTIFIER = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
-"""Names that a family may write without quotes."""
+"""Names that can be written without quotes."""
 MAX_ARGUMENT_PARTS = 16_384
 """Maximum parts for arguments of a grammar, which take 10 ms to build; a larger grammar exceeds the
 character limit anyway."""

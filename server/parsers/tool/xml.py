@@ -66,11 +66,12 @@ class Attributes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tags(ToolCallFormat):
-    """The tags of a family. `opening` precedes the function's name, `key` a parameter's. Markers
-    are the tags around calls, and `opening` itself: models leave out the tag before it.
+    """Tags of a family. `opening` precedes a function's name, `key` a parameter's name. Markers are
+    the tags around calls and `opening` itself, because models omit the tag before it.
 
     A tag that is missing is replaced by the next tag of the family. Text between tags is text of
-    the answer, after the call."""
+    the answer, after the call.
+    """
 
     opening: str = ""
     name_end: tuple[str, ...]
@@ -330,7 +331,7 @@ class _Arguments:
         self._names = properties.keys() if isinstance(properties, dict) else frozenset()
         self._keys: set[str] = set()
         self._wrapped: tuple[str, str] | None = None
-        """The only argument so far, which may hold all arguments, and its value."""
+        """Key and value of the only argument so far, if it may contain all arguments."""
 
     @property
     def num_keys(self) -> int:
