@@ -176,7 +176,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        # uvicorn does not stop the idle timer after a reset; it would keep the connection's memory.
+        # uvicorn does not stop the idle timer after a reset; the timer would keep the connection's
+        # memory.
         self._unset_keepalive_if_required()
         # uvicorn notifies only the newest request of the disconnect.
         self.pipeline.clear()
@@ -185,7 +186,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._responding.disconnected = True
             self._responding.message_event.set()
         # A request cycle refers to its protocol. Without this assignment only the garbage collector
-        # would free them, long after thousands of connections that were open for minutes.
+        # would free both, long after thousands of connections that were open for minutes.
         self.cycle = self._responding = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
@@ -399,7 +400,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _extend_body_deadline(self, num_new: int) -> None:
         """Extend the deadline for `num_new` received bytes of the body. The credit is limited to
-        the present time: many bytes at once do not allow hours of slow bytes."""
+        the present time: a burst does not allow the client to send slowly for hours afterwards."""
         paid_s = self._body_paid_s + num_new / MIN_BODY_BYTES_PER_S
         self._body_paid_s = min(self.loop.time(), paid_s)
         self.deadline_s = self._body_paid_s + self._limits.request_body_timeout_s

@@ -222,8 +222,8 @@ def max_restarts(engine: EngineConfig, server: ServerConfig) -> int:
 
 
 def max_api_server_restarts(engine: EngineConfig, server: ServerConfig) -> int:
-    """Consecutive restarts of an API server that are allowed; 0 with engines of other hosts, which
-    end with their API server."""
+    """Consecutive restarts of an API server that are allowed; 0 if resuming is off, or with engines
+    of other hosts, which end with their API server."""
     may_restart = server.resume and not engine.data_parallel.num_remote
     return server.max_api_server_restarts if may_restart else 0
 
@@ -413,8 +413,8 @@ class Supervisor:
             has_logged = any((process.poll() or 0) > 0 for process in processes)
             level = logging.INFO if has_logged else logging.ERROR
             logger.log(level, "the server stops: %s", event.reason)
-            # The API servers notice the engine's end and send error responses. They do not have
-            # time to drain.
+            # The API servers notice the engine's end and send error responses; they exit too soon
+            # for a drain.
             self._stop_engines()
             self._close(children, RESPONSE_GRACE_S + 1)
             is_misconfigured = any(process.poll() == WRONG_SETTING for process in processes)

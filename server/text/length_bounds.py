@@ -99,6 +99,6 @@ def _is_byte_level(pre_tokenizer: dict[str, Any] | None) -> bool:
 
 
 def _absent(byte_of: dict[str, int], tokens: dict[str, int]) -> bytes:
-    """The bytes that can occur in UTF-8 and have no token."""
+    """The bytes that can occur in UTF-8 but have no token."""
     absent = (byte for name, byte in byte_of.items() if name not in tokens)
     return bytes(sorted(set(absent) - _NEVER_IN_UTF8))
