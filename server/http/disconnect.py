@@ -9,8 +9,8 @@ from starlette.types import Receive
 from server.http.errors import ClientGone
 
 WATCH_DELAY_S = 0.1
-"""Delay until the watcher starts. Faster responses have no watcher, which costs a short request
-several per cent."""
+"""Delay until the watcher starts. Faster responses run without a watcher, because a watcher costs a
+short request several per cent."""
 
 
 class CancelOnDisconnect:

@@ -169,7 +169,7 @@ class HarmonyToolCalls(ToolCallFormat):
         yield from source.accept(_CALL)
 
     def grammar(self, functions: Functions) -> ToolCallGrammar:
-        """Grammar of consecutive messages; a call must be the last message."""
+        """Grammar of consecutive messages; only the last message can be a call."""
         start, begin = HARMONY_REASONING.begins
         end, call = HARMONY_REASONING.ends[:2]
         constrain = optional(literal(f" {self.constrain}json"))

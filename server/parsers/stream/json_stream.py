@@ -17,7 +17,7 @@ _HEX = re.compile(r"[0-9a-fA-F]{4}")
 def read_value(
     source: Source, sink: Sink, depth: int = 0, ends: tuple[str, ...] = ()
 ) -> Steps[None]:
-    """Read any JSON value, and emit it unchanged. Missing brackets before one of `ends`, or before
+    """Read any JSON value, and emit it as written. Missing brackets before one of `ends`, or before
     an outer bracket, are added, and trailing commas are dropped. Raises ParseError at any other
     invalid character, and for values nested deeper than MAX_DEPTH."""
     first = yield from source.peek()

@@ -17,7 +17,7 @@ from server.parsers.tool.structural_tag import Functions, ToolCallGrammar
 
 MAX_NAME_CHARACTERS = 256
 _TAG_STARTS = "<[]"
-"""First characters of tags. Unlike words, text does not quote tags."""
+"""First characters of tags. Text may quote words, but not tags."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
