@@ -1,4 +1,4 @@
-"""Parsing of answers: which parsers a server is configured with, and the reasoning, text and tool
+"""Answer parsing: the parsers that a server is configured with, and the reasoning, text and tool
 calls of each choice."""
 
 from collections.abc import Callable, Sequence
@@ -42,9 +42,9 @@ from server.parsers.tool.structural_tag import Functions, ToolCallGrammar
 from server.text.tokenizer import Tokenizer
 
 PROMPT_CHARACTERS = 256
-"""The end of a prompt, searched for a tag that starts reasoning."""
+"""Length of the prompt's end that is searched for a tag that starts reasoning."""
 CLOSING_TOKENS = 64
-"""Tokens at the end that are searched for the reasoning's end tag first."""
+"""Number of final tokens that are searched first for the end tag of the reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +54,15 @@ class ParserConfig:
     tool_parser: str | None
     reasoning_parser: str | None
     auto_tool_choice: bool
-    """Whether a model may choose to call."""
+    """Whether tool_choice auto is allowed."""
 
     @classmethod
     def of(
         cls, config: ServerConfig, template: str, *, generic_tools: bool = False
     ) -> "ParserConfig":
-        """As configured; `auto` is resolved by the chat template. `generic_tools`: the template has
-        no place for tools, so the model is shown the form of GENERIC_TOOL_PARSER."""
+        """The parsers of `config`; `auto` is resolved by the chat template. `generic_tools`: the
+        template does not support tools, so the model is shown the call format of
+        GENERIC_TOOL_PARSER."""
         calls, thinking = config.tool_call_parser, config.reasoning_parser
         of_template = GENERIC_TOOL_PARSER if generic_tools else tool_parser_of(template)
         return cls(
@@ -71,7 +72,8 @@ class ParserConfig:
         )
 
     def check_auto_tool_choice(self) -> None:
-        """Raise UserError unless the model may choose to call tools and its calls can be parsed."""
+        """Raise UserError unless tool_choice auto is allowed and the model's calls can be
+        parsed."""
         if not self.auto_tool_choice:
             raise UserError(
                 "tool_choice auto is switched off by --no-enable-auto-tool-choice",
@@ -97,9 +99,9 @@ class ParserConfig:
         finds_stray_calls: bool = False,
         max_calls: int | None,
     ) -> "ChoiceParsers | None":
-        """Parsers of answers with calls as `call_reader` reads them, and, with `has_reasoning`,
-        with the model's reasoning. None: an answer is plain text. The other arguments are those of
-        `ChoiceParsers`."""
+        """Parsers of answers with tool calls that `call_reader` reads and, with `has_reasoning`,
+        with the model's reasoning. None: the answer is plain text. The other arguments are
+        described in `ChoiceParsers`."""
         reasoning_format = self._reasoning_format if has_reasoning else None
         if call_reader is None and reasoning_format is None:
             return None
@@ -125,9 +127,9 @@ class ParserConfig:
         skips_blanks: bool,
         is_free: bool = False,
     ) -> ThinkingSpec | None:
-        """The reasoning that may precede the constrained part of an answer to `prompt`; `begun` as
-        in `starts_inside`. `is_wanted`: the caller did not disable it. `is_free`: nothing is
-        constrained after it."""
+        """The reasoning that may precede the constrained part of an answer to `prompt`. None: the
+        answer has no reasoning. `begun`: see `starts_inside`. `is_wanted`: the client did not
+        disable reasoning. `is_free`: the text after the reasoning is not constrained."""
         reasoning_format = self._reasoning_format
         if reasoning_format is None:
             return None
@@ -145,11 +147,11 @@ class ParserConfig:
 
     @property
     def tool_call_format(self) -> ToolCallFormat | None:
-        """How the model writes tool calls, if that is known."""
+        """The format of the model's tool calls; None: no tool parser."""
         return TOOL_CALL_FORMATS[self.tool_parser] if self.tool_parser else None
 
     def tool_call_grammar(self, functions: Functions) -> ToolCallGrammar:
-        """The grammar of the model's calls of `functions`. Raises UserError."""
+        """The grammar of the model's calls to `functions`. Raises UserError."""
         assert self.tool_call_format is not None, "choosing was checked"
         return self.tool_call_format.grammar(functions)
 
@@ -168,7 +170,8 @@ class ParserConfig:
 
 
 def forced_call_reader(name: str | None) -> ToolCallReader:
-    """Reader of calls that a grammar forces: a list of calls, or only the arguments of `name`."""
+    """Reader of grammar-constrained calls: a list of calls, or only the arguments of the function
+    `name`."""
     return CALLS_ALONE if name is None else Arguments(name)
 
 
@@ -180,7 +183,7 @@ def _named(name: str) -> str | None:
 
 
 class ChoiceParser:
-    """Parses one choice: deltas to events."""
+    """Converts the deltas of a choice to parser events."""
 
     def __init__(
         self,
@@ -198,12 +201,12 @@ class ChoiceParser:
         self._end_tags = end_tags
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        """All tokens, until the reasoning has ended."""
+        """All tokens; cleared when the reasoning has ended."""
         self._num_reasoning: int | None = None if reasoning is not None else 0
         self._has_calls = False
 
     def parse(self, delta: Delta) -> list[ParserEvent]:
-        """The events of `delta`; with the last delta, also all that was buffered."""
+        """The events of `delta`. The last delta also returns all buffered text."""
         if self._num_reasoning is None:
             self._ids += delta.token_ids
         events = self._parser.feed(delta.text)
@@ -216,7 +219,9 @@ class ChoiceParser:
         return events
 
     def finish_reason(self, given: str | None) -> str | None:
-        """Why the choice ended, given why its text did."""
+        """The finish reason of the choice: `tool_calls` for a choice with calls that stopped
+        (unless tool_choice named the function), otherwise `given`, the finish reason of its
+        text."""
         chose = self._has_calls and not self._is_named
         return "tool_calls" if given == "stop" and chose else given
 
@@ -274,10 +279,10 @@ class ChoiceParsers:
         max_calls: int | None,
     ) -> None:
         """`is_inside`: the answer begins inside reasoning. `keeps_whitespace`: the text after the
-        reasoning keeps its whitespace. `is_named`: as in `ChoiceParser`. `finds_stray_calls`:
-        calls in the reasoning, and unmarked calls in text, are calls; no grammar covers them."""
+        reasoning keeps its whitespace. `is_named`: see `ChoiceParser`. `finds_stray_calls`: calls
+        in the reasoning, and unmarked calls in text, are calls; no grammar covers them."""
         self._readers: dict[int, ChoiceParser] = {}
-        """One a choice; bounded by n."""
+        """Parsers by choice index; bounded by n."""
         self._tokenizer = tokenizer
         self._formats = [one for one in (call_reader, reasoning_format) if one is not None]
         self.has_reasoning = reasoning_format is not None
@@ -309,7 +314,7 @@ class ChoiceParsers:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Over all choices."""
+        """Reasoning tokens of all choices so far."""
         return sum(reader.num_reasoning_tokens for reader in self._readers.values())
 
     @cached_property
@@ -321,11 +326,12 @@ class ChoiceParsers:
 
 @dataclass(slots=True)
 class MessagePart:
-    """A run of reasoning or text, or one tool call."""
+    """A run of reasoning or text, or a tool call."""
 
     kind: Literal["reasoning", "text", "tool_call"]
     texts: list[str]
-    """Joined: the text; for a call its arguments as a JSON object, unless the answer was cut."""
+    """Pieces of the text, or of a call's arguments. A call's joined arguments are a JSON object
+    unless the answer was cut."""
     call: ToolCallStart | None = None
 
     @property
@@ -334,14 +340,14 @@ class MessagePart:
 
 
 class AssistantMessage:
-    """The whole message of a choice."""
+    """The complete message of a choice."""
 
     def __init__(self) -> None:
         self.parts: list[MessagePart] = []
-        """In generation order; adjacent parts differ in kind, except calls."""
+        """Parts in generation order; adjacent parts differ in kind, except calls."""
 
     def add(self, events: list[ParserEvent]) -> None:
-        """Append the events that follow."""
+        """Append the next events."""
         for event in events:
             if isinstance(event, TextDelta):
                 self._add("text", event.text)
@@ -362,7 +368,7 @@ class AssistantMessage:
         return "".join(piece.text for piece in self.parts if piece.kind == kind)
 
     def to_dict(self, echo: str, *, shows_reasoning: bool) -> dict[str, Any]:
-        """The `message` object."""
+        """The `message` object of the response. `echo`: text that precedes the generated text."""
         thought = self._all("reasoning")
         text = echo + self._all("text")
         calls = [(piece.call, piece.text) for piece in self.parts if piece.call is not None]
@@ -390,7 +396,7 @@ class AssistantMessage:
 
 
 def chat_deltas(events: list[ParserEvent], *, shows_reasoning: bool) -> list[dict[str, Any]]:
-    """The `delta` objects of `events`, one each."""
+    """The `delta` objects of `events`. Reasoning is left out without `shows_reasoning`."""
     made: list[dict[str, Any]] = []
     for event in events:
         if isinstance(event, TextDelta):

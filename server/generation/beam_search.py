@@ -1,6 +1,6 @@
-"""Beam search over an engine. The rules are those of `generate(num_beams=...)` of transformers.
+"""Beam search over an engine, with the rules of `generate(num_beams=...)` of transformers.
 
-Each beam is extended by a request of its own for one token. The prefix cache holds all but the
+Each step sends one request per beam, which generates one token. The prefix cache holds all but the
 last block of the beam, and the engine puts the request at the head of the queue.
 """
 
@@ -28,28 +28,29 @@ from server.generation.validation import check_comparable
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """One continuation of the prompt."""
+    """A continuation of the prompt."""
 
     tokens: list[int] = field(default_factory=list)
     positions: list[PositionLogprobs] = field(default_factory=list)
-    """One entry per token; its chosen token is that token."""
+    """One entry per token of `tokens`, with that token as the chosen token."""
     logprob: float = 0.0
-    """Sum over its tokens."""
+    """Sum of the log-probabilities of all tokens."""
     is_finished: bool = False
     """Whether the last token is an end token."""
 
     def score(self, length_penalty: float) -> float:
-        """Score of a finished beam: logprob / length ** penalty; the length has the end token."""
+        """Score of a finished beam: logprob / length ** length_penalty. The length includes the end
+        token."""
         return float(self.logprob / len(self.tokens) ** length_penalty)
 
 
 class BeamSearch:
     """The search over one prompt, without an engine: at most `width` running beams.
 
-    A step takes the best `width` continuations that end with an end token as finished beams, and
-    the best `width` without one as running beams. The search ends when `width` beams are finished
-    and the best running beam, if it ended at its present length, would not beat the worst of them;
-    or after `max_tokens` tokens.
+    A step adds the `width` best continuations that end with an end token to the finished beams, and
+    keeps the `width` best continuations without an end token as running beams. The search ends
+    after `max_tokens` tokens, or when `width` beams are finished and the best running beam, scored
+    at its present length, does not beat the worst finished beam.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class BeamSearch:
     ) -> None:
         self.running = [Beam()]
         self.finished: list[Beam] = []
-        """The best finished beams so far, best first; `width` of them once the search has ended."""
+        """The best finished beams so far, best first; `width` beams once the search has ended."""
         self._width = width
         self._max_tokens = max_tokens
         self._end_ids = end_ids
@@ -65,8 +66,8 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Most likely tokens needed for each running beam: all end tokens may be among them, and
-        `width` others must remain."""
+        """Number of most likely tokens needed for each running beam: all end tokens may be among
+        them, and `width` other tokens must remain."""
         return self._width + len(self._end_ids)
 
     def step(self, next_tokens: list[PositionLogprobs]) -> None:
@@ -108,7 +109,7 @@ class BeamSearch:
 
 class BeamSearchGeneration:
     """The best `params.n` continuations of each prompt, best first. Has the interface of
-    `Generation`, but all deltas come at once, when the searches of all prompts have ended."""
+    `Generation`, but all deltas arrive at once, when the searches of all prompts have ended."""
 
     @classmethod
     async def start(
@@ -121,9 +122,9 @@ class BeamSearchGeneration:
         param: str = "messages",
         **options: Any,
     ) -> "BeamSearchGeneration":
-        """Check the request and send the first step. Arguments and exceptions are those of
-        `Pipeline.start`; `params.n` is the beam width. A search uses the end tokens, the length
-        and the fields of the output of `params`, and nothing else."""
+        """Check the request and send the first step. Takes the arguments of `Pipeline.start` and
+        raises its exceptions; `params.n` is the beam width. A search uses only the end tokens, the
+        length and the output fields of `params`."""
         check_length_penalty(length_penalty)
         check_comparable(pipeline.ready.logprobs_mode, "use_beam_search")
         params, output_limits = await pipeline.check_request(prompts, params, param)
@@ -144,7 +145,7 @@ class BeamSearchGeneration:
         adapter: str = "",
         terms: RequestTerms = NO_TERMS,
     ) -> None:
-        """`params` and `output_limits` are those of `Pipeline.check_request`."""
+        """`params` and `output_limits` are the results of `Pipeline.check_request`."""
         ready = pipeline.ready
         eos_ids = frozenset() if params.ignore_eos else frozenset(ready.eos_token_ids)
         self._stop_ids = frozenset(token_array(params.stop_token_ids).tolist()) - eos_ids
@@ -183,7 +184,7 @@ class BeamSearchGeneration:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Each prompt counted once."""
+        """Prompt tokens; each prompt is counted once."""
         return self._first_step.num_prompt_tokens
 
     @property
@@ -198,7 +199,8 @@ class BeamSearchGeneration:
 
     @property
     def timing(self) -> Timing:
-        """The first step waits and computes the prompt; all others decode."""
+        """Timing of the search: queue and prefill time of the first step; all later steps count as
+        decode time."""
         return replace(self._first_step.timing, decode_s=self._decode_s)
 
     def __aiter__(self) -> "BeamSearchGeneration":
@@ -210,7 +212,7 @@ class BeamSearchGeneration:
         while True:
             outputs = await self._step.collect()
             if self._is_over:
-                # Aborted while it waited: the outputs are incomplete.
+                # Aborted while this step waited: the outputs are incomplete.
                 raise StopAsyncIteration
             now_s = time.monotonic()
             self._first_step_ended_s = self._first_step_ended_s or now_s

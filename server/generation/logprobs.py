@@ -9,19 +9,19 @@ from engine.transport.messages import Logprobs
 from server.text.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0
-"""Written for minus infinity, which JSON cannot express."""
+"""Replaces minus infinity and NaN, which JSON cannot express."""
 ID_BYTES = 4
 """Size of an id, a value or a rank in Logprobs."""
 CONVERTED_ROWS = 64
-"""Positions of a prompt that are converted together."""
+"""Prompt positions that are converted at a time."""
 ALL_ROWS = slice(None)
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
     """A token with its log-probability.
 
-    A Struct, which the garbage collector does not track: answers have up to millions of them, and
-    the collector holds the GIL for a tenth of a microsecond for each.
+    A Struct, which the garbage collector does not track: answers contain up to millions of tokens,
+    and the collector holds the GIL for 0.1 us for each tracked object.
     """
 
     token_id: int
@@ -29,21 +29,22 @@ class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
     bytes: bytes
     """UTF-8 bytes of this token alone; may be part of a character."""
     logprob: float
-    """Natural logarithm; -9999.0 stands for minus infinity."""
+    """Natural logarithm; MIN_LOGPROB for minus infinity."""
     rank: int
-    """1 for the most likely token of the vocabulary."""
+    """Rank in the vocabulary; 1 for the most likely token."""
 
 
 class PositionLogprobs(msgspec.Struct, frozen=True, gc=False):
-    """A position: the chosen token, and the k most likely tokens, most likely first."""
+    """Log-probabilities at a position: the chosen token, and the k most likely tokens, most likely
+    first."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]
 
 
 class PromptLogprobs:
-    """The log-probabilities of a prompt, an entry for each token. They stay as the engine sent them
-    until they are read: a million of them take 2 s to convert and 300 MB."""
+    """The log-probabilities of a prompt, one entry per token. Entries are converted only when they
+    are iterated: a million entries take 2 s to convert and 300 MB."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -51,7 +52,7 @@ class PromptLogprobs:
         self._num_rows = 0
 
     def add(self, columns: list[Logprobs]) -> None:
-        """Append the next positions."""
+        """Append the columns of the next positions."""
         self._columns += columns
         self._num_rows += sum(map(_num_rows, columns))
 
@@ -59,7 +60,8 @@ class PromptLogprobs:
         return 1 + self._num_rows
 
     def __iter__(self) -> Iterator[PositionLogprobs | None]:
-        """None for the first token, which nothing predicts; then one position at a time."""
+        """Iterate over the entries; the entry of the first token, which has no log-probability, is
+        None."""
         yield None
         for columns in self._columns:
             for start in range(0, _num_rows(columns), CONVERTED_ROWS):
@@ -75,7 +77,7 @@ def _num_rows(columns: Logprobs) -> int:
 def read_logprobs(
     columns: Logprobs, tokenizer: Tokenizer | None, rows: slice = ALL_ROWS
 ) -> list[PositionLogprobs]:
-    """An entry for each position in `rows`. Without a tokenizer, texts and bytes are empty."""
+    """Convert the positions `rows` to entries. Without a tokenizer, texts and bytes are empty."""
     width = columns.k + 1
     ids = np.frombuffer(columns.ids, dtype="<i4").reshape(-1, width)
     values = np.frombuffer(columns.values, dtype="<f4").reshape(-1, width)

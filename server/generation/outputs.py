@@ -10,19 +10,19 @@ from server.multimodal.parts import PromptImages
 
 @dataclass(slots=True)
 class Delta:
-    """New output of one choice since its last delta.
+    """New output of a choice since its last delta.
 
     `text` is final: the joined deltas equal the detokenized output, cut at the stop string.
     """
 
     index: int
-    """prompt_index * n + choice."""
+    """Index of the choice in the request: prompt_index * n + choice."""
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] | None = None
     """One entry per token of `token_ids`; None unless requested."""
     finish_reason: str | None = None
-    """stop or length; set on the last delta of the choice."""
+    """`stop` or `length`; set only on the last delta of the choice."""
     stop_reason: str | int | None = None
     """The stop string or stop_token_ids entry; None for an end token."""
 
@@ -33,14 +33,14 @@ class Prompt:
 
     token_ids: list[int]
     text: str | None = None
-    """The text that it was encoded from, if any."""
+    """The text that `token_ids` was encoded from; None: the client sent token ids."""
     images: PromptImages | None = None
-    """The images in it, if any."""
+    """The images of the prompt; None: no images."""
 
 
 @dataclass(slots=True)
 class Output:
-    """The complete output of one choice: all of its deltas joined."""
+    """The complete output of a choice: all of its deltas joined."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Output:
     stop_reason: str | int | None = None
 
     def add(self, delta: Delta) -> None:
-        """Append the next delta."""
+        """Append `delta`."""
         self.texts.append(delta.text)
         self.token_ids += delta.token_ids
         if delta.logprobs is not None:
@@ -65,7 +65,7 @@ class Output:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Sum over the chosen tokens; None unless log-probabilities were requested."""
+        """Sum of the log-probabilities of the chosen tokens; None unless requested."""
         if self.logprobs is None:
             return None
         return sum(position.chosen.logprob for position in self.logprobs)
@@ -73,8 +73,8 @@ class Output:
 
 @dataclass(slots=True)
 class Timing:
-    """Seconds that a sequence waited and computed: the engine's own values once it has finished
-    there; before that, and after a stop string, measured here."""
+    """Seconds that a sequence waited and computed. The engine's own values once it has finished the
+    sequence; until then, and after a stop string, measured by the API server."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -82,8 +82,8 @@ class Timing:
 
 
 class RequestStream(Protocol):
-    """The output of one request. Iterate it once: each item is everything new over all choices,
-    at most one delta per choice."""
+    """The output of a request. Iterate it once: each item holds all new output, at most one delta
+    per choice."""
 
     @property
     def engine(self) -> int:
@@ -92,22 +92,22 @@ class RequestStream(Protocol):
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Each prompt counted once, whatever n."""
+        """Prompt tokens; each prompt is counted once, independent of n."""
         ...
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens found in the prefix cache, of the first choice of each prompt."""
+        """Prompt tokens found in the prefix cache by the first choice of each prompt."""
         ...
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of all choices so far, with end tokens and matched stop strings."""
+        """Tokens of all choices so far, including end tokens and matched stop strings."""
         ...
 
     @property
     def timing(self) -> Timing:
-        """Of the slowest choice, each value on its own."""
+        """Maximum of each value over all choices."""
         ...
 
     def __aiter__(self) -> AsyncIterator[list[Delta]]: ...
@@ -126,7 +126,7 @@ class GenerationStream(RequestStream, Protocol):
     @property
     def prompt_logprobs(self) -> list[PromptLogprobs | None]:
         """One entry per prompt, None unless requested. Complete once the prompt's first output
-        token has come; the first position has None."""
+        token has arrived; the entry of the first position is None."""
         ...
 
 

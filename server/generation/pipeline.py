@@ -29,19 +29,20 @@ from server.generation.validation import (
 from server.text.tokenizer import INLINE_CHARACTERS, Tokenizer
 
 MAX_BAD_WORDS_CHARACTERS = 5_000
-"""bad_words are tokenized on the event loop, twice: a few milliseconds."""
+"""Maximum total length of bad_words. Each word is tokenized twice on the event loop: a few
+milliseconds."""
 MAX_UPDATE_VALUES = 1_000
-"""Tokens and log-probabilities that are applied before other requests go on: 5 ms, with their JSON
-in a stream."""
+"""Tokens and log-probabilities that are applied before the event loop runs other requests: 5 ms,
+including their JSON in a stream."""
 MAX_TOKENS_AT_ONCE = 65_536
-"""Prompt tokens that are checked or sent before other requests go on: about 5 ms."""
+"""Prompt tokens that are checked or sent before the event loop runs other requests: about 5 ms."""
 TOKENS_PER_SEQUENCE = 1_024
-"""Prompt tokens that take as long as the rest of the work for a sequence."""
+"""Cost of sending a sequence besides its prompt, in prompt tokens."""
 ASLEEP_RETRY_S = 10
 
 
 class Pipeline:
-    """Starts generations. Checks everything about a request that depends on the model."""
+    """Starts generations, and performs all checks of a request that depend on the model."""
 
     def __init__(
         self,
@@ -72,9 +73,9 @@ class Pipeline:
         """Check the request and send its `len(prompts) * params.n` sequences.
 
         `param` is the field that errors about the prompt name, `name` the request's id in logs,
-        `adapter` a LoRAInfo.content;
-        `visible_special_ids` are special tokens that always appear in the text. Raises UserError,
-        Overloaded, DeadlineExceeded or EngineDied; then nothing remains in the engine.
+        `adapter` a LoRAInfo.content; `visible_special_ids` are special tokens that always appear in
+        the text. Raises UserError, Overloaded, DeadlineExceeded or EngineDied; after an exception,
+        the engine holds nothing of the request.
         """
         params, limits = await self.check_request(prompts, params, param)
         generation = Generation(self.client, prompts, params.n)
@@ -108,8 +109,8 @@ class Pipeline:
         return generation
 
     def image_fields(self, prompt: Prompt, cache_salt: str, adapter: str) -> dict[str, Any]:
-        """Fields of AddRequest: the images of a prompt, and the adapter, which is
-        `adapter` or that of --default-mm-loras."""
+        """Fields of AddRequest for the prompt's images and adapter. The adapter is `adapter`; for a
+        prompt with images, the adapter of --default-mm-loras if `adapter` is empty."""
         if prompt.images is None:
             return {"adapter": adapter}
         infos = self.client.adapters.values()
@@ -123,7 +124,8 @@ class Pipeline:
 
     @property
     def ready(self) -> Ready:
-        """The engine's Ready message. Raises EngineDied or Overloaded if there is none."""
+        """The engine's Ready message. Raises EngineDied or Overloaded if the engine is not
+        ready."""
         ready = self.client.ready
         if ready is None:
             if self.client.failure is not None:
@@ -188,13 +190,13 @@ class Pipeline:
             )
 
     def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
-        """Replace `bad_words` by token ids: each at the start of a text, and after a space."""
+        """Replace `bad_words` by token ids: each word at the start of a text and after a space."""
         if not params.bad_words:
             return params
         if self.tokenizer is None:
             raise UserError("bad_words needs a tokenizer, this server has none", param="bad_words")
         length = sum(len(word) for word in params.bad_words)
-        # They are encoded on the event loop.
+        # Bad words are encoded on the event loop.
         most = MAX_BAD_WORDS_CHARACTERS * self.tokenizer.inline_characters // INLINE_CHARACTERS
         if length > most:
             raise UserError(
@@ -225,13 +227,13 @@ class Pipeline:
 
 
 class _Pauses:
-    """Lets other requests go on after each MAX_TOKENS_AT_ONCE of work for a request."""
+    """Yields to the event loop after each MAX_TOKENS_AT_ONCE of work for a request."""
 
     def __init__(self) -> None:
         self._num_tokens = 0
 
     async def after(self, num_tokens: int) -> None:
-        """Count work of `num_tokens`, and yield to the event loop if it is due."""
+        """Count work of `num_tokens`, and yield to the event loop if the limit is exceeded."""
         self._num_tokens += num_tokens
         if self._num_tokens > MAX_TOKENS_AT_ONCE:
             self._num_tokens = 0
@@ -239,7 +241,7 @@ class _Pauses:
 
 
 class Generation:
-    """The output of one request (see GenerationStream). Iterate it once, or `collect` it.
+    """The output of a request (see GenerationStream). Iterate it once, or `collect` it.
 
     Raises EngineDied when the engine dies, RequestFailed when the request fails in it, UserError
     when the request's own settings allow no token; unfinished choices are aborted then.
@@ -253,16 +255,17 @@ class Generation:
         self._num_choices = num_choices
         self._sequences: list[Sequence] = []
         self._instant: list[Sequence] = []
-        """Choices without any output to wait for, until they are returned."""
+        """Choices that need no engine and have not been returned yet."""
         self._queues: dict[int, RequestOutputQueue] = {}
-        """By index: the output queues of unfinished choices."""
+        """Output queues of unfinished choices, by choice index."""
         self._gets: dict[int, asyncio.Task[Update]] = {}
         self._wakeup: asyncio.Future[None] | None = None
         self._aborted = False
         self._started_s = time.monotonic()
 
     def open(self, sequence: Sequence, queue: RequestOutputQueue | None) -> None:
-        """Add the next choice; `queue` is None if the engine has nothing to do for it."""
+        """Add the next choice. `queue`: the engine's output queue; None: no request was sent to the
+        engine."""
         self._sequences.append(sequence)
         if sequence.is_instant:
             self._instant.append(sequence)
@@ -273,17 +276,17 @@ class Generation:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Each prompt counted once, whatever n."""
+        """Prompt tokens; each prompt is counted once, independent of n."""
         return sum(len(prompt.token_ids) for prompt in self._prompts)
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens found in the prefix cache, of the first choice of each prompt."""
+        """Prompt tokens found in the prefix cache by the first choice of each prompt."""
         return sum(sequence.num_cached_tokens for sequence in self._sequences[:: self._num_choices])
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens sampled so far, with end tokens and matched stop strings."""
+        """Tokens of all choices so far, including end tokens and matched stop strings."""
         if len(self._sequences) == 1:
             return self._sequences[0].num_output_tokens
         return sum([sequence.num_output_tokens for sequence in self._sequences])
@@ -291,12 +294,12 @@ class Generation:
     @property
     def prompt_logprobs(self) -> list[PromptLogprobs | None]:
         """One entry per prompt, None unless requested. Complete once the prompt's first output
-        token has come; the first position has None."""
+        token has arrived; the entry of the first position is None."""
         return [sequence.prompt_logprobs for sequence in self._sequences[:: self._num_choices]]
 
     @property
     def timing(self) -> Timing:
-        """Of the slowest choice, each value on its own."""
+        """Maximum of each value over all choices."""
         timings = [sequence.timing for sequence in self._sequences]
         return Timing(
             max(timing.queue_s for timing in timings),
@@ -323,7 +326,7 @@ class Generation:
                 if deltas:
                     return deltas
         except BaseException:
-            # Also when the reader is cancelled: nobody reads the rest.
+            # On cancellation of the reader too: the rest of the output has no reader.
             self.abort()
             raise
         raise StopAsyncIteration
@@ -357,24 +360,27 @@ class Generation:
             check_finish(finish)
         delta = sequence.take(update, time.monotonic() - self._started_s)
         if sequence.is_finished and finish is None:
-            # A stop string, which the engine does not know about.
+            # The choice ended at a stop string, which the engine does not check.
             self._client.abort([self._queues.pop(index).key])
         return delta
 
     async def _next_updates(self) -> list[tuple[int, Update]]:
-        """Wait until a choice has an update; updates that are available then, of little more
-        than MAX_UPDATE_VALUES. Other requests go on before the rest is taken."""
+        """Wait until a choice has an update; returns the available updates, up to little more than
+        MAX_UPDATE_VALUES tokens and log-probabilities. Later calls return the rest, after other
+        requests have run."""
         loop = asyncio.get_running_loop()
         for index, queue in self._queues.items():
             if index not in self._gets:
                 get = self._gets[index] = loop.create_task(_get(queue))
                 get.add_done_callback(self._wake)
         if any(get.done() for get in self._gets.values()):
-            # A request whose updates come faster than they are read must not hold the loop.
+            # Yield: a request whose updates arrive faster than they are read must not block the
+            # loop.
             await asyncio.sleep(0)
         else:
             self._wakeup = loop.create_future()
-            # All reads of an engine step end in one iteration of the loop, before this resumes.
+            # All updates of an engine step arrive in one iteration of the loop, before this
+            # coroutine resumes.
             await self._wakeup
         updates, num_values = [], 0
         for index in [index for index, get in self._gets.items() if get.done()]:
@@ -401,7 +407,8 @@ async def _get(queue: RequestOutputQueue) -> Update:
 
 def check_finish(finish: Finish) -> None:
     """Raise an exception for a sequence that failed: UserError if a setting of the request caused
-    it, Overloaded if the engine sleeps or has no room, DeadlineExceeded, else RequestFailed."""
+    the failure, Overloaded if the engine sleeps or has no capacity, DeadlineExceeded after a
+    timeout, otherwise RequestFailed."""
     if finish.reason not in ("stop", "length"):
         reason = finish.error or f"the engine ended the request: {finish.reason}"
         if finish.is_retryable:
@@ -423,8 +430,8 @@ def asleep() -> Overloaded:
 
 
 def choice_seed(seed: int | None, choice: int) -> int | None:
-    """The seed of choice `choice`: the first uses `seed` itself, the others are derived from it
-    (splitmix64), so that a choice's random stream does not depend on n."""
+    """The seed of choice `choice`. The first choice uses `seed` itself; further seeds are derived
+    from `seed` (splitmix64), so that a choice's random stream does not depend on n."""
     if seed is None or choice == 0:
         return seed
     mixed = (seed + choice * 0x9E3779B97F4A7C15) % 2**64
@@ -435,7 +442,7 @@ def choice_seed(seed: int | None, choice: int) -> int | None:
 
 
 def _choice_params(params: SamplingParams, choice: int, limit: int) -> SamplingParams | None:
-    """The parameters of one choice for the engine; None if there is nothing to compute."""
+    """Engine parameters of a choice; None if there is nothing to compute."""
     prompt_logprobs = params.prompt_logprobs if choice == 0 else None
     if limit == 0 and prompt_logprobs is None:
         return None

@@ -1,4 +1,4 @@
-"""The output of one choice: token updates become final text, cut at the stop string."""
+"""Output of a choice: converts token updates to final text, cut at the stop string."""
 
 from config.params.sampling import SamplingParams
 from engine.client.output_queue import Update
@@ -11,7 +11,8 @@ from server.text.tokenizer import Tokenizer
 
 
 class Sequence:
-    """Turns the updates of one choice into deltas. The delta with a finish reason is the last."""
+    """Converts the updates of a choice to deltas. The delta with a finish reason is the last
+    delta."""
 
     def __init__(
         self,
@@ -31,7 +32,8 @@ class Sequence:
         wants_prompt_logprobs = params.prompt_logprobs is not None and index % params.n == 0
         self.prompt_logprobs = PromptLogprobs(tokenizer) if wants_prompt_logprobs else None
         self.is_instant = params.max_tokens == 0 and not wants_prompt_logprobs
-        """Nothing was requested: no output and no prompt log-probabilities."""
+        """Whether the choice needs no engine: neither output tokens nor prompt log-probabilities
+        were requested."""
         self._params = params
         self._tokenizer = tokenizer
         self._detokenizer = None
@@ -48,7 +50,8 @@ class Sequence:
             self._matcher = StopMatcher(params.stop, include_stop=params.include_stop_str_in_output)
 
     def take(self, update: Update, elapsed_s: float) -> Delta | None:
-        """The new output, if any is visible. `elapsed_s` is the time since the request started."""
+        """The new output; None if no output is visible. `elapsed_s` is the time since the request
+        started."""
         if update.num_cached_tokens is not None:
             self.num_cached_tokens = update.num_cached_tokens
             self.timing.queue_s = elapsed_s
@@ -69,7 +72,7 @@ class Sequence:
         return delta
 
     def take_nothing(self) -> Delta:
-        """The one delta of an instant choice."""
+        """The only delta of an instant choice."""
         self.is_finished = True
         return Delta(self.index, finish_reason="length")
 
@@ -82,7 +85,7 @@ class Sequence:
     def _delta(self, update: Update, finish: Finish | None) -> Delta:
         tokens = update.tokens
         is_stopped = finish is not None and finish.reason == "stop"
-        # The end token is counted and listed, but not part of the text.
+        # The end token is counted and listed, but is not part of the text.
         hides_last = is_stopped and not self._params.include_stop_str_in_output
         text, num_used, stop = self._detokenize(tokens[:-1] if hides_last else tokens)
         if stop is None:
@@ -103,7 +106,7 @@ class Sequence:
         return delta
 
     def _detokenize(self, tokens: list[int]) -> tuple[str, int, str | None]:
-        """(final text, tokens used, the stop string that was found)."""
+        """Final text, number of tokens used, and the matched stop string."""
         if self._detokenizer is None:
             return "", len(tokens), None
         if self._matcher is None:
@@ -118,7 +121,8 @@ class Sequence:
         return text, len(tokens), None
 
     def _flush(self) -> tuple[str, str | None]:
-        """The text that was held back, now that nothing follows; may contain a stop string."""
+        """The buffered text at the end of the output, and the stop string that it contains, if
+        any."""
         if self._detokenizer is None:
             return "", None
         text = self._detokenizer.flush()

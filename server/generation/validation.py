@@ -1,5 +1,5 @@
-"""Checks of a request against the model: vocabulary, context length, kind of log-probabilities; and
-truncation to the context."""
+"""Checks of a request against the model (vocabulary, context length, kind of log-probabilities),
+and truncation to the context."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -28,18 +28,18 @@ from config.params.token_ids import (
 from server.generation.outputs import Prompt
 
 MAX_IMAGE_BYTES = 256 * 2**20
-"""Image bytes of a request with several choices; each choice sends its own copy."""
+"""Maximum image bytes of a request with several choices; each choice sends its own copy."""
 
 ABOVE_EVERY_CONTEXT = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class OutputLimits:
-    """Limits of the output of each choice, in tokens, by the generation config."""
+    """Token limits for the output of a choice, from the generation config."""
 
     max_new_tokens: int = ABOVE_EVERY_CONTEXT
     default_max_tokens: int = ABOVE_EVERY_CONTEXT
-    """Where a request has no max_tokens."""
+    """Limit of a request without max_tokens."""
 
     @classmethod
     def of(cls, defaults: Mapping[str, float]) -> "OutputLimits":
@@ -83,14 +83,14 @@ def _array_if_long(ids: TokenIds) -> TokenIds | TokenArray:
     try:
         return token_array(ids)
     except OverflowError:
-        # An integer beyond 64 bits, which the check names.
+        # An integer beyond 64 bits; the check rejects it.
         return ids
 
 
 def check_sizes(params: SamplingParams, num_sequences: int, num_image_bytes: int) -> None:
-    """Raise UserError for lists, grammars and images that are too large for `num_sequences`: each
-    sequence sends its own copy to the engine. `num_image_bytes` counts the images of all prompts
-    once."""
+    """Raise UserError for lists, grammars and images that are too large for `num_sequences`
+    sequences: each sequence sends its own copy to the engine. `num_image_bytes` counts the images
+    of all prompts once."""
     tokens, words = params.num_listed_tokens, len(params.bad_words_token_ids)
     grammar = params.structured_outputs
     text = 0 if grammar is None else len(grammar.text)
@@ -129,7 +129,7 @@ def _longest_list(params: SamplingParams) -> str:
 
 
 def check_allowed_tokens(params: SamplingParams, eos_ids: Iterable[int]) -> None:
-    """Raise UserError if no token is allowed as the first one; the sampler would find none."""
+    """Raise UserError if every token of allowed_token_ids is banned as the first token."""
     if params.allowed_token_ids is None:
         return
     banned = [word[0] for word in params.bad_words_token_ids if len(word) == 1]
@@ -153,8 +153,9 @@ def output_limit(
     limits: OutputLimits,
     param: str,
 ) -> int:
-    """The maximum number of output tokens within `limits`; without max_tokens, no more than the
-    context leaves."""
+    """The maximum number of output tokens of `prompt` within `limits`. Without max_tokens, the rest
+    of the context is the maximum. Raises UserError, and PromptTooLong if prompt and output exceed
+    the context."""
     max_new_tokens = limits.max_new_tokens
     count = len(prompt.token_ids)
     if not count:
@@ -185,7 +186,7 @@ def output_limit(
 
 
 def check_comparable(logprobs_mode: str, param: str) -> None:
-    """Raise UserError if the server reports logits: they cannot be compared between positions."""
+    """Raise UserError if the server reports logits, which cannot be compared between positions."""
     if logprobs_mode.endswith("logits"):
         raise UserError(
             f"{param} compares log-probabilities, and this server reports {logprobs_mode}",
@@ -201,8 +202,8 @@ def truncate_prompt(
     *,
     keep_end: bool = True,
 ) -> list[int]:
-    """The last `keep` tokens, or the first; -1 keeps as many as fit into the context beside the
-    output."""
+    """The last `keep` tokens of `ids`; the first `keep` without `keep_end`. `keep` -1: as many
+    tokens as fit into the context with `limit` output tokens. None: all."""
     num_kept = num_kept_tokens(keep, max_model_len, limit)
     if num_kept is None or len(ids) <= num_kept:
         return ids
@@ -210,7 +211,8 @@ def truncate_prompt(
 
 
 def num_kept_tokens(keep: int | None, max_model_len: int, limit: int | None) -> int | None:
-    """Number of prompt tokens that truncation keeps; None: all."""
+    """Number of prompt tokens that truncation keeps; None: all. Arguments: see
+    `truncate_prompt`."""
     if keep == -1:
         return max(1, max_model_len - (1 if limit is None else limit))
     return keep

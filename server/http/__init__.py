@@ -1,1 +1,2 @@
-"""HTTP plumbing: protocol bounds, bodies, auth, errors, SSE, the access log, the proxy to peers."""
+"""HTTP: protocol limits, bodies, authentication, errors, SSE, the access log, the proxy to
+peers."""

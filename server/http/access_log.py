@@ -12,7 +12,8 @@ logger = logging.getLogger(__name__)
 
 MAX_IGNORED_FIELDS = 8
 MAX_IGNORED_CHARACTERS = 40
-"""Of unknown fields that an answer names, and of each name."""
+"""Limits of the unknown fields that a response names: number of names, and characters of each
+name."""
 _NOT_IN_A_LIST = re.compile(r"[^!-~]|,")
 
 _RECORD_KEY = "gaudiserve.record"
@@ -20,31 +21,33 @@ _RECORD_KEY = "gaudiserve.record"
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Filled in while the request is handled; logged once, when the response has ended."""
+    """Record of a request, filled in while the request is handled; logged once, when the response
+    has ended."""
 
     id: str
     method: str
     path: str
     client: str
     send: Send
-    """Sends parts of a body past all middleware, which only looks at the start of a response."""
+    """ASGI `send` that bypasses all middleware for parts of the body; middleware only reads the
+    start of a response."""
     owner: str = ""
-    """The API key's owner (see ApiKeys.check); never logged."""
+    """Owner of the request's API key (see ApiKeys.check); never logged."""
     started_s: float = field(default_factory=time.perf_counter)
     status: int = 0
     route: str = "unmatched"
-    """The route's template; all unknown paths share one name."""
+    """The route's template; all unknown paths share the name `unmatched`."""
     model: str | None = None
-    """Set for requests to the engine."""
+    """The model name; None: not a request to the engine."""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     ttft_s: float | None = None
     is_forwarded: bool = False
-    """Whether another API server handles it, which then logs and counts it."""
+    """Whether another API server handles the request, and logs and counts it."""
     ignored_fields: list[str] = field(default_factory=list)
     """Unknown fields of the body."""
     finish_reasons: str = ""
-    """stop, length, abort or error; those of several choices are joined."""
+    """stop, length, abort or error; joined for several choices."""
 
     @property
     def seconds(self) -> float:
@@ -52,13 +55,14 @@ class RequestRecord:
 
     @property
     def ignored_words(self) -> str:
-        """The unknown fields of the body as a list for a header: a few, in printable ASCII."""
+        """The unknown fields of the body as a header value: at most MAX_IGNORED_FIELDS names, in
+        printable ASCII."""
         shown = [name[:MAX_IGNORED_CHARACTERS] for name in self.ignored_fields[:MAX_IGNORED_FIELDS]]
         more = ["..."] if len(self.ignored_fields) > MAX_IGNORED_FIELDS else []
         return ", ".join([*(_NOT_IN_A_LIST.sub("?", name) for name in shown), *more])
 
     def summary(self) -> dict[str, Any]:
-        """Figures of the ended request, without any content, for the status page."""
+        """Statistics of the ended request for the status page, without any content."""
         return {
             "ended": round(time.time(), 3),
             "route": self.route,
@@ -71,7 +75,7 @@ class RequestRecord:
         }
 
     def write(self, *, access_log: bool) -> None:
-        """Log one line: always for a request to the engine, else only with `access_log`."""
+        """Log a line: always for a request to the engine, otherwise only with `access_log`."""
         if self.model is not None:
             ttft = "-" if self.ttft_s is None else f"{self.ttft_s * 1e3:.1f}"
             logger.info(
@@ -103,7 +107,7 @@ class RequestRecord:
             )
 
     def _fields(self) -> dict[str, Any]:
-        """For logs in JSON."""
+        """Fields of the line in JSON logs."""
         fields = {
             "request_id": self.id,
             "method": self.method,
@@ -124,13 +128,13 @@ class RequestRecord:
 
 
 def attach_record(scope: Scope, record: RequestRecord) -> None:
-    """Make `record` the request's record."""
+    """Store `record` as the record of the request."""
     scope[_RECORD_KEY] = record
 
 
 def detach_record(scope: Scope) -> None:
-    """Remove the request's record, which has ended: it sends through an object that holds the
-    scope, and only the garbage collector would free the two."""
+    """Remove the record of an ended request. The record's `send` holds the scope: a cycle that only
+    the garbage collector would free."""
     scope.pop(_RECORD_KEY, None)
 
 

@@ -11,33 +11,34 @@ from config.whole_files import read_limited
 from server.http.errors import InvalidApiKey
 
 OPEN_PATHS = frozenset(("/live", "/health", "/ready", "/ping", "/version", "/metrics", "/"))
-"""Probes, version, metrics and the page."""
+"""Paths that need no key: probes, version, metrics and the page."""
 PAGE_FILES = "/page/files/"
-"""Prefix of the paths of the page's static files, which are public too."""
+"""Path prefix of the page's static files, which are also public."""
 MAX_FILE_BYTES = 2**20
-"""Size limit of the file of --api-key-file: some 30,000 keys."""
+"""Size limit of the --api-key-file: about 30,000 keys."""
 
 
 class ApiKeys:
-    """The keys of this server; without keys every request is allowed."""
+    """API keys of this server. Without keys every request is allowed."""
 
     def __init__(self, keys: Iterable[str], file: str = "") -> None:
-        """`file` has more of them. Raises ConfigError if it has none, or cannot be read."""
+        """`file`: path of a file with more keys; empty: no file. Raises ConfigError if the file has
+        no keys or cannot be read."""
         self._given = tuple(keys)
         self._file = file
         self.reload()
 
     def reload(self) -> None:
-        """Read the file again. Raises ConfigError; then nothing has changed."""
+        """Read the file again. Raises ConfigError; the earlier keys then stay in use."""
         keys = (*self._given, *(_read_keys(self._file) if self._file else ()))
         self._keys = [key.encode() for key in keys]
         # Digests, so that no key is stored with a response or sent to the engine.
         self._owners = [hashlib.sha256(key).hexdigest() for key in self._keys]
 
     def check(self, scope: Scope) -> str:
-        """The owner of the request: the SHA-256 digest of its key in hex, the same in all API
-        servers; empty if the server has no keys or the path needs none. If several headers have
-        valid keys, the first one counts. Raises InvalidApiKey. Reads headers only."""
+        """The owner of the request: the SHA-256 hex digest of its key, identical in all API
+        servers. Empty if the server has no keys or the path needs no key. If several headers have
+        valid keys, the first valid key counts. Raises InvalidApiKey. Reads headers only."""
         path = scope["path"]
         is_open = path in OPEN_PATHS or path.startswith(PAGE_FILES)
         if not self._keys or scope["method"] == "OPTIONS" or is_open:
@@ -47,7 +48,7 @@ class ApiKeys:
             raise InvalidApiKey(
                 "No API key was given; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
             )
-        # All pairs are compared, so that the time does not depend on which one matches.
+        # Compare all pairs, so that the time does not depend on which key matches.
         matches = [hmac.compare_digest(sent, key) for sent in candidates for key in self._keys]
         if True not in matches:
             raise InvalidApiKey("The API key is wrong.")
@@ -56,7 +57,7 @@ class ApiKeys:
 
 def _read_keys(file: str) -> list[str]:
     try:
-        # It is read again while the server runs, where a pipe would block all requests.
+        # The file is read again while the server runs, where a pipe would block all requests.
         data = read_limited(file, MAX_FILE_BYTES, takes_pipes=False)
         lines = data.decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

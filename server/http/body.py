@@ -36,18 +36,19 @@ class Body(Protocol):
 
 
 LARGE_BODY_BYTES = 2**20
-"""The C library retains memory of requests with larger bodies when it is freed."""
+"""Body size above which freed memory is returned to the system: the C library retains it."""
 MAX_BUFFERED_BODIES = 16
-"""Bodies of the maximum size that may be buffered at a time; more get 503."""
+"""Bodies of the maximum size that may be buffered at a time; further bodies get a 503."""
 MAX_SMALL_BODIES = 256
-"""Bodies of LARGE_BODY_BYTES that may be buffered in addition: large ones take no room of these."""
+"""Bodies of LARGE_BODY_BYTES that may be buffered in addition; larger bodies cannot use this
+space."""
 TRIM_INTERVAL_S = 2.0
 NUM_TRIMS = 10
-"""Memory is trimmed this often after the latest large body, because its request may end late."""
+"""Memory trims after the latest large body; its request may end late."""
 INLINE_VALUES = 2_000
-"""Values of a response that are built on the event loop: some milliseconds."""
+"""Maximum values of a response that is built on the event loop: some milliseconds."""
 MANY_BYTES = 100_000
-"""Size of a body that is still validated on the event loop: some milliseconds."""
+"""Maximum size of a body that is validated on the event loop: some milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,24 +58,24 @@ class ReceivedBody:
     fields: dict[str, Any]
     num_bytes: int
     record: RequestRecord
-    """The record of its request."""
+    """The record of the request."""
 
 
 class BodyReader:
-    """Reads request bodies, any number of them concurrently."""
+    """Reader of request bodies; any number of them concurrently."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_buffered_bytes = 0
         """Bytes of all bodies that are being received or wait to be decoded."""
-        # One thread: several would alternate on the GIL, and the event loop would wait for all.
+        # A single thread: several threads would alternate on the GIL and delay the event loop more.
         self._thread = FairThreads(1, "decode")
         self._trim_timer: asyncio.TimerHandle | None = None
         self._num_trims_left = 0
 
     async def read_object(self, request: Request) -> ReceivedBody:
         """Read a JSON object; large bodies are decoded on a thread. Raises UserError, Overloaded,
-        or ClientGone when the client disconnects first."""
+        or ClientGone when the client disconnects before the end of the body."""
         _check_content_type(request.headers.get("content-type"))
         _check_content_encoding(request.headers.get("content-encoding", ""))
         _check_content_length(request.headers.get("content-length", ""), self._max_bytes)
@@ -118,7 +119,8 @@ class BodyReader:
         return await loop.run_in_executor(self._thread, _decode_chunks, chunks)
 
     def _schedule_trims(self) -> None:
-        """The memory of a large body is free once its request ends, at an unknown time."""
+        """Trim memory repeatedly: the memory of a large body is freed when its request ends, at an
+        unknown time."""
         self._num_trims_left = NUM_TRIMS
         if self._trim_timer is None:
             self._trim_timer = asyncio.get_running_loop().call_later(TRIM_INTERVAL_S, self._trim)
@@ -129,7 +131,7 @@ class BodyReader:
         if self._num_trims_left:
             self._trim_timer = asyncio.get_running_loop().call_later(TRIM_INTERVAL_S, self._trim)
         # The traceback of a refused request refers to its body, often in a cycle. Python collects
-        # these generations too, but only after thousands of new objects.
+        # these generations only after thousands of new objects.
         gc.collect(1)
         with contextlib.suppress(RuntimeError):  # the thread was closed
             self._thread.submit(trim_memory)
@@ -142,8 +144,8 @@ class BodyReader:
 
 
 async def parse(kind: type[B], body: ReceivedBody) -> B:
-    """Validate a body as `kind`; a large one on a thread. Its unknown fields are noted in the
-    record of the request. Raises UserError."""
+    """Validate a body as `kind`; a large body on a thread. Stores its unknown fields in the record
+    of the request. Raises UserError."""
 
     def validate() -> B:
         if unknown := kind.unknown_fields(body.fields):
@@ -169,8 +171,8 @@ def json_response(body: dict[str, Any]) -> Response:
 
 
 async def built_response(build: Callable[[], dict[str, Any]], num_values: int) -> Response:
-    """A 200 response with the JSON of what `build` returns, some `num_values` values; many are
-    built and encoded on a thread. Raises what `build` raises."""
+    """A 200 response with the JSON of the result of `build`, which has about `num_values` values.
+    More than INLINE_VALUES are built and encoded on a thread. Raises the errors of `build`."""
     if num_values <= INLINE_VALUES:
         return json_response(build())
     data = await asyncio.to_thread(lambda: encode_json(build()))

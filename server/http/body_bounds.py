@@ -1,6 +1,6 @@
 """Field types for lists and objects in request bodies: bounded, and validated up to the first
-invalid entry. pydantic alone describes all of them: four million in 15 s and 5 GB.
-"""
+invalid entry. pydantic alone would report every invalid entry: four million entries in 15 s and 5
+GB."""
 
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -12,45 +12,47 @@ from config.params.sampling import MAX_LISTED_BIASES, MAX_LISTED_TOKENS
 from config.whole_files import MAX_PATH_CHARACTERS
 
 MAX_TOKEN_IDS = MAX_LISTED_TOKENS
-"""Limit of a field; large bodies are validated on a thread."""
+"""Maximum token ids of a field; large bodies are validated on a thread."""
 MAX_PROMPT_IDS = 2**22
 MAX_STRINGS = 16_384
 MAX_MESSAGES = 100_000
 """Messages of a conversation, or input items of a response."""
 MAX_PARTS = 16_384
-"""Content parts, blocks or tool calls of one message."""
+"""Content parts, blocks or tool calls of a message."""
 MAX_TOOLS = 4_096
 MAX_DOCUMENTS = 16_384
 MAX_KEYS = 4_096
-"""Of an object with arbitrary keys."""
+"""Keys of an object with arbitrary keys."""
 MAX_METADATA_PAIRS = 16
 MAX_METADATA_KEY_CHARACTERS = 64
 MAX_METADATA_VALUE_CHARACTERS = 512
 """Limits of `metadata` in the OpenAI API."""
 MAX_SAFETY_IDENTIFIER_CHARACTERS = 64
-"""Limit of the OpenAI API."""
+"""Limit of `safety_identifier` in the OpenAI API."""
 MAX_LABEL_CHARACTERS = 512
-"""Short texts without a limit in the OpenAI API: user, prompt_cache_key, service_tier, ..."""
+"""Limit of short texts that the OpenAI API does not limit: user, prompt_cache_key, service_tier,
+..."""
 MAX_USER_ID_CHARACTERS = 256
 """Limit of `metadata.user_id` in the Messages API."""
 MAX_FIELD_VALUES = 2**17
-"""Values in a field of any structure, such as tools. A JSON schema with more values has more
-characters than a grammar takes."""
+"""Maximum values in a field of any structure, such as tools. A JSON schema with more values exceeds
+the character limit of a grammar."""
 MAX_FIELD_CHARACTERS = 2**21
-"""Characters of the texts, keys and long integers in such a field."""
+"""Maximum characters of the texts, keys and long integers in a field of any structure."""
 MAX_RENDERED_CHARACTERS = 2**24
-"""The same for a field that only the chat template reads."""
+"""Maximum characters in a field that only the chat template reads."""
 IDS_AT_ONCE = 16_384
-"""Integers that are checked in one call, which holds the GIL: a millisecond."""
+"""Integers that are checked in a single call, which holds the GIL: a millisecond."""
 _BITS_PER_DIGIT = 3
 _SHOWN = 40
 _NAMES = {str: "a string", int: "an integer", float: "a number", dict: "an object"}
 _KINDS: dict[type, tuple[type, ...]] = {float: (float, int)}
-"""Types that are accepted, exactly: a boolean is not a number."""
+"""Exact types that are accepted: a boolean is not a number."""
 
 
 def whole(value: object) -> object:
-    """Convert 3.0 to 3. Raise ValueError for integers beyond 64 bits, before they are printed."""
+    """Convert integral floats such as 3.0 to int. Raises ValueError for integers beyond 64 bits,
+    before an error message prints them."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
         return int(value)
     if type(value) is int and not -(2**63) <= value < 2**63:
@@ -109,7 +111,7 @@ def _integers(max_length: int) -> Callable[[object], list[int]]:
 
 
 def _are_integers(values: list[Any]) -> bool:
-    """Whether all are integers of 64 bits."""
+    """Whether all values are integers that fit 64 bits."""
     if not set(map(type, values)) <= {int}:
         return False
     try:
@@ -162,7 +164,7 @@ def _length(max_length: int) -> Callable[[object], object]:
 
 
 def _structure(max_characters: int = MAX_FIELD_CHARACTERS) -> BeforeValidator:
-    """Bound a field of any structure before anything else reads the field."""
+    """Validator that bounds a field of any structure before anything else reads the field."""
 
     def check(value: object) -> object:
         _check_structure(value, max_characters)
@@ -172,7 +174,7 @@ def _structure(max_characters: int = MAX_FIELD_CHARACTERS) -> BeforeValidator:
 
 
 def _check_structure(value: object, max_characters: int) -> None:
-    """Raise ValueError for too many values or characters, without a look at the rest."""
+    """Raise ValueError for too many values or characters; stops reading at the limit."""
     num_values = num_characters = 0
     pending: list[Any] = [[value]]
     while pending:
@@ -202,7 +204,7 @@ def _id_schema(max_length: int) -> WithJsonSchema:
     return WithJsonSchema({"type": "array", "items": {"type": "integer"}, "maxItems": max_length})
 
 
-# Without validation by pydantic, which would hold the GIL for the whole list.
+# Not validated by pydantic, which would hold the GIL for the whole list.
 TokenIds = Annotated[list[int], PlainValidator(_integers(MAX_TOKEN_IDS)), _id_schema(MAX_TOKEN_IDS)]
 PromptIds = Annotated[
     list[int], PlainValidator(_integers(MAX_PROMPT_IDS)), _id_schema(MAX_PROMPT_IDS)
@@ -256,7 +258,7 @@ Tools = Annotated[
 ]
 ToolChoice = Annotated[Any, _structure()]
 Schema = Annotated[dict[str, Any], _structure()]
-"""A JSON schema, or an object that holds one."""
+"""A JSON schema, or an object that contains a JSON schema."""
 SchemaOrText = Annotated[dict[str, Any] | str | bool, _structure()]
 TagOrText = Annotated[dict[str, Any] | str, _structure()]
 Messages = Annotated[

@@ -1,4 +1,4 @@
-"""Cancels the work for a client that disconnects."""
+"""Cancellation of the work for a client that disconnects."""
 
 import asyncio
 import sys
@@ -9,7 +9,8 @@ from starlette.types import Receive
 from server.http.errors import ClientGone
 
 WATCH_DELAY_S = 0.1
-"""Faster responses are not watched: a watcher costs a short request several per cent."""
+"""Delay until the watcher starts. Faster responses run without a watcher, because a watcher costs a
+short request several per cent."""
 
 
 class CancelOnDisconnect:

@@ -1,4 +1,4 @@
-"""Converts exceptions into OpenAI error responses."""
+"""Conversion of exceptions to OpenAI error responses."""
 
 import logging
 import re
@@ -22,12 +22,12 @@ from config.errors import (
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_CHARACTERS = 900
-"""Keeps the whole body under 1 kB."""
+"""Limit of an error message; keeps the whole body under 1 kB."""
 MAX_PROBLEMS = 3
 CLIENT_CLOSED = 499
 _KIND = re.compile(r"str|int|float|bool|(list|dict|function-\w+)\[.*")
 _OBJECT = re.compile(r"a valid dictionary( or instance of \w+)?")
-"""Type names in pydantic's messages that clients cannot know."""
+"""pydantic's type names, which mean nothing to clients."""
 _FOLDER = re.compile(r"(?<![\w.:/])/(?:[^\s/'\":,;()]+/)+(?=[^\s/'\":,;()])")
 """The folder of an absolute path."""
 
@@ -41,7 +41,7 @@ class UnsupportedMediaType(UserError):
 
 
 class InvalidApiKey(UserError):
-    """No API key, or a wrong one; 401."""
+    """The API key is missing or wrong; 401."""
 
 
 _STATUSES: Mapping[type[UserError], tuple[int, str | None]] = {
@@ -51,11 +51,11 @@ _STATUSES: Mapping[type[UserError], tuple[int, str | None]] = {
     UnsupportedMediaType: (415, None),
     InvalidApiKey: (401, "invalid_api_key"),
 }
-"""Status and default code; all other UserErrors are 400."""
+"""Status and default code of each error; all other UserErrors are 400."""
 
 
 class ClientGone(Exception):
-    """The client has disconnected; there is nobody to respond to."""
+    """The client has disconnected; no response can be sent."""
 
 
 class EngineFailed(EngineDied):
@@ -87,7 +87,8 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 def shortened(message: str) -> str:
-    """`message`, shortened in the middle: numbers are often at its end."""
+    """`message`, shortened in the middle to MAX_MESSAGE_CHARACTERS bytes: numbers are often at its
+    end."""
     message = message.encode("utf-8", "replace").decode()
     if len(message.encode()) <= MAX_MESSAGE_CHARACTERS:
         return message
@@ -97,7 +98,8 @@ def shortened(message: str) -> str:
 
 
 def fault_of(error: Exception) -> Fault:
-    """The error response for an exception. An unknown exception is a bug: logged, and not shown."""
+    """The error response for an exception. An unknown exception is a bug: logged, but not shown to
+    the client."""
     if isinstance(error, UserError):
         status, code = _STATUSES.get(type(error), (400, None))
         headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
@@ -113,7 +115,7 @@ def fault_of(error: Exception) -> Fault:
             headers={} if wait is None else {"Retry-After": str(wait)},
         )
     if isinstance(error, DeadlineExceeded):
-        # SDKs retry a 504: the time that their user gave is over.
+        # SDKs would retry a 504, but the client's timeout has passed.
         headers = {"x-should-retry": "false"}
         return Fault(504, str(error), "server_error", code="timeout", headers=headers)
     if isinstance(error, EngineFailed):
@@ -121,7 +123,7 @@ def fault_of(error: Exception) -> Fault:
     if isinstance(error, EngineDied):
         return Fault(503, f"The engine is gone: {_without_folders(error)}.", "server_error")
     if isinstance(error, RequestFailed):
-        # The request would fail again: keep SDKs from retrying it.
+        # The request would fail again: SDKs must not retry it.
         text = _without_folders(error)
         return Fault(500, text, "server_error", headers={"x-should-retry": "false"})
     if isinstance(error, HTTPException):
@@ -131,7 +133,7 @@ def fault_of(error: Exception) -> Fault:
 
 
 def _without_folders(error: Exception) -> str:
-    """The text of an error of the server, whose log has the whole paths."""
+    """The error text without folders of paths; the log has the complete paths."""
     return _FOLDER.sub("", str(error))
 
 
@@ -143,7 +145,8 @@ def _http_fault(error: HTTPException) -> Fault:
 
 
 def user_error_from(error: ValidationError) -> UserError:
-    """pydantic's first few problems as one UserError, whose param is that of the first."""
+    """The first MAX_PROBLEMS problems of pydantic as a UserError, whose param is the field of the
+    first problem."""
     return user_error_from_problems(error.errors(include_url=False, include_context=False))
 
 
@@ -156,7 +159,7 @@ def user_error_from_problems(problems: Sequence[Any]) -> UserError:
 
 def _problem(problem: Any) -> str:
     steps = [str(step)[:40] for step in problem["loc"][:4]]
-    # For a union, the location also names the member that was tried.
+    # The location of a problem in a union also names the tried member type.
     name = ".".join(step for step in steps if not _KIND.fullmatch(step)) or "the body"
     if problem["type"] == "missing":
         return f"{name} is missing"

@@ -1,4 +1,4 @@
-"""FairThreads: a thread pool whose clients take turns."""
+"""FairThreads: a thread pool that shares its threads fairly among clients."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -14,13 +14,13 @@ R = TypeVar("R")
 _Call = tuple["Future[Any]", Callable[[], Any]]
 
 current_client: ContextVar[str | None] = ContextVar("current_client", default=None)
-"""The client whose request the task answers: its API key, or its address. None outside of a
+"""The client of the request that the task handles: its API key, or its address. None outside of a
 request."""
 
 
 @contextmanager
 def client_of_task(name: str) -> Iterator[None]:
-    """Calls of this task, and of tasks that it starts, are those of client `name`."""
+    """Set the client of this task, and of tasks that it starts, to `name`."""
     token = current_client.set(name)
     try:
         yield
@@ -29,15 +29,15 @@ def client_of_task(name: str) -> Iterator[None]:
 
 
 class FairThreads(ThreadPoolExecutor):
-    """At most `per_client` calls of a client are in the pool's queue or run; further calls of the
-    client wait outside of the queue. A new client comes behind these few calls of each other
-    client, however many calls the others sent. Calls outside of a request are not limited."""
+    """A thread pool that limits each client to `per_client` calls in the pool's queue or running;
+    further calls of the client wait outside of the queue. A new client waits only for these few
+    calls of each other client. Calls outside of a request are not limited."""
 
     def __init__(self, threads: int, thread_name_prefix: str, *, per_client: int = 1) -> None:
         super().__init__(threads, thread_name_prefix=thread_name_prefix)
         self._per_client = per_client
         self._clients: dict[str, _Client] = {}
-        """Clients with calls."""
+        """Clients that have calls."""
         self._clients_lock = Lock()
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> "Future[R]":
@@ -55,7 +55,8 @@ class FairThreads(ThreadPoolExecutor):
         return call[0]
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """As of ThreadPoolExecutor; calls that wait outside of the queue are always cancelled."""
+        """Shut the pool down like ThreadPoolExecutor. Calls that wait outside of the queue are
+        always cancelled."""
         with self._clients_lock:
             waiting = [call for client in self._clients.values() for call in client.waiting]
             for client in self._clients.values():
@@ -65,7 +66,7 @@ class FairThreads(ThreadPoolExecutor):
         super().shutdown(wait=wait, cancel_futures=cancel_futures)
 
     def _enqueue(self, name: str, client: "_Client", call: _Call) -> None:
-        """Put `call` at the end of the pool's queue. RuntimeError after `shutdown`."""
+        """Append `call` to the pool's queue. Raises RuntimeError after `shutdown`."""
         try:
             running = super().submit(self._run, name, client, call)
         except RuntimeError:
@@ -75,14 +76,15 @@ class FairThreads(ThreadPoolExecutor):
         running.add_done_callback(lambda done: done.cancelled() and call[0].cancel())
 
     def _run(self, name: str, client: "_Client", call: _Call) -> None:
-        """Run `call`, and enqueue the next call of the client."""
+        """Run `call`, then enqueue the next call of the client."""
         _run_call(*call)
         following = self._take_next(name, client)
         if following is not None:
             self._enqueue(name, client, following)
 
     def _take_next(self, name: str, client: "_Client") -> _Call | None:
-        """The next call of a client of which one has ended."""
+        """The next waiting call of a client after a call of the client has ended; None: no call
+        waits."""
         with self._clients_lock:
             if client.waiting:
                 return client.waiting.popleft()
@@ -109,7 +111,8 @@ def _run_call(future: "Future[Any]", call: Callable[[], Any]) -> None:
         result = call()
     except BaseException as error:
         future.set_exception(error)
-        # A cycle of the traceback, this frame and the future would keep the memory of a request.
+        # A cycle of the traceback, this frame and the future would keep the memory of a request
+        # alive.
         del future
     else:
         future.set_result(result)

@@ -1,5 +1,5 @@
-"""Decodes strict JSON of request bodies: values are counted first, and large bodies are decoded in
-pieces, because the decoder holds the GIL during a call."""
+"""Decoder of strict JSON for request bodies. Values are counted first, and large bodies are decoded
+in pieces, because the decoder holds the GIL during a call."""
 
 import sys
 from bisect import bisect_right
@@ -12,28 +12,30 @@ import numpy.typing as npt
 from config.errors import UserError
 
 PIECE_BYTES = 64 * 2**10
-"""Decoded in one call. The costliest JSON (nested empty lists) takes 0.1 us a byte: 7 ms."""
+"""Maximum size of a piece, which is decoded in a single call. The most expensive JSON (nested empty
+lists) takes 0.1 us per byte: 7 ms."""
 MAX_WHOLE_BYTES = 2**20
 MAX_WHOLE_OBJECTS = 50_000
-"""A body below both limits is decoded in one call too: some 10 ms at worst; an ordinary prompt of
-a MiB takes 1 ms, a tenth of the time of splitting it."""
+"""A body within both limits is also decoded in a single call: about 10 ms at worst. An ordinary
+prompt of 1 MiB takes 1 ms, a tenth of the time of splitting it."""
 TEXT_PIECE_BYTES = 2**19
-"""Piece of a long string: 2 ms at worst (all of it escapes). Blocks of a MiB have a mapping of
-their own (see `map_large_blocks`), whose page faults take six times as long as the decoding."""
+"""Size of a piece of a long string: 2 ms at worst (all escapes). A block of 1 MiB is a separate
+mapping (see `map_large_blocks`), whose page faults take six times as long as decoding."""
 SCANNED_BYTES = 2**18
-"""Bytes of a body that are scanned in one numpy call; larger arrays have mappings too."""
+"""Bytes of a body that are scanned in a single numpy call; larger arrays would also be separate
+mappings."""
 MAX_VALUES = 2**22
-"""In a body: as many token ids as the queue holds by default. As integers of 32 bytes and pointers
-of 8 they take 160 MiB."""
+"""Maximum values in a body: slightly more than the default limit of queued prompt tokens. As
+integers of 32 bytes and pointers of 8 bytes they take 160 MiB."""
 MAX_OBJECTS = 2**19
-"""Strings, lists and objects in a body, with keys; each takes 50 to 250 bytes."""
+"""Maximum strings, lists and objects in a body, including keys; each takes 50 to 250 bytes."""
 MAX_SPLIT_DEPTH = 32
 """Maximum nesting depth of a value that is longer than PIECE_BYTES."""
 
 MAX_TEXT_BYTES = 64 * 2**20
-"""Memory of one string. A single emoji makes Python use 4 bytes for each of its characters."""
+"""Maximum memory of a string. A single emoji makes Python use 4 bytes for each character."""
 MAX_SHORT_BYTES = 64 * 2**10
-"""Length of a key, a number, or white space between two values, in a body that is split."""
+"""Maximum length of a key, a number, or white space between two values, in a body that is split."""
 
 _OPENERS, _CLOSERS = b"[{", b"]}"
 _MARKS = (b"[", b"{", b'"')
@@ -50,8 +52,8 @@ Positions = npt.NDArray[np.int64]
 
 
 def decode_json(data: bytes) -> Any:
-    """Decode `data`. Over PIECE_BYTES call it on a thread: it is slow, but lets other threads run.
-    Raises UserError for invalid JSON, too deep nesting, or too many values."""
+    """Decode `data`. Call it on a thread for more than PIECE_BYTES: it is slow, but lets other
+    threads run. Raises UserError for invalid JSON, too deep nesting, or too many values."""
     if len(data) <= PIECE_BYTES:
         return _decoded(data)
     if len(data) <= MAX_WHOLE_BYTES and sum(map(data.count, _MARKS)) <= MAX_WHOLE_OBJECTS:
@@ -69,18 +71,18 @@ def _decoded(data: bytes) -> Any:
 
 
 class _Pieces:
-    """A large body, split at commas and within strings into pieces that are decoded one by one.
+    """A large body, split at commas and within strings into pieces that are decoded separately.
 
     Only brackets, commas, colons and quotes determine the pieces. The decoder sees all bytes, and
     checks everything else.
     """
 
     def __init__(self, data: bytes) -> None:
-        """Raises UserError."""
+        """Raises UserError for unmatched brackets or quotes, or too many values."""
         self._data = data
         self._at, self._depth = _structure(data)
         """Positions of brackets, commas and colons outside strings, and the nesting depth after
-        each."""
+        each position."""
         self._kinds = np.frombuffer(data, np.uint8)[self._at]
 
     def value(self) -> Any:
@@ -88,8 +90,8 @@ class _Pieces:
         return self._value(0, len(self._data), 0, len(self._at), 1)
 
     def _value(self, start: int, end: int, first: int, last: int, depth: int) -> Any:
-        """Decode the bytes from `start` to `end`, whose structure characters are those from `first`
-        to `last`; a list or an object in it has this `depth`."""
+        """Decode the bytes from `start` to `end`. Their structure characters have the indices
+        `first` to `last`; a list or object in the bytes has nesting depth `depth`."""
         data = self._data
         if end - start <= PIECE_BYTES:
             return _decoded(data[start:end])
@@ -113,7 +115,8 @@ class _Pieces:
         return self._container(first, last - 1, depth)
 
     def _container(self, opener: int, closer: int, depth: int) -> Any:
-        """Decode a list or object: runs of short entries in one call, long entries separately."""
+        """Decode a list or object: runs of short entries in a single call, long entries
+        separately."""
         data, at = self._data, self._at
         is_list = data[at[opener] : at[opener] + 1] == b"["
         result: Any = [] if is_list else {}
@@ -128,12 +131,12 @@ class _Pieces:
         index = 0
         while index < len(ends):
             start = int(at[edges[index]]) + 1
-            # Not numpy's searchsorted: releasing the GIL this often and briefly keeps other threads
+            # Not numpy's searchsorted, whose frequent short releases of the GIL keep other threads
             # from it for 100 ms and more.
             stop = bisect_right(ends, start + PIECE_BYTES, index)
             if stop > index:
                 part = _decoded(before + data[start : int(ends[stop - 1])] + behind)
-                # An empty piece beside others means a superfluous comma.
+                # An empty piece next to other pieces means a superfluous comma.
                 if not part and len(ends) > 1:
                     raise _invalid(f"an entry is missing at byte {start}")
                 add(part)
@@ -147,7 +150,7 @@ class _Pieces:
     def _long_entry(
         self, start: int, end: int, first: int, last: int, depth: int, *, is_list: bool
     ) -> Any:
-        """Decode a long entry, as a list of one value or an object of one key."""
+        """Decode a long entry into a list with a single value or an object with a single key."""
         if is_list:
             return [self._value(start, end, first, last, depth + 1)]
         if first == last or self._kinds[first] != _COLON:
@@ -164,8 +167,8 @@ class _Pieces:
 
 
 def _structure(data: bytes) -> tuple[Positions, npt.NDArray[np.int32]]:
-    """Positions of brackets, commas and colons outside strings, and the depth after each. numpy
-    releases the GIL. Raises UserError for too many values, without scanning the rest."""
+    """Positions of brackets, commas and colons outside strings, and the depth after each position.
+    numpy releases the GIL. Raises UserError for too many values, without scanning the rest."""
     positions: list[Positions] = []
     num_values, num_strings, num_opened, is_inside = 1, 0, 0, 0
     start = 0
@@ -213,7 +216,7 @@ def _check_counts(num_values: int, num_objects: int) -> None:
 
 
 def _text(data: bytes, start: int, end: int) -> Any:
-    """Decode a long string; or a number, true, false or null."""
+    """Decode a long string, or a number, true, false or null."""
     opens = data.find(b'"', start, min(end, start + MAX_SHORT_BYTES))
     closes = data.rfind(b'"', max(start, end - MAX_SHORT_BYTES), end)
     if opens < 0 and end - start <= MAX_SHORT_BYTES:
@@ -235,8 +238,8 @@ def _text(data: bytes, start: int, end: int) -> Any:
                 f"the body has a text that takes at least {size} bytes, {width} for each "
                 f"character, at most {MAX_TEXT_BYTES} are taken"
             )
-        # In place (see `map_large_blocks`): joining all pieces at the end would map and copy 64 MiB
-        # in one call, which takes 50 to 200 ms.
+        # Append in place (see `map_large_blocks`): joining all pieces at the end would map and copy
+        # 64 MiB in a single call, which takes 50 to 200 ms.
         text += part
         position = stop
     return text
@@ -248,11 +251,11 @@ def _width(text: str) -> int:
 
 
 def _before_escape(data: bytes, start: int, stop: int) -> int:
-    """The last position up to `stop` that is not inside an escape or a surrogate pair. `start` is
-    not inside one."""
+    """The last position up to `stop` that is not inside an escape or a surrogate pair. `start` must
+    be outside both."""
     if stop == len(data):
         return stop
-    # Paired backslashes are whole escapes; an odd one starts a longer escape.
+    # Paired backslashes are complete escapes; an odd backslash starts a longer escape.
     for position in range(max(start, stop - _ESCAPE_BYTES + 1), stop):
         if _starts_escape(data, start, position) and (
             position == stop - 1 or data[position + 1 : position + 2] == b"u"

@@ -1,4 +1,4 @@
-"""Encodes large JSON in pieces, because the encoder holds the GIL during a call."""
+"""Encoder of large JSON in pieces, because the encoder holds the GIL during a call."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 PIECE_WEIGHT = 4096
-"""Values that are encoded in one call: a fraction of a millisecond."""
+"""Values that are encoded in a single call: a fraction of a millisecond."""
 CHARACTERS_PER_WEIGHT = 16
 """Characters of a text that weigh as much as a value."""
 _PIECE_CHARACTERS = PIECE_WEIGHT * CHARACTERS_PER_WEIGHT
@@ -23,12 +23,12 @@ def encode_json(value: Any) -> bytes:
 
 def weighs_more(value: Any, weight: int) -> bool:
     """Whether `value` has more values than `weight`; CHARACTERS_PER_WEIGHT characters count as a
-    value. The rest of a heavier value is not read."""
+    value. Stops reading `value` at the limit."""
     return _weight_left(value, weight) < 0
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
-    """`value` as JSON, piece by piece; no piece ends within a character."""
+    """`value` as JSON in pieces; no piece ends within a character."""
     if not weighs_more(value, PIECE_WEIGHT):
         yield _encode(value)
     elif isinstance(value, str):
@@ -49,7 +49,7 @@ def _text_pieces(text: str) -> Iterator[bytes]:
 
 
 def _list_pieces(values: list[Any] | tuple[Any, ...]) -> Iterator[bytes]:
-    """Runs of small entries in one call, large entries separately."""
+    """Encode runs of small entries in a single call, large entries separately."""
     separator, left, start = b"[", PIECE_WEIGHT, 0
     for index, entry in enumerate(values):
         left = _weight_left(entry, left)
@@ -69,7 +69,7 @@ def _list_pieces(values: list[Any] | tuple[Any, ...]) -> Iterator[bytes]:
 
 
 def _dict_pieces(fields: dict[str, Any]) -> Iterator[bytes]:
-    """Each field separately: an object with many fields has few bytes in each."""
+    """Encode each field separately: an object with many fields has few bytes in each."""
     separator = b"{"
     for name, value in fields.items():
         yield separator + _encode(name) + b":"
@@ -79,8 +79,8 @@ def _dict_pieces(fields: dict[str, Any]) -> Iterator[bytes]:
 
 
 def _weight_left(value: Any, left: int) -> int:
-    """`left` less the weight of `value`; negative, without a look at the rest, if `value` weighs
-    more."""
+    """`left` minus the weight of `value`; negative if `value` weighs more, whose rest is not
+    read."""
     left -= 1
     if isinstance(value, str):
         return left - len(value) // CHARACTERS_PER_WEIGHT

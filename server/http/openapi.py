@@ -1,4 +1,4 @@
-"""Parts of the OpenAPI schema that routes give: the bodies they take, and their answers."""
+"""Parts of the OpenAPI schema for routes: request bodies and responses."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ MESSAGES_GENERATES: Answers = {200: _GENERATED, **MESSAGES_ANSWERS}
 
 
 def takes(*names: str) -> dict[str, Any]:
-    """The `requestBody` of a route: one of the named schemas."""
+    """The `requestBody` of a route: any of the named schemas."""
     refs = [{"$ref": REF.format(model=name)} for name in names]
     schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

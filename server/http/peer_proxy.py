@@ -1,7 +1,7 @@
-"""Forwards requests between the API servers of one daemon: stored responses live in the memory of
-the server that created them.
+"""Proxy between the API servers of a daemon: stored responses live in the memory of the server that
+created them.
 
-Messages on the Unix socket are msgpack, each with a length of 4 bytes, big-endian, before it.
+Messages on the Unix socket are msgpack, each after its length in 4 bytes, big-endian.
 """
 
 import asyncio
@@ -31,13 +31,15 @@ _SIZE_BYTES = 4
 _GONE = "The API server that stores this is gone."
 
 TOKEN_TIMEOUT_S = 5.0
-"""How long a connection may take to present the token."""
+"""Time for a connection to present the token."""
 
 MAX_UNAUTHENTICATED = 64
-"""Connections that have not presented the token yet; one more closes the oldest."""
+"""Maximum connections that have not presented the token yet; a further connection closes the
+oldest."""
 
 MAX_MESSAGE_BYTES = 2**30
-"""Far more than any request or response, far less than a length prefix can announce."""
+"""Maximum message size: more than any request or response, and far less than a length prefix can
+declare."""
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class ForwardedRequest(msgspec.Struct, array_like=True):
-    """A request for another API server."""
+    """A request that is forwarded to a peer API server."""
 
     method: str
     path: str
@@ -56,7 +58,7 @@ class ForwardedRequest(msgspec.Struct, array_like=True):
 
 
 class ResponsePart(msgspec.Struct, array_like=True):
-    """A part of the response: the first has status and headers, the last is empty."""
+    """A part of the response: the first part has status and headers, the last part is empty."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
@@ -64,7 +66,7 @@ class ResponsePart(msgspec.Struct, array_like=True):
 
 
 class Peer(NamedTuple):
-    """Another API server: its socket, and the token to present there first."""
+    """A peer API server: its socket, and the token to present first."""
 
     path: str
     token: str
@@ -72,10 +74,10 @@ class Peer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The socket paths of all API servers; none if there is only one."""
+    """The socket paths of all API servers; empty with a single API server."""
 
     index: int = 0
-    """That of this server."""
+    """Index of this server."""
     paths: tuple[str, ...] = ()
     token: str = ""
 
@@ -84,7 +86,7 @@ class Peers:
         return f"{self.index:02x}{os.urandom(16).hex()}"
 
     def peer_of(self, id: str) -> Peer | None:
-        """The server that created `id`; None if it is this one, or does not exist."""
+        """The peer that created `id`; None if this server created it, or `id` is not valid."""
         if not _ID.fullmatch(id):
             return None
         index = int(id[:2], 16)
@@ -100,7 +102,7 @@ class ForwardedResponse(Response):
         super().__init__()
         self._peer = peer
         record = record_of(request.scope)
-        # The peer logs and counts it.
+        # The peer logs and counts the request.
         record.is_forwarded = True
         excluded = (b"content-length", b"transfer-encoding", b"x-request-id")
         headers = [(name, value) for name, value in request.headers.raw if name not in excluded]
@@ -148,12 +150,13 @@ class ForwardedResponse(Response):
 
 
 async def _response_parts(reader: asyncio.StreamReader) -> AsyncIterator[ResponsePart]:
-    """All parts of a response. Raises Overloaded or ClientGone when the peer ends early."""
+    """The parts of a response. Raises ClientGone when the peer ends within the response, and
+    Overloaded when it ends before."""
     has_started = False
     while True:
         data = await _read(reader)
         if data is None:
-            # A response that has started can only be cut off.
+            # A response that has started can only be aborted.
             raise ClientGone if has_started else Overloaded(_GONE, type="server_error")
         part = msgspec.msgpack.decode(data, type=ResponsePart)
         yield part
@@ -163,7 +166,7 @@ async def _response_parts(reader: asyncio.StreamReader) -> AsyncIterator[Respons
 
 
 async def listen(app: ASGIApp, peers: Peers, on_rejected: Callable[[], None]) -> asyncio.Server:
-    """Handle requests from peers with `app`. `on_rejected` is called for each connection that does
+    """Serve requests from peers with `app`. `on_rejected` is called for each connection that does
     not present the token."""
     path = peers.paths[peers.index]
     token = peers.token.encode()
@@ -216,7 +219,7 @@ async def _handle(
     disconnected = asyncio.Event()
 
     async def watch() -> None:
-        # The peer sends nothing more: this read ends when the connection does.
+        # The peer sends no more data: this read ends when the connection ends.
         with contextlib.suppress(OSError):
             await reader.read(1)
         disconnected.set()
@@ -271,7 +274,7 @@ async def _write(writer: asyncio.StreamWriter, value: ForwardedRequest | Respons
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes | None:
-    """The next message; None at the end. Raises OSError for one that is too long."""
+    """The next message; None at the end. Raises OSError for a message over MAX_MESSAGE_BYTES."""
     try:
         size = int.from_bytes(await reader.readexactly(_SIZE_BYTES), "big")
         if size > MAX_MESSAGE_BYTES:

@@ -28,22 +28,24 @@ from server.http.errors import Fault
 logger = logging.getLogger(__name__)
 
 MIN_BODY_BYTES_PER_S = 1024
-"""A slower body has `body_timeout_s` in total."""
+"""Minimum rate of a request body. A slower body must arrive within `request_body_timeout_s` in
+total."""
 MAX_FRAMING_PER_BODY_BYTE = 16
-"""Bytes of chunk sizes and extensions per byte of a chunked body; the smallest chunk, of one byte,
-needs 5."""
+"""Maximum bytes of chunk sizes and extensions per byte of a chunked body; the smallest chunk, with
+a single byte, needs 5."""
 MAX_PIPELINED = 16
-"""Requests that wait on one connection for an earlier response. One read can hold 14,000."""
+"""Maximum requests that wait on a connection for an earlier response. A single read can hold 14,000
+requests."""
 LINGER_S = 2.0
 """Time for which the rest of a rejected request is read and dropped. A socket that is closed with
 unread data is reset, and the client may lose the response."""
 PROBE_S = 0.1
 MAX_PROBES = 3
 FULL_WARNING_S = 10.0
-"""Seconds between two warnings that the connection limit is reached."""
+"""Minimum interval between warnings about the connection limit."""
 
 REJECTION_LOG_S = 1.0
-"""Seconds between two lines of rejected requests."""
+"""Minimum interval between log lines about rejected requests."""
 
 _TCP_CLOSE = 7
 """TCP_CLOSE in Linux's tcp_states.h: the state of a reset connection."""
@@ -96,19 +98,19 @@ class _Rejected(Exception):
 
 
 class _ReadState(Enum):
-    """What the next byte from the client belongs to."""
+    """Part of a request that the next byte from the client belongs to."""
 
     IDLE = 0
     """Between requests."""
     HEADERS = 1
     BODY = 2
     DROPPED = 3
-    """A rejected request, or anything after it."""
+    """A rejected request, and all input after it."""
 
 
 class _PartialStatusLine:
-    """Transport of a response whose first bytes were already sent as probes: removes them from what
-    the response writes."""
+    """Transport of a response whose first bytes were already sent as probes: removes these bytes
+    from the output of the response."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -130,7 +132,8 @@ class _PartialStatusLine:
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. `expire` must be called when the event loop's clock passes `deadline_s`."""
+    """A client connection. The server must call `expire` when the event loop's clock passes
+    `deadline_s`."""
 
     def __init__(
         self,
@@ -145,20 +148,20 @@ class HttpProtocol(HttpToolsProtocol):
         self._limits = config.limits
         self._read_state = _ReadState.IDLE
         self._responding: RequestResponseCycle | None = None
-        """The oldest request without a complete response, unless all are complete; `cycle` is the
-        newest request."""
+        """The oldest request whose response is not complete; if all are complete, an earlier
+        request or None. `cycle` is the newest request."""
         self._num_started = 0
-        """Requests that this connection has started."""
+        """Number of requests that have started on this connection."""
         self._max_header_count = config.limits.h11_max_header_count
         self._num_body_bytes = 0
         self._num_read_bytes = 0
         """Size of the read that is being parsed."""
         self._num_fed_bytes = 0
-        """In the headers: bytes so far, complete lines or not. In the body: bytes of data and
-        framing. Without reads that also contain another request."""
+        """In the headers: bytes so far, including incomplete lines. In the body: bytes of data and
+        framing. Excludes reads that also contain part of another request."""
         self._body_started_s = 0.0
         self._body_paid_s = 0.0
-        """The time up to which the bytes of the body pay at the minimum rate."""
+        """Time up to which the received bytes of the body satisfy the minimum rate."""
         self._is_half_closed = False
         self._num_probes = 0
 
@@ -173,16 +176,17 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        # uvicorn does not after a reset: the idle timer would keep the connection's memory.
+        # uvicorn does not stop the idle timer after a reset; the timer would keep the connection's
+        # memory.
         self._unset_keepalive_if_required()
-        # uvicorn notifies only the newest request.
+        # uvicorn notifies only the newest request of the disconnect.
         self.pipeline.clear()
         if self._has_pending_response():
             assert self._responding is not None
             self._responding.disconnected = True
             self._responding.message_event.set()
-        # A cycle refers to its protocol: without this only the garbage collector frees the two,
-        # long after thousands of connections that were open for minutes.
+        # A request cycle refers to its protocol. Without this assignment only the garbage collector
+        # would free both, long after thousands of connections that were open for minutes.
         self.cycle = self._responding = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
@@ -195,8 +199,8 @@ class HttpProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            # No upgrade is supported: the request is handled as HTTP/1.1. The rest of this read was
-            # not parsed.
+            # Upgrades are not supported: the request is handled as HTTP/1.1. The rest of this read
+            # was not parsed.
             if upgrade.args[0] < len(data):
                 self._drop_input()
         except httptools.HttpParserError as error:
@@ -230,8 +234,8 @@ class HttpProtocol(HttpToolsProtocol):
                 self._extend_body_deadline(num_new)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Returns whether the connection stays open: only for responses to complete requests, and
-        not with TLS, whose connections cannot be half-closed."""
+        """Whether the connection stays open: only for responses to complete requests, and never
+        with TLS, whose connections cannot be half-closed."""
         if not self.transport.can_write_eof():
             return False
         if self._read_state is _ReadState.BODY or not self._has_pending_response():
@@ -247,7 +251,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._read_state = _ReadState.HEADERS
         if self._num_started:
-            # The deadline of the first request runs since the connection was made.
+            # The deadline of the first request started with the connection.
             self.deadline_s = math.inf
         self._num_started += 1
         self._num_fed_bytes = 0
@@ -259,7 +263,7 @@ class HttpProtocol(HttpToolsProtocol):
             raise _Rejected(414, _too_many_bytes("URL", self._limits))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # Like uvicorn's, which is not called: this runs some 20 times per request.
+        # Replaces uvicorn's method, which is not called: this runs about 20 times per request.
         headers = self.headers
         if len(headers) == self._max_header_count:
             raise _Rejected(
@@ -276,7 +280,7 @@ class HttpProtocol(HttpToolsProtocol):
         num_header_bytes = 0
         if self._num_fed_bytes + self._num_read_bytes > self._limits.h11_max_incomplete_event_size:
             num_header_bytes = len(self.url)
-            # With the colon, space and line end of each header.
+            # 4: colon, space and line end of each header.
             num_header_bytes += sum(len(name) + len(value) + 4 for name, value in self.headers)
             if num_header_bytes > self._limits.h11_max_incomplete_event_size:
                 raise _Rejected(431, _too_many_bytes("headers", self._limits))
@@ -290,7 +294,8 @@ class HttpProtocol(HttpToolsProtocol):
             self._check_upgrade()
         super().on_headers_complete()
         self._read_state = _ReadState.BODY
-        # From here on the counter is that of the body, and this read also contains headers.
+        # From here on the counter counts the body; the negative start removes the headers in this
+        # read.
         self._num_fed_bytes = -num_header_bytes
         # Trailers are dropped, not treated as headers: a proxy in front did not check them.
         self.headers = []
@@ -308,7 +313,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._read_state = _ReadState.IDLE
         self.deadline_s = math.inf
         if self.cycle.response_complete:
-            # uvicorn's idle timer was stopped when the rest of the body came.
+            # uvicorn's idle timer was stopped when the rest of the body arrived.
             self.deadline_s = self.loop.time() + self.timeout_keep_alive
 
     # Calls from a response, and from the server
@@ -324,7 +329,8 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def expire(self) -> None:
-        """Handle a passed deadline."""
+        """Handle the end of the time until `deadline_s`: close or reject the connection, or set a
+        new deadline."""
         if self._is_half_closed:
             self._probe()
         elif self.transport.is_closing() or self._read_state is _ReadState.DROPPED:
@@ -349,7 +355,7 @@ class HttpProtocol(HttpToolsProtocol):
         now_s = self.loop.time()
         cycle = self.cycle
         if self.flow.read_paused or cycle.waiting_for_100_continue or cycle is not self._responding:
-            # This side does not read.
+            # The server itself does not read the body now.
             self._body_started_s = self._body_paid_s = now_s
             self.deadline_s = now_s + self._limits.request_body_timeout_s
             return
@@ -393,15 +399,15 @@ class HttpProtocol(HttpToolsProtocol):
         return num_framing <= max_framing
 
     def _extend_body_deadline(self, num_new: int) -> None:
-        """`num_new` bytes of the body have arrived. They pay for the time until now at most: many
-        bytes at once are no credit for hours of few."""
+        """Extend the deadline for `num_new` received bytes of the body. The credit is limited to
+        the present time: a burst does not allow the client to send slowly for hours afterwards."""
         paid_s = self._body_paid_s + num_new / MIN_BODY_BYTES_PER_S
         self._body_paid_s = min(self.loop.time(), paid_s)
         self.deadline_s = self._body_paid_s + self._limits.request_body_timeout_s
 
     def _reject(self, fault: Fault) -> None:
         """Respond with `fault`, and drop further input. If responses to earlier requests are due,
-        these are completed instead, and `fault` is not sent."""
+        complete these responses instead and do not send `fault`."""
         self._log_rejection(fault)
         if self.transport.is_closing():
             return
@@ -412,11 +418,11 @@ class HttpProtocol(HttpToolsProtocol):
         if reading_cycle is not None and (
             reading_cycle.response_started or reading_cycle is not self._responding
         ):
-            # The response has started, or an earlier one is due: no status can be sent.
+            # The response has started, or an earlier response is due: no status can be sent.
             self.transport.abort()
             return
         if reading_cycle is not None:
-            # Its handler waits for the body, and must not respond too.
+            # The request's handler waits for the body and must not respond too.
             reading_cycle.disconnected = True
             reading_cycle.message_event.set()
         self._read_state = _ReadState.DROPPED
@@ -429,8 +435,8 @@ class HttpProtocol(HttpToolsProtocol):
         self.flow.resume_reading()
 
     def _log_rejection(self, fault: Fault) -> None:
-        """Log a rejected request, at most once in REJECTION_LOG_S: a client may send nothing else,
-        and --disable-access-log does not drop these lines."""
+        """Log a rejected request, at most once in REJECTION_LOG_S: a client may send only such
+        requests, and --disable-access-log does not suppress these lines."""
         config, now_s = self._http_config, self.loop.time()
         config.num_rejected += 1
         if now_s - config.logged_rejection_s >= REJECTION_LOG_S:
@@ -455,15 +461,16 @@ class HttpProtocol(HttpToolsProtocol):
         self._reject(Fault(400, msg))
 
     def _drop_input(self) -> None:
-        """Accept no further request; close the connection after the responses that are due."""
+        """Ignore further requests; close the connection after the responses that are due."""
         self._read_state = _ReadState.DROPPED
         self.deadline_s = math.inf
         self.cycle.keep_alive = False
 
     def _probe(self) -> None:
-        """Determine whether the client has closed its socket or only its sending side: both look
-        the same here, but a closed socket answers data with a reset. So send bytes of the response
-        that are known in advance: of its status line, or a leading zero of its next chunk size."""
+        """Determine whether the client has closed its socket or only its sending side. Both look
+        equal here, but a closed socket answers data with a reset. So send bytes of the response
+        that are known in advance: bytes of its status line, or a leading zero of its next chunk
+        size."""
         responding = self._responding
         if responding is None or responding.response_complete:
             self.deadline_s = math.inf
@@ -486,7 +493,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _is_reset(self) -> bool:
         sock = self.transport.get_extra_info("socket")
         if sock.family == socket.AF_UNIX:
-            # A write to a closed one fails, and ends the connection.
+            # A write to a closed Unix socket fails and ends the connection.
             return False
         with contextlib.suppress(OSError):
             state: int = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
@@ -516,7 +523,8 @@ def _response(fault: Fault, default_headers: list[tuple[bytes, bytes]]) -> bytes
 
 
 def _without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
-    """`cycle.send` for HTTP/1.0 clients: a body without content-length ends with the connection."""
+    """`cycle.send` for HTTP/1.0 clients: the end of the connection ends a body without
+    content-length."""
     send = cycle.send
     ends_with_connection = False
 

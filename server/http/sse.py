@@ -18,26 +18,26 @@ DONE = b"data: [DONE]\n\n"
 PING = ServerSentEvent(comment="keep-alive", sep="\n").encode()
 
 _encoder = msgspec.json.Encoder()
-# Some clients split a stream with str.splitlines, for which these characters end a line too.
+# Some clients split a stream with str.splitlines, which also splits at these characters.
 _LINE_SEPARATORS = tuple(
     (character.encode(), f"\\u{ord(character):04x}".encode())
     for character in ("\x85", "\u2028", "\u2029")
 )
-"""Line separators in UTF-8, and their form in JSON."""
+"""Line separators in UTF-8, and their JSON escapes."""
 
 
 def json_text(text: str) -> bytes:
-    """`text` as a JSON string without any character that ends a line."""
+    """`text` as a JSON string without unescaped line separators."""
     return _escaped(_encoder.encode(text))
 
 
 def json_line(value: Any) -> bytes:
-    """`value` as JSON without any character that ends a line."""
+    """`value` as JSON without unescaped line separators."""
     return _escaped(_encoder.encode(value))
 
 
 def long_json_line(value: Any) -> bytes:
-    """Like `json_line`, in pieces: call it on a thread."""
+    """Like `json_line` for large values: encodes in pieces. Call it on a thread."""
     return b"".join(map(_escaped, json_pieces(value)))
 
 
@@ -50,12 +50,12 @@ def _escaped(encoded: bytes) -> bytes:
 
 
 def frame(data: bytes) -> bytes:
-    """An event."""
+    """An SSE event with `data`."""
     return b"data: " + data + b"\n\n"
 
 
 def named_frame(kind: str, value: Any) -> bytes:
-    """An event with an event type, as in the Responses and Messages APIs."""
+    """An SSE event with an event type, used by the Responses and Messages APIs."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), json_line(value))
 
 
@@ -73,28 +73,30 @@ class Envelope:
         self.head = b"data: " + json_line(fields)[:-1] + b',"choices":['
 
     def chunk(self, choice: bytes, extra: dict[str, Any] | None = None) -> bytes:
-        """A frame with one choice (none if empty) and `extra` top-level fields."""
+        """A frame with the encoded `choice` (empty: no choice) and `extra` top-level fields."""
         if not extra:
             return b"%b%b]}\n\n" % (self.head, choice)
         return b"%b%b],%b\n\n" % (self.head, choice, json_line(extra)[1:])
 
 
 class EventStream(EventSourceResponse):
-    """Sends frames as they come. `on_close` is called when the stream has ended for any reason."""
+    """Response that sends frames as they arrive. `on_close` is called when the stream has ended for
+    any reason."""
 
     def __init__(
         self, frames: AsyncIterator[bytes], *, keep_alive_s: float, on_close: Callable[[], None]
     ) -> None:
-        """Sends a comment every `keep_alive_s` seconds; 0: never."""
+        """`keep_alive_s`: interval of keep-alive comments in seconds; 0: no comments."""
         super().__init__(frames, headers={"Cache-Control": "no-cache"})
         self._frames = frames
         self._keep_alive_s = keep_alive_s
         self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Replaces sse_starlette's, which creates five tasks per stream and a cancel scope per
-        frame."""
-        # Not in the generator: it never starts if the stream is cancelled before its first frame.
+        """Send the response. Replaces the method of sse_starlette, which creates five tasks per
+        stream and a cancel scope per frame."""
+        # Call `on_close` here, not in the generator, which never starts if the stream is cancelled
+        # before its first frame.
         try:
             with contextlib.suppress(ClientGone), CancelOnDisconnect(receive):
                 await self._send_all(send, record_of(scope).send)

@@ -1,4 +1,4 @@
-"""TLS: the certificate and the private key that the server shows, read again when they change."""
+"""TLS: the server's certificate and private key, reloaded when they change."""
 
 import contextlib
 import logging
@@ -17,12 +17,12 @@ EXPIRED, NOT_YET_VALID = 10, 9
 
 
 class Tls:
-    """The server's side of TLS. `context` stays the same object: new connections use what was read
-    last."""
+    """TLS settings of the server. `context` stays the same object across reloads: new connections
+    use the latest certificate."""
 
     def __init__(self, config: ServerConfig) -> None:
-        """Raises ConfigError for files that cannot be used. A certificate that is out of date is
-        only logged: clients are who decide on it."""
+        """Raises ConfigError for files that cannot be used. An expired or not yet valid certificate
+        is only logged: clients decide whether they accept it."""
         self._config = config
         self.context = self._read()
 
@@ -32,7 +32,7 @@ class Tls:
         return [self._config.ssl_certfile, self._config.ssl_keyfile]
 
     def reload(self) -> None:
-        """Read the files again. Raises ConfigError; then nothing has changed."""
+        """Read the files again. Raises ConfigError; `context` is then unchanged."""
         self._read()
         _load(self.context, self._config)
 
@@ -58,7 +58,7 @@ def _load(context: ssl.SSLContext, config: ServerConfig) -> None:
     _check_readable("--ssl-certfile", certificate)
     _check_readable("--ssl-keyfile", key)
     try:
-        # Without a password OpenSSL would ask for it on the terminal.
+        # Without a password OpenSSL would prompt for it on the terminal.
         context.load_cert_chain(certificate, key, config.ssl_keyfile_password or "")
     except (OSError, ssl.SSLError, ValueError) as error:
         raise ConfigError(
@@ -68,15 +68,15 @@ def _load(context: ssl.SSLContext, config: ServerConfig) -> None:
 
 def _check_readable(name: str, path: str) -> None:
     try:
-        # OpenSSL waits for a pipe, and reads /dev/zero for ever.
+        # OpenSSL would wait for a pipe, and read /dev/zero forever.
         read_limited(path, MAX_FILE_BYTES, takes_pipes=False)
     except OSError as error:
         raise ConfigError(f"{name} is {path}: {error.strerror}") from error
 
 
 def warn_if_out_of_date(context: ssl.SSLContext, path: str) -> None:
-    """Log whether a client that trusts the certificate at `path` would refuse it for its dates: a
-    handshake in memory tells."""
+    """Log a warning if a client that trusts the certificate at `path` would refuse it because of
+    its dates. Checks with a handshake in memory."""
     client_context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client_context.check_hostname = False
     client_context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN

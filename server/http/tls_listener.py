@@ -1,4 +1,4 @@
-"""Accepts TLS connections. Handshakes in progress count as connections."""
+"""Listener for TLS connections. Handshakes in progress count as connections."""
 
 import asyncio
 import contextlib
@@ -11,14 +11,14 @@ from uvicorn.server import ServerState
 from server.http.protocol import HttpConfig, HttpProtocol
 
 ACCEPT_RETRY_S = 1.0
-"""Time until the next attempt when the system cannot open another socket."""
+"""Time until the next attempt when the system cannot open a further socket."""
 
 
 class TlsListener:
-    """Accepts connections on one socket until `close`. At the connection limit it closes a new
+    """Accepts TLS connections on `sock` until `close`. At the connection limit it closes a new
     connection without a response, which would need a handshake.
 
-    asyncio's server would also do the handshake, but shows a connection only after it.
+    Not asyncio's server, which reports a connection only after its handshake.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class TlsListener:
         self._accepting = self._loop.create_task(self._accept())
 
     def close(self) -> None:
-        """Stop accepting, and end all handshakes."""
+        """Stop accepting, and cancel all handshakes."""
         for task in [self._accepting, *self._handshakes]:
             task.cancel()
 
@@ -51,7 +51,7 @@ class TlsListener:
 
     @property
     def num_open(self) -> int:
-        """Connections, with or without a complete handshake."""
+        """Number of connections, including handshakes in progress."""
         return len(self._server_state.connections) + len(self._handshakes)
 
     async def _accept(self) -> None:
@@ -74,7 +74,7 @@ class TlsListener:
     async def _connect(self, connection: socket.socket) -> None:
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A client that leaves, is too slow or does not speak TLS.
+        # OSError: the client disconnects, is too slow or does not speak TLS.
         with contextlib.suppress(OSError):
             await self._loop.connect_accepted_socket(
                 self._make_protocol,

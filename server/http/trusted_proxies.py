@@ -6,7 +6,7 @@ import ipaddress
 from starlette.types import Scope
 
 MAX_HOPS = 32
-"""Entries of X-Forwarded-For that are read, from the end."""
+"""Maximum entries of X-Forwarded-For that are read, from the end."""
 _SCHEMES = (b"http", b"https")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -22,12 +22,12 @@ class TrustedProxies:
         self._networks = [
             ipaddress.ip_network(word, strict=False) for word in words if word and word != "*"
         ]
-        # Cached by host: there are few proxies, and each request needs it.
+        # Cache by host: there are few proxies, and each request needs the check.
         self._cache: dict[str, bool] = {}
 
     def apply(self, scope: Scope) -> None:
-        """Replace the connection's client address and scheme by the forwarded ones, if the peer is
-        trusted and sent them."""
+        """Replace the connection's client address and scheme by the forwarded values, if the peer
+        is trusted and sent them."""
         peer = scope.get("client")
         if peer is None or not self._is_trusted_peer(peer[0]):
             return
@@ -57,8 +57,9 @@ class TrustedProxies:
         return any(address in network for network in self._networks)
 
     def _client(self, forwarded: str) -> Address | None:
-        """The last address that is not a trusted proxy: each proxy appends the address that it saw.
-        None if an entry after it is not an address."""
+        """The last address that is not a trusted proxy (each proxy appends the address of its
+        peer); the first address if all peers are trusted. None if an entry after it is not an
+        address."""
         if self._trusts_all:
             return _address(forwarded.partition(",")[0])
         address = None

@@ -1,4 +1,4 @@
-"""The Harmony format of gpt-oss: the channel `analysis` is reasoning, `final` is text, a message to
+"""Harmony format of gpt-oss: the channel `analysis` is reasoning, `final` is text, and a message to
 a function is a tool call."""
 
 import re
@@ -35,12 +35,13 @@ _TO = f"{_CHANNEL}commentary to="
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _INTERNAL = ("assistant", "browser", "container", "python")
-"""Recipients that are no functions of the request: the model itself, and tools of its training."""
+"""Recipients that are not functions of the request: the model itself, and built-in tools of its
+training."""
 
 
 @dataclass(frozen=True, slots=True)
 class HarmonyReasoning(ReasoningFormat):
-    """The tags of a message: a header up to `<|message|>`, then the content."""
+    """Tags of a message: a header up to `<|message|>`, then the content."""
 
     start_tags: tuple[str, ...] = (f"{_CHANNEL}analysis{_MESSAGE}",)
     end_tags: tuple[str, ...] = (_END,)
@@ -55,14 +56,15 @@ class HarmonyReasoning(ReasoningFormat):
     def parser(
         self, *, is_inside: bool, keeps_whitespace: bool = False, calls: CallFinder = NO_CALLS
     ) -> ReasoningParser:
-        """A parser of one answer; whitespace in messages is always kept. A call is a separate
+        """A parser of an answer; whitespace in messages is always kept. A call is a separate
         message, so it never ends the reasoning."""
         return HarmonyReasoningParser(self, is_inside=is_inside)
 
 
 class HarmonyReasoningParser(ReasoningParser):
-    """Calls stay in the text, with one form of header, for `HarmonyToolCalls`; all other tags are
-    removed. Messages of one kind are joined by a line break."""
+    """Splits messages into reasoning and text. Calls stay in the text with a normalized header, for
+    `HarmonyToolCalls`; all other tags are removed. Consecutive reasoning messages, or text
+    messages, are joined by a line break."""
 
     def __init__(self, form: HarmonyReasoning, *, is_inside: bool) -> None:
         super().__init__(is_inside=is_inside)
@@ -78,7 +80,7 @@ class HarmonyReasoningParser(ReasoningParser):
         if self._is_inside:
             self._sink = self._output.add_reasoning
         else:
-            # The prompt ends with the author, which a recipient may follow.
+            # The prompt ends with the author; a recipient may follow it.
             word = yield from source.accept(*form.begins, " to=")
             if word:
                 yield from self._read_header(word)
@@ -109,7 +111,7 @@ class HarmonyReasoningParser(ReasoningParser):
             return
         source.take(len(head))
         if not (yield from source.accept(_MESSAGE)):
-            # The tag before the arguments of a call is missing.
+            # The tag before the call's arguments is missing.
             name, brace, arguments = head.partition("{")
             if not (brace and _RECIPIENT.search(name)):
                 self._output.add_text(word + head)
@@ -143,7 +145,8 @@ class HarmonyReasoningParser(ReasoningParser):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarmonyToolCalls(ToolCallFormat):
-    """Messages to functions, with the header of HarmonyReasoningParser or the model's own."""
+    """Tool calls as messages to functions, with the normalized header of HarmonyReasoningParser or
+    the model's own header."""
 
     markers: tuple[str, ...] = (_TO,)
     ignored_markers: tuple[str, ...] = (_CALL,)
@@ -166,7 +169,7 @@ class HarmonyToolCalls(ToolCallFormat):
         yield from source.accept(_CALL)
 
     def grammar(self, functions: Functions) -> ToolCallGrammar:
-        """Messages one after the other, of which a call is the last."""
+        """Grammar of consecutive messages; only the last message can be a call."""
         start, begin = HARMONY_REASONING.begins
         end, call = HARMONY_REASONING.ends[:2]
         constrain = optional(literal(f" {self.constrain}json"))

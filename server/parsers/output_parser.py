@@ -1,4 +1,4 @@
-"""Parser of one choice: reasoning first, then text and tool calls."""
+"""Parser of a choice: reasoning first, then text and tool calls."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ from server.parsers.tool.base import ToolCallParser, ToolCallReader
 
 
 class OutputParser:
-    """Chains a reasoning parser and a tool parser; the second gets the text of the first.
+    """Chains a reasoning parser and a tool parser, which gets the text of the reasoning parser.
 
     Every call gets an id; calls beyond `max_calls` are dropped. If there are calls, whitespace at
     both ends of the text is dropped.

@@ -1,5 +1,5 @@
-"""The parsers by the names that --tool-call-parser and --reasoning-parser take, and how `auto` is
-resolved by the chat template."""
+"""Registry of parsers by the names of --tool-call-parser and --reasoning-parser, and resolution of
+`auto` by the chat template."""
 
 import secrets
 import string
@@ -72,7 +72,7 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
 }
 
 GENERIC_TOOL_PARSER = "hermes"
-"""Reads the calls that server/text/tool_template.py tells a model to write."""
+"""Parser of the call format in the instructions of server/text/tool_template.py."""
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "deepseek_r1": reasoning.DEEPSEEK_R1,
@@ -148,7 +148,8 @@ _CALLS_BY_TEMPLATE: tuple[tuple[str, str], ...] = (
     ("<function_calls>", "olmo3"),
     ("<tool_call>", "hermes"),
 )
-"""Text that only the templates of one family contain, and its parser; the first match counts."""
+"""Text in a chat template, and its tool parser. The first match counts: most specific text
+first."""
 
 _THINKING_BY_TEMPLATE: tuple[tuple[str, str], ...] = (
     ("<|constrain|>", "openai_gptoss"),
@@ -173,12 +174,12 @@ _THINKING_BY_TEMPLATE: tuple[tuple[str, str], ...] = (
 
 
 def tool_parser_of(template: str) -> str | None:
-    """The name of the tool parser for a chat template, if it is recognised."""
+    """The name of the tool parser for a chat template; None if it is not recognised."""
     return _first(_CALLS_BY_TEMPLATE, template)
 
 
 def reasoning_parser_of(template: str) -> str | None:
-    """The name of the reasoning parser for a chat template, if it is recognised."""
+    """The name of the reasoning parser for a chat template; None if it is not recognised."""
     return _first(_THINKING_BY_TEMPLATE, template)
 
 
@@ -187,7 +188,7 @@ def _first(table: tuple[tuple[str, str], ...], template: str) -> str | None:
 
 
 def words_of(form: ToolCallReader | ReasoningFormat) -> frozenset[str]:
-    """Every text that a parser searches for; some may be special tokens."""
+    """All texts that a parser searches for; some may be special tokens."""
     values = [getattr(form, field.name) for field in fields(form)]
     inner = [words_of(value) for value in values if isinstance(value, ToolCallReader)]
     words = [word for value in values for word in (value if isinstance(value, tuple) else (value,))]
@@ -195,7 +196,7 @@ def words_of(form: ToolCallReader | ReasoningFormat) -> frozenset[str]:
 
 
 def new_call_id(parser: str) -> str:
-    """An id for a call without one."""
+    """A new id for a call whose id the model did not write."""
     if parser == "mistral":
         # Mistral's templates accept only nine letters and digits.
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))

@@ -1,16 +1,17 @@
-"""The URLs of a server, from the address that it listens on, and who can reach it."""
+"""URLs of a server's listening address, and who can reach it."""
 
 import ipaddress
 import socket
 from collections.abc import Callable
 from contextlib import suppress
 
-# Addresses for documentation (RFC 5737, RFC 3849): a route to them is the one to other machines.
+# Documentation addresses (RFC 5737, RFC 3849): packets to them take the route to other machines.
 _ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 
 
 def machine_address() -> str | None:
-    """This machine's address towards other machines; None without a network. Sends nothing."""
+    """This machine's address for connections to other machines; None without a network. Sends no
+    packets."""
     for family, elsewhere in _ELSEWHERE:
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
             sock.connect((elsewhere, 9))
@@ -19,7 +20,7 @@ def machine_address() -> str | None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only programs of this machine reach what listens on the IP `address`."""
+    """Whether a socket bound to the IP `address` accepts only connections from this machine."""
     return _parsed(address).is_loopback
 
 
@@ -32,7 +33,8 @@ def base_urls(
     scheme: str = "http",
 ) -> list[str]:
     """URLs by which clients reach a server on `host`, which was bound as the IP `address`: for all
-    interfaces (0.0.0.0, ::) that of this machine, then that for other machines if there is one."""
+    interfaces (0.0.0.0, ::) the localhost URL, then the URL for other machines if this machine has
+    a network."""
     hosts = [host]
     if _parsed(address).is_unspecified:
         own = own_address()
@@ -41,7 +43,8 @@ def base_urls(
 
 
 def endpoints_text(urls: list[str], *, has_page: bool, has_docs: bool) -> str:
-    """`API http://localhost:8000/v1, page http://localhost:8000/`, and the other addresses."""
+    """The log text of `urls`: `API http://localhost:8000/v1, page http://localhost:8000/`, then the
+    URLs for other machines."""
     first, *others = urls
     shown = [f"API {first}/v1"]
     if has_page:

@@ -57,86 +57,91 @@ logger = logging.getLogger(__name__)
 FAILED = 1
 WRONG_SETTING = 2
 ENGINE_GONE = 4
-"""Exit code of one of several API servers that ends because the engine has."""
+"""Exit code of an API server, with several, when its last engine has died."""
 INTERRUPTED = 130
 
 TICK_S = 0.1
 MAX_THREADS = 8
-"""Threads for work of requests that is too long for the event loop; each client uses one."""
+"""Threads for request work that would block the event loop, shared fairly among clients: each
+client uses at most one at a time."""
 GC_OBJECTS = 10_000
-"""New objects between two runs of the garbage collector; at Python's default of 700 they take a few
-per cent of a request's time."""
+"""Allocations between garbage collections. Python's default of 700 costs a few per cent of a
+request's time."""
 RESPONSE_GRACE_S = 2.0
-"""Time for error responses to reach the clients, once the engine has died or draining has ended."""
+"""Time for error responses to reach the clients after the engine has died or draining has ended."""
 INTERRUPT_GRACE_S = 0.1
-"""The same after a second SIGINT."""
+"""Time for error responses after a second SIGINT."""
 SECOND_INTERRUPT = "; Ctrl-C again stops at once"
 UNHEALTHY_S = 0.7
-"""Time that /health returns 503 before an API server without an engine exits."""
+"""Time for which /health returns 503 before an API server without an engine exits."""
 MANY_CONNECTIONS = 500
-"""Memory is trimmed when this many connections have closed: the C library retains it."""
+"""Closed connections after which freed memory is returned to the system: the C library retains
+it."""
 EMULATOR = "hpu-emulator"
 KEEP_ALIVE_S = 75
-"""Longer than load balancers keep idle connections: they would race with our close."""
+"""Keep-alive timeout. Longer than the idle timeout of load balancers, which could otherwise send a
+request on a connection that the server is closing."""
 BACKLOG = 2048
 WATCH_S = 1.0
-"""Between two looks at the files that are read again when they change."""
+"""Interval between checks of the files that are reloaded when they change."""
 
 
 class ApiServerArgs(msgspec.Struct, frozen=True):
-    """Arguments of an API-server process. `engine.model` is the name that the user gave."""
+    """Arguments of an API-server process. `engine.model` is the model name that the user gave."""
 
     engine: EngineConfig
     server: ServerConfig
     endpoints: tuple[str, ...]
-    """Where this API server listens for each engine."""
+    """ZMQ endpoint of this API server for each engine."""
     token: str
-    """The engines of this host and the other API servers present it when they connect."""
+    """Secret that local engines and the other API servers present when they connect."""
     created: int
-    """Unix time of the server's start, the same in all API servers."""
+    """Unix time of the server's start; equal in all API servers."""
     index: int = 0
     metrics_folder: str | None = None
-    """Shared folder for the counts of all API servers, if there are several."""
+    """Shared folder for the metrics of all API servers. None: a single API server."""
     peer_sockets: tuple[str, ...] = ()
-    """Socket path of each API server, this one included, if there are several."""
+    """Socket path of each API server, including this server. Empty: a single API server."""
     remote_token: str = ""
-    """Engines of other hosts present it."""
+    """Secret that engines of other hosts present when they connect."""
     download_path: str | None = None
-    """File with the supervisor's DownloadProgress, if there are several API servers."""
+    """File with the supervisor's DownloadProgress. None: a single API server."""
     end_paths: tuple[str, ...] = ()
-    """The file of each engine that exists, and says why, once the supervisor has given it up."""
+    """One file for each engine. It exists once the supervisor has given the engine up, and contains
+    the reason."""
     death_paths: tuple[str, ...] = ()
-    """The file of each engine with the ProcessEnd of the last one that was started again."""
+    """One file for each engine: the ProcessEnd of the last process of this engine that was
+    restarted."""
     ready_path: str | None = None
-    """File that it makes once it is ready."""
+    """File that this API server creates once it is ready. None: no file."""
     restart: int = 0
-    """How often the supervisor has started another one in its place before."""
+    """How often the supervisor has restarted this API server."""
 
 
 def resumes(engine: EngineConfig, server: ServerConfig) -> bool:
-    """Whether requests outlive their engine. Not those of engines that step together, which end
-    together, nor with engines of other hosts, which are started there."""
+    """Whether open requests are resumed in a restarted engine. False for coupled engines, which all
+    end when one ends, and with engines of other hosts, which this server cannot restart."""
     is_alone = engine.num_coupled_engines == 1 and not engine.data_parallel.num_remote
     return server.resume and is_alone
 
 
 class Closings:
-    """Tells when many connections have closed. It counts accepted sockets, since a TLS handshake
-    that fails never becomes a connection of uvicorn."""
+    """Detects that many connections have closed. Counts accepted sockets, because a failed TLS
+    handshake never becomes a uvicorn connection."""
 
     def __init__(self, handshake_timeout_s: float) -> None:
         self.num_accepted = 0
-        """Connections since the start."""
+        """Connections accepted since the start."""
         self._interval_s = handshake_timeout_s + 2.0
         self._due_s = 0.0
         self._num_before = 0
-        """Connections that were accepted one interval before `_due_s`."""
+        """`num_accepted` one interval before `_due_s`."""
         self._num_reported = 0
-        """Closed connections at the last report."""
+        """Closed connections when `are_many` last returned True."""
 
     def are_many(self, now_s: float, num_open: int) -> bool:
-        """Whether MANY_CONNECTIONS have closed since this was last true. Looks once in each
-        interval, in which every handshake ends."""
+        """Whether MANY_CONNECTIONS have closed since this last returned True. Checks once per
+        interval, which is longer than the handshake timeout."""
         if now_s < self._due_s:
             return False
         num_closed = self._num_before - num_open
@@ -148,8 +153,8 @@ class Closings:
 
 
 class UvicornServer(uvicorn.Server):
-    """Leaves signals to ApiServer: uvicorn's own handlers close the port first, but a server that
-    drains must still answer its probes."""
+    """uvicorn server without signal handlers; ApiServer handles signals. uvicorn's handlers would
+    close the port first, but a draining server must still answer its probes."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -160,7 +165,7 @@ class UvicornServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn's for given sockets, with TLS handshakes that count as connections."""
+        """uvicorn's startup for `sockets`. TLS handshakes in progress count as connections."""
         config, loop = cast(HttpConfig, self.config), asyncio.get_running_loop()
 
         def protocol() -> HttpProtocol:
@@ -174,12 +179,12 @@ class UvicornServer(uvicorn.Server):
                 server = await loop.create_server(protocol, sock=sock, backlog=config.backlog)
             else:
                 server = TlsListener(sock, config.ssl, config, self.server_state, protocol)
-            # uvicorn only closes it.
+            # The cast is safe: uvicorn only closes these servers.
             self.servers.append(cast(asyncio.Server, server))
         self.started = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn ten times a second: ends connections that are past their deadline."""
+        """Expire connections that are past their deadline. Called by uvicorn ten times a second."""
         now_s = asyncio.get_running_loop().time()
         connections = cast("set[HttpProtocol]", self.server_state.connections)
         for connection in [one for one in connections if one.deadline_s <= now_s]:
@@ -190,7 +195,7 @@ class UvicornServer(uvicorn.Server):
 
 
 class ApiServer:
-    """Serves until it is stopped, or until the last engine dies."""
+    """The API server of this process. Serves until it is stopped or the last engine dies."""
 
     def __init__(self, args: ApiServerArgs) -> None:
         config, scheduler = args.server, args.engine.scheduler
@@ -229,7 +234,7 @@ class ApiServer:
                 max_ttft_s=scheduler.max_ttft_s,
             )
         self._lost: set[int] = set()
-        """Engines that have died and were logged."""
+        """Dead engines that have been logged."""
         if resumes(args.engine, config):
             self._client.resume(self)
         names = config.served_model_names or (args.engine.model,)
@@ -276,23 +281,23 @@ class ApiServer:
         self._stopping.set()
 
     def interrupt(self) -> None:
-        """Like `stop`; the second call ends the server at once."""
+        """Drain, then exit; a second call skips the drain. Call on the event loop's thread."""
         if self._stopping.is_set():
             self._interrupted.set()
         self._is_interrupt = True
         self._stopping.set()
 
     def fail(self, engine: int, reason: str) -> None:
-        """An engine has died, and none takes its place. Call on the event loop's thread."""
+        """Fail `engine`, which has died and is not restarted. Call on the event loop's thread."""
         self._client.engines[engine].fail(reason)
 
     def name_cause(self, engine: int, end: ProcessEnd) -> None:
-        """An engine has died in this way, and another one is started. Call on the event loop's
-        thread."""
+        """Record how `engine` died before its restart. Call on the event loop's thread."""
         self._client.engines[engine].name_cause(end)
 
     def engine_lost(self, client: SingleEngineClient, *, has_poison: bool) -> None:
-        """Count it; the launcher logs it."""
+        """Count the crash of an engine; the launcher logs it. `has_poison`: a poison request was
+        failed."""
         self.state.metrics.engine_lost(client.engine, has_poison=has_poison)
         if has_poison:
             logger.error("a request is ended and not tried again: engines have died over it")
@@ -303,7 +308,7 @@ class ApiServer:
             logger.warning("%d requests of engine %d go on in others", count, client.engine)
 
     def engine_restored(self, client: SingleEngineClient, pause: Pause) -> None:
-        """Count and log it."""
+        """Count and log the recovery of an engine."""
         metrics, count = self.state.metrics, len(client.queues)
         metrics.requests_resumed(client.engine, count)
         metrics.engine_restored(client.engine, pause.seconds)
@@ -321,7 +326,8 @@ class ApiServer:
         return self._client.failure is not None
 
     def on_download(self, progress: DownloadProgress | Exception) -> None:
-        """Progress, end or failure of the model download. Call on the event loop's thread."""
+        """Handle progress, completion or failure of the model download. Call on the event loop's
+        thread."""
         if self._checkpoint.done():
             return
         if isinstance(progress, Exception):
@@ -407,7 +413,7 @@ class ApiServer:
         self, server: UvicornServer, listener: socket.socket, opening: "asyncio.Task[None]"
     ) -> None:
         if self._args.restart:
-            # Until it is ready the kernel gives all connections to the other API servers.
+            # The kernel sends all connections to the other API servers until this server is ready.
             await asyncio.wait([opening])
         await server.serve(sockets=[listener])
 
@@ -427,7 +433,8 @@ class ApiServer:
                 files.poll()
 
     async def _open(self, on_folder: Callable[[str], None]) -> None:
-        """Load the tokenizer while the engine loads the model; then accept requests."""
+        """Load the tokenizer while the engine loads the model; then open the server for
+        requests."""
         config, folder = self.state.config, await self._checkpoint
         on_folder(folder)
         loading = asyncio.get_running_loop().run_in_executor(
@@ -442,7 +449,7 @@ class ApiServer:
         _log_default_limit(self.state.sampling_defaults)
         if not self.state.pools and template and template.default:
             log_generic_tools(template, self.state.parser_config.tool_parser)
-        # Objects of start-up live until exit: exclude them from garbage collection.
+        # Start-up objects live until exit: exclude them from garbage collection.
         gc.collect()
         gc.freeze()
         # Reference counts free a request's objects; cycles are rare.
@@ -493,7 +500,7 @@ class ApiServer:
         return await self._drain()
 
     def _log_progress(self, reporter: ProgressReporter) -> None:
-        # On a terminal a download has a bar.
+        # On a terminal, the download shows a progress bar instead.
         if not self._checkpoint.done() and sys.stderr.isatty():
             return
         progress = self._client.progress
@@ -502,7 +509,8 @@ class ApiServer:
             logger.info("%s", line)
 
     async def _publish_metrics(self) -> None:
-        """Let the other API servers, any of which may be scraped, see this one's counts."""
+        """Publish this server's metrics to the shared folder, so that any API server can be scraped
+        for all."""
         failed = LimitedWarning(logger, "the metrics could not be shared, %d times so far")
         while True:
             await asyncio.sleep(TICK_S)
@@ -527,25 +535,25 @@ class ApiServer:
                     os.kill(engine.pid, signal.SIGKILL)
 
     def _name_causes(self) -> None:
-        """What the supervisor says of engines that have just died."""
+        """Read the ProcessEnd files that the supervisor wrote for engines that have just died."""
         for path, engine in zip(self._args.death_paths, self._client.engines, strict=False):
             if engine.awaits_verdict:
                 with contextlib.suppress(OSError):
                     end = msgspec.json.decode(Path(path).read_bytes(), type=ProcessEnd)
-                    # An earlier one may have ended otherwise.
+                    # The file may still describe an earlier process of this engine.
                     if end.pid == engine.pid:
                         engine.name_cause(end)
 
     def _end_lost_engines(self) -> None:
-        """End those of which the supervisor says that nothing takes their place."""
+        """Fail engines that the supervisor will not restart."""
         for path, engine in zip(self._args.end_paths, self._client.engines, strict=False):
             if engine.lost is not None:
                 with contextlib.suppress(OSError):
                     engine.fail(Path(path).read_text())
 
     def _log_lost_engines(self) -> None:
-        """One line for each engine that has died while others go on; the supervisor of several API
-        servers logs those that it started."""
+        """Log each engine that has died while other engines still run. With several API servers,
+        the supervisor logs local engines."""
         parallel, has_supervisor = self._args.engine.data_parallel, bool(self._args.peer_sockets)
         engines = self._client.engines
         for engine in engines:
@@ -554,7 +562,7 @@ class ApiServer:
             self._lost.add(engine.engine)
             is_local = engine.engine < parallel.num_local
             if self._args.index == 0 and not (is_local and has_supervisor):
-                # An engine that said why it failed has logged that itself.
+                # An engine that reported its failure has also logged it.
                 logger.log(
                     logging.INFO if engine.is_failure_logged else logging.ERROR,
                     "engine %d is gone, %d of %d go on: %s",
@@ -596,7 +604,7 @@ class ApiServer:
         return 0
 
     async def _wait_for_requests(self, timeout_s: float) -> None:
-        """Wait until no request is open, for `timeout_s` at most, or until a second SIGINT."""
+        """Wait until no request is open, but at most `timeout_s`, or until a second SIGINT."""
         end_s = time.monotonic() + timeout_s
         while self.state.num_open_requests and not self._interrupted.is_set():
             left_s = end_s - time.monotonic()
@@ -609,7 +617,7 @@ class ApiServer:
 def uvicorn_config(
     app: ASGIApp, config: ServerConfig, tls: ssl.SSLContext | None = None
 ) -> HttpConfig:
-    """uvicorn's configuration for `app`."""
+    """uvicorn configuration for `app`."""
     return HttpConfig(
         app,
         config,
@@ -617,7 +625,7 @@ def uvicorn_config(
         tls=tls,
         lifespan="off",
         log_config=None,
-        # This module logs the open port, and a failed start in one line.
+        # This module logs the port, and a failed start as a single line.
         log_level=max(logging.WARNING, logging.getLogger().level),
         access_log=False,
         server_header=False,
@@ -630,8 +638,8 @@ def uvicorn_config(
 def load_tokenizer(
     folder: str, config: ServerConfig, cache_dir: str | None
 ) -> tuple[Tokenizer | None, ChatTemplate | None, ImageInputs | None]:
-    """The tokenizer and chat template of a checkpoint, None with skip_tokenizer_init; and the
-    images of its requests."""
+    """Load the tokenizer, chat template and image inputs of a checkpoint. None: all three with
+    skip_tokenizer_init, the image inputs also for models without vision."""
     if config.skip_tokenizer_init:
         return None, None, None
     tokenizer = Tokenizer.load(
@@ -656,13 +664,13 @@ def load_tokenizer(
         isolation=isolation,
         generic_tools=config.tool_template == "auto",
     )
-    # Its first call runs the template, which may be slow: here, not on the event loop.
+    # The first call runs the template, which may be slow: call it here, not on the event loop.
     template.uses_generic_tools()
     return tokenizer, template, images
 
 
 def log_generic_tools(template: ChatTemplate, tool_parser: str | None) -> None:
-    """Log how tools are shown to a model whose template has no place for them."""
+    """Log how tools are rendered if the chat template does not support them."""
     if not template.uses_generic_tools():
         return
     logger.info(

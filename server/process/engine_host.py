@@ -24,20 +24,21 @@ logger = logging.getLogger(__name__)
 STOP_S = 5.0
 
 Event = DownloadProgress | Exception | signal.Signals | str
-"""Of the checkpoint, a signal, or the end of an engine."""
+"""Event of the main loop: download progress or failure, a signal, or the reason of an engine's
+exit."""
 
 
 def serve_engines(
     engine_config: EngineConfig, server_config: ServerConfig, resolve: ResolveCheckpoint
 ) -> int:
-    """Run this host's engines until SIGTERM or SIGINT, or until the last one ends; returns the exit
-    code. Raises ConfigError, and what `resolve` raises.
+    """Run this host's engines until SIGTERM or SIGINT, or until the last engine ends; returns the
+    exit code. Raises ConfigError, and the errors of `resolve`.
 
     The engines connect to `server_config.api_server_count` API servers on the other host, which may
-    start later, and end when one of these has gone.
+    start later, and end when the connection to any of them is lost.
     """
     token = data_parallel_token()
-    # Bounded: one event per signal, one per engine that ends, a few of the checkpoint.
+    # Bounded: one event per signal, one per engine that ends, a few of the download.
     events: SimpleQueue[Event] = SimpleQueue()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -87,7 +88,7 @@ def _watch(
     start_engines: Callable[[str], None],
     engines: list[EngineProcesses],
 ) -> int:
-    """Until a signal or the end of the last engine; the exit code."""
+    """Handle events until a signal arrives or the last engine ends; returns the exit code."""
     while True:
         event = events.get()
         if isinstance(event, Exception):
@@ -100,7 +101,7 @@ def _watch(
             continue
         codes = [process.poll() for process in engines[0].processes.values()]
         num_left = 0 if engines[0].are_coupled else codes.count(None)
-        # A process that exits with a code of its own has logged why.
+        # A process that exits with a positive code has logged the reason.
         level = logging.INFO if any((code or 0) > 0 for code in codes) else logging.ERROR
         logger.log(level, "%s, %d of %d engines of this host go on", event, num_left, len(codes))
         if not num_left:

@@ -12,8 +12,8 @@ from config.errors import ConfigError
 def bind(host: str, port: int, *, shared: bool) -> socket.socket:
     """Bind the address of this server. Raises ConfigError if it is not available.
 
-    With `shared` several processes can bind the port, and so could a second server: first check
-    that it is free by binding it exclusively.
+    With `shared`, several processes can bind the port, so a second server could too: first bind it
+    exclusively to check that it is free.
     """
     if shared and port:
         bind_port(host, port, shared=False).close()
@@ -21,7 +21,8 @@ def bind(host: str, port: int, *, shared: bool) -> socket.socket:
 
 
 def bind_port(host: str, port: int, *, shared: bool) -> socket.socket:
-    """As `bind`, without the check."""
+    """Bind the address without checking that a shared port is free. Raises ConfigError if it is not
+    available."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -42,8 +43,8 @@ def bind_port(host: str, port: int, *, shared: bool) -> socket.socket:
 
 
 def bind_path(path: str) -> socket.socket:
-    """Bind a Unix socket. One that a dead server has left is replaced. Raises ConfigError for a
-    path on which another server listens, or which is something else."""
+    """Bind a Unix socket. Replaces a socket file that no server listens on. Raises ConfigError if
+    another server listens on the path, or if the path is not a socket."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             raise ConfigError(f"cannot listen on {path}: it is there, and no socket")
@@ -60,7 +61,7 @@ def bind_path(path: str) -> socket.socket:
 
 
 def remove_path(path: str) -> None:
-    """Remove the Unix socket that `bind_path` made."""
+    """Remove the Unix socket that `bind_path` created."""
     with contextlib.suppress(OSError):
         os.unlink(path)
 
@@ -68,5 +69,5 @@ def remove_path(path: str) -> None:
 def _answers(path: str) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.setblocking(False)
-        # A full queue of connections is one, too.
+        # EAGAIN: a server listens, but its backlog is full.
         return sock.connect_ex(path) in (0, errno.EAGAIN, errno.EINPROGRESS)

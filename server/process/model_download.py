@@ -17,16 +17,16 @@ from config.native import panics_as_errors
 from config.progress import Report
 
 REPORT_INTERVAL_S = 0.2
-"""Between two progress reports."""
+"""Minimum interval between progress reports."""
 STOP_S = 1.0
-"""Time for the work to react to `close`."""
+"""Time for the download thread to stop after `close`."""
 
 ResolveCheckpoint = Callable[[Report], str]
-"""Returns the checkpoint's folder, and reports progress. Raises ConfigError."""
+"""Function that returns the checkpoint's folder and reports progress. Raises ConfigError."""
 
 
 class DownloadProgress(msgspec.Struct, frozen=True):
-    """Progress of the download, and the folder once it is complete."""
+    """Progress of the download. `folder`: the checkpoint's folder once it is complete."""
 
     stage: str = "starting"
     done_bytes: int = 0
@@ -35,35 +35,37 @@ class DownloadProgress(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """For logs and errors: `fetch, 12 of 98 MB`."""
+        """Text for logs and errors: `fetch, 12 of 98 MB`."""
         if not self.total_bytes:
             return self.stage
         return f"{self.stage}, {self.done_bytes / 1e6:.0f} of {self.total_bytes / 1e6:.0f} MB"
 
 
 class Stopped(BaseException):
-    """Raised in the work by its next progress report after `close`."""
+    """Raised in the download thread by the first progress report after `close`."""
 
 
 class ModelDownload:
-    """Runs `resolve` on a thread, once."""
+    """Runs `resolve` once on a thread."""
 
     def __init__(self, resolve: ResolveCheckpoint) -> None:
         self._resolve = resolve
         self._stopped = threading.Event()
-        # A daemon: work that does not stop (a hub that does not answer) ends with this process.
+        # A daemon thread: a download that does not stop (the hub does not answer) ends with this
+        # process.
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._lock = threading.Lock()
         self._next_s = 0.0
 
     def start(self, on_progress: Callable[[DownloadProgress | Exception], None]) -> None:
-        """Start the thread. `on_progress` is called on other threads: with progress, and at last
+        """Start the thread. `on_progress` is called on other threads: with progress, and finally
         with the folder or the exception of `resolve`."""
         self._on_progress = on_progress
         self._thread.start()
 
     def close(self) -> bool:
-        """Stop the work if it still runs, and report nothing more. False if it does not stop."""
+        """Stop the download if it still runs, and suppress further reports. False if it does not
+        stop within STOP_S."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(STOP_S)
@@ -84,7 +86,7 @@ class ModelDownload:
     def _report(self, stage: str, done_bytes: int, total_bytes: int) -> None:
         if self._stopped.is_set():
             raise Stopped
-        # A download has several threads.
+        # `resolve` may report from several download threads.
         with self._lock:
             now_s = time.monotonic()
             if now_s >= self._next_s:
@@ -93,14 +95,14 @@ class ModelDownload:
 
 
 def end_process(code: int) -> NoReturn:
-    """Exit although the work has not stopped: the interpreter would wait for its threads."""
+    """Exit without waiting for threads of the download, for which the interpreter would wait."""
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)
 
 
 def read_progress(path: str) -> DownloadProgress:
-    """The latest progress at `path`, which may not exist yet."""
+    """The latest progress at `path`; the default progress if the file does not exist yet."""
     with contextlib.suppress(FileNotFoundError):
         return msgspec.json.decode(Path(path).read_bytes(), type=DownloadProgress)
     return DownloadProgress()

@@ -6,13 +6,16 @@ import resource
 logger = logging.getLogger(__name__)
 
 MAX_OPEN_FILES = 65_536
-"""Bound, because some libraries loop over all possible descriptors, and hard limits can be 10^9."""
+"""Cap of the raised limit: some libraries loop over all possible descriptors, and hard limits can
+be 10^9."""
 RESERVED = 128
-"""Descriptors of an API server for other things: files, logs, sockets to the engine."""
+"""Descriptors of an API server that are not client connections: files, logs, sockets to the
+engine."""
 
 
 def raise_limit() -> None:
-    """Raise the soft limit to the hard one or MAX_OPEN_FILES; child processes inherit it."""
+    """Raise the soft limit to the hard limit, at most MAX_OPEN_FILES; child processes inherit
+    it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft == resource.RLIM_INFINITY or soft >= target:

@@ -1,6 +1,7 @@
-"""`gaudiserve serve`: the engines, and one or several API servers on one port, from start to end.
+"""`gaudiserve serve`: runs the engines and the API servers on one port, from start to end.
 
-A single API server runs in this process. Several are child processes, which this one supervises.
+A single API server runs in this process. Several API servers are child processes, which this
+process supervises.
 """
 
 import asyncio
@@ -71,19 +72,19 @@ logger = logging.getLogger(__name__)
 
 ENGINE_STOP_S = 5.0
 RESERVED_BYTES = 64 * 2**10
-"""Room of a file in the directory of the sockets, for what API servers must learn when the disk is
-full: a few blocks for each engine."""
+"""Size of a reserve file in the socket directory. It is freed when the disk is full, for the files
+that notify API servers of dead engines: a few blocks for each engine."""
 EXIT_GRACE_S = 5.0
-"""Time for an API server to exit beyond the time for its requests."""
+"""Time for an API server to exit after the time for its requests."""
 
 
 def serve(
     engine_config: EngineConfig, server_config: ServerConfig, resolve: ResolveCheckpoint
 ) -> int:
     """Serve until stopped; returns the exit code: 0 after a drain. Leaves no process, socket or
-    file behind. Raises ConfigError when the port is taken, and what `resolve` raises.
+    file behind. Raises ConfigError when the port is taken, and the errors of `resolve`.
 
-    `resolve` returns the checkpoint's folder. It may take long: the port already answers.
+    `resolve` returns the checkpoint's folder. It may take long: the port already answers meanwhile.
     """
     count = server_config.api_server_count
     raise_limit()
@@ -123,7 +124,7 @@ def serve(
 
 
 def main() -> None:
-    """Entry point of an API-server process that is one of several."""
+    """Entry point of an API-server process, if there are several."""
     args = read_orders(ApiServerArgs)
     exit_with_parent()
     config = args.server
@@ -216,18 +217,20 @@ def _serve_in_process(
 
 
 def max_restarts(engine: EngineConfig, server: ServerConfig) -> int:
-    """Of an engine, in a row."""
+    """Consecutive restarts of an engine that are allowed; 0 if requests are not resumed."""
     return server.max_engine_restarts if resumes(engine, server) else 0
 
 
 def max_api_server_restarts(engine: EngineConfig, server: ServerConfig) -> int:
-    """Of an API server, in a row. Engines of other hosts end with their API server."""
+    """Consecutive restarts of an API server that are allowed; 0 if resuming is off, or with engines
+    of other hosts, which end with their API server."""
     may_restart = server.resume and not engine.data_parallel.num_remote
     return server.max_api_server_restarts if may_restart else 0
 
 
 def remote_token(parallel: DataParallelConfig) -> str:
-    """What engines of other hosts present; empty if there are none. Raises ConfigError."""
+    """Secret that engines of other hosts present; empty without such engines. Raises
+    ConfigError."""
     return data_parallel_token() if parallel.num_remote else ""
 
 
@@ -241,21 +244,21 @@ def _call_on_loop(
 
 
 class EngineExit(NamedTuple):
-    """An engine's process has ended."""
+    """Event: an engine's process has ended and is not restarted."""
 
     engine: int
     reason: str
 
 
 class ApiServerExit(NamedTuple):
-    """An API server's process has ended."""
+    """Event: an API server's process has ended."""
 
     number: int
     reason: str
 
 
 class ApiServerDue(NamedTuple):
-    """An API server is to be started again now."""
+    """Event: the wait before the restart of an API server is over."""
 
     number: int
 
@@ -264,9 +267,9 @@ Event = EngineExit | ApiServerExit | ApiServerDue | signal.Signals | DownloadPro
 
 
 class Supervisor:
-    """Runs several API servers and the engines. An API server that exits is started again, within
-    limits; when it may not be, or the last engine has exited, all are stopped. An engine that is
-    one of several is only logged."""
+    """Runs several API servers and the engines. Restarts an API server that exits, within limits.
+    Stops everything when an API server may not be restarted or when the last engine has exited;
+    logs the exit of an engine while other engines run."""
 
     def __init__(
         self, engine_config: EngineConfig, server_config: ServerConfig, directory: str, token: str
@@ -275,7 +278,7 @@ class Supervisor:
         self._config = server_config
         self._directory = directory
         self._token = token
-        # Before the disk is full, for what API servers must learn.
+        # Reserve space now for notifications to API servers, in case the disk fills up.
         self._reserve = Path(directory, "reserve")
         try:
             self._reserve.write_bytes(bytes(RESERVED_BYTES))
@@ -293,15 +296,16 @@ class Supervisor:
             RestartLimit(Path(self._ready_path(index)), max_restarts) for index in range(count)
         ]
         self._num_restarts = [0] * count
-        """Of each API server in all."""
+        """Total restarts of each API server."""
         self._due: set[int] = set()
-        """API servers that have exited, and are to be started again."""
-        # Bounded: one event per signal, two per child that exits, one for the checkpoint.
+        """API servers that have exited and wait for their restart."""
+        # Bounded: an event per signal, two events per child that exits, an event for the
+        # checkpoint.
         self._events: SimpleQueue[Event] = SimpleQueue()
 
     def run(self, download: ModelDownload) -> int:
-        """Start all processes, wait for an event, stop all; returns the exit code. Raises what
-        `download` reports."""
+        """Start all processes, handle events until the server has to stop, stop all processes;
+        returns the exit code. Raises the errors that `download` reports."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         children: list[ChildProcess] = []
@@ -344,17 +348,17 @@ class Supervisor:
         )
 
     def _engine_ended(self, engine: int, reason: str) -> None:
-        """Tell the API servers, which keep its requests, and this process."""
+        """Notify the API servers, which hold the engine's requests, and this process."""
         self._notify(self._end_paths[engine], reason.encode())
         self._events.put(EngineExit(engine, reason))
 
     def _engine_died(self, engine: int, end: ProcessEnd) -> None:
-        """Tell the API servers; another engine is started in its place."""
+        """Notify the API servers; the engine is restarted."""
         self._notify(self._death_paths[engine], msgspec.json.encode(end))
 
     def _notify(self, path: str, content: bytes) -> None:
-        """Write a file for which the API servers wait. If the disk is full, it takes the reserved
-        room; if it cannot be written at all, the server stops: requests would wait for ever."""
+        """Write a file that the API servers poll. If the disk is full, free the reserve file first.
+        If the file cannot be written at all, stop the server: requests would wait forever."""
         try:
             try:
                 write_whole(path, content)
@@ -388,7 +392,7 @@ class Supervisor:
         )
         return ChildProcess(
             f"API server {index}",
-            # Like a single API server, it drains on Ctrl-C and SIGTERM.
+            # It drains on Ctrl-C and SIGTERM, like a single API server.
             python_command("server.process.supervisor", f"API server {index}", (signal.SIGINT,)),
             args,
             on_exit=lambda end: self._events.put(ApiServerExit(index, end.description)),
@@ -405,12 +409,12 @@ class Supervisor:
         if isinstance(event, ApiServerExit | EngineExit):
             engines = [] if self._engines is None else self._engines.processes.values()
             processes: list[ChildProcess] = [*children, *engines]
-            # A process that exits with a code of its own has logged why.
+            # A process that exits with a positive code has logged the reason.
             has_logged = any((process.poll() or 0) > 0 for process in processes)
             level = logging.INFO if has_logged else logging.ERROR
             logger.log(level, "the server stops: %s", event.reason)
-            # The API servers notice the engine's end and send error responses; draining would take
-            # longer than they have.
+            # The API servers notice the engine's end and send error responses; they exit too soon
+            # for a drain.
             self._stop_engines()
             self._close(children, RESPONSE_GRACE_S + 1)
             is_misconfigured = any(process.poll() == WRONG_SETTING for process in processes)
@@ -422,11 +426,11 @@ class Supervisor:
             return INTERRUPTED
         living = [child for index, child in enumerate(children) if index not in self._due]
         codes = [child.poll() or 0 for child in living]
-        # A child that got SIGTERM before it had set its handler had no request to finish.
+        # A child that got SIGTERM before it had set its handler had no open requests.
         return max((abs(code) for code in codes if code != -signal.SIGTERM), default=0)
 
     def _handle(self, event: Event, children: list[ChildProcess]) -> bool:
-        """Whether the server goes on after `event`."""
+        """Whether the server continues after `event`."""
         if isinstance(event, DownloadProgress):
             assert event.folder is not None
             self._start_engines(event.folder)
@@ -445,8 +449,8 @@ class Supervisor:
         return True
 
     def _will_restart(self, end: ApiServerExit, code: int) -> bool:
-        """Whether an API server that has exited with `code` is started again; then that is due
-        later."""
+        """Whether an API server that has exited with `code` is restarted. If so, schedules an
+        ApiServerDue event."""
         if code in (WRONG_SETTING, ENGINE_GONE):
             return False
         limit = self._limits[end.number]
@@ -461,15 +465,16 @@ class Supervisor:
         return True
 
     def _can_go_on(self, end: EngineExit) -> bool:
-        """Whether an engine is left; then the end of this one is logged. While the engines start,
-        the API servers end instead."""
+        """Whether an engine still runs; if so, logs the exit of this engine. False for coupled
+        engines, which all end when one ends. When an engine fails during start-up, the API servers
+        exit instead."""
         assert self._engines is not None
         parallel = self._engine_config.data_parallel
         num_left = self._engines.num_running + parallel.num_remote
         if self._engines.are_coupled:
             num_left = 0
         if num_left:
-            # A process that exits with a code of its own has logged why.
+            # A process that exits with a positive code has logged the reason.
             has_logged = (self._engines.processes[end.engine].poll() or 0) > 0
             logger.log(
                 logging.INFO if has_logged else logging.ERROR,
@@ -506,6 +511,6 @@ def _unwritable(directory: str, error: OSError) -> ConfigError:
 
 
 def peer_socket_paths(directory: str, count: int) -> tuple[str, ...]:
-    """Sockets on which API servers forward requests to each other. The names are no longer than
-    those of the engine's endpoints, whose length has been checked."""
+    """Sockets on which API servers forward requests to each other. The names are not longer than
+    the names of the engine endpoints, whose length has been checked."""
     return tuple(str(Path(directory, f"by{index}.sock")) for index in range(count))

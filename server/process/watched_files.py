@@ -1,4 +1,4 @@
-"""Files that are read again when they change, while the server runs."""
+"""Files that are reloaded when they change while the server runs."""
 
 import logging
 import os
@@ -12,21 +12,21 @@ Signature = tuple[tuple[int, int, int] | None, ...]
 
 
 class WatchedFiles:
-    """Calls `reload` once the files have changed, and have then stayed the same between two polls:
-    several may be replaced one after the other. If it raises ConfigError, what was read before
-    stays in use, and each later poll tries again: the cause may be gone by then."""
+    """Calls `reload` when the files have changed and two consecutive polls see the same state:
+    files that belong together may be replaced at different times. If `reload` raises ConfigError,
+    the earlier content stays in use and each later poll tries again."""
 
     def __init__(self, paths: Sequence[str], what: str, reload: Callable[[], None]) -> None:
-        """`what` they are, for the log."""
+        """`what`: name of the files for the log."""
         self._paths = paths
         self._what = what
         self._reload = reload
         self._read = self._seen = self._signature()
         self._refused: Signature | None = None
-        """The last state of the files that could not be read, which was logged."""
+        """The last state of the files that `reload` refused; it is logged once."""
 
     def poll(self) -> None:
-        """Look once. A few calls of stat."""
+        """Check the files once. Costs one call of stat per file."""
         signature = self._signature()
         is_new = signature != self._read
         is_settled, self._seen = signature == self._seen, signature

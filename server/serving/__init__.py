@@ -1,3 +1,2 @@
-"""What the routes of all APIs share: the server's state, and a request from its admission to its
-answer.
-"""
+"""Shared by the routes of all APIs: the server's state, and a request from admission to
+response."""

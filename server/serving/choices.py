@@ -1,4 +1,4 @@
-"""Choices of an OpenAI answer: log-probabilities, usage, whole and batched deltas."""
+"""Choices of an OpenAI response: log-probabilities, usage, complete and batched deltas."""
 
 import codecs
 import math
@@ -17,7 +17,7 @@ TokenFormatter = Callable[[TokenLogprob], str]
 
 
 def token_formatter(*, as_ids: bool) -> TokenFormatter:
-    """Formats a token in log-probabilities: its text, or `token_id:N`."""
+    """Formatter of tokens in log-probabilities: the token's text, or `token_id:N`."""
     if as_ids:
         return lambda token: f"token_id:{token.token_id}"
     return lambda token: token.token
@@ -36,8 +36,8 @@ def chat_logprobs(positions: Sequence[PositionLogprobs], name: TokenFormatter) -
 
 
 def consumed(positions: list[PositionLogprobs] | None) -> Iterator[PositionLogprobs]:
-    """The positions in order; each is freed before the next: to free a million together holds the
-    GIL for a fifth of a second."""
+    """The positions in order; each position is freed before the next: freeing a million positions
+    at once holds the GIL for 0.2 s."""
     positions = positions or []
     positions.reverse()
     while positions:
@@ -47,8 +47,8 @@ def consumed(positions: list[PositionLogprobs] | None) -> Iterator[PositionLogpr
 def encoded_chat_logprobs(
     positions: Iterable[PositionLogprobs], name: TokenFormatter
 ) -> dict[str, Any]:
-    """`chat_logprobs` of a whole choice, with the JSON of each position: it takes a fifth of the
-    memory of its objects, which the garbage collector would visit."""
+    """`chat_logprobs` of a complete choice, as encoded JSON per position: JSON takes a fifth of the
+    memory of the objects, and the garbage collector does not visit it."""
     content: list[msgspec.Raw] = []
     for position in positions:
         (entry,) = chat_logprobs([position], name)["content"]
@@ -61,7 +61,8 @@ def _chat_token(token: TokenLogprob, name: TokenFormatter) -> dict[str, Any]:
 
 
 class TextLogprobs:
-    """The logprobs objects of a completion choice; text offsets continue between calls."""
+    """Writer of the logprobs objects of a completion choice; text offsets continue between
+    calls."""
 
     def __init__(self, name: TokenFormatter, hidden: frozenset[int] = frozenset()) -> None:
         """`hidden`: token ids without text (skipped special tokens)."""
@@ -70,15 +71,15 @@ class TextLogprobs:
         self._start_at(0)
 
     def _start_at(self, offset: int) -> None:
-        """The next token starts at character `offset`, on a character boundary."""
+        """Set the character offset of the next token, which starts on a character boundary."""
         self._offset = offset
         self._text = ""
-        """The echoed prompt while its tokens are written. It shows the control tokens that the
-        client sent, not those that the tokenizer adds."""
+        """The echoed prompt while its tokens are written. It contains control tokens that the
+        client sent, but not control tokens that the tokenizer added."""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, positions: Iterable[PositionLogprobs]) -> Choice:
-        """Generated tokens."""
+        """The logprobs object of generated tokens."""
         result = _empty()
         for position in positions:
             self._add_token(position, len(position.top), result)
@@ -92,8 +93,9 @@ class TextLogprobs:
         width: int,
         text: str,
     ) -> Choice:
-        """Prompt tokens with the top `width`; the first token has null for both. `text` is the
-        echoed prompt; generated text starts after it."""
+        """The logprobs object of the prompt's tokens with the `width` most likely tokens at each
+        position; the first token has null log-probabilities. `text` is the echoed prompt; the
+        generated text starts after it."""
         self._text = text
         first = TokenLogprob(first_id, first_bytes.decode("utf-8", "replace"), first_bytes, 0.0, 0)
         result = _empty()
@@ -113,8 +115,9 @@ class TextLogprobs:
         top: dict[str, float] = {}
         for token in position.top[:width]:
             label = self._name(token)
-            # Two tokens may have the same text (partial characters). Harnesses take the maximum of
-            # the values, so none may be lost, and the chosen token keeps its name in `tokens`.
+            # Two tokens may have the same text (partial characters). Evaluation harnesses take the
+            # maximum of the values, so each token needs its own key; the chosen token keeps its
+            # name in `tokens`.
             if label in top or (label == name and token.token_id != chosen.token_id):
                 label = f"token_id:{token.token_id}"
             top[label] = token.logprob
@@ -137,7 +140,7 @@ class TextLogprobs:
         if self._text.startswith((piece, stripped), start) and not self._text.startswith(
             piece, start
         ):
-            # The tokenizer adds this space before a text.
+            # The tokenizer adds this space at the start of a text.
             piece = stripped
         self._offset += len(piece)
         return start
@@ -148,7 +151,7 @@ def _empty() -> Choice:
 
 
 def joined_logprobs(parts: Sequence[Choice]) -> Choice:
-    """Logprobs objects, concatenated."""
+    """The concatenation of logprobs objects."""
     result = _empty()
     for part in parts:
         for key, entries in part.items():
@@ -159,8 +162,8 @@ def joined_logprobs(parts: Sequence[Choice]) -> Choice:
 def prompt_logprobs_of(
     positions: Iterable[PositionLogprobs | None] | None, width: int
 ) -> list[msgspec.Raw | None] | None:
-    """The `prompt_logprobs` extension: the JSON of an entry for each token, by token id; the first
-    is null."""
+    """The `prompt_logprobs` extension: the JSON of an entry per token, keyed by token id; the first
+    entry is null."""
     if positions is None:
         return None
     result: list[msgspec.Raw | None] = []
@@ -175,29 +178,30 @@ def prompt_logprobs_of(
                 "rank": token.rank,
                 "decoded_token": token.token,
             }
-        # The JSON of an entry takes a fifth of the memory of its objects.
+        # JSON takes a fifth of the memory of the objects.
         result.append(msgspec.Raw(msgspec.json.encode(entries)))
     return result
 
 
 @dataclass(slots=True)
 class ChoiceOutput(Output):
-    """One choice of an answer that is not streamed."""
+    """A choice of a response that is not streamed."""
 
     message: AssistantMessage = field(default_factory=AssistantMessage)
     """The parsed output."""
 
     @property
     def mean_logprob(self) -> float:
-        """Mean over its tokens; minus infinity without tokens. Requires log-probabilities."""
+        """Mean log-probability of the tokens; minus infinity without tokens. Requires
+        log-probabilities."""
         if not self.logprobs:
             return -math.inf
         return sum(position.chosen.logprob for position in self.logprobs) / len(self.logprobs)
 
 
 def most_likely(choices: list[ChoiceOutput], num_drawn: int, num_kept: int) -> list[ChoiceOutput]:
-    """Of every `num_drawn` consecutive choices the `num_kept` with the highest mean
-    log-probability, highest first."""
+    """The `num_kept` choices with the highest mean log-probability of every `num_drawn` consecutive
+    choices, highest first."""
     best = []
     for start in range(0, len(choices), num_drawn):
         drawn = choices[start : start + num_drawn]
@@ -217,7 +221,7 @@ class DeltaBatcher:
         self._started: set[int] = set()
 
     def add(self, deltas: list[Delta]) -> list[Delta]:
-        """The deltas to send now."""
+        """Add `deltas`; returns the deltas to send now."""
         if self._interval <= 1:
             return deltas
         ready = []

@@ -1,5 +1,5 @@
-"""A request in the engine: admission, submission, and its streamed or complete response. Shared by
-all generating APIs; pooling requests use the first part."""
+"""Requests in the engine: admission, submission, and the streamed or complete response. All
+generating APIs use this module; pooling requests use only admission and submission."""
 
 import asyncio
 import os
@@ -42,17 +42,17 @@ from server.serving.tracking import RequestTracker
 T = TypeVar("T")
 
 MAX_PROMPT_LOGPROBS = 2**19
-"""Log-probabilities of prompt tokens in an answer: 35 MiB of JSON."""
+"""Maximum number of prompt log-probabilities in a response: 35 MiB of JSON."""
 CHOICE_VALUES_PER_TOKEN = 0.25
-"""A token's text weighs as much as this many values of JSON."""
+"""Cost of a token's text, in JSON values."""
 
 GRAMMAR_TIMEOUT_S = 10.0
-"""Maximum time until a grammar is compiled. The engine bounds compilation itself to less than 2 s;
-the rest is waiting for other grammars."""
+"""Maximum time until a grammar is compiled. The engine limits compilation itself to less than 2 s;
+the rest is the wait for other grammars."""
 
 
 class EngineOptions(Protocol):
-    """Fields that the bodies of all requests to the engine have."""
+    """Fields that the bodies of all requests to the engine have in common."""
 
     @property
     def priority(self) -> int | None: ...
@@ -78,7 +78,7 @@ class RunningRequest(Generic[StreamT]):
     created: int = field(default_factory=lambda: int(time.time()))
 
     def close(self) -> None:
-        """Abort what still runs, and record the request. May be called more than once."""
+        """Abort unfinished sequences, and record the request. May be called more than once."""
         self.state.active_requests.discard(self.tracker)
         self.tracker.close()
 
@@ -91,7 +91,7 @@ class Job(RunningRequest[GenerationStream]):
     params: SamplingParams
     prompts: list[Prompt]
     parsers: ChoiceParsers | None = None
-    """Parses the output; None: it is plain text."""
+    """Parsers of the output; None: the output is plain text."""
 
     @property
     def generation(self) -> GenerationStream:
@@ -99,7 +99,7 @@ class Job(RunningRequest[GenerationStream]):
 
     @property
     def token_formatter(self) -> TokenFormatter:
-        """How tokens are written in log-probabilities."""
+        """Formatter of tokens in log-probabilities."""
         as_ids = self.body.return_tokens_as_token_ids
         if as_ids is None:
             as_ids = self.state.config.return_tokens_as_token_ids
@@ -112,25 +112,25 @@ class Job(RunningRequest[GenerationStream]):
 
     @property
     def includes_usage_in_chunks(self) -> bool:
-        """Whether every chunk of a stream has the usage."""
+        """Whether every chunk of a stream includes the usage."""
         options = self.body.stream_options
         return self.includes_usage and options is not None and bool(options.continuous_usage_stats)
 
     def events(self, delta: Delta) -> list[ParserEvent]:
-        """What `delta` adds to its choice; without parsers, text. To be called once a delta."""
+        """The parser events of `delta`; without parsers, its text. Call it once per delta."""
         if self.parsers is None:
             return [TextDelta(delta.text)] if delta.text else []
         return self.parsers.parser(delta.index).parse(delta)
 
     def finish_reason(self, delta: Delta) -> str | None:
-        """Why the choice of `delta` ended; call it after `events`."""
+        """The finish reason of the choice of `delta`; call it after `events`."""
         if self.parsers is None:
             return delta.finish_reason
         return self.parsers.parser(delta.index).finish_reason(delta.finish_reason)
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Of all choices so far."""
+        """Reasoning tokens of all choices so far."""
         return 0 if self.parsers is None else self.parsers.num_reasoning_tokens
 
     def usage(self) -> dict[str, Any]:
@@ -156,12 +156,12 @@ class Job(RunningRequest[GenerationStream]):
 
     @property
     def num_prompt_logprobs(self) -> int:
-        """Log-probabilities of prompt tokens in the answer."""
+        """Number of prompt log-probabilities in the response."""
         return num_prompt_logprobs(self.params, self.prompts)
 
     @property
     def num_answer_values(self) -> int:
-        """Values in the answer so far, estimated."""
+        """Estimated number of JSON values in the response so far."""
         num_tokens = self.generation.num_output_tokens
         width = CHOICE_VALUES_PER_TOKEN
         if self.params.logprobs is not None:
@@ -172,7 +172,7 @@ class Job(RunningRequest[GenerationStream]):
         return count
 
     def answer(self, kind: str, choices: Sequence[dict[str, Any] | msgspec.Raw]) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """The body of a response that is not streamed."""
         return {
             "id": self.id,
             "object": kind,
@@ -190,7 +190,7 @@ class Job(RunningRequest[GenerationStream]):
 
 
 class ChunkWriter(Protocol):
-    """Encodes deltas as SSE frames."""
+    """Encoder of deltas as SSE frames."""
 
     def feed(self, deltas: list[Delta]) -> bytes:
         """Frames for `deltas`; empty if nothing is visible yet."""
@@ -209,7 +209,7 @@ class ChunkWriter(Protocol):
 
 
 def num_prompt_logprobs(params: SamplingParams, prompts: list[Prompt]) -> int:
-    """Log-probabilities of prompt tokens that a request asks for."""
+    """Number of prompt log-probabilities that the request asks for."""
     if params.prompt_logprobs is None:
         return 0
     return (1 + params.prompt_logprobs) * sum(len(prompt.token_ids) for prompt in prompts)
@@ -218,13 +218,13 @@ def num_prompt_logprobs(params: SamplingParams, prompts: list[Prompt]) -> int:
 def _check_prompt_logprobs(
     body: GenerationBody, params: SamplingParams, prompts: list[Prompt]
 ) -> None:
-    """Raise UserError for more log-probabilities of prompt tokens than MAX_PROMPT_LOGPROBS."""
+    """Raise UserError for more than MAX_PROMPT_LOGPROBS prompt log-probabilities."""
     count = num_prompt_logprobs(params, prompts)
     if count <= MAX_PROMPT_LOGPROBS:
         return
     width = 1 + (params.prompt_logprobs or 0)
     num_tokens = count // width
-    # With echo, logprobs is the number for prompt tokens too.
+    # With echo, `logprobs` also sets the number for prompt tokens.
     name = "prompt_logprobs" if body.prompt_logprobs == params.prompt_logprobs else "logprobs"
     most = MAX_PROMPT_LOGPROBS // num_tokens - 1
     advice = f"set {name} to {most}" if most >= 0 else "send fewer prompt tokens"
@@ -236,7 +236,7 @@ def _check_prompt_logprobs(
 
 
 def check_admission(state: AppState, body: GenerationBody, num_sequences: int, param: str) -> None:
-    """Raise UserError for a request that could never be admitted, however long it waits."""
+    """Raise UserError for a request that could never be admitted."""
     _check_priority(state, body.priority)
     max_sequences = state.config.max_queued_requests
     if num_sequences > max_sequences:
@@ -255,8 +255,8 @@ def _check_priority(state: AppState, priority: int | None) -> None:
 
 
 def cache_salt_of(state: AppState, record: RequestRecord, salt: str | None) -> str:
-    """The prefix-cache salt of a request, given the one in its body. With --cache-salt-per-key it
-    includes the API key's owner."""
+    """The prefix-cache salt of a request whose body has `salt`. With --cache-salt-per-key it
+    includes the owner of the API key."""
     salt = salt or ""
     if not state.config.cache_salt_per_key:
         return salt
@@ -265,15 +265,15 @@ def cache_salt_of(state: AppState, record: RequestRecord, salt: str | None) -> s
 
 
 def tenant_of(state: AppState, record: RequestRecord) -> int:
-    """What stands for the request's API key in the engine, with --fair-share: 60 bits of the key's
-    digest; 0 without a key."""
+    """Id of the request's API key for --fair-share: 60 bits of the key's digest; 0 without a key or
+    without --fair-share."""
     if not state.has_fair_share or not record.owner:
         return 0
     return int(record.owner[:15], 16)
 
 
 async def check_grammar(state: AppState, field: str, spec: GrammarSpec) -> None:
-    """Have the engine compile the grammar of `field`, so that errors in it are reported before a
+    """Compile the grammar of `field` in the engine, so that its errors are reported before the
     response begins. Raises UserError and Overloaded."""
     call = state.client.control(COMPILE_GRAMMAR, spec=msgspec.to_builtins(spec))
     try:
@@ -287,7 +287,7 @@ async def check_grammar(state: AppState, field: str, spec: GrammarSpec) -> None:
 
 
 def request_id_of(options: EngineOptions, prefix: str) -> str:
-    """The id in the response: the client's own or a random one, after `prefix`."""
+    """The response id: `prefix` and the client's request id, or a random id."""
     return f"{prefix}{options.request_id or os.urandom(16).hex()}"
 
 
@@ -303,8 +303,9 @@ async def start_tracked(
     num_sequences: int,
     params: SamplingParams | None = None,
 ) -> RequestTracker[StreamT]:
-    """Send a request to the engine with `start`, and track it. Raises what `start` raises, and
-    Overloaded if its first prompt, of `num_first_tokens`, would wait longer than --max-ttft."""
+    """Send a request to the engine with `start`, and track it. Raises the errors of `start`, and
+    Overloaded if its first prompt, of `num_first_tokens` tokens, would wait longer than
+    --max-ttft."""
     _check_priority(state, options.priority)
     record = record_of(request.scope)
     timeout = timeout_of(request, record, options.timeout)
@@ -360,7 +361,8 @@ async def start_job(
     param: str,
     parsers: ChoiceParsers | None = None,
 ) -> Job:
-    """Check the request and send it to the engine. On an exception nothing of it remains."""
+    """Check the request and send it to the engine. After an exception, the engine holds nothing of
+    the request."""
     num_sequences = len(prompts) * params.n
     check_admission(state, body, num_sequences, param)
     _check_prompt_logprobs(body, params, prompts)
@@ -413,14 +415,14 @@ def stream_response(job: Job, writer: ChunkWriter) -> Response:
 
 
 async def sse_frames(job: Job, writer: ChunkWriter) -> AsyncIterator[bytes]:
-    """Frames of all of the job's deltas; an error is a frame too."""
+    """SSE frames of all of the job's deltas; an error becomes a frame."""
     batcher = DeltaBatcher(job.state.config.stream_interval)
     try:
         is_long = job.num_prompt_logprobs > INLINE_VALUES
         with panics_as_errors():
             async for deltas in job.tracker:
                 ready = batcher.add(deltas)
-                # An echoed prompt has its log-probabilities in one chunk.
+                # The log-probabilities of an echoed prompt are all in one chunk.
                 data = (
                     await asyncio.to_thread(writer.feed, ready) if is_long else writer.feed(ready)
                 )
@@ -434,7 +436,7 @@ async def sse_frames(job: Job, writer: ChunkWriter) -> AsyncIterator[bytes]:
 
 
 async def collect_choices(job: Job, request: Request) -> list[ChoiceOutput]:
-    """All choices, complete. Raises ClientGone when the client disconnects."""
+    """All choices of the complete response. Raises ClientGone when the client disconnects."""
     return await run_to_end(job, request, _collect_choices(job))
 
 

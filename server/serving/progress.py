@@ -1,15 +1,15 @@
-"""Start-up progress as text and as a bar, one log line per state: other processes write to the same
-log."""
+"""Start-up progress as text and as a bar. Each state is a log line of its own, because other
+processes write to the same log."""
 
 from engine.transport.messages import Progress
 
 WIDTH = 24
 INTERVAL_S = 5.0
-"""Between two lines."""
+"""Interval between progress lines."""
 
 
 def describe(progress: Progress) -> str:
-    """`warmup, 12 of 97, about 3 min left`."""
+    """Progress as text: `warmup, 12 of 97, about 3 min left`."""
     text = progress.text
     if progress.left_s > 0 and progress.done < progress.total:
         text += f", about {_duration(progress.left_s)} left"
@@ -17,7 +17,7 @@ def describe(progress: Progress) -> str:
 
 
 def bar(progress: Progress) -> str:
-    """`[######------------------] warmup, 12 of 48, about 3 min left`."""
+    """Progress as a bar: `[######------------------] warmup, 12 of 48, about 3 min left`."""
     if not progress.total:
         return describe(progress)
     filled = WIDTH * min(progress.done, progress.total) // progress.total
@@ -25,7 +25,8 @@ def bar(progress: Progress) -> str:
 
 
 class ProgressReporter:
-    """Rate of the progress lines: one per INTERVAL_S. Without a change it says for how long."""
+    """Limits progress lines: a line per INTERVAL_S. If the text has not changed, the line says for
+    how long."""
 
     def __init__(self, started_s: float) -> None:
         self._last = ""
@@ -33,7 +34,7 @@ class ProgressReporter:
         self._next_s = started_s + INTERVAL_S
 
     def line(self, text: str, now_s: float) -> str | None:
-        """The line to log now, if any, about what is under way."""
+        """The line to log now for the progress `text`; None: nothing is due."""
         if text != self._last:
             self._last, self._since_s = text, now_s
         if now_s < self._next_s:

@@ -1,4 +1,4 @@
-"""Encodes texts as prompts: bounded before they are tokenized, and truncated."""
+"""Encoding of texts as prompts: bounded before tokenization, and truncated."""
 
 from config.errors import PromptTooLong, UserError
 from server.generation.outputs import Prompt
@@ -9,9 +9,9 @@ from server.text.tokenizer import TooManyCharacters
 
 COUNTED_CONTEXTS = 4
 MIN_COUNTED_TOKENS = 131_072
-"""A text is tokenized for counting up to the larger of the two: this many contexts of the model, or
-this many tokens. Clients that split documents for a small embedding model count the whole document
-first."""
+"""A text is tokenized for counting up to the larger limit: COUNTED_CONTEXTS contexts of the model,
+or MIN_COUNTED_TOKENS. Clients that split documents for a small embedding model count the whole
+document first."""
 
 
 async def encode_prompt(
@@ -24,10 +24,10 @@ async def encode_prompt(
     limit: int | None,
     param: str,
 ) -> Prompt:
-    """Encode `text`, truncated to its last `keep` tokens, or to its first without `keep_end`; -1
-    keeps as many as fit into the context beside `limit` output tokens. Without truncation raises
-    PromptTooLong for a prompt longer than the context; before tokenizing, where the length of the
-    text is enough to tell."""
+    """Encode `text`, truncated to its last `keep` tokens, or to its first `keep` tokens without
+    `keep_end`; -1 keeps as many tokens as fit into the context with `limit` output tokens. Raises
+    PromptTooLong for a prompt that is longer than the context and not truncated; before tokenizing
+    if the length of the text is sufficient to tell."""
     max_model_len = state.max_model_len
     try:
         ids = await _encode(state, text, special, keep, keep_end, limit, max_model_len, param)
@@ -41,7 +41,7 @@ async def encode_prompt(
 
 
 def max_counted_tokens(state: AppState) -> int:
-    """Maximum length of a text that is only tokenized."""
+    """Maximum length in tokens of a text that is tokenized only for counting."""
     return max(COUNTED_CONTEXTS * state.max_model_len, MIN_COUNTED_TOKENS)
 
 
@@ -55,7 +55,7 @@ async def encode_for_counting(
     limit: int | None = None,
     param: str,
 ) -> list[int]:
-    """Token ids of a text that is only counted: like `encode_prompt`, but up to
+    """Token ids of a text that is tokenized only for counting: like `encode_prompt`, but up to
     `max_counted_tokens`. Raises UserError."""
     max_tokens = max_counted_tokens(state)
     try:
@@ -82,7 +82,7 @@ async def _encode(
     param: str,
 ) -> list[int]:
     """Token ids of `text`, at most `max_tokens`. If the text is truncated, at least the tokens that
-    are kept. Raises TooManyTokens and TooManyCharacters."""
+    truncation keeps. Raises TooManyTokens and TooManyCharacters."""
     tokenizer = state.text_tokenizer(param)
     num_kept = num_kept_tokens(keep, state.max_model_len, limit)
     try:

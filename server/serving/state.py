@@ -1,4 +1,4 @@
-"""AppState: everything that request handlers use, and whether requests are accepted."""
+"""AppState: state shared by all request handlers, and whether requests are accepted."""
 
 import hashlib
 import time
@@ -26,7 +26,7 @@ from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    # It needs an optional extra.
+    # The module needs an optional dependency.
     from server.metrics.traces import Tracer
 
 STARTING_RETRY_S = 5
@@ -38,53 +38,53 @@ MAX_RECENT = 100
 
 @dataclass(slots=True)
 class AppState:
-    """State of one API server. Tokenizer, template and pipeline are None until `open`."""
+    """State of an API server. Tokenizer, template and pipeline are None until `open`."""
 
     config: ServerConfig
     client: EngineClient
     metrics: Metrics
     version: str
     model_names: tuple[str, ...]
-    """At least one; the first is the default."""
+    """Served model names, at least one; the first is the default."""
     root: str
-    """The model as the operator named it."""
+    """The model name that the operator gave."""
     engine_config: EngineConfig | None = None
-    """The engine's configuration, if this process has it."""
+    """The engine's configuration; None if this process does not know it."""
     has_priorities: bool = False
     """Whether the engine uses the priority policy."""
     has_fair_share: bool = False
     """Whether the engine is shared among API keys."""
     max_ttft_s: float = 0.0
-    """The longest time to first token that a new request may have to expect; 0: any."""
+    """Maximum expected time to first token of a new request; 0: unlimited."""
     created: int = field(default_factory=lambda: int(time.time()))
     pipeline: Pipeline | None = None
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = None
     images: ImageInputs | None = None
-    """Set if the model takes images."""
+    """Image inputs; None if the model does not accept images."""
     parser_config: ParserConfig = NO_PARSERS
     """The tool-call and reasoning parsers."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     max_model_len: int = 0
     is_draining: bool = False
     stage: str = "starting"
-    """Stage of start-up until the engine reports its own progress."""
+    """Start-up stage, shown until the engine reports its own progress."""
     active_requests: set[RequestTracker[Any]] = field(default_factory=set)
-    """Bounded by the client's limits on the queue and the batch."""
+    """Requests in the engine; bounded by the engine client's limits on the queue and the batch."""
     recent_requests: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_RECENT))
-    """Figures of the latest requests (see RequestRecord.summary)."""
+    """Statistics of the latest requests (see RequestRecord.summary)."""
     peers: Peers = field(default_factory=Peers)
     tracer: "Tracer | None" = None
-    """Takes the requests that have ended, with --otlp-traces-endpoint."""
+    """Exports a trace of each ended request; None without --otlp-traces-endpoint."""
     num_open_requests: int = 0
-    """Requests of any kind whose response has not ended, streams included."""
+    """Requests of any kind whose response has not ended, including streams."""
     bodies: BodyReader = field(init=False)
-    """Reads request bodies within this server's limits."""
+    """Reader of request bodies within this server's limits."""
     api_keys: ApiKeys = field(init=False)
     template_defaults: Mapping[str, Any] = field(init=False)
     """Variables of the chat template that a request may override."""
     fingerprint: str = field(init=False)
-    """The system_fingerprint; constant for one model and version."""
+    """The system_fingerprint; constant for a model and version."""
 
     def __post_init__(self) -> None:
         self.bodies = BodyReader(self.config.max_body_bytes)
@@ -100,7 +100,7 @@ class AppState:
         sampling_defaults: Mapping[str, float],
         images: ImageInputs | None = None,
     ) -> None:
-        """Accept requests from now on; the engine is ready."""
+        """Start accepting requests. The engine must be ready."""
         ready = self.client.ready
         assert ready is not None
         self.tokenizer, self.template, self.images = tokenizer, template, images
@@ -119,7 +119,7 @@ class AppState:
 
     @property
     def media_kinds(self) -> tuple[bytes, ...]:
-        """What the model takes besides text."""
+        """Kinds of media that the model accepts besides text."""
         return () if self.images is None else tuple(self.images.marks)
 
     @property
@@ -130,7 +130,7 @@ class AppState:
 
     @property
     def status(self) -> str:
-        """ready, starting, restarting, sleeping, draining or failed."""
+        """State for probes: ready, starting, restarting, sleeping, draining or failed."""
         if self.client.failure is not None:
             return "failed"
         if self.is_draining:
@@ -142,13 +142,14 @@ class AppState:
         return "ready" if self.pipeline is not None else "starting"
 
     def generation_pipeline(self) -> Pipeline:
-        """The pipeline of a generating model. Raises like `check_awake`, and UserError."""
+        """The pipeline of a generating model. Raises the errors of `check_awake`, and UserError for
+        a pooling model."""
         pipeline = self.check_awake()
         pipeline.check_generates()
         return pipeline
 
     def check_open(self) -> Pipeline:
-        """Raise EngineDied or Overloaded while no requests are accepted."""
+        """The pipeline. Raises EngineDied or Overloaded while no requests are accepted."""
         if self.client.failure is not None:
             raise EngineDied(self.client.failure)
         if self.is_draining:
@@ -164,7 +165,7 @@ class AppState:
         return self.pipeline
 
     def check_awake(self) -> Pipeline:
-        """Like `check_open`, for work of the model: Overloaded while it sleeps too."""
+        """Like `check_open`, but also raises Overloaded while the model sleeps."""
         pipeline = self.check_open()
         if self.client.stats.sleep != AWAKE:
             raise asleep()
@@ -172,14 +173,14 @@ class AppState:
 
     @property
     def progress(self) -> str:
-        """Progress of start-up as text."""
+        """Start-up progress as text."""
         progress = self.client.progress
         if progress is None:
             return self.stage
         return describe(progress)
 
     def model(self, name: str | None) -> str:
-        """The model name for the response. Raises NotFound."""
+        """The model name for the response: `name`, or the default. Raises NotFound."""
         if not name:
             return self.model_names[0]
         if name not in self.model_names and name not in self.client.adapters:
@@ -210,7 +211,7 @@ class AppState:
         return info.content
 
     def text_tokenizer(self, param: str) -> Tokenizer:
-        """The tokenizer. Raises UserError on a server that was started without one."""
+        """The tokenizer. Raises UserError on a server that was started without a tokenizer."""
         if self.tokenizer is None:
             raise UserError(
                 "this server has no tokenizer, send token ids to /v1/completions", param=param
@@ -218,7 +219,7 @@ class AppState:
         return self.tokenizer
 
     def chat_template(self) -> ChatTemplate:
-        """The template. Raises UserError on a server that was started without one."""
+        """The chat template. Raises UserError on a server that was started without a tokenizer."""
         if self.template is None:
             raise UserError("this server has no tokenizer and no chat template", param="messages")
         return self.template

@@ -14,14 +14,14 @@ MAX_TIMEOUT_S = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class RequestTimeout:
-    """A request must have ended `seconds` after its headers came."""
+    """Timeout of a request: the request must end within `seconds` of receiving its headers."""
 
     seconds: float
     deadline_s: float
-    """As time.perf_counter()."""
+    """End of the timeout, in time.perf_counter() seconds."""
 
     def error(self, reached: str, taken_s: float) -> DeadlineExceeded:
-        """What the client is told after `taken_s`; `reached` is what had been done by then."""
+        """The error for the client after `taken_s`; `reached` says how far the request had come."""
         return DeadlineExceeded(
             f"The request has taken {taken_s:.3f} s and its timeout is {self.seconds:g} s: "
             f"{reached}."
@@ -31,8 +31,8 @@ class RequestTimeout:
 def timeout_of(
     request: Request, record: RequestRecord, in_body: float | None
 ) -> RequestTimeout | None:
-    """The timeout of a request, the shorter one if the body and the header have one. Raises
-    UserError for one that is no time."""
+    """The timeout of a request: the shorter of the body's and the header's; None without a timeout.
+    Raises UserError for an invalid timeout."""
     header = request.headers.get(HEADER)
     given = []
     if in_body is not None:

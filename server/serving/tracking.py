@@ -1,4 +1,4 @@
-"""Counts a running request into the metrics and its access-log record, and ends it."""
+"""Tracking of a running request: metrics, access-log record, and end."""
 
 import asyncio
 import time
@@ -13,14 +13,13 @@ from server.metrics.requests import RequestMetrics
 from server.serving.timeouts import RequestTimeout
 
 GRACE_S = 0.5
-"""Time for the engine to end a request whose timeout has passed."""
+"""Time for the engine to end a request after its timeout has passed."""
 
 
 class RequestTracker(Generic[StreamT]):
-    """Iterates over a stream and counts its deltas.
+    """Iterator over a stream that counts its deltas into metrics.
 
-    `close` may be called at any time and more than once; sequences that have not finished by then
-    are aborted.
+    `close` may be called at any time and more than once; it aborts unfinished sequences.
     """
 
     def __init__(
@@ -38,7 +37,7 @@ class RequestTracker(Generic[StreamT]):
         self.stream = stream
         self._params = params
         self.sent_s = time.perf_counter()
-        """When the engine got the request, as time.perf_counter()."""
+        """Time when the request was sent to the engine, in time.perf_counter() seconds."""
         self._trace = trace
         self._num_sequences = self._num_open = num_sequences
         self._record = record
@@ -48,7 +47,8 @@ class RequestTracker(Generic[StreamT]):
         self._timeout = timeout
         self._timer: asyncio.TimerHandle | None = None
         if timeout is not None:
-            # The engine ends it, unless there is none at that time, or it is busy with a long step.
+            # Normally the engine ends the request; this timer covers an engine that is restarting
+            # or busy with a long step.
             left_s = timeout.deadline_s - time.perf_counter()
             self._timer = asyncio.get_running_loop().call_later(left_s + GRACE_S, self._expire)
         self._is_expired = False
@@ -61,14 +61,14 @@ class RequestTracker(Generic[StreamT]):
         """Time of the latest token by choice."""
         self._first_token_s: float | None = None
         self._finish_reasons: dict[str, None] = {}
-        """An ordered set."""
+        """Ordered set of finish reasons."""
 
     def __aiter__(self) -> "RequestTracker[StreamT]":
         return self
 
     async def __anext__(self) -> list[Delta]:
-        """Deltas of the stream. Raises what the stream raises, Overloaded after `cancel`, and
-        DeadlineExceeded when its timeout has passed."""
+        """The next deltas of the stream. Raises the errors of the stream, Overloaded after
+        `cancel`, and DeadlineExceeded when the timeout has passed."""
         try:
             deltas = await self.stream.__anext__()
         except StopAsyncIteration:
@@ -93,7 +93,7 @@ class RequestTracker(Generic[StreamT]):
             self.stream.abort()
 
     def _overdue(self, reached: str, *, has_started: bool | None = None) -> DeadlineExceeded:
-        """The error for the client; counts it."""
+        """Count the timeout; returns the error for the client."""
         assert self._timeout is not None, "only a request with a timeout has a deadline"
         self._has_failed = True
         if has_started is None:
@@ -108,7 +108,7 @@ class RequestTracker(Generic[StreamT]):
             self.stream.abort()
 
     def close(self) -> None:
-        """Abort what is open, and write the request's record and metrics."""
+        """Abort unfinished sequences, and write the request's record and metrics."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -155,7 +155,8 @@ class RequestTracker(Generic[StreamT]):
         record.finish_reasons = ",".join(self._finish_reasons)
 
     def _observe_request(self) -> None:
-        """Observe once per request that the engine has worked on."""
+        """Observe times and sizes of a request that the engine has worked on. Call it once per
+        request."""
         metrics, stream = self._metrics, self.stream
         metrics.prompt_processed(stream.num_prompt_tokens, stream.num_cached_tokens)
         metrics.e2e_latency.observe(self._record.seconds)
@@ -176,6 +177,6 @@ class RequestTracker(Generic[StreamT]):
             metrics.observe_size("request_generation_tokens", num_tokens)
         if longest > 1 and self._first_token_s is not None:
             seconds = max(self._last_token_s.values()) - self._first_token_s
-            # Zero if all tokens came at once (beam search, a step that was read late).
+            # Zero if all tokens arrived together (beam search, a step that was read late).
             if seconds:
                 metrics.time_per_output_token.observe(seconds / (longest - 1))

@@ -19,21 +19,22 @@ from engine.process.isolation import (
 from server.text.long_texts import without_lone_surrogates
 
 UNLIMITED_GROWTH = 16
-"""A tokenizer that makes a text at most so much longer encodes all texts in this process."""
+"""Growth factor of texts up to which a tokenizer encodes all texts in this process."""
 MAX_DIRECT_BYTES = 16 * 2**20
-"""Other tokenizers encode here what they make at most so many bytes of, in 1 to 8 s."""
+"""Maximum bytes, after growth, that other tokenizers encode in this process, in 1 to 8 s."""
 LIMITS = Limits(cpu_s=5.0, wall_s=10.0, memory_bytes=2 * 2**30, stack_bytes=8 * 2**20)
-"""All other texts are encoded in a process with these limits."""
+"""Limits of the process that encodes all other texts."""
 MAX_REPLY_BYTES = 64 * 2**20
 
 Text = str | tuple[str, str]
 
 
 class BoundedEncoder:
-    """A tokenizer of the tokenizers library. Thread-safe.
+    """A tokenizer of the tokenizers library with bounded encoding. Thread-safe.
 
-    Texts whose time or memory have no bound are encoded in a fork that can be killed; all others,
-    and those of ordinary checkpoints, are encoded directly. Everything else is the library's.
+    Texts whose time or memory is not bounded are encoded in a fork that can be killed. All other
+    texts, and all texts of ordinary checkpoints, are encoded directly. Other methods are the
+    library's.
     """
 
     def __init__(self, encoder: Encoder, bounds: TokenizerBounds) -> None:
@@ -52,14 +53,15 @@ class BoundedEncoder:
         return getattr(self._encoder, name)
 
     def copy_of(self, encoder: Encoder) -> "BoundedEncoder":
-        """A bounded encoder for a changed copy of this encoder's tokenizer."""
+        """A bounded encoder for `encoder`, a changed copy of this tokenizer, with equal bounds."""
         return BoundedEncoder(encoder, self.bounds)
 
     def encode_batch_fast(
         self, texts: Sequence[Text], add_special_tokens: bool = True
     ) -> list[Encoding]:
         """The tokens of each text or pair. Raises UserError for a text that the tokenizer cannot
-        encode, or not within the limits; Overloaded when another cause ended the process."""
+        encode, or cannot encode within the limits; Overloaded when the process ended for another
+        reason."""
         if not self._is_ordinary and _num_bytes(texts) > self._max_direct_bytes:
             return self._encode_isolated(texts, add_special_tokens)
         try:
@@ -83,7 +85,7 @@ class BoundedEncoder:
         return text
 
     def close(self) -> None:
-        """End the process of isolated texts; safe to call twice."""
+        """Stop the process that encodes isolated texts; safe to call twice."""
         self._isolation.close()
 
     def _encode_isolated(self, texts: Sequence[Text], add_special_tokens: bool) -> list[Encoding]:
@@ -99,7 +101,7 @@ class BoundedEncoder:
 
 
 def prepare(setup: bytes) -> Call:
-    """The entry point of the fork server: a tokenizer in JSON."""
+    """Entry point of the fork server. `setup`: the tokenizer in JSON."""
     encoder = Encoder.from_str(setup.decode())
 
     def encode(payload: bytes) -> bytes:

@@ -1,8 +1,8 @@
 """Chat templates: which template renders a chat, and where it runs.
 
-The model's own template runs on threads with a time limit; for short chats on the event loop if the
-last one was fast, where a watchdog thread stops it. A template of a request runs in a disposable
-process with limits.
+The model's own template runs on threads with a time limit. Short chats are rendered on the event
+loop if the last short rendering was fast; a watchdog thread stops slow renderings. The template of
+a request runs in a disposable process with limits.
 """
 
 import asyncio
@@ -46,23 +46,24 @@ MAX_PENDING = 1_024
 SHORT_CHARACTERS = 2_000
 MAX_INLINE_MESSAGES = 32
 MAX_INLINE_S = 0.002
-"""If the model's template took less for the last short chat, the next one is rendered on the event
-loop: a thread costs several times as much as the rendering."""
+"""Maximum time of the model's template for the last short chat; below it, the next short chat is
+rendered on the event loop, because a thread costs several times as much as the rendering."""
 INLINE_LIMIT_S = 0.03
 """CPU time after which a rendering on the event loop is stopped and restarted on a thread."""
 INLINE_POLL_S = 0.02
 INLINE_IDLE_POLLS = 50
 MEMORY_POLL_S = 0.05
 MAX_GROWTH_BYTES = 512 * 2**20
-"""Memory by which this process may grow while a template runs for longer than MEMORY_POLL_S."""
+"""Maximum growth of this process's memory while a template runs for longer than MEMORY_POLL_S."""
 STOP_GRACE_S = 0.3
-"""How long to wait for a stopped template before the request gives up on its thread."""
+"""Wait for a stopped template before the request abandons the thread."""
 T = TypeVar("T")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def read_template(given: str) -> str:
-    """The template of `--chat-template`: a file, or the text itself. Raises ConfigError."""
+    """The template of `--chat-template`: the content of a file, or the text itself. Raises
+    ConfigError."""
     if any(mark in given for mark in ("{{", "{%", "\n")):
         return given
     try:
@@ -90,10 +91,10 @@ class ChatTemplate:
         isolation: ForkServer | None = None,
         generic_tools: bool = True,
     ) -> None:
-        """`source` is a template, several by name (default, tool_use), or None. `isolation` renders
-        templates that requests bring, see server/text/isolated_template.py; without it they run as
-        the model's own do. `generic_tools`: where a template has no place for tools, they are
-        rendered as text, see server/text/tool_template.py."""
+        """`source` is a template, several templates by name (default, tool_use), or None.
+        `isolation` renders templates of requests (see server/text/isolated_template.py); without it
+        they run like the model's templates. `generic_tools`: if a template does not support tools,
+        tools are rendered as text (see server/text/tool_template.py)."""
         self._sources = {"default": source} if isinstance(source, str) else dict(source or {})
         self._special_tokens = dict(special_tokens)
         self._time_limit_s = time_limit_s
@@ -108,22 +109,22 @@ class ChatTemplate:
         self._slots = FairSlots(
             "chat templates", total=threads, per_client=1, max_waiting=MAX_PENDING
         )
-        """Shares the threads of templates of requests."""
+        """Shares the threads for request templates among clients."""
         self._pending = 0
 
     @property
     def source(self) -> str:
-        """The text of all its templates."""
+        """The text of all templates."""
         return "\n".join(self._sources.values())
 
     @property
     def default(self) -> str | None:
-        """The text of the template for requests that name none."""
+        """The template for requests that name no template."""
         return self._sources.get("default")
 
     def uses_generic_tools(self) -> bool:
-        """Whether tools are rendered as text, since the model's template has no place for them. The
-        first call runs the template, for no longer than its time limit."""
+        """Whether tools are rendered as text because the model's template does not support them.
+        The first call runs the template, at most for its time limit."""
         if self._uses_generic_tools is None:
             self._uses_generic_tools = self._generic_tools and not self._shows_tools()
         return self._uses_generic_tools
@@ -141,12 +142,12 @@ class ChatTemplate:
         mark: TextMarker | None = None,
         client: str = "",
     ) -> str:
-        """The prompt. Raises UserError for what the template rejects, and if it is too slow or its
-        text too long; Overloaded if too many renderings wait.
+        """The prompt. Raises UserError if the template rejects the chat, takes too long or writes
+        too much text; Overloaded if too many renderings wait.
 
-        `kwargs` are chat_template_kwargs; `template` replaces the model's. `mark` is applied to all
-        text of the caller. `client` is the client that sent the request: templates of requests run
-        in turns of clients.
+        `kwargs` are chat_template_kwargs; `template` replaces the model's template. `mark` is
+        applied to all text of the caller. `client` is the client that sent the request: threads for
+        request templates are shared fairly among clients.
         """
         if continue_final_message and add_generation_prompt:
             raise UserError(
@@ -232,7 +233,7 @@ class ChatTemplate:
         excess, before = "", _resident_bytes()
         try:
             while not excess:
-                # Queue time does not count: the limit runs from the start on the thread.
+                # Queue time does not count: the limit applies from the start on the thread.
                 left_s = self._time_limit_s - job.seconds()
                 if left_s <= 0:
                     excess = f"took longer than the {self._time_limit_s:g} s it may take"
@@ -246,14 +247,14 @@ class ChatTemplate:
                     excess = f"took more than the {MAX_GROWTH_BYTES >> 20} MiB it may take"
             job.stop()
             await asyncio.wait([future], timeout=STOP_GRACE_S)
-            # It may have ended before it was stopped.
+            # The rendering may have ended before it was stopped.
             if future.done() and not isinstance(future.exception(), TooSlow):
                 return future.result()
         finally:
             if not future.done():
                 job.stop()
                 future.cancel()
-            # Its exception has the values of the template.
+            # The future's exception refers to the template's variables.
             del future
         raise UserError(f"the chat template {excess}", param="messages")
 
@@ -277,7 +278,7 @@ class ChatTemplate:
 
 
 def _check_roles(messages: list[Message], source: str) -> None:
-    """Raise UserError for a role that is neither one of the API nor named by the template."""
+    """Raise UserError for a role that is neither in ROLES nor named by the template."""
     for index, message in enumerate(messages):
         role = message.get("role")
         if role in ROLES or f"'{role}'" in source or f'"{role}"' in source:
@@ -289,7 +290,7 @@ def _check_roles(messages: list[Message], source: str) -> None:
 
 
 def _resident_bytes() -> int:
-    """Memory of this process; proc(5), the second field of statm."""
+    """Resident memory of this process in bytes: the second field of statm (proc(5))."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 
@@ -301,7 +302,8 @@ def may_run_inline(compiled: CompiledTemplate) -> bool:
 
 
 def _is_short(messages: list[Message]) -> bool:
-    """Whether these are few messages with little text and no other fields."""
+    """Whether there are at most MAX_INLINE_MESSAGES messages of role and text, with at most
+    SHORT_CHARACTERS."""
     if len(messages) > MAX_INLINE_MESSAGES:
         return False
     texts = [message.get("content") for message in messages if len(message) == 2]
@@ -310,7 +312,7 @@ def _is_short(messages: list[Message]) -> bool:
 
 
 class _Job(Generic[T]):
-    """A call that another thread can stop once."""
+    """A call that another thread can stop, once."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._call = call
@@ -338,19 +340,19 @@ class _Job(Generic[T]):
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread or 0), None)
 
     def seconds(self) -> float:
-        """Running time; 0 while it waits for a thread."""
+        """Running time; 0 while the call waits for a thread."""
         return 0.0 if self._began_s is None else time.monotonic() - self._began_s
 
     def cpu_seconds(self) -> float:
-        """CPU time so far; 0 if it is not running."""
+        """CPU time so far; 0 if the call is not running."""
         with self._lock:
             if self._thread is None:
                 return 0.0
             return time.clock_gettime(self._clock) - self._began_cpu_s
 
     def stop(self) -> None:
-        """Raise TooSlow in the call if it is running. Only once: a second one could hit after the
-        first has ended the call."""
+        """Raise TooSlow in the call if it is running. Only the first `stop` has an effect: a second
+        exception could arrive after the first has ended the call."""
         with self._lock:
             if self._thread is not None and not self._was_stopped:
                 self._was_stopped = True
@@ -361,8 +363,8 @@ class _Job(Generic[T]):
 
 class _InlineWatchdog:
     """Stops calls on the event loop that take more than INLINE_LIMIT_S of CPU time. A thread polls
-    every INLINE_POLL_S while there are calls: to wake it for each call would cost more than most
-    calls."""
+    every INLINE_POLL_S while there are calls: waking the thread for each call would cost more than
+    most calls."""
 
     def __init__(self) -> None:
         self._job: _Job[str] | None = None

@@ -1,9 +1,9 @@
-"""Keeps control-token text in messages from becoming control tokens.
+"""Protection against control-token text in messages: it stays plain text.
 
-A template mixes control tokens and messages in one text. To tell them apart, a random mark is put
-into each control-token text of a message before the template runs. Then the template's own control
-tokens, which have no mark, are renamed to random words, the marks are removed, and a copy of the
-tokenizer that knows only the new names as control tokens encodes the result.
+The output of a template mixes control tokens and messages. To distinguish them, a random mark is
+inserted into each control-token text of a message before the template runs. Then the template's own
+control tokens, which have no mark, are renamed to random words, and the marks are removed. A copy
+of the tokenizer, which knows only the new names as control tokens, encodes the result.
 """
 
 import itertools
@@ -19,16 +19,16 @@ from config.errors import UserError
 from server.text.bounded_encoder import BoundedEncoder
 
 SEARCHED_CHARACTERS = 2**18
-"""Characters that are searched in one call, which holds the GIL."""
+"""Characters that are searched in a single call, which holds the GIL."""
 _MARK_CHARACTERS = 8
 _PRIVATE_USE = range(0xE000, 0xF900)
 
 
 class ControlMarker:
-    """Splits control-token texts with a mark. Thread-safe."""
+    """Inserts a mark into control-token texts. Thread-safe."""
 
     def __init__(self, control_texts: Iterable[str], elusive: Iterable[str], mark: str) -> None:
-        """`elusive` are the `control_texts` that cannot be split."""
+        """`elusive` are the `control_texts` that a mark cannot split."""
         self.mark = mark
         self._control_texts = list(control_texts)
         self._elusive = set(elusive)
@@ -38,7 +38,7 @@ class ControlMarker:
         self._longest = max(map(len, self._control_texts), default=0)
 
     def to_dict(self) -> dict[str, Any]:
-        """The arguments of a marker that is equal to this one, as JSON fields."""
+        """The constructor arguments for an equal marker, as JSON fields."""
         return {
             "control_texts": self._control_texts,
             "elusive": sorted(self._elusive),
@@ -47,7 +47,7 @@ class ControlMarker:
 
     def mark_texts(self, value: Any) -> Any:
         """A copy of messages, or of parts of them, with a mark in every control-token text. Raises
-        UserError for one that this tokenizer cannot encode as plain text."""
+        UserError for a control-token text that this tokenizer cannot encode as plain text."""
         if isinstance(value, str):
             return self._marked_text(value)
         if isinstance(value, dict):
@@ -65,8 +65,8 @@ class ControlMarker:
                 raise _refused(found[0])
             start = found.start() + 1
             positions.add(start)
-        # What the template writes next, perhaps after trimming, must not complete a control token
-        # that this text starts.
+        # The text that the template writes next, perhaps after trimming, must not complete a
+        # control token that starts in this text.
         for end in (len(text), len(text.rstrip())):
             for start in range(max(0, end - self._longest), end):
                 if text[start:end] in self._prefixes:
@@ -78,10 +78,10 @@ class ControlMarker:
 
 
 class ControlTokenEncoder:
-    """Encodes marked texts for one tokenizer. Thread-safe."""
+    """Encodes marked texts for a tokenizer. Thread-safe."""
 
     def __init__(self, encoder: BoundedEncoder, only: Collection[str] | None = None) -> None:
-        """`only`: the tokens that texts must not become; None: all special ones."""
+        """`only`: the tokens that message texts must not become; None: all special tokens."""
         added = encoder.get_added_tokens_decoder()
         special = {
             token.content: i
@@ -89,7 +89,7 @@ class ControlTokenEncoder:
             if (token.special if only is None else token.content in only)
         }
         self._token_of = {token_id: text for text, token_id in special.items()}
-        # Their matching depends on more than their own text, or they cannot be split.
+        # Tokens that a mark cannot split, or whose matching depends on more than their own text.
         elusive = {
             token.content
             for token in added.values()
@@ -118,7 +118,7 @@ class ControlTokenEncoder:
         }
 
     def close(self) -> None:
-        """End the processes of the renamed tokenizer; safe to call twice."""
+        """Stop the processes of the renamed tokenizer; safe to call twice."""
         self._renamed_encoder.close()
 
     def is_marked(self, text: str) -> bool:
@@ -143,7 +143,7 @@ class ControlTokenEncoder:
         return [self._ids.get(token_id, token_id) for token_id in ids]
 
     def _renamed(self, text: str) -> str:
-        """`text` with the new names of the control tokens."""
+        """`text` with its control tokens replaced by their random names."""
         parts: list[str] = []
         start = 0
         while found := _search(self._competing, text, start, self._longest):
@@ -161,7 +161,8 @@ class ControlTokenEncoder:
 
 
 def _any_of(texts: Iterable[str]) -> "re.Pattern[str]":
-    """Matches like the tokenizers library: the leftmost of `texts`, the longest of those."""
+    """A pattern that matches like the tokenizers library: the leftmost of `texts`, and the longest
+    at that position."""
     ordered = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered)) or "(?!)")
 
@@ -172,14 +173,14 @@ def _search(
     """The first match at or after `start`; `longest`: maximum length of a match."""
     for first in range(start, len(text), SEARCHED_CHARACTERS):
         found = pattern.search(text, first, first + SEARCHED_CHARACTERS + longest)
-        # A match that starts beyond the piece may be cut off: the next piece has all of it.
+        # A match that starts beyond the piece may be cut off: the next piece contains all of it.
         if found is not None and found.start() < first + SEARCHED_CHARACTERS:
             return found
     return None
 
 
 def _renamed(encoder: BoundedEncoder, names: Mapping[str, str]) -> BoundedEncoder:
-    """A copy of `encoder` with other names for its added tokens."""
+    """A copy of `encoder` with its added tokens renamed by `names`."""
     described = json.loads(encoder.to_str())
     for token in described["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])

@@ -1,4 +1,4 @@
-"""Incremental detokenizers: token ids in, text that can no longer change out."""
+"""Incremental detokenizers: token ids in, final text out."""
 
 import codecs
 from typing import Protocol
@@ -8,23 +8,24 @@ from server.text.tokenizer import MAX_CHARACTER_BYTES, Tokenizer
 
 REPLACEMENT = "\ufffd".encode()
 CONTEXT_TOKENS = 2 * MAX_CHARACTER_BYTES
-"""Tokens of context that affect the text of the first new one."""
+"""Tokens of context that affect the text of the first new token."""
 
 
 class Detokenizer(Protocol):
-    """The text of one sequence, piece by piece.
+    """Detokenizer of a sequence.
 
-    The joined pieces equal the decoding of `prompt + output` after the part that the prompt alone
+    The joined texts equal the decoding of `prompt + output` after the part that the prompt alone
     determines. U+FFFD appears only for invalid UTF-8 and for a character that the output leaves
-    incomplete; a character that the prompt started belongs to the output only if that completes it.
+    incomplete. A character that the prompt started belongs to the output only if the output
+    completes it.
     """
 
     def push(self, ids: list[int]) -> str:
-        """The text that `ids` complete."""
+        """Append `ids`; returns the text that is now final."""
         ...
 
     def flush(self) -> str:
-        """The rest, when no token follows."""
+        """The remaining text, when no token follows."""
         ...
 
 
@@ -46,10 +47,11 @@ def make_detokenizer(
 
 
 class ByteDetokenizer:
-    """For tokens with bytes of their own: under 1 us a token, independent of the context.
+    """Detokenizer for tokens whose bytes do not depend on neighbours: under 1 us per token,
+    independent of the context.
 
     (The DecodeStream of the tokenizers library buffers invalid bytes without limit, and raises when
-    a run of fallback bytes becomes invalid after a whole character of it was sent.)
+    a run of fallback bytes becomes invalid after a complete character of it was sent.)
     """
 
     def __init__(self, pieces: TokenBytesTable, prompt: list[int], strip_first: int) -> None:
@@ -58,7 +60,7 @@ class ByteDetokenizer:
         # A character that the prompt leaves incomplete stays in the decoder; its text is dropped.
         self._decoder.decode(b"".join([pieces[i] for i in prompt[-CONTEXT_TOKENS:]]))
         self._incomplete: bytes = self._decoder.getstate()[0]
-        """The bytes of that character until it is complete."""
+        """The bytes of the incomplete character; empty once it is complete."""
         at_the_start = strip_first > 0 and not any(pieces[i] for i in prompt)
         self._strip = strip_first if at_the_start else 0
 
@@ -89,10 +91,11 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For decoders in which a token's text depends on its neighbours (WordPiece, Metaspace, ...).
+    """Detokenizer for decoders in which a token's text depends on its neighbours (WordPiece,
+    Metaspace, ...).
 
-    Decodes a short window twice: with and without the new tokens; what is longer is new. The window
-    moves on when its text ends in a whole character.
+    Decodes a short window twice, with and without the new tokens; the additional text is new. The
+    window advances when its text ends in a complete character.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class WindowDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._hidden = tokenizer.special_ids - shown if skip_special else frozenset()
-        # Hidden ids are dropped here, so the library has nothing to skip.
+        # Hidden ids are dropped here; the library does not need to skip them.
         self._skip_special = skip_special and not shown
         self._spaces = spaces
         self._ids = self._visible(prompt[-CONTEXT_TOKENS:])

@@ -1,4 +1,4 @@
-"""FairSlots: slots for work of several clients, which are shared fairly. For one event loop."""
+"""FairSlots: slots for work that clients share fairly. For use on a single event loop."""
 
 import asyncio
 from collections import OrderedDict, deque
@@ -9,26 +9,28 @@ from config.errors import Overloaded
 
 
 class FairSlots:
-    """A free slot goes to the client that has the fewest; clients with as many take turns, and a
-    new client comes behind the others. Within a client first come, first served.
+    """Slots for concurrent work. A free slot goes to the client that holds the fewest slots;
+    clients that hold equally many alternate, and a new client comes last. Requests of a client are
+    served in order of arrival.
 
-    Work that waits is limited in number and bytes. A client may exceed what is left of a limit up
-    to its share of the whole, the limit divided by the clients that have work, as in
-    engine/client/queue_limits.py: a client that fills the queue keeps no other out.
+    Waiting work is limited in number and bytes. A client may exceed the rest of a limit up to its
+    share, the limit divided by the clients that have work (like engine/client/queue_limits.py), so
+    a client that fills the queue does not exclude other clients.
     """
 
     def __init__(
         self, nouns: str, *, total: int, per_client: int, max_waiting: int, max_bytes: int = 0
     ) -> None:
-        """`nouns` name the work in errors. `max_bytes` is the limit of work that waits or runs; 0
-        for work whose bytes are not counted."""
+        """`nouns` name the work in errors. `max_bytes`: limit of work that waits or runs; 0 if
+        bytes are not counted."""
         self._nouns = nouns
         self._num_free = total
         self._per_client = per_client
         self._max_waiting = max_waiting
         self._max_bytes = max_bytes
         self._clients: OrderedDict[str, _Client] = OrderedDict()
-        """Clients with work, in the order of their turns."""
+        """Clients with work in the order of their turns: new clients and the client that got the
+        last slot are at the end."""
         self._num_waiting = 0
         self._num_bytes = 0
 
@@ -56,7 +58,7 @@ class FairSlots:
             entry.num_bytes -= num_bytes
             self._num_bytes -= num_bytes
             is_idle = not entry.waiting and not entry.num_running
-            # Of several requests that are cancelled at once the first removes their client.
+            # If several requests are cancelled at the same time, the first removes their client.
             if is_idle and self._clients.get(client) is entry:
                 del self._clients[client]
             self._serve()

@@ -1,5 +1,5 @@
-"""Reasoning as a text that clients cannot show, and send back: signatures of the Messages API and
-encrypted content of the Responses API. Base64 is enough, since the reasoning is no secret."""
+"""Reasoning as an opaque text that clients send back: signatures of the Messages API and encrypted
+content of the Responses API. Base64 is sufficient, because the reasoning is not secret."""
 
 from base64 import b64decode, b64encode
 
@@ -12,7 +12,7 @@ def hide_reasoning(reasoning: str) -> str:
 
 
 def hidden_reasoning(given: object) -> str:
-    """The reasoning in a text of `hide_reasoning`; empty for the text of another server."""
+    """The reasoning in a text made by `hide_reasoning`; empty for the text of another server."""
     if not isinstance(given, str) or not given.startswith(_PREFIX):
         return ""
     try:

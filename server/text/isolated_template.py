@@ -1,4 +1,4 @@
-"""Renders templates of requests in disposable processes; see engine/process/isolation.py."""
+"""Rendering of request templates in disposable processes; see engine/process/isolation.py."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,8 @@ from server.text.control_tokens import ControlMarker
 from server.text.template_renderer import MAX_CHARACTERS, Renderer, RenderRequest, TextTooLong
 
 LIMITS = Limits(cpu_s=1.0, wall_s=1.5, memory_bytes=256 * 2**20, stack_bytes=8 * 2**20)
-"""A template takes a millisecond; a request must be refused within 2 s."""
+"""Limits of a rendering. A template normally takes a millisecond; a request must be refused within
+2 s."""
 
 
 def isolated_templates(marker: ControlMarker | None) -> ForkServer:
@@ -20,7 +21,7 @@ def isolated_templates(marker: ControlMarker | None) -> ForkServer:
 
 
 def prepare(setup: bytes) -> Call:
-    """The entry point of the fork server."""
+    """Entry point of the fork server. `setup`: the marker in JSON."""
     facts: Mapping[str, Any] | None = json.loads(setup)["marker"]
     marker = None if facts is None else ControlMarker(**facts)
     renderer = Renderer(MAX_CHARACTERS)

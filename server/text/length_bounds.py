@@ -1,4 +1,4 @@
-"""Lower bound of a text's number of tokens, from the longest text of one token."""
+"""Lower bound of a text's number of tokens, from the longest text of a token."""
 
 import json
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ COMPOSITION = 8
 canonical decompositions) of four bytes each, and has at least two bytes itself."""
 _NEVER_IN_UTF8 = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))
 _KEEP_ALL = ("ByteLevel", "Digits", "Metaspace")
-"""Pre-tokenizers that drop nothing; pattern splits may."""
+"""Pre-tokenizers that never drop text; pattern splits may drop text."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLengthBound:
-    """How much text the tokens of one tokenizer can represent."""
+    """Limit of the text that tokens of a tokenizer can represent."""
 
     max_bytes_per_token: int
-    """Maximum UTF-8 bytes of text that one token represents."""
+    """Maximum UTF-8 bytes of text that a token represents."""
     dropped: bytes = b""
-    """Bytes without a token, which may be dropped."""
+    """Bytes without a token, which the tokenizer may drop."""
 
     def num_encoded_bytes(self, text: str) -> int:
         """Number of bytes of `text` that are not dropped."""
@@ -33,7 +33,8 @@ class TokenLengthBound:
 
 
 def token_length_bound(encoder: Encoder) -> TokenLengthBound | None:
-    """None if a token may represent any number of bytes (unknown words, dropped whitespace)."""
+    """The bound of `encoder`; None if a token may represent any number of bytes (unknown words,
+    dropped whitespace)."""
     added = encoder.get_added_tokens_decoder().values()
     growth = _shrinking(_state(encoder.normalizer))
     keeps_all = _keeps_all(_state(encoder.pre_tokenizer))
@@ -98,6 +99,6 @@ def _is_byte_level(pre_tokenizer: dict[str, Any] | None) -> bool:
 
 
 def _absent(byte_of: dict[str, int], tokens: dict[str, int]) -> bytes:
-    """The bytes without a token."""
+    """The bytes that can occur in UTF-8 but have no token."""
     absent = (byte for name, byte in byte_of.items() if name not in tokens)
     return bytes(sorted(set(absent) - _NEVER_IN_UTF8))

@@ -1,28 +1,29 @@
-"""Truncation of long texts: reads only as much as the first or last tokens need."""
+"""Truncation of long texts: reads only as much text as the first or last tokens need."""
 
 import re
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 INITIAL_CHARACTERS = 16
-"""For each token that matters, and as many more as MARGIN_TOKENS: first so many are read. Ordinary
-text has 1 to 6 in a token."""
+"""Characters per token that are read first, for the kept tokens and MARGIN_TOKENS. Ordinary text
+has 1 to 6 characters per token."""
 MAX_CHARACTERS = 1_024
-"""The same, but never more than these are read: longer runs of what no token stands for (blanks,
-unknown words) count as nothing."""
+"""Characters per token that are read at most. Longer runs of text without tokens (blanks, unknown
+words) are not read to their end."""
 MARGIN_TOKENS = 256
-"""Between the cut and the tokens that matter: where a text is cut, other tokens come out of it."""
+"""Tokens between the cut and the kept tokens: tokens differ where a text is cut."""
 WORD_CHARACTERS = 2_048
-"""A cut is moved so far at most, to where a word ends and a blank begins."""
+"""Maximum distance by which a cut is moved to the end of a word."""
 
 SEARCHED_CHARACTERS = 2**20
-"""Characters that are searched in one call, which holds the GIL: 5 ms."""
+"""Characters that are searched in a single call, which holds the GIL: 5 ms."""
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class TooManyTokens(Exception):
-    """A text, number `index` of several, has more tokens than allowed: `count`, or more."""
+    """Text number `index` has more tokens than allowed: `count` tokens; with `at_least`, `count` is
+    a lower bound."""
 
     def __init__(self, count: int, *, at_least: bool = False, index: int = 0) -> None:
         super().__init__(f"{'at least ' if at_least else ''}{count} tokens")
@@ -32,7 +33,7 @@ class TooManyTokens(Exception):
 
 
 class Counted(Protocol):
-    """A sequence of tokens."""
+    """Tokens that have a length."""
 
     def __len__(self) -> int: ...
 
@@ -62,8 +63,8 @@ def max_characters(num_tokens: int) -> int:
 
 
 def part_of(text: str, num_characters: int, *, from_end: bool) -> str:
-    """The beginning or the end of `text`: so many characters and, up to the next blank, a few more;
-    all of it if it is hardly longer."""
+    """The start or end of `text`: `num_characters` characters and, up to the next blank, at most
+    WORD_CHARACTERS more; all of `text` if it is not longer than both together."""
     if len(text) <= num_characters + WORD_CHARACTERS:
         return text
     if from_end:
@@ -74,8 +75,8 @@ def part_of(text: str, num_characters: int, *, from_end: bool) -> str:
 
 
 def has_enough_tokens(tokens: Counted, part: str, text: str, num_tokens: int) -> bool:
-    """Whether the first (or last) `num_tokens` of `text` are among the tokens of its part, or no
-    more of it is ever read."""
+    """Whether `tokens`, the tokens of `part`, determine the first (or last) `num_tokens` tokens of
+    `text`, or `part` has the maximum length that is read."""
     return (
         len(tokens) >= num_tokens + MARGIN_TOKENS
         or len(part) == len(text)
@@ -86,10 +87,10 @@ def has_enough_tokens(tokens: Counted, part: str, text: str, num_tokens: int) ->
 def read_part(
     encode: Callable[[str], Tokens], text: str, num_tokens: int, *, from_end: bool
 ) -> Tokens:
-    """The tokens of a part of `text` whose first (or last) `num_tokens` are those of the text; of
-    all of it where it has hardly more. They may differ in two cases: more than WORD_CHARACTERS
-    without a blank at the cut, in a run that is split by counting from its start (digits, say); and
-    tokens of more than MAX_CHARACTERS each."""
+    """The tokens of a part of `text` whose first (or last) `num_tokens` tokens equal the tokens of
+    the whole text. The part is the whole text if it has few more tokens. Tokens may differ in two
+    cases: more than WORD_CHARACTERS without a blank at the cut, in a run that the tokenizer splits
+    by counting from its start (such as digits); and tokens of more than MAX_CHARACTERS each."""
     size = initial_characters(num_tokens)
     while True:
         part = part_of(text, size, from_end=from_end)

@@ -11,7 +11,8 @@ from config.errors import UserError
 Message = dict[str, Any]
 
 IMAGE_PART = {"type": "image"}
-"""An image, as templates expect it; server/multimodal/parts.py has taken its source."""
+"""An image part in the form that templates expect; server/multimodal/parts.py has removed its
+source."""
 VIDEO_PART = {"type": "video"}
 MEDIA_PARTS = (IMAGE_PART, VIDEO_PART)
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -19,18 +20,18 @@ IMAGE_TYPES = ("image_url", "input_image", "image")
 VIDEO_TYPES = ("video_url", "video")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 MAX_ARGUMENTS_CHARACTERS = 2**19
-"""Characters of the arguments of a tool call: they decode in 15 ms, and no output of a model is
-as long."""
+"""Maximum characters of a tool call's arguments: decoding takes 15 ms, and no model output is as
+long."""
 _KNOWN_PARTS = (*_TEXT_PARTS, "refusal", *IMAGE_TYPES, *VIDEO_TYPES)
 _MARKER = "CONTINUED-HERE-9f2c61d7 "
-"""Marks the end of the message that is continued; its trailing space shows whether the template
-trims."""
+"""Marker at the end of the message that is continued; its trailing space shows whether the template
+trims text."""
 
 
 def normalize_messages(messages: list[Message]) -> list[Message]:
-    """Copies without null fields, always with `content`; developer becomes system, arguments of
-    tool calls become objects, reasoning has each of its names. What an assistant said earlier is
-    never refused. Raises UserError."""
+    """Copies of `messages` without null fields, always with `content`. The developer role becomes
+    system, arguments of tool calls become objects, and reasoning is stored under each of its names.
+    Unknown parts of earlier answers are dropped, not refused. Raises UserError."""
     return [_normalized(message) for message in messages]
 
 
@@ -43,7 +44,7 @@ def _normalized(message: Message) -> Message:
         is_answer = result.get("role") == "assistant"
         result["content"] = [_part(p) for p in content if not (is_answer and is_ignored_part(p))]
     if not result.get("tool_calls"):
-        # Templates ask whether the field is there.
+        # Templates test whether the field exists.
         result.pop("tool_calls", None)
     for call in result.get("tool_calls", ()):
         _read_call(call)
@@ -57,7 +58,7 @@ def _normalized(message: Message) -> Message:
 
 
 def is_ignored_part(part: object) -> bool:
-    """Whether a part of an earlier answer has a type that only other servers know. Images and
+    """Whether a part of an earlier answer has a type that this server does not know. Images and
     videos are never ignored."""
     kind = part.get("type") if isinstance(part, dict) else None
     return isinstance(kind, str) and bool(kind) and kind not in _KNOWN_PARTS
@@ -79,8 +80,9 @@ def _part(part: object) -> dict[str, str]:
 
 
 def _read_call(call: dict[str, Any]) -> None:
-    """Make the call a call of a function whose arguments are an object, since templates iterate
-    over them. The model wrote the arguments, and may have been cut: anything else becomes {}."""
+    """Convert the call to a function call whose arguments are an object, because templates iterate
+    over arguments. The model wrote the arguments and may have been cut off: arguments that are not
+    an object become {}. Raises UserError for arguments over MAX_ARGUMENTS_CHARACTERS."""
     custom = call.pop("custom", None)
     if isinstance(custom, dict):
         call["type"] = "function"
@@ -104,8 +106,8 @@ def _read_call(call: dict[str, Any]) -> None:
 
 
 def with_short_ids(messages: list[Message]) -> list[Message]:
-    """`messages`, as `normalize_messages` returns them, with ids of calls of 9 letters and digits:
-    other servers write longer ids."""
+    """The normalized `messages`, with call ids shortened in place to 9 letters and digits: other
+    servers write longer ids."""
     for message in messages:
         if isinstance(message.get("tool_call_id"), str):
             message["tool_call_id"] = _short_id(message["tool_call_id"])
@@ -122,13 +124,12 @@ def _short_id(given: str) -> str:
 
 
 def joined_text(parts: list[dict[str, str]]) -> str:
-    """The text parts, joined."""
+    """The joined text parts."""
     return "".join(part.get("text", "") for part in parts)
 
 
 def joined_contents(*contents: Any) -> str | list[dict[str, str]]:
-    """Contents of messages, joined in order: a text, or parts if there are images or
-    videos."""
+    """The contents of messages, joined in order: a text, or parts if there are images or videos."""
     parts: list[dict[str, str]] = []
     for content in contents:
         listed = content if isinstance(content, list) else [{"type": "text", "text": str(content)}]
@@ -137,8 +138,8 @@ def joined_contents(*contents: Any) -> str | list[dict[str, str]]:
 
 
 def mark_continuation(messages: list[Message], source: str) -> str:
-    """Mark the end of the last message in place; returns its text. Raises UserError if it has
-    none."""
+    """Mark the end of the last message in place; returns its text. Raises UserError if the message
+    has no text."""
     content = messages[-1]["content"]
     if "content" not in source:
         raise UserError("the chat template shows no content to continue", param="messages")
@@ -163,5 +164,6 @@ def cut_at_marker(rendered: str, final: str) -> str:
         )
     position = rendered.rindex(_MARKER.strip())
     head = rendered[:position]
-    # A template that trimmed the marker's space would also have trimmed the message's.
+    # A template that trimmed the marker's space would also have trimmed the message's trailing
+    # space.
     return head if rendered[position : position + len(_MARKER)] == _MARKER else head.rstrip()

@@ -17,47 +17,49 @@ from server.text.long_texts import (
 )
 
 Text = str | tuple[str, str]
-"""One text, or a pair."""
+"""A text, or a pair of texts."""
 
 MAX_BATCH_TEXTS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class InputTokens:
-    """One input, with its special tokens."""
+    """Tokens of an input, including special tokens."""
 
     ids: list[int]
     num_first: int = 0
-    """Tokens before the first one of type 1; 0: all are of type 0."""
+    """Tokens before the first token of type 1; 0: all tokens are of type 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextInputOptions:
-    """How texts are tokenized, their maximum length, and their truncation."""
+    """How texts are tokenized and truncated, and their maximum length."""
 
     most: int
-    """Maximum number of tokens, special ones included."""
+    """Maximum number of tokens, including special tokens."""
     special: bool = True
-    """Whether special tokens are put around a text."""
+    """Whether special tokens are added around a text."""
     prefix: str = ""
-    """Prepended to each single text."""
+    """Prefix of each text that is not part of a pair."""
     lowercase: bool = False
     cuts: bool = False
-    """Whether longer inputs are truncated; else they are refused."""
+    """Whether longer inputs are truncated; otherwise they are refused."""
     keep_end: bool = False
     """Truncate the start of a text instead of its end."""
     max_first_tokens: int | None = None
-    """Maximum tokens of the first text of a pair, without special ones; always truncated."""
+    """Maximum tokens of the first text of a pair, without special tokens; the text is always
+    truncated to it. None: unlimited."""
     max_second_tokens: int | None = None
 
 
 def num_characters(text: Text) -> int:
-    """Number of characters of both texts."""
+    """Number of characters of a text, or of both texts of a pair."""
     return len(text) if isinstance(text, str) else len(text[0]) + len(text[1])
 
 
 def batches(texts: Sequence[Text], most_characters: int) -> Iterator[Sequence[Text]]:
-    """`texts` in batches of at most `most_characters`, or of one longer text."""
+    """`texts` in batches of at most MAX_BATCH_TEXTS texts and `most_characters`; a longer text is a
+    batch of its own."""
     start, size = 0, 0
     for place, text in enumerate(texts):
         length = num_characters(text)
@@ -99,7 +101,7 @@ def _first(encoding: Encoding) -> int:
 
 
 def _cut(encoder: BoundedEncoder, texts: Sequence[Text], rule: TextInputOptions) -> list[Encoding]:
-    """The encodings of truncated texts with all of their special tokens."""
+    """The encodings of truncated texts, including special tokens."""
     sources: list[_Source] = []
     for text in texts:
         if isinstance(text, str):
@@ -119,7 +121,7 @@ def _cut(encoder: BoundedEncoder, texts: Sequence[Text], rule: TextInputOptions)
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A text that is truncated to `most` tokens; None: it is not."""
+    """A text that is truncated to `most` tokens; None: not truncated."""
 
     text: str
     most: int | None
@@ -135,19 +137,20 @@ class _Source:
         return part_of(self.text, size, from_end=self.rule.keep_end)
 
     def written(self, part: str) -> str:
-        """A part in the form that is tokenized."""
+        """`part` in the form that is tokenized: with the prefix if it contains the start of the
+        text."""
         has_prefix = len(part) == len(self.text) or not self.rule.keep_end
         return _written(self.prefix + part if has_prefix else part, self.rule)
 
 
 def _least(rule: TextInputOptions, most: int | None) -> int | None:
-    """The smaller of the limits of a text, if there are any."""
+    """The smallest limit of a text; None: unlimited."""
     limits = [limit for limit in (most, rule.most if rule.cuts else None) if limit is not None]
     return min(limits, default=None)
 
 
 def _read(encoder: BoundedEncoder, sources: list[_Source]) -> list[Encoding]:
-    """The tokens of the part of each text that may remain (see `read_part`)."""
+    """The tokens of the part of each text that truncation may keep (see `read_part`)."""
     parts = [source.first_part for source in sources]
     written = [source.written(part) for source, part in zip(sources, parts, strict=True)]
     encodings = encoder.encode_batch_fast(written, add_special_tokens=False)
@@ -196,7 +199,7 @@ def _shorten(part: Encoding, most: int, rule: TextInputOptions) -> None:
 
 
 def _shares(lengths: list[int], room: int) -> list[int]:
-    """Tokens that each text keeps: the longer one is truncated first."""
+    """Number of tokens that each text keeps: the longer text is truncated first."""
     if sum(lengths) <= room or len(lengths) == 1:
         return [min(length, room) for length in lengths]
     first, second = lengths

@@ -1,8 +1,8 @@
-"""A Jinja sandbox for untrusted templates that renders as transformers does.
+"""Jinja sandbox for untrusted templates, with the rendering rules of transformers.
 
-It bounds every operation that makes a long text out of a short one, and every comparison and hash
-of nested values: a template that runs too long can be stopped, a single operation of the
-interpreter that runs for long or fills the memory cannot.
+It bounds every operation that can make a long text from a short text, and every comparison and hash
+of nested values. A template that runs too long can be stopped, but a single interpreter operation
+that is slow or fills the memory cannot.
 """
 
 import json
@@ -26,11 +26,11 @@ MAX_EXPONENT = 1_000
 MAX_BITS = 10_000
 MAX_JSON_INDENT = 16
 MAX_COMPARED_ITEMS = 2**18
-"""Items of a value that is compared or hashed in some milliseconds. Items that occur several times
-count each time."""
+"""Maximum items of a value that is compared or hashed: some milliseconds. Shared items count each
+time."""
 MAX_WRITTEN_ITEMS = 2**17
-"""Items of a value that is written as text, keys included: the interpreter cannot be stopped
-meanwhile. Shared items count each time."""
+"""Maximum items of a value that is written as text, including keys: the interpreter cannot be
+stopped meanwhile. Shared items count each time."""
 
 _WIDE_FORMAT = re.compile(r"\d{5}|\*")
 _WIDE_METHODS = ("center", "ljust", "rjust", "zfill", "expandtabs", "replace", "join")
@@ -44,7 +44,8 @@ class TooMuchText(TemplateError):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Templates may read their variables and produce at most `max_characters`."""
+    """Environment in which templates can only read their variables and produce at most
+    `max_characters`."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
@@ -55,7 +56,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             extensions=[_Generation, loopcontrols],
             finalize=self._sized,
-            # Constants are not computed at compile time, which has no time limit.
+            # Do not fold constants at compile time, which has no time limit.
             optimized=False,
         )
         self.code_generator_class = _Bounded
@@ -76,12 +77,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.filters[name] = self._compared(self.filters[name])
         for name in list(self.tests):
             self.tests[name] = self._compared(self.tests[name])  # type: ignore[arg-type] # functions
-        # The time of striptags is quadratic.
+        # striptags takes quadratic time.
         for name in ("pprint", "urlize", "xmlattr", "striptags"):
             del self.filters[name]
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """`+`, `*`, `**` and `%` in a template."""
+        """Evaluate `+`, `*`, `**` or `%` of a template within the limits."""
         if operator == "**" and (abs(left) > MAX_EXPONENT or abs(right) > MAX_EXPONENT):
             raise TemplateError(f"{left} ** {right} is too large; {MAX_EXPONENT} is the limit")
         if operator == "*":
@@ -95,7 +96,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, callee: Any, *args: Any, **kwargs: Any) -> Any:
-        """A call in a template; methods that make long texts are checked first."""
+        """Call `callee` for a template; methods that make long texts are checked first."""
         owner = getattr(callee, "__self__", None)
         if isinstance(owner, str):
             method = callee.__name__
@@ -113,13 +114,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call(context, callee, *args, **kwargs)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """`obj.attribute`, and `obj["attribute"]` where there is no such item."""
+        """The value of `obj.attribute` in a template, and of `obj["attribute"]` if there is no such
+        item."""
         if isinstance(obj, str) and attribute in ("format", "format_map"):
             _check_format(obj)
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """`obj[argument]`."""
+        """The value of `obj[argument]` in a template."""
         self.comparable(argument)
         if isinstance(obj, str) and argument in ("format", "format_map"):
             _check_format(obj)
@@ -133,7 +135,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        """JSON without Jinja's HTML escapes."""
+        """`value` as JSON without Jinja's HTML escapes."""
         if indent is not None and (not isinstance(indent, int) or indent > MAX_JSON_INDENT):
             raise TemplateError(f"tojson: indent is {indent!r}, at most {MAX_JSON_INDENT} is taken")
         return json.dumps(
@@ -145,7 +147,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         )
 
     def _concat(self, parts: Iterable[str]) -> str:
-        """Used by Jinja to join its output, and for `~`."""
+        """Join `parts` within the limit. Jinja uses this for its output and for `~`."""
         joined: list[str] = []
         length = 0
         for part in parts:
@@ -168,7 +170,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 self._check(len(many) * count)
 
     def _check_wide(self, value: Any, args: Iterable[Any]) -> None:
-        """Bound the result: each character at most once for every unit of the arguments."""
+        """Check the maximum length of the result: each character at most once for every unit of the
+        arguments."""
         units = sum(
             arg if isinstance(arg, int) else len(arg) for arg in args if isinstance(arg, int | str)
         )
@@ -176,7 +179,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._check((length + 1) * (units + 1))
 
     def _sized(self, value: Any) -> Any:
-        """`value`, if its text cannot be too long. Nested lists may share elements many times."""
+        """`value`, if its text cannot be too long; otherwise raises TemplateError. Nested lists may
+        share elements many times."""
         if not isinstance(value, (list, tuple, dict)):
             return value
         stack: list[Any] = [value]
@@ -197,8 +201,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     def comparable(self, value: Any) -> Any:
-        """`value`, if it can be compared and hashed in a short time. A comparison visits shared
-        items again and again, in one operation of the interpreter."""
+        """`value`, if it can be compared and hashed in a short time; otherwise raises
+        TemplateError. A comparison visits shared items repeatedly, in a single interpreter
+        operation."""
         if isinstance(value, (list, tuple, dict)):
             stack: list[Any] = [value]
             count = 0
@@ -217,7 +222,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     def _compared(self, wrapped: Callable[..., Any]) -> Callable[..., Any]:
-        """`wrapped`, a filter or test that compares or hashes its arguments."""
+        """Wrap a filter or test that compares or hashes its arguments: check the arguments
+        first."""
 
         @wraps(wrapped)
         def compared(*args: Any, **kwargs: Any) -> Any:
@@ -263,8 +269,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Bounded(CodeGenerator):
-    """Compiles `~` to the environment's own concatenation, and checks operands of comparisons and
-    keys; everything else as Jinja does."""
+    """Code generator that compiles `~` to the environment's concatenation, and checks operands of
+    comparisons and keys. Other code is Jinja's."""
 
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
         self.write("(")
@@ -313,12 +319,13 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # A scope of its own, like a call block in transformers.
+        # A separate scope, like a call block in transformers.
         return nodes.Scope(body).set_lineno(line)
 
 
 class _Namespace(Namespace):
-    """Rejects attributes with a leading underscore, which could reach Python internals."""
+    """Namespace that rejects attributes with a leading underscore, which could reach Python
+    internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         attributes = dict(*args[1:], **kwargs)

@@ -1,4 +1,4 @@
-"""Stop strings across chunk boundaries."""
+"""Detection of stop strings across chunk boundaries."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,10 @@ class Stopped:
 
 
 class StopMatcher:
-    """Passes text on, except a tail that may become a stop string.
+    """Returns text except a tail that may become a stop string.
 
-    The stop that ends first wins; of two that end together, the one that starts first. The result
-    does not depend on how the text was split into chunks.
+    The stop string that ends first wins; if two end together, the stop string that starts first.
+    The result does not depend on how the text was split into chunks.
     """
 
     def __init__(self, stops: tuple[str, ...], *, include_stop: bool = False) -> None:
@@ -24,7 +24,8 @@ class StopMatcher:
         self._buffered = ""
 
     def push(self, text: str, *, armed: bool = True) -> str | Stopped:
-        """Text to send now, or the end. `armed=False` ignores stops that end in `text`."""
+        """Text to send now, or Stopped at a stop string. `armed=False` ignores stop strings that
+        end in `text`."""
         if not text:
             return ""
         seen = len(self._buffered)

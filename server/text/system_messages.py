@@ -1,4 +1,4 @@
-"""System messages for templates that take a system message only at the start."""
+"""System messages for templates that accept a system message only at the start."""
 
 from server.text.messages import Message, joined_contents
 
@@ -8,15 +8,15 @@ _TAKERS = ("user", "tool")
 
 
 def has_late_system(messages: list[Message]) -> bool:
-    """Whether a message other than the first has the role system."""
+    """Whether a message after the first has the role system."""
     return any(message.get("role") == "system" for message in messages[1:])
 
 
 def with_leading_system(messages: list[Message], *, merges_all: bool) -> list[Message]:
-    """`messages`, as `normalize_messages` returns them, without system messages after the first
-    message. With `merges_all` the first message has the texts of all system messages; otherwise a
-    later text joins the message of the user or the result of a tool next to it, so that the order
-    of the texts stays, and the cached prefix too."""
+    """The normalized `messages` without system messages after the first message. With `merges_all`
+    the first message contains the texts of all system messages. Otherwise a later system text is
+    joined with an adjacent user message or tool result, which keeps the order of the texts and the
+    cached prefix."""
     leading: list[Message] = []
     rest: list[Message] = []
     for message in messages:
@@ -31,7 +31,7 @@ def with_leading_system(messages: list[Message], *, merges_all: bool) -> list[Me
 def _folded(messages: list[Message]) -> list[Message]:
     folded: list[Message] = []
     waiting: list[Message] = []
-    """System messages after an answer: a result of a tool must follow its call directly."""
+    """System messages after an answer: a tool result must directly follow its call."""
     for message in messages:
         role = message.get("role")
         if role == "system":
@@ -54,7 +54,7 @@ def _folded(messages: list[Message]) -> list[Message]:
 
 
 def _end(folded: list[Message], waiting: list[Message]) -> None:
-    """Put `waiting` behind the last message: into a result, or as a message of the user."""
+    """Append `waiting` at the end: to a tool result, or as a user message."""
     if folded and folded[-1].get("role") == "tool":
         folded[-1] = {**folded[-1], "content": _merged([folded[-1], *waiting])}
     else:

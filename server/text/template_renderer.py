@@ -1,4 +1,5 @@
-"""Renders chats with Jinja templates as transformers does, within the limits of the sandbox.
+"""Renderer of Jinja chat templates, with the results of transformers, within the limits of the
+sandbox.
 
 server/text/chat_template.py chooses the thread or process.
 """
@@ -30,7 +31,7 @@ from server.text.tool_template import has_tool_messages, with_tools_as_text
 
 MAX_CHARACTERS = 16 * 2**20
 MAX_COMPILED = 32
-"""Compiled templates in the cache: the model's own, and the most recent of requests."""
+"""Maximum compiled templates in the cache: the model's own, and the most recent of requests."""
 
 _PROBE: dict[str, Any] = {
     "type": "function",
@@ -56,27 +57,27 @@ class TextTooLong(UserError):
 
 
 class TooSlow(BaseException):
-    """Raised in a rendering to stop it. No template can catch it."""
+    """Raised in a rendering to stop it. A BaseException, so that no template can catch it."""
 
 
 class RenderRequest(msgspec.Struct, frozen=True):
-    """The input of one rendering."""
+    """Input of a rendering."""
 
     template: str
-    """The template."""
+    """Source text of the template."""
     messages: list[Message]
     variables: dict[str, Any]
-    """Set by the caller: tools, documents and chat_template_kwargs."""
+    """Variables of the client: tools, documents and chat_template_kwargs."""
     builtins: dict[str, Any]
-    """Set by the server: special tokens, add_generation_prompt."""
+    """Variables of the server: special tokens, add_generation_prompt."""
     continue_final_message: bool = False
     """Whether the prompt ends with the last message's text."""
     generic_tools: bool = True
-    """Render tools as text if the template has no place for them."""
+    """Whether to render tools as text if the template does not support them."""
 
 
 class Renderer:
-    """Renders; compiles each template once. Thread-safe."""
+    """Renders chats; caches compiled templates. Thread-safe."""
 
     def __init__(
         self,
@@ -92,14 +93,13 @@ class Renderer:
         return self._compiled.get(source)
 
     def shows_tools(self, source: str) -> bool:
-        """Whether the template `source` has a place for tools. Raises what the template raises
-        when it is compiled."""
+        """Whether the template `source` supports tools. Raises the errors of its compilation."""
         return self._compile(source).shows_tools()
 
     def render(
         self, request: RenderRequest, mark: TextMarker | None = None, *, is_timed: bool = False
     ) -> str:
-        """The prompt. Raises UserError for what the template rejects, and TextTooLong.
+        """The prompt. Raises UserError if the template rejects the request, and TextTooLong.
 
         `mark` is applied to all text of the caller. `is_timed`: record the template's time.
         """
@@ -147,7 +147,7 @@ class Renderer:
         except MemoryError as error:
             raise UserError("the chat template ran out of memory", param="messages") from error
         except Exception as error:
-            # Templates are foreign code: whatever they raise is an error of the request.
+            # Templates are foreign code: any exception is an error of the request.
             reason = str(error)[:300] or type(error).__name__
             raise UserError(
                 f"the chat template does not take this: {reason}", param="messages"
@@ -168,25 +168,26 @@ class Renderer:
 
 
 class CompiledTemplate:
-    """A template, and which content format it accepts for each role: probed once."""
+    """A compiled template, and the content formats that it accepts for each role: probed once."""
 
     def __init__(self, template: Template, source: str) -> None:
         self.template = template
         self._renders_calls = "tool_calls" in source
         self.needs_short_ids = _SHORT_IDS.search(source) is not None
-        """Whether it refuses ids of calls that do not have 9 letters and digits, as Mistral's."""
+        """Whether the template refuses call ids that do not have 9 letters and digits (Mistral)."""
         # Flatten the ChainMap that Jinja would search for every prompt.
         template.globals = dict(template.globals)
         self.last_s: float | None = None
         """CPU time of the last timed rendering."""
         self.was_stopped = False
-        """Whether a rendering on the event loop was stopped: it is never tried there again."""
+        """Whether a rendering on the event loop was stopped: later renderings use threads."""
         self._formats: dict[str, tuple[bool, bool]] = {}
         self._shows_tools: bool | None = None
         self._takes_late_system: bool | None = None
 
     def fit(self, messages: list[Message]) -> list[Message]:
-        """Content in the accepted format: one text, unless the template iterates over parts."""
+        """Convert contents in place to an accepted format: a text, unless the template requires
+        parts."""
         for message in messages:
             content = message["content"]
             if isinstance(content, list):
@@ -212,12 +213,13 @@ class CompiledTemplate:
                 self._shows_tools = _PROBE["function"]["name"] in text
             except TooSlow:
                 raise
-            except Exception:  # it needs more than the probe has: the request will show
+            except Exception:  # the probe lacks something that the template needs: the request will
+                # show
                 self._shows_tools = True
         return self._shows_tools
 
     def needs_generic_tools(self, messages: list[Message], given: dict[str, Any]) -> bool:
-        """Whether there are tools, calls or results, and the template does not render them."""
+        """Whether the request has tools, calls or results that the template does not render."""
         if not given["tools"] and (self._renders_calls or not has_tool_messages(messages)):
             return False
         return not self.shows_tools()
@@ -234,7 +236,7 @@ class CompiledTemplate:
         return self._takes_late_system
 
     def _accepted_formats(self, role: str) -> tuple[bool, bool]:
-        """(whether a text appears in the prompt, whether each of two text parts does)."""
+        """Whether a text appears in the prompt, and whether each of two text parts does."""
         if role not in self._formats:
             parts = [{"type": "text", "text": "probe-1"}, {"type": "text", "text": "probe-2"}]
             text = self._try(role, "probe-1")

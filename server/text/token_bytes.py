@@ -1,4 +1,4 @@
-"""The bytes of each token, by the kind of decoder."""
+"""Bytes of each token, by type of decoder."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -10,7 +10,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class TokenBytesRule:
-    """How a decoder turns one token into bytes; their concatenation is the text in UTF-8."""
+    """Rule that converts a token to bytes; the concatenated bytes are the text in UTF-8."""
 
     bytes_of: Callable[[str], bytes]
     strip_first: int = 0
@@ -42,9 +42,10 @@ class TokenBytesTable(dict[int, bytes]):
 
 
 def token_bytes_rule(decoder: dict[str, Any] | None) -> TokenBytesRule | None:
-    """The rule for a decoder as tokenizer.json describes it; None when tokens are not independent.
+    """The rule for `decoder`, an object of tokenizer.json; None if a token's text depends on its
+    neighbours.
 
-    Byte-level decoders (GPT-2's alphabet) and those with a byte fallback (`<0x0A>`) have one.
+    Byte-level decoders (GPT-2's alphabet) and decoders with a byte fallback (`<0x0A>`) have a rule.
     """
     if decoder is None:
         return None
@@ -67,7 +68,8 @@ def token_bytes_rule(decoder: dict[str, Any] | None) -> TokenBytesRule | None:
 
 
 def gpt2_alphabet() -> dict[str, int]:
-    """GPT-2's byte alphabet: a printable byte is itself, others are characters from U+0100 on."""
+    """GPT-2's byte alphabet, character to byte: printable bytes map to themselves, other bytes to
+    characters from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     alphabet = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in printable)
@@ -79,7 +81,7 @@ def _byte_level(byte_of: dict[str, int]) -> Callable[[str], bytes]:
     def bytes_of(token: str) -> bytes:
         try:
             return bytes([byte_of[character] for character in token])
-        except KeyError:  # an added token, which is written as it is
+        except KeyError:  # an added token, which is decoded unchanged
             return token.encode()
 
     return bytes_of

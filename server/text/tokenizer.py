@@ -1,4 +1,4 @@
-"""Tokenizer: text to token ids and back; long texts on threads."""
+"""Tokenizer: converts text to token ids and back; long texts on threads."""
 
 import asyncio
 import json
@@ -36,14 +36,15 @@ from server.text.token_bytes import TokenBytesRule, TokenBytesTable, token_bytes
 from server.text.tokenizer_files import TextFiles, read_text_files
 
 INLINE_CHARACTERS = 2_000
-"""Longest text that is encoded on the event loop: at 0.3 us a character, under a millisecond."""
+"""Longest text that is encoded on the event loop: at 0.3 us per character, less than a
+millisecond."""
 SHORT_CHARACTERS = 50_000
 """Longest text of the threads for short texts."""
 MAX_CHARACTER_BYTES = 4
 MAX_PENDING = 1_024
 """Maximum number of texts that wait for a thread."""
 INLINE_GROWN_BYTES = 2**17
-"""Maximum bytes that the tokenizer may make of a text on the event loop: 0.06 s."""
+"""Maximum bytes, after the tokenizer's growth, of a text on the event loop: 0.06 s."""
 INLINE_COUNTED_CHARACTERS = 200_000
 """Longest text whose bytes are counted on the event loop: 0.2 ms."""
 _CUT_TOKENS = 16
@@ -53,7 +54,7 @@ Result = TypeVar("Result")
 
 
 class TooManyCharacters(UserError):
-    """A text has more characters than are read for its maximum number of tokens."""
+    """A text exceeds the maximum number of characters for its maximum number of tokens."""
 
     def __init__(self, count: int, most: int) -> None:
         super().__init__(
@@ -69,7 +70,7 @@ def _checked(tokens: Tokens, most: int | None) -> Tokens:
 
 
 class Tokenizer:
-    """Encodes and decodes. Thread-safe."""
+    """Encodes and decodes text. Thread-safe."""
 
     def __init__(
         self, files: TextFiles, threads: int = 2, *, special_tokens_as_text: bool = False
@@ -94,28 +95,28 @@ class Tokenizer:
         self._pieces = TokenBytesTable(self._encoder.id_to_token, rule)
         self._rule = rule
         self._partly_shown: dict[frozenset[int], TokenBytesTable] = {}
-        """One for each combination of parsers."""
+        """Tables by hidden ids; an entry for each combination of parsers."""
         self._visible_pieces = TokenBytesTable(self._encoder.id_to_token, rule, self.special_ids)
         self._length_bound = token_length_bound(files.encoder)
         self._special_tokens_as_text = special_tokens_as_text
         self.controls = ControlTokenEncoder(self._encoder) if special_tokens_as_text else None
-        """Keeps text in messages from becoming control tokens; None: it may."""
+        """Keeps text in messages from becoming control tokens; None: not protected."""
         self._short = FairThreads(threads, "encode", per_client=threads)
-        # Long texts have their own, fewer threads.
+        # Long texts have separate, fewer threads.
         num_long = max(1, threads // 2)
         self._long = FairThreads(num_long, "encode-long", per_client=num_long)
         self._pending = 0
 
     def protect(self, texts: Collection[str]) -> None:
-        """Keep texts of messages from becoming these tokens, in any case: see `controls`. To be
-        called before the first text."""
+        """Keep texts of messages from becoming the tokens `texts`, even without
+        special_tokens_as_text (see `controls`). Call it before the first text is encoded."""
         if self._special_tokens_as_text:
             added = self._encoder.get_added_tokens_decoder().values()
             texts = {*texts, *(token.content for token in added if token.special)}
         self.controls = ControlTokenEncoder(self._encoder, texts)
 
     def token(self, token_id: int) -> str | None:
-        """A token as it is in the vocabulary; None for an id that is not."""
+        """A token in the form of the vocabulary; None for an unknown id."""
         token: str | None = self._encoder.id_to_token(token_id)
         return token
 
@@ -128,16 +129,17 @@ class Tokenizer:
         *,
         special_tokens_as_text: bool = False,
     ) -> "Tokenizer":
-        """Read a checkpoint's folder. Raises ConfigError when it holds no tokenizer."""
+        """Load the tokenizer of a checkpoint's folder. Raises ConfigError if the folder has no
+        tokenizer."""
         files = read_text_files(path, Path(cache_dir or cache_home()))
         return cls(files, threads, special_tokens_as_text=special_tokens_as_text)
 
     async def encode(
         self, text: str, add_special_tokens: bool, most: int | None = None
     ) -> list[int]:
-        """Token ids; long texts on a thread. Raises Overloaded if too many texts wait,
-        TooManyTokens for more than `most` tokens (before tokenization if the length shows it), and
-        TooManyCharacters for a text that is too long to be read."""
+        """Token ids of `text`; long texts are encoded on a thread. Raises Overloaded if too many
+        texts wait, TooManyTokens for more than `most` tokens (before tokenization if the length
+        shows it), and TooManyCharacters for a text that is too long to be read."""
         if most is not None and len(text) <= INLINE_COUNTED_CHARACTERS:
             self._check_length(text, most)
         elif most is not None:
@@ -152,8 +154,8 @@ class Tokenizer:
     async def encode_part(
         self, text: str, add_special_tokens: bool, num_tokens: int, *, from_end: bool
     ) -> list[int]:
-        """As `encode`, for a text that is truncated to its first or last `num_tokens`: reads only
-        as much of a long one as necessary (see `read_part`)."""
+        """Encode a text that is truncated to its first or last `num_tokens`: reads only as much of
+        a long text as necessary (see `read_part`). Raises Overloaded if too many texts wait."""
 
         def encode(part: str) -> list[int]:
             return self.encode_now(part, add_special_tokens)
@@ -189,8 +191,8 @@ class Tokenizer:
         return result
 
     def encode_now(self, text: str, add_special_tokens: bool, most: int | None = None) -> list[int]:
-        """Token ids; lone surrogates become U+FFFD. Raises TooManyTokens, and UserError for a
-        marked text that would become a control token."""
+        """Token ids of `text`, encoded on this thread; lone surrogates become U+FFFD. Raises
+        TooManyTokens, and UserError for a marked text that would become a control token."""
         if most is not None and len(text) > initial_characters(most):
             self._check_density(text, most)
         if not text.isascii():
@@ -202,13 +204,13 @@ class Tokenizer:
         return ids
 
     def _encoding(self, text: str, add_special_tokens: bool) -> Encoding:
-        # The batch call releases the GIL, the single call does not (measured on 390,000 characters:
-        # other threads wait 2 ms instead of 250 ms).
+        # The batch call releases the GIL, the single call does not (measured with 390,000
+        # characters: other threads wait 2 ms instead of 250 ms).
         return self._encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     def _check_length(self, text: str, most: int, index: int = 0) -> None:
-        """Raise TooManyTokens if the length of `text` implies more than `most` tokens, and
-        TooManyCharacters if the length implies nothing and exceeds the maximum."""
+        """Raise TooManyTokens if the length of `text` implies more than `most` tokens. Without a
+        known bound, raise TooManyCharacters if the length exceeds the maximum."""
         if self._length_bound is None:
             if len(text) > max_characters(most):
                 raise TooManyCharacters(len(text), max_characters(most))
@@ -217,11 +219,11 @@ class Tokenizer:
 
     def _check_density(self, text: str, most: int, index: int = 0) -> None:
         """Raise TooManyTokens for a long text as soon as its parts, tokenized separately, have more
-        than `most` tokens: the tokens of all of it would take a hundred times its size."""
+        than `most` tokens: the tokens of the whole text would take a hundred times its size."""
         size, count = initial_characters(most), -MARGIN_TOKENS
         for start in range(0, len(text), size):
             part = without_lone_surrogates(self.unmarked(text[start : start + size]))
-            # Each cut adds a few tokens.
+            # Each cut adds a few tokens: subtract _CUT_TOKENS.
             count += max(0, len(self._encoding(part, False)) - _CUT_TOKENS)
             if count > most:
                 raise TooManyTokens(count, at_least=True, index=index)
@@ -258,7 +260,8 @@ class Tokenizer:
         return text if self.controls is None else self.controls.unmarked(text)
 
     def least_tokens(self, text: str, most: int) -> int:
-        """Minimum number of tokens of `text` by its length; 0 if it may be below `most`."""
+        """Minimum number of tokens of `text`, derived from its length; 0 if the text is too short
+        to exceed `most`."""
         bound = self._length_bound
         text = self.unmarked(text)
         if bound is None or len(text) * MAX_CHARACTER_BYTES < most * bound.max_bytes_per_token:
@@ -290,7 +293,8 @@ class Tokenizer:
         return text
 
     def decode_dependent(self, ids: list[int], skip_special: bool, spaces: bool) -> str:
-        """Decode with the library, for decoders whose text of a token depends on its neighbours."""
+        """Decode with the library, for decoders in which a token's text depends on its
+        neighbours."""
         if skip_special or spaces:
             text: str = self._encoder.decode(ids, skip_special_tokens=skip_special)
             return text
@@ -307,8 +311,8 @@ class Tokenizer:
     def pieces(
         self, skip_special_tokens: bool, shown: frozenset[int] = frozenset()
     ) -> TokenBytesTable:
-        """Token id to bytes; with `skip_special_tokens` those of special tokens are empty, except
-        `shown`."""
+        """Table of token id to bytes. With `skip_special_tokens` special tokens have no bytes,
+        except `shown`."""
         if not skip_special_tokens:
             return self._pieces
         if not shown:
@@ -321,13 +325,13 @@ class Tokenizer:
         return self._partly_shown[hidden]
 
     def special_ids_in(self, words: Iterable[str]) -> frozenset[int]:
-        """The special tokens whose texts are part of one of `words`."""
+        """The special tokens whose texts occur in any of `words`."""
         texts = {i: self._encoder.id_to_token(i) for i in self.special_ids}
         whole = "\0".join(words)
         return frozenset(i for i, text in texts.items() if text and text in whole)
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token of the vocabulary, if it exists."""
+        """The id of `token`; None if the vocabulary does not contain it."""
         token_id: int | None = self._encoder.token_to_id(token)
         return token_id
 
@@ -344,7 +348,7 @@ class Tokenizer:
         self._long.shutdown(wait=False, cancel_futures=True)
 
     def _isolated_bytes(self, token: str) -> bytes:
-        """A token's bytes inside a text: what a second one adds to a first."""
+        """A token's bytes inside a text: the bytes that a second occurrence adds to the first."""
         token_id = self._encoder.token_to_id(token) or 0
         once: str = self._encoder.decode([token_id], skip_special_tokens=False)
         twice: str = self._encoder.decode([token_id, token_id], skip_special_tokens=False)

@@ -26,11 +26,11 @@ from config.owned_directory import OwnedDirectory
 from config.progress import Report, unreported
 
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"
-"""Class of transformers for a tokenizer.json whose checkpoint names no class."""
+"""transformers class of a tokenizer.json whose checkpoint names no class."""
 CONVERTED_BYTES = 64 * 2**20
-"""Room for a converted tokenizer; published ones are below 40 MB."""
+"""Disk space for a converted tokenizer; published tokenizers are below 40 MB."""
 MAX_REASON = 300
-"""Maximum characters shown of a library's error."""
+"""Maximum characters of a library's error that are shown."""
 CONVERT_TIMEOUT_S = 300
 _POLL_S = 0.05
 
@@ -48,16 +48,16 @@ class TextFiles:
 
     encoder: Encoder
     special_tokens: dict[str, str]
-    """bos_token, eos_token, ... to their texts."""
+    """Texts of the special tokens by name: bos_token, eos_token, ..."""
     chat_template: str | dict[str, str] | None
     bounds: TokenizerBounds = field(default_factory=TokenizerBounds)
-    """What the tokenizer can make of a text."""
+    """Bounds of the tokenizer's time and growth."""
     tokenizer_class: str = TOKENIZER_CLASS
-    """Class of transformers that the checkpoint names."""
+    """transformers class that the checkpoint names."""
 
 
 def read_text_files(path: str, cache_dir: Path) -> TextFiles:
-    """Read a checkpoint's folder. Raises ConfigError when it holds no tokenizer we can read."""
+    """Read a checkpoint's folder. Raises ConfigError if it has no readable tokenizer."""
     folder, source = Path(path), tokenizer_folder(path, cache_dir)
     config = read_object(folder / "tokenizer_config.json") or read_object(
         source / "tokenizer_config.json"
@@ -87,7 +87,7 @@ def _check_size(file: Path) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """An error's text, which may quote the file, on one line."""
+    """An error's text, which may quote the file, as a single line."""
     return repr(str(error)[:MAX_REASON])[1:-1]
 
 
@@ -100,8 +100,9 @@ def _encoder(file: Path) -> Encoder:
 
 
 def tokenizer_folder(path: str, cache_dir: Path, report: Report = unreported) -> Path:
-    """The folder with the tokenizer.json of a checkpoint: its own, or one made from an older
-    tokenizer's files, which may take a minute. Raises ConfigError, and what `report` raises."""
+    """The folder with the tokenizer.json of a checkpoint: the checkpoint's folder, or a folder of
+    the cache with a tokenizer converted from older files, which may take a minute. Raises
+    ConfigError, and the errors of `report`."""
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(f"{path!r} is not a folder with tokenizer files")
@@ -111,7 +112,8 @@ def tokenizer_folder(path: str, cache_dir: Path, report: Report = unreported) ->
 
 
 def _mark_special(encoder: Encoder, config: dict[str, Any], named: dict[str, str]) -> None:
-    """Tokens that only the configuration calls special (or knows at all) are so here too."""
+    """Mark tokens as special that only the configuration lists as special, and add tokens that only
+    the configuration lists."""
     known = {token.content: token for token in encoder.get_added_tokens_decoder().values()}
     added = config.get("added_tokens_decoder") or {}
     for token_id, entry in sorted(added.items(), key=lambda item: int(item[0])):
@@ -152,7 +154,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str]
     }
     if (main := folder / "chat_template.jinja").is_file():
         files["default"] = _text(main)
-    # The order of transformers and vLLM: a processor's template has the places of images.
+    # The order of transformers and vLLM: a processor's template contains image placeholders.
     has_processor = any(
         (folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")
     )
@@ -166,7 +168,8 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str]
 
 
 def _named_templates(stored: object, file: Path) -> dict[str, str]:
-    """Templates by name: a text is named default, or a list or an object has several."""
+    """Templates by name. `stored` is a text (named default), a list, or an object of several
+    templates."""
     if not stored:
         return {}
     if isinstance(stored, str):
@@ -198,7 +201,8 @@ def _text(file: Path) -> str:
 
 
 def _converted(folder: Path, cache_dir: Path, report: Report) -> Path:
-    """A tokenizer.json made once from an older tokenizer's files, kept by their contents."""
+    """The cache folder of a tokenizer.json that is converted once from older files; its name is the
+    hash of their contents."""
     names = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "tokenizer_config.json")
     files = [folder / name for name in names if (folder / name).is_file()]
     if not any(file.name != "tokenizer_config.json" for file in files):
@@ -232,15 +236,15 @@ def _convert_into(folder: Path, target: Path, report: Report) -> None:
         if why or not (fresh / "tokenizer.json").is_file():
             why = why or "no reason given"
             raise ConfigError(f"the tokenizer in {folder} cannot be converted: {why[:MAX_REASON]}")
-        # Another process may have been first; either copy is good.
+        # Another process may have finished first; either copy is valid.
         if not (target / "tokenizer.json").is_file():
             sync(fresh / "tokenizer.json")
             fresh.rename(target)
 
 
 def _run(command: list[str], report: Report, folder: str) -> str:
-    """The last line that a failed command said; nothing if it did not fail. It does not outlive
-    this call, whatever ends it."""
+    """Run `command`; returns the last line of stderr if it failed, otherwise an empty text. Kills
+    the process before it returns or raises."""
     end_s = time.monotonic() + CONVERT_TIMEOUT_S
     with tempfile.TemporaryFile("w+", errors="replace", dir=folder) as said:
         process = subprocess.Popen(

@@ -1,5 +1,5 @@
-"""Generic form of tools for chat templates without a place for them: tools, calls and results are
-rendered as text of ordinary messages, in the form that the `hermes` parser reads."""
+"""Generic tool format for chat templates that do not support tools: tools, calls and results are
+rendered as text of ordinary messages, in the format that the `hermes` parser reads."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ JsonWriter = Callable[[Any], str]
 
 
 def has_tool_messages(messages: list[Message]) -> bool:
-    """Whether a message makes a call or holds the result of one."""
+    """Whether a message contains a tool call or a tool result."""
     return any(message.get("role") == "tool" or message.get("tool_calls") for message in messages)
 
 
@@ -35,12 +35,12 @@ def with_tools_as_text(
     takes_system: bool,
     to_json: JsonWriter,
 ) -> list[Message]:
-    """`messages`, as `normalize_messages` returns them, without tools, tool calls and results.
+    """The normalized `messages`, with tools, tool calls and results rendered as text.
 
     The tools are appended to the system message, which is added if there is none. Without
     `takes_system` (a template that rejects the role), they precede the text of the first message.
-    Results become messages of the user, because such a template does not know the role `tool`;
-    adjacent ones are joined, because many templates require user and assistant to alternate.
+    Results become user messages, because such a template does not know the role `tool`; adjacent
+    user messages are joined, because many templates require user and assistant to alternate.
     """
     rendered: list[Message] = []
     follows_result = False

@@ -9,17 +9,17 @@ from server.parsers.tool.base import NO_CALLS, CallFinder
 
 MAX_HEADER_CHARACTERS = 128
 _TEXT_TAGS = ("<think>", "</think>")
-"""Tags that are no special tokens in formats with reasoning anywhere: text may quote them."""
+"""Tags that are not special tokens in formats with reasoning anywhere: text may quote them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How one model family marks reasoning; no tag is a prefix of another."""
+    """Reasoning tags of a model family; no tag is a prefix of another tag."""
 
     start_tags: tuple[str, ...] = ("<think>",)
     end_tags: tuple[str, ...] = ("</think>",)
     always: bool = False
-    """Whether an answer starts in reasoning, unless the prompt ends with an end tag."""
+    """Whether an answer starts in reasoning unless the prompt ends with an end tag."""
     answer_open: str = ""
     """Optional tag before the answer."""
     answer_close: str = ""
@@ -27,14 +27,15 @@ class ReasoningFormat:
     label: str = ""
     """Optional word in the first line of reasoning, after the start tag."""
     is_anywhere: bool = False
-    """Whether reasoning may start anywhere in an answer. The tags are special tokens: outside of
-    reasoning they are no text."""
+    """Whether reasoning may start anywhere in an answer. Tags are special tokens: outside of
+    reasoning they are not text."""
     dropped: tuple[str, ...] = ()
-    """Other tags that are no text and end reasoning, with `is_anywhere`."""
+    """Other tags that are dropped and end reasoning, with `is_anywhere`."""
     has_messages: bool = False
-    """Whether calls are messages of their own: a call in the reasoning is only quoted."""
+    """Whether calls are separate messages: reasoning can only quote a call."""
     header: re.Pattern[str] | None = None
-    """Text at the start of an answer and after `header_tag` that is dropped, up to the next tag."""
+    """Pattern of the header at the start of an answer and after `header_tag`; the header is dropped
+    up to the next tag."""
     header_tag: str = ""
 
     @property
@@ -44,7 +45,7 @@ class ReasoningFormat:
 
     @property
     def stray_end_tags(self) -> tuple[str, ...]:
-        """End tags that are no text at the start of an answer: tags, not words."""
+        """End tags that are dropped at the start of an answer: tags, not phrases."""
         return tuple(tag for tag in self.end_tags if not tag[0].isalpha())
 
     def starts_in_reasoning(self, prompt: str) -> bool:
@@ -58,7 +59,7 @@ class ReasoningFormat:
         return prompt.rstrip().removesuffix(self.label).endswith(self.start_tags)
 
     def ends_with_end_tag(self, prompt: str) -> bool:
-        """Whether `prompt` ends with a tag that the answer follows."""
+        """Whether `prompt` ends with a tag after which the answer starts."""
         return prompt.rstrip().endswith(self.answer_start_tags)
 
     def has_unclosed_reasoning(self, text: str) -> bool:
@@ -69,8 +70,8 @@ class ReasoningFormat:
     def parser(
         self, *, is_inside: bool, keeps_whitespace: bool = False, calls: CallFinder = NO_CALLS
     ) -> ReasoningParser:
-        """A parser of one answer. `keeps_whitespace`: all that follows the reasoning is text,
-        whitespace too. `calls`: the calls that end the reasoning."""
+        """A parser of an answer. `keeps_whitespace`: all text after the reasoning is kept,
+        including whitespace. `calls`: finder of the calls that end the reasoning."""
         return ReasoningTagParser(
             self,
             is_inside=is_inside,
@@ -81,7 +82,7 @@ class ReasoningFormat:
 
 @dataclass(frozen=True, slots=True)
 class ShownReasoning(ReasoningFormat):
-    """Reasoning is text of the answer, with its tags."""
+    """Reasoning that is shown as text of the answer, including its tags."""
 
     def parser(
         self, *, is_inside: bool, keeps_whitespace: bool = False, calls: CallFinder = NO_CALLS
@@ -90,7 +91,7 @@ class ShownReasoning(ReasoningFormat):
 
 
 class ShownReasoningParser(ReasoningParser):
-    """Adds the start tag, which is in the prompt."""
+    """Adds the start tag, which is in the prompt, to the text."""
 
     def __init__(self, start_tag: str) -> None:
         super().__init__(is_inside=False)
@@ -108,8 +109,8 @@ class ShownReasoningParser(ReasoningParser):
 
 
 class ReasoningTagParser(ReasoningParser):
-    """Whitespace around the tags is dropped. Reasoning without an end tag ends before a call, or
-    with the answer."""
+    """Parser of tagged reasoning. Drops whitespace around the tags. Reasoning without an end tag
+    ends before a call, or with the answer."""
 
     def __init__(
         self,
@@ -135,7 +136,7 @@ class ReasoningTagParser(ReasoningParser):
             space += yield from source.skip_whitespace()
         opened = yield from source.accept(*form.start_tags)
         if form.label and not opened and not self._is_inside:
-            # The label alone starts reasoning too.
+            # The label without a tag also starts reasoning.
             opened = yield from source.accept(f"{form.label}\n")
         if opened or self._is_inside:
             self.has_reasoning = True
@@ -166,7 +167,7 @@ class ReasoningTagParser(ReasoningParser):
         source.take_all(output.add_text)
 
     def _skip_label(self, start_tag: str) -> Steps[None]:
-        """Take the label after `start_tag`, if any, and whitespace."""
+        """Skip the label after `start_tag`, if any, and whitespace."""
         label, source = self._form.label, self._source
         if label and start_tag:
             lines = (f"{label}\n", *(label + tag for tag in self._form.end_tags))
@@ -175,7 +176,7 @@ class ReasoningTagParser(ReasoningParser):
         yield from source.skip_whitespace()
 
     def _skip_header(self, tag: str) -> Steps[None]:
-        """Take the header after `tag`, if any."""
+        """Skip the header after `tag`, if any."""
         form, source = self._form, self._source
         if form.header is None or tag != form.header_tag:
             return
@@ -185,7 +186,8 @@ class ReasoningTagParser(ReasoningParser):
             source.take(match.end())
 
     def _read_blocks(self) -> Steps[None]:
-        """Take text and more reasoning. Without blocks around calls, tags in a call are text."""
+        """Read text and further reasoning. If the format has no tags around text (`dropped`), the
+        rest from a call's marker is text."""
         form, source, output = self._form, self._source, self._output
         marks = (*form.start_tags, *form.end_tags, *form.dropped)
         tags = tuple(mark for mark in marks if mark not in _TEXT_TAGS)
@@ -203,7 +205,8 @@ class ReasoningTagParser(ReasoningParser):
                 yield from self._read_reasoning()
 
     def _read_reasoning(self) -> Steps[str]:
-        """Take the reasoning and its end tag, or up to a call; returns the tag or the marker."""
+        """Read reasoning up to and including its end tag, or up to a call; returns the end tag or
+        the call's marker, "" at the end of the answer."""
         source, ends = self._source, (*self._form.end_tags, *self._form.dropped)
         take = _Trimmed(self._output.add_reasoning)
         while word := (
@@ -219,7 +222,7 @@ class ReasoningTagParser(ReasoningParser):
 
 
 class _Trimmed:
-    """Passes text on without the whitespace at its end."""
+    """Passes text to `sink` without trailing whitespace."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink

@@ -1,1 +1,1 @@
-"""What parsers are made of: events, text that comes in pieces, JSON in pieces."""
+"""Building blocks of parsers: events, incremental text, incremental JSON."""

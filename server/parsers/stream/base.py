@@ -1,4 +1,4 @@
-"""Interfaces of the output parsers: text in pieces in, events out."""
+"""Interfaces of the output parsers, which convert text deltas to events."""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from server.parsers.stream.text_stream import Source, Steps
 Tools = Mapping[str, Mapping[str, Any]]
 """The functions of a request: name to JSON schema of the arguments."""
 MAX_HELD_CHARACTERS = 256
-"""Arguments before their first value that are held back."""
+"""Maximum characters of arguments that are buffered before their first value."""
 _FIRST_VALUE = re.compile(r'\{\s*"(?:[^"\\]|\\.)*"\s*:\s*\S', re.DOTALL)
 
 
@@ -30,7 +30,7 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """The start of call number `index`, from 0. `id` is None if the model writes none."""
+    """The start of call number `index`, from 0. `id` is None if the model did not write an id."""
 
     index: int
     name: str
@@ -39,8 +39,8 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """The next piece of a call's arguments. The pieces joined are the text of a JSON object, unless
-    the answer was cut or the model wrote arguments that cannot be parsed."""
+    """The next piece of a call's arguments. The joined pieces are a JSON object, unless the answer
+    was cut or the model wrote arguments that cannot be parsed."""
 
     index: int
     text: str
@@ -50,10 +50,10 @@ ParserEvent = TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments
 
 
 class Parser(Protocol):
-    """Incremental parser of one choice.
+    """Incremental parser of a choice.
 
-    Never raises, and gives the same events (adjacent pieces joined) however the text is split.
-    Buffers only what may still be a marker or the name of a call.
+    Never raises, and returns the same events (adjacent pieces joined) however the text is split.
+    Buffers only text that may still be a marker or the name of a call.
     """
 
     def feed(self, text: str) -> list[ParserEvent]:
@@ -61,26 +61,26 @@ class Parser(Protocol):
         ...
 
     def finish(self, *, is_cut: bool) -> list[ParserEvent]:
-        """The rest, when no text follows. `is_cut`: the answer was cut by its length, so an open
-        call counts as a call."""
+        """The remaining events, when no text follows. `is_cut`: the answer was cut by its length,
+        so an open call counts as a call."""
         ...
 
 
 class EventBuffer:
     """Collects events and joins adjacent pieces.
 
-    A call is held until its first value begins or it ends: text that only begins like a call can
-    still become text. From then on it stays a call.
+    A call is buffered until its first value begins or the call ends: text that only starts like a
+    call can still become text. After that it remains a call.
     """
 
     def __init__(self) -> None:
         self._events: list[ParserEvent] = []
         self.num_calls = 0
-        """Calls that were sent."""
+        """Number of calls that were released."""
         self._held: ToolCallStart | None = None
         self._held_arguments = ""
         self.has_open_call = False
-        """Whether a call was sent and has not ended."""
+        """Whether a released call has not ended."""
 
     def add_text(self, piece: str) -> None:
         """Add text of the answer."""
@@ -104,7 +104,7 @@ class EventBuffer:
         self._held_arguments = ""
 
     def add_arguments(self, piece: str) -> None:
-        """Add to the started call's arguments."""
+        """Append to the arguments of the started call."""
         if self._held is not None:
             self._held_arguments += piece
             is_long = len(self._held_arguments) > MAX_HELD_CHARACTERS
@@ -119,12 +119,12 @@ class EventBuffer:
             self._events.append(ToolCallArguments(index, piece))
 
     def end_call(self) -> None:
-        """The started call is complete."""
+        """End the started call."""
         self.release_call()
         self.has_open_call = False
 
     def release_call(self) -> None:
-        """Send the held call, if any; it stays a call."""
+        """Release the buffered call, if any; it then remains a call."""
         if self._held is None:
             return
         held, self._held = self._held, None
@@ -134,17 +134,17 @@ class EventBuffer:
         self.add_arguments(self._held_arguments)
 
     def drop_call(self) -> None:
-        """Drop the held call: it is text."""
+        """Drop the buffered call, which is text."""
         self._held = None
 
     def drain(self) -> list[ParserEvent]:
-        """The events since the last call."""
+        """Return and clear the events since the last `drain`."""
         events, self._events = self._events, []
         return events
 
 
 class StreamParser:
-    """A Parser whose work is a generator, which yields when it needs more text."""
+    """A Parser implemented by a generator, which yields when it needs more text."""
 
     def __init__(self) -> None:
         self._source = Source()
@@ -160,7 +160,7 @@ class StreamParser:
         return self._advance()
 
     def _run(self) -> Steps[None]:
-        """Reads the source into the output."""
+        """Read the source and write events to the output."""
         raise NotImplementedError
 
     def _advance(self) -> list[ParserEvent]:
@@ -173,7 +173,7 @@ class StreamParser:
 
 
 class ReasoningParser(StreamParser):
-    """Splits reasoning from the rest, which it gives as text."""
+    """Splits reasoning from the rest of an answer, which it emits as text."""
 
     def __init__(self, *, is_inside: bool) -> None:
         super().__init__()
@@ -182,6 +182,6 @@ class ReasoningParser(StreamParser):
         self.has_reasoning = is_inside
         """Whether reasoning has started."""
         self.call_marker = ""
-        """The marker of the call that ended the reasoning, if a call did."""
+        """The marker of the call that ended the reasoning; "" otherwise."""
         self.late_end_tags: tuple[str, ...] = ()
-        """End tags that may come again after the reasoning; they are no text."""
+        """End tags that may occur again after the reasoning; they are dropped."""

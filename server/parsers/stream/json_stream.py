@@ -1,4 +1,4 @@
-"""Incremental JSON: checked character by character and passed on at once."""
+"""Incremental JSON: checked character by character and emitted immediately."""
 
 import json
 import re
@@ -17,9 +17,9 @@ _HEX = re.compile(r"[0-9a-fA-F]{4}")
 def read_value(
     source: Source, sink: Sink, depth: int = 0, ends: tuple[str, ...] = ()
 ) -> Steps[None]:
-    """Any JSON value, passed on as it is written. Brackets that are missing before one of `ends`,
-    or before an outer bracket, are added, a comma before them is left out. Raises ParseError at
-    the first other invalid character, and for values nested deeper than MAX_DEPTH."""
+    """Read any JSON value, and emit it as written. Missing brackets before one of `ends`, or before
+    an outer bracket, are added, and trailing commas are dropped. Raises ParseError at any other
+    invalid character, and for values nested deeper than MAX_DEPTH."""
     first = yield from source.peek()
     if first == '"':
         yield from read_string(source, sink)
@@ -35,8 +35,8 @@ def read_value(
 
 
 def read_string(source: Source, sink: Sink) -> Steps[None]:
-    """A JSON string. Raw control characters and backslashes before other characters, which JSON
-    forbids and models write, are escaped."""
+    """Read a JSON string. Escapes raw control characters, and backslashes before other characters,
+    which JSON forbids and models write."""
     yield from source.expect('"')
     sink('"')
     while True:
@@ -52,7 +52,7 @@ def read_string(source: Source, sink: Sink) -> Steps[None]:
 
 
 def read_short_string(source: Source) -> Steps[str]:
-    """The value of a JSON string."""
+    """Read a JSON string and return its value."""
     pieces: list[str] = []
     yield from read_string(source, pieces.append)
     value: str = json.loads("".join(pieces))
@@ -99,7 +99,7 @@ def _read_container(source: Source, sink: Sink, depth: int, ends: tuple[str, ...
 def _closes(
     source: Source, sink: Sink, closing: str, depth: int, ends: tuple[str, ...]
 ) -> Steps[bool]:
-    """Whether a container ends here; its bracket is taken, or added if it is missing."""
+    """Whether a container ends here; takes its bracket, or adds a missing bracket."""
     character = yield from source.peek()
     if character == closing:
         sink(source.take(1))
@@ -120,8 +120,8 @@ def read_separated(
     allows_trailing_comma: bool = False,
     ends: tuple[str, ...] = (),
 ) -> Steps[None]:
-    """Read values separated by commas, and take `closing`, which may be missing before `ends`.
-    `read_one` gets whether its value is the first."""
+    """Read values separated by commas, up to and including `closing`, which may be missing before
+    `ends`. The argument of `read_one` is whether its value is the first."""
     is_first = True
     while True:
         yield from source.skip_whitespace()
@@ -146,7 +146,8 @@ def read_members(
     allows_trailing_comma: bool = False,
     ends: tuple[str, ...] = (),
 ) -> Steps[None]:
-    """Values with names, which `read_key` reads, passed on as a JSON object."""
+    """Read named values and emit them as a JSON object. `read_key` reads a name, `read_one` the
+    value."""
 
     def read_member(is_first: bool) -> Steps[None]:
         key = yield from read_key()
@@ -161,13 +162,13 @@ def read_members(
 
 
 def object_of(text: str) -> str | None:
-    """`text` if it is a JSON object that `read_value` accepts, else None."""
+    """`text` as a JSON object, if `read_value` accepts it as an object; otherwise None."""
     value = value_of(text.strip(WHITESPACE))
     return value if value is not None and value.startswith("{") else None
 
 
 def value_of(text: str) -> str | None:
-    """`text` if it is a JSON value that `read_value` accepts, else None."""
+    """`text` as a JSON value, if `read_value` accepts it; otherwise None."""
     source = Source()
     source.push(text)
     source.has_ended = True

@@ -1,4 +1,4 @@
-"""Python literals, read incrementally and passed on as JSON."""
+"""Python literals, read incrementally and emitted as JSON."""
 
 import re
 import sys
@@ -30,12 +30,12 @@ _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
 Ends = Callable[[], Steps[bool]]
-"""Tells whether a value ends after the next character, which is a quote."""
+"""Function that tells whether a value ends after the next character, which is a quote."""
 
 
 def read_literal(source: Source, sink: Sink, depth: int, ends: Ends) -> Steps[None]:
-    """A Python literal, passed on as JSON. A set is a list. A quote in a string that does not end
-    the value is part of the string."""
+    """Read a Python literal and emit it as JSON; a set becomes a list. A quote in a string that
+    does not end the value is part of the string. Raises ParseError."""
     first = yield from source.peek()
     if first in "\"'":
         sink('"')
@@ -81,7 +81,7 @@ def _read_items(source: Source, sink: Sink, depth: int) -> Steps[None]:
             sink("" if is_first else ", ")
             yield from read_literal(source, sink, depth + 1, ends_value)
             return
-        # What follows the first item tells whether it is the key of a dict or in a set.
+        # The character after the first item distinguishes a dict from a set.
         item: list[str] = []
         yield from read_literal(source, item.append, depth + 1, ends_key)
         key = "".join(item)
@@ -135,7 +135,7 @@ def _read_escape(source: Source, sink: Sink) -> Steps[None]:
     if digits is None:
         source.take(2)
         if kind != "\n":
-            # A backslash before any other character stays, in Python too.
+            # A backslash before any other character stays, as in Python.
             sink(_ESCAPES.get(kind) or (kind if kind in "\\'\"" else "\\" + kind))
         return
     written = (yield from source.peek_many(2 + digits))[2:]
@@ -149,8 +149,8 @@ def _read_escape(source: Source, sink: Sink) -> Steps[None]:
 
 
 def after_blanks(source: Source, at: int) -> Steps[tuple[int, str]]:
-    """(place, character) of the first character after the next `at` and whitespace; "" at the
-    end."""
+    """Offset and value of the first character that is not whitespace after the next `at`
+    characters; "" at the end of the text."""
     for place in range(at, at + MAX_BLANKS):
         character = yield from source.peek_at(place)
         if not character or character not in WHITESPACE:
@@ -159,7 +159,7 @@ def after_blanks(source: Source, at: int) -> Steps[tuple[int, str]]:
 
 
 def literal_of(text: str) -> str | None:
-    """The JSON value of `text` if it is a Python literal, else None."""
+    """The JSON value of `text` if it is a Python literal; otherwise None."""
     source = Source()
     source.push(text)
     source.has_ended = True

@@ -1,7 +1,7 @@
-"""Incremental text, and parsers that wait for more of it.
+"""Incremental text, and parsers that wait for more text.
 
-A parser is a generator that yields when it needs more text. Its result depends on the text alone,
-never on how the text was split.
+A parser is a generator that yields when it needs more text. Its result depends only on the text,
+not on how the text was split.
 """
 
 import re
@@ -11,17 +11,17 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""A parser that returns a T."""
+"""A parser that returns a value of type T."""
 Sink = Callable[[str], object]
-"""Receives text piece by piece."""
+"""Function that receives pieces of text."""
 
 WHITESPACE = " \t\r\n"
 MAX_REREAD_CHARACTERS = 1024
-"""Text that may be a call and is read again if it is none."""
+"""Maximum characters of a failed call that are read again as text."""
 MAX_BLANKS = 64
-"""Whitespace before what shows whether a quote ends a value."""
+"""Maximum whitespace before the character that shows whether a quote ends a value."""
 MAX_LOOKAHEAD = 4096
-"""Text that is searched for what shows whether a tag ends a value."""
+"""Maximum characters that are searched to determine whether a tag ends a value."""
 
 
 class ParseError(Exception):
@@ -33,7 +33,7 @@ class UnexpectedEnd(ParseError):
 
 
 class Source:
-    """Text that is not consumed yet, and a recording of what was."""
+    """Text that is not consumed yet, and a recording of the consumed text."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -49,7 +49,8 @@ class Source:
         self._at = 0
 
     def start_recording(self, text: str = "") -> None:
-        """Record what is taken from now on, after `text`, which was just taken."""
+        """Record all text that is taken from now on. The recording starts with `text`, which was
+        just taken."""
         self._recorded = [text]
 
     def stop_recording(self) -> None:
@@ -57,16 +58,16 @@ class Source:
         self._recorded = None
 
     def take_recorded(self) -> str:
-        """All that was taken since `start_recording`, and the rest once the text has ended. Stops
-        the recording."""
+        """All text taken since `start_recording`, and the rest once the text has ended. Stops the
+        recording."""
         if self.has_ended:
             self.take(len(self._text) - self._at)
         recorded, self._recorded = self._recorded, None
         return "".join(recorded or ())
 
     def rewind(self, count: int) -> str:
-        """All but the first `count` recorded characters come next again; returns these. A long
-        recording is not read again, and returned as a whole. Stops the recording."""
+        """Return the first `count` recorded characters, and put the rest back in front of the text.
+        A recording over MAX_REREAD_CHARACTERS is returned as a whole. Stops the recording."""
         recorded, self._recorded = "".join(self._recorded or ()), None
         if len(recorded) > MAX_REREAD_CHARACTERS:
             return recorded
@@ -74,16 +75,16 @@ class Source:
         return recorded[:count]
 
     def push_back(self, text: str) -> None:
-        """`text` comes next."""
+        """Insert `text` in front of the remaining text."""
         self._text, self._at = text + self._text[self._at :], 0
 
     @property
     def is_empty(self) -> bool:
-        """Whether all text so far was taken."""
+        """Whether all text pushed so far has been taken."""
         return self._at >= len(self._text)
 
     def take(self, count: int) -> str:
-        """Take the next `count` characters, which must be there."""
+        """Take the next `count` characters, which must be available."""
         piece = self._text[self._at : self._at + count]
         self._at += count
         if self._recorded is not None:
@@ -108,7 +109,7 @@ class Source:
 
     def peek_until(self, words: tuple[str, ...], skip: int, most: int) -> Steps[str | None]:
         """The text, at most `most` characters, between the next `skip` characters and the first of
-        `words`; not taken. None if none of `words` comes there."""
+        `words`; not taken. None if none of `words` follows."""
         pattern, _, longest = _word_search(words)
         while True:
             start = self._at + skip
@@ -120,8 +121,8 @@ class Source:
             yield
 
     def find_next(self, words: tuple[str, ...], skip: int) -> Steps[str]:
-        """The first of `words` in the MAX_LOOKAHEAD characters after the next `skip`; "" if none is
-        there."""
+        """The first of `words` in the MAX_LOOKAHEAD characters after the next `skip` characters; ""
+        if none of `words` is found."""
         pattern, _, longest = _word_search(words)
         while True:
             start = self._at + skip
@@ -133,7 +134,7 @@ class Source:
             yield
 
     def is_followed_by(self, words: tuple[str, ...], skip: int) -> Steps[bool]:
-        """Whether one of `words`, or the end of the text, comes after the next `skip` characters
+        """Whether any of `words`, or the end of the text, comes after the next `skip` characters
         and whitespace."""
         while True:
             rest = self._text[self._at + skip : self._at + skip + MAX_BLANKS + max(map(len, words))]
@@ -149,13 +150,13 @@ class Source:
             yield
 
     def expect(self, character: str) -> Steps[None]:
-        """Take `character`. Raises ParseError if it is another."""
+        """Take `character`. Raises ParseError if a different character comes next."""
         if (yield from self.peek()) != character:
             raise ParseError
         self.take(1)
 
     def skip_whitespace(self, more: str = "") -> Steps[str]:
-        """Take all whitespace and characters of `more` that follow."""
+        """Take all following whitespace and characters of `more`."""
         taken = []
         while True:
             end = self._at
@@ -169,7 +170,7 @@ class Source:
             yield
 
     def peek_run(self, pattern: "re.Pattern[str]", most: int) -> Steps[str]:
-        """What `pattern` (a run of characters) matches, not taken. Raises ParseError for more than
+        """The match of `pattern` (a run of characters), not taken. Raises ParseError for more than
         `most` characters."""
         while True:
             match = pattern.match(self._text, self._at, self._at + most + 1)
@@ -181,22 +182,22 @@ class Source:
             yield
 
     def take_run(self, pattern: "re.Pattern[str]", sink: Sink) -> None:
-        """Take what `pattern` matches of the text so far."""
+        """Take the match of `pattern` in the available text."""
         match = pattern.match(self._text, self._at)
         if match is not None and match[0]:
             sink(self.take(len(match[0])))
 
     def take_all(self, sink: Sink) -> None:
-        """Take all text so far."""
+        """Take all available text."""
         if not self.is_empty:
             sink(self.take(len(self._text) - self._at))
 
     def accept(self, *words: str) -> Steps[str]:
-        """Take the longest of `words` that comes next; "" if none does."""
+        """Take the longest of `words` that comes next; "" if none of `words` does."""
         return self.take(len((yield from self.peek_word(*words))))
 
     def peek_word(self, *words: str) -> Steps[str]:
-        """The longest of `words` that comes next, not taken; "" if none does."""
+        """The longest of `words` that comes next, not taken; "" if none of `words` does."""
         for word in sorted(words, key=len, reverse=True):
             while True:
                 following = self._text[self._at : self._at + len(word)]
@@ -208,7 +209,7 @@ class Source:
         return ""
 
     def peek_piece(self, start: int, end: int) -> str:
-        """The next characters so far from number `start` to number `end`, not taken."""
+        """The available characters from offset `start` to offset `end`, not taken."""
         return self._text[self._at + start : self._at + end]
 
     def peek_at(self, offset: int) -> Steps[str]:
@@ -222,8 +223,8 @@ class Source:
     ) -> Steps[str]:
         """Take text up to the first of `words`, and the word too unless `leave`.
 
-        Returns the word, "" if the text ended without one. No word may be a prefix of another.
-        Raises ParseError when more than `most` characters precede it.
+        Returns the word; "" if the text ended without any of `words`. No word may be a prefix of
+        another word. Raises ParseError when more than `most` characters precede the word.
         """
         pattern, prefixes, longest = _word_search(words)
         while True:
@@ -249,7 +250,8 @@ class Source:
     def collect_until(
         self, words: tuple[str, ...], *, most: int, leave: bool = False
     ) -> Steps[str]:
-        """The text before the first of `words`. Raises UnexpectedEnd if there is none."""
+        """The text before the first of `words`. Raises UnexpectedEnd if the text ends without any
+        of `words`."""
         pieces: list[str] = []
         if not (yield from self.read_until(words, pieces.append, most=most, leave=leave)):
             raise UnexpectedEnd
@@ -258,7 +260,8 @@ class Source:
 
 @lru_cache(maxsize=256)
 def _word_search(words: tuple[str, ...]) -> "tuple[re.Pattern[str], frozenset[str], int]":
-    """(pattern that finds the first of `words`, all their prefixes, length of the longest)."""
+    """Pattern that finds the first of `words`, all their prefixes, and the length of the longest
+    word."""
     pattern = re.compile("|".join(map(re.escape, words)) or "(?!)")
     prefixes = frozenset(word[:end] for word in words for end in range(1, len(word)))
     return pattern, prefixes, max(map(len, words), default=1)

@@ -1,1 +1,1 @@
-"""Tool-call parsers, one file a family, and the grammars that forced calls follow."""
+"""Tool-call parsers, a file for each kind of format, and the grammars for constrained calls."""

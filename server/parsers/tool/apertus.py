@@ -1,4 +1,4 @@
-"""Calls as JSON objects whose key is the name of the function: Apertus."""
+"""Calls as JSON objects whose keys are function names: Apertus."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ _KEYS = CallKeys(name="")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyedJson(TaggedJson):
-    """`[{"f": {"a": 1}}, {"g": {}}]` after a marker; one object may have several calls."""
+    """`[{"f": {"a": 1}}, {"g": {}}]` after a marker; an object may have several calls."""
 
     keys: CallKeys = _KEYS
 

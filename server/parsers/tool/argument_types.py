@@ -1,4 +1,4 @@
-"""JSON types that the schema of a function allows for an argument, and text cast to them."""
+"""JSON types that a function's schema allows for an argument, and casts of text to these types."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -8,16 +8,17 @@ from server.parsers.stream.json_stream import quoted, value_of
 from server.parsers.stream.python_stream import literal_of
 
 MAX_SCHEMA_NODES = 1000
-"""Subschemas that are read for the types of an argument; beyond, all types are allowed."""
+"""Maximum subschemas that are read for the types of an argument; beyond, all types are allowed."""
 MAX_REQUEST_NODES = 100_000
-"""The same for all arguments of the strict tools of a request: some tenths of a second."""
+"""Maximum subschemas that are read for all arguments of the strict tools of a request: some tenths
+of a second."""
 MAX_SCHEMA_DEPTH = 32
 MAX_REFERENCE_CHARACTERS = 1_024
-"""Characters of a $ref; a longer $ref points to nothing."""
+"""Maximum characters of a $ref; a longer $ref has no target."""
 CHARACTERS_PER_NODE = 32
-"""Characters of a $ref that take as long as a subschema."""
+"""Characters of a $ref that cost as much time as a subschema."""
 ENTRIES_PER_NODE = 16
-"""Entries of an enum or of a list of types that take as long as a subschema."""
+"""Entries of an enum or of a list of types that cost as much time as a subschema."""
 ANY_TYPE = "any"
 ANNOTATIONS = frozenset(("title", "description", "default", "examples", "deprecated", "$comment"))
 """Keywords that do not restrict values."""
@@ -30,8 +31,8 @@ _BOOLEANS = {"true": "true", "false": "false", "1": "true", "0": "false"}
 
 
 def types_of(schema: Mapping[str, Any], name: str) -> frozenset[str]:
-    """The JSON types that `schema`, of a function's parameters, allows for parameter `name`. Empty
-    if the schema does not restrict them, ANY_TYPE if they cannot be told."""
+    """The JSON types that `schema`, a function's parameters, allows for parameter `name`. Empty if
+    the schema does not restrict them, ANY_TYPE if they cannot be determined."""
     return _Search(schema).types_of(name, schema)
 
 
@@ -44,7 +45,7 @@ class NestedSchema:
         self._types: dict[str, frozenset[str]] = {}
 
     def types_of(self, name: str) -> frozenset[str]:
-        """The JSON types of property `name`, as the function `types_of`."""
+        """The JSON types of property `name` (see the function `types_of`)."""
         if name not in self._types:
             self._types[name] = _Search(self._root).types_of(name, self._schema)
         return self._types[name]
@@ -61,7 +62,7 @@ class NestedSchema:
 
 
 def _property(name: str, schema: Mapping[str, Any]) -> Any:
-    """What `schema` itself says of property `name`; None if nothing."""
+    """The subschema of property `name` in `schema` itself; None if there is none."""
     properties, others = schema.get("properties"), schema.get("additionalProperties")
     if isinstance(properties, dict) and name in properties:
         return properties[name]
@@ -69,12 +70,13 @@ def _property(name: str, schema: Mapping[str, Any]) -> Any:
 
 
 def _items(schema: Mapping[str, Any]) -> Any:
-    """What `schema` itself says of items; None if nothing."""
+    """The subschema of items in `schema` itself; None if there is none."""
     return schema["items"] if isinstance(schema.get("items"), dict) else None
 
 
 def referenced(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`schema`, with what it refers to in `root` in the place of the reference."""
+    """`schema` with its references into `root` replaced by their targets, where the keywords do not
+    conflict."""
     for _ in range(MAX_SCHEMA_DEPTH):
         rest = {key: value for key, value in schema.items() if key not in ("$ref", "allOf")}
         if isinstance(schema.get("$ref"), str) and "allOf" not in schema:
@@ -90,15 +92,15 @@ def referenced(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[st
 
 
 class SharedTypes:
-    """The types of arguments of all functions of a request. Arguments whose schemas have the same
-    values share the types."""
+    """Cache of argument types for all functions of a request. Arguments whose schemas share values
+    share an entry."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], tuple[Any, frozenset[str]]] = {}
         self._num_nodes = 0
 
     def types_of(self, schema: Mapping[str, Any], root: Mapping[str, Any]) -> frozenset[str]:
-        """The JSON types that `schema` allows, with what it refers to in `root`. ANY_TYPE once the
+        """The JSON types that `schema` allows; its references point into `root`. ANY_TYPE once the
         searches of the request have read MAX_REQUEST_NODES."""
         restricting = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
         values = (*restricting.items(), *root.items())
@@ -108,14 +110,14 @@ class SharedTypes:
             exhausted = self._num_nodes > MAX_REQUEST_NODES
             types = frozenset((ANY_TYPE,)) if exhausted else search.types_of("", search.root)
             self._num_nodes += search.num_nodes
-            # The values are kept, so that no other value takes their id.
+            # Keep the values alive, so that their ids are not reused.
             self._known[key] = (values, types)
         return self._known[key][1]
 
 
 def num_keywords(schema: Mapping[str, Any], root: Mapping[str, Any]) -> int:
-    """Maximum number of keywords that `referenced` copies for `schema`, with the entries of their
-    lists. A $ref counts for more, by its length."""
+    """Upper bound of the keywords that `referenced` copies for `schema`, including the entries of
+    their lists. A $ref counts as more than a keyword, depending on its length."""
     count = 0
     current: Any = schema
     for _ in range(MAX_SCHEMA_DEPTH):
@@ -133,7 +135,7 @@ def num_keywords(schema: Mapping[str, Any], root: Mapping[str, Any]) -> int:
 
 
 def _reference_nodes(reference: str) -> int:
-    """The subschemas that take as long as finding what `reference` points to."""
+    """The time to find the target of `reference`, in subschemas."""
     return min(len(reference), MAX_REFERENCE_CHARACTERS) // CHARACTERS_PER_NODE
 
 
@@ -142,7 +144,7 @@ def _is_single(branches: object) -> bool:
 
 
 class _Search:
-    """Reads a schema. A set of types is None where the schema does not restrict them."""
+    """Search of a schema for types. A set of types is None if the schema does not restrict them."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self.root = root
@@ -155,15 +157,15 @@ class _Search:
         return self.num_nodes > MAX_SCHEMA_NODES
 
     def types_of(self, name: str, schema: Any) -> frozenset[str]:
-        """The types that `schema` allows for property `name`, as the function `types_of`."""
+        """The types that `schema` allows for property `name` (see the function `types_of`)."""
         types = self.types(self.composed(schema, partial(_property, name), 0), 0)
         if self.is_exhausted:
             return frozenset((ANY_TYPE,))
         return frozenset() if types is None else types
 
     def composed(self, schema: Any, pick: Callable[[Mapping[str, Any]], Any], depth: int) -> Any:
-        """What `pick` finds in `schema`, in the schema that it refers to and in its branches,
-        composed as they are; None if `pick` finds nothing."""
+        """The results of `pick` for `schema`, for the target of its reference and for its branches,
+        composed with anyOf and allOf like the branches; None if `pick` finds nothing."""
         if not self._enter(schema, depth):
             return None
         found = [pick(schema)]
@@ -201,7 +203,7 @@ class _Search:
         return self.all_of(iter(found))
 
     def all_of(self, found: "Iterator[frozenset[str] | None]") -> frozenset[str] | None:
-        """The types that are in all sets of `found`. A set that contradicts the sets before it is
+        """The intersection of the sets in `found`. A set that contradicts the sets before it is
         ignored."""
         allowed: frozenset[str] | None = None
         for types in found:
@@ -233,7 +235,7 @@ class _Search:
 
 
 def _num_nodes(schema: Any) -> int:
-    """1 for `schema`, and more for a long enum, list of types or $ref."""
+    """The cost of `schema` in subschemas: 1, and more for a long enum, list of types or $ref."""
     if not isinstance(schema, dict):
         return 1
     lists = (schema.get("enum"), schema.get("type"))
@@ -244,7 +246,7 @@ def _num_nodes(schema: Any) -> int:
 
 
 def _target(reference: str, root: Mapping[str, Any]) -> Any:
-    """What a local reference points to; None if there is no such schema."""
+    """The target of a local reference; None if there is no such schema."""
     if not reference.startswith("#") or len(reference) > MAX_REFERENCE_CHARACTERS:
         return None
     found: Any = root
@@ -288,7 +290,7 @@ def _union(found: "Iterator[frozenset[str] | None]") -> frozenset[str] | None:
 
 
 def cast(text: str, types: frozenset[str]) -> str:
-    """`text` as a JSON value that `types` allow, else as a string."""
+    """`text` as a JSON value that `types` allow; otherwise as a JSON string."""
     bare = text.strip()
     bare = _WORDS.get(bare, bare)
     if "boolean" in types and not types & {"integer", "number", ANY_TYPE}:
@@ -308,7 +310,7 @@ def cast(text: str, types: frozenset[str]) -> str:
 
 
 def _without_leading_zeros(text: str) -> str | None:
-    """The JSON number that a whole number such as 007 stands for; None for other texts."""
+    """The JSON number of an integer with leading zeros, such as 007; None for other texts."""
     digits = text.removeprefix("-")
     if not (digits.isascii() and digits.isdecimal()):
         return None

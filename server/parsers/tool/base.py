@@ -1,4 +1,5 @@
-"""The tool parser, and what each family defines for it: text up to a marker, a call, text again."""
+"""The tool parser, and the interfaces of call formats. An answer is text up to a marker, a call,
+and text again."""
 
 from dataclasses import dataclass
 
@@ -16,53 +17,55 @@ from server.parsers.tool.structural_tag import Functions, ToolCallGrammar
 
 MAX_NAME_CHARACTERS = 256
 _TAG_STARTS = "<[]"
-"""First characters of tags, which are no words that a text may quote."""
+"""First characters of tags. Text may quote words, but not tags."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCallReader:
-    """Reads calls in one format."""
+    """Reader of calls in a format."""
 
     markers: tuple[str, ...] = ()
-    """Texts that start a call or several. None is a prefix of another."""
+    """Texts that start a call or several calls. No marker is a prefix of another marker."""
     ignored_markers: tuple[str, ...] = ()
     """Texts around calls that are dropped."""
     section: tuple[str, ...] = ()
-    """The ignored markers that start and end a section of calls; other text in it is dropped."""
+    """The ignored markers that start and end a section of calls; other text in the section is
+    dropped."""
     ends: tuple[str, ...] = ()
-    """Optional texts after a call, dropped anywhere after it."""
+    """Optional texts after a call; dropped anywhere after it."""
     allows_unmarked: bool = False
     """Whether an answer may start with a call without a marker."""
     unmarked_starts: str = ""
     """Characters that may start a call without a marker anywhere in an answer."""
 
     def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
-        """Read what follows `marker` ("": a call without one), to the end of the calls. Raises
-        ParseError if it is no call; `source` records from the marker on, or from the end of the
-        last complete call."""
+        """Read the calls after `marker` ("": a call without a marker) to their end. Raises
+        ParseError if the text is not a call. `source` records from the marker on; implementations
+        restart the recording after each complete call."""
         raise NotImplementedError
 
     @property
     def markers_in_reasoning(self) -> tuple[str, ...]:
-        """Markers that start a call in the reasoning too: tags, not words that it may quote."""
+        """Markers that also start a call in the reasoning: tags, not words that the reasoning may
+        quote."""
         markers = (*self.section[:1], *self.markers)
         return tuple(marker for marker in markers if marker[0] in _TAG_STARTS)
 
 
 class ToolCallFormat(ToolCallReader):
-    """How one model family writes calls."""
+    """Call format of a model family."""
 
     __slots__ = ()
 
     def grammar(self, functions: Functions) -> ToolCallGrammar:
-        """The grammar of calls of `functions`. Raises UserError if it cannot enforce the schema of
+        """The grammar of calls to `functions`. Raises UserError if it cannot enforce the schema of
         their arguments."""
         raise NotImplementedError
 
 
 class ToolCallParser(StreamParser):
     """Parses the calls of a format. Text that is not a call stays text. Arguments that cannot be
-    parsed are passed on unchanged."""
+    parsed are emitted unchanged."""
 
     def __init__(self, reader: ToolCallReader, tools: Tools) -> None:
         super().__init__()
@@ -70,12 +73,12 @@ class ToolCallParser(StreamParser):
         self._tools = tools
         self._ignored = self._always_ignored = reader.ignored_markers
         self._text_end = ""
-        """The end of the text so far."""
+        """The last MAX_BLANKS characters of text."""
         self._section_text: list[str] | None = None
-        """Text of the open section."""
+        """Text of the open section; None outside of a section."""
 
     def ignore(self, words: tuple[str, ...]) -> None:
-        """Drop `words` from the text that follows."""
+        """Drop `words` from the following text."""
         self._always_ignored = tuple(dict.fromkeys(self._always_ignored + words))
         self._ignored = tuple(dict.fromkeys(self._ignored + words))
 
@@ -108,7 +111,7 @@ class ToolCallParser(StreamParser):
 
     def _read_section(self) -> Steps[None]:
         """Read the calls of a section and drop the text around them. Text before an end tag is a
-        call that cannot be parsed: it is kept."""
+        call that cannot be parsed, and is kept."""
         reader, source, first = self._reader, self._source, self._output.num_calls
         self._section_text = []
         while True:
@@ -120,7 +123,7 @@ class ToolCallParser(StreamParser):
                 if self._output.num_calls > num_calls:
                     self._section_text.clear()
             elif word in reader.ends and word not in reader.section:
-                # Before the first call an end tag is text, in a section as outside of it.
+                # Before the first call an end tag is text, both inside and outside of a section.
                 end = "" if word in self._ignored else word
                 self._output.add_text("".join(self._section_text) + end)
                 self._section_text.clear()
@@ -138,7 +141,7 @@ class ToolCallParser(StreamParser):
             source.stop_recording()
         except ParseError as error:
             if source.is_cut and isinstance(error, UnexpectedEnd):
-                # finish_reason says that the answer was cut.
+                # The call is incomplete; finish_reason shows that the answer was cut.
                 output.release_call()
             output.drop_call()
             if output.has_open_call:
@@ -147,7 +150,7 @@ class ToolCallParser(StreamParser):
             else:
                 self._add_text(source.rewind(len(marker) or 1))
         if output.num_calls == num_calls:
-            # The end tag belongs to what is no call, so it is text too.
+            # The end tag belongs to text that is not a call, so it is text too.
             self._ignored = self._always_ignored
         else:
             ends = tuple(end for end in self._reader.ends if end[0] in _TAG_STARTS)
@@ -155,7 +158,7 @@ class ToolCallParser(StreamParser):
             self._text_end = ""
 
     def _read_raw_arguments(self) -> Steps[None]:
-        """The rest of arguments that cannot be parsed."""
+        """Read the rest of arguments that cannot be parsed."""
         reader, source, output = self._reader, self._source, self._output
         yield from source.read_until(
             (*reader.ends, *reader.markers), output.add_arguments, leave=True
@@ -170,7 +173,7 @@ class ToolCallParser(StreamParser):
         self._output.add_text(piece)
 
     def _ends_like_data(self) -> bool:
-        """Whether the text so far ends like JSON or code that goes on."""
+        """Whether the text so far ends like JSON or code that continues."""
         end = self._text_end.rstrip(WHITESPACE)
         if end == self._text_end and end and (end[-1].isalnum() or end[-1] in "_])"):
             return True
@@ -178,7 +181,7 @@ class ToolCallParser(StreamParser):
 
 
 def checked_name(name: str) -> str:
-    """`name`, stripped. Raises ParseError if no function can have it."""
+    """`name`, stripped. Raises ParseError if it is not a valid function name."""
     name = name.strip()
     is_short = 1 <= len(name) <= MAX_NAME_CHARACTERS
     if not is_short or not name.isprintable() or "<" in name:
@@ -188,7 +191,7 @@ def checked_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CallFinder:
-    """Finds out whether a marker in the reasoning starts a call."""
+    """Determines whether a marker in the reasoning starts a call."""
 
     reader: ToolCallReader
     tools: Tools
@@ -199,7 +202,7 @@ class CallFinder:
         return self.reader.markers_in_reasoning
 
     def starts_call(self, source: Source) -> Steps[bool]:
-        """Whether a call comes next. Takes nothing from `source`."""
+        """Whether a call comes next. Does not consume `source`."""
         parser, count = ToolCallParser(self.reader, self.tools), 0
         while True:
             piece = source.peek_piece(count, MAX_REREAD_CHARACTERS)
@@ -214,4 +217,4 @@ class CallFinder:
 
 
 NO_CALLS = CallFinder(ToolCallReader(), {})
-"""For answers without calls in the reasoning."""
+"""Finder for answers without calls in the reasoning."""

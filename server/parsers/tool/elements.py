@@ -1,4 +1,4 @@
-"""Calls whose arguments are nested elements, an element per argument: MiniMax M3."""
+"""Calls whose arguments are nested elements: MiniMax M3."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,15 +37,17 @@ _NAME = regex("[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elements(ToolCallFormat):
-    """Each tag follows the special token `namespace`, which text never has. An element with
-    elements is an object or a list; an element with text is a value of the type in the schema.
+    """Calls in which each tag follows the special token `namespace`, which does not occur in text.
+    An element with elements is an object or a list; an element with text is a value of the type in
+    the schema.
 
     An end tag that is missing is replaced by the next tag. Text between elements is text of the
-    answer, after the call."""
+    answer, after the call.
+    """
 
     namespace: str
     opening: str
-    """What precedes the name of a function."""
+    """The text before the name of a function."""
     call_end: str
     section_end: str
 
@@ -100,7 +102,8 @@ class Elements(ToolCallFormat):
             output.add_text(text)
 
     def _next_key(self, source: Source, between: list[str], num_keys: int) -> Steps[str]:
-        """Take the start tag of the next argument; its name, "" if the call ends before that."""
+        """Take the start tag of the next argument and return its name; "" if the call ends
+        first."""
         while True:
             word = yield from source.read_until((self.namespace,), between.append, leave=True)
             if not word:
@@ -117,12 +120,13 @@ class Elements(ToolCallFormat):
                 return tag
 
     def _ends_call(self, source: Source) -> Steps[bool]:
-        """Whether a tag comes next that no element contains."""
+        """Whether a tag that ends the call comes next."""
         ends = (self.call_end, self.section_end, self.opening)
         return bool((yield from source.peek_word(*ends)))
 
     def _peek_tag(self, source: Source) -> Steps[str]:
-        """What is between the angle brackets of the tag after a namespace; "" if no tag follows."""
+        """The text between the angle brackets of the tag after a namespace; "" if no tag
+        follows."""
         tag = yield from source.peek_until((">",), len(self.namespace), MAX_NAME_CHARACTERS)
         if tag is None:
             if source.has_ended and source.is_cut:
@@ -139,7 +143,8 @@ class Elements(ToolCallFormat):
             yield from source.collect_until((">",), most=MAX_NAME_CHARACTERS)
 
     def _read_text(self, source: Source, key: str, sink: Sink) -> Steps[None]:
-        """Text up to the end tag of `key`, which may lack its namespace, or to the next tag."""
+        """Read text up to the end tag of `key`, which may lack its namespace, or to the next
+        tag."""
         bare_end = f"</{key}>"
         words = (self.namespace, bare_end + self.namespace)
         while True:
@@ -161,7 +166,8 @@ class Elements(ToolCallFormat):
     def _read_value(
         self, source: Source, schema: NestedSchema, path: tuple[str, ...], between: list[str]
     ) -> Steps[str]:
-        """The value of the last element of `path` as JSON. `schema` has it as a property."""
+        """Read the value of the last element of `path` and return it as JSON. `schema` is the
+        schema of the object that contains the element."""
         key = path[-1]
         types = schema.types_of(key)
         has_elements = not types or bool(types & {"object", "array", ANY_TYPE})
@@ -193,7 +199,8 @@ class Elements(ToolCallFormat):
         return _joined(elements, types)
 
     def _read_piece(self, source: Source, key: str, pieces: list[str]) -> Steps[bool]:
-        """Text up to a namespace; whether the end tag of `key` without a namespace comes before."""
+        """Read text up to a namespace; returns whether an end tag of `key` without a namespace came
+        first."""
         bare_end = f"</{key}>"
         words = (self.namespace, bare_end + self.namespace)
         word = yield from source.read_until(words, pieces.append, leave=True)
@@ -218,7 +225,7 @@ class Elements(ToolCallFormat):
         return ToolCallGrammar(by_marker, self.ignored_markers)
 
     def _call(self, name: str, schema: Mapping[str, Any] | None, shared: SharedTypes) -> Part:
-        """A call after `opening`."""
+        """Grammar of a call after `opening`."""
         check_name(name, name, (">",))
         gap = regex("\\n?")
         if schema is None:
@@ -247,7 +254,7 @@ def _schema_inside(schema: NestedSchema, key: str, types: frozenset[str]) -> Nes
 
 
 def _is_list(types: frozenset[str], has_items: bool) -> bool:
-    """Whether elements are the items of a list. `has_items`: all of them are named so."""
+    """Whether elements are the items of a list. `has_items`: all elements are named `item`."""
     return "array" in types if types and ANY_TYPE not in types else has_items
 
 
@@ -261,7 +268,8 @@ def _cast(text: str, types: frozenset[str]) -> str:
 
 
 def _joined(elements: list[tuple[str, str]], types: frozenset[str]) -> str:
-    """Elements as a list, or as an object, in which a name that comes twice has a list."""
+    """The JSON of elements: a list, or an object in which the value of a repeated name is a
+    list."""
     if _is_list(types, all(name == _ITEM for name, _ in elements)):
         return f"[{', '.join(value for _, value in elements)}]"
     values: dict[str, list[str]] = {}

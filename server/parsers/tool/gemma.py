@@ -1,4 +1,4 @@
-"""Calls with unquoted keys and their own string delimiters: FunctionGemma and Gemma 4."""
+"""Calls with unquoted keys and special string delimiters: FunctionGemma and Gemma 4."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -36,8 +36,8 @@ from server.parsers.tool.structural_tag import (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma(ToolCallFormat):
     """`call:NAME{key:value,...}` between two tags. A string is raw text between two `quote`s; a
-    value without them is a number, a word, an object or a list. The ignored marker is what the
-    model writes when it waits for the results."""
+    value without quotes is a number, a word, an object or a list. The model writes the ignored
+    marker when it waits for results."""
 
     quote: str
 
@@ -141,7 +141,7 @@ class Gemma(ToolCallFormat):
 
 
 def _is_flat(schema: Any) -> bool:
-    """Whether values have no keys: JSON may write those in ways that are not read here."""
+    """Whether values have no keys: JSON may write keys in ways that this reader does not accept."""
     if not isinstance(schema, dict):
         return False
     if isinstance(words := schema.get("enum"), list):

@@ -1,4 +1,5 @@
-"""Calls of Hunyuan 3, whose tags have a suffix in the published checkpoints and none in others."""
+"""Calls of Hunyuan 3. The tags have a suffix in the published checkpoints and no suffix in
+others."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -15,7 +16,7 @@ SUFFIX = ":opensource"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EitherTags(ToolCallFormat):
-    """Calls in the tags of either family; the marker tells which."""
+    """Calls in the tags of either family; the marker determines which."""
 
     first: Tags
     second: Tags

@@ -44,11 +44,11 @@ _DEEPSEEK_CALLS_END = "<\uff5ctool\u2581calls\u2581end\uff5c>"
 def read_object_call(
     source: Source, output: EventBuffer, allowed: Tools | None = None, ends: tuple[str, ...] = ()
 ) -> Steps[None]:
-    """`{"name": ..., "arguments": {...}}`, keys in any order, other keys ignored. Brackets before
-    one of `ends` may be missing.
+    """Read `{"name": ..., "arguments": {...}}`, keys in any order, other keys ignored. Brackets
+    before one of `ends` may be missing. Raises ParseError.
 
-    With `allowed`, an object that names none of these, has no arguments, or has keys that no call
-    has, is no call.
+    With `allowed`, an object is not a call if it names no function of `allowed`, has no arguments,
+    or has a key that calls do not have.
     """
     call = _Call(output, allowed)
     yield from source.expect("{")
@@ -80,13 +80,13 @@ def read_object_call(
 
 
 class _Call:
-    """A call whose name and arguments may come in any order."""
+    """Builder of a call whose name and arguments may come in any order."""
 
     def __init__(self, output: EventBuffer, allowed: Tools | None) -> None:
         self.name: str | None = None
         self.has_arguments = False
         self.has_other_object = False
-        """Whether a key that is not known has an object, which may be the arguments."""
+        """Whether an unknown key has an object, which may be the arguments."""
         self._output = output
         self._known = allowed
         self._arguments: list[str] = []
@@ -120,11 +120,12 @@ class _Call:
 
 
 def _ignore(piece: str) -> None:
-    """Drop a value."""
+    """Sink that drops a value."""
 
 
 def read_arguments(source: Source, sink: Sink, ends: tuple[str, ...] = ()) -> Steps[None]:
-    """Arguments: an object, passed on as it comes; a string that holds one; or null for none."""
+    """Read arguments: an object, emitted as it arrives; a string that contains an object; or null
+    for no arguments. Raises ParseError."""
     first = yield from source.peek()
     if first == "{":
         yield from read_value(source, sink, 0, ends)
@@ -143,7 +144,7 @@ def read_arguments(source: Source, sink: Sink, ends: tuple[str, ...] = ()) -> St
 def read_calls(
     source: Source, output: EventBuffer, allowed: Tools | None = None, ends: tuple[str, ...] = ()
 ) -> Steps[None]:
-    """One call as an object, or a list of them."""
+    """Read a call as an object, or a list of calls."""
     if (yield from source.peek()) != "[":
         yield from read_object_call(source, output, allowed, ends)
         return
@@ -167,7 +168,7 @@ def read_named_call(
     call_id: str | None = None,
     ends: tuple[str, ...] = (),
 ) -> Steps[None]:
-    """A call of `name`; its arguments follow as an object."""
+    """Read a call to `name`, whose arguments follow as an object."""
     if (yield from source.peek()) != "{":
         raise ParseError
     output.start_call(name, call_id)
@@ -177,7 +178,7 @@ def read_named_call(
 
 
 def collect_name(source: Source, separator: str, reader: ToolCallReader) -> Steps[str]:
-    """The text up to `separator`. Raises ParseError if another tag comes before it."""
+    """Read the text up to `separator`. Raises ParseError if another tag precedes it."""
     tags = (separator, *reader.markers, *reader.ignored_markers)
     name = yield from source.collect_until(tags, most=MAX_NAME_CHARACTERS, leave=True)
     if not (yield from source.accept(separator)):
@@ -187,8 +188,8 @@ def collect_name(source: Source, separator: str, reader: ToolCallReader) -> Step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaggedJson(ToolCallFormat):
-    """One object or a list after a marker, with an optional end. Without a marker, and after one of
-    `must_be_known`, only functions of the request are calls: the text may be any JSON."""
+    """An object or a list after a marker, with an optional end. Without a marker, and after a
+    marker of `must_be_known`, only functions of the request are calls: the text may be any JSON."""
 
     after: str = ""
     """Optional text after the marker."""
@@ -196,7 +197,7 @@ class TaggedJson(ToolCallFormat):
     separators: str = ""
     """Characters that may separate calls."""
     keys: CallKeys = NAME_AND_ARGUMENTS
-    """The keys that the model writes; all of NAMES and ARGUMENTS are read."""
+    """The keys that the grammar allows; the reader accepts all of NAMES and ARGUMENTS."""
 
     def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
         allowed = tools if not marker or marker in self.must_be_known else None
@@ -205,7 +206,7 @@ class TaggedJson(ToolCallFormat):
             yield from source.accept(self.after)
             yield from source.skip_whitespace()
         yield from self.read_calls(source, output, allowed)
-        # A surplus brace is the most common mistake.
+        # Models often write a surplus brace.
         space = yield from source.skip_whitespace("}" if marker else "")
         while self.separators and (yield from source.accept(*self.separators)):
             yield from source.skip_whitespace()
@@ -226,7 +227,7 @@ class TaggedJson(ToolCallFormat):
         ends = [sequence(GAP, literal(end)) for end in self.ends]
         end = [] if not ends else ends if len(ends) == 1 else [optional(any_of(*ends))]
         content = sequence(*after, GAP, written, *end)
-        # A special token that is not first in a marker does not start a call for the grammar.
+        # A special token that is not at the start of a marker does not start a call in the grammar.
         markers = (marker for marker in self.markers if "<" not in marker[1:])
         form = dict.fromkeys(markers, content)
         if not self.allows_unmarked:
@@ -238,7 +239,7 @@ class TaggedJson(ToolCallFormat):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mistral(ToolCallFormat):
-    """`[TOOL_CALLS]` with a list of objects, or with a name, `[ARGS]` and an object."""
+    """`[TOOL_CALLS]` and a list of objects, or a name, `[ARGS]` and an object."""
 
     before_id: str = "[CALL_ID]"
     before_arguments: str = "[ARGS]"
@@ -259,7 +260,7 @@ class Mistral(ToolCallFormat):
             call_id = checked_name(call_id)
         has_mark = yield from source.accept(self.before_arguments)
         if not has_mark and not call_id and not _NAME.fullmatch(name):
-            # Text that an object follows.
+            # The marker is text that an object follows.
             raise ParseError
         yield from source.skip_whitespace()
         yield from read_named_call(source, output, checked_name(name), call_id)
@@ -306,7 +307,7 @@ class DeepSeek(ToolCallFormat):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kimi(ToolCallFormat):
-    """`functions.NAME:NUMBER`, which is the call's id too, a separator, an object."""
+    """`functions.NAME:NUMBER` (also the call's id), a separator, an object."""
 
     separator: str = "<|tool_call_argument_begin|>"
 
@@ -338,7 +339,7 @@ class Kimi(ToolCallFormat):
 
 @dataclass(frozen=True, slots=True)
 class Arguments(ToolCallReader):
-    """Only the arguments of the function `name`."""
+    """Reader of an answer that contains only the arguments of the function `name`."""
 
     name: str
     allows_unmarked: bool = field(default=True, kw_only=True)
@@ -349,7 +350,7 @@ class Arguments(ToolCallReader):
 
 
 CALLS_ALONE = TaggedJson(allows_unmarked=True)
-"""Only a list of calls, as a grammar forces it."""
+"""Format of an answer that a grammar constrains to a list of calls."""
 HERMES = TaggedJson(markers=("<tool_call>",), ends=("</tool_call>",))
 GRANITE = TaggedJson(
     markers=("<|tool_call|>", "<tool_call>"), ends=("</tool_call>", "<|tool_call|>")

@@ -31,7 +31,7 @@ _COMMA = regex(", ?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pythonic(ToolCallFormat):
-    """`[f(a="x", b=1), g()]`: a list of calls with keywords, whose values are literals.
+    """`[f(a="x", b=1), g()]`: a list of calls with keyword arguments, whose values are literals.
 
     Without a marker only functions of the request are calls.
     """
@@ -66,7 +66,7 @@ class Pythonic(ToolCallFormat):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonicLines(Pythonic):
-    """A call in each line, between two tags."""
+    """Calls on separate lines, between two tags."""
 
     def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
         yield from source.skip_whitespace()
@@ -121,8 +121,8 @@ def _read_call(
 
 
 def _ends_argument(source: Source, ends: tuple[str, ...], is_list: bool) -> Steps[bool]:
-    """Whether an argument ends after the next character: an argument or the end of the call
-    follows, and after the call another call or the end of the calls."""
+    """Whether an argument ends after the next character: the next argument or the end of the call
+    follows, and after the call a further call or the end of the calls."""
     at, character = yield from after_blanks(source, 1)
     if character == ",":
         at, character = yield from after_blanks(source, at + 1)
@@ -160,7 +160,7 @@ def _read_name(source: Source) -> Steps[str]:
 
 
 def _python_call(name: str, schema: Mapping[str, Any] | None) -> Part:
-    """`name(a=1, b="x")`; values are written as JSON, which the reader accepts too."""
+    """Grammar of `name(a=1, b="x")`; values are written as JSON, which the reader also accepts."""
     free = sequence(regex("[A-Za-z_][A-Za-z0-9_]{0,63}="), json_value({}))
     inner = named_arguments(
         name, schema, _COMMA, free, lambda one: sequence(literal(f"{one.name}="), one.as_json)

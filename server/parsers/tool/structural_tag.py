@@ -18,14 +18,16 @@ Functions = Mapping[str, Mapping[str, Any] | None]
 """Function name to the schema that its arguments must match; None: any object."""
 
 IDENTIFIER = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
-"""Names that a family may write without quotes."""
+"""Names that can be written without quotes."""
 MAX_ARGUMENT_PARTS = 16_384
-"""They take 10 ms to build; a larger grammar has too many characters anyway."""
+"""Maximum parts for arguments of a grammar, which take 10 ms to build; a larger grammar exceeds the
+character limit anyway."""
 MAX_ARGUMENT_KEYWORDS = 65_536
-"""With the entries of enums and branches. A keyword takes 4 characters or more; a larger grammar
-has too many characters anyway."""
+"""Maximum keywords of arguments, including entries of enums and branches. A keyword takes at least
+4 characters; a larger grammar exceeds the character limit anyway."""
 MAX_CALLS = 32
-"""Limit of one forced answer; without it a model may go on to the end of the context."""
+"""Maximum calls of a constrained answer; without a limit a model may continue to the end of the
+context."""
 _VALUES = ("enum", "const", "default", "examples")
 """Keywords whose values are not schemas."""
 _NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
@@ -35,7 +37,7 @@ _KEYWORDS = frozenset(
 
 
 def literal(value: str) -> Part:
-    """Exactly this."""
+    """Exactly the text `value`."""
     return {"type": "const_string", "value": value}
 
 
@@ -66,28 +68,28 @@ def optional(part: Part) -> Part:
 
 
 def repeat(part: Part) -> Part:
-    """Zero or more times."""
+    """`part`, zero or more times."""
     return {"type": "repeat", "element": part}
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument of a function."""
+    """An argument of a function."""
 
     name: str
     schema: Mapping[str, Any]
     definitions: Mapping[str, Any]
-    """What the schema may reference."""
+    """Definitions that the schema may reference."""
     is_required: bool
 
     @property
     def as_json(self) -> Part:
-        """Its value as JSON."""
+        """The grammar of the value as JSON."""
         return json_value({**self.definitions, **self.schema})
 
 
 def arguments_of(function: str, schema: Mapping[str, Any]) -> list[Argument]:
-    """The named arguments of `schema`, required ones first. Raises UserError if the schema has
+    """The named arguments of `schema`, required arguments first. Raises UserError if the schema has
     other keywords."""
     unknown = schema.keys() - _KEYWORDS - ANNOTATIONS
     properties = schema.get("properties") or {}
@@ -112,8 +114,8 @@ def arguments_of(function: str, schema: Mapping[str, Any]) -> list[Argument]:
 
 
 def check_keywords(functions: Functions) -> None:
-    """Raise UserError for more keywords than the grammar of all arguments may have. A definition
-    counts for each argument that refers to the definition."""
+    """Raise UserError for more than MAX_ARGUMENT_KEYWORDS keywords of all arguments. A definition
+    counts for each argument that refers to it."""
     total = 0
     for schema in functions.values():
         properties = (schema or {}).get("properties")
@@ -129,8 +131,8 @@ def check_keywords(functions: Functions) -> None:
 
 
 def check_optional_arguments(functions: Functions) -> None:
-    """Raise UserError for more optional arguments than `named_arguments` writes: where all are
-    optional, there is a part for each pair of arguments."""
+    """Raise UserError for more optional arguments than `named_arguments` supports: if all arguments
+    are optional, there is a part for each pair of arguments."""
     check_keywords(functions)
     total = 0
     for schema in functions.values():
@@ -152,8 +154,9 @@ def named_arguments(
     free: Part,
     write: Callable[[Argument], Part],
 ) -> list[Part]:
-    """The arguments that match `schema`, each as `write` writes it, separated by `comma`; without a
-    schema any number of `free`. Raises UserError for names that must be quoted."""
+    """The grammar of the arguments that match `schema`, each written by `write`, separated by
+    `comma`; without a schema any number of `free`. Raises UserError for names that must be
+    quoted."""
     if not IDENTIFIER.fullmatch(function):
         raise unenforceable(function, "the name")
     if schema is None:
@@ -173,7 +176,7 @@ def named_arguments(
             for place, part in enumerate(parts[first:])
         ]
 
-    # The first optional part that is present decides where commas stand.
+    # The first present optional part determines the positions of commas.
     firsts = range(1 if num_required else len(parts))
     options = [sequence(parts[place], *after(place + 1)) for place in firsts]
     if num_required:
@@ -182,7 +185,7 @@ def named_arguments(
 
 
 def is_plain_text(schema: Mapping[str, Any]) -> bool:
-    """Whether any text is valid, even if it also reads as null or a boolean."""
+    """Whether any text is valid for `schema`, even text that also reads as null or a boolean."""
     rest = {k: v for k, v in schema.items() if k not in ANNOTATIONS}
     branches = rest.pop("anyOf", None)
     if branches is not None:
@@ -203,7 +206,7 @@ def _allow_text(kinds: list[Any]) -> bool:
 
 
 def unenforceable(function: str, what: str) -> UserError:
-    """The error for what cannot be enforced in formats that write arguments one by one."""
+    """The error for a schema that cannot be enforced in formats that write arguments separately."""
     return UserError(
         f"{what} of the parameters of {function!r:.60} cannot be enforced in the way this model "
         "writes calls; set strict to false, or tool_choice to required",
@@ -241,18 +244,20 @@ GAP = regex("[ \\n]?")
 
 @dataclass(frozen=True, slots=True)
 class ToolCallGrammar:
-    """What may follow each marker of a format, its end included."""
+    """Grammar of the text that may follow each marker of a format, including the end of the
+    call."""
 
     by_marker: Mapping[str, Part]
     ignored_markers: tuple[str, ...] = ()
     bare: Part | None = None
-    """The form of an answer that starts with one of `bare_starts`."""
+    """The grammar of an answer that starts with a character of `bare_starts`; None: all calls have
+    markers."""
     bare_starts: str = ""
     whole: Part | None = None
-    """The form of the whole answer, reasoning included, if calls are not embedded in text."""
+    """The grammar of the whole answer, including reasoning, if calls are not embedded in text."""
 
     def part(self) -> Part:
-        """Text and calls."""
+        """The grammar of text and calls."""
         if self.whole is not None:
             return self.whole
         result: Part = {
@@ -265,7 +270,7 @@ class ToolCallGrammar:
         return result
 
     def part_beside(self, form: Part, *, is_parallel: bool) -> Part | None:
-        """`form`, or only calls; None if text and calls may start alike."""
+        """The grammar of either `form` or only calls; None if text and calls may start alike."""
         if self.bare is not None or not self.by_marker:
             return None
         calls = any_of(*(sequence(literal(marker), one) for marker, one in self.by_marker.items()))
@@ -278,16 +283,16 @@ class ToolCallGrammar:
 
 @dataclass(frozen=True, slots=True)
 class CallKeys:
-    """The keys of a call that is a JSON object."""
+    """Keys of a call that is a JSON object."""
 
     arguments: str = "arguments"
     name: str = "name"
-    """Empty: the name is the key of the arguments."""
+    """The key of the name. Empty: the name is the key of the arguments."""
     number: str = ""
-    """The key of the number of a call, if there is one."""
+    """The key of the call's number. Empty: calls have no number."""
 
     def schema(self, name: str, arguments: Part) -> Part:
-        """The JSON schema of a call of `name`."""
+        """The JSON schema of a call to `name`."""
         number = {"type": "string", "pattern": "^[0-9]{1,3}$"}
         properties: dict[str, Any] = {self.number: number} if self.number else {}
         if self.name:
@@ -309,7 +314,7 @@ def calls_schema(
     functions: Functions, keys: CallKeys = NAME_AND_ARGUMENTS, max_calls: int = MAX_CALLS
 ) -> dict[str, Any]:
     """The JSON schema of a list of calls: objects with a name and arguments that match the
-    function's schema, or any object if it has none."""
+    function's schema; any object if the function has no schema."""
     calls = [
         keys.schema(name, {"$ref": f"#/$defs/arguments{place}"})
         for place, name in enumerate(functions)
@@ -332,8 +337,8 @@ def object_schema(schema: Any) -> dict[str, Any]:
 
 
 def _moved(value: Any, root: str, *, has_names: bool = False) -> Any:
-    """A copy of a schema that is moved to `root`, with its own references adjusted. `has_names`:
-    the keys are names that its author chose, not keywords."""
+    """A copy of a schema that is moved to `root`, with its references adjusted. `has_names`: the
+    keys are names that the author chose, not keywords."""
     if isinstance(value, list):
         return [_moved(one, root) for one in value]
     if not isinstance(value, dict):

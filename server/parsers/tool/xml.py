@@ -1,4 +1,4 @@
-"""Calls written as tags around each argument."""
+"""Calls with tags around each argument."""
 
 import json
 import re
@@ -42,7 +42,7 @@ _ATTRIBUTE = re.compile(r'(?:\s*(?:index|string|type)="\w*")*')
 _TEXT_ATTRIBUTES = ('string="true"', 'type="string"')
 _LINE_BREAK = regex("\\n?")
 _WRAPPERS = ("arguments", "input", "properties")
-"""Names under which models write all arguments as an object."""
+"""Argument names under which models write all arguments as an object."""
 TEXT = frozenset(("string",))
 ANY = frozenset((ANY_TYPE,))
 QUOTES_AND_BLANKS = "\"' \t\r\n"
@@ -50,7 +50,7 @@ QUOTES_AND_BLANKS = "\"' \t\r\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attributes:
-    """The attributes after the name of a parameter, which tell the type of the value."""
+    """Attributes after the name of a parameter, which specify the type of the value."""
 
     end: str
     """The text that ends the tag."""
@@ -59,18 +59,19 @@ class Attributes:
     other: str
     """The attributes of other values."""
     call: str = ""
-    """The attributes after the name of a function, if there are any."""
+    """The attributes after the name of a function; empty: none."""
     is_escaped: bool = False
-    """Whether names have `&quot;` and `&amp;` for quotes and ampersands."""
+    """Whether names contain `&quot;` and `&amp;` for quotes and ampersands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tags(ToolCallFormat):
-    """The tags of a family. `opening` precedes the function's name, `key` a parameter's. Markers
-    are the tags around calls, and `opening` itself: models leave out the tag before it.
+    """Tags of a family. `opening` precedes a function's name, `key` a parameter's name. Markers are
+    the tags around calls and `opening` itself, because models omit the tag before it.
 
     A tag that is missing is replaced by the next tag of the family. Text between tags is text of
-    the answer, after the call."""
+    the answer, after the call.
+    """
 
     opening: str = ""
     name_end: tuple[str, ...]
@@ -83,13 +84,13 @@ class Tags(ToolCallFormat):
     """The tag between key and value."""
     attributes: Attributes | None = None
     cdata: tuple[str, ...] = ()
-    """The start and the end of a section that a value may be in."""
+    """The start and end tags of a CDATA section that may contain a value; empty: none."""
     must_be_known: bool = False
     """Whether only functions of the request are calls."""
     is_framed: bool = True
     """Whether a line break before and after a value is dropped."""
     leaves_name_end: bool = False
-    """Whether the name ends at the next tag, which is not taken."""
+    """Whether the name ends at the next tag, which is not consumed."""
 
     @property
     def _after_call(self) -> tuple[str, ...]:
@@ -99,7 +100,7 @@ class Tags(ToolCallFormat):
 
     def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
         is_bare = marker == self.opening
-        # Without the tag around it, the tag of a call may be meant as text.
+        # Without its surrounding tag, the tag of a call may be meant as text.
         known = tools if self.must_be_known or (is_bare and len(self.markers) > 1) else None
         between: list[str] = []
         if not is_bare:
@@ -122,7 +123,7 @@ class Tags(ToolCallFormat):
                 return
 
     def _read_json(self, source: Source, output: EventBuffer) -> Steps[None]:
-        """A call that the model writes as JSON in the tags around its calls."""
+        """Read a call that the model writes as JSON in the tags around its calls."""
         ends = tuple(filter(None, (self.section_end, self.call_end)))
         yield from read_object_call(source, output, None, ends)
         yield from source.skip_whitespace()
@@ -150,7 +151,7 @@ class Tags(ToolCallFormat):
         name = checked_name(self._unescaped(name.strip(QUOTES_AND_BLANKS)))
         namespace, _, last = name.partition(".")
         if name not in tools and namespace == last and last in tools:
-            # A template that asks for a namespace makes a model write the name twice.
+            # With a template that requires a namespace, models write the name twice.
             name = last
         if known is not None and name not in known:
             raise ParseError
@@ -177,7 +178,7 @@ class Tags(ToolCallFormat):
     def _skip_to_tag(
         self, source: Source, arguments: "_Arguments", between: list[str]
     ) -> Steps[bool]:
-        """Text up to a tag of the call; False if the call ends before that."""
+        """Read text up to a tag of the call; False if the call ends first."""
         inner = (self.value_end, *((self.value, self.key_end) if self.value else ()))
         tags = (self.key, self.call_end, *inner, *self._after_call)
         pieces: list[str] = []
@@ -195,7 +196,7 @@ class Tags(ToolCallFormat):
         return word in (self.key, self.call_end, *inner)
 
     def _read_argument(self, source: Source, arguments: "_Arguments") -> Steps[bool]:
-        """A key and its value; False if no key follows."""
+        """Read a key and its value; False if no key follows."""
         words = (self.key_end, *(("\n",) if self.is_framed else ()), *filter(None, (self.value,)))
         yield from source.skip_whitespace()
         key = yield from source.peek_until(words, 0, MAX_NAME_CHARACTERS)
@@ -262,8 +263,8 @@ class Tags(ToolCallFormat):
     def _read_raw(
         self, source: Source, arguments: "_Arguments", key: str, sink: Sink
     ) -> Steps[None]:
-        """Text up to the end tag of a value, or to the tag after it if the end tag is missing. A
-        tag in the text is part of the value, unless the call goes on or ends after it."""
+        """Read text up to the end tag of a value, or to the next tag if the end tag is missing. A
+        tag in the text is part of the value, unless the call continues or ends after it."""
         if self.cdata and (yield from source.accept(self.cdata[0])):
             if not (yield from source.read_until(self.cdata[1:], sink)):
                 raise UnexpectedEnd
@@ -321,7 +322,7 @@ class Tags(ToolCallFormat):
 
 
 class _Arguments:
-    """The arguments of a call as they come."""
+    """Writer of the arguments of a call."""
 
     def __init__(self, output: EventBuffer, schema: Mapping[str, Any]) -> None:
         self._output = output
@@ -330,7 +331,7 @@ class _Arguments:
         self._names = properties.keys() if isinstance(properties, dict) else frozenset()
         self._keys: set[str] = set()
         self._wrapped: tuple[str, str] | None = None
-        """The only argument so far, which may hold all arguments, and its value."""
+        """Key and value of the only argument so far, if it may contain all arguments."""
 
     @property
     def num_keys(self) -> int:
@@ -346,7 +347,7 @@ class _Arguments:
         return key in self._names if self._names else IDENTIFIER.fullmatch(key) is not None
 
     def is_wrapper(self, key: str) -> bool:
-        """Whether `key` is no parameter but may hold all arguments, as in JSON formats."""
+        """Whether `key` is not a parameter but may contain all arguments, as in JSON formats."""
         is_other = bool(self._names) and key not in self._names
         return is_other and key in _WRAPPERS and not self._keys
 
@@ -363,11 +364,11 @@ class _Arguments:
         self._add(key, value)
 
     def more(self, piece: str) -> None:
-        """Add to the last value."""
+        """Append to the last value."""
         self._output.add_arguments(piece)
 
     def end(self) -> None:
-        """No argument follows."""
+        """End the arguments; unwrap the only argument if it contains all arguments."""
         if self._wrapped is not None:
             self._output.add_arguments(self._wrapped[1].strip()[1:-1])
 
@@ -384,7 +385,7 @@ class _Arguments:
 
 
 def _call(family: Tags, name: str, schema: Mapping[str, Any] | None, shared: SharedTypes) -> Part:
-    """A call after the opening tag."""
+    """Grammar of a call after the opening tag."""
     check_name(name, name, family.name_end)
     quote = '"' if family.opening.endswith("name=") else ""
     head = literal(f"{quote}{name}{quote}{family.name_end[0]}")
@@ -418,7 +419,7 @@ def _argument(family: Tags, function: str, argument: Argument, shared: SharedTyp
 
 
 def _value(family: Tags, function: str, argument: Argument, shared: SharedTypes) -> list[Part]:
-    """The value and the tag after it."""
+    """Grammar of a value and the tag after it."""
     schema, as_json = argument.schema, argument.as_json
     is_plain = is_plain_text(schema)
     if family.attributes is not None:
@@ -430,7 +431,7 @@ def _value(family: Tags, function: str, argument: Argument, shared: SharedTypes)
 
 
 def _attributes(attributes: Attributes | None, *, is_text: bool) -> list[Part]:
-    """The attributes of a value, and the end of the tag."""
+    """Grammar of the attributes of a value, and the end of the tag."""
     if attributes is None:
         return []
     return [regex(attributes.text if is_text else attributes.other), literal(attributes.end)]
@@ -439,8 +440,8 @@ def _attributes(attributes: Attributes | None, *, is_text: bool) -> list[Part]:
 def raw_value(
     end: str, function: str, argument: Argument, shared: SharedTypes, *, is_framed: bool = False
 ) -> list[Part]:
-    """A value without quotes, up to the tag `end`, inclusive. Raises UserError for a value whose
-    text does not tell its type."""
+    """Grammar of a value without quotes, up to and including the tag `end`. Raises UserError for a
+    value whose type is not clear from its text."""
     schema, gap = argument.schema, [_LINE_BREAK] if is_framed else []
     if is_plain_text(schema):
         return [*gap, text_until(end)]
@@ -465,7 +466,8 @@ def _any_word(end: str, function: str, name: str, words: list[Any], is_framed: b
 
 
 def check_name(function: str, name: str, ends: tuple[str, ...]) -> None:
-    """Raise UserError for a name of an argument or function that would be read as another."""
+    """Raise UserError for a name of an argument or function that would be read as a different
+    name."""
     is_read = name == name.strip(QUOTES_AND_BLANKS) and not any(end in name for end in ends)
     if not (is_read and name.isprintable() and 1 <= len(name) <= MAX_NAME_CHARACTERS):
         raise unenforceable(function, f"the name {name!r:.60}")

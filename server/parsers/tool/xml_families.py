@@ -1,4 +1,4 @@
-"""The tags of the families that write a tag for each argument."""
+"""Tags of the families that write a tag for each argument."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from server.parsers.tool.xml import Attributes, Tags
 
 
 def _in_section(section: str, **more: Any) -> Tags:
-    """The tags of Qwen3-Coder around calls in a `section`."""
+    """Tags of Qwen3-Coder, with calls in a `section`."""
     return Tags(
         **{
             "markers": (f"<{section}>",),
@@ -23,7 +23,7 @@ def _in_section(section: str, **more: Any) -> Tags:
 
 
 def _invoke(prefix: str, quote: str = "", **more: Any) -> Tags:
-    """`<invoke name=...><parameter name=...>`, with `prefix` in all tags."""
+    """Tags of the form `<invoke name=...><parameter name=...>`, with `prefix` in all tags."""
     return Tags(
         **{
             "opening": f"<{prefix}invoke name={quote}",
@@ -38,7 +38,7 @@ def _invoke(prefix: str, quote: str = "", **more: Any) -> Tags:
 
 
 def _key_and_value(**more: Any) -> Tags:
-    """Keys and values, each in a tag of its own."""
+    """Tags that enclose each key and each value separately."""
     return Tags(
         markers=("<tool_call>",),
         key="<arg_key>",
