@@ -1,9 +1,9 @@
 """Dense attention (MHA, GQA, MQA): projections, and paged attention with its KV caches.
 
-A cache is (blocks * block_size, kv_heads, head_dim), indexed by slot: one index op writes the keys
-of a launch. A decode reads a gathered list of blocks, or the first blocks of the cache as one
-slice. Layers read the blocks of the block tables; layers with a window may read the rings of the
-requests instead.
+A cache is (blocks * block_size, kv_heads, head_dim), indexed by slot: a single index op writes
+the keys of a launch. A decode reads a gathered list of blocks, or the first blocks of the cache
+as a single slice. Layers read the blocks of the block tables; layers with a window may read the
+rings of the requests instead.
 """
 
 from collections.abc import Callable
@@ -83,7 +83,7 @@ attribute that it reads."""
 
 
 class SelfAttention(nn.Module):
-    """Attention of one layer: merged QKV projection, QK norm, rotation, `attn`, output
+    """Attention of a layer: merged QKV projection, QK norm, rotation, `attn`, output
     projection."""
 
     sinks: nn.Parameter | None
@@ -133,8 +133,8 @@ class SelfAttention(nn.Module):
         self.attn.bind_caches(keys, values, block_size, num_rings)
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool) -> None:
-        """Run on fused kernels from now on. `split_qkv`: run three projections instead of one,
-        unless their weights are quantized."""
+        """Run on fused kernels from now on. `split_qkv`: run separate projections of queries,
+        keys and values, unless their weights are quantized."""
         self._kernels = kernels
         self.attn.impl = kernels.make_attention()
         self._splits_qkv = split_qkv and self.qkv_proj.weight is not None

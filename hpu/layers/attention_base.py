@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 
 
 class KVCacheSpec(NamedTuple):
-    """Cache of one layer on this rank."""
+    """Cache of a layer on this rank."""
 
     num_kv_heads: int
     head_dim: int

@@ -16,7 +16,7 @@ from hpu.ops.rope import Rotation
 
 
 class CrossAttention(nn.Module):
-    """Cross attention of one layer. Parameters are allocated, not filled; the caches are bound
+    """Cross attention of a layer. Parameters are allocated, not filled; the caches are bound
     after loading."""
 
     def __init__(

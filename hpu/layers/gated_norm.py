@@ -10,7 +10,7 @@ from hpu.distributed.process_groups import SINGLE, ProcessGroup
 class GatedRMSNorm(nn.Module):
     """Gated RMS norm in float32: norm(x * silu(gate)) * weight (Mamba 2), or norm(x) * weight *
     silu(gate) (gated DeltaNet). Normalises each group of `group_size` neighbouring features.
-    `weight` has the size of x or of one group, and is allocated, not filled."""
+    `weight` has the size of x or of a group, and is allocated, not filled."""
 
     def __init__(
         self,

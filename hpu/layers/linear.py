@@ -1,5 +1,5 @@
-"""Linear layers: y = x W^T + b, by a LinearMethod or by a back end's kernel, and sharded over the
-ranks of a process group; with a group of one rank sharding costs nothing."""
+"""Linear layers: y = x W^T + b, computed by a LinearMethod or by a back-end kernel, and sharded
+over the ranks of a process group. A group of a single rank adds no cost."""
 
 from collections.abc import Callable
 from typing import ClassVar
@@ -135,8 +135,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
     @staticmethod
     def sizes(num_heads: int, num_kv_heads: int, head_dim: int, num_ranks: int = 1) -> list[int]:
-        """`out_features` over all ranks. With fewer KV heads than ranks, each KV head is
-        replicated."""
+        """`out_features` over all ranks. KV heads are replicated if there are fewer KV heads
+        than ranks."""
         kv_size = max(num_kv_heads, num_ranks) * head_dim
         return [num_heads * head_dim, kv_size, kv_size]
 

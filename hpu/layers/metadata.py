@@ -1,4 +1,4 @@
-"""Attention inputs of one launch, and the masks and mappings that the layers derive from them.
+"""Attention inputs of a launch, and the masks and mappings that the layers derive from them.
 
 Inputs are tensors only: every other value is part of the key of a captured graph.
 """
@@ -68,7 +68,7 @@ class DecodeAttentionInputs(NamedTuple):
     """(B): slot of each token's K and V; the blocks below already include it."""
     block_list: Tensor
     """(N): physical blocks of sequence 0, then of sequence 1, ...; padded with the pad block.
-    Unused if the cache is read as one slice: then entry i describes block i."""
+    Unused if the cache is read as a single slice: then entry i describes block i."""
     block_groups: Tensor
     """(N): batch index of each block's sequence; -1 for padding and for blocks outside the batch.
     """
@@ -224,12 +224,12 @@ class PrefillMetadata(NamedTuple):
 
 
 class DecodeBlocks(NamedTuple):
-    """Blocks that the layers of one kind read in a decode: `N` blocks of all sequences."""
+    """Blocks that the layers of a kind read in a decode: `N` blocks of all sequences."""
 
     slot_mapping: Tensor
     """(B): slot of each token's K and V."""
     block_list: Tensor | None
-    """(N): blocks to gather; None: the first N blocks of the cache, read as one slice."""
+    """(N): blocks to gather; None: the first N blocks of the cache, read as a single slice."""
     groups: Tensor
     """(N): batch index of each block, -1 for padding."""
     rows: Tensor

@@ -33,7 +33,7 @@ from hpu.quantization.kv_cache import EncodedKVCache, KVCacheFormat
 
 
 class MLAAttention(nn.Module):
-    """Attention of one layer: projection to latents, norms, projection to query heads, rotation,
+    """Attention of a layer: projection to latents, norms, projection to query heads, rotation,
     paged attention, output projection."""
 
     def __init__(

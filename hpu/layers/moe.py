@@ -81,8 +81,9 @@ class TopKRouter:
 
 @dataclass(frozen=True, slots=True)
 class SparseMixer:
-    """Chooses two experts of each token one after the other (SparseMixer, arXiv 2409.12136), in
-    float32. Each one's weight is that in a softmax over the logits that are close to its own."""
+    """SparseMixer router (arXiv 2409.12136) in float32: chooses two experts of each token in
+    sequence. The weight of an expert is its softmax over the logits that are close to the chosen
+    logit."""
 
     jitter: float
     """Half of the maximum relative distance to the highest logit."""

@@ -39,7 +39,7 @@ class RMSNorm(nn.Module):
 
 class QKNorm(nn.Module):
     """Norm of each query and key head, in the dtype of `weight`. `weight` (heads + kv_heads,
-    head_dim) has an entry per head, so that one product scales queries and keys."""
+    head_dim) has an entry per head, so that a single product scales queries and keys."""
 
     def __init__(
         self,

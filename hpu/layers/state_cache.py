@@ -39,14 +39,14 @@ def decode_states(indices: Tensor, positions: Tensor) -> StateMetadata:
 
 
 class StateCacheSpec(NamedTuple):
-    """State of one request in one layer."""
+    """State of a request in a layer."""
 
     shapes: tuple[Shape, ...]
     dtypes: tuple[torch.dtype, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Size of the state of one request."""
+        """Size of the state of a request."""
         return sum(
             math.prod(shape) * dtype.itemsize
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
@@ -59,7 +59,7 @@ def recurrent_spec(conv: Shape, recurrent: Shape, dtype: torch.dtype) -> StateCa
 
 
 class StateCache(nn.Module):
-    """States of one layer: one tensor per shape of the spec, bound after loading.
+    """States of a layer: a tensor per shape of the spec, bound after loading.
 
     A tensor is written by index along its first dimension: a captured graph may write in place to a
     tensor but not to a view.
