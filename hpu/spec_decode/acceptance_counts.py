@@ -12,8 +12,8 @@ class AcceptanceCounts:
         self._count = count
 
     def add(self, num_drafts: int, num_accepted: int) -> None:
-        """Record a verification of `num_drafts` drafts of a request, of which the first
-        `num_accepted` were accepted."""
+        """Count a verification of `num_drafts` drafts of a request; the first `num_accepted`
+        drafts were accepted."""
         self._count("spec_decode.num_drafts", 1)
         self._count("spec_decode.num_draft_tokens", num_drafts)
         self._count("spec_decode.num_accepted_tokens", num_accepted)

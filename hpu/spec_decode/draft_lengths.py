@@ -1,8 +1,8 @@
 """DraftLengths: chooses how many drafts of each request a launch verifies.
 
-A draft costs one more row of the launch, and yields a token if it and all drafts before it are
-accepted. The best number of drafts therefore depends on the acceptance rates, and on the cost of
-one more row.
+A draft costs an additional row of the launch, and yields a token if it and all drafts before it
+are accepted. The best number of drafts therefore depends on the acceptance rates, and on the
+cost of an additional row.
 """
 
 from collections.abc import Sequence

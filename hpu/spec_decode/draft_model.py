@@ -22,7 +22,7 @@ MAX_ROWS = 8
 
 @runtime_checkable
 class DraftLauncher(Protocol):
-    """Launches of a drafter over the blocks of the live requests
+    """Runs a draft model over the blocks of the live requests
     (hpu/runner/drafting/draft_runner.py)."""
 
     block_size: int

@@ -24,7 +24,7 @@ class HeadLauncher(Protocol):
         ...
 
     def measure(self, max_rows: int) -> LaunchCosts:
-        """Measure the time of one draft, by the number of requests."""
+        """Measure the time of a draft, by the number of requests."""
         ...
 
 

@@ -42,7 +42,7 @@ class LaunchCosts:
         return seconds[index] + slope * (num_rows - rows[index])
 
     def encoded(self) -> bytes:
-        """Bytes for `decoded`: all ranks use the costs that one rank measured."""
+        """Bytes for `decoded`: all ranks use the costs that the first rank measured."""
         pairs = zip(self._rows, self._seconds, strict=True)
         return " ".join(f"{rows}:{seconds!r}" for rows, seconds in pairs).encode()
 

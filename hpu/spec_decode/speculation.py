@@ -44,7 +44,7 @@ class Verified(NamedTuple):
     """Tokens that a launch accepted."""
 
     tokens: list[list[int]]
-    """Accepted drafts of each request and one more token; -1 where logits were not finite."""
+    """Accepted drafts of each request and the token after them; -1 where logits were not finite."""
     logprobs: TopLogprobs | None
     """Log-probabilities of all tokens, request by request; None: no request asked for
     log-probabilities."""
