@@ -61,8 +61,8 @@ class CausalLM(nn.Module):
 
     @property
     def received_width(self) -> int:
-        """Numbers of each token that a pipeline stage receives in place of tokens: hidden states,
-        and behind them those of earlier stages that `keep_hidden_states` names."""
+        """Width of the input that a pipeline stage receives per token instead of tokens: hidden
+        states, followed by the kept hidden states of earlier stages."""
         return self.config.hidden_size
 
     def cache_shapes(

@@ -175,7 +175,7 @@ class DecoderModel(nn.Module):
 
     @property
     def received_layers(self) -> list[int]:
-        """Those of `kept_layers` on earlier pipeline stages."""
+        """Layers of `kept_layers` on earlier pipeline stages."""
         return [number for number in self.kept_layers if number < self._numbers[0]]
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -505,7 +505,7 @@ class Decoder(LoadableModel):
         state = self.spec.mamba2
         assert state is not None
         num_ranks, inner = self.group.size, state.inner_size
-        # Of fewer groups than ranks, each is there several times.
+        # Groups are replicated if there are fewer groups than ranks.
         groups = max(state.num_groups, num_ranks) * state.state_size
         in_proj, out_proj = self._state_projections(
             path, [inner, inner, groups, groups, state.num_heads], inner, bias=state.proj_bias

@@ -32,8 +32,8 @@ def build_body(
     max_model_len: int,
     group: ProcessGroup = SINGLE,
 ) -> Encoder | Decoder:
-    """The model of `config` without an output head, with empty parameters; this rank's shard of it
-    in the tensor-parallel `group`. ConfigError as in build_model."""
+    """Model of `config` without an output head, with empty parameters; this rank's shard in the
+    tensor-parallel `group`. Raises ConfigError; see build_model."""
     # The registry lists the architecture with a head.
     causal = replace(config, architecture=causal_name(config.architecture))
     _check_groups(causal, group, SINGLE)

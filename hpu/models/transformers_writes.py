@@ -19,7 +19,7 @@ _IN_PLACE: dict[Any, Callable[..., Tensor]] = {
 
 
 class WithoutViewWrites(TorchFunctionMode):
-    """Runs `x += y` as `x = x + y`, and `x[a:b] = y` as an indexed write to the whole of x."""
+    """Runs `x += y` as `x = x + y`, and `x[a:b] = y` as an index_copy_ into x itself."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
