@@ -14,14 +14,15 @@ from hpu.quantization.quantized_weight import QuantizedWeight
 from hpu.quantization.unquantized import UNQUANTIZED
 
 Kernel = Callable[[Tensor], Tensor]
-"""(..., in) to (..., out), with weight and bias."""
+"""(..., in) -> (..., out), weight and bias included."""
 
 
 class LinearBase(nn.Module):
-    """One rank's shard. `weight` (out, in) and `bias` (out) are allocated, not filled."""
+    """Shard of a linear layer on this rank. `weight` (out, in) and `bias` (out) are allocated,
+    not filled."""
 
     shard_dim: ClassVar[int | None] = None
-    """The dimension of the weight that the ranks divide; None: each has the whole."""
+    """Weight dimension that is sharded over the ranks; None: the weight is replicated."""
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 

@@ -34,7 +34,7 @@ class PrefillAttentionInputs(NamedTuple):
     context_lens: Tensor
     """(B): cached tokens of each sequence; at most C * block_size."""
     block_list: Tensor
-    """(B * C): physical blocks of the cached context, one sequence after the other, padded with the
+    """(B * C): physical blocks of the cached context of each sequence in turn, padded with the
     pad block."""
     state_indices: Tensor | None = None
     """(B): request index of each sequence, for layers with a state or a ring; the index of the pad
@@ -126,8 +126,8 @@ class Visibility(NamedTuple):
         return self.window if self.chunk is None else self.chunk
 
     def first_key(self, queries: Tensor) -> Tensor:
-        """Position of the first key that queries at these positions see; may be negative. Raises
-        AssertionError without a window or chunk."""
+        """Position of the first key that queries at these positions see; may be negative.
+        Requires a window or a chunk."""
         if self.chunk is not None:
             return queries // self.chunk * self.chunk
         assert self.window is not None
