@@ -141,7 +141,7 @@ class DeviceSpeculation:
         """Distance from the last known token back to the first position that a launch computes."""
         self._drafter = drafter
         self.num_promised = method.max_drafts
-        """Number of draft columns of `promise`."""
+        """Number of draft columns that follow the accepted tokens."""
         self.plans_drafts = plans_drafts
         self.counts = counts
         self._backend = backend
@@ -222,8 +222,8 @@ class DeviceSpeculation:
 
     @property
     def has_two_ways(self) -> bool:
-        """Whether drafts can be made either at the start of a launch (`prepare`) or at the end of
-        the previous launch (`promise`)."""
+        """Whether drafts can be made either at the start of a launch or at the end of the
+        previous launch."""
         return self._drafter is not None and not self.plans_drafts
 
     def plan(self, req_indices: Tensor, drafts: Tensor) -> None:
@@ -535,8 +535,8 @@ def _promised(
 
 
 class _Promise:
-    """Searches for the next drafts. Returns the result of DeviceSpeculation.promise, the drafts,
-    and the number of known tokens before the drafts (B,)."""
+    """Searches for the next drafts. Returns the accepted tokens followed by the drafts, the
+    drafts, and the number of known tokens before the drafts (B,)."""
 
     __name__ = "promise"
 

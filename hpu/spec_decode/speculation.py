@@ -63,8 +63,8 @@ class Speculation:
         *,
         promises_all: bool = False,
     ) -> None:
-        """`promises_all`: whether `promise` makes the drafts of all requests, and the plan sends
-        them back."""
+        """`promises_all`: choose the drafts of all requests ahead of their decode, not only of
+        requests with a grammar; the plan of the decode sends the drafts back."""
         self._promises_all = promises_all
         self._proposer = proposer
         self._histories = histories
