@@ -98,8 +98,8 @@ class CausalLM(nn.Module):
 
     @property
     def non_finite_guard(self) -> NonFiniteGuard | None:
-        """Guard of a model whose attention zeroes non-finite values; None on pipeline stages
-        other than the last."""
+        """Guard of a model whose attention zeroes non-finite values. None: attention does not
+        zero them, or this is a pipeline stage other than the last."""
         return None
 
     @property

@@ -233,9 +233,9 @@ class DeviceSpeculation:
         self._backend.mark_step()
 
     def prepare(self, inputs: DraftInputs, bucket: Bucket, *, from_promised: bool) -> Rows:
-        """Inputs of a launch in `bucket`. `from_promised`: verify the drafts that `promise`
-        returned; otherwise a drafter drafts now. A search ignores the flag, because it finds the
-        same drafts again."""
+        """Inputs of a launch in `bucket`. With `from_promised` it verifies the drafts that the
+        end of the previous launch made; otherwise a drafter drafts now. A search ignores the
+        flag, because it finds the same drafts again."""
         rows: Rows
         if self._drafter is None or from_promised:
             searched = self._search.tensors
@@ -287,9 +287,9 @@ class DeviceSpeculation:
         return rows._replace(num_drafts=self._limit(rows.num_drafts, limits))
 
     def promise(self, accepted: Tensor, inputs: DraftInputs, bucket: Bucket) -> Tensor:
-        """Concatenate the first result of `accept` with the drafts that the next `prepare` will
-        verify (B, `num_promised`), padded with NO_TOKEN. `inputs`: inputs of the launch in `bucket`
-        that accepted the tokens."""
+        """Make the drafts of the next launch. Returns the first result of `accept`, followed by
+        drafts (B, `num_promised`), padded with NO_TOKEN; `prepare` will verify these drafts.
+        `inputs`: inputs of the launch in `bucket` that accepted the tokens."""
         promised: Tensor
         if self._drafter is None:
             promised, drafts, lengths = self._promise(
@@ -370,8 +370,7 @@ class _Places:
 
 
 def _num_drafts(given: DraftInputs, last: Tensor, most: Tensor) -> Tensor:
-    """(B,) number of drafts that fit, at most `most`; -1 for
-    padding."""
+    """(B,) number of drafts that fit, at most `most`; -1 for padding."""
     room = torch.minimum((given.limits - last - 2).clamp(min=0), most)
     found = torch.where(given.may_draft > 0, room, 0)
     return torch.where(given.may_draft < 0, -1, found)
