@@ -64,7 +64,7 @@ class AttentionKind:
     has_sinks: bool = False
     norm_after_rotation: bool = False
     clip: float | None = None
-    """Queries, keys and values are clamped to [-clip, clip] after the norm."""
+    """Queries, keys and values are clamped to [-clip, clip] before rotation."""
     tunes_temperature: bool = False
     """Queries are multiplied with the metadata's query_scale."""
     shares_kv: bool = False

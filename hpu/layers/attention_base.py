@@ -51,8 +51,8 @@ class AttentionLayer(Protocol):
         ...
 
     def bind_caches(self, *caches: Tensor, block_size: int, num_rings: int = 0) -> None:
-        """Use these caches, with the shapes of `kv_cache_spec`, or of the `kv_cache_spec` of the
-        layer that shares its caches."""
+        """Use these caches, with the shapes of `kv_cache_spec`. A layer without a spec gets the
+        caches of the layer that it shares keys and values with."""
         ...
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool) -> None:
