@@ -44,7 +44,7 @@ class CausalLM(nn.Module):
 
     @property
     def image_multiplier(self) -> float:
-        """Factor of image embeddings, by which the model also multiplies token embeddings."""
+        """Embedding multiplier that also applies to image embeddings."""
         return 1.0
 
     def keep_hidden_states(self, layers: tuple[int, ...]) -> None:

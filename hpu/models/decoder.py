@@ -716,8 +716,8 @@ class Decoder(LoadableModel):
 
     @property
     def image_multiplier(self) -> float:
-        """Factor of image embeddings; 1 if the multiplier is rounded, because it then applies to
-        token embeddings only."""
+        """Embedding multiplier that also applies to image embeddings; 1 if it is rounded,
+        because a rounded multiplier applies to token embeddings only."""
         spec = self.spec
         return 1.0 if spec.rounded_embedding_multiplier else spec.embedding_multiplier
 
