@@ -1,5 +1,5 @@
-"""HiddenHeadProposer: drafts of a head that reads a hidden state of the target (Medusa, MLP
-speculator)."""
+"""HiddenHeadProposer: drafts of a head that reads a single hidden state of the target, without a
+KV cache of its own."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
