@@ -1,4 +1,4 @@
 """Layers of the models: linear, embedding, mixture of experts, attention and its metadata.
 
-No back end and no kernel library.
+Contains no back end and no kernel library.
 """

@@ -1,8 +1,9 @@
-"""Dense attention (MHA, GQA, MQA): projections, and the paged attention core with its caches.
+"""Dense attention (MHA, GQA, MQA): projections, and paged attention with its KV caches.
 
-A cache is (blocks * block_size, kv_heads, head_dim), so a slot is a row of it: one index op writes
-a launch's keys, and a decode reads a gathered list of blocks, or all blocks up to some number as
-one slice. The blocks are those of the block tables, or of layers with a window the requests' rings.
+A cache is (blocks * block_size, kv_heads, head_dim), indexed by slot: a single index op writes
+the keys of a launch. A decode reads a gathered list of blocks, or the first blocks of the cache
+as a single slice. Layers read the blocks of the block tables; layers with a window may read the
+rings of the requests instead.
 """
 
 from collections.abc import Callable
@@ -39,7 +40,7 @@ from hpu.quantization.kv_cache import EncodedKVCache, KVCacheFormat
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """Numbers and size of one rank's heads, and the scale of their scores."""
+    """Numbers of heads, head size and score scale of the attention on one rank."""
 
     num_heads: int
     num_kv_heads: int
@@ -53,34 +54,37 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionKind:
-    """What the attention of one layer of a model is, besides its heads."""
+    """Variant of attention of a layer, apart from its heads."""
 
     visibility: Visibility = FULL
     index: int = 0
-    """Of the visibility among the kinds of the model, which the metadata has."""
+    """Index of the layer's visibility among the kinds of the model (see PrefillMetadata)."""
     soft_cap: float | None = None
-    """As in ScoreOptions."""
+    """Soft cap of the scores; see ScoreOptions."""
     has_sinks: bool = False
     norm_after_rotation: bool = False
     clip: float | None = None
-    """Queries, keys and values are clamped to -clip and clip, behind the norm."""
+    """Queries, keys and values are clamped to [-clip, clip] before rotation."""
     tunes_temperature: bool = False
     """Queries are multiplied with the metadata's query_scale."""
     shares_kv: bool = False
-    """Keys and values are those of another layer, whose caches the layer reads. It writes none."""
+    """The layer reads the keys and values of an earlier layer and writes no cache."""
     has_gate: bool = False
-    """The projection gives each query head a gate behind it, whose sigmoid weighs its output."""
+    """The projection returns a gate after each query head; its sigmoid multiplies the output of the
+    head."""
 
 
 PLAIN = AttentionKind()
 
 Writes = Literal["first", "last", "never"]
-"""When a prompt's keys and values are written to the caches: before attention, or into a ring
-behind it; or not, where they are another layer's. One attribute, which a compiled layer checks."""
+"""When the keys and values of a prompt are written to the caches: before attention, after attention
+(into a ring), or never (shared caches). A single attribute, because a compiled layer checks each
+attribute that it reads."""
 
 
 class SelfAttention(nn.Module):
-    """One layer's attention: merged projection, norm of heads, rotation, `attn`, projection."""
+    """Attention of a layer: merged QKV projection, QK norm, rotation, `attn`, output
+    projection."""
 
     sinks: nn.Parameter | None
     """(heads)"""
@@ -108,8 +112,8 @@ class SelfAttention(nn.Module):
         self._kernels: Kernels | None = None
         self._splits_qkv = False
         self._zeroes_non_finite = False
-        # As few attributes as possible are read in a forward pass: a compiled layer checks all of
-        # them at each call.
+        # A compiled layer checks every attribute that the forward pass reads at each call, so the
+        # pass reads few.
         self._is_plain = not (
             kind.norm_after_rotation
             or kind.clip is not None
@@ -129,24 +133,24 @@ class SelfAttention(nn.Module):
         self.attn.bind_caches(keys, values, block_size, num_rings)
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool) -> None:
-        """Run on fused kernels from now on; with `split_qkv` as three projections, unless their
-        weights are quantized."""
+        """Run on fused kernels from now on. `split_qkv`: run separate projections of queries,
+        keys and values, unless their weights are quantized."""
         self._kernels = kernels
         self.attn.impl = kernels.make_attention()
         self._splits_qkv = split_qkv and self.qkv_proj.weight is not None
 
     def zero_non_finite(self) -> None:
         """Zero non-finite Q, K and V from now on: where a matrix product weighs blocks of other
-        sequences with zero, 0 * NaN would leak into them. The output of their token is NaN, which
-        NonFiniteGuard carries to later tokens. Not needed on plain CPU operations, which add each
-        block to its own sequence, unless slices of the cache are read."""
+        sequences with zero, 0 * NaN would leak into the other sequences. The output of the affected
+        token is NaN, which NonFiniteGuard carries to later tokens. Plain CPU operations add each
+        block to its own sequence and need no zeroing, unless slices of the cache are read."""
         self._zeroes_non_finite = True
 
     def forward(
         self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
     ) -> Tensor:
-        """(B, Q, hidden) to the same; writes K and V of all B * Q tokens where there is a cache.
-        Without `rotation` heads are not rotated."""
+        """(B, Q, hidden) -> (B, Q, hidden). Writes K and V of all B * Q tokens if there is a cache.
+        `rotation` None: heads are not rotated."""
         shape = self.shape
         batch, length, _ = hidden.shape
         query_key, value, gate, is_bad = self._project(hidden)
@@ -171,7 +175,7 @@ class SelfAttention(nn.Module):
     def _transform(
         self, query_key: Tensor, value: Tensor, rotation: Rotation | None
     ) -> tuple[Tensor, Tensor]:
-        """Norm, clamp and rotation, as the kind says."""
+        """Norm, clamp and rotation, in the order that the kind requires."""
         kind = self.kind
         if not kind.norm_after_rotation:
             query_key = self.qk_norm(query_key)
@@ -186,7 +190,7 @@ class SelfAttention(nn.Module):
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """(queries and keys (B, Q, heads + kv_heads, D), values (B, Q, kv_heads, D), gate (B, Q,
-        heads, D) if there is one, (B, Q) tokens in which numbers were zeroed, if they are)."""
+        heads, D) or None, tokens with zeroed values (B, Q) or None)."""
         shape = self.shape
         batch, length, _ = hidden.shape
         gate = is_bad = None
@@ -217,11 +221,11 @@ class SelfAttention(nn.Module):
 
 
 class PagedAttention(nn.Module):
-    """Attention over a paged KV cache, which is bound after loading: its own, or that of the layer
-    that it shares keys and values with, which runs before it in each launch."""
+    """Attention over a paged KV cache, which is bound after loading. The cache is the layer's own
+    cache or the cache of the earlier layer that it shares keys and values with."""
 
     kv_cache_spec: KVCacheSpec | None
-    """None: it has no cache of its own."""
+    """None: the layer has no cache of its own."""
 
     def __init__(self, shape: HeadShape, dtype: torch.dtype, kind: AttentionKind = PLAIN) -> None:
         super().__init__()
@@ -232,25 +236,25 @@ class PagedAttention(nn.Module):
             )
         self._writes: Writes = "never" if kind.shares_kv else "first"
         self.impl: AttentionImpl = PlainAttention()
-        """Replaced where the device has kernels of its own, by a module on Gaudi."""
+        """Replaced on devices with attention kernels; a module on Gaudi."""
         self._scale = shape.scale
         self._soft_cap = kind.soft_cap
         self._index = kind.index
         self._sees_all = kind.visibility == FULL
         self._dtype = dtype
         self.format: KVCacheFormat | None = None
-        """Of the caches; None: the data type of the layer."""
+        """Format of the caches; None: the data type of the layer."""
         self._encoded: tuple[EncodedKVCache, EncodedKVCache] | None = None
-        """Of keys and values, once caches in a format are bound."""
+        """Codecs of the key and value caches; None: the caches have no format."""
         self._cache_ops: tuple[KVCacheOps, KVCacheOps] = (self.impl.k_cache, self.impl.v_cache)
-        """Of keys and values. Set when caches are bound: a compiled layer checks each attribute
-        that it reads at each call."""
+        """Operations of the key and value caches. Set when caches are bound: a compiled layer
+        checks each attribute that it reads at each call."""
         self._keys = self._values = torch.empty(0)
         self._block_size = 0
 
     def use_kv_cache_format(self, format: KVCacheFormat, device: torch.device) -> None:
-        """Cache in `format`, with scales of keys and values on `device` if it needs them. Before
-        the weights are loaded."""
+        """Store K and V in `format`; adds scales of keys and values on `device` if the format needs
+        scales. Called before the weights are loaded."""
         self.format = format
         if self.kv_cache_spec is not None:
             self.kv_cache_spec = self.kv_cache_spec._replace(format=format)
@@ -262,9 +266,9 @@ class PagedAttention(nn.Module):
     def bind_caches(
         self, keys: Tensor, values: Tensor, block_size: int, num_rings: int = 0
     ) -> None:
-        """Use these caches, each (blocks * block_size, kv_heads, head_dim), or rows of the format:
-        flat, because a captured graph may write in place to a tensor, but not to a view of it.
-        `num_rings`: as in KVCacheSpec.shapes."""
+        """Use these caches, each (blocks * block_size, kv_heads, head_dim), or encoded entries of
+        the format. The caches are flat, because a captured graph may write in place to a tensor but
+        not to a view. `num_rings`: see KVCacheSpec.shapes."""
         self._keys, self._values = keys, values
         self._encoded = None
         if self.format is not None:
@@ -280,14 +284,14 @@ class PagedAttention(nn.Module):
 
     @property
     def kv_scales(self) -> tuple[Tensor | None, Tensor | None]:
-        """(1) float32 of keys and of values, where the format has scales of layers."""
+        """(1) float32 scale of keys and scale of values; None: the format has no layer scales."""
         if self.format is None or not self.format.has_layer_scales:
             return None, None
         return self.get_parameter("k_scale"), self.get_parameter("v_scale")
 
     @property
     def caches(self) -> tuple[Tensor, Tensor]:
-        """Of keys and values, as bound."""
+        """Key cache and value cache."""
         return self._keys, self._values
 
     def forward(
@@ -298,8 +302,8 @@ class PagedAttention(nn.Module):
         metadata: AttentionMetadata,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """`query` (B, Q, heads, D), `key` and `value` (B, Q, kv_heads, D), `sinks` (heads); the
-        output is (B, Q, heads, D), for a decode (B, heads, D)."""
+        """`query` (B, Q, heads, D), `key` and `value` (B, Q, kv_heads, D), `sinks` (heads). Returns
+        (B, Q, heads, D), for a decode (B, heads, D)."""
         options = ScoreOptions(self._soft_cap, sinks)
         if isinstance(metadata, DecodeMetadata):
             return self._decode(query, key, value, metadata.blocks[self._index], options)
@@ -355,7 +359,7 @@ class PagedAttention(nn.Module):
             query, *seen, metadata, read, index=self._index, sees_all=self._sees_all
         )
         if self._writes == "last":
-            # Only now: the new tokens replace those of the context.
+            # Write after the context was read: in a ring the new tokens overwrite context.
             self._write(key, value, slot_mapping)
         return self.impl.prompt_attention(operands, self._scale, options).transpose(1, 2)
 
@@ -363,8 +367,8 @@ class PagedAttention(nn.Module):
 def decode_operands(
     query: Tensor, keys: Tensor, values: Tensor, blocks: DecodeBlocks
 ) -> DecodeOperands:
-    """`query` (B, heads, D), `keys` and `values` (N, block_size, kv_heads, D) with what the launch
-    says of them."""
+    """Operands of a decode kernel: `query` (B, heads, D), `keys` and `values` (N, block_size,
+    kv_heads, D), and the mappings and mask of `blocks`."""
     return DecodeOperands(
         query,
         keys,
@@ -388,8 +392,9 @@ def prompt_operands(
     index: int = 0,
     sees_all: bool = True,
 ) -> PromptOperands:
-    """New tokens, (B, Q, heads or kv_heads, D) each, with what the launch says of them. `read`
-    gives the keys and values, (B, kv_heads, tokens, D) each, of blocks of the cached context."""
+    """Operands of a prompt kernel: new tokens (B, Q, heads or kv_heads, D), and the masks of the
+    launch. `read` maps a block list of the cached context to its keys and values (B, kv_heads,
+    tokens, D)."""
     slices = metadata.slices if sees_all else ()
     context, block_list = None, metadata.block_lists[index]
     if block_list.shape[0] and not slices:
@@ -408,12 +413,12 @@ def prompt_operands(
 
 
 def _by_block(cache: Tensor, block_size: int) -> Tensor:
-    """(blocks, block_size, kv_heads, head_dim)."""
+    """View as (blocks, block_size, kv_heads, head_dim)."""
     return cache.view(-1, block_size, *cache.shape[1:])
 
 
 def read_blocks(ops: KVCacheOps, cache: Tensor, block_size: int, read: DecodeBlocks) -> Tensor:
-    """(N, block_size, kv_heads, head_dim): the blocks of a decode."""
+    """Cache blocks that a decode reads: (N, block_size, kv_heads, head_dim)."""
     blocks = _by_block(cache, block_size)
     if read.block_list is None:
         blocks = blocks[: read.groups.shape[0]]
@@ -423,6 +428,6 @@ def read_blocks(ops: KVCacheOps, cache: Tensor, block_size: int, read: DecodeBlo
 def read_context(
     ops: KVCacheOps, cache: Tensor, block_size: int, block_list: Tensor, batch: int
 ) -> Tensor:
-    """(B, kv_heads, C * block_size, head_dim) of the cached context."""
+    """Cached context: (B, kv_heads, C * block_size, head_dim)."""
     blocks = ops.fetch_from_cache(_by_block(cache, block_size), block_list)
     return blocks.view(batch, -1, *blocks.shape[2:]).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""What a decoder layer's attention must offer, whatever its kind."""
+"""Interface of a decoder layer's attention."""
 
 from typing import NamedTuple, Protocol
 
@@ -15,21 +15,21 @@ Shape = tuple[int, ...]
 
 
 class KVCacheSpec(NamedTuple):
-    """What one layer caches on this rank."""
+    """Cache of a layer on this rank."""
 
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
     window: int | None = None
-    """The most tokens that a query sees, its own included; None: all."""
+    """Maximum tokens that a query sees, including itself; None: all."""
     has_values: bool = True
-    """Whether values have a cache beside that of the keys; latents are both."""
+    """Whether there is a value cache. False for latents: one cache holds keys and values."""
     format: KVCacheFormat | None = None
-    """None: numbers in `dtype`."""
+    """Format of the cache; None: numbers in `dtype`."""
 
     def shapes(self, num_blocks: int, block_size: int, num_rings: int) -> tuple[Shape, ...]:
-        """Of the key cache and of the value cache, or of the cache of latents: with `num_blocks`
-        blocks, or where there is a window with `num_rings` rings, if any."""
+        """Shapes of the key and value caches, or of the single cache of latents, for `num_blocks`
+        blocks. A layer with a window has `num_rings` rings instead; `num_rings` 0: blocks."""
         if num_rings and self.window is not None:
             num_blocks = num_rings * ring_blocks(self.window, block_size)
         size = self.head_dim if self.format is None else self.format.row_size(self.head_dim)
@@ -42,15 +42,17 @@ class AttentionLayer(Protocol):
 
     @property
     def kv_cache_spec(self) -> KVCacheSpec | None:
-        """None: the layer shares keys and values with another one, and has no cache of its own."""
+        """None: the layer shares the keys and values of another layer and has no cache."""
         ...
 
     def use_kv_cache_format(self, format: KVCacheFormat) -> None:
-        """Cache in `format`. Before the weights are loaded: it may add parameters."""
+        """Store K and V in `format`. Called before the weights are loaded: it may add
+        parameters."""
         ...
 
     def bind_caches(self, *caches: Tensor, block_size: int, num_rings: int = 0) -> None:
-        """Use these caches, of the shapes of `kv_cache_spec`, or of that of the other layer."""
+        """Use these caches, with the shapes of `kv_cache_spec`. A layer without a spec gets the
+        caches of the layer that it shares keys and values with."""
         ...
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool) -> None:
@@ -58,11 +60,11 @@ class AttentionLayer(Protocol):
         ...
 
     def zero_non_finite(self) -> None:
-        """Zero K and V that are not finite from now on."""
+        """Zero non-finite K and V from now on."""
         ...
 
     def __call__(
         self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
     ) -> Tensor:
-        """(B, Q, hidden) to the same."""
+        """(B, Q, hidden) -> (B, Q, hidden)."""
         ...

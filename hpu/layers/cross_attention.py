@@ -1,5 +1,4 @@
-"""Cross attention: queries of tokens over the keys and values of images, which a cache holds tile
-by tile."""
+"""Cross attention: text queries over keys and values of images, which a cache holds by tile."""
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,8 @@ from hpu.ops.rope import Rotation
 
 
 class CrossAttention(nn.Module):
-    """One layer. Parameters are allocated, not filled; the caches are bound after loading."""
+    """Cross attention of a layer. Parameters are allocated, not filled; the caches are bound
+    after loading."""
 
     def __init__(
         self,
@@ -39,13 +39,13 @@ class CrossAttention(nn.Module):
         self._keys = self._values = torch.empty(0)
 
     def bind(self, keys: Tensor, values: Tensor) -> None:
-        """Use these caches, (tiles, embeddings of a tile, kv_heads, head_dim) each. The last tile
-        is padding, which requests with fewer tiles than the launch read with a weight of zero."""
+        """Use these caches, (tiles, embeddings per tile, kv_heads, head_dim) each. The last tile is
+        padding; requests with fewer tiles than the launch read it with weight zero."""
         self._keys, self._values = keys, values
 
     def write(self, tiles: Tensor, embeddings: Tensor) -> None:
-        """Cache keys and values of `embeddings` (n, embeddings of a tile, hidden) as `tiles` (n).
-        Padding stays zero: values of an image that are not finite would reach other requests."""
+        """Cache keys and values of `embeddings` (n, embeddings per tile, hidden) as `tiles` (n).
+        The padding tile stays zero, because non-finite values would leak into other requests."""
         heads = self.kv_proj(embeddings).view(*embeddings.shape[:2], 2, -1, self.shape.head_dim)
         keys, values = heads.unbind(2)
         is_padding = (tiles == len(self._keys) - 1).view(-1, 1, 1, 1)
@@ -55,7 +55,7 @@ class CrossAttention(nn.Module):
     def forward(
         self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
     ) -> Tensor:
-        """(B, Q, hidden) to the same."""
+        """(B, Q, hidden) -> (B, Q, hidden)."""
         cross, shape = metadata.cross, self.shape
         assert cross is not None, "a launch whose tokens see images names them"
         batch, length, _ = hidden.shape
@@ -72,6 +72,6 @@ class CrossAttention(nn.Module):
 
 
 def _read(cache: Tensor, tiles: Tensor, batch: int) -> Tensor:
-    """(B, kv_heads, embeddings, head_dim)"""
+    """Gather tiles: (B, kv_heads, embeddings, head_dim)."""
     found = cache.index_select(0, tiles)
     return found.view(batch, -1, *found.shape[2:]).transpose(1, 2)

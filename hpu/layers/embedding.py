@@ -1,5 +1,5 @@
-"""Embedding of token ids, and the output head, both with the vocabulary divided among the ranks.
-Its shards are rounded up, and what the last ones have too much is never looked up or given out."""
+"""Token embedding and output head with the vocabulary sharded over the ranks. Shard sizes are
+rounded up; the padding at the end of the vocabulary is never looked up or returned."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from hpu.layers.linear import ColumnParallelLinear
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token ids to rows of `weight` (vocab of this rank, hidden), times a constant."""
+    """Token ids to embeddings, times a constant. `weight`: (vocab of this rank, hidden)."""
 
     def __init__(
         self,
@@ -28,14 +28,14 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self._shard_size = -(-vocab_size // group.size)
         self.first_token = group.rank * self._shard_size
-        """Of this rank."""
+        """First token id of this rank's shard."""
         weight = torch.empty(self._shard_size, hidden_size, dtype=dtype, device=device)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.multiplier = multiplier
         self._group = group
 
     def forward(self, ids: Tensor) -> Tensor:
-        """(B, Q) integers to (B, Q, hidden)."""
+        """(B, Q) integers -> (B, Q, hidden)."""
         if self._group.size == 1:
             hidden = functional.embedding(ids, self.weight)
         else:
@@ -43,7 +43,8 @@ class VocabParallelEmbedding(nn.Module):
         return hidden if self.multiplier == 1 else hidden * self.multiplier
 
     def _lookup_shard(self, ids: Tensor) -> Tensor:
-        """Each rank looks up its own range of ids; the others' rows are zero in the sum."""
+        """Look up the token ids of this rank's shard, and sum over the ranks; other ids contribute
+        zero."""
         local = ids - self.first_token
         is_outside = (local < 0) | (local >= self._shard_size)
         hidden = functional.embedding(local.masked_fill(is_outside, 0), self.weight)
@@ -51,12 +52,12 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(ColumnParallelLinear):
-    """Hidden states to logits. Its weight may be that of the embedding."""
+    """Hidden states to logits. May share the weight of the embedding."""
 
     def __init__(
         self, in_features: int, vocab_size: int, *, group: ProcessGroup = SINGLE, **options: Any
     ) -> None:
-        """`options`: as those of LinearBase."""
+        """`options`: arguments of LinearBase."""
         size = -(-vocab_size // group.size)
         super().__init__(in_features, size * group.size, group=group, **options)
         self._vocab_size = vocab_size
@@ -64,24 +65,24 @@ class ParallelLMHead(ColumnParallelLinear):
         self._num_own = max(0, min(size, vocab_size - self._first))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(M, hidden) to (M, vocab), on every rank."""
+        """(M, hidden) -> (M, vocab), on every rank."""
         return self.gather(super().forward(x))
 
     def gather(self, own: Tensor) -> Tensor:
-        """(M, vocab of this rank) of all ranks to (M, vocab)."""
+        """Concatenate (M, vocab of this rank) over the ranks to (M, vocab)."""
         logits = self.group.all_gather(own)
         if logits.shape[-1] == self._vocab_size:
             return logits
         return logits[..., : self._vocab_size].contiguous()
 
     def argmax(self, x: Tensor, scale: Callable[[Tensor], Tensor]) -> Tensor:
-        """(M, hidden) to (M,) int64, on every rank: the tokens of the largest logits, the first of
-        equal ones, -1 where that logit is not finite. `scale`: what follows the head, for each
-        number alone. The ranks exchange two numbers for each row, not the logits."""
+        """Greedy tokens: (M, hidden) -> (M,) int64, on every rank. The lowest id wins a tie; -1
+        where the largest logit is not finite. `scale`: elementwise function after the head. The
+        ranks exchange two numbers per row instead of the logits."""
         return self._first_of_all(self.local_max(x, scale))
 
     def argmax_of(self, logits: Tensor) -> Tensor:
-        """As `argmax`, of the logits (M, vocab of this rank) of all ranks."""
+        """`argmax` over precomputed logits (M, vocab of this rank) on each rank."""
         return self._first_of_all(self._largest(logits))
 
     def _first_of_all(self, own: tuple[Tensor, Tensor]) -> Tensor:
@@ -89,8 +90,8 @@ class ParallelLMHead(ColumnParallelLinear):
         return first_of_largest(*self.group.all_gather(pairs, dim=1).unbind(-1))
 
     def local_max(self, x: Tensor, scale: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """(M, hidden) to (M,) float32 twice: the largest logit of this rank's tokens, and the first
-        token that has it, which float32 holds exactly; infinity where a logit is not a number."""
+        """(M, hidden) -> twice (M,) float32: the largest logit of this rank's tokens, and the
+        lowest token id with that logit (exact in float32). Infinity where a logit is NaN."""
         return self._largest(scale(super().forward(x)))
 
     def _largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,15 +102,15 @@ class ParallelLMHead(ColumnParallelLinear):
         logits = torch.where(logits.isnan(), torch.inf, logits)
         values = logits.amax(dim=-1)
         tokens = torch.arange(self._num_own, dtype=torch.float32, device=logits.device)
-        # Not argmax: of equal logits the devices' kernels choose any.
+        # Not torch.argmax: device kernels break ties in arbitrary order.
         is_largest = logits == values.unsqueeze(-1)
         first = torch.where(is_largest, tokens, float(self._num_own)).amin(dim=-1)
         return values, first + self._first
 
 
 def first_of_largest(values: Tensor, tokens: Tensor) -> Tensor:
-    """(M,) int64: of `tokens` (M, ranks) the lowest one with the largest of `values` (M, ranks); -1
-    where that value is not finite."""
+    """(M,) int64: the lowest of `tokens` (M, ranks) among the largest of `values` (M, ranks); -1
+    where the largest value is not finite."""
     largest = values.amax(dim=-1, keepdim=True)
     lowest = torch.where(values == largest, tokens, torch.inf).amin(dim=-1)
     return torch.where(largest.squeeze(-1).isfinite(), lowest, -1.0).long()

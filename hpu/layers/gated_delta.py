@@ -1,10 +1,10 @@
 """Gated DeltaNet (arXiv 2412.06464): linear attention by the delta rule, with a decay.
 
-(q, k, v, z, b, a) = in_proj(hidden); (q, k, v) = silu(conv(q, k, v)); q and k of each head have the
-length 1, q is divided by sqrt(head_dim); beta = sigmoid(b); g = -exp(A_log) softplus(a + dt_bias);
-for each value head S_t = exp(g_t) (I - beta_t k_t k_t^T) S_(t-1) + beta_t k_t v_t^T and o_t = S_t^T
-q_t; output out_proj(norm(o) * silu(z)). The state of a request is S and the last inputs of the
-convolution.
+(q, k, v, z, b, a) = in_proj(hidden); (q, k, v) = silu(conv(q, k, v)); q and k of each head are
+L2-normalised, q is divided by sqrt(head_dim); beta = sigmoid(b); g = -exp(A_log) softplus(a +
+dt_bias); for each value head S_t = exp(g_t) (I - beta_t k_t k_t^T) S_(t-1) + beta_t k_t v_t^T and
+o_t = S_t^T q_t; output out_proj(norm(o) * silu(z)). The state of a request is S and the last inputs
+of the convolution.
 """
 
 import torch
@@ -27,7 +27,8 @@ from hpu.ops.ssm import (
 
 
 class GatedDeltaNet(nn.Module):
-    """One layer. Parameters are allocated, not filled; those of the recurrence are in float32."""
+    """Gated DeltaNet layer. Parameters are allocated, not filled; the parameters of the recurrence
+    are float32."""
 
     def __init__(
         self,
@@ -37,7 +38,7 @@ class GatedDeltaNet(nn.Module):
         out_proj: RowParallelLinear,
         eps: float,
     ) -> None:
-        """`spec`: of this rank. `in_proj` has the outputs q, k, v, z, b and a."""
+        """`spec`: sizes on this rank. `in_proj` has the outputs q, k, v, z, b and a."""
         super().__init__()
         self.spec = spec
         self.in_proj = in_proj
@@ -57,7 +58,7 @@ class GatedDeltaNet(nn.Module):
     def forward(
         self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
     ) -> Tensor:
-        """(B, Q, hidden) to the same; replaces the states of the rows."""
+        """(B, Q, hidden) -> (B, Q, hidden). Updates the states of the sequences."""
         spec, states = self.spec, metadata.states
         assert states is not None, "a launch of a model with states names them"
         batch, length, _ = hidden.shape
@@ -83,7 +84,7 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(self.norm(out.reshape(batch, length, -1), gate))  # type: ignore[no-any-return]
 
     def _heads(self, x: Tensor) -> Tensor:
-        """Queries or keys (B, Q, key heads * D) of length 1, (B, Q, value heads, D)."""
+        """Queries or keys (B, Q, key heads * D) -> L2-normalised heads (B, Q, value heads, D)."""
         spec = self.spec
         heads = l2_norm(x.reshape(*x.shape[:2], spec.num_key_heads, 1, spec.key_dim))
         repeats = spec.num_value_heads // spec.num_key_heads

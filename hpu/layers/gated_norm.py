@@ -8,9 +8,9 @@ from hpu.distributed.process_groups import SINGLE, ProcessGroup
 
 
 class GatedRMSNorm(nn.Module):
-    """norm(x * silu(gate)) * weight, as in Mamba 2, or norm(x) * weight * silu(gate), as in gated
-    DeltaNet, in float32. The norm is that of each group of `group_size` neighbours; `weight` has
-    the size of x, or of one group, and is allocated, not filled."""
+    """Gated RMS norm in float32: norm(x * silu(gate)) * weight (Mamba 2), or norm(x) * weight *
+    silu(gate) (gated DeltaNet). Normalises each group of `group_size` neighbouring features.
+    `weight` has the size of x or of a group, and is allocated, not filled."""
 
     def __init__(
         self,
@@ -24,8 +24,8 @@ class GatedRMSNorm(nn.Module):
         ranks: ProcessGroup = SINGLE,
         ranks_per_group: int = 1,
     ) -> None:
-        """`size`: of the weight, on this rank. A group whose features so many neighbours among
-        `ranks` divide is `group_size` on each of them."""
+        """`size`: size of the weight on this rank. `ranks_per_group`: number of neighbouring ranks
+        that share a group; `group_size` is then the part of the group on each rank."""
         super().__init__()
         empty = torch.empty(size, dtype=dtype, device=device)
         self.weight = nn.Parameter(empty, requires_grad=False)
@@ -36,7 +36,7 @@ class GatedRMSNorm(nn.Module):
         self._ranks_per_group = ranks_per_group
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """(..., features) each, to the same in the dtype of `gate`."""
+        """(..., features) each -> (..., features) in the dtype of `gate`."""
         weight = functional.silu(gate.float())
         if not self._norm_first:
             x = x * weight
@@ -52,7 +52,7 @@ class GatedRMSNorm(nn.Module):
         return out.to(gate.dtype)
 
     def _over_ranks(self, mean: Tensor) -> Tensor:
-        """The mean of the ranks that have parts of this rank's one group."""
+        """Mean over the ranks that share this rank's group."""
         first = self._ranks.rank // self._ranks_per_group * self._ranks_per_group
         own = self._ranks.all_gather(mean)[..., first : first + self._ranks_per_group]
         return own.mean(-1, keepdim=True)

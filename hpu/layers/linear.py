@@ -1,5 +1,5 @@
-"""Linear layers: y = x W^T + b, by a LinearMethod or by a back end's kernel, and sharded over the
-ranks of a process group; with a group of one rank sharding costs nothing."""
+"""Linear layers: y = x W^T + b, computed by a LinearMethod or by a back-end kernel, and sharded
+over the ranks of a process group. A group of a single rank adds no cost."""
 
 from collections.abc import Callable
 from typing import ClassVar
@@ -14,14 +14,15 @@ from hpu.quantization.quantized_weight import QuantizedWeight
 from hpu.quantization.unquantized import UNQUANTIZED
 
 Kernel = Callable[[Tensor], Tensor]
-"""(..., in) to (..., out), with weight and bias."""
+"""(..., in) -> (..., out), weight and bias included."""
 
 
 class LinearBase(nn.Module):
-    """One rank's shard. `weight` (out, in) and `bias` (out) are allocated, not filled."""
+    """Shard of a linear layer on this rank. `weight` (out, in) and `bias` (out) are allocated,
+    not filled."""
 
     shard_dim: ClassVar[int | None] = None
-    """The dimension of the weight that the ranks divide; None: each has the whole."""
+    """Weight dimension that is sharded over the ranks; None: the weight is replicated."""
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
@@ -36,8 +37,9 @@ class LinearBase(nn.Module):
         method: LinearMethod = UNQUANTIZED,
         group: ProcessGroup = SINGLE,
     ) -> None:
-        """`in_features` and `out_features`, a list where several layers with the same input are
-        one, are those of the whole. A size that is divided must be a multiple of the group's."""
+        """`in_features` and `out_features`: sizes over all ranks. `out_features` is a list if
+        several layers with the same input are merged. A sharded size must be a multiple of the
+        group size."""
         super().__init__()
         sizes = [out_features] if isinstance(out_features, int) else out_features
         self.in_features = in_features // (group.size if self.shard_dim == 1 else 1)
@@ -49,7 +51,7 @@ class LinearBase(nn.Module):
         self.group = group
         self.quantized_weight: QuantizedWeight | None = None
         self.adds_adapters = False
-        """Whether the method or the kernel adds low-rank products to its own."""
+        """Whether the method or the kernel adds the low-rank products of adapters."""
         self._kernel: Kernel | None = None
         method.create_weights(self, self.in_features, self.out_features)
         self.bias = None
@@ -57,35 +59,35 @@ class LinearBase(nn.Module):
             self.bias = self.new_parameter(self.out_features)
 
     def new_parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-        """On the layer's device and by default of its dtype; allocated, not filled."""
+        """Parameter on the layer's device, by default in its dtype; allocated, not filled."""
         empty = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         return nn.Parameter(empty, requires_grad=False)
 
     @property
     def applied_bias(self) -> Tensor | None:
-        """The bias that this rank adds."""
+        """Bias that this rank adds."""
         return self.bias
 
     @property
     def kernel(self) -> Kernel | None:
-        """The kernel of a back end, which replaces the method."""
+        """Back-end kernel that replaces the method, if any."""
         return self._kernel
 
     def use_kernel(self, kernel: Kernel) -> None:
-        """Multiply by `kernel`, which holds weight and bias, from now on; the layer drops its
+        """Multiply with `kernel`, which holds weight and bias, from now on; the layer drops its
         weight."""
         self._kernel = kernel
         self.method = _KernelMethod(kernel)
         self.weight = self.quantized_weight = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in) to (..., out)."""
+        """(..., in) -> (..., out)."""
         return self.method.apply(self, x, self.bias)
 
 
 class _KernelMethod:
-    """In the place of the method of a layer whose kernel holds weight and bias. A method, so that a
-    compiled layer has one attribute to check, kernel or not."""
+    """Method of a layer whose back-end kernel holds weight and bias. A LinearMethod, so that a
+    compiled layer has one attribute to check, with or without a kernel."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
@@ -101,22 +103,22 @@ class _KernelMethod:
 
 
 class ReplicatedLinear(LinearBase):
-    """The whole weight on every rank."""
+    """Linear layer with the whole weight on every rank."""
 
 
 class ColumnParallelLinear(LinearBase):
-    """Outputs divided among the ranks."""
+    """Linear layer with outputs sharded over the ranks."""
 
     shard_dim = 0
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Several column-parallel layers with the same input as one: each is divided among the
+    """Several column-parallel layers with the same input, merged; each is sharded over the
     ranks."""
 
     def forward_split(self, x: Tensor) -> list[Tensor]:
-        """`forward` as one matrix product for each of the outputs: (..., in) to (..., size) each.
-        Not with quantized weights, and not after `use_kernel`."""
+        """`forward` with a matrix product per output: (..., in) -> (..., size) each. Not available
+        with quantized weights or after `use_kernel`."""
         if self.adds_adapters:
             return list(self(x).split_with_sizes(self.output_sizes, dim=-1))
         assert self.weight is not None
@@ -130,18 +132,19 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
-    """Queries, keys and values as one."""
+    """Merged projection of queries, keys and values."""
 
     @staticmethod
     def sizes(num_heads: int, num_kv_heads: int, head_dim: int, num_ranks: int = 1) -> list[int]:
-        """`out_features` of the whole, over all ranks: of fewer KV heads than ranks, each is there
-        several times."""
+        """`out_features` over all ranks. KV heads are replicated if there are fewer KV heads
+        than ranks."""
         kv_size = max(num_kv_heads, num_ranks) * head_dim
         return [num_heads * head_dim, kv_size, kv_size]
 
 
 class RowParallelLinear(LinearBase):
-    """Inputs divided among the ranks; the outputs are summed over them, the bias added once."""
+    """Linear layer with inputs sharded over the ranks. Outputs are summed over the ranks; the bias
+    is added once."""
 
     shard_dim = 1
 
@@ -150,6 +153,6 @@ class RowParallelLinear(LinearBase):
         return self.bias if self.group.rank == 0 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        # Not by `super`: a compiled layer checks each method and property that it looks up.
+        # Not `super().forward`: a compiled layer checks each method and property that it looks up.
         out = self.method.apply(self, x, self.bias if self.group.rank == 0 else None)
         return out if self.group.size == 1 else self.group.all_reduce(out)

@@ -20,7 +20,8 @@ from hpu.ops.ssm import causal_conv, mamba2_scan, mamba2_step, next_conv_state
 
 
 class Mamba2Mixer(nn.Module):
-    """One layer. Parameters are allocated, not filled; those of the recurrence are in float32."""
+    """Mamba 2 layer. Parameters are allocated, not filled; the parameters of the recurrence are
+    float32."""
 
     conv_bias: nn.Parameter | None
 
@@ -34,8 +35,8 @@ class Mamba2Mixer(nn.Module):
         group: ProcessGroup = SINGLE,
         ranks_per_group: int = 1,
     ) -> None:
-        """`spec`: of this rank. `in_proj` has the outputs z, x, B, C and d. `ranks_per_group`: so
-        many neighbours in `group` share B and C."""
+        """`spec`: sizes on this rank. `in_proj` has the outputs z, x, B, C and d.
+        `ranks_per_group`: number of neighbouring ranks in `group` that share B and C."""
         super().__init__()
         self.spec = spec
         self.in_proj = in_proj
@@ -64,7 +65,7 @@ class Mamba2Mixer(nn.Module):
     def forward(
         self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
     ) -> Tensor:
-        """(B, Q, hidden) to the same; replaces the states of the rows."""
+        """(B, Q, hidden) -> (B, Q, hidden). Updates the states of the sequences."""
         spec, states = self.spec, metadata.states
         assert states is not None, "a launch of a model with states names them"
         batch, length, _ = hidden.shape

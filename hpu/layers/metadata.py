@@ -1,4 +1,4 @@
-"""Inputs of attention for one launch, and the masks and mappings that its layers derive from them.
+"""Attention inputs of a launch, and the masks and mappings that the layers derive from them.
 
 Inputs are tensors only: every other value is part of the key of a captured graph.
 """
@@ -17,9 +17,9 @@ from hpu.ops.kernels import AttentionForm, ContextSlice
 
 
 class PrefillAttentionInputs(NamedTuple):
-    """A prefill of `B` sequences, `Q` new tokens each (right-padded), over cached context of `C`
-    blocks each. Or of up to `S` sequences behind each other in one row: then `positions` is (1, Q),
-    `query_lens` and `context_lens` are (S), and `block_list` is (C), the blocks of all of them.
+    """Prefill of `B` sequences with `Q` new tokens each (right-padded), over cached context of `C`
+    blocks each. Alternatively up to `S` sequences packed into one row: then `positions` is (1, Q),
+    `query_lens` and `context_lens` are (S), and `block_list` (C) holds the blocks of all sequences.
 
     Integers are int32 on devices that need it and int64 on CPU. A padding token has position 0 and
     writes to the pad block; a padding sequence has query_lens 0.
@@ -34,99 +34,100 @@ class PrefillAttentionInputs(NamedTuple):
     context_lens: Tensor
     """(B): cached tokens of each sequence; at most C * block_size."""
     block_list: Tensor
-    """(B * C): physical blocks of the cached context, one sequence after the other, padded with the
+    """(B * C): physical blocks of the cached context of each sequence in turn, padded with the
     pad block."""
     state_indices: Tensor | None = None
-    """(B): request index of each sequence, for layers with a state or a ring; that of the pad state
-    for padding."""
+    """(B): request index of each sequence, for layers with a state or a ring; the index of the pad
+    state for padding."""
     lora_slots: Tensor | None = None
-    """(B), or (B, Q) where the sequences of a row differ: the slot of each one's adapter, -1 for
-    none; only where adapters are served."""
+    """(B), or (B, Q) for packed sequences: adapter slot, -1 for no adapter. Set only if adapters
+    are served."""
     image_rows: Tensor | None = None
-    """(B, Q): the row of the encoder cache that replaces each token's embedding, -1 for none; only
-    for models that take images."""
+    """(B, Q): encoder cache row that replaces the embedding of each token, -1 for text. Set only
+    for models with image input."""
     image_ids: Tensor | None = None
-    """(B, Q): a number for each image, -1 for text and padding: tokens with the same number see
-    each other in both directions. Only where they do."""
+    """(B, Q): image id of each token, -1 for text and padding. Tokens of the same image attend to
+    each other in both directions. Set only for models with such attention."""
     rope_positions: Tensor | None = None
-    """(3, B, Q): time, height and width, which rotations read in place of `positions`; only for
-    models whose positions have these axes."""
+    """(3, B, Q): time, height and width positions, which rotations read in place of `positions`.
+    Set only for models with M-RoPE."""
     cross_tiles: Tensor | None = None
-    """(B, K): the tiles of each sequence's images in the caches of layers that read images, or that
-    of padding; only for models with such layers. None: no token sees an image."""
+    """(B, K): cross-attention cache tiles of each sequence's images; the padding tile elsewhere.
+    Set only for models with cross attention. None: no token sees an image."""
     cross_spans: Tensor | None = None
-    """(2, B, Q): which of these K each token sees, as `cross_metadata` takes it."""
+    """(2, B, Q): range of the K tiles that each token sees; see `cross_metadata`."""
 
 
 class DecodeAttentionInputs(NamedTuple):
-    """A decode of `B` sequences, one token each, over the `N` blocks of all of them (flat paged
-    attention: the cost follows N, not B times the longest sequence)."""
+    """Decode of `B` sequences, one token each, over the `N` blocks of all sequences (flat paged
+    attention: the cost grows with N, not with B times the longest sequence)."""
 
     positions: Tensor
     """(B, 1)"""
     slot_mapping: Tensor
-    """(B): slot of each token's K and V; the blocks below already count it."""
+    """(B): slot of each token's K and V; the blocks below already include it."""
     block_list: Tensor
     """(N): physical blocks of sequence 0, then of sequence 1, ...; padded with the pad block.
-    Unused where the cache is read as one slice: there entry i describes block i."""
+    Unused if the cache is read as a single slice: then entry i describes block i."""
     block_groups: Tensor
-    """(N): batch index of each block's sequence; -1 for padding, and for blocks of other
-    sequences."""
+    """(N): batch index of each block's sequence; -1 for padding and for blocks outside the batch.
+    """
     block_starts: Tensor
-    """(N): position of the block's first token in its sequence (for windows)."""
+    """(N): position of the block's first token in its sequence, for windows."""
     block_usage: Tensor
     """(N): used slots of the block, the new token included; 1 for padding."""
     state_indices: Tensor | None = None
-    """(B): as in PrefillAttentionInputs."""
+    """(B): request index of each sequence; see PrefillAttentionInputs."""
     lora_slots: Tensor | None = None
-    """(B): likewise."""
+    """(B): adapter slot of each sequence; see PrefillAttentionInputs."""
     rope_positions: Tensor | None = None
-    """(B, 1): what rotations read in place of `positions`, where those of images have three axes:
-    for a generated token all of them are equal."""
+    """(B, 1): positions for rotations in models with M-RoPE, in place of `positions`; the three
+    axes of a generated token are equal."""
     cross_tiles: Tensor | None = None
-    """(B, K): as in PrefillAttentionInputs."""
+    """(B, K): cross-attention tiles; see PrefillAttentionInputs."""
     cross_spans: Tensor | None = None
-    """(2, B, 1): likewise."""
+    """(2, B, 1): tile ranges; see PrefillAttentionInputs."""
 
 
 class TextAttentionInputs(NamedTuple):
-    """Whole texts of `B` rows (right-padded) for a pooling model, without a cache."""
+    """Complete texts in `B` rows (right-padded) for a pooling model, without a cache."""
 
     positions: Tensor
     """(B, Q): 0 for padding."""
     types: Tensor
-    """(B, Q): 0, or 1 for the second text of a pair."""
+    """(B, Q): token type: 1 for the second text of a pair, otherwise 0."""
     lengths: Tensor
-    """(B): tokens of each row, padding excluded; 0 for a padding row."""
+    """(B): tokens of each row without padding; 0 for a padding row."""
     lora_slots: Tensor | None = None
-    """(B): as in PrefillAttentionInputs."""
+    """(B): adapter slot of each text; see PrefillAttentionInputs."""
 
 
 AttentionInputs = PrefillAttentionInputs | DecodeAttentionInputs | TextAttentionInputs
 
 
 def rotated_positions(inputs: AttentionInputs) -> Tensor:
-    """(B, Q) or (3, B, Q): what rotations read."""
+    """Positions for rotations: (B, Q), or (3, B, Q) with M-RoPE."""
     if isinstance(inputs, TextAttentionInputs) or inputs.rope_positions is None:
         return inputs.positions
     return inputs.rope_positions
 
 
 class Visibility(NamedTuple):
-    """Which earlier tokens a query of a layer sees; all of them by default."""
+    """Tokens that a query of a layer sees; all earlier tokens by default."""
 
     window: int | None = None
-    """The last so many, its own included."""
+    """Sliding window: number of tokens that a query sees, including itself."""
     chunk: int | None = None
-    """Those of its own chunk of so many: keys k with k // chunk == query // chunk."""
+    """Chunk size: a query sees the keys k with k // chunk == query // chunk."""
 
     @property
     def limit(self) -> int | None:
-        """The most tokens that a query sees, its own included; None: all."""
+        """Maximum tokens that a query sees, including itself; None: all."""
         return self.window if self.chunk is None else self.chunk
 
     def first_key(self, queries: Tensor) -> Tensor:
-        """The position of the first key that queries at these positions see; below 0 for all."""
+        """Position of the first key that queries at these positions see; may be negative.
+        Requires a window or a chunk."""
         if self.chunk is not None:
             return queries // self.chunk * self.chunk
         assert self.window is not None
@@ -137,29 +138,29 @@ FULL = Visibility()
 
 
 class Ring(NamedTuple):
-    """How a layer with a window is cached in place of the blocks of the whole context: each request
-    index has `num_blocks` blocks, which its logical blocks use by turns.
+    """Sliding-window ring: cache of a layer with a window. Logical block i of a request lies in
+    block i % num_blocks of the request's ring.
 
-    They hold the window of the newest token, and no more: a prefill reads its context before it
-    writes, and writes only the tokens of its last `num_blocks` logical blocks. Another logical
-    block's tokens in the place of one that was replaced are out of sight of every query.
+    The ring holds only the window of the newest token: a prefill reads its context before it
+    writes, and writes only its last `num_blocks` logical blocks. Overwritten tokens are outside the
+    window of every later query, so stale entries are never attended to.
     """
 
     num_blocks: int
     pad_index: int
-    """Request index of padding, the last one."""
+    """Request index of padding: the last index."""
 
     def blocks(self, indices: Tensor, logical: Tensor) -> Tensor:
-        """The cache's block of each logical block of the requests `indices`."""
+        """Physical block of each logical block of the requests `indices`."""
         return indices * self.num_blocks + logical % self.num_blocks
 
 
 Rings = tuple[Ring | None, ...]
-"""One for each kind of layers; None: blocks of the whole context."""
+"""Ring of each kind of layers; None: blocks of the whole context."""
 
 
 def make_rings(kinds: tuple[Visibility, ...], block_size: int, num_rings: int) -> Rings:
-    """Of `num_rings` request indices, padding included; 0: no kind has rings."""
+    """Rings for `num_rings` request indices, padding included; 0: no kind has rings."""
     return tuple(
         None
         if kind.limit is None or not num_rings
@@ -169,87 +170,91 @@ def make_rings(kinds: tuple[Visibility, ...], block_size: int, num_rings: int) -
 
 
 def distinct(layers: Iterable[Visibility]) -> tuple[Visibility, ...]:
-    """The kinds of a model's layers: a layer's kind is an index into them."""
+    """Distinct visibilities of a model's layers. The kind of a layer is an index into the
+    result."""
     return tuple(dict.fromkeys(layers))
 
 
 Masks = tuple[Tensor | None, ...]
-"""One for each kind of layers."""
+"""Mask of each kind of layers."""
 
 
 class CrossMetadata(NamedTuple):
-    """Of a launch of `B` rows with `Q` tokens each, over `K` tiles of each row."""
+    """Cross-attention inputs of a launch with `B` rows, `Q` tokens per row and `K` tiles per
+    row."""
 
     tiles: Tensor
-    """(B * K): tiles of the caches, those of a row behind each other."""
+    """(B * K): cache tiles, row by row."""
     mask: Tensor
-    """(B, 1, Q, K * embeddings of a tile) float32."""
+    """(B, 1, Q, K * embeddings per tile) additive float32 mask."""
     has_images: Tensor
-    """(B, Q, 1) bool: tokens of requests with images. Those in front of the first image see all
-    tiles, padding included, as in the code of transformers."""
+    """(B, Q, 1) bool: tokens of requests with images. Tokens before the first image see all tiles,
+    padding included, as in transformers."""
     sees_images: Tensor
-    """(B, Q, 1) bool: those behind the first image; the MLP adds nothing to others."""
+    """(B, Q, 1) bool: tokens after the first image. For other tokens the MLP adds nothing."""
 
 
 class PrefillMetadata(NamedTuple):
-    """What the layers of a prefill share. Kinds of layers: those of Visibility."""
+    """Attention inputs that the layers of a prefill share. Layer kinds are the Visibility
+    values."""
 
     slot_mappings: tuple[Tensor | None, ...]
-    """(B * Q) for each kind of layers; None without a cache."""
+    """(B * Q) per kind of layers; None: no cache."""
     query_lens: Tensor
     """(B): at least 1."""
     block_lists: tuple[Tensor, ...]
-    """(B * C) for each kind of layers, where C may be smaller for windows and chunks; empty without
-    cached context."""
+    """(B * C) per kind of layers; C may be smaller for windows and chunks. Empty without cached
+    context."""
     masks: Masks
-    """Over the new tokens, (B or 1, 1 or heads, Q, Q), or (B, 1, 1, Q) without causality; for fused
-    kernels over cached and new tokens, (B or 1, 1 or heads, Q, S), in the form's dtype. None:
-    plainly causal. With `slices` that of full layers is (1, 1, size, size), causal over the tokens
-    of a slice. They have heads where the model has ALiBi."""
+    """Masks over the new tokens, (B or 1, 1 or heads, Q, Q), or (B, 1, 1, Q) without causality. For
+    fused kernels: masks over cached and new tokens, (B or 1, 1 or heads, Q, S), in the form's
+    dtype. None: causal. With `slices` the mask of full layers is (1, 1, size, size), causal over
+    the tokens of a slice. The heads dimension is used for ALiBi."""
     context_masks: Masks
-    """Over the cached tokens, (B, 1 or heads, 1 or Q, C * block_size); for fused kernels None."""
+    """Masks over the cached tokens, (B, 1 or heads, 1 or Q, C * block_size); None for fused
+    kernels."""
     slices: tuple[ContextSlice, ...] = ()
-    """The cached tokens of layers that see all of them, where their attention runs in slices."""
+    """Slices of the cached context, for layers with full attention that run slice by slice."""
     query_scale: Tensor | None = None
-    """(B, Q, 1, 1) float32: what temperature tuning multiplies queries with."""
+    """(B, Q, 1, 1) float32: factor of the queries for temperature tuning."""
     states: StateMetadata | None = None
-    """For layers with a state."""
+    """Inputs of layers with a state."""
     cross: CrossMetadata | None = None
-    """For layers that read images; None: no token sees one."""
+    """Inputs of cross attention; None: no token sees an image."""
 
 
 class DecodeBlocks(NamedTuple):
-    """The blocks that the layers of one kind read in a decode, `N` of all sequences together."""
+    """Blocks that the layers of a kind read in a decode: `N` blocks of all sequences."""
 
     slot_mapping: Tensor
     """(B): slot of each token's K and V."""
     block_list: Tensor | None
-    """(N): the blocks to gather; None: the first N blocks of the cache, read as one slice."""
+    """(N): blocks to gather; None: the first N blocks of the cache, read as a single slice."""
     groups: Tensor
     """(N): batch index of each block, -1 for padding."""
     rows: Tensor
     """(N) int64: batch index of each block, 0 for padding."""
     block_mapping: Tensor
-    """(N, B) in the form's dtype: 1 where the block belongs to the batch index."""
+    """(N, B) in the form's dtype: 1 where the block belongs to the sequence."""
     mapping: Tensor
-    """(B, N): the same, transposed."""
+    """(B, N): transpose of `block_mapping`."""
     sum_mapping: Tensor
-    """As `mapping`, float32."""
+    """(B, N): `mapping` in float32."""
     mask: Tensor
-    """(N, 1 or heads, 1, block_size) in the form's dtype."""
+    """Additive mask (N, 1 or heads, 1, block_size) in the form's dtype."""
 
 
 class DecodeMetadata(NamedTuple):
-    """What the layers of a decode share."""
+    """Attention inputs that the layers of a decode share."""
 
     blocks: tuple[DecodeBlocks, ...]
-    """One for each kind of layers."""
+    """Blocks of each kind of layers."""
     query_scale: Tensor | None = None
-    """As in PrefillMetadata."""
+    """(B, 1, 1, 1) float32: factor of the queries for temperature tuning."""
     states: StateMetadata | None = None
-    """For layers with a state."""
+    """Inputs of layers with a state."""
     cross: CrossMetadata | None = None
-    """As in PrefillMetadata."""
+    """Inputs of cross attention; None: no token sees an image."""
 
 
 AttentionMetadata = PrefillMetadata | DecodeMetadata
@@ -267,18 +272,18 @@ def build_metadata(
     temperature: TemperatureTuning | None = None,
     rings: Rings | None = None,
 ) -> AttentionMetadata:
-    """Derive masks and mappings from a launch's inputs, once for all layers and on the device, so
-    that a captured graph contains it.
+    """Derive masks and mappings from the inputs of a launch: once for all layers, and on the
+    device, so that a captured graph contains the computation.
 
-    `kinds`: those of the model's layers, each once. `form`: that of the fused kernels that the
-    model runs on, if any. `contiguous`: whether entry i of a decode describes block i of the cache.
-    `causal`: whether the tokens of TextAttentionInputs see only earlier tokens (those of the other
-    inputs always do). `alibi_slopes` (heads) float32: masks get heads, and add slope * (key -
-    query) to the scores. `rings`: one for each kind; the default is none.
+    `kinds`: distinct visibilities of the model's layers. `form`: mask form of the fused kernels;
+    None: plain operations. `contiguous`: whether entry i of a decode describes block i of the
+    cache. `causal`: whether tokens of TextAttentionInputs see only earlier tokens (tokens of the
+    other inputs always do). `alibi_slopes` (heads) float32: masks get a heads dimension, and add
+    slope * (key - query) to the scores. `rings`: ring of each kind; None: no rings.
     """
     rings = (None,) * len(kinds) if rings is None else rings
     if form is not None and alibi_slopes is not None:
-        # In a narrow type a distance of some hundred tokens would be rounded.
+        # A narrow dtype would round distances above some hundred tokens.
         form = form._replace(
             prompt_dtype=torch.float32,
             score_dtype=torch.float32,
@@ -304,7 +309,7 @@ def build_metadata(
 
 
 def state_metadata(inputs: AttentionInputs) -> StateMetadata:
-    """What layers with a state derive from a launch's inputs."""
+    """State inputs that layers derive from the inputs of a launch."""
     if isinstance(inputs, TextAttentionInputs):
         lengths = inputs.lengths
         none = torch.zeros_like(lengths)
@@ -317,9 +322,9 @@ def state_metadata(inputs: AttentionInputs) -> StateMetadata:
 
 
 def cross_metadata(tiles: Tensor, spans: Tensor, embeddings_per_tile: int) -> CrossMetadata:
-    """Of the `tiles` (B, K) of each row, and `spans` (2, B, Q): the first tile that a token sees
-    and the one behind the last. A token in front of the first image has the span (-1, all tiles),
-    one of a text without images (0, 0)."""
+    """Cross-attention inputs for the `tiles` (B, K) of each row. `spans` (2, B, Q): first tile that
+    a token sees, and end of the range. A token before the first image has the span (-1, all tiles),
+    a token of a text without images (0, 0)."""
     batch, count = tiles.shape
     first, end = spans.unsqueeze(-1).unbind(0)
     numbers = torch.arange(count, device=tiles.device)
@@ -334,7 +339,7 @@ def cross_metadata(tiles: Tensor, spans: Tensor, embeddings_per_tile: int) -> Cr
 
 
 def images_metadata(inputs: AttentionInputs, embeddings_per_tile: int) -> CrossMetadata | None:
-    """What layers that read images derive from a launch's inputs."""
+    """Cross-attention inputs of a launch; None: no token sees an image."""
     if isinstance(inputs, TextAttentionInputs) or inputs.cross_tiles is None:
         return None
     assert inputs.cross_spans is not None
@@ -342,8 +347,8 @@ def images_metadata(inputs: AttentionInputs, embeddings_per_tile: int) -> CrossM
 
 
 def _mask(visible: Tensor, distance: Tensor | None, slopes: Tensor | None) -> Tensor:
-    """Additive float32 mask where `visible` (B, 1, Q, S), and with `slopes` (heads) also
-    slope * `distance` (B, 1, Q, S)."""
+    """Additive float32 mask from `visible` (B, 1, Q, S); with `slopes` (heads) it includes slope *
+    `distance` (B, 1, Q, S)."""
     if slopes is None:
         return as_mask(visible)
     assert distance is not None
@@ -358,8 +363,8 @@ def _new_mask(
     device: torch.device,
     image_ids: Tensor | None = None,
 ) -> Tensor | None:
-    """Over the new tokens; None where they are plainly causal. `starts` (B): the position of the
-    first token of each row; None: 0. `image_ids`: as in PrefillAttentionInputs."""
+    """Mask over the new tokens; None: causal. `starts` (B): position of the first token of each
+    row; None: 0. `image_ids`: see PrefillAttentionInputs."""
     limit = visibility.limit
     if slopes is None and image_ids is None:
         may_end = starts is not None and visibility.chunk is not None
@@ -382,7 +387,7 @@ def _new_mask(
 
 
 def _of_one_image(image_ids: Tensor) -> Tensor:
-    """(B, 1, Q, Q): whether two tokens are of the same image."""
+    """(B, 1, Q, Q): whether two tokens belong to the same image."""
     ids = image_ids.unsqueeze(1)
     return (ids.unsqueeze(-1) == ids.unsqueeze(-2)) & (ids >= 0).unsqueeze(-1)
 
@@ -395,7 +400,8 @@ def _text_metadata(
     *,
     causal: bool,
 ) -> PrefillMetadata:
-    """Of whole texts. Without causality all kinds see the whole text, and ALiBi is none."""
+    """Metadata of complete texts. Without causality, all kinds see the whole text and ALiBi is not
+    applied."""
     batch, length = inputs.positions.shape
     device = inputs.positions.device
     masks: Masks
@@ -405,7 +411,7 @@ def _text_metadata(
         keys = torch.arange(length, device=device)
         masks = (as_mask(keys < inputs.lengths.view(batch, 1, 1, 1)),) * len(kinds)
         if form is not None:
-            # A fused kernel needs one row of the mask for each query.
+            # Fused kernels need a mask row for each query.
             masks = tuple(one.expand(batch, 1, length, length) for one in masks if one is not None)
     nothing = (None,) * len(kinds)
     if form is not None:
@@ -425,7 +431,7 @@ def _in_form(
     kinds: tuple[Visibility, ...],
     form: AttentionForm,
 ) -> PrefillMetadata:
-    """Masks, and slices of the context, as a device's kernels take them."""
+    """Convert masks to the form of the device's kernels, and slice a long context."""
     length, sizes = inputs.positions.shape[1], form.slices
     masks, contexts = list(metadata.masks), list(metadata.context_masks)
     full = kinds.index(FULL) if FULL in kinds else None
@@ -433,11 +439,11 @@ def _in_form(
     slices: tuple[ContextSlice, ...] = ()
     if (
         sizes is not None
-        # The mask of a slice is plainly causal over the new tokens.
+        # Slices assume causal masks over the new tokens.
         and inputs.image_ids is None
         and full is not None
         and cached is not None
-        # A mask with a row for each token belongs to several sequences in one row.
+        # A context mask with a row per token means packed sequences.
         and cached.shape[2] == 1
         and cached.shape[-1] + length >= sizes.threshold
     ):
@@ -452,7 +458,7 @@ def _in_form(
 
 
 def _joined_masks(masks: Masks, contexts: Masks, positions: Tensor, form: AttentionForm) -> Masks:
-    """One mask over cached and new tokens for each kind of layers."""
+    """Joined mask over cached and new tokens for each kind of layers."""
     batch, length = positions.shape
 
     def join(new: Tensor | None, cached: Tensor | None) -> Tensor | None:
@@ -471,8 +477,8 @@ def _joined_masks(masks: Masks, contexts: Masks, positions: Tensor, form: Attent
 
 
 def _slices(inputs: PrefillAttentionInputs, mask: Tensor, size: int) -> tuple[ContextSlice, ...]:
-    """The cached tokens in slices of at most `size`, but at least one block; `mask` (B, 1, 1,
-    C * block_size)."""
+    """Slices of the cached context of at most `size` tokens, at least one block. `mask` (B, 1, 1, C
+    * block_size)."""
     table = inputs.block_list.view(inputs.positions.shape[0], -1)
     block_size = mask.shape[-1] // table.shape[1]
     count = max(1, size // block_size)
@@ -488,9 +494,9 @@ def _slices(inputs: PrefillAttentionInputs, mask: Tensor, size: int) -> tuple[Co
 def _ring_slots(
     ring: Ring, block_size: int, positions: Tensor, indices: Tensor, ends: Tensor, is_real: Tensor
 ) -> Tensor:
-    """Slots of new tokens at `positions`, of the requests `indices` of so many tokens (`ends`),
-    which may be broadcast against them. Padding, and what no later token sees, goes to the ring of
-    padding."""
+    """Slots of new tokens at `positions` in the rings of the requests `indices`, whose lengths are
+    `ends`. `indices` and `ends` broadcast against `positions`. Padding, and tokens that no later
+    token sees, are written to the padding ring."""
     logical = positions // block_size
     is_kept = is_real & (logical > (ends - 1) // block_size - ring.num_blocks)
     indices = torch.where(is_kept, indices, ring.pad_index)
@@ -552,10 +558,10 @@ def _context(
     ring: Ring | None,
     slopes: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The blocks of cached tokens that a layer reads, (B * C), and the mask over their tokens."""
+    """Blocks of cached tokens that a layer reads, (B * C), and the mask over their tokens."""
     batch, length = inputs.positions.shape
     device = inputs.positions.device
-    # (B, 1, 1, 1) against (S).
+    # (B, 1, 1, 1), broadcasts with (S).
     context_lens = inputs.context_lens.view(batch, 1, 1, 1)
     block_list, firsts = inputs.block_list, None
     if kind.limit is not None:
@@ -566,7 +572,7 @@ def _context(
     visible = keys < context_lens
     if kind.limit is None and slopes is None:
         return block_list, as_mask(visible)
-    # Counted from the cached length, not from `positions`: those are 0 for padding.
+    # Not from `positions`, which are 0 for padding.
     queries = context_lens + torch.arange(length, device=device).view(1, 1, length, 1)
     if kind.limit is not None:
         visible = visible & (keys >= kind.first_key(queries))
@@ -576,13 +582,13 @@ def _context(
 def _seen_blocks(
     inputs: PrefillAttentionInputs, block_size: int, kind: Visibility, ring: Ring | None
 ) -> tuple[Tensor, Tensor]:
-    """As many blocks of each row's context as the tokens can be in that its first new token sees,
-    (B * blocks), and the position of the first token in them, (B)."""
+    """Context blocks that can hold the tokens that the first new token of each row sees, (B *
+    blocks), and the position of the first token of the blocks, (B)."""
     table = inputs.block_list.view(inputs.positions.shape[0], -1)
     assert kind.limit is not None
     count = max(1, -(-(kind.limit - 1) // block_size))
     if kind.chunk is None or kind.chunk % block_size:
-        # They begin within a block.
+        # The visible range may begin inside a block.
         count += 1
     first = torch.zeros_like(inputs.context_lens)
     if count < table.shape[1]:
@@ -600,28 +606,28 @@ def _seen_blocks(
 
 
 class MergedContext(NamedTuple):
-    """Cached blocks of several sequences in one row, `C` of all of them."""
+    """Cached blocks of several sequences that are packed into one row: `C` blocks in total."""
 
     groups: Tensor
-    """(C): index of each block's sequence, that behind the last for padding."""
+    """(C): sequence index of each block; the number of sequences for padding."""
     rows: Tensor
-    """(C): the same, any for padding."""
+    """(C): sequence index of each block; clamped to the last sequence for padding."""
     logical: Tensor
-    """(C): logical block of its sequence."""
+    """(C): logical block in its sequence."""
     places: Tensor
     """(C, block_size): position of each cached token in its sequence."""
     is_real: Tensor
-    """(C, block_size) bool: slots that hold a token."""
+    """(C, block_size) bool: whether the slot holds a token."""
 
 
 def token_owners(inputs: PrefillAttentionInputs) -> Tensor:
-    """(Q): index of the sequence of each token of one row, that behind the last for padding."""
+    """(Q): sequence index of each token of a packed row; the number of sequences for padding."""
     tokens = torch.arange(inputs.positions.shape[1], device=inputs.positions.device)
     return (tokens.unsqueeze(1) >= inputs.query_lens.cumsum(0)).sum(-1)
 
 
 def merged_context(inputs: PrefillAttentionInputs, block_size: int) -> MergedContext:
-    """The cached blocks of the sequences of one row, of which there is at least one."""
+    """Cached blocks of the sequences of a packed row. Requires at least one block."""
     num_sequences, device = inputs.query_lens.shape[0], inputs.positions.device
     blocks = torch.arange(inputs.block_list.shape[0], device=device)
     counts = torch.div(inputs.context_lens + (block_size - 1), block_size, rounding_mode="floor")
@@ -642,7 +648,8 @@ def _merged_metadata(
     rings: Rings,
     slopes: Tensor | None,
 ) -> PrefillMetadata:
-    """Of several sequences in one row. Padding is a sequence of its own, without context."""
+    """Metadata of sequences that are packed into one row. Padding forms a sequence without
+    context."""
     positions = inputs.positions.view(-1)
     length, num_sequences = positions.shape[0], inputs.query_lens.shape[0]
     device = positions.device
@@ -654,7 +661,7 @@ def _merged_metadata(
         new = new | _of_one_image(inputs.image_ids).view(length, length)
     queries = positions.unsqueeze(1)
     cached = keys = None
-    # (C): sequence and logical block of each cached block; any for padding.
+    # (C): sequence and logical block of each cached block; arbitrary for padding.
     rows = logical = inputs.block_list
     if inputs.block_list.shape[0]:
         groups, rows, logical, places, is_real = merged_context(inputs, block_size)
@@ -667,7 +674,7 @@ def _merged_metadata(
         return _mask(visible.view(1, 1, length, -1), distance, slopes)
 
     def in_ring(ring: Ring) -> tuple[Tensor, Tensor]:
-        """Slots of the new tokens, and blocks of the cached ones."""
+        """Slots of the new tokens, and blocks of the cached tokens."""
         indices, own = _state_indices(inputs), owners.clamp_max(num_sequences - 1)
         ends = (inputs.context_lens + inputs.query_lens).index_select(0, own)
         is_real = owners < num_sequences
@@ -684,7 +691,7 @@ def _merged_metadata(
             slots, block_list = in_ring(ring)
         slot_mappings.append(slots)
         block_lists.append(block_list)
-        # Positions of padding are 0, which are those of a sequence of its own all the same.
+        # Positions of padding are 0: valid for the padding sequence.
         masks.append(mask(kind, new, positions, distance))
         if cached is not None and keys is not None:
             contexts.append(mask(kind, cached, keys, None if slopes is None else keys - queries))
@@ -698,8 +705,8 @@ def _merged_metadata(
 
 
 class _Entries(NamedTuple):
-    """Blocks that a decode reads, as in DecodeAttentionInputs, with what only their sequences say
-    of them."""
+    """Blocks that a decode reads (see DecodeAttentionInputs), and mappings derived from their
+    sequences."""
 
     block_list: Tensor | None
     groups: Tensor
@@ -721,7 +728,7 @@ def _entries(
 ) -> _Entries:
     belongs = groups == torch.arange(batch, device=groups.device).unsqueeze(1)
     mapping = belongs.to(torch.float32 if form is None else form.mapping_dtype)
-    # Plain operations do not read it.
+    # Plain operations do not read block_mapping.
     block_mapping = mapping.t() if form is None else mapping.t().contiguous()
     rows = groups.clamp_min(0).long()
     return _Entries(
@@ -746,8 +753,8 @@ def _decode_metadata(
     )
 
     def seen(kind: Visibility, ring: Ring | None) -> tuple[Tensor, _Entries]:
-        """The slots of the tokens, and the blocks to read: those of the window of each sequence
-        where these are fewer than all."""
+        """Slots of the new tokens, and blocks to read: the blocks of each window if they are fewer
+        than all blocks."""
         count = None if kind.limit is None else ring_blocks(kind.limit, block_size)
         if ring is None:
             if count is None or contiguous or total <= batch * count:
@@ -797,17 +804,17 @@ def _decode_metadata(
 def _last_blocks(
     inputs: DecodeAttentionInputs, block_size: int, count: int, form: AttentionForm | None
 ) -> _Entries:
-    """The last `count` blocks of each sequence, in place of all."""
+    """Entries of the last `count` blocks of each sequence."""
     positions = inputs.positions.view(-1, 1)
     batch, total = positions.shape[0], inputs.block_groups.shape[0]
     rows = torch.arange(batch, device=positions.device).unsqueeze(1)
     groups = inputs.block_groups
-    # (B, 1): entry of the first block of each sequence.
+    # (B, 1): index of the first block of each sequence in the block list.
     firsts = ((groups >= 0) & (groups < rows)).sum(-1, keepdim=True)
     columns = torch.arange(count, device=positions.device)
     logical = positions // block_size - (count - 1) + columns
     entries = (firsts + logical.clamp_min(0)).clamp_max(total - 1).view(-1)
-    # Padding has no entry: there it finds another sequence's, or padding.
+    # Padding has no block: the index hits another sequence's block, or padding.
     is_own = (logical >= 0) & (groups.index_select(0, entries).view(batch, count) == rows)
     return _narrow(
         inputs.block_list.index_select(0, entries),
@@ -818,12 +825,12 @@ def _last_blocks(
 def _ring_entries(
     inputs: DecodeAttentionInputs, block_size: int, ring: Ring, form: AttentionForm | None
 ) -> _Entries:
-    """All blocks of each sequence's ring, in the order of the cache."""
+    """Entries of all ring blocks of each sequence, in cache order."""
     positions = inputs.positions.view(-1, 1)
     indices = _state_indices(inputs).unsqueeze(1)
     columns = torch.arange(ring.num_blocks, device=positions.device)
     last = positions // block_size
-    # Of those logical blocks that use the place, the newest; below 0 where there is none yet.
+    # Newest logical block stored in each ring block; negative if the ring block is unused.
     logical = last - (last - columns) % ring.num_blocks
     is_own = (logical >= 0) & (indices != ring.pad_index)
     blocks = indices * ring.num_blocks + columns
@@ -841,7 +848,8 @@ def _narrow(
     block_size: int,
     form: AttentionForm | None,
 ) -> _Entries:
-    """Entries of as many blocks for each sequence, (B, count), of which `is_own` are its own."""
+    """Entries of `count` blocks per sequence, (B, count); blocks outside `is_own` become
+    padding."""
     batch = starts.shape[0]
     rows = torch.arange(batch, device=starts.device, dtype=starts.dtype).unsqueeze(1)
     usage = (positions + 1 - starts).clamp(1, block_size)

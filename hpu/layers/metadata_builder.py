@@ -1,5 +1,5 @@
-"""MetadataBuilder: `build_metadata` with what is the same for every launch of a model; a module, so
-that a back end compiles it like a layer."""
+"""MetadataBuilder: `build_metadata` with the arguments that are fixed for a model. It is a module,
+so that a back end can compile it like a layer."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from hpu.ops.kernels import AttentionForm
 
 
 class MetadataBuilder(nn.Module):
-    """Derives the attention metadata of a launch. It has no parameters."""
+    """Derives the attention metadata of a launch. Has no parameters."""
 
     alibi_slopes: Tensor | None
 
@@ -32,13 +32,13 @@ class MetadataBuilder(nn.Module):
         alibi_slopes: Tensor | None = None,
         temperature: TemperatureTuning | None = None,
     ) -> None:
-        """As the arguments of `build_metadata`."""
+        """The arguments are arguments of `build_metadata`."""
         super().__init__()
         self.block_size = 0
-        """Of the bound caches."""
+        """Block size of the bound caches."""
         self._rings: Rings | None = None
         self.attention_form: AttentionForm | None = None
-        """That of the fused kernels, where the model runs on them."""
+        """Mask form of the fused kernels; None: plain operations."""
         self.contiguous = False
         self._kinds = kinds
         self._causal = causal
@@ -46,8 +46,8 @@ class MetadataBuilder(nn.Module):
         self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
 
     def bind(self, block_size: int, num_rings: int) -> None:
-        """The bound caches have blocks of this size; layers with a window have so many rings in
-        place of blocks, if any."""
+        """Set the block size of the bound caches, and the number of rings of layers with a window;
+        `num_rings` 0: these layers have blocks."""
         self.block_size = block_size
         self._rings = make_rings(self._kinds, block_size, num_rings)
 
@@ -66,7 +66,7 @@ class MetadataBuilder(nn.Module):
 
 
 class WiderMetadataBuilder(MetadataBuilder):
-    """A MetadataBuilder for models whose layers have states, or read images. Apart from it: a
+    """MetadataBuilder for models with states or cross attention. A separate class, because a
     compiled decoder checks every attribute that it reads in each launch."""
 
     def __init__(
@@ -77,8 +77,9 @@ class WiderMetadataBuilder(MetadataBuilder):
         embeddings_per_tile: int,
         **arguments: Any,
     ) -> None:
-        """`has_states`: whether some layers have a state. `embeddings_per_tile`: of images that
-        some layers read; 0: none do. `arguments`: as of MetadataBuilder."""
+        """`has_states`: whether some layers have a state. `embeddings_per_tile`: embeddings of an
+        image tile for cross attention; 0: no cross attention. `arguments`: arguments of
+        MetadataBuilder."""
         super().__init__(kinds, **arguments)
         self._has_states = has_states
         self._embeddings_per_tile = embeddings_per_tile

@@ -1,10 +1,9 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): projections, and the paged attention
-core with its cache of latents.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): projections, and paged attention
+with a latent cache.
 
-A slot of the cache is the normed latent of a token, and behind it the rotated key that all heads
-share. Prompts expand the latents to the keys and values of all heads. A decode attends to the
-latents themselves, as one key head: what would expand them is absorbed, multiplied into the query
-and into the output.
+A cache slot holds the normed latent of a token, followed by the rotated key that all heads share.
+Prefills expand the latents to keys and values of all heads. Decodes attend to the latents as a
+single key head: the expansion is absorbed into the query and the output.
 """
 
 import torch
@@ -34,8 +33,8 @@ from hpu.quantization.kv_cache import EncodedKVCache, KVCacheFormat
 
 
 class MLAAttention(nn.Module):
-    """One layer's attention: projections to latents, norms, projection to query heads, rotation,
-    the core, projection."""
+    """Attention of a layer: projection to latents, norms, projection to query heads, rotation,
+    paged attention, output projection."""
 
     def __init__(
         self,
@@ -52,8 +51,8 @@ class MLAAttention(nn.Module):
         q_proj: ColumnParallelLinear | None = None,
         kv_a_proj_with_mqa: ReplicatedLinear | None = None,
     ) -> None:
-        """`num_heads`: of this rank. Queries are products of a latent, with the first three
-        optional layers, or of the hidden state, with the last two."""
+        """`num_heads`: heads on this rank. Queries are computed from a latent (first three optional
+        layers), or from the hidden state (last two optional layers)."""
         super().__init__()
         self.spec = spec
         self.num_heads = num_heads
@@ -65,7 +64,7 @@ class MLAAttention(nn.Module):
         self.kv_a_layernorm = kv_a_layernorm
         self.kv_b_proj = kv_b_proj
         self.o_proj = o_proj
-        # In vLLM's models a wrapper lies between the layer and the core.
+        # Module path of vLLM: `mla_attn.mla_attn`.
         core = PagedLatentAttention(spec, num_heads, scale, kv_b_proj)
         self.mla_attn = nn.ModuleDict({"mla_attn": core})
         self._kernels: Kernels | None = None
@@ -88,7 +87,7 @@ class MLAAttention(nn.Module):
         self.core.bind_caches(*caches, block_size=block_size)
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool) -> None:
-        """Run on fused kernels from now on; there is nothing that `split_qkv` would split."""
+        """Run on fused kernels from now on; `split_qkv` has no effect."""
         self._kernels = kernels
         self.core.impl = kernels.make_attention(latent=True)
         self.kv_a_layernorm.use_kernel(kernels.rms_norm)
@@ -96,14 +95,14 @@ class MLAAttention(nn.Module):
             self.q_a_layernorm.use_kernel(kernels.rms_norm)
 
     def zero_non_finite(self) -> None:
-        """Zero non-finite queries and latents from now on, as SelfAttention does."""
+        """Zero non-finite queries and latents from now on; see SelfAttention.zero_non_finite."""
         self._zeroes_non_finite = True
 
     def forward(
         self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
     ) -> Tensor:
-        """(B, Q, hidden) to the same; writes the latents of all B * Q tokens where there is a
-        cache. Without `rotation` nothing is rotated."""
+        """(B, Q, hidden) -> (B, Q, hidden). Writes the latents of all B * Q tokens if there is a
+        cache. `rotation` None: nothing is rotated."""
         spec, (batch, length, _) = self.spec, hidden.shape
         query, latent = self._project(hidden)
         query = query.view(batch, length, self.num_heads, spec.qk_head_dim)
@@ -112,7 +111,7 @@ class MLAAttention(nn.Module):
         )
         latent, key = latent.split_with_sizes([spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
         latent = self.kv_a_layernorm(latent)
-        # The query heads, and the key as one more head.
+        # Rotate the shared key as an extra head.
         rotated = torch.cat((rotated, key.unsqueeze(2)), dim=2)
         if rotation is not None:
             rotated = rotate(rotated, rotation, self._kernels)
@@ -129,8 +128,8 @@ class MLAAttention(nn.Module):
         return self.o_proj(out)  # type: ignore[no-any-return]
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """(query heads (B, Q, heads * D), latent with its key (B, Q, latent size)), neither normed
-        nor rotated."""
+        """(query heads (B, Q, heads * D), latent with its key (B, Q, latent size)), before norm and
+        rotation."""
         if self.fused_qkv_a_proj is None:
             assert self.q_proj is not None and self.kv_a_proj_with_mqa is not None
             return self.q_proj(hidden), self.kv_a_proj_with_mqa(hidden)
@@ -141,23 +140,23 @@ class MLAAttention(nn.Module):
 
 
 class PagedLatentAttention(nn.Module):
-    """Attention over a paged cache of latents, which is bound after loading."""
+    """Attention over a paged latent cache, which is bound after loading."""
 
     w_uk_t: Tensor
-    """(heads, qk_nope_head_dim, kv_lora_rank): from a latent to a key head, transposed."""
+    """(heads, qk_nope_head_dim, kv_lora_rank): latent -> key head, transposed."""
     w_uv: Tensor
-    """(heads, kv_lora_rank, v_head_dim): from a latent to a value head."""
+    """(heads, kv_lora_rank, v_head_dim): latent -> value head."""
 
     def __init__(
         self, spec: MLASpec, num_heads: int, scale: float, kv_b_proj: ColumnParallelLinear
     ) -> None:
-        """`kv_b_proj`: from latents to key and value heads, for prompts."""
+        """`kv_b_proj`: latents to key and value heads, for prefills."""
         super().__init__()
         dtype, device = kv_b_proj.dtype, kv_b_proj.device
         self.kv_cache_spec = KVCacheSpec(1, spec.latent_size, dtype, has_values=False)
         self.kv_b_proj = kv_b_proj
         self.impl: AttentionImpl = PlainAttention()
-        """Replaced where the device has kernels of its own, by a module on Gaudi."""
+        """Replaced on devices with attention kernels; a module on Gaudi."""
         for name, rows, columns in (
             ("w_uk_t", spec.qk_nope_head_dim, spec.kv_lora_rank),
             ("w_uv", spec.kv_lora_rank, spec.v_head_dim),
@@ -168,13 +167,13 @@ class PagedLatentAttention(nn.Module):
         self._num_heads = num_heads
         self._scale = scale
         self._encoded: EncodedKVCache | None = None
-        """Set once a cache in a format is bound."""
+        """Codec of the cache; None: the cache has no format."""
         self._latents = torch.empty(0)
         self._block_size = 0
 
     def process_weights(self) -> None:
-        """Fill the absorbed matrices from the loaded weight of `kv_b_proj`. Contiguous copies: a
-        graph would transpose a view in each replay."""
+        """Fill the absorbed matrices from the loaded weight of `kv_b_proj`. The matrices are
+        contiguous copies: a graph would transpose a view in each replay."""
         spec, weight = self._spec, self.kv_b_proj.weight
         assert weight is not None
         heads = weight.detach().view(self._num_heads, -1, spec.kv_lora_rank)
@@ -183,11 +182,13 @@ class PagedLatentAttention(nn.Module):
         self.w_uv.copy_(values.transpose(1, 2))
 
     def use_kv_cache_format(self, format: KVCacheFormat) -> None:
-        """Cache in `format`; its scale of the layer is 1, as checkpoints have none for latents."""
+        """Store latents in `format`. The layer scale is 1: checkpoints have no scale for
+        latents."""
         self.kv_cache_spec = self.kv_cache_spec._replace(format=format)
 
     def bind_caches(self, *caches: Tensor, block_size: int) -> None:
-        """Use this one cache, (blocks * block_size, 1, latent size), or rows of the format."""
+        """Use the cache, (blocks * block_size, 1, latent size), or encoded entries of the
+        format."""
         (self._latents,) = caches
         format, weight = self.kv_cache_spec.format, self.w_uv
         self._encoded = None
@@ -197,8 +198,8 @@ class PagedLatentAttention(nn.Module):
         self._block_size = block_size
 
     def forward(self, query: Tensor, latents: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """`query` (B, Q, heads, qk_head_dim) and `latents` (B, Q, 1, latent size), rotated; the
-        output is (B, Q, heads, v_head_dim), for a decode (B, heads, v_head_dim)."""
+        """`query` (B, Q, heads, qk_head_dim) and `latents` (B, Q, 1, latent size), both rotated.
+        Returns (B, Q, heads, v_head_dim), for a decode (B, heads, v_head_dim)."""
         if isinstance(metadata, DecodeMetadata):
             blocks = metadata.blocks[0]
             self._write(latents, blocks.slot_mapping)
@@ -212,7 +213,8 @@ class PagedLatentAttention(nn.Module):
 
     @property
     def _cache_ops(self) -> KVCacheOps:
-        # As an attribute the module would have a second path, and a compressor looks at paths.
+        # A property: an attribute would add a second module path, and Gaudi's FP8 compressor works
+        # by path.
         return self._encoded or self.impl.latent_cache_k
 
     def _decode(self, query: Tensor, blocks: DecodeBlocks) -> Tensor:
@@ -257,8 +259,8 @@ class PagedLatentAttention(nn.Module):
 
 
 def _padded(heads: Tensor, size: int) -> Tensor:
-    """`heads` (..., D) with zeros up to `size`: the card's fused attention takes queries, keys and
-    values of one size."""
+    """`heads` (..., D) zero-padded to `size`: the fused attention of the card requires equal sizes
+    of queries, keys and values."""
     missing = size - heads.shape[-1]
     if not missing:
         return heads

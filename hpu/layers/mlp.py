@@ -21,11 +21,11 @@ _FUNCTIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: functional.relu(x).square(),
 }
 ACTIVATIONS = {name: _FUNCTIONS[kind] for name, kind in HIDDEN_ACTS.items()}
-"""The functions by the values of hidden_act."""
+"""Activation functions by hidden_act."""
 
 
 def get_activation(name: str) -> Callable[[Tensor], Tensor]:
-    """The function that a checkpoint's `hidden_act` names. Raises ConfigError."""
+    """Activation function for a checkpoint's `hidden_act`. Raises ConfigError."""
     if name not in ACTIVATIONS:
         raise ConfigError(
             f"hidden_act is {shown(name)}, it must be one of {', '.join(ACTIVATIONS)}"
@@ -34,7 +34,7 @@ def get_activation(name: str) -> Callable[[Tensor], Tensor]:
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate) * up), with gate and up as one matrix product."""
+    """down(act(gate) * up), with gate and up in one matrix product."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class GatedMLP(nn.Module):
         self._activation = get_activation(activation)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(B, Q, hidden) to the same."""
+        """(B, Q, hidden) -> (B, Q, hidden)."""
         gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
         return self.down_proj(self._activation(gate) * up)  # type: ignore[no-any-return]
 
@@ -65,5 +65,5 @@ class MLP(nn.Module):
         self._activation = get_activation(activation)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(B, Q, hidden) to the same."""
+        """(B, Q, hidden) -> (B, Q, hidden)."""
         return self.down_proj(self._activation(self.up_proj(hidden)))  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
-"""Mixture of experts: a router, stacked experts by a MoEMethod, and an expert for all tokens.
+"""Mixture of experts: router, stacked experts with a MoEMethod, and an optional shared expert.
 
-Module paths are those of vLLM's models: `gate` and `experts` of the feed-forward part.
+Module paths are the paths of vLLM's models: `gate` and `experts` of the feed-forward part.
 """
 
 import math
@@ -21,15 +21,15 @@ from hpu.quantization.quantized_weight import StackedWeights
 from hpu.quantization.unquantized import UNQUANTIZED_MOE
 
 MIN_SUM = 1e-20
-"""Smallest divisor of weights that are renormalized."""
+"""Minimum divisor when weights are renormalized."""
 
 SWIGLU_OAI = "swigluoai"
-"""vLLM's name of the clamped SwiGLU."""
+"""vLLM's name for the clamped SwiGLU."""
 
 
 @dataclass(frozen=True, slots=True)
 class TopKRouter:
-    """Chooses the `top_k` experts of each token by its scores for all, in float32."""
+    """Top-k router: chooses the `top_k` experts of each token by score, in float32."""
 
     top_k: int
     renormalize: bool
@@ -37,15 +37,16 @@ class TopKRouter:
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     num_groups: int = 1
     top_groups: int = 1
-    """The chosen experts are in so many of the `num_groups` groups of neighbours."""
+    """Number of groups, out of `num_groups` groups of neighbouring experts, that the chosen experts
+    come from."""
     group_scoring: Literal["top2", "max"] = "top2"
-    """Those groups have the highest sums of their two best scores (DeepSeek-V3, arXiv 2412.19437),
-    or the highest best scores (DeepSeek-V2, arXiv 2405.04434)."""
+    """Group score: sum of the two best scores (DeepSeek-V3, arXiv 2412.19437), or the best score
+    (DeepSeek-V2, arXiv 2405.04434)."""
     scaling_factor: float = 1.0
 
     def __call__(self, logits: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Of `logits` (T, experts) the experts (T, k) int64 and their weights (T, k) float32.
-        `correction` (1, experts) is added to the scores for the choice only."""
+        """`logits` (T, experts) -> expert ids (T, k) int64 and weights (T, k) float32. `correction`
+        (1, experts) is added to the scores for the choice only."""
         logits = logits.float()
         is_sigmoid = self.scoring == "sigmoid"
         scores = logits.sigmoid() if is_sigmoid else torch.softmax(logits, dim=-1)
@@ -53,20 +54,20 @@ class TopKRouter:
         if self.num_groups > 1:
             choice = self._within_top_groups(choice)
         elif is_sigmoid and correction is None:
-            # Sigmoids of logits above 17 are all 1.
+            # Use logits: sigmoids of logits above 17 all round to 1.
             choice = logits
         weights, ids = choice.topk(self.top_k, dim=-1)
         if choice is not scores:
             weights = scores.gather(1, ids)
         if self.renormalize:
-            # Sigmoids may all round to 0.
+            # All sigmoids may round to 0.
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(MIN_SUM)
         if self.scaling_factor != 1:
             weights = weights * self.scaling_factor
         return ids, weights
 
     def _within_top_groups(self, scores: Tensor) -> Tensor:
-        """`scores` (T, experts) with -inf in all other groups."""
+        """`scores` (T, experts) with -inf outside the top groups."""
         grouped = scores.view(scores.shape[0], self.num_groups, -1)
         if self.group_scoring == "max":
             group_scores = grouped.amax(-1)
@@ -80,15 +81,17 @@ class TopKRouter:
 
 @dataclass(frozen=True, slots=True)
 class SparseMixer:
-    """Chooses two experts of each token one after the other (SparseMixer, arXiv 2409.12136), in
-    float32. Each one's weight is that in a softmax over the logits that are close to its own."""
+    """SparseMixer router (arXiv 2409.12136) in float32: chooses two experts of each token in
+    sequence. The weight of an expert is its softmax over the logits that are close to the chosen
+    logit."""
 
     jitter: float
-    """Half of the largest relative distance to the highest logit."""
+    """Half of the maximum relative distance to the highest logit."""
     top_k: ClassVar[int] = 2
 
     def __call__(self, logits: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """As TopKRouter, without a correction."""
+        """`logits` (T, experts) -> expert ids (T, 2) int64 and weights (T, 2) float32. `correction`
+        is ignored."""
         scores = left = logits.float()
         ids, weights = [], []
         for _ in range(self.top_k):
@@ -102,7 +105,7 @@ class SparseMixer:
 
 
 def _gated(name: str) -> Callable[[Tensor], Tensor]:
-    """act(gate) * up of (..., 2 * inner) features, gate before up. Raises ConfigError."""
+    """act(gate) * up on (..., 2 * inner) features, gate before up. Raises ConfigError."""
     activation = get_activation(name)
 
     def apply(gate_up: Tensor) -> Tensor:
@@ -113,7 +116,7 @@ def _gated(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def _clamped_swiglu(form: ClampedSwiGLU) -> Callable[[Tensor], Tensor]:
-    """`form` of (..., 2 * inner) features, gate and up interleaved."""
+    """Clamped SwiGLU `form` on (..., 2 * inner) features, gate and up interleaved."""
     alpha, limit = form
 
     def apply(gate_up: Tensor) -> Tensor:
@@ -125,9 +128,10 @@ def _clamped_swiglu(form: ClampedSwiGLU) -> Callable[[Tensor], Tensor]:
 
 
 class Experts(nn.Module):
-    """Stacked gated MLPs. The ranks divide each one's inner features, or each rank has the next so
-    many whole ones; the outputs are summed over the ranks, which must all have the same tokens, or
-    as many, in an ExpertGroup. Weights are allocated, not filled."""
+    """Stacked gated MLPs. Tensor parallelism shards the inner features of each expert; expert
+    parallelism gives each rank consecutive whole experts. Outputs are summed over the ranks, which
+    must all have the same tokens, or in an ExpertGroup the same number of tokens. Weights are
+    allocated, not filled."""
 
     w13_weight: nn.Parameter | None
     w2_weight: nn.Parameter | None
@@ -148,9 +152,9 @@ class Experts(nn.Module):
         group: ProcessGroup = SINGLE,
         is_distributed: bool = False,
     ) -> None:
-        """`num_experts` and `inner_size` are those of the whole; the group's size must divide the
-        first if experts are distributed, the second if not. `activation`: the name in a checkpoint,
-        or what its experts have in place of it."""
+        """`num_experts` and `inner_size`: sizes over all ranks. The group size must divide
+        `num_experts` if experts are distributed, otherwise `inner_size`. `activation`: the
+        checkpoint's name, or a clamped SwiGLU."""
         super().__init__()
         self.dtype = dtype
         self.device = device
@@ -159,11 +163,11 @@ class Experts(nn.Module):
         else:
             self.activation, self.activation_name = _clamped_swiglu(activation), SWIGLU_OAI
         self.activation_form = activation
-        """As it was given."""
+        """The `activation` argument."""
         self.keeps_method = False
-        """Whether no kernel of a device may replace the method."""
+        """Whether device kernels must not replace the method."""
         self.moe_op: MoEImpl | None = None
-        """Replaces the method where the device has a kernel: by a module on Gaudi."""
+        """Device kernel that replaces the method; a module on Gaudi. None: the method runs."""
         self.quantized_weights: StackedWeights | None = None
         self.method = method
         self.group = group
@@ -174,10 +178,10 @@ class Experts(nn.Module):
         else:
             inner_size //= group.size
         self.num_experts = num_experts
-        """Of this rank."""
+        """Number of experts on this rank."""
         self.first_expert = group.rank * num_experts if is_distributed else 0
         self.expert_cost = 3 * hidden_size * inner_size
-        """Multiplications of a token by one expert's weights on this rank."""
+        """Multiplications per token and expert on this rank."""
         method.create_weights(self, num_experts, hidden_size, inner_size)
         self.w13_bias = self.w2_bias = None
         if has_bias:
@@ -190,11 +194,11 @@ class Experts(nn.Module):
 
     @property
     def applied_w2_bias(self) -> Tensor | None:
-        """The bias of the second product that this rank adds."""
+        """Bias of the second product that this rank adds."""
         return self.w2_bias if self.is_distributed or self.group.rank == 0 else None
 
     def use_kernels(self, kernels: Kernels) -> None:
-        """Run on a device's fused kernel from now on, if it has one for these experts."""
+        """Run on the device's fused kernel from now on, if there is a kernel for these experts."""
         if self.keeps_method or self.w13_weight is None or self.w2_weight is None:
             # The method has kernels for its own weights.
             return
@@ -207,12 +211,13 @@ class Experts(nn.Module):
         self.moe_op = kernels.make_moe(weights, self.activation_form)
 
     def replace_weights(self, moe_op: MoEImpl) -> None:
-        """Run on `moe_op`, which has copied the weights, from now on; the layer drops its own."""
+        """Run on `moe_op`, which has copied the weights, from now on; the layer drops its
+        weights."""
         self.moe_op = moe_op
         self.w13_weight = self.w2_weight = self.quantized_weights = None
 
     def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """As MoEMethod.apply, over the experts of all ranks."""
+        """MoEMethod.apply over the experts of all ranks."""
         if self.moe_op is not None:
             weights = weights.to(hidden.dtype)
         group = self.group
@@ -232,7 +237,7 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """The feed-forward part of a layer: routed experts, plus one for all tokens if there is one."""
+    """Feed-forward part of a layer: routed experts and an optional shared expert."""
 
     e_score_correction_bias: nn.Parameter | None
 
@@ -247,9 +252,9 @@ class MoE(nn.Module):
         has_correction_bias: bool = False,
         scales_input: bool = False,
     ) -> None:
-        """`gate` computes in its own dtype. `shared_expert_gate` has one output: the sigmoid of it
-        weighs the shared expert. The correction bias is allocated, not filled. `scales_input`: the
-        weight of an expert multiplies its input, not its output."""
+        """`gate` computes in its own dtype. `shared_expert_gate` has one output, whose sigmoid
+        weighs the shared expert. The correction bias is allocated, not filled. `scales_input`:
+        expert weights multiply the input of the expert, not the output."""
         super().__init__()
         self.gate = gate
         self.experts = experts
@@ -264,16 +269,16 @@ class MoE(nn.Module):
 
     @property
     def gates(self) -> list[ReplicatedLinear]:
-        """The router, and the gate of the shared expert."""
+        """The router gate, and the gate of the shared expert if there is one."""
         return [gate for gate in (self.gate, self.shared_expert_gate) if gate is not None]
 
     @property
     def token_cost(self) -> int:
-        """Multiplications of a token's routed experts."""
+        """Multiplications per token of the routed experts."""
         return self.router.top_k * self.experts.expert_cost
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(B, Q, hidden) to the same."""
+        """(B, Q, hidden) -> (B, Q, hidden)."""
         flat = hidden.flatten(0, 1)
         logits = self.gate(flat.to(self.gate.dtype))
         ids, weights = self.router(logits, self.e_score_correction_bias)
@@ -291,8 +296,8 @@ class MoE(nn.Module):
         return out + shared
 
     def _scaled_experts(self, flat: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """As Experts.forward, of inputs that the weights multiply: one for each expert of a
-        token."""
+        """Experts.forward with the expert weights applied to the inputs: one scaled input per
+        expert of a token."""
         scaled = (flat.unsqueeze(1) * weights.to(flat.dtype).unsqueeze(-1)).flatten(0, 1)
         out: Tensor = self.experts(scaled, ids.view(-1, 1), torch.ones_like(weights).view(-1, 1))
         return out if self.router.top_k == 1 else out.view(*ids.shape, -1).sum(1)

@@ -1,5 +1,5 @@
-"""Values that are not finite, where attention zeroes them: they must not reach other requests, and
-must end their own."""
+"""Handling of non-finite values where attention zeroes them: they must not reach other requests,
+and must end the request that they belong to."""
 
 import math
 
@@ -17,8 +17,8 @@ from hpu.layers.metadata import (
 
 
 def zeroed(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Heads `x` (B, Q, heads, D) with 0 for NaN and infinities, and (B, Q) whether a token has any
-    of them."""
+    """`x` (B, Q, heads, D) with NaN and infinities replaced by 0, and (B, Q) whether a token had a
+    non-finite value."""
     found = x.nan_to_num(0.0, 0.0, 0.0)
     return found, torch.any(found != x, dim=(-2, -1))
 
@@ -31,10 +31,10 @@ def spoiled(x: Tensor, tokens: Tensor) -> Tensor:
 class NonFiniteGuard(nn.Module):
     """Makes all hidden states of a prompt NaN if any of its tokens is not finite.
 
-    Attention that zeroes keys and values hides such a token from later tokens, which would go on
-    without it. A flag for each slot of the KV cache says whether its token is finite. The flag is
-    written, moved and shared with the keys and values of the slot, so that chunks of a prompt and
-    prompts that share its blocks find it. It has no parameters.
+    Attention that zeroes keys and values hides a non-finite token from later tokens. A flag per
+    KV-cache slot records whether its token is non-finite. The flag is written, moved and shared
+    with the keys and values of the slot, so that later chunks of the prompt and prompts that share
+    its blocks find it. Has no parameters.
     """
 
     def __init__(self) -> None:
@@ -43,12 +43,12 @@ class NonFiniteGuard(nn.Module):
         self._block_size = 0
 
     def bind(self, flags: Tensor | None, block_size: int) -> None:
-        """Use these flags, (blocks * block_size). None: a launch knows its own tokens only."""
+        """Use these flags, (blocks * block_size). None: a launch checks only its own tokens."""
         self._flags = flags
         self._block_size = block_size
 
     def forward(self, hidden: Tensor, inputs: AttentionInputs) -> Tensor:
-        """`hidden` (B, Q, hidden) of a launch to the same. A prompt is NaN as a whole."""
+        """`hidden` (B, Q, hidden) with every token of a non-finite prompt set to NaN."""
         is_bad = (~(hidden.abs() < math.inf)).any(-1)
         if isinstance(inputs, TextAttentionInputs):
             is_real = self._before(inputs.lengths, hidden)
@@ -57,8 +57,8 @@ class NonFiniteGuard(nn.Module):
             flags = is_bad.view(-1).to(self._flags.dtype)
             self._flags.index_copy_(0, inputs.slot_mapping, flags)
         if isinstance(inputs, DecodeAttentionInputs):
-            # Every row is sampled, so that its request ends with the first such token: no decode
-            # has one in its context.
+            # Every row is sampled, and its request ends at the first non-finite token: the context
+            # of a decode has no such token.
             return hidden
         if inputs.query_lens.shape[0] > hidden.shape[0]:
             return spoiled(hidden, self._of_merged(is_bad, inputs))
@@ -67,11 +67,12 @@ class NonFiniteGuard(nn.Module):
         return spoiled(hidden, found & is_real)
 
     def _before(self, lengths: Tensor, hidden: Tensor) -> Tensor:
-        """(B, Q): tokens before these ends."""
+        """(B, Q): whether the token is before the end of its row."""
         return torch.arange(hidden.shape[1], device=hidden.device) < lengths.unsqueeze(1)
 
     def _read(self, blocks: Tensor) -> Tensor | None:
-        """(n, block_size) bool of these blocks; None if there are none."""
+        """(n, block_size) bool flags of `blocks`; None: no flags are bound, or `blocks` is
+        empty."""
         if self._flags is None or not blocks.shape[0]:
             return None
         return self._flags.view(-1, self._block_size).index_select(0, blocks) > 0
@@ -87,7 +88,7 @@ class NonFiniteGuard(nn.Module):
         return (flags & (keys < ends)).any(-1, keepdim=True)
 
     def _of_merged(self, is_bad: Tensor, inputs: PrefillAttentionInputs) -> Tensor:
-        """(1, Q): tokens of the flagged sequences of the row."""
+        """(1, Q): tokens of the flagged sequences in a packed row."""
         sequences = torch.arange(inputs.query_lens.shape[0], device=is_bad.device)
         owns = token_owners(inputs).unsqueeze(1) == sequences
         found = (owns & is_bad.view(-1, 1)).any(0)

@@ -10,12 +10,12 @@ from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.ops.norm import rms_norm
 
 RmsNormKernel = Callable[[Tensor, Tensor, float], Tensor]
-"""As hpu.ops.norm.rms_norm."""
+"""Signature of hpu.ops.norm.rms_norm."""
 
 
 class RMSNorm(nn.Module):
-    """RMS norm over the last dimension, in the dtype of `weight`, whatever that of the hidden
-    states. `weight` (hidden) is allocated, not filled."""
+    """RMS norm over the last dimension, computed in the dtype of `weight`; returns the dtype of the
+    hidden states. `weight` (hidden) is allocated, not filled."""
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -25,11 +25,11 @@ class RMSNorm(nn.Module):
         self._kernel: RmsNormKernel = rms_norm
 
     def use_kernel(self, kernel: RmsNormKernel) -> None:
-        """Compute by `kernel` from now on."""
+        """Compute with `kernel` from now on."""
         self._kernel = kernel
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(B, Q, hidden) to the same."""
+        """(B, Q, hidden) -> (B, Q, hidden)."""
         if hidden.dtype != self.weight.dtype:
             return self._kernel(hidden.to(self.weight.dtype), self.weight, self.eps).to(
                 hidden.dtype
@@ -39,7 +39,7 @@ class RMSNorm(nn.Module):
 
 class QKNorm(nn.Module):
     """Norm of each query and key head, in the dtype of `weight`. `weight` (heads + kv_heads,
-    head_dim) has a row for each head, so that one product scales queries and keys."""
+    head_dim) has an entry per head, so that a single product scales queries and keys."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class QKNorm(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`num_heads`: of queries and keys together; `centered`: a layer norm, not an RMS norm."""
+        """`num_heads`: query and key heads together. `centered`: layer norm instead of RMS norm."""
         super().__init__()
         weight = torch.empty(num_heads, head_dim, dtype=dtype, device=device)
         self.weight = nn.Parameter(weight, requires_grad=False)
@@ -59,7 +59,7 @@ class QKNorm(nn.Module):
         self.centered = centered
 
     def forward(self, heads: Tensor) -> Tensor:
-        """(B, Q, heads + kv_heads, head_dim) to the same."""
+        """(B, Q, heads + kv_heads, head_dim) -> same shape."""
         wide = heads.to(self.weight.dtype)
         if self.centered:
             normed = functional.layer_norm(wide, wide.shape[-1:], None, None, self.eps)
@@ -76,13 +76,13 @@ class UnweightedQKNorm(nn.Module):
         self.eps = eps
 
     def forward(self, heads: Tensor) -> Tensor:
-        """(B, Q, heads + kv_heads, head_dim) to the same."""
+        """(B, Q, heads + kv_heads, head_dim) -> same shape."""
         return rms_norm(heads, None, self.eps)
 
 
 class FullQKNorm(nn.Module):
-    """RMS norm over all query heads at once, and over all key heads. `weight` ((heads + kv_heads) *
-    head_dim) is that of the queries before that of the keys."""
+    """RMS norm over all query heads together, and over all key heads together. `weight` ((heads +
+    kv_heads) * head_dim): query weights, then key weights."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class FullQKNorm(nn.Module):
         device: torch.device,
         group: ProcessGroup = SINGLE,
     ) -> None:
-        """The numbers of heads are those of this rank."""
+        """Numbers of heads on this rank."""
         super().__init__()
         self._sizes = [num_heads * head_dim, num_kv_heads * head_dim]
         weight = torch.empty(sum(self._sizes), dtype=dtype, device=device)
@@ -104,7 +104,7 @@ class FullQKNorm(nn.Module):
         self._group = group
 
     def forward(self, heads: Tensor) -> Tensor:
-        """(B, Q, heads + kv_heads, head_dim) to the same."""
+        """(B, Q, heads + kv_heads, head_dim) -> same shape."""
         parts = heads.flatten(2).split_with_sizes(self._sizes, dim=-1)
         normed = torch.cat([self._normed(part) for part in parts], dim=-1)
         return (normed * self.weight).view(heads.shape)
@@ -113,15 +113,15 @@ class FullQKNorm(nn.Module):
         wide = x.float()
         mean = wide.square().mean(-1, keepdim=True)
         if self._group.size > 1:
-            # Each rank has as many heads as the others; of fewer key heads than ranks, each is on
-            # as many ranks as the others.
+            # The mean of rank means is exact: all ranks have equally many heads, and replicated key
+            # heads are all on equally many ranks.
             mean = self._group.all_reduce(mean) / self._group.size
         return (wide * torch.rsqrt(mean + self.eps)).to(x.dtype)
 
 
 class LayerNorm(nn.Module):
-    """Layer norm over the last dimension, in the dtype of `weight`, whatever that of the hidden
-    states. `weight` and `bias` (hidden) are allocated, not filled."""
+    """Layer norm over the last dimension, computed in the dtype of `weight`; returns the dtype of
+    the hidden states. `weight` and `bias` (hidden) are allocated, not filled."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class LayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(B, Q, hidden) to the same."""
+        """(B, Q, hidden) -> (B, Q, hidden)."""
         dtype = self.weight.dtype
         wide = hidden if hidden.dtype == dtype else hidden.to(dtype)
         normed = functional.layer_norm(wide, wide.shape[-1:], self.weight, self.bias, self.eps)

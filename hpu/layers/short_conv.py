@@ -15,7 +15,7 @@ from hpu.ops.ssm import causal_conv, next_conv_state
 
 
 class ShortConv(nn.Module):
-    """One layer. Parameters are allocated, not filled."""
+    """Gated short convolution layer. Parameters are allocated, not filled."""
 
     conv_bias: nn.Parameter | None
 
@@ -26,7 +26,7 @@ class ShortConv(nn.Module):
         in_proj: MergedColumnParallelLinear,
         out_proj: RowParallelLinear,
     ) -> None:
-        """`spec`: of this rank. `in_proj` has the outputs B, C and x."""
+        """`spec`: sizes on this rank. `in_proj` has the outputs B, C and x."""
         super().__init__()
         self.spec = spec
         self.in_proj = in_proj
@@ -39,7 +39,7 @@ class ShortConv(nn.Module):
     def forward(
         self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
     ) -> Tensor:
-        """(B, Q, hidden) to the same; replaces the states of the rows."""
+        """(B, Q, hidden) -> (B, Q, hidden). Updates the states of the sequences."""
         states = metadata.states
         assert states is not None, "a launch of a model with states names them"
         before, after, x = self.in_proj(hidden).chunk(3, -1)

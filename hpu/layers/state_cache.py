@@ -1,5 +1,5 @@
-"""State of fixed size per request, in place of keys and values: what a layer declares, the tensors
-that it reads and writes, and which of them belong to a launch."""
+"""Fixed-size state per request, in place of keys and values: the spec that a layer declares, its
+tensors, and the state indices of a launch."""
 
 import math
 from typing import NamedTuple
@@ -11,43 +11,42 @@ Shape = tuple[int, ...]
 
 
 class StateMetadata(NamedTuple):
-    """Of a launch of `B` rows, for the layers with a state."""
+    """State inputs of a launch of `B` rows."""
 
     indices: Tensor | None
-    """(B): index of each row's state; that of the pad state for padding. None without a cache."""
+    """(B): state index of each row; the pad state for padding. None: no cache."""
     is_fresh: Tensor
-    """(B) bool: rows that begin their sequence, and padding. Their state is zero, whatever the
-    cache holds."""
+    """(B) bool: rows that begin a sequence, and padding. Their state is read as zero."""
     lengths: Tensor | None = None
-    """(B): real tokens of each row; None for a decode."""
+    """(B): tokens of each row without padding; None for a decode."""
     is_real: Tensor | None = None
-    """(B, Q) bool: tokens that are not padding; None for a decode."""
+    """(B, Q) bool: True for real tokens, False for padding; None for a decode."""
 
 
 def prefill_states(
     indices: Tensor | None, query_lens: Tensor, context_lens: Tensor, length: int
 ) -> StateMetadata:
-    """Of right-padded rows of `length` tokens, `query_lens` (B) of them real, behind `context_lens`
-    (B) earlier ones."""
+    """State inputs of a prefill: right-padded rows of `length` tokens, `query_lens` (B) real tokens
+    after `context_lens` (B) earlier tokens."""
     tokens = torch.arange(length, device=query_lens.device)
     is_real = tokens < query_lens.unsqueeze(1)
     return StateMetadata(indices, context_lens == 0, query_lens, is_real)
 
 
 def decode_states(indices: Tensor, positions: Tensor) -> StateMetadata:
-    """Of a decode at `positions` (B, 1); only padding is at position 0."""
+    """State inputs of a decode at `positions` (B, 1); only padding is at position 0."""
     return StateMetadata(indices, positions.view(-1) == 0)
 
 
 class StateCacheSpec(NamedTuple):
-    """What one layer keeps of each request."""
+    """State of a request in a layer."""
 
     shapes: tuple[Shape, ...]
     dtypes: tuple[torch.dtype, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Of one request."""
+        """Size of the state of a request."""
         return sum(
             math.prod(shape) * dtype.itemsize
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
@@ -55,15 +54,15 @@ class StateCacheSpec(NamedTuple):
 
 
 def recurrent_spec(conv: Shape, recurrent: Shape, dtype: torch.dtype) -> StateCacheSpec:
-    """Of a convolution, whose last inputs are in `dtype`, and of a recurrence, in float32."""
+    """State of a convolution (its last inputs, in `dtype`) and of a recurrence (float32)."""
     return StateCacheSpec((conv, recurrent), (dtype, torch.float32))
 
 
 class StateCache(nn.Module):
-    """The states of one layer, one tensor for each shape of its spec, bound after loading.
+    """States of a layer: a tensor per shape of the spec, bound after loading.
 
-    A tensor is written by index along its first dimension as a whole: a captured graph may write in
-    place to a tensor, but not to a view of it.
+    A tensor is written by index along its first dimension: a captured graph may write in place to a
+    tensor but not to a view.
     """
 
     def __init__(self, spec: StateCacheSpec) -> None:
@@ -76,7 +75,7 @@ class StateCache(nn.Module):
         self._tensors = tensors
 
     def read(self, states: StateMetadata) -> list[Tensor]:
-        """The states of a launch's rows, (B, *shape) each; zero for fresh rows."""
+        """States of the rows of a launch, (B, *shape) each; zero for fresh rows."""
         is_fresh, indices = states.is_fresh, states.indices
         found = []
         for number, (shape, dtype) in enumerate(
@@ -87,12 +86,12 @@ class StateCache(nn.Module):
                 found.append(torch.zeros(rows, dtype=dtype, device=is_fresh.device))
                 continue
             state = self._tensors[number].index_select(0, indices)
-            # By selection: zero times a number that is not finite is not zero.
+            # masked_fill, not a product: 0 * NaN is NaN.
             found.append(state.masked_fill(is_fresh.view(-1, *(1,) * len(shape)), 0.0))
         return found
 
     def write(self, states: StateMetadata, new: tuple[Tensor, ...]) -> None:
-        """Replace the states of a launch's rows."""
+        """Store the new states of the rows of a launch."""
         if states.indices is None:
             return
         for tensor, state in zip(self._tensors, new, strict=True):

@@ -1,4 +1,5 @@
-"""Models built from layers, and the registry from architecture to model.
+"""Models built from layers, and the registry that maps an architecture to its model.
 
-No back end, no kernel library and no files: config/checkpoint/weight_maps/ names the weights.
+Contains no back end, kernel library or file access: config/checkpoint/weight_maps/ names the
+weights.
 """

@@ -1,7 +1,7 @@
-"""The decoder that all plain families share; DecoderSpec says where they differ.
+"""Decoder shared by all plain model families; DecoderSpec describes the differences.
 
 Embedding; layers of attention and an MLP or a mixture of experts (decoder_layer.py); norm; head.
-Module paths are those of vLLM's Llama, so that its users' calibration files fit.
+Module paths are the paths of vLLM's Llama, so that calibration files of vLLM users fit.
 """
 
 from collections.abc import Callable
@@ -60,8 +60,8 @@ PlaceLayer = Callable[[int, DecoderLayer], None]
 
 
 class DecoderModel(nn.Module):
-    """From tokens to normed hidden states; of a pipeline stage, from those or from the hidden
-    states of the stage before it to its own."""
+    """Tokens to normed hidden states. On a pipeline stage: tokens, or hidden states of the
+    previous stage, to hidden states."""
 
     def __init__(
         self,
@@ -74,8 +74,9 @@ class DecoderModel(nn.Module):
         embed_positions: VocabParallelEmbedding | None,
         hidden_size: int,
     ) -> None:
-        """`layers` by their numbers in the whole model, which their paths keep. `rotary_embs` by
-        the names in `ropes`, which has that of each layer. `norm`: None but on the last stage."""
+        """`layers`: by layer number in the whole model, which stays in the module path.
+        `rotary_embs`: by rope name. `ropes`: rope name of each layer. `norm`: None except on the
+        last stage."""
         super().__init__()
         self.embed_tokens = embed_tokens
         self.embed_positions = embed_positions
@@ -88,26 +89,26 @@ class DecoderModel(nn.Module):
         self.local_rotary_emb = rotary_embs.get("local")
         self._ropes = ropes
         self.input_width = hidden_size
-        """What the first layer reads of each token."""
+        """Width of the first layer's input per token."""
         self.kept_layers: tuple[int, ...] = ()
         self._numbers = tuple(layers)
         self.kept: Tensor | None = None
-        """As CausalLM.kept_hidden_states."""
+        """Hidden states for CausalLM.kept_hidden_states."""
         self.guard: NonFiniteGuard | None = None
-        """Set on the last stage where attention zeroes what is not finite."""
+        """Set on the last stage if attention zeroes non-finite values."""
 
     @property
     def rotary_embs(self) -> list[RotaryEmbedding]:
-        """Those that layers use."""
+        """Rotary embeddings in use."""
         both = (self.rotary_emb, self.local_rotary_emb)
         return [one for one in both if one is not None]
 
     def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
-        """(B, Q), or embeddings or hidden states (B, Q, hidden), to (B, Q, hidden). Of wider
-        embeddings (B, Q, n * hidden) the first layer reads the first `hidden` numbers, and the next
-        ones are added to the output of each layer in turn (Meng et al., DeepStack, 2024). With
-        `kept_layers` a pipeline stage passes on, behind its hidden states, those in front of the
-        layers of `kept_layers` up to its end."""
+        """(B, Q) tokens, or (B, Q, hidden) embeddings or hidden states, to (B, Q, hidden). For
+        wider embeddings (B, Q, n * hidden), the first layer reads the first `hidden` numbers;
+        each following part is added to the output of the next layer (Meng et al., DeepStack,
+        2024). With `kept_layers`, a pipeline stage appends to its output the hidden states
+        before all `kept_layers` up to its last layer."""
         rotations = self._rotations(inputs)
         metadata: AttentionMetadata = self.metadata(inputs)
         is_embedded = tokens.dim() > 2
@@ -122,14 +123,14 @@ class DecoderModel(nn.Module):
         return self._end(hidden, inputs)
 
     def _end(self, hidden: Tensor, inputs: AttentionInputs) -> Tensor:
-        """What follows the layers."""
+        """Apply the final norm and the non-finite guard."""
         if self.norm is not None:
             hidden = self.norm(hidden)
         return hidden if self.guard is None else self.guard(hidden, inputs)
 
     def part(self, first: int, end: int, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
-        """As `forward`, from layer `first` of this stage, before which `tokens` are hidden states
-        unless it is 0, to that before `end`."""
+        """Run layers `first` to `end` - 1 of this stage. `tokens`: tokens if `first` is 0,
+        otherwise hidden states. The last layer is followed by the norm and guard of `forward`."""
         rotations = self._rotations(inputs)
         metadata: AttentionMetadata = self.metadata(inputs)
         hidden = tokens if first else self._embed(tokens, inputs.positions)
@@ -138,7 +139,7 @@ class DecoderModel(nn.Module):
         return self._end(hidden, inputs) if end == len(self.layers) else hidden
 
     def _rotations(self, inputs: AttentionInputs) -> dict[str, Rotation]:
-        """By the names of ropes."""
+        """Rotations by rope name."""
         rotated = rotated_positions(inputs)
         rotations: dict[str, Rotation] = {}
         if self.rotary_emb is not None:
@@ -154,8 +155,8 @@ class DecoderModel(nn.Module):
         metadata: AttentionMetadata,
         further: list[Tensor],
     ) -> Tensor:
-        """Through the layers, keeping what is in front of `kept_layers`. `further`: what
-        earlier stages have kept, then what is added to the outputs of the first layers."""
+        """Run the layers and keep the hidden states before `kept_layers`. `further`: hidden
+        states that earlier stages kept, then tensors to add to the outputs of the first layers."""
         kept = dict(zip(self.received_layers, further, strict=False))
         added = further[len(self.received_layers) :]
         columns = zip(self._numbers, self.layers, self._ropes, strict=True)
@@ -174,7 +175,7 @@ class DecoderModel(nn.Module):
 
     @property
     def received_layers(self) -> list[int]:
-        """Those of `kept_layers` on earlier pipeline stages."""
+        """Layers of `kept_layers` on earlier pipeline stages."""
         return [number for number in self.kept_layers if number < self._numbers[0]]
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -186,8 +187,8 @@ class DecoderModel(nn.Module):
 
 
 class Decoder(LoadableModel):
-    """A decoder. Parameters are allocated, not filled: hpu/model_loader/loader.py does
-    that. Without a head it gives hidden states and no logits."""
+    """Decoder model. Parameters are allocated, not filled: hpu/model_loader/loader.py fills
+    them. A decoder without a head gives hidden states and no logits."""
 
     def __init__(
         self,
@@ -204,12 +205,12 @@ class Decoder(LoadableModel):
         stage: Stage = WHOLE,
         place_layer: PlaceLayer | None = None,
     ) -> None:
-        """`length`: tokens of the longest sequence that will be served. `group`: the
-        tensor-parallel ranks. `expert_group`: the ranks over which whole experts are distributed;
-        of one rank: `group` divides each expert. `stage`: has
-        its layers only, the first stage the embedding, the last one norm and head. `place_layer`:
-        is called with the index and the empty parameters of each layer before the next one is made,
-        and may move them."""
+        """`length`: maximum sequence length to serve, in tokens. `group`: tensor-parallel ranks.
+        `expert_group`: ranks over which whole experts are distributed; with a single rank,
+        `group` shards each expert. `stage`: pipeline stage; the decoder has only its layers,
+        plus the embedding on the first stage, and norm and head on the last stage.
+        `place_layer`: called with the index and the empty parameters of each layer before the
+        next layer is made; may move the parameters."""
         super().__init__()
         own = {i: spec.layers[i] for i in stage.layers(len(spec.layers))}
         self.stage = stage
@@ -219,7 +220,7 @@ class Decoder(LoadableModel):
         self.dtype = dtype
         self.device = device
         self.kv_cache_format: KVCacheFormat | None = None
-        """None: keys and values are cached in `dtype`."""
+        """Format of the KV caches; None: `dtype`."""
         self.weight_map = decoder_weight_map(config, spec, has_head=has_head)
         self.shape = HeadShape(
             config.num_heads // group.size,
@@ -249,12 +250,12 @@ class Decoder(LoadableModel):
         )
         self.lm_head = self._head() if has_head and stage.is_last else None
         if not stage.is_last:
-            # The blocks of a request whose logits are not finite are scrubbed on the last stage,
-            # which alone knows of it.
+            # The last stage scrubs the blocks of requests with non-finite logits; other stages
+            # do not learn of such requests, so they zero non-finite values.
             self._zero_non_finite()
 
     def _shards_by_parameter(self) -> dict[str, list[Shard]]:
-        """What fills each parameter of this rank."""
+        """Shards of this rank by parameter."""
         shards: dict[str, list[Shard]] = {}
         at = shard_rank(self.group, self._expert_group)
         for spec in self.weight_map.entries():
@@ -264,7 +265,7 @@ class Decoder(LoadableModel):
         return shards
 
     def _embedding(self, *, has_head: bool) -> VocabParallelEmbedding | None:
-        """That of the first stage, and that of a head that has the same weights."""
+        """Token embedding: on the first stage, and on the last stage if a head is tied to it."""
         is_tied = has_head and self.config.tie_word_embeddings
         if not self.stage.is_first and not (self.stage.is_last and is_tied):
             return None
@@ -309,7 +310,7 @@ class Decoder(LoadableModel):
         )
 
     def _alibi_slopes(self) -> Tensor | None:
-        """(heads) of this rank."""
+        """(heads) ALiBi slopes of this rank's heads; None: no ALiBi."""
         if self.spec.alibi_max_bias is None:
             return None
         slopes = alibi_slopes(self.config.num_heads, self.spec.alibi_max_bias)
@@ -422,7 +423,7 @@ class Decoder(LoadableModel):
 
     def _cross_attention(self, path: str, layer: LayerSpec) -> CrossAttention:
         config, shape = self.config, self.shape
-        # As QKVParallelLinear.sizes.
+        # See QKVParallelLinear.sizes.
         kv_size = max(config.num_kv_heads, self.group.size) * config.head_dim
         options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
         hidden, query_size = config.hidden_size, config.num_heads * config.head_dim
@@ -443,7 +444,7 @@ class Decoder(LoadableModel):
 
     @property
     def _embeddings_per_tile(self) -> int:
-        """Of images, where layers read them."""
+        """Image embeddings per tile for cross attention; 0: no cross attention."""
         vision = self.config.vision
         return 0 if vision is None or vision.cross is None else vision.cross.embeddings_per_tile
 
@@ -484,7 +485,7 @@ class Decoder(LoadableModel):
             self.shape.num_heads,
             self.shape.scale,
             kv_a_layernorm=RMSNorm(mla.kv_lora_rank, eps, **options),
-            # Not quantized: the matrices that decodes absorb are made of it.
+            # Not quantized: `process_weights` makes the absorbed matrices from it.
             kv_b_proj=ColumnParallelLinear(
                 mla.kv_lora_rank,
                 config.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim),
@@ -504,7 +505,7 @@ class Decoder(LoadableModel):
         state = self.spec.mamba2
         assert state is not None
         num_ranks, inner = self.group.size, state.inner_size
-        # Of fewer groups than ranks, each is there several times.
+        # Groups are replicated if there are fewer groups than ranks.
         groups = max(state.num_groups, num_ranks) * state.state_size
         in_proj, out_proj = self._state_projections(
             path, [inner, inner, groups, groups, state.num_heads], inner, bias=state.proj_bias
@@ -522,7 +523,7 @@ class Decoder(LoadableModel):
         state = self.spec.gated_delta
         assert state is not None
         heads = state.num_value_heads
-        # As those of Mamba2Mixer.
+        # Key heads are replicated like the groups of Mamba2Mixer.
         key_size = max(state.num_key_heads, self.group.size) * state.key_dim
         sizes = [key_size, key_size, state.value_size, state.value_size, heads, heads]
         in_proj, out_proj = self._state_projections(path, sizes, state.value_size, bias=False)
@@ -540,7 +541,8 @@ class Decoder(LoadableModel):
     def _state_projections(
         self, path: str, sizes: list[int], inner: int, *, bias: bool
     ) -> tuple[MergedColumnParallelLinear, RowParallelLinear]:
-        """Into a StateLayer, with the outputs `sizes`, and from its `inner` features."""
+        """Input projection of a StateLayer, with the outputs `sizes`, and output projection of
+        its `inner` features."""
         hidden = self.config.hidden_size
         return (
             MergedColumnParallelLinear(
@@ -608,7 +610,7 @@ class Decoder(LoadableModel):
         )
 
     def _moe_method(self, path: str) -> MoEMethod:
-        """Of the experts at `path`."""
+        """Method for the experts at `path`."""
         config, moe, spec = self.config, self.config.moe, self.spec.moe
         assert moe is not None and spec is not None
         if self._quantization is None:
@@ -656,7 +658,8 @@ class Decoder(LoadableModel):
         )
 
     def _options(self, path: str, in_features: int, *, is_head: bool = False) -> dict[str, Any]:
-        """Arguments of the linear layer at `path`, which has `in_features` inputs on this rank."""
+        """Constructor options of the linear layer at `path`, which has `in_features` inputs on
+        this rank."""
         method: LinearMethod = UNQUANTIZED
         if self._quantization is not None:
             shards = self._shards[f"{path}.weight"]
@@ -674,7 +677,7 @@ class Decoder(LoadableModel):
 
     @property
     def attention_layers(self) -> list[AttentionLayer]:
-        """Those with keys and values."""
+        """Attention layers with keys and values."""
         attentions = (layer.self_attn for layer in self.layers)
         return [one for one in attentions if not isinstance(one, StateLayer | CrossAttention)]
 
@@ -695,7 +698,7 @@ class Decoder(LoadableModel):
 
     @property
     def state_layers(self) -> list[StateLayer]:
-        """Those with a state."""
+        """Layers with a state."""
         attentions = (layer.self_attn for layer in self.layers)
         return [one for one in attentions if isinstance(one, StateLayer)]
 
@@ -703,8 +706,8 @@ class Decoder(LoadableModel):
         return self.model(tokens, inputs)  # type: ignore[no-any-return]
 
     def part(self, first: int, end: int, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
-        """As `forward`, of the layers from `first` to that before `end`: the parts of all layers,
-        each on what the one before gives, are a forward pass."""
+        """Run layers `first` to `end` - 1. Calling `part` for consecutive ranges of layers, each
+        on the output of the previous part, equals a forward pass."""
         return self.model.part(first, end, tokens, inputs)
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -713,7 +716,8 @@ class Decoder(LoadableModel):
 
     @property
     def image_multiplier(self) -> float:
-        """As CausalLM.image_multiplier. A rounded one belongs to the embedding itself."""
+        """Embedding multiplier that also applies to image embeddings; 1 if it is rounded,
+        because a rounded multiplier applies to token embeddings only."""
         spec = self.spec
         return 1.0 if spec.rounded_embedding_multiplier else spec.embedding_multiplier
 
@@ -733,20 +737,20 @@ class Decoder(LoadableModel):
             self.model.embed_tokens = self._new_embedding()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """As CausalLM.logits, in the model's dtype."""
+        """Logits in the model's dtype; see CausalLM.logits."""
         assert self.lm_head is not None, "a decoder or a stage without a head gives no logits"
         return self.scale_logits(self.lm_head(hidden))
 
     def argmax(self, hidden: Tensor) -> Tensor | None:
-        """As CausalLM.argmax, where ranks divide the vocabulary; None on one rank, as its logits
-        are all there."""
-        # The FP8 compressor may have replaced the head.
+        """Greedy tokens over a sharded vocabulary; see CausalLM.argmax. None on a single rank,
+        which has all logits."""
+        # The FP8 compressor may replace the head module.
         if self.group.size == 1 or not isinstance(self.lm_head, ParallelLMHead):
             return None
         return self.lm_head.argmax(hidden, self.scale_logits)
 
     def scale_logits(self, logits: Tensor) -> Tensor:
-        """What follows the head."""
+        """Apply the logits divisor and the soft cap."""
         divisor, cap = self.spec.logits_divisor, self.spec.logits_soft_cap
         if divisor != 1:
             logits = logits / divisor
@@ -790,7 +794,7 @@ class Decoder(LoadableModel):
         self._zero_non_finite()
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool = False) -> None:
-        """Run on a device's fused kernels from now on. Once, before the first launch."""
+        """Run on a device's fused kernels from now on. Called once, before the first launch."""
         self.model.metadata.attention_form = kernels.attention_form(
             self.dtype, has_score_options=self.spec.has_score_options
         )
@@ -804,8 +808,8 @@ class Decoder(LoadableModel):
                 layer.mlp.experts.use_kernels(kernels)
         for attention in self.attention_layers:
             attention.use_kernels(kernels, split_qkv=split_qkv)
-        # Their matrix products sum over all blocks of a launch, with zeros for the blocks of other
-        # sequences.
+        # Matrix products of the kernels sum over all blocks of a launch, with weight zero for
+        # blocks of other sequences.
         self._zero_non_finite()
 
 

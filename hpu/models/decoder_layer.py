@@ -1,4 +1,4 @@
-"""The layers of a decoder: attention and MLP, and where their norms are."""
+"""Decoder layers: attention, MLP, and the arrangement of their norms."""
 
 from collections.abc import Mapping
 from typing import cast
@@ -20,12 +20,12 @@ from hpu.layers.short_conv import ShortConv
 from hpu.ops.rope import Rotation
 
 StateLayer = Mamba2Mixer | GatedDeltaNet | ShortConv
-"""What takes the place of attention in a layer with a state."""
+"""Layers with a state, in place of attention."""
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each of which adds `multiplier` times its output. Subclasses say what the
-    norms, those of decoder_spec.NORMS, are applied to."""
+    """Attention and MLP with residual connections, each scaled by `multiplier`. Subclasses
+    define where the norms (decoder_spec.NORMS) are applied."""
 
     input_layernorm: RMSNorm | LayerNorm
     post_attention_layernorm: RMSNorm | LayerNorm
@@ -41,7 +41,7 @@ class DecoderLayer(nn.Module):
         multiplier: float,
         mlp_name: str,
     ) -> None:
-        """`mlp_name`: that of the MLP among the modules."""
+        """`mlp_name`: module name of the MLP."""
         super().__init__()
         self.self_attn = self_attn
         self._mlp_name = mlp_name
@@ -58,7 +58,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
     ) -> Tensor:
-        """(B, Q, hidden) to the same."""
+        """(B, Q, hidden) -> (B, Q, hidden)."""
         raise NotImplementedError
 
     def _add(self, hidden: Tensor, delta: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class SandwichNormLayer(DecoderLayer):
 
 
 class ParallelLayer(DecoderLayer):
-    """x + attention(norm(x)) + mlp(norm(x)), with one norm."""
+    """x + attention(norm(x)) + mlp(norm(x)), with a shared norm."""
 
     def forward(
         self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
@@ -122,8 +122,8 @@ class ParallelTwoNormLayer(DecoderLayer):
 
 
 class CrossAttentionLayer(DecoderLayer):
-    """x + tanh(gate) * attention(norm(x)), then x + tanh(gate) * mlp(norm(x)); x where no image is
-    seen."""
+    """x + tanh(gate) * attention(norm(x)), then x + tanh(gate) * mlp(norm(x)); identity for
+    tokens that see no image."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class CrossAttentionLayer(DecoderLayer):
             return hidden
         delta = self.self_attn(self.input_layernorm(hidden), rotation, metadata)
         changed = self._add(hidden, self.cross_attn_attn_gate.tanh() * delta)
-        # By selection: what is not seen may be any number.
+        # torch.where, not a product: unseen values may be NaN.
         hidden = torch.where(cross.has_images, changed, hidden)
         inner = self.mlp(self.post_attention_layernorm(hidden))
         changed = self._add(hidden, self.cross_attn_mlp_gate.tanh() * inner)

@@ -1,7 +1,7 @@
-"""Bidirectional encoders of the BERT family; EncoderConfig.family says where they differ.
+"""Bidirectional encoders of the BERT family; EncoderConfig.family selects the variant.
 
-Embeddings of words, positions (unless heads are rotated) and types, summed and normed; per layer
-x = norm(x + attention(x)) and x = norm(x + mlp(x)).
+The sum of word, position (unless heads are rotated) and type embeddings is normed; each layer
+computes x = norm(x + attention(x)) and x = norm(x + mlp(x)).
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ from hpu.ops.rope import RotaryEmbedding, Rotation
 
 
 class EncoderLayer(nn.Module):
-    """Attention and MLP, each followed by its norm."""
+    """Attention and MLP, each followed by a norm (post-norm)."""
 
     def __init__(
         self,
@@ -47,13 +47,14 @@ class EncoderLayer(nn.Module):
     def forward(
         self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
     ) -> Tensor:
-        """(B, Q, hidden) to the same. Without `rotation` heads are not rotated."""
+        """(B, Q, hidden) -> (B, Q, hidden). `rotation` None: heads are not rotated."""
         hidden = self.attention_norm(hidden + self.self_attn(hidden, rotation, metadata))
         return self.mlp_norm(hidden + self.mlp(hidden))  # type: ignore[no-any-return]
 
 
 class Encoder(nn.Module):
-    """An encoder. Parameters are allocated, not filled: hpu/model_loader/loader.py does that."""
+    """Encoder model. Parameters are allocated, not filled: hpu/model_loader/loader.py fills
+    them."""
 
     def __init__(
         self,
@@ -63,8 +64,7 @@ class Encoder(nn.Module):
         device: torch.device,
         group: ProcessGroup = SINGLE,
     ) -> None:
-        """`group`: the tensor-parallel ranks, which divide the layers; each has the whole
-        embeddings."""
+        """`group`: tensor-parallel ranks. Layers are sharded; embeddings are replicated."""
         super().__init__()
         assert config.encoder is not None
         self.config = config
@@ -127,7 +127,7 @@ class Encoder(nn.Module):
         return MLP(ColumnParallelLinear(hidden, inner, **options), down, config.hidden_act)
 
     def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Hidden states (B, Q, hidden) of `tokens` (B, Q), with TextAttentionInputs."""
+        """Hidden states (B, Q, hidden) of `tokens` (B, Q). `inputs` must be TextAttentionInputs."""
         assert isinstance(inputs, TextAttentionInputs)
         hidden = self.embedding_norm(self._embed(tokens, inputs))
         metadata: AttentionMetadata = self.metadata(inputs)
@@ -144,12 +144,12 @@ class Encoder(nn.Module):
         if self.token_type_embeddings is None:
             return hidden
         if self.encoder_config.num_types == 1:
-            # A model without pairs: both texts have the one type.
+            # A model without text pairs has a single type.
             return hidden + self.token_type_embeddings.weight[0]
         return hidden + self.token_type_embeddings(inputs.types)  # type: ignore[no-any-return]
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool = False) -> None:
-        """Run on a device's fused kernels from now on. Once, before the first launch."""
+        """Run on a device's fused kernels from now on. Called once, before the first launch."""
         self.metadata.attention_form = kernels.attention_form(self.dtype)
         if self.rotary_emb is not None:
             self.rotary_emb.restore_sin_sign()

@@ -1,5 +1,5 @@
-"""Pooler: a launch's hidden states to vectors, on the device and in the shapes of its bucket. The
-options of each text are inputs: they never change a shape."""
+"""Pooler: hidden states of a launch to vectors, on the device and in the shapes of its bucket.
+Options of each text are inputs: they never change a shape."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,11 +25,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 EPSILON = 1e-9
-"""Replaces sums of 0, which padding rows have, in divisions."""
+"""Minimum divisor; padding rows have sums of 0."""
 
 
 class PoolingInputs(NamedTuple):
-    """The options of each row (B) of a launch; integers."""
+    """Pooling options of each row (B) of a launch; integers."""
 
     lengths: Tensor
     """Tokens, padding excluded; 0 for a padding row."""
@@ -38,15 +38,15 @@ class PoolingInputs(NamedTuple):
     firsts: Tensor
     """Index of the first pooled token in the flattened (B * Q)."""
     lasts: Tensor
-    """Index of the last token, in the same way."""
+    """Index of the last token in the flattened (B * Q)."""
     dimensions: Tensor
-    """Leading dimensions of a vector that are returned; the others become 0."""
+    """Leading dimensions of a vector that are returned; other dimensions become 0."""
     normalizes: Tensor
-    """1 for vectors of length 1, or for probabilities instead of logits."""
+    """1: normalise vectors to length 1, or return probabilities instead of logits."""
 
 
 class Pooler(nn.Module):
-    """Everything after the last layer, in float32 whatever the model's dtype."""
+    """Layers after the last hidden state. Computes in float32 for every model dtype."""
 
     def __init__(self, config: PoolerConfig, model: ModelConfig, device: torch.device) -> None:
         super().__init__()
@@ -66,19 +66,19 @@ class Pooler(nn.Module):
         )
 
     def forward(self, hidden: Tensor, inputs: PoolingInputs) -> Tensor:
-        """(B, Q, hidden) to one vector per row: (B, width) float32."""
+        """(B, Q, hidden) -> a vector per row: (B, width) float32."""
         states = hidden.float()
         pooled = torch.cat([_POOL[mode](states, inputs) for mode in self.config.modes], dim=-1)
         for linear, dense in zip(self.dense, self.config.dense, strict=True):
             pooled = ACTIVATIONS[dense.activation](linear(pooled))
         if self.head is not None:
             return self._probabilities(self.head(pooled), inputs)
-        # Narrower with truncate_dim of sentence-transformers.
+        # truncate_dim of sentence-transformers reduces the width.
         pooled = pooled[:, : self.config.facts.width]
         return truncate(pooled, inputs.dimensions.unsqueeze(1), inputs.normalizes.unsqueeze(1))
 
     def by_token(self, hidden: Tensor, inputs: PoolingInputs) -> Tensor:
-        """(B, Q, hidden) to one vector per token, (B, Q, hidden) float32; for padding too."""
+        """(B, Q, hidden) -> a vector per token: (B, Q, hidden) float32, padding included."""
         wide = (inputs.dimensions.view(-1, 1, 1), inputs.normalizes.view(-1, 1, 1))
         return truncate(hidden.float(), *wide)
 
@@ -93,8 +93,8 @@ class Pooler(nn.Module):
 
 
 class ClassificationHead(nn.Module):
-    """The head behind an encoder or a decoder: (B, hidden) to (B, labels) logits. Its tensors are
-    config.checkpoint.weight_map.head_weights."""
+    """Classification head of an encoder or a decoder: (B, hidden) -> (B, labels) logits. Its
+    tensors are config.checkpoint.weight_map.head_weights."""
 
     def __init__(self, model: ModelConfig, num_labels: int, device: torch.device) -> None:
         super().__init__()
@@ -114,7 +114,8 @@ class ClassificationHead(nn.Module):
 
 
 def truncate(vectors: Tensor, dimensions: Tensor, normalizes: Tensor) -> Tensor:
-    """`vectors` (..., width) with 0 from `dimensions` on, scaled to length 1 where `normalizes`."""
+    """`vectors` (..., width) with dimensions from `dimensions` on set to 0, scaled to length 1
+    where `normalizes`."""
     columns = torch.arange(vectors.shape[-1], device=vectors.device)
     truncated = torch.where(columns < dimensions, vectors, torch.zeros_like(vectors))
     lengths = truncated.square().sum(dim=-1, keepdim=True).sqrt().clamp_min(1e-12)
@@ -148,7 +149,7 @@ def _mean_sqrt_len(states: Tensor, inputs: PoolingInputs) -> Tensor:
 
 
 def _weighted_mean(states: Tensor, inputs: PoolingInputs) -> Tensor:
-    """A token's weight is its position, counted from 1."""
+    """Mean weighted by token position, counted from 1."""
     positions = torch.arange(1, states.shape[1] + 1, device=states.device).view(1, -1, 1)
     weights = _is_pooled(states, inputs).float() * positions
     return _sum(states, weights) / weights.sum(dim=1).clamp_min(EPSILON)

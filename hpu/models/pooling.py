@@ -1,4 +1,5 @@
-"""PoolingModel: a model for its hidden states, and the pooler that turns them into vectors."""
+"""PoolingModel: a model without an output head, and the pooler that turns its hidden states into
+vectors."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -23,14 +24,14 @@ from hpu.models.registry import build_body
 
 @dataclass(frozen=True, slots=True)
 class PoolingModel:
-    """Both parts; one checkpoint holds the tensors of both."""
+    """Body and pooler; a single checkpoint holds the tensors of both."""
 
     body: Encoder | Decoder
     pooler: Pooler
 
     @property
     def weight_map(self) -> WeightMap:
-        """The tensors that the checkpoint must hold."""
+        """Tensors that the checkpoint must hold."""
         body, head = self.body.weight_map, self.pooler.head
         if head is None:
             return body
@@ -78,9 +79,9 @@ def load_pooling_model(
     is_dummy: bool = False,
     group: ProcessGroup = SINGLE,
 ) -> PoolingModel:
-    """The model with its weights, and those of the modules behind it, from their files unless they
-    were `offloaded`, or are random (`is_dummy`). The ranks of `group` divide its layers, and each
-    has the whole pooler. Raises ConfigError."""
+    """Load the model and its pooler modules: from their files, from `offloaded` weights, or with
+    random weights (`is_dummy`). The layers are sharded over the ranks of `group`; the pooler is
+    replicated. Raises ConfigError."""
     body = build_body(config, dtype=dtype, device=device, max_model_len=max_model_len, group=group)
     model = PoolingModel(body, Pooler(pooler, config, device))
     if offloaded is not None:

@@ -1,5 +1,5 @@
-"""A checkpoint's config to its model: built in, for the architectures of
-config/model/architectures.py, or of transformers' own code."""
+"""Model construction from a checkpoint's config: built-in models for the architectures of
+config/model/architectures.py, or models that run transformers' code."""
 
 import importlib.metadata
 import math
@@ -20,7 +20,8 @@ from hpu.models.encoder import Encoder
 from hpu.quantization.base import QuantizationScheme
 
 MIN_TRANSFORMERS = (5, 18)
-"""Its attention, experts and conversions of tensors have the form that is used here."""
+"""Minimum transformers release: earlier releases have other forms of attention, experts and
+tensor conversions."""
 
 
 def build_body(
@@ -31,9 +32,9 @@ def build_body(
     max_model_len: int,
     group: ProcessGroup = SINGLE,
 ) -> Encoder | Decoder:
-    """The model of `config` without an output head, with empty parameters; this rank's shard of it
-    in the tensor-parallel `group`. ConfigError as in build_model."""
-    # The registry has the model with a head.
+    """Model of `config` without an output head, with empty parameters; this rank's shard in the
+    tensor-parallel `group`. Raises ConfigError; see build_model."""
+    # The registry lists the architecture with a head.
     causal = replace(config, architecture=causal_name(config.architecture))
     _check_groups(causal, group, SINGLE)
     if config.encoder is not None:
@@ -62,14 +63,14 @@ def build_model(
     stage: Stage = WHOLE,
     place_layer: PlaceLayer | None = None,
 ) -> Decoder:
-    """The decoder of `config` with empty parameters; this rank's shard of it in the tensor-parallel
-    `group`, with whole experts if they are distributed over an `expert_group`, and with the layers
-    of this pipeline `stage`.
+    """Decoder of `config` with empty parameters: this rank's shard in the tensor-parallel
+    `group`, with whole experts if an `expert_group` distributes them, and the layers of this
+    pipeline `stage`.
 
-    `max_model_len`: tokens of the longest sequence that will be served (None: the checkpoint's
-    own); it sizes the rotary table, and some rope scalings depend on it. `place_layer` as in
-    Decoder. ConfigError for an architecture that is not supported, or for sizes that the group
-    cannot divide.
+    `max_model_len`: maximum sequence length to serve, in tokens (None: the checkpoint's
+    maximum). It sizes the rotary table, and some rope scalings depend on it. `place_layer`: see
+    Decoder. Raises ConfigError for an unsupported architecture, or for sizes that the group does
+    not divide.
     """
     _check_groups(config, group, expert_group)
     spec = decoder_spec(config)
@@ -106,8 +107,8 @@ def build_transformers_model(
     expert_group: ProcessGroup = SINGLE,
     has_files: bool = True,
 ) -> LoadableModel:
-    """As `build_model`, with transformers' code of the model. Without `has_files` it is built from
-    its config.json alone. ConfigError for code that cannot be driven."""
+    """Model that runs transformers' code; arguments as in `build_model`. `has_files` False:
+    build it from config.json only. Raises ConfigError for unsupported code."""
     installed = importlib.metadata.version("transformers")
     if tuple(int(part) for part in installed.split(".")[:2]) < MIN_TRANSFORMERS:
         raise ConfigError(
@@ -115,7 +116,7 @@ def build_transformers_model(
             f"needs transformers {'.'.join(map(str, MIN_TRANSFORMERS))} or later, {installed} is "
             "installed"
         )
-    # It imports all of transformers, which the models that are built in do not need.
+    # Imports all of transformers, which built-in models do not need.
     from hpu.models.transformers_fallback import TransformersModel
 
     return TransformersModel(
@@ -131,12 +132,13 @@ def build_transformers_model(
 
 
 def transformers_facts(config: ModelConfig) -> ModelConfig:
-    """`config` with the number of parameters, the KV heads and the caches that transformers' code
-    of the model has, which is built without memory. ConfigError as in build_transformers_model."""
+    """`config` with the number of parameters, the KV heads and the cache sizes of transformers'
+    code of the model, which is built without memory. Raises ConfigError; see
+    build_transformers_model."""
     meta = torch.device("meta")
     model = build_transformers_model(config, dtype=torch.bfloat16, device=meta, has_files=False)
     caches = model.cache_shapes(num_blocks=1, block_size=1)
-    # The heads are those of the layer with the largest cache.
+    # Use the heads of the layer with the largest cache.
     _, num_kv_heads, head_dim = max((keys for keys, _ in caches), key=math.prod)
     return replace(
         config,

@@ -1,5 +1,5 @@
-"""Paged attention behind transformers' attention interface, and the trial run that finds out what
-each layer of a foreign model asks of it.
+"""Paged attention behind transformers' attention interface, and the trial run that records the
+attention calls of each layer.
 
 Source of the interface: https://huggingface.co/docs/transformers/attention_interface
 """
@@ -18,26 +18,26 @@ from hpu.layers.non_finite import spoiled, zeroed
 from hpu.ops.kernels import Kernels
 
 IMPLEMENTATION = "gaudiserve_paged"
-"""Name among transformers' attention functions. It is not among the mask functions, so the models
-build no masks."""
+"""Name of our attention function in transformers. It has no mask function, so models build no
+masks."""
 MODULE = "paged_attention"
-"""Attribute of transformers' attention modules that holds their LayerAttention."""
+"""Attribute of transformers' attention modules that holds the LayerAttention."""
 
 
 class Unsupported(Exception):
-    """Says, as part of a sentence, what a model's code does that cannot be driven."""
+    """Unsupported model code. The message is a verb phrase that completes an error sentence."""
 
 
 class CurrentLaunch:
-    """The metadata of the launch that runs. The attention of all layers reads it: most models do
-    not pass foreign arguments down to their attention."""
+    """Metadata of the running launch. The attention of all layers reads it from here: most
+    models do not pass extra arguments down to their attention."""
 
     metadata: AttentionMetadata | None = None
     """None between launches."""
 
 
 class AttentionCall(NamedTuple):
-    """What one layer asks of attention."""
+    """Attention call of a layer."""
 
     module: nn.Module
     num_heads: int
@@ -45,15 +45,16 @@ class AttentionCall(NamedTuple):
     head_dim: int
     scale: float
     window: int | None
-    """Tokens that a query sees, its own included; None: all."""
+    """Maximum tokens that a query sees, including itself; None: all."""
     soft_cap: float | None
     has_sinks: bool
     shares_with: int | None = None
-    """The call whose keys and values it has; None: they are its own."""
+    """Index of the earlier call whose keys and values the layer shares; None: the layer computes
+    its own keys and values."""
 
 
 class LayerAttention(nn.Module):
-    """The paged attention of one layer, without its projections."""
+    """Paged attention of a layer, without its projections."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class LayerAttention(nn.Module):
         *,
         rank: int,
     ) -> None:
-        """`rank`: of the tensor-parallel ranks, which divide the heads."""
+        """`rank`: tensor-parallel rank; the ranks shard the heads."""
         super().__init__()
         self.attn = PagedAttention(shape, dtype, kind)
         self._heads = slice(rank * shape.num_heads, (rank + 1) * shape.num_heads)
@@ -76,12 +77,12 @@ class LayerAttention(nn.Module):
         self.attn.impl = kernels.make_attention()
 
     def zero_non_finite(self) -> None:
-        """SelfAttention.zero_non_finite, for the attention of a foreign model."""
+        """Zero non-finite Q, K and V from now on; see SelfAttention.zero_non_finite."""
         self._zeroes_non_finite = True
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        """`query` (B, heads, Q, D), `key` (B, kv_heads, Q, D) and `value` (B, kv_heads, Q, E), E at
-        most D, to (B, Q, heads, E). `sinks`: of the heads of all ranks."""
+        """`query` (B, heads, Q, D), `key` (B, kv_heads, Q, D) and `value` (B, kv_heads, Q, E)
+        with E <= D to (B, Q, heads, E). `sinks`: sinks of the heads of all ranks."""
         if sinks is not None:
             sinks = sinks[self._heads]
         size, value_size = key.shape[-1], value.shape[-1]
@@ -103,7 +104,7 @@ class LayerAttention(nn.Module):
 
 
 def register() -> None:
-    """Make `IMPLEMENTATION` known to transformers."""
+    """Register `IMPLEMENTATION` in transformers."""
     AttentionInterface.register(IMPLEMENTATION, _attend)
 
 
@@ -115,17 +116,17 @@ def _attend(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer. What the arguments say beside the tensors was recorded
-    by `record_calls` and does not change."""
+    """Attention function that transformers calls in each layer. `record_calls` has recorded the
+    other arguments, which do not change."""
     return getattr(module, MODULE)(query, key, value, kwargs.get("s_aux")), None
 
 
 def record_calls(run: Callable[[], object]) -> list[AttentionCall]:
-    """The calls of attention that `run`, a forward pass on the meta device, makes, in order.
-    Raises Unsupported for one that paged attention cannot answer, and for code whose control flow
-    depends on values."""
+    """Attention calls of `run`, a forward pass on the meta device, in order. Raises Unsupported
+    for a call that paged attention does not support, and for code whose control flow depends on
+    values."""
     calls: list[AttentionCall] = []
-    # The tensors are kept, so that no other one gets their identity.
+    # Keep the tensors, so that no other tensor gets the same identity.
     pairs: list[tuple[Tensor, Tensor]] = []
 
     def record(
@@ -148,7 +149,7 @@ def record_calls(run: Callable[[], object]) -> list[AttentionCall]:
     except Unsupported:
         raise
     except Exception as error:
-        # Foreign code: whatever it raises here, it would raise in every launch.
+        # Third-party code: an exception here would occur in every launch.
         text = str(error).strip().partition("\n")[0]
         raise Unsupported(
             f"does not run without the values of its tensors ({type(error).__name__}: {text:.160})"
@@ -161,7 +162,9 @@ def record_calls(run: Callable[[], object]) -> list[AttentionCall]:
 def _shared_with(
     module: nn.Module, key: Tensor, value: Tensor, pairs: list[tuple[Tensor, Tensor]]
 ) -> int | None:
-    """The first of the earlier calls, which had `pairs`, with the same keys and values."""
+    """Index of the first earlier call with the same keys and values; None: no such call.
+    `pairs`: keys and values of the earlier calls. Raises Unsupported if only keys or only values
+    are shared."""
     for index, (other_key, other_value) in enumerate(pairs):
         if key is other_key and value is other_value:
             return index
@@ -215,9 +218,9 @@ def _call(
         key.shape[1],
         key.shape[-1],
         key.shape[-1] ** -0.5 if scale is None else float(scale),
-        # Some have 0 for none.
+        # Some models pass 0 for no window.
         arguments.get("sliding_window") or None,
-        # Likewise.
+        # Some models pass 0 for no soft cap.
         float(soft_cap) if soft_cap else None,
         sinks is not None,
     )

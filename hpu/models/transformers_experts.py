@@ -1,4 +1,4 @@
-"""Our stacked experts in the place of those of transformers, whose shapes depend on the router."""
+"""Our stacked experts, which replace transformers' experts, whose shapes depend on the router."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,15 +12,15 @@ from hpu.layers.moe import Experts
 from hpu.models.transformers_attention import Unsupported
 
 FIELDS = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
-"""What transformers says of stacked experts -> what ours can be."""
+"""Attributes of transformers' stacked experts -> values that our experts support."""
 
 PARAMETERS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
-"""Names of transformers -> ours, of the same shapes."""
+"""transformers' parameter names -> our names, with equal shapes."""
 
 
 def replace_experts(causal: Any) -> dict[str, str]:
-    """Put ours into `causal`, a PreTrainedModel on the meta device. Returns the paths of their
-    parameters -> ours. Raises Unsupported for experts of another kind."""
+    """Replace the experts of `causal`, a PreTrainedModel on the meta device. Returns old -> new
+    parameter paths. Raises Unsupported for other kinds of experts."""
     renamed = {}
     for path, module in list(causal.named_modules()):
         if not hasattr(module, "is_concatenated"):
@@ -32,8 +32,9 @@ def replace_experts(causal: Any) -> dict[str, str]:
 
 
 def divide_experts(causal: Any, group: ProcessGroup, expert_group: ProcessGroup) -> None:
-    """Put in the place of our experts in `causal` those of this rank: parts of all of them, or some
-    of them, with an `expert_group`. Raises Unsupported for numbers that do not divide."""
+    """Replace our experts in `causal` by this rank's shard: some whole experts if `expert_group`
+    has several ranks, otherwise a part of each expert. Raises Unsupported for sizes that the
+    ranks do not divide."""
     is_distributed = expert_group.size > 1
     ranks = expert_group if is_distributed else group
     for path, module in list(causal.named_modules()):
@@ -67,7 +68,7 @@ def _experts(module: Any) -> nn.Module:
     if (
         not is_plain
         or {name for name, _ in module.named_parameters()} != set(PARAMETERS)
-        # The one that transformers gives to experts without their own.
+        # The gate that transformers gives to experts without a gate of their own.
         or gate.__module__ != "transformers.integrations.moe"
     ):
         raise Unsupported(f"has experts ({type(module).__name__}) that are not plain gated MLPs")
@@ -83,8 +84,8 @@ def _experts(module: Any) -> nn.Module:
 
 
 def _activation(function: Callable[[Tensor], Tensor]) -> str:
-    """The name of an activation, found by its values: configs have it in fields of several names.
-    Raises Unsupported for an unknown one."""
+    """Name of an activation, found by comparing values: configs store the name in different
+    fields. Raises Unsupported for an unknown activation."""
     x = torch.linspace(-4, 4, 33)
     for name, known in ACTIVATIONS.items():
         if torch.allclose(function(x), known(x), rtol=1e-6, atol=1e-6):

@@ -1,8 +1,8 @@
-"""TransformersModel: a decoder whose layers are transformers' own code, on our paged attention, our
-linear layers, our loader and our buckets. For architectures that have no entry of their own.
+"""TransformersModel: a decoder that runs transformers' layers on our paged attention, linear
+layers, loader and buckets. For architectures that are not built in.
 
-The model is built without memory, on torch's meta device, and tried there: what its code asks of
-attention is recorded, and code that cannot be driven is refused before anything is allocated.
+The model is built without memory on torch's meta device and tried there: the trial records the
+attention calls, and refuses unsupported code before anything is allocated.
 """
 
 import contextlib
@@ -74,23 +74,23 @@ logger = logging.getLogger(__name__)
 
 META = torch.device("meta")
 TRIAL_BATCH, TRIAL_LENGTHS = 2, (3, 1)
-"""Shapes of the launches on the meta device: a prefill, and a decode."""
+"""Shapes of the trial launches on the meta device: a prefill and a decode."""
 
 ATTENTION_KINDS = {"full_attention": False, "sliding_attention": True}
-"""Entries of layer_types that paged attention knows -> whether they have a window."""
+"""layer_types that paged attention supports -> whether they have a window."""
 
 LINEAR_KINDS: Mapping[str, type[LinearBase]] = {
     "colwise": ColumnParallelLinear,
     "rowwise": RowParallelLinear,
 }
-"""Entries of a tensor-parallel plan of transformers -> our layer."""
+"""Style in a tensor-parallel plan of transformers -> our layer."""
 EXPERT_KIND = "moe_tp_experts"
 WHOLE_KINDS = ("replicate", "replicated_with_grad_allreduce", "embedding_rowwise")
-"""Entries of what every card can have as a whole."""
+"""Styles of modules that can be replicated on every card."""
 
 
 class _BodyOutput:
-    """Hidden states as the output of a body, which has nothing else."""
+    """Output of a model body with hidden states only; other attributes are None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -103,25 +103,25 @@ class _BodyOutput:
 
 
 class _BodyStub(nn.Module):
-    """Stands for the body of a model in the forward pass of its head: hands on hidden states."""
+    """Replaces the body of a model in the forward pass of its head: returns the hidden states."""
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _BodyOutput:
         return _BodyOutput(inputs_embeds)
 
     @property
     def decoder(self) -> "_BodyStub":
-        """OPT's head calls this part of its body."""
+        """Part of the body that OPT's head calls."""
         return self
 
 
 class TransformersModel(LoadableModel):
-    """A causal language model of transformers. Parameters are allocated, not filled, under the
-    paths that they have there."""
+    """Causal language model of transformers. Parameters are allocated, not filled, under
+    transformers' module paths."""
 
     _body: Any
-    """Gives hidden states."""
+    """Body: gives hidden states."""
     _head: Any
-    """Gives logits of hidden states."""
+    """Head: gives logits of hidden states."""
 
     def __init__(
         self,
@@ -135,9 +135,9 @@ class TransformersModel(LoadableModel):
         expert_group: ProcessGroup = SINGLE,
         has_files: bool = True,
     ) -> None:
-        """`length`: tokens of the longest sequence that will be served. `group` and `expert_group`:
-        as those of Decoder. Without `has_files` only config.json is read. ConfigError for a model
-        whose code cannot be driven."""
+        """`length`: maximum sequence length to serve, in tokens. `group` and `expert_group`: see
+        Decoder. `has_files` False: only config.json is read. Raises ConfigError for unsupported
+        code."""
         super().__init__()
         self.config = config
         self.dtype = dtype
@@ -150,7 +150,7 @@ class TransformersModel(LoadableModel):
         self._block_size = 0
         self._rings: Rings | None = None
         self.guard: NonFiniteGuard | None = None
-        """As DecoderModel.guard."""
+        """Set if attention zeroes non-finite values."""
         has_files = has_files and device.type != "meta"
         stored = folder_shapes(Path(config.path)) if has_files else {}
         causal = _build(config, dtype, max_layers=len(stored) or MAX_LAYERS)
@@ -190,10 +190,10 @@ class TransformersModel(LoadableModel):
             index if call.shares_with is None else call.shares_with
             for index, call in enumerate(calls)
         ]
-        """Of each layer, that whose caches it reads."""
+        """Index of the layer whose caches each layer reads."""
         for name, child in causal.named_children():
             self.add_module(name, child)
-        # Not registered: the parts of both are, above.
+        # Not registered as modules: the loop above has registered their parts.
         self.__dict__["_body"] = body
         self.__dict__["_head"] = _detach_body(causal)
         logger.info(
@@ -204,7 +204,7 @@ class TransformersModel(LoadableModel):
         )
 
     def _attention(self, call: AttentionCall, visibility: Visibility) -> LayerAttention:
-        """The paged attention of a layer, as a part of the module that calls it."""
+        """Paged attention of a layer, added as a submodule of the module that calls it."""
         size = self._group.size
         if call.num_heads % size or call.num_kv_heads % size:
             raise ConfigError(
@@ -227,7 +227,7 @@ class TransformersModel(LoadableModel):
     def _replace_linears(
         self, causal: Any, plan: Mapping[str, type[LinearBase]], head: nn.Module | None
     ) -> None:
-        """Put our linear layers in the place of those of torch."""
+        """Replace torch's linear layers with our linear layers."""
         for path, kind in plan.items():
             linear: Any = causal.get_submodule(path)
             replacement = kind(
@@ -276,7 +276,7 @@ class TransformersModel(LoadableModel):
         with WithoutViewWrites() if self._writes_to_views else contextlib.nullcontext():
             given = {"input_ids" if tokens.dim() == 2 else "inputs_embeds": tokens}
             out = self._body(**given, position_ids=inputs.positions, use_cache=False)
-        # Not kept: it would be among the outputs of a compiled graph.
+        # Reset: otherwise the metadata would be among the outputs of a compiled graph.
         self._launch.metadata = None
         hidden: Tensor = out.last_hidden_state
         return hidden if self.guard is None else self.guard(hidden, inputs)
@@ -285,7 +285,7 @@ class TransformersModel(LoadableModel):
         return self._body.get_input_embeddings()(tokens)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """As CausalLM.logits, with what the model's own code does behind its head."""
+        """Logits from the model's own head code; see CausalLM.logits."""
         out = self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False)
         return out.logits.squeeze(0)  # type: ignore[no-any-return]
 
@@ -303,7 +303,8 @@ class TransformersModel(LoadableModel):
 
     def cache_windows(self) -> list[int | None]:
         specs = [one.attn.kv_cache_spec for one in self.attention_layers]
-        # A layer that shares a ring would read it after new tokens have replaced what it sees.
+        # A layer that shares a ring would read it after new tokens have overwritten tokens that
+        # it sees.
         is_shared = None in specs
         return [None if is_shared else spec.window for spec in specs if spec is not None]
 
@@ -332,8 +333,8 @@ class TransformersModel(LoadableModel):
         self._zero_non_finite()
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool = False) -> None:
-        """Run attention, and the RMS norms and experts that are ours, on a device's fused kernels
-        from now on. Rotations stay those of the model's code; its projections are never merged."""
+        """Run attention, and our RMS norms and experts, on a device's fused kernels from now on.
+        Rotations stay in the model's code; projections are never merged."""
         self._form = kernels.attention_form(self.dtype, has_score_options=self._has_score_options)
         for module in self.modules():
             if isinstance(module, RMSNorm):
@@ -353,19 +354,20 @@ def _refusal(config: ModelConfig, reason: str) -> ConfigError:
 
 
 def _named(config: ModelConfig) -> str:
-    """The beginning of a sentence."""
+    """Start of an error message about `config`."""
     built_in = "" if config.architecture in ARCHITECTURES else ", which is not built in,"
     return f"{config.path} is a {config.architecture}{built_in}"
 
 
 def _neighbours(config: ModelConfig) -> str:
-    """The end of a sentence about a model that is not built in."""
+    """End of an error message about a model that is not built in."""
     return "" if config.architecture in ARCHITECTURES else f"; {nearest(config.architecture)}"
 
 
 def _build(config: ModelConfig, dtype: torch.dtype, *, max_layers: int) -> Any:
-    """The causal language model, a PreTrainedModel, on the meta device. ConfigError if transformers
-    has none, or for more than `max_layers`, of which the files have a tensor each at least."""
+    """Causal language model (a PreTrainedModel) on the meta device. Raises ConfigError if
+    transformers has no such model, or if it has more than `max_layers` layers: the files have at
+    least one tensor per layer."""
     check_limits(config)
     file = Path(config.path, "config.json")
     if config.num_layers > max_layers:
@@ -382,7 +384,7 @@ def _build(config: ModelConfig, dtype: torch.dtype, *, max_layers: int) -> Any:
         with torch.device(META):
             causal = kind._from_config(theirs, dtype=dtype, attn_implementation=IMPLEMENTATION)
     except Exception as error:
-        # Foreign code reads a foreign file: any field may be wrong in any way.
+        # Third-party code reads a third-party file: any field may be wrong in any way.
         text = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"{_named(config)} and transformers {transformers.__version__} cannot build it from "
@@ -390,19 +392,20 @@ def _build(config: ModelConfig, dtype: torch.dtype, *, max_layers: int) -> Any:
         ) from error
     for parameter in causal.parameters():
         parameter.requires_grad_(False)
-    # With it some models search the tokens for padding, which would wait for the device.
+    # With a pad token, some models search the tokens for padding, which would wait for the
+    # device.
     causal.config.pad_token_id = None
     return causal.eval()
 
 
 def _config_fields(file: Path) -> Json:
-    """The fields of the text model in a config.json."""
+    """Fields of the text model in a config.json."""
     fields = Fields(read_json(file), file)
     return (text_part(fields) or fields).raw
 
 
 def _class_of(config: ModelConfig, fields: Json) -> Any:
-    """The model's class in transformers. ConfigError if there is none."""
+    """Model class in transformers. Raises ConfigError if there is no class."""
     model_type = fields.get("model_type")
     if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[model_type], None)
@@ -415,8 +418,8 @@ def _class_of(config: ModelConfig, fields: Json) -> Any:
 
 
 def _try(causal: Any, body: Any, config: ModelConfig) -> tuple[list[AttentionCall], bool]:
-    """The attention of each layer, and whether WithoutViewWrites is needed, from forward passes on
-    the meta device. Raises Unsupported."""
+    """Attention calls of the layers, and whether WithoutViewWrites is needed, found by forward
+    passes on the meta device. Raises Unsupported."""
     theirs = causal.config
     if body is causal:
         raise Unsupported("has no body apart from its head")
@@ -430,10 +433,10 @@ def _try(causal: Any, body: Any, config: ModelConfig) -> tuple[list[AttentionCal
 
     def run(length: int) -> None:
         tokens = torch.zeros(TRIAL_BATCH, length, dtype=torch.int64, device=META)
-        # In inference mode torch does not tell views.
+        # In inference mode torch does not track views.
         with torch.inference_mode(False), torch.no_grad(), writes:
             out = body(input_ids=tokens, position_ids=tokens, use_cache=False)
-            # A read: it may be a tensor that `writes` knows under another name.
+            # clone reads the tensor, so that `writes` sees a read under another name.
             hidden = out.last_hidden_state.clone()
         if hidden.shape[:2] != tokens.shape:
             raise Unsupported(f"gives hidden states of {tuple(hidden.shape)}")
@@ -467,13 +470,13 @@ def _try_head(causal: Any, body: Any, config: ModelConfig) -> None:
 
 
 def _detach_body(causal: Any) -> Any:
-    """`causal` for its head alone: given hidden states as `inputs_embeds`."""
+    """Turn `causal` into its head alone, which takes hidden states as `inputs_embeds`."""
     setattr(causal, causal.base_model_prefix, _BodyStub())
     return causal
 
 
 def _check_windows(calls: list[AttentionCall], theirs: Any) -> None:
-    """Raise Unsupported unless the windows that the layers pass are those of the config."""
+    """Raise Unsupported unless the windows that the layers pass match the config."""
     kinds = getattr(theirs, "layer_types", None)
     if kinds is None:
         if getattr(theirs, "sliding_window", None) and not any(call.window for call in calls):
@@ -487,8 +490,9 @@ def _check_windows(calls: list[AttentionCall], theirs: Any) -> None:
 
 
 def _freeze_rotary(causal: Any, length: int) -> dict[nn.Module, Tensor]:
-    """Choose the frequencies of rope scalings that depend on the length once, by the longest
-    sequence that will be served: cached keys are never rotated again. Returns them by module."""
+    """Fix the frequencies of length-dependent rope scalings for sequences of `length` tokens,
+    the maximum that will be served: cached keys are never rotated again. Returns the frequencies
+    by module."""
     frozen = {}
     for module in causal.modules():
         kind = getattr(module, "rope_type", None)
@@ -501,8 +505,8 @@ def _freeze_rotary(causal: Any, length: int) -> dict[nn.Module, Tensor]:
 
 
 def _linear_plan(causal: Any, group: ProcessGroup) -> dict[str, type[LinearBase]]:
-    """Path of each linear layer -> what it becomes. Raises Unsupported for a plan of several cards
-    that is not known here."""
+    """Path of each linear layer -> its replacement class. Raises Unsupported for a
+    tensor-parallel style that is not supported here."""
     styles = getattr(causal.config, "base_model_tp_plan", None) or {}
     if group.size > 1 and not styles:
         raise Unsupported("has no plan for several cards")
@@ -513,7 +517,7 @@ def _linear_plan(causal: Any, group: ProcessGroup) -> dict[str, type[LinearBase]
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", path.removeprefix(prefix))
         style = styles.get(pattern, "replicate")
         if type(module) is nn.Linear and module is head:
-            # The embedding is whole on every card, and so is a weight that both have.
+            # The embedding is replicated on every card, and so is a tied head weight.
             is_tied = module.weight is causal.get_input_embeddings().weight
             plan[path] = ReplicatedLinear if is_tied and group.size > 1 else ParallelLMHead
         elif type(module) is nn.Linear and style in LINEAR_KINDS:
@@ -539,7 +543,7 @@ def _has_divided_experts(module: nn.Module, style: str) -> bool:
 
 
 def register_stored_buffers(causal: Any) -> None:
-    """Make parameters of the buffers that a checkpoint holds: everything that is loaded is one."""
+    """Turn buffers that a checkpoint holds into parameters: the loader fills parameters only."""
     for module in causal.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if name not in module._non_persistent_buffers_set:
@@ -548,8 +552,8 @@ def register_stored_buffers(causal: Any) -> None:
 
 
 def _compare(weight_map: WeightMap, stored: Shapes, config: ModelConfig) -> None:
-    """Raise ConfigError unless the tensors `stored` have the shapes that the model needs, before
-    these are allocated."""
+    """Raise ConfigError unless the `stored` tensors have the shapes that the model needs. Called
+    before allocation."""
     shapes = {weight_map.map_name(name): shape for name, shape in stored.items()}
     file = Path(config.path, "config.json")
     for spec in weight_map.entries():
@@ -566,9 +570,9 @@ def _size_text(shape: tuple[int, ...]) -> str:
 
 
 def allocate(causal: Any, device: torch.device, frequencies: Mapping[nn.Module, Tensor]) -> None:
-    """Move parameters and buffers from the meta device to `device`: parameters empty, buffers with
-    the values that the model's code gives them, or `frequencies`. Raises Unsupported for tensors
-    without a value."""
+    """Move parameters and buffers from the meta device to `device`: parameters empty, buffers
+    with the values that the model's code computes, or with `frequencies`. Raises Unsupported for
+    tensors without a value."""
     allocated: dict[int, nn.Parameter] = {}
     for path, module in causal.named_modules():
         if any(isinstance(value, Tensor) and value.is_meta for value in vars(module).values()):
@@ -581,7 +585,7 @@ def allocate(causal: Any, device: torch.device, frequencies: Mapping[nn.Module, 
         else:
             _fill_buffers(_owner(causal, path), path, module, device)
         for name, parameter in list(module.named_parameters(recurse=False)):
-            # Tied parameters are one.
+            # Tied parameters stay a single parameter.
             if id(parameter) not in allocated:
                 empty = torch.empty_like(parameter, device=device)
                 allocated[id(parameter)] = nn.Parameter(empty, requires_grad=False)
@@ -589,8 +593,7 @@ def allocate(causal: Any, device: torch.device, frequencies: Mapping[nn.Module, 
 
 
 def _owner(causal: Any, path: str) -> Any:
-    """The innermost model of transformers that has the module at `path`: a vision tower is one of
-    its own."""
+    """Innermost PreTrainedModel that contains the module at `path`; for example, a vision tower."""
     owner = causal
     names = path.split(".")
     for count in range(1, len(names)):
@@ -601,19 +604,19 @@ def _owner(causal: Any, path: str) -> Any:
 
 
 def _fill_buffers(causal: Any, path: str, module: nn.Module, device: torch.device) -> None:
-    """Compute the buffers of `module` on the host: there the model's own initialization does it."""
+    """Compute the buffers of `module` on the host with the model's own initialization."""
     buffers = dict(module.named_buffers(recurse=False))
     if not buffers:
         return
     for name, buffer in buffers.items():
-        # What stays as it is was not computed.
+        # Mark the buffers: unchanged marks show that a buffer was not computed.
         marked = torch.full_like(buffer, _mark(buffer.dtype), device="cpu")
         setattr(module, name, marked)
     try:
-        # A body may read its own attributes there.
+        # `_init_weights` of a body may read attributes of the body.
         getattr(module, "_init_weights", causal._init_weights)(module)
     except AttributeError as error:
-        # Some code reads what only a part of the model has.
+        # Some code reads attributes that only a part of the model has.
         raise Unsupported(f"cannot initialize {path} by itself ({error})") from error
     for name in buffers:
         buffer = getattr(module, name)
@@ -623,12 +626,12 @@ def _fill_buffers(causal: Any, path: str, module: nn.Module, device: torch.devic
 
 
 def _mark(dtype: torch.dtype) -> float:
-    """A value that no buffer consists of."""
+    """Value that no real buffer consists of."""
     return -12345.0 if dtype.is_floating_point else -123
 
 
 def _decoder_layers(body: nn.Module, num_layers: int) -> list[nn.Module]:
-    """The layers of the decoder, in order."""
+    """Decoder layers in order. Raises Unsupported if there is no list of `num_layers` layers."""
     for module in body.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return list(module)

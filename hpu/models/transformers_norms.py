@@ -1,4 +1,4 @@
-"""Our RMS norm, which devices have kernels for, in the place of those that compute the same."""
+"""Replaces transformers' RMS norms with our RMS norm, which devices have kernels for."""
 
 import copy
 from typing import Any
@@ -13,9 +13,9 @@ TOLERANCE = 1e-5
 
 
 def replace_norms(causal: Any) -> None:
-    """Replace the RMS norms of `causal`, a PreTrainedModel on the meta device. Each family writes
-    its own, so they are found by their name and compared with ours on random numbers; those that
-    differ stay."""
+    """Replace the RMS norms of `causal`, a PreTrainedModel on the meta device. Each model family
+    has its own class, so candidates are found by class name and compared with our norm on random
+    numbers. Norms that differ are not replaced."""
     compared: dict[tuple[type, int, float], bool] = {}
     for path, module in list(causal.named_modules()):
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -40,11 +40,11 @@ def _is_ours(module: nn.Module, eps: float) -> bool:
     theirs: Any = copy.deepcopy(module).to_empty(device="cpu").float()
     weight = torch.randn(theirs.weight.shape, generator=random)
     theirs.weight = nn.Parameter(weight, requires_grad=False)
-    # Small numbers, so that an epsilon elsewhere would show.
+    # Small numbers, so that a different use of epsilon shows.
     hidden = torch.randn(2, 3, weight.shape[0], generator=random) * 10 * eps**0.5
     try:
         found = theirs(hidden)
     except TypeError:
-        # It takes more than hidden states.
+        # The module takes more arguments than hidden states.
         return False
     return torch.allclose(found, rms_norm(hidden, weight, eps), TOLERANCE, TOLERANCE)

@@ -1,4 +1,4 @@
-"""The weight map of a model whose code is that of transformers, from its own parameters."""
+"""Weight map of a model that runs transformers' code, derived from its parameters."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -16,21 +16,21 @@ from hpu.layers.linear import LinearBase
 from hpu.models.transformers_attention import Unsupported
 
 GATE_UP = "w13_weight"
-"""End of the path of a parameter with gate and up of all experts."""
+"""Suffix of the parameter that holds gate and up of all experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersWeightMap(WeightMap):
-    """The tensors of a model of transformers, under the paths of its parameters."""
+    """Tensors of a transformers model, named by parameter path."""
 
     names: frozenset[str]
-    """Of all tensors."""
+    """Names of all tensors."""
     base_prefix: str
-    """Before the names of the model without its head, such as `model.`."""
+    """Name prefix of the model without its head, such as `model.`."""
     conversions: tuple[Any, ...]
-    """Transformers' own renamings of older checkpoints' tensors, in order."""
+    """transformers' renamings of tensors in older checkpoints, in order."""
     ignored: tuple[re.Pattern[str], ...]
-    """Of names that a checkpoint may hold and the model does not need."""
+    """Patterns of names that a checkpoint may hold and the model does not need."""
 
     def map_name(self, name: str) -> str:
         name = self.text_name(name)
@@ -56,11 +56,11 @@ def weight_map_of(
     *,
     is_text_part: bool,
 ) -> TransformersWeightMap:
-    """The tensors of `model`, a PreTrainedModel with tensors of `shapes` that a checkpoint fills.
-    `linears`: the class that the linear layer of each path became. `renamed`: the parameters that
-    have another path now. `stored`: the tensors of the checkpoint, which may hold experts one by
-    one; with `is_text_part` beside those of a model with images or audio. Raises Unsupported for
-    tensors that transformers converts when it loads them."""
+    """Weight map of `model`, a PreTrainedModel whose checkpoint tensors have `shapes`.
+    `linears`: replacement class of the linear layer at each path. `renamed`: old -> new path of
+    moved parameters. `stored`: tensors of the checkpoint, which may hold each expert separately;
+    with `is_text_part` it also holds tensors of image or audio parts. Raises Unsupported for
+    tensors that transformers converts on load."""
     renamings, merges = _conversions(model)
     weight_map = TransformersWeightMap(
         (),
@@ -94,7 +94,7 @@ def _specs(
 
 
 def _experts(name: str, shape: tuple[int, ...], parameter: str) -> WeightSpec:
-    """The tensor of a product of all experts."""
+    """Spec of a stacked weight of all experts."""
     num_experts, rows, _ = shape
     spec = WeightSpec(name, shape, parameter, num_experts=num_experts)
     if parameter.endswith(GATE_UP):
@@ -103,19 +103,20 @@ def _experts(name: str, shape: tuple[int, ...], parameter: str) -> WeightSpec:
 
 
 class _ExpertMerge(NamedTuple):
-    """Tensors of single experts that make up a stacked one."""
+    """Tensors of single experts that form a stacked tensor."""
 
     sources: tuple[str, ...]
-    """Ends of their names, with `*` for the expert; those of one expert are concatenated."""
+    """Name suffixes of the tensors, with `*` for the expert; the tensors of an expert are
+    concatenated."""
     target: str
-    """End of the name of the stacked tensor."""
+    """Name suffix of the stacked tensor."""
 
     def parts(self, spec: WeightSpec) -> Iterator[WeightSpec]:
-        """What fills the stacked tensor `spec`; nothing if it is another one."""
+        """Shards that fill the stacked tensor `spec`; nothing if `spec` is a different tensor."""
         if not spec.name.endswith(self.target):
             return
         num_experts, rows, columns = spec.shape
-        # Of what is not merged there is one output, which has all rows.
+        # A tensor with a single source has all rows.
         rows //= len(self.sources)
         for expert in range(num_experts):
             for output, source in enumerate(self.sources):
@@ -131,8 +132,8 @@ class _ExpertMerge(NamedTuple):
 
 
 def _conversions(model: Any) -> tuple[list[Any], list[_ExpertMerge]]:
-    """What the installed transformers does when it loads tensors: renames, and stacks experts.
-    Raises Unsupported for more."""
+    """Conversions of the installed transformers on load: renamings, and stacking of experts.
+    Raises Unsupported for other conversions."""
     renamings: list[Any] = []
     merges = []
     names = [name for name, _ in model.named_parameters()]
@@ -154,10 +155,10 @@ def _ignored(model: Any, shapes: Shapes) -> Iterator[re.Pattern[str]]:
     # Buffers that early releases wrote into checkpoints.
     yield re.compile(r"\.rotary_emb\.inv_freq$")
     for module in model.modules():
-        # Of projections of keys that a layer shares, the body alone says so.
+        # Only the body lists the key projections that layers with shared keys do not need.
         for pattern in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ():
             yield re.compile(pattern)
-    # A tied tensor that the checkpoint stores twice.
+    # Tied tensors that the checkpoint stores twice.
     for name in model.all_tied_weights_keys:
         if name not in shapes:
             yield re.compile(f"^{re.escape(name)}$")

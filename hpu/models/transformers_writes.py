@@ -1,5 +1,5 @@
-"""Writes to views in the code of transformers, as operations that write to no view: a captured
-graph may not change a tensor through a view of it."""
+"""Replaces in-place writes to views in transformers' code: a captured graph may not change a
+tensor through a view."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +15,11 @@ _IN_PLACE: dict[Any, Callable[..., Tensor]] = {
     Tensor.mul_: torch.mul,
     Tensor.div_: torch.div,
 }
-"""What torch makes of `+=`, `-=`, `*=` and `/=`."""
+"""torch functions behind `+=`, `-=`, `*=` and `/=`."""
 
 
 class WithoutViewWrites(TorchFunctionMode):
-    """Runs `x += y` as `x = x + y`, and `x[a:b] = y` as a write to all of x."""
+    """Runs `x += y` as `x = x + y`, and `x[a:b] = y` as an index_copy_ into x itself."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -34,21 +34,21 @@ class WithoutViewWrites(TorchFunctionMode):
 
 
 class ViewWriteTrial(TorchFunctionMode):
-    """Finds out in a forward pass on the meta device whether its code writes to views, and whether
-    WithoutViewWrites leaves its results as they are."""
+    """Detects in a forward pass on the meta device whether code writes to views, and whether
+    WithoutViewWrites keeps its results unchanged."""
 
     has_view_writes = False
     reads_old_tensors = False
-    """Whether a tensor that `x += y` changes is read under another name than x."""
+    """Whether a tensor changed by `x += y` is later read under a name other than x."""
 
     def __init__(self) -> None:
         super().__init__()
-        # Kept, so that no other tensor gets their memory.
+        # Keep the tensors, so that no other tensor gets the same memory.
         self._old: dict[int, Tensor] = {}
 
     @property
     def is_needed(self) -> bool:
-        """Whether WithoutViewWrites is, and may be, used."""
+        """Whether WithoutViewWrites is needed and safe."""
         return self.has_view_writes and not self.reads_old_tensors
 
     def __torch_function__(
@@ -68,7 +68,8 @@ class ViewWriteTrial(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _forget(self, target: Tensor, rows: slice) -> None:
-        """`target[rows] += y` also assigns the result to these rows, so that `target` is right."""
+        """Forget the old tensor of `target[rows] += y`: the statement also assigns the result to
+        these rows, so `target` is correct."""
         storage, view = target.untyped_storage()._cdata, target[rows]
         old = self._old.get(storage)
         if old is not None and (old.storage_offset(), old.shape) == (
@@ -83,7 +84,7 @@ def _names_rows(index: object) -> bool:
 
 
 def _set_rows(target: Tensor, rows: slice, value: Tensor) -> None:
-    """target[rows] = value."""
+    """Run target[rows] = value without a view."""
     start, stop, _ = rows.indices(target.shape[0])
     indices = torch.arange(start, stop, device=target.device)
     target.index_copy_(0, indices, value.expand_as(target[start:stop]).to(target.dtype))

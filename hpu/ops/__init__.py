@@ -1,1 +1,1 @@
-"""Operators as plain tensor maths, and each device's fused kernels behind `Kernels`."""
+"""Operators as plain tensor operations, and the fused kernels of each device behind `Kernels`."""

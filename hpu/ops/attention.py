@@ -1,9 +1,9 @@
-"""Attention over tensors: softmax attention with its log-sum-exp, merging of two such results, and
-flat paged decode; PlainAttention is made of them.
+"""Attention over tensors: softmax attention with its log-sum-exp, merging of two attention
+results, flat paged decode, and PlainAttention, which uses all three.
 
-Masks are additive, MASKED where a key is not visible (MASKED_HALF in float16), and float32 for the
-operations of this file. Both are finite, so that a row without a visible key gives finite numbers
-of weight 0 instead of NaN.
+Masks are additive, MASKED where a key is not visible (MASKED_HALF in float16); the operations of
+this file take float32 masks. Both constants are finite, so that a row without a visible key
+gives finite numbers of weight 0 instead of NaN.
 """
 
 import functools
@@ -16,9 +16,9 @@ from hpu.ops.kernels import PLAIN_SCORES, DecodeOperands, PromptOperands, ScoreO
 
 MASKED = -1e30
 MASKED_HALF = -3e4
-"""Half of float16's range, so that the sum with a score is finite too."""
+"""Half of the float16 range: the sum with a score stays finite."""
 CAPPED_ROWS = 256
-"""Queries at once on a CPU where there is no fused kernel: their scores exist in float32."""
+"""Queries per step on a CPU without a fused kernel; limits the memory of float32 scores."""
 
 
 def attend(
@@ -35,7 +35,7 @@ def attend(
 
     Returns the output (B, heads, Q, D) and the log-sum-exp of the scores (B, heads, Q) float32.
     `mask` is float32, (B or 1, 1 or heads, Q or 1, S); `causal` needs Q == S and no mask.
-    `soft_cap`: as in ScoreOptions. Statistics are float32 for every dtype.
+    `soft_cap`: see ScoreOptions. Statistics are float32 for every dtype.
     """
     if query.device.type != "cpu":
         return attend_unfused(
@@ -62,7 +62,7 @@ def _attend_by_rows(
     causal: bool,
     soft_cap: float,
 ) -> tuple[Tensor, Tensor]:
-    """`attend_unfused` for some queries at a time, over no more keys than these see."""
+    """`attend_unfused` in steps of CAPPED_ROWS queries; causal steps read only visible keys."""
     outs, sums = [], []
     for start in range(0, query.shape[2], CAPPED_ROWS):
         rows = query[:, :, start : start + CAPPED_ROWS]
@@ -91,7 +91,7 @@ def attend_unfused(
     causal: bool = False,
     soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attend` as matrix products and a softmax, for devices without the CPU's fused kernel."""
+    """`attend` as matrix products and a softmax, for devices without the fused CPU kernel."""
     batch, heads, length, size = query.shape
     kv_heads, span = key.shape[1], key.shape[2]
     folded = query.reshape(batch, kv_heads, heads // kv_heads, length, size).flatten(2, 3)
@@ -110,20 +110,20 @@ def attend_unfused(
 
 
 def soft_capped(scores: Tensor, soft_cap: float) -> Tensor:
-    """Scores between -soft_cap and soft_cap, nearly as they were around 0."""
+    """Squash scores into (-soft_cap, soft_cap); nearly linear around 0."""
     return torch.tanh(scores / soft_cap) * soft_cap
 
 
 def by_kv_head(mask: Tensor, kv_heads: int) -> Tensor:
-    """`mask` (B, 1 or heads, Q, S) for scores (B, kv_heads, heads / kv_heads, Q, S)."""
+    """Reshape `mask` (B, 1 or heads, Q, S) for scores (B, kv_heads, heads / kv_heads, Q, S)."""
     if mask.shape[1] == 1:
         return mask.unsqueeze(2)
     return mask.view(mask.shape[0], kv_heads, -1, *mask.shape[2:])
 
 
 def with_sinks(out: Tensor, log_sum: Tensor, sinks: Tensor | None) -> Tensor:
-    """`out` (B, heads, Q, D) with `log_sum` (B, heads, Q), as `attend` gives them, when `sinks`
-    (heads) join the softmax: they add to its divisor, and have no value."""
+    """Add attention sinks to a result of `attend`: `out` (B, heads, Q, D), `log_sum` (B, heads,
+    Q). `sinks` (heads) add to the divisor of the softmax and have no value."""
     if sinks is None:
         return out
     share = torch.sigmoid(log_sum - sinks.float().view(1, -1, 1))
@@ -132,10 +132,10 @@ def with_sinks(out: Tensor, log_sum: Tensor, sinks: Tensor | None) -> Tensor:
 
 @functools.cache
 def _flash_supports_gqa() -> bool:
-    """Whether the CPU's fused kernel supports fewer key heads than query heads.
+    """Whether the fused CPU kernel supports fewer key heads than query heads (GQA).
 
-    Older ones read past the end of the keys. The probe passes a view with a second head behind it,
-    so that they read memory that belongs to this tensor.
+    Kernels of older torch releases read past the end of the keys. The probe passes a view that
+    is followed by a second head, so that such a kernel reads memory of the same tensor.
     """
     backing = torch.tensor([1.0, 2.0]).view(1, 2, 1, 1).expand(1, 2, 1, 16).contiguous()
     try:
@@ -148,7 +148,8 @@ def _flash_supports_gqa() -> bool:
 
 
 def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """(1, 1, length, length): a token sees itself and earlier ones, at most `window` tokens."""
+    """Causal mask (1, 1, length, length): a token sees itself and earlier tokens, `window`
+    tokens at most."""
     positions = torch.arange(length, device=device)
     distance = positions.unsqueeze(1) - positions
     visible = distance >= 0
@@ -163,25 +164,26 @@ def as_mask(visible: Tensor) -> Tensor:
 
 
 def mask_in(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A float32 `mask` in `dtype`."""
+    """Convert a float32 `mask` to `dtype`."""
     if dtype == torch.float16:
         mask = mask.clamp_min(MASKED_HALF)
     return mask.to(dtype)
 
 
 class AttentionPart(NamedTuple):
-    """Attention over some of the keys, with what merges it with that over others. Float32."""
+    """Attention over a subset of the keys, with the statistics to merge it with attention over
+    other keys. Float32."""
 
     out: Tensor
     """(B, heads, Q, D)"""
     highest: Tensor
-    """(B, heads, Q, 1): the largest score, or whatever the exponentials were relative to."""
+    """(B, heads, Q, 1): reference of the exponentials, usually the largest score."""
     total: Tensor
-    """(B, heads, Q, 1): the sum of the exponentials."""
+    """(B, heads, Q, 1): sum of the exponentials."""
 
 
 def merge_parts(one: AttentionPart, other: AttentionPart) -> AttentionPart:
-    """Attention over the keys of both."""
+    """Attention over the keys of both parts."""
     highest = torch.maximum(one.highest, other.highest)
     weight = one.total * torch.exp(one.highest - highest)
     other_weight = other.total * torch.exp(other.highest - highest)
@@ -193,8 +195,8 @@ def merge_parts(one: AttentionPart, other: AttentionPart) -> AttentionPart:
 def merge_attention(
     out: Tensor, log_sum: Tensor, other_out: Tensor, other_log_sum: Tensor
 ) -> Tensor:
-    """Attention over two sets of keys from that over each, both as `attend` gives them: the mean of
-    the outputs (B, heads, Q, D), weighted by the sums."""
+    """Merge attention over two sets of keys. Both inputs are results of `attend`; the outputs
+    (B, heads, Q, D) are averaged with the exponential sums as weights."""
     other_weight = torch.sigmoid(other_log_sum - log_sum).unsqueeze(-1)
     return (out + (other_out - out) * other_weight).to(out.dtype)
 
@@ -210,20 +212,22 @@ def paged_decode(
     scale: float,
     options: ScoreOptions = PLAIN_SCORES,
 ) -> Tensor:
-    """One token of each sequence over a flat list of all sequences' blocks: (B, heads, D).
+    """Flat paged decode: attention of a token per sequence over a list of all sequences' blocks.
+    Returns (B, heads, D).
 
     `query` (B, heads, D); `key_blocks`, `value_blocks` (N, block_size, kv_heads, D), gathered;
-    `rows` (N) int64, batch index of each block (any for padding); `mapping` (B, N) float32, 1 where
-    the block belongs to the batch index; `mask` (N, 1 or heads, 1, block_size), all MASKED for
-    padding.
+    `rows` (N) int64, batch index of each block (any for padding); `mapping` (B, N) float32, 1
+    where the block belongs to the batch index; `mask` (N, 1 or heads, 1, block_size), all MASKED
+    for padding.
 
-    With B = 1 all blocks are one sequence. Otherwise each block gets its own softmax, and the
-    outputs of a sequence's blocks are weighted by their sums relative to the largest sum of that
-    sequence, so that its scale does not depend on other sequences. The cost follows N.
+    With B = 1 all blocks belong to a single sequence. Otherwise each block gets its own softmax,
+    and the outputs of the blocks of a sequence are weighted by their exponential sums relative
+    to the largest log-sum-exp of the sequence, so that its scale does not depend on other
+    sequences. The cost grows with N.
     """
     batch, heads, size = query.shape
     count, kv_heads = key_blocks.shape[0], key_blocks.shape[2]
-    # The query heads that share a key head become "tokens" of that head: no key is repeated.
+    # Query heads that share a key head are folded into the query dimension: no key is repeated.
     if mask.shape[1] > 1:
         mask = mask.view(count, kv_heads, heads // kv_heads, -1)
     if batch == 1:
@@ -254,22 +258,22 @@ def paged_decode(
     weighted = out.reshape(count, heads, size) * weights.unsqueeze(-1)
     flat = weighted.view(count, heads * size)
     if query.device.type == "cpu":
-        # Adds each block to its own sequence, in order: NaN does not spread to other sequences, and
-        # many blocks take less than half the time of the matrix product.
+        # index_add_ adds each block to its own sequence, in order: NaN does not spread to other
+        # sequences, and for many blocks it takes less than half the time of the matrix product.
         sums = torch.zeros(batch, heads).index_add_(0, rows, weights)
         total = torch.zeros(batch, heads * size).index_add_(0, rows, flat.float())
     else:
-        # On other devices index_add_ has no fixed order.
+        # index_add_ has no fixed order on other devices.
         sums, total = mapping @ weights, mapping @ flat
     if options.sinks is not None:
         sums = sums + torch.exp(options.sinks.float() - highest)
-    # A padding row has no block, so its sum and its total are 0: avoid 0 / 0.
+    # A padding row has no block: its sums are 0. Avoid 0 / 0.
     sums = sums.clamp_min(1e-30).unsqueeze(-1)
     return (total.view(batch, heads, size) / sums).to(query.dtype)
 
 
 class PlainKVCacheOps:
-    """KVCacheOps as plain operations."""
+    """KVCacheOps with plain operations."""
 
     def __call__(self, input: Tensor, cache: Tensor, slot_mapping: Tensor) -> Tensor:
         return cache.index_copy_(0, slot_mapping, input)
@@ -279,7 +283,7 @@ class PlainKVCacheOps:
 
 
 class PlainAttention:
-    """AttentionImpl as plain operations, for any device."""
+    """AttentionImpl with plain operations, for any device."""
 
     def __init__(self) -> None:
         self.k_cache = self.v_cache = self.latent_cache_k = PlainKVCacheOps()
@@ -299,8 +303,8 @@ class PlainAttention:
         )
         if operands.context is None:
             return with_sinks(out, log_sum, options.sinks)
-        # Two attentions merged, not one over [cached, new]: the new tokens keep the kernel's
-        # causal shortcut, and the cached ones need no mask of Q rows.
+        # Merge two results instead of attention over [cached, new]: the new tokens keep the
+        # kernel's causal shortcut, and the cached tokens need no mask with Q rows.
         cached = attend(
             query, *operands.context, scale=scale, mask=operands.context_mask, soft_cap=soft_cap
         )
@@ -312,8 +316,8 @@ class PlainAttention:
     def paged_decode(
         self, operands: DecodeOperands, scale: float, options: ScoreOptions = PLAIN_SCORES
     ) -> Tensor:
-        # Latents are all attended to, and the outputs cut: fused kernels take values of the size of
-        # the keys, and a copy of them would be read and written once more.
+        # Attend to whole latents and cut the outputs: the fused kernel takes values of the size
+        # of the keys, and a copy of the values would cost another read and write.
         out = paged_decode(
             operands.query,
             operands.keys,

@@ -1,4 +1,4 @@
-"""Faster forms of torch's CPU operators: packed and quantized products, RMS norm of few rows."""
+"""Faster variants of torch's CPU operators: packed and quantized products, RMS norm of few rows."""
 
 from collections.abc import Callable
 
@@ -10,14 +10,14 @@ from hpu.ops.norm import mirrored_rms_norm, rms_norm
 from hpu.quantization.quantized_weight import QuantizedWeight
 
 TORCH_GROUP_SIZES = (32, 64, 128, 256)
-"""Of torch's product with 4-bit weights."""
+"""Group sizes that torch's 4-bit product supports."""
 MAX_MIRRORED_ROWS = 8
-"""Rows up to which a norm runs in its mirrored form; measured equal at 32."""
+"""Maximum rows for the mirrored RMS norm; measured equal at 32."""
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether packed products are faster: bfloat16 on a CPU with bfloat16 instructions, and a torch
-    that has them (they are not public, so they may be removed)."""
+    """Whether packed products are available and faster: bfloat16 on a CPU with bfloat16
+    instructions, and a torch release with the non-public packed ops."""
     if dtype != torch.bfloat16 or device.type != "cpu":
         return False
     try:
@@ -29,12 +29,12 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """The product (..., in) to (..., out) with a reordered copy of `weight` (out, in) bfloat16.
-    Needs `can_pack`."""
+    """Product (..., in) -> (..., out) with a reordered copy of `weight` (out, in) bfloat16.
+    Requires `can_pack`."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
 
     def multiply(x: Tensor) -> Tensor:
-        # The non-public op of torch's compiler: 1.5 times as fast as the plain product at 1 to 32
+        # Non-public op of torch's compiler: 1.5 times as fast as the plain product for 1 to 32
         # rows.
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
         return product
@@ -43,8 +43,8 @@ def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Ten
 
 
 def quantized_linear(weight: QuantizedWeight, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """The product (..., in) bfloat16 to (..., out) with torch's quantized kernels, or, where it
-    has none for the kind, with a bfloat16 copy of the weight."""
+    """Product (..., in) bfloat16 -> (..., out) with torch's quantized kernels; with a bfloat16
+    copy of the weight where torch has no kernel for the format."""
     size, group_size, order = weight.shape[1], weight.group_size, weight.order
     if weight.is_per_output and weight.bits == 8:
         scales = weight.scales.flatten().bfloat16()
@@ -53,7 +53,8 @@ def quantized_linear(weight: QuantizedWeight, bias: Tensor | None) -> Callable[[
             return torch._weight_int8pack_mm(x, weight.values, scales)
 
     elif weight.bits == 4 and weight.mins is not None and group_size in TORCH_GROUP_SIZES:
-        # Its values lie around 8: value * scale + min = (value - 8) * scale + (min + 8 * scale).
+        # The kernel centers values at 8: value * scale + min = (value - 8) * scale + (min + 8 *
+        # scale).
         middle = weight.mins.float() + 8 * weight.scales.float()
         tables = torch.stack((weight.scales.float(), middle), dim=-1).transpose(0, 1)
         tables = tables.bfloat16().contiguous()
@@ -73,7 +74,7 @@ def quantized_linear(weight: QuantizedWeight, bias: Tensor | None) -> Callable[[
             return functional.linear(x, dequantized)
 
     if order is not None:
-        # Behind the inputs of the layer is a zero.
+        # Negative entries select the zero that is appended to the inputs.
         order = order.where(order >= 0, weight.num_inputs)
 
     def multiply_and_add(x: Tensor) -> Tensor:
@@ -86,10 +87,10 @@ def quantized_linear(weight: QuantizedWeight, bias: Tensor | None) -> Callable[[
 
 
 class MirroredRMSNorm:
-    """RMS norm as a layer norm, for few rows; the plain one for more."""
+    """RMS norm computed as a layer norm for few rows, and as a plain RMS norm for more rows."""
 
     def __init__(self, weight: Tensor) -> None:
-        """`weight` (size), which later calls must repeat."""
+        """`weight` (size): later calls must pass the same weight."""
         self._signs = torch.tensor([[1.0], [-1.0]], dtype=weight.dtype, device=weight.device)
         self._weights = weight.detach().expand(2, -1).contiguous()
 

@@ -1,7 +1,8 @@
-"""Faster forms of what vision towers are made of, on a CPU in bfloat16: products with packed
-weights, patch embeddings as products, RMS norms, gated MLPs and attention in fewer passes.
+"""Faster variants of the parts of vision towers, on a CPU in bfloat16: products with packed
+weights, patch embeddings as products, RMS norms, gated MLPs, and attention in fewer passes.
 
-Without bfloat16 instructions torch's own products take about six times as long as packed ones.
+Without bfloat16 instructions torch's own products take about six times as long as packed
+products.
 """
 
 from collections.abc import Callable
@@ -18,28 +19,28 @@ ATTENTIONS = (
     *("VisionAttention", "Qwen2_5_VLVisionAttention", "Qwen3VLVisionAttention"),
     *("Qwen3VLMoeVisionAttention", "Qwen3_5VisionAttention", "Qwen3_5MoeVisionAttention"),
 )
-"""Classes of transformers that cut the patches at `cu_seqlens` and attend within each part."""
+"""Classes of transformers that split the patches at `cu_seqlens` and attend within each part."""
 GATED_MLPS = ("Qwen2_5_VLMLP", "PixtralMLP")
-"""Classes of transformers that multiply an activation of `gate_proj` with `up_proj`."""
+"""Classes of transformers that multiply an activation of `gate_proj` by `up_proj`."""
 SILU = ("SiLU", "SiLUActivation")
 
 
 class TowerKernels:
-    """By torch's own operators."""
+    """Kernels from torch's own operators."""
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-        """As `packed_linear`; None: torch's product is as fast."""
+        """Product from `packed_linear`; None: torch's plain product is as fast."""
         return packed_linear(weight, bias) if can_pack(weight.dtype, weight.device) else None
 
     def gated_mlp(
         self, gate: nn.Linear, up: nn.Linear, down: nn.Linear
     ) -> Callable[[Tensor], Tensor] | None:
-        """down(silu(gate(x)) * up(x)); None: module by module is as fast."""
+        """down(silu(gate(x)) * up(x)); None: the separate modules are as fast."""
         return None
 
     def rms_norm(self, weight: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
-        """As transformers' modules compute it: in float32, rounded before it is scaled by the
-        weight."""
+        """RMS norm as in transformers: computed in float32, rounded before the multiplication by
+        the weight."""
 
         def forward(hidden: Tensor) -> Tensor:
             norms = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)
@@ -51,15 +52,16 @@ class TowerKernels:
     def attend(
         self, qkv: Tensor, cosines: Tensor, sines: Tensor, ends: Tensor, scale: float
     ) -> Tensor:
-        """(n, 3, heads, size) to (n, heads, size): patches between two of `ends` see each other.
-        Queries and keys are rotated by the angles (n, size / 2) float32, in float32."""
+        """Attention (n, 3, heads, size) -> (n, heads, size) within each part between two
+        consecutive `ends`. Queries and keys are rotated by the angles (n, size / 2) float32, in
+        float32."""
         rotated = _rotated(qkv[:, :2], cosines, sines)
         return _attend_within(rotated[:, 0], rotated[:, 1], qkv[:, 2], ends, scale)
 
 
 def use_cpu_kernels_in_tower(tower: nn.Module, kernels: TowerKernels | None = None) -> int:
-    """Replace them in a loaded tower in bfloat16 by what `kernels` give; gives their number. A
-    packed product has its weight, its module an empty one."""
+    """Replace modules of a loaded bfloat16 tower by `kernels`. Returns the number of replaced
+    modules. A packed product holds its weight; the weight of its module is emptied."""
     count = 0
     for module in tower.modules():
         forward = _forward(module, kernels or TowerKernels())
@@ -77,7 +79,7 @@ def _forward(module: Any, kernels: TowerKernels) -> Forward | None:
     if kind in GATED_MLPS and module.gate_proj.weight.dtype == torch.bfloat16:
         return _gated_mlp(module, kernels)
     weight = getattr(module, "weight", None)
-    # Empty: it is packed already.
+    # An empty weight is packed already.
     if not isinstance(weight, Tensor) or weight.dtype != torch.bfloat16 or not weight.numel():
         return None
     if type(module) is nn.Linear:
@@ -93,7 +95,7 @@ def _forward(module: Any, kernels: TowerKernels) -> Forward | None:
 
 
 def _empty(linear: nn.Linear) -> None:
-    """Free its weight. Some ask for its data type."""
+    """Free the weight. An empty tensor stays, because callers read its dtype."""
     linear.weight.data = linear.weight.new_empty(0)
 
 
@@ -107,8 +109,8 @@ def _is_whole(module: nn.Conv3d) -> bool:
 
 
 def _patch_product(module: nn.Conv3d, kernels: TowerKernels) -> Forward | None:
-    """Of patches (n, channels, time, height, width) of the size of the kernel, as (n, out, 1, 1,
-    1): a convolution of torch takes many times as long."""
+    """Patch embedding as a product: patches (n, channels, time, height, width) of kernel size ->
+    (n, out, 1, 1, 1). torch's convolution takes many times as long."""
     original, size = module.forward, tuple(module.kernel_size)
     multiply = kernels.pack(module.weight.detach().flatten(1), module.bias)
     if multiply is None:
@@ -155,7 +157,7 @@ def _attention(module: Any, kernels: TowerKernels) -> Forward:
 
 
 def _rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """x (n, parts, heads, size) by the angles (n, size / 2), in float32."""
+    """Rotate x (n, parts, heads, size) by the angles (n, size / 2), in float32."""
     half = x.shape[-1] // 2
     cos, sin = cosines[:, None, None], sines[:, None, None]
     first, second = x[..., :half], x[..., half:]
@@ -166,8 +168,8 @@ def _rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 def _attend_within(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, scale: float) -> Tensor:
-    """(n, heads, size) of each; those between two of `ends` see each other. Parts of one length run
-    as one batch."""
+    """Attention of (n, heads, size) tensors within each part between two consecutive `ends`.
+    Parts of equal length run as a batch."""
     starts, lengths = ends[:-1].long(), ends.diff()
     sizes = sorted(set(lengths.tolist()))
     if len(sizes) == 1:
@@ -182,6 +184,6 @@ def _attend_within(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, scale: float) 
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """(parts, length, heads, size) of each."""
+    """Attention of (parts, length, heads, size) tensors."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)

@@ -1,5 +1,5 @@
-"""CudaKernels: torch's fused attention, where the plain one needs memory quadratic in a prompt. All
-operations are public and run on any device."""
+"""CudaKernels: torch's fused attention for prefills, where plain attention needs memory
+quadratic in the prompt length. All operations are public and run on any device."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from hpu.ops.norm import rms_norm
 
 
 class CudaAttention(PlainAttention):
-    """Prompts on torch's fused kernels."""
+    """AttentionImpl with torch's fused kernels for prefills."""
 
     def prompt_attention(
         self, operands: PromptOperands, scale: float, options: ScoreOptions = PLAIN_SCORES
@@ -36,21 +36,22 @@ class CudaAttention(PlainAttention):
             return with_sinks(out, log_sum, options.sinks)
         groups = query.shape[1] // key.shape[1]
         if groups > 1:
-            # Not all kernels that torch may choose support fewer key heads than query heads.
+            # Some kernels that torch may choose require equally many key and query heads.
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        # Padding tokens come after all real ones, so causality hides them.
+        # Padding tokens follow the real tokens, so causality hides them.
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale
         )
 
 
 class CudaKernels:
-    """Static shapes and no host synchronization, so all of it may be captured."""
+    """Kernels for CUDA. Static shapes and no host synchronization, so that all operations can be
+    captured."""
 
     def attention_form(
         self, dtype: torch.dtype, *, has_score_options: bool = False
     ) -> AttentionForm:
-        # Decodes are plain operations.
+        # Decodes run on plain operations.
         return AttentionForm(dtype, score_dtype=torch.float32, mapping_dtype=torch.float32)
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:

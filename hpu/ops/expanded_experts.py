@@ -1,4 +1,4 @@
-"""ExpandedExperts: the vendor's kernel for routed experts whose weights each launch expands."""
+"""ExpandedExperts: the vendor's MoE kernel with weights that each launch dequantizes."""
 
 from collections.abc import Callable
 
@@ -9,12 +9,12 @@ from hpu.ops.gaudi_modules import MOE_ACTIVATIONS
 
 Operands = tuple[Tensor, ...]
 Expand = Callable[[Operands, torch.dtype], Tensor]
-"""The weight of an expert in a dtype, from what is stored of it."""
+"""Dequantizes the weight of an expert to a dtype, from its stored tensors."""
 
 
 class ExpandedExperts(nn.Module):
-    """MoEImpl: expands `step` experts at a time and calls torch.ops.hpu.mixture_of_experts for
-    them, as VllmMixtureOfExpertsOpWNA16 and VllmMixtureOfExpertsOpFP8 in
+    """MoEImpl that expands `step` experts at a time and calls torch.ops.hpu.mixture_of_experts
+    for each slice, like VllmMixtureOfExpertsOpWNA16 and VllmMixtureOfExpertsOpFP8 in
     vllm_gaudi/extension/ops.py of vllm-project/vllm-gaudi."""
 
     def __init__(
@@ -28,9 +28,10 @@ class ExpandedExperts(nn.Module):
         first_expert: int,
         end_slice: Callable[[], None],
     ) -> None:
-        """`w13` and `w2`: of each expert, views of parameters, so a later move of those is not
-        seen. `permuted_weights`: whether `expand` gives (out, in), not (in, out). `end_slice` is
-        called after each slice of the experts, so that its memory is free for the next one."""
+        """`w13` and `w2`: stored tensors of each expert. They are views of parameters: moving
+        the parameters later has no effect here. `permuted_weights`: whether `expand` returns
+        (out, in) instead of (in, out). `end_slice` is called after each slice of experts, so
+        that its memory is free for the next slice."""
         super().__init__()
         self._w13 = w13
         self._w2 = w2
@@ -48,7 +49,8 @@ class ExpandedExperts(nn.Module):
         permuted_weights: bool = True,
         activation: str = "silu",
     ) -> Tensor:
-        """As MoEImpl, but for `permuted_weights`, which `expand` decides."""
+        """MoEImpl, except that the argument `permuted_weights` is ignored: `expand` decides the
+        layout."""
         dtype = hidden_states.dtype
         out: Tensor | None = None
         for begin in range(0, len(self._w13), self._step):

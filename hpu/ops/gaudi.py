@@ -1,15 +1,15 @@
-"""GaudiKernels: the vendor's fused operations. Imported by the Gaudi back end only, after it has
+"""GaudiKernels: the vendor's fused operations. Imported only by the Gaudi back end, after it has
 set up the runtime.
 
-Sources of the call forms: the bridge's own kernels package (FusedSDPA, FusedRMSNorm, rotary) in
+Sources of the call forms: the bridge's kernels package (FusedSDPA, FusedRMSNorm, rotary) in
 HabanaAI/gaudi-pytorch-bridge, and, in vllm-project/vllm-gaudi, the flat paged attention (flat_pa
-and pipelined_pa in vllm_gaudi/extension/ops.py) and the sliced one (SlicedFusedSDPA in
+and pipelined_pa in vllm_gaudi/extension/ops.py) and the sliced attention (SlicedFusedSDPA in
 vllm_gaudi/extension/utils.py).
 
-What the plug-in does for other kinds of scores: with sinks it gives the logits to newer releases of
-FusedSDPA, appends them to the scores of _naive_prompt_attention as a column, and adds them to the
-sum of each block of a decode; ALiBi is refused with FusedSDPA and is added as float32 otherwise;
-soft caps are refused; windows and chunks are masks.
+How the plug-in handles other kinds of scores: sinks are passed as logits to newer releases of
+FusedSDPA, appended as a column to the scores of _naive_prompt_attention, and added to the sum of
+each block of a decode; ALiBi is refused with FusedSDPA and is otherwise added in float32; soft
+caps are refused; windows and chunks are masks.
 """
 
 import warnings
@@ -48,14 +48,15 @@ from hpu.ops.kernels import (
 
 FP32_SOFTMAX = "fp32"
 MAX_EXPONENT = 80.0
-"""Its exponential is finite in float32: a sink so far above all scores leaves no weight to them."""
+"""Cap on the exponent of a sink: exp(80) is finite in float32, and a sink that far above all
+scores leaves them no weight."""
 
 
 class GaudiKernels:
-    """`fused_sdpa`: prompts use FusedSDPA, over cached context in slices of `slices`;
-    `softmax_mode` is its argument, fast or fp32, and fp32 makes the scores float32 everywhere;
-    `fused_adjustment`: decodes use the kernel block_softmax_adjustment, which not every card and
-    release has; `end_slice` is called after each slice."""
+    """`fused_sdpa`: prefills use FusedSDPA, and read cached context in slices of `slices`.
+    `softmax_mode`: FusedSDPA's argument, fast or fp32; fp32 makes all scores float32.
+    `fused_adjustment`: decodes use the kernel block_softmax_adjustment, which some cards and
+    releases lack. `end_slice` is called after each slice."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class GaudiKernels:
         self._fused_adjustment = fused_adjustment
         self._slices = slices if fused_sdpa else None
         self._end_slice = end_slice
-        # torch warns about its own kernel at the first call; the card has another one.
+        # torch warns at the first call about its own kernel, which the card does not use.
         warnings.filterwarnings("ignore", r"index_reduce\(\) is in beta", UserWarning)
 
     def attention_form(
@@ -82,7 +83,7 @@ class GaudiKernels:
             prompt_dtype=dtype if self._fused_sdpa else score_dtype,
             score_dtype=score_dtype,
             mapping_dtype=dtype,
-            # Products and statistics need a mask.
+            # Plain products, and kernels that return statistics, need a mask.
             knows_causality=self._fused_sdpa and not has_score_options,
             slices=self._slices,
         )
@@ -94,7 +95,7 @@ class GaudiKernels:
         return out
 
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        # The kernel is known to take (tokens, heads, size) with cos and sin of (tokens, 1, size).
+        # The known call form is (tokens, heads, size) with cos and sin (tokens, 1, size).
         batch, query = heads.shape[:2]
         rotated: Tensor = apply_rotary_pos_emb(
             heads.flatten(0, 1),
@@ -119,7 +120,8 @@ class GaudiKernels:
         self, weights: ExpertWeights, activation: str | ClampedSwiGLU
     ) -> VllmMixtureOfExpertsOp | None:
         if isinstance(activation, ClampedSwiGLU):
-            # The kernel with biases has this activation only, and exists in later releases only.
+            # The kernel with biases supports only this activation, and exists only in later
+            # releases.
             has_kernel = hasattr(torch.ops.hpu.mixture_of_experts, "bias_fused_weights")
             suits = weights.w13_bias is not None and activation == MOE_BIAS_ACTIVATION
             return VllmMixtureOfExpertsOp(weights) if suits and has_kernel else None
@@ -129,12 +131,12 @@ class GaudiKernels:
 
 
 class GaudiAttention(nn.Module):
-    """AttentionImpl whose operators are modules, for the FP8 compressor. All of them exist in every
-    layer, because a calibration file lists them all.
+    """AttentionImpl whose operators are modules, for the FP8 compressor. Every layer has all of
+    the modules, because a calibration file lists them all.
 
-    The scale is multiplied into the query in front of a Matmul, as in the vendor's plug-in: on the
+    The scale is multiplied into the query before a Matmul, as in vllm-gaudi: applied to the
     scores it would change the range that the file gives for the query. Scores have the model's
-    dtype, or are written by the product as float32 where the softmax is one in float32.
+    dtype, or float32 (written by the product) if the softmax runs in float32.
     """
 
     def __init__(
@@ -173,16 +175,16 @@ class GaudiAttention(nn.Module):
         has_heads = mask is not None and mask.shape[1] > 1
         if not self._fused_sdpa or options.soft_cap is not None or has_heads:
             assert mask is not None
-            # Contiguous, so that a compiled recipe and the trace that it comes from agree on views.
+            # Contiguous, so that a compiled recipe and its trace agree on views.
             heads = (query.contiguous() * scale, key.contiguous(), value.contiguous())
             return self._unfused_attention(*heads, mask, options)
         if options.sinks is not None:
-            # Its sinks are an argument of the newest releases only.
+            # FusedSDPA takes sinks only in the newest releases.
             assert mask is not None
             operands_of = (query.contiguous(), key.contiguous(), value.contiguous())
             part = self._slice(*operands_of, mask, scale, options)
             return _with_sinks(part, options.sinks).to(query.dtype)
-        # valid_seq_len counts only with is_causal and no mask; recomputing saves memory.
+        # valid_seq_len takes effect only with is_causal and no mask; recompute saves memory.
         is_causal = mask is None
         fused: Tensor = self.fused_scaled_dot_product_attention(
             query,
@@ -202,9 +204,9 @@ class GaudiAttention(nn.Module):
     def _sliced_attention(
         self, operands: PromptOperands, scale: float, options: ScoreOptions
     ) -> Tensor:
-        """Over slices of the keys, merged: no mask has a row for each new token and a column for
-        each cached one, and only one slice of the cached keys and values is in memory. The FP8
-        compressor knows no such calls: vllm-gaudi has another module for them."""
+        """Attention over slices of the keys, merged. No mask spans all new and all cached
+        tokens, and only one slice of the cached keys and values is in memory. The FP8 compressor
+        does not cover these calls: vllm-gaudi has another module for them."""
         mask, read = operands.mask, operands.read
         assert mask is not None and read is not None
         size = mask.shape[-1]
@@ -217,13 +219,13 @@ class GaudiAttention(nn.Module):
         )
         parts = []
         for number, query in enumerate(queries):
-            # The kernel's own causality is another algorithm, whose statistics differ (a comment in
-            # the plug-in's _chunked_attention).
+            # is_causal selects another algorithm in the kernel, with different statistics (see a
+            # comment in the plug-in's _chunked_attention).
             rows = query.shape[2]
             diagonal = mask[..., :rows, :rows].contiguous()
             part = self._slice(query, keys[number], values[number], diagonal, scale, options)
             for key, value in zip(keys[:number], values[:number], strict=True):
-                # Right-padded: all of these are visible to a real token.
+                # Right-padded: all earlier slices are visible to a real token.
                 part = merge_parts(part, self._slice(query, key, value, None, scale, options))
             parts.append(part)
             self._end_slice()
@@ -246,11 +248,11 @@ class GaudiAttention(nn.Module):
         scale: float,
         options: ScoreOptions,
     ) -> AttentionPart:
-        """Attention of `query` (B, heads, rows, D) over `key` and `value` (B, kv_heads, S, D), all
-        contiguous; `mask` (B or 1, 1, rows or 1, S).
+        """Attention of `query` (B, heads, rows, D) over `key` and `value` (B, kv_heads, S, D),
+        all contiguous; `mask` (B or 1, 1, rows or 1, S).
 
-        The kernel returns statistics only if it is told that a backward pass follows, and takes
-        grouped heads as a dimension of their own (the bridge's sdpa_gen.cpp and FusedSDPA.py).
+        The kernel returns statistics only in training mode, and takes grouped heads as a
+        separate dimension (the bridge's sdpa_gen.cpp and FusedSDPA.py).
         """
         if options.soft_cap is not None:
             return self._unfused_slice(query * scale, key, value, mask, options.soft_cap)
@@ -263,7 +265,7 @@ class GaudiAttention(nn.Module):
         out, highest, inverse, _ = torch.ops.hpu.sdpa_recomp_fwd(
             query, key, value, mask, 0.0, scale, False, True, self.softmax_mode, None, "right"
         )
-        # All have the model's dtype, but for the inverse sums without the fast softmax.
+        # All results have the model's dtype, except the inverse sums without fast softmax.
         return AttentionPart(
             out.float().view(batch, heads, rows, size),
             highest.float().view(batch, heads, rows, 1),
@@ -273,7 +275,7 @@ class GaudiAttention(nn.Module):
     def _unfused_attention(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: ScoreOptions
     ) -> Tensor:
-        """As matrix products and a softmax; `query` is already scaled."""
+        """Attention as matrix products and a softmax; `query` is already scaled."""
         batch, heads, length, size = query.shape
         scores = self._masked_scores(query, key, mask, options.soft_cap)
         if options.sinks is not None:
@@ -303,7 +305,7 @@ class GaudiAttention(nn.Module):
     def _masked_scores(
         self, query: Tensor, key: Tensor, mask: Tensor | None, soft_cap: float | None
     ) -> Tensor:
-        """(B, kv_heads, heads / kv_heads, Q, S)"""
+        """Masked scores (B, kv_heads, heads / kv_heads, Q, S)."""
         batch, heads, length, size = query.shape
         kv_heads = key.shape[1]
         folded = query.reshape(batch, kv_heads, heads // kv_heads, length, size).flatten(2, 3)
@@ -314,7 +316,7 @@ class GaudiAttention(nn.Module):
         return scores if mask is None else scores + by_kv_head(mask, kv_heads)
 
     def _scores(self, query: Tensor, key: Tensor) -> Tensor:
-        """`query` (..., rows, D) times `key` (..., D, S), the dimensions before broadcast."""
+        """Product of `query` (..., rows, D) and `key` (..., D, S); leading dimensions broadcast."""
         if self.softmax_mode != FP32_SOFTMAX or query.dtype == torch.float32:
             return self.matmul_qk(query, key)  # type: ignore[no-any-return]
         before = map(max, query.shape[:-2], key.shape[:-2])
@@ -329,8 +331,8 @@ class GaudiAttention(nn.Module):
         values = operands.values[..., : operands.value_size]
         batch, heads, size = query.shape
         count, kv_heads = values.shape[0], values.shape[2]
-        # batch2block: each block gets the query of its sequence. Exact, since a row of the mapping
-        # has a single 1; padding blocks get zeros.
+        # batch2block: each block gets the query of its sequence. Exact, because each row of the
+        # mapping has a single 1; padding blocks get zeros.
         per_block = self.batch2block_matmul(
             operands.block_mapping, (query * scale).view(batch, heads * size)
         )
@@ -341,7 +343,7 @@ class GaudiAttention(nn.Module):
         scores = scores + by_kv_head(operands.mask, kv_heads)
         highest = scores.amax(-1, keepdim=True)
         weights = torch.exp(scores - highest)
-        # Not with a wider dtype: the bridge casts the addends then (reduction_template.cpp).
+        # No wider dtype here: the bridge would cast the addends (reduction_template.cpp).
         sums = weights.sum(-1, keepdim=True)
         # The kernel takes no sinks.
         if self.fused_adjustment and options.sinks is None:
@@ -358,13 +360,13 @@ class GaudiAttention(nn.Module):
             ).view(highest.shape)
         weighted = self.matmul_av(weights.to(values.dtype), values.transpose(1, 2).unsqueeze(2))
         weighted = weighted * block_weights.to(weighted.dtype)
-        # block2batch: the sum over each sequence's blocks.
+        # block2batch: sum over the blocks of each sequence.
         out: Tensor = self.block2batch_matmul(mapping, weighted.view(count, -1))
         return out.view(batch, heads, -1)
 
 
 def _with_sinks(part: AttentionPart, sinks: Tensor | None) -> Tensor:
-    """The output of `part`, which covers all keys, when `sinks` (heads) join its softmax."""
+    """Output of `part`, which covers all keys, with `sinks` (heads) added to its softmax."""
     if sinks is None:
         return part.out
     logits = sinks.float().view(1, -1, 1, 1)
@@ -376,17 +378,17 @@ def _with_sinks(part: AttentionPart, sinks: Tensor | None) -> Tensor:
 def _block_weights(
     highest: Tensor, sums: Tensor, rows: Tensor, mapping: Tensor, sinks: Tensor | None
 ) -> Tensor:
-    """Weight of each block's softmax in that of its sequence: (N, heads) float32, from the blocks'
-    maxima and sums, each (N, heads) float32. Its product is not left to the FP8 compressor: it adds
-    up the divisors of the softmax."""
+    """Weight of each block's softmax in the softmax of its sequence, (N, heads) float32, from
+    the maxima and exponential sums of the blocks, (N, heads) float32 each. The product is a
+    plain matmul, not a module of the FP8 compressor: it sums the divisors of the softmax."""
     batch, heads = mapping.shape[0], highest.shape[1]
     top = torch.full((batch, heads), MASKED, dtype=torch.float32, device=highest.device)
-    # Padding has row 0 and a masked maximum, which raises no maximum.
+    # Padding blocks have row 0 and a masked maximum, which does not change the maximum of row 0.
     top = top.index_reduce(0, rows, highest, "amax")
     factors = torch.exp(highest - top.index_select(0, rows))
     totals = mapping @ (factors * sums)
     if sinks is not None:
-        # A sequence without blocks has no top: its row is padding.
+        # A sequence without blocks is padding: its maximum is MASKED.
         totals = totals + torch.exp((sinks.float() - top).clamp_max(MAX_EXPONENT))
     totals = totals.index_select(0, rows)
     # A total is at least 1, or 0 for a row without blocks, which padding may read.

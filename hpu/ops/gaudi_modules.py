@@ -1,15 +1,15 @@
-"""Operators of attention and of experts as modules. Intel's FP8 compressor replaces modules by the
-name of their class: what is called as a function it can neither measure nor quantize.
+"""Operators of attention and of experts as modules. Intel's FP8 compressor replaces modules by
+class name; it cannot measure or quantize plain function calls.
 
-Class names, argument order and the attributes that it reads are those of PATCHED_MODULE_TABLE
-(_core/patching_common.py) and of the Patched* classes (_quant_common/helper_modules.py) in
-neural_compressor/torch/algorithms/fp8_quant of intel/neural-compressor. The names under which a
-layer holds them are those of HPUAttentionImpl (vllm_gaudi/attention/backends/hpu_attn.py) in
-vllm-project/vllm-gaudi, so that calibration files of its users fit.
+Class names, argument order and attributes follow PATCHED_MODULE_TABLE (_core/patching_common.py)
+and the Patched* classes (_quant_common/helper_modules.py) in
+neural_compressor/torch/algorithms/fp8_quant of intel/neural-compressor. Attribute names within a
+layer follow HPUAttentionImpl (vllm_gaudi/attention/backends/hpu_attn.py) in
+vllm-project/vllm-gaudi, so that its calibration files fit.
 
-Those of experts, and their names, are those of vllm_gaudi/extension/ops.py in the same repository.
+Expert modules and their names follow vllm_gaudi/extension/ops.py in the same repository.
 
-None has parameters, and none imports the vendor's packages.
+The modules have no parameters and do not import the vendor's packages.
 """
 
 from typing import Any
@@ -23,31 +23,31 @@ from hpu.ops.kernels import ExpertWeights
 MOE_ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
-    # The kernel's gelu is the approximation by tanh.
+    # The kernel's gelu is the tanh approximation.
     "gelu_new": "gelu",
     "gelu_pytorch_tanh": "gelu",
     "relu": "relu",
 }
-"""Names in a checkpoint -> those of the kernel."""
+"""Checkpoint activation name -> kernel activation name."""
 
 MOE_BIAS_ACTIVATION = ClampedSwiGLU(alpha=1.702, limit=7.0)
-"""That of gpt-oss, which the kernel with biases has. It takes no activation."""
+"""Activation of gpt-oss, built into the kernel with biases."""
 
 
 class Matmul(nn.Module):
-    """The product of two activations."""
+    """Product of two activations."""
 
     def forward(self, input: Tensor, other: Tensor, out: Tensor | None = None) -> Tensor:
         return torch.matmul(input, other, out=out)
 
 
 class B2BMatmul(Matmul):
-    """A Matmul between rows of the batch and rows of the blocks. The compressor gives the class
-    scales of its own, which also depend on the measured output."""
+    """Matmul between batch rows and block rows. The compressor gives the class separate scales,
+    which also depend on the measured output."""
 
 
 class Softmax(nn.Module):
-    """A softmax over whole rows. The softmax of a decode's blocks is none."""
+    """Softmax over complete rows. The block softmax of a decode does not use this module."""
 
     def forward(self, x: Tensor, dim: int) -> Tensor:
         return torch.softmax(x, dim)
@@ -58,7 +58,7 @@ class ModuleFusedSDPA(nn.Module):
 
     def __init__(self, kernel: Any) -> None:
         super().__init__()
-        # The compressor calls the kernel by this name.
+        # Attribute name that the compressor calls.
         self._hpu_kernel_fsdpa = kernel
 
     def forward(
@@ -92,17 +92,17 @@ class ModuleFusedSDPA(nn.Module):
 
 
 class VLLMKVCache(nn.Module):
-    """KVCacheOps of one of a layer's caches.
+    """KVCacheOps of a single cache of a layer.
 
-    Callers ignore what `forward` returns and read through `fetch_from_cache`: once quantized, the
-    cache holds FP8, `forward` returns a dequantized copy of all of it, and `fetch_from_cache`
-    dequantizes only what it reads.
+    Callers ignore the result of `forward` and read through `fetch_from_cache`: once quantized,
+    the cache holds FP8, `forward` returns a dequantized copy of the whole cache, and
+    `fetch_from_cache` dequantizes only what it reads.
     """
 
     def __init__(self, *, is_v_cache: bool = False) -> None:
         super().__init__()
-        # Both are read by the compressor. The second would make it slice the cache; here the caller
-        # slices, because the cached context of a prompt is always gathered.
+        # The compressor reads both attributes. use_contiguous_pa would make it slice the cache;
+        # here the caller slices, because the cached context of a prompt is always gathered.
         self.is_v_cache = is_v_cache
         self.use_contiguous_pa = False
 
@@ -114,25 +114,24 @@ class VLLMKVCache(nn.Module):
 
 
 class MoeMatmul(nn.Module):
-    """One expert's weight, which the compressor quantizes; it is not called."""
+    """Weight of an expert, for the compressor to quantize. Never called."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """`weight` (out, in) and `bias` (out): views of the stacked parameters, and not parameters
-        themselves."""
+        """`weight` (out, in) and `bias` (out): views of the stacked parameters, not parameters."""
         super().__init__()
         self.weight = weight.detach()
         if bias is not None:
-            # The compressor takes the attribute for a bias, whatever it is.
+            # The compressor takes the attribute for a bias, even if it is None.
             self.bias = bias.detach()
 
 
 class VllmMixtureOfExpertsOp(nn.Module):
-    """The vendor's kernel for a layer's routed experts on this card. Static shapes: the kernel
-    groups the tokens by expert, and passes over those that other cards have."""
+    """The vendor's kernel for the routed experts of a layer on this card. Static shapes: the
+    kernel groups the tokens by expert and skips experts of other cards."""
 
     def __init__(self, weights: ExpertWeights) -> None:
-        """`weights` are on the card, with both biases or none. Views of them are held, so a later
-        move of the parameters is not seen."""
+        """`weights` are on the card, with both biases or no biases. The module holds views:
+        moving the parameters later has no effect here."""
         super().__init__()
         self.num_experts = len(weights.w13)
         self.experts_min = weights.first
@@ -149,7 +148,7 @@ class VllmMixtureOfExpertsOp(nn.Module):
         permuted_weights: bool = True,
         activation: str = "silu",
     ) -> Tensor:
-        """As MoEImpl; `permuted_weights` says that they are (out, in). With biases the activation
+        """See MoEImpl. `permuted_weights`: the weights are (out, in). With biases the activation
         is MOE_BIAS_ACTIVATION, and w13 has gate and up interleaved."""
         if self.bias:
             return self._forward_with_bias(
@@ -187,6 +186,6 @@ class VllmMixtureOfExpertsOp(nn.Module):
 
 
 def _matmuls(weights: Tensor, biases: Tensor | None) -> nn.ModuleList:
-    """One for each expert."""
+    """A MoeMatmul for each expert."""
     each_bias = (None,) * len(weights) if biases is None else biases
     return nn.ModuleList(map(MoeMatmul, weights, each_bias))

@@ -1,19 +1,21 @@
-"""RMS norm, plain and in a form for few rows on a CPU."""
+"""RMS norm: the plain form, and a form for few rows on a CPU."""
 
 from torch import Tensor
 from torch.nn import functional
 
 
 def rms_norm(hidden: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """`hidden` (..., size) scaled to a root mean square of 1, times `weight` (size) if given."""
+    """RMS norm of `hidden` (..., size), times `weight` (size) if given."""
     return functional.rms_norm(hidden, (hidden.shape[-1],), weight, eps)
 
 
 def mirrored_rms_norm(hidden: Tensor, signs: Tensor, weights: Tensor, eps: float) -> Tensor:
-    """`rms_norm` of `hidden` (..., size) as the layer norm of (x, -x), whose mean is 0.
+    """`rms_norm` of `hidden` (..., size), computed as the layer norm of (x, -x), whose mean is
+    0.
 
-    `signs` is ((1,), (-1,)) and `weights` (2, size) holds the weight twice. On CPU a layer norm is
-    one kernel and an RMS norm nine small ones: half the time for one row, more for many.
+    `signs` is ((1,), (-1,)), and `weights` (2, size) holds the weight twice. On a CPU a layer
+    norm is a single kernel and an RMS norm is nine small kernels: this form takes half the time
+    for one row, and more time for many rows.
     """
     mirrored = hidden.unsqueeze(-2) * signs
     normed = functional.layer_norm(mirrored, tuple(weights.shape), weights, None, eps)

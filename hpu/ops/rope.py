@@ -33,21 +33,23 @@ def _default(theta: float, size: int) -> Tensor:
 def _dynamic(
     theta: float, scaling: RopeScaling, size: int, length: int, max_position: int
 ) -> Tensor:
-    """NTK-aware: within the trained length the default frequencies; beyond it the enlarged base of
-    the longest sequence served, for all positions, because cached keys are never rotated again."""
+    """NTK-aware scaling: default frequencies within the trained length. For longer sequences all
+    positions use the base that the longest served sequence needs, because cached keys are never
+    rotated again."""
     ratio = max(length, max_position) / max_position
     growth = scaling.factor * ratio - (scaling.factor - 1)
     return _default(theta * growth ** (size / (size - 2)), size)
 
 
 def _llama3(theta: float, scaling: RopeScaling, size: int, max_position: int) -> Tensor:
-    """Low frequencies divided by the factor, high ones unchanged, a smooth transition between."""
+    """Llama 3 scaling: low frequencies are divided by the factor, high frequencies are
+    unchanged, with a smooth transition between."""
     default = _default(theta, size)
     original = scaling.original_max_position or max_position
     rotations = original * default / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     if low == high:
-        # Llama 4 Scout is published so: there is no transition.
+        # Llama 4 Scout is published with equal factors: no transition.
         smooth = (rotations >= low).float()
     else:
         smooth = ((rotations - low) / (high - low)).clamp(0, 1)
@@ -67,12 +69,13 @@ def _yarn_attention_factor(scaling: RopeScaling) -> float:
 
 
 def _yarn(theta: float, scaling: RopeScaling, size: int, max_position: int) -> Tensor:
-    """High-frequency dimensions unchanged, low ones interpolated, a linear ramp between."""
+    """YaRN scaling: high-frequency dimensions are unchanged, low-frequency dimensions are
+    interpolated, with a linear ramp between."""
     default = _default(theta, size)
     original = scaling.original_max_position or max_position
 
     def dimension(rotations: float) -> float:
-        """The dimension that rotates `rotations` times within the original length."""
+        """Dimension that rotates `rotations` times within the original length."""
         wavelengths = math.log(original / (rotations * 2 * math.pi))
         return size * wavelengths / (2 * math.log(theta))
 
@@ -88,8 +91,8 @@ def _yarn(theta: float, scaling: RopeScaling, size: int, max_position: int) -> T
 def _longrope(
     theta: float, scaling: RopeScaling, size: int, length: int, max_position: int
 ) -> tuple[Tensor, float]:
-    """One factor per dimension: the long ones for all positions if sequences beyond the original
-    length may be served (cached keys are never rotated again)."""
+    """LongRoPE: a factor per dimension. All positions use the long factors if sequences beyond
+    the original length may be served, because cached keys are never rotated again."""
     original = scaling.original_max_position or max_position
     factors = scaling.long_factor if length > original else scaling.short_factor
     if len(factors) != size // 2:
@@ -107,8 +110,9 @@ def _longrope(
 def inverse_frequencies(
     rope: RopeConfig, head_dim: int, *, length: int, max_position: int
 ) -> tuple[Tensor, float]:
-    """(frequencies (rotated size / 2) in float32, factor on cos and sin) for sequences of at most
-    `length` tokens of a model trained for `max_position`. ConfigError for an unknown scaling."""
+    """(frequencies (rotated size / 2) in float32, factor on cos and sin) for sequences of at
+    most `length` tokens of a model trained for `max_position`. Raises ConfigError for an unknown
+    scaling."""
     theta, size, scaling = rope.theta, rope.rotated_size(head_dim), rope.scaling
     kind = "default" if scaling is None else scaling.kind
     if scaling is None or kind == "default":
@@ -140,7 +144,7 @@ class RotaryEmbedding(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`rope`: one of those of `config`."""
+        """`rope`: the RoPE configuration to use, a field of `config`."""
         super().__init__()
         frequencies, factor = inverse_frequencies(
             rope, config.head_dim, length=length, max_position=config.max_position
@@ -151,7 +155,7 @@ class RotaryEmbedding(nn.Module):
         self._sections = rope.sections
         self._axes: list[Tensor] = []
         if rope.interleaves_sections and rope.sections:
-            # Of height and width: the entries of a rotation that are theirs, in both halves.
+            # Rotation entries of the height axis and of the width axis, in both halves.
             for axis, size in enumerate(rope.sections[1:], 1):
                 is_own = torch.zeros(len(frequencies), dtype=torch.bool)
                 is_own[axis : 3 * size : 3] = True
@@ -159,22 +163,23 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("table", table.to(device=device, dtype=dtype), persistent=False)
 
     def restore_sin_sign(self) -> None:
-        """Undo the negation of the first half of sin, for fused kernels. Once only."""
+        """Undo the negation of the first half of sin, for fused kernels. Call once only."""
         size = self.table.shape[1] // 4
         signs = torch.ones(4 * size, dtype=self.table.dtype)
         signs[2 * size : 3 * size] = -1
-        # The whole table: a lazy device would copy all of it for a write to a part.
+        # Multiply the whole table: a lazy device would copy all of it for a write to a part.
         self.table.mul_(signs.to(self.table.device))
 
     def forward(self, positions: Tensor) -> Rotation:
-        """The rotations at `positions` (B, Q); or (3, B, Q), of which each axis has its section of
-        the frequencies."""
+        """Rotations at `positions` (B, Q), or (3, B, Q) for M-RoPE, where each axis has a
+        section of the frequencies."""
         if positions.dim() > 2:
             return Rotation(*map(self._joined, self._rotations(positions)))
         return self._rotations(positions)
 
     def _joined(self, axes: Tensor) -> Tensor:
-        """(3, B, Q, 1, rotated size), of one axis each, to (B, Q, 1, rotated size)."""
+        """Combine the rotations of three axes, (3, B, Q, 1, rotated size), into (B, Q, 1,
+        rotated size)."""
         if self._axes:
             time, height, width = axes
             is_height, is_width = self._axes
@@ -192,7 +197,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotate(heads: Tensor, rotation: Rotation, kernels: Kernels | None = None) -> Tensor:
-    """Rotate `heads` (B, Q, heads, head_dim), queries and keys at once, to their positions."""
+    """Rotate `heads` (B, Q, heads, head_dim), queries and keys together, to their positions."""
     size = rotation.cos.shape[-1]
     if size < heads.shape[-1]:
         rotated = rotate(heads[..., :size], rotation, kernels)

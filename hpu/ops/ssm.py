@@ -1,10 +1,10 @@
-"""Layers with a state of fixed size per request: the causal convolution, and the scans of Mamba 2
-and of the gated delta rule, over the chunks of a prompt and for one token.
+"""Operators of layers with a fixed-size state per request: causal convolution, and the scans of
+Mamba 2 and of the gated delta rule, over the chunks of a prompt and for a single token.
 
-Plain torch operations in static shapes: a loop runs over the chunks of a shape, never over data. A
-padding token must leave the state as it is: its step size (Mamba 2), or the logarithm of its decay
-and its beta (gated delta rule), must be 0. Tensors have at most 5 dimensions, as many as the
-kernels of a Gaudi take.
+Plain torch operations in static shapes: loops run over the chunks of a shape, never over data. A
+padding token must leave the state unchanged: its step size (Mamba 2), or the logarithm of its
+decay and its beta (gated delta rule), must be 0. Tensors have at most 5 dimensions, the maximum
+of Gaudi kernels.
 """
 
 import math
@@ -16,15 +16,16 @@ from torch.nn import functional
 from config.model.state_space import GATED_DELTA_CHUNK, MAMBA2_CHUNK
 
 L2_EPS = 1e-6
-"""Of the normalised queries and keys of the gated delta rule."""
+"""Epsilon of the L2 norm of queries and keys in the gated delta rule."""
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> Tensor:
-    """Depthwise convolution over the K - 1 inputs before each token and its own, in float32.
-
-    `x` (B, Q, C); `weight` (C, 1, K), the last tap is that of the token itself; `bias` (C); `state`
-    (B, K - 1, C): the inputs before the first token, 0 where there is none. Returns (B, Q, C)
+    """Depthwise causal convolution over K inputs (the token and the K - 1 inputs before it), in
     float32.
+
+    `x` (B, Q, C); `weight` (C, 1, K), the last tap applies to the token itself; `bias` (C);
+    `state` (B, K - 1, C): the inputs before the first token, 0 where there is no input. Returns
+    (B, Q, C) float32.
     """
     num_taps, length = weight.shape[-1], x.shape[1]
     window = torch.cat((state, x), dim=1).float()
@@ -36,8 +37,8 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -
 
 
 def next_conv_state(x: Tensor, state: Tensor, lengths: Tensor | None) -> Tensor:
-    """The last K - 1 inputs of each row's first `lengths` (B) tokens, (B, K - 1, C), where `state`
-    holds those before the tokens. None: all tokens are real."""
+    """Convolution state after the first `lengths` (B) tokens of each row: the last K - 1 inputs,
+    (B, K - 1, C). `state`: the inputs before the tokens. `lengths` None: all tokens are real."""
     window = torch.cat((state, x), dim=1)
     batch, total, channels = window.shape
     size = state.shape[1]
@@ -71,33 +72,33 @@ def mamba2_scan(
         dt, decay = (functional.pad(one, (0, 0, 0, padding)) for one in (dt, decay))
 
     def fold(one: Tensor) -> Tensor:
-        """(B, Q, groups, ...) to (M, L, features), where M counts chunks and their groups."""
+        """(B, Q, groups, ...) -> (M, L, features), where M counts the groups of all chunks."""
         one = one.reshape(batch * count, chunk, groups, -1).transpose(1, 2)
         return one.reshape(batch * count * groups, chunk, -1)
 
     def by_head(one: Tensor) -> Tensor:
-        """(M, L, heads of a group * D) to (M, heads of a group, L, D)."""
-        # Contiguous: an operation on permuted numbers leaves the order of its output to the device.
+        """(M, L, heads per group * D) -> (M, heads per group, L, D)."""
+        # Contiguous: the output order of an operation on permuted tensors depends on the device.
         return one.view(one.shape[0], chunk, per_group, -1).transpose(1, 2).contiguous()
 
     b, c = fold(b), fold(c)
     dt, sums = by_head(fold(dt)), by_head(fold(decay)).squeeze(-1).cumsum(-1)
     values = by_head(fold(x)) * dt
-    # Within a chunk: attention of c over b with the decay between the two tokens.
+    # Within a chunk: attention of c over b, weighted by the decay between the two tokens.
     scores = torch.matmul(c, b.transpose(1, 2)).unsqueeze(1) * _decays(sums)
     inner = torch.matmul(scores, values)
-    # What each chunk adds to the state at its end.
+    # Contribution of each chunk to the state at its end.
     last = sums[..., -1:]
     rest = (values * (last - sums).exp().unsqueeze(-1)).transpose(2, 3)
     added = torch.matmul(rest.reshape(-1, per_group * dim, chunk), b)
     added = added.view(batch, count, heads, dim * size).transpose(1, 2)
-    # The state at the begin of each chunk, and behind the last one, from all that was added before.
+    # State at the start of each chunk and after the last chunk, from all earlier contributions.
     starts = torch.cat((state.reshape(batch, heads, 1, dim * size), added), dim=2)
     starts = torch.matmul(_chunk_decays(last.view(batch, count, heads).transpose(1, 2)), starts)
     before = starts[:, :, :count].transpose(1, 2).reshape(-1, per_group * dim, size)
     outer = by_head(torch.matmul(c, before.transpose(1, 2)))
     out = inner + outer * sums.exp().unsqueeze(-1)
-    # (M, heads of a group, L, P) to (B, Q, heads, P).
+    # (M, heads per group, L, P) -> (B, Q, heads, P).
     out = out.transpose(1, 2).reshape(batch * count, groups, chunk, per_group * dim)
     out = out.transpose(1, 2).reshape(batch, count * chunk, heads, dim)[:, :length]
     return out, starts[:, :, count].view(batch, heads, dim, size)
@@ -106,7 +107,7 @@ def mamba2_scan(
 def mamba2_step(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`mamba2_scan` of one token: tensors without the dimension of tokens."""
+    """`mamba2_scan` for a single token: tensors without the token dimension."""
     batch, heads, dim = x.shape
     groups, size = b.shape[1:]
     added = (x * dt.unsqueeze(-1)).view(batch, groups, -1, 1) * b.unsqueeze(2)
@@ -144,8 +145,8 @@ def gated_delta_scan(
         decay, beta = (functional.pad(one, (0, 0, 0, padding)) for one in (decay, beta))
 
     def fold(one: Tensor) -> Tensor:
-        """(B, Q, heads, D) to (B * heads, chunks, L, D). Contiguous, so that a compiled recipe and
-        the trace that it comes from agree on views."""
+        """(B, Q, heads, D) -> (B * heads, chunks, L, D). Contiguous, so that a compiled recipe
+        and its trace agree on views."""
         return one.transpose(1, 2).reshape(batch * heads, count, chunk, -1).contiguous()
 
     query, key, value = fold(query), fold(key), fold(value)
@@ -175,7 +176,7 @@ def gated_delta_scan(
 def gated_delta_step(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`gated_delta_scan` of one token: tensors without the dimension of tokens."""
+    """`gated_delta_scan` for a single token: tensors without the token dimension."""
     state = state * decay.exp().unsqueeze(-1).unsqueeze(-1)
     key = key.unsqueeze(2)
     delta = (value.unsqueeze(2) - torch.matmul(key, state)) * beta.unsqueeze(-1).unsqueeze(-1)
@@ -184,17 +185,17 @@ def gated_delta_step(
 
 
 def l2_norm(x: Tensor) -> Tensor:
-    """`x` (..., D) divided by its length."""
+    """`x` (..., D) divided by its L2 norm."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
 
 
 def unit_lower_inverse(lower: Tensor) -> Tensor:
     """(I + `lower`)^-1 of strictly lower triangular matrices (..., L, L).
 
-    By blocks of twice the size each time, ((A, 0), (C, B))^-1 = ((A^-1, 0), (-B^-1 C A^-1, B^-1)):
-    a few products of whole matrices, and as exact as substitution row by row. A product of the
-    powers of `lower` would be shorter, but those grow without bound where keys are alike. A Gaudi
-    has no triangular solver (aten::linalg_solve_triangular is not registered).
+    Block inversion with block sizes that double, ((A, 0), (C, B))^-1 = ((A^-1, 0), (-B^-1 C
+    A^-1, B^-1)): a few products of whole matrices, as exact as row-wise substitution. A product
+    of powers of `lower` would be shorter, but the powers grow without bound for similar keys.
+    Gaudi has no triangular solver (aten::linalg_solve_triangular is not registered).
     """
     length = lower.shape[-1]
     index = torch.arange(length, device=lower.device)
@@ -209,8 +210,8 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
 
 
 def _outside_pairs(index: Tensor, size: int) -> Tensor:
-    """(L, L): false where the row is in the second block of `size` of a pair of blocks, and the
-    column in the first."""
+    """(L, L) bool: False where the row is in the second block, and the column in the first
+    block, of a pair of blocks of `size`."""
     blocks = torch.div(index, size, rounding_mode="floor")
     rows = blocks.unsqueeze(1)
     return (rows - blocks != 1) | (torch.remainder(rows, 2) == 0)
@@ -221,16 +222,17 @@ def _decays(sums: Tensor) -> Tensor:
     length = sums.shape[-1]
     index = torch.arange(length, device=sums.device)
     between = sums.unsqueeze(-1) - sums.unsqueeze(-2)
-    # Before the exponential, which could be infinite.
+    # Mask before the exponential, which could be infinite.
     return between.masked_fill(index > index.unsqueeze(1), -math.inf).exp()
 
 
 def _chunk_decays(totals: Tensor) -> Tensor:
-    """Of the decay exponents of all chunks, (..., count), that between the begin of each chunk, or
-    the end of the last one, and the begin of each earlier one: (..., count + 1, count + 1).
+    """Decay between chunk boundaries, from the decay exponents of the chunks: (..., count) ->
+    (..., count + 1, count + 1), lower triangular. Entry (i, j) is the decay from the start of
+    chunk j to the start of chunk i; the last boundary is the end of the last chunk.
 
-    Sums over each distance, not differences of sums from the first chunk on: of a long prompt those
-    are so large that float32 loses the difference.
+    Exponents are summed per segment: differences of a cumulative sum lose precision in float32
+    on long prompts.
     """
     count = totals.shape[-1]
     chunks = torch.arange(count, device=totals.device).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""AcceptanceCounts: a worker's counters of drafts."""
+"""AcceptanceCounts: counters of drafted and accepted tokens of a worker."""
 
 from collections.abc import Callable
 
@@ -8,11 +8,12 @@ class AcceptanceCounts:
     `spec_decode.accepted.<position>`."""
 
     def __init__(self, count: Callable[[str, float], None]) -> None:
-        """`count` adds to a counter of the worker."""
+        """`count` adds a number to a counter of the worker."""
         self._count = count
 
     def add(self, num_drafts: int, num_accepted: int) -> None:
-        """A request's `num_drafts` drafts were verified, and the first `num_accepted` accepted."""
+        """Count a verification of `num_drafts` drafts of a request; the first `num_accepted`
+        drafts were accepted."""
         self._count("spec_decode.num_drafts", 1)
         self._count("spec_decode.num_draft_tokens", num_drafts)
         self._count("spec_decode.num_accepted_tokens", num_accepted)

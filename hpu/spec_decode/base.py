@@ -1,4 +1,4 @@
-"""Proposer: what drafts the tokens that a decode verifies."""
+"""Proposer: protocol of the drafters that run beside host-side speculation."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -12,46 +12,48 @@ Tokens = npt.NDArray[np.uint32]
 
 
 class Proposal(NamedTuple):
-    """Drafts of one request."""
+    """Draft tokens proposed for a request."""
 
     tokens: list[int]
     confidence: int = 0
-    """How many known tokens before the drafts agree with the text that the drafts were taken from:
-    the more, the likelier are the drafts. 0: unknown."""
+    """Match length: known tokens before the drafts that agree with the text that the drafts were
+    taken from. Longer matches are accepted more often. 0: unknown."""
 
 
 NOTHING = Proposal([])
 
 
 class DraftingCosts(NamedTuple):
-    """What the launches of a drafter cost."""
+    """Cost of running a drafter model."""
 
     launches: LaunchCosts
-    """Of one launch, by its rows; a launch gives one draft of each request."""
+    """Time of a drafter launch by its number of rows. A launch gives one draft token per request.
+    """
     num_pending: Callable[[int, int], int]
-    """Rows of a request with so many known tokens that the first launch has: of the request index
-    and that number."""
+    """(req_index, number of known tokens) -> rows of the request in the drafter's first launch."""
 
 
 class Proposer(Protocol):
-    """Drafts tokens behind the known ones of a request. Every rank drafts the same."""
+    """Proposes draft tokens after the known tokens of a request. All ranks propose the same
+    drafts."""
 
     def add_request(self, req_index: int, tokens: Tokens) -> None:
         """A request starts at `req_index` with `tokens`."""
         ...
 
     def remove_request(self, req_index: int) -> None:
-        """The request ends, or is preempted."""
+        """The request ends or is preempted."""
         ...
 
     def propose(
         self, req_indices: Sequence[int], histories: Sequence[Tokens], limits: Sequence[int]
     ) -> list[Proposal]:
-        """At most `limits[i]` tokens that may follow `histories[i]`, all known tokens of request
-        `req_indices[i]`, the last one not computed yet; fewer or none where nothing is likely."""
+        """Propose at most `limits[i]` tokens to follow `histories[i]`, which holds all known tokens
+        of request `req_indices[i]`; the last known token is not computed yet. Returns fewer or no
+        tokens where no continuation is likely."""
         ...
 
     def measure(self, max_num_seqs: int) -> DraftingCosts | None:
-        """What drafting costs for up to so many requests; None: nothing beside a launch. After the
-        warm-up, on all ranks at once."""
+        """Measure the cost of drafting for up to `max_num_seqs` requests. None: drafting costs
+        nothing compared with a launch. Called after the warm-up, on all ranks at once."""
         ...

@@ -1,10 +1,12 @@
-"""Speculation on a device with its own memory: tokens, drafts and accepted lengths stay there.
+"""Speculative decoding on a device with its own memory: tokens, drafts and accepted lengths stay
+there.
 
-The host plans a launch before it knows how many drafts of the last one were accepted. So it uploads
-what holds for any number (all blocks of a request, and the few of them that its next tokens may lie
-in), and tensor operations of static shapes do the rest: they look for drafts in the known tokens,
-compute positions and slots, and accept. Every request has the row of its last token and
-`max_drafts` further ones; row j of request i is row j * B + i of the launch.
+The host plans a launch before it knows how many drafts of the previous launch were accepted. It
+uploads inputs that are valid for any number of accepted drafts: all blocks of a request, and the
+few blocks that its next tokens may be written to. Tensor operations of static shapes then search
+for drafts in the known tokens, compute positions and slots, and accept drafts. Every request has
+one row for its last token and `max_drafts` rows for drafts; row j of request i is row j * B + i of
+the launch.
 """
 
 from collections.abc import Callable
@@ -25,33 +27,33 @@ from hpu.spec_decode.device_search import TextSearch
 
 
 class DraftInputs(NamedTuple):
-    """What the host uploads for a decode of batch B over N blocks."""
+    """Inputs that the host uploads for a decode of batch B over N blocks."""
 
     req_indices: Tensor
-    """(B,): the scratch index for padding."""
+    """(B,): request index; the scratch index for padding."""
     limits: Tensor
-    """(B,): tokens that blocks and context have room for."""
+    """(B,): number of tokens that fit into the allocated blocks and the context."""
     may_draft: Tensor
     """(B,): 1; -1 for padding."""
     lows: Tensor
-    """(B,): the least position that its last known token may have."""
+    """(B,): minimum position of the last known token."""
     first_blocks: Tensor
-    """(B,): the first block of `windows` in the request's block table."""
+    """(B,): index of the first block of `windows` in the request's block table."""
     windows: Tensor
-    """(B, W): the blocks that its next tokens may lie in."""
+    """(B, W): blocks that the request's next tokens may be written to."""
     block_list: Tensor
-    """(N,): all blocks of the first request, then of the second, ..."""
+    """(N,): all blocks of the first request, then all blocks of the second request, ..."""
     block_groups: Tensor
-    """(N,): the request's index in the batch; -1 for padding."""
+    """(N,): batch index of the request that owns the block; -1 for padding."""
     block_starts: Tensor
-    """(N,): position of the block's first token."""
+    """(N,): position of the first token of the block."""
     pad_slots: Tensor
     """(B * (1 + max_drafts),): slots of the pad block."""
 
 
 class ReadRows(NamedTuple):
-    """The rows of a launch and the blocks that they read: M = W * B rows and W * N blocks, of W
-    rows of each request."""
+    """Inputs of a launch with W rows per request and the blocks that the rows read: M = W * B rows
+    and W * N blocks."""
 
     tokens: Tensor
     """(M, 1)"""
@@ -60,14 +62,15 @@ class ReadRows(NamedTuple):
     slot_mapping: Tensor
     """(M,)"""
     block_list: Tensor
-    """(W * N,); also the three that follow, as in DecodeAttentionInputs."""
+    """(W * N,), like the next three fields; see DecodeAttentionInputs."""
     block_groups: Tensor
     block_starts: Tensor
     block_usage: Tensor
 
 
 class Rows(NamedTuple):
-    """The rows of a launch: R = B * (1 + max_drafts), N' = N * (1 + max_drafts)."""
+    """Inputs of a verifying launch: R = B * (1 + max_drafts) rows, N' = N * (1 + max_drafts)
+    blocks."""
 
     tokens: Tensor
     """(R, 1)"""
@@ -76,45 +79,45 @@ class Rows(NamedTuple):
     slot_mapping: Tensor
     """(R,)"""
     block_list: Tensor
-    """(N',); also the three that follow, as in DecodeAttentionInputs."""
+    """(N',), like the next three fields; see DecodeAttentionInputs."""
     block_groups: Tensor
     block_starts: Tensor
     block_usage: Tensor
     drafts: Tensor
     """(B, max_drafts)"""
     num_drafts: Tensor
-    """(B,): how many of them count; -1 for padding."""
+    """(B,): number of valid drafts; -1 for padding."""
     last_positions: Tensor
-    """(B,): of the last known token."""
+    """(B,): position of the last known token."""
     ahead: Tensor
-    """(B,): how many tokens are known that the host did not know of."""
+    """(B,): number of known tokens that the host did not know when it planned the launch."""
 
 
 class DeviceDrafter(Protocol):
-    """A model or head that drafts on the device (hpu/runner/drafting/device_drafter.py). Position i
-    of it has token i + `shift`."""
+    """Model or head that drafts on the device (hpu/runner/drafting/device_drafter.py). Its position
+    i reads token i + `shift`."""
 
     shift: int
     num_rows: int
-    """Of each request in its first launch: the last positions, which it may not have computed, or
-    from other hidden states."""
+    """Rows of each request in the drafter's first launch. The launch recomputes the last positions,
+    which may be missing or computed from other hidden states."""
     max_model_len: int
 
     def read_text(self, tokens: Callable[[PrefillAttentionInputs, int], Tensor]) -> None:
-        """`tokens`: as DeviceSpeculation.prompt_tokens."""
+        """Set the function that reads known tokens: DeviceSpeculation.prompt_tokens."""
         ...
 
     def draft(
         self, bucket: Bucket, first: ReadRows, follow: Callable[[Tensor], ReadRows]
     ) -> Tensor:
-        """(B, K) drafts behind the `first` rows. `follow`: from drafts (B,) to the rows of the next
-        launch, one of each request."""
+        """Return (B, K) drafts that follow the rows of `first`. `follow` maps drafts (B,) to the
+        inputs of the next launch, which has one row per request."""
         ...
 
 
 class DeviceSpeculation:
-    """The known tokens of `max_num_reqs` requests on the device, n-gram drafts from them, and
-    their acceptance."""
+    """Speculation state of `max_num_reqs` requests on the device: known tokens, drafts, and
+    acceptance of drafts."""
 
     def __init__(
         self,
@@ -130,15 +133,15 @@ class DeviceSpeculation:
         drafter: DeviceDrafter | None = None,
         plans_drafts: bool = False,
     ) -> None:
-        """`search`: drafts from known tokens; KeptDrafts where a `drafter` does, here or on another
-        pipeline stage. `plans_drafts`: whether the drafts of each launch are set with `plan`."""
+        """`search`: source of drafts; KeptDrafts if a `drafter` on this or another pipeline stage
+        drafts. `plans_drafts`: whether `plan` sets the drafts of each launch."""
         self.width = 1 + method.max_drafts
-        """Rows of a request."""
+        """Rows per request."""
         self.lookback = 0 if drafter is None else lookback(drafter.shift, drafter.num_rows)
-        """How far before the last known token positions are computed."""
+        """Distance from the last known token back to the first position that a launch computes."""
         self._drafter = drafter
         self.num_promised = method.max_drafts
-        """Columns of `promise`."""
+        """Number of draft columns that follow the accepted tokens."""
         self.plans_drafts = plans_drafts
         self.counts = counts
         self._backend = backend
@@ -153,7 +156,7 @@ class DeviceSpeculation:
             for count in (max_model_len, max_model_len, 1, 1)
         ]
         self._host: list[Tensor] = []
-        """Host tensors that uploads read, until a launch takes them along."""
+        """Host tensors of pending uploads, until `take_host_tensors`."""
         places = _Places(block_size, pad_block)
         compiled = backend.compiled
         self._search = search
@@ -183,7 +186,7 @@ class DeviceSpeculation:
         self._backend.mark_step()
 
     def remove_request(self, req_index: int) -> None:
-        """A request has ended, or is preempted."""
+        """The request has ended or is preempted."""
         if not self._search.remembers:
             return
         host = self._backend.host_tensor(1, self._backend.index_dtype)
@@ -195,12 +198,13 @@ class DeviceSpeculation:
         self._backend.mark_step()
 
     def prompt_tokens(self, inputs: PrefillAttentionInputs, shift: int) -> Tensor:
-        """(B, Q) the known tokens `shift` behind those of a prefill, whose `state_indices` name its
-        requests; any token where there is none."""
+        """(B, Q) known tokens `shift` positions after the tokens of a prefill, whose
+        `state_indices` hold the request indices; an arbitrary token where no such token is known.
+        """
         positions, requests = inputs.positions, inputs.state_indices
         assert requests is not None, "the launch names its requests"
         if len(requests) > len(positions):
-            # Several sequences behind each other in one row.
+            # Several sequences packed into one batch row.
             tokens = torch.arange(positions.shape[1], device=positions.device)
             ends = inputs.query_lens.cumsum(0)
             owners = (tokens.unsqueeze(1) >= ends).sum(-1).clamp(max=len(requests) - 1)
@@ -211,25 +215,27 @@ class DeviceSpeculation:
         return self._history.index_select(0, index.reshape(-1)).view(positions.shape)
 
     def take_host_tensors(self) -> list[Tensor]:
-        """What uploads since the last call read: to be kept until the device is done."""
+        """Take the host tensors of uploads since the last call; the caller keeps them until the
+        device is done."""
         taken, self._host = self._host, []
         return taken
 
     @property
     def has_two_ways(self) -> bool:
-        """Whether a drafter drafts when a launch begins, or for the next one when it ends."""
+        """Whether drafts can be made either at the start of a launch or at the end of the
+        previous launch."""
         return self._drafter is not None and not self.plans_drafts
 
     def plan(self, req_indices: Tensor, drafts: Tensor) -> None:
-        """Draft these (B, max_drafts), NO_TOKEN behind them, when the next launch of the requests
-        (B,) is prepared."""
+        """Set the drafts (B, max_drafts), padded with NO_TOKEN, for the next launch of the requests
+        (B,)."""
         self._search.keep(req_indices, drafts, self._num_tokens.index_select(0, req_indices))
         self._backend.mark_step()
 
     def prepare(self, inputs: DraftInputs, bucket: Bucket, *, from_promised: bool) -> Rows:
-        """The rows of a launch in `bucket`. Its drafts are made here, or are those that were
-        promised, if any: a search finds these again, a drafter makes others if not `from_promised`.
-        """
+        """Inputs of a launch in `bucket`. With `from_promised` it verifies the drafts that the
+        end of the previous launch made; otherwise a drafter drafts now. A search ignores the
+        flag, because it finds the same drafts again."""
         rows: Rows
         if self._drafter is None or from_promised:
             searched = self._search.tensors
@@ -241,7 +247,8 @@ class DeviceSpeculation:
     def _draft(
         self, drafter: DeviceDrafter, inputs: DraftInputs, bucket: Bucket
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What `_Verified` takes in front of the inputs."""
+        """Run the drafter: (newest tokens, drafts, num_drafts, last positions), the first arguments
+        of `_Verified`."""
         first, last, newest, num_drafts = self._begin(self._history, self._num_tokens, *inputs)
         position, left = last - drafter.shift, num_drafts
         self._backend.mark_step()
@@ -255,18 +262,18 @@ class DeviceSpeculation:
         return newest, drafter.draft(bucket, first, follow), num_drafts, last
 
     def learn(self, req_indices: Tensor, num_tokens: Tensor, last_tokens: Tensor) -> None:
-        """Set the known tokens of requests (B,) to `num_tokens` (B,), the newest of which are
-        `last_tokens` (B, N)."""
+        """Set the number of known tokens of requests (B,) to `num_tokens` (B,), and their newest
+        tokens to `last_tokens` (B, N)."""
         self._write(*self._learn(req_indices, num_tokens, last_tokens), req_indices)
 
     def append(self, req_indices: Tensor, tokens: Tensor) -> None:
-        """Append a sampled token to each request: `tokens` (B,), -1 counts as 0."""
+        """Append a sampled token to each request: `tokens` (B,); -1 is stored as 0."""
         self._write(*self._append(self._num_tokens, req_indices, tokens), req_indices)
 
     def accept(self, rows: Rows, sampled: Tensor, req_indices: Tensor) -> tuple[Tensor, Tensor]:
-        """By the `sampled` (R,) tokens: (B, 2 + max_drafts) how many drafts there were, the
-        accepted tokens, then NO_TOKEN; and the same without the first column. Appends the tokens to
-        the requests."""
+        """Accept drafts that agree with the `sampled` (R,) tokens, and append the accepted tokens
+        to the requests. Returns (B, 2 + max_drafts): the number of drafts, then the accepted
+        tokens, padded with NO_TOKEN; and the same tensor without the first column."""
         accepted: Tensor
         tokens: Tensor
         accepted, tokens, index, values, lengths = self._accept(
@@ -276,13 +283,13 @@ class DeviceSpeculation:
         return accepted, tokens
 
     def limit(self, rows: Rows, limits: Tensor) -> Rows:
-        """`rows` of which at most `limits` (B,) drafts count."""
+        """Copy of `rows` with at most `limits` (B,) drafts per request."""
         return rows._replace(num_drafts=self._limit(rows.num_drafts, limits))
 
     def promise(self, accepted: Tensor, inputs: DraftInputs, bucket: Bucket) -> Tensor:
-        """What `accept` returned first, and behind it the drafts (B, `num_promised`) that `prepare`
-        will make next of the same tokens; NO_TOKEN where it makes none. `inputs`: of the launch in
-        `bucket` that has accepted them."""
+        """Make the drafts of the next launch. Returns the first result of `accept`, followed by
+        drafts (B, `num_promised`), padded with NO_TOKEN; `prepare` will verify these drafts.
+        `inputs`: inputs of the launch in `bucket` that accepted the tokens."""
         promised: Tensor
         if self._drafter is None:
             promised, drafts, lengths = self._promise(
@@ -313,17 +320,17 @@ class DeviceSpeculation:
         values, at, length, request = self._uploaded
         self._history.index_copy_(0, at, values)
         self._num_tokens.index_copy_(0, request, length)
-        # A recipe of its own: the same one however many requests a step adds.
+        # Separate recipe: it stays the same however many requests a step adds.
         self._backend.mark_step()
 
 
 def lookback(shift: int, num_rows: int) -> int:
-    """How far before the last known token the first of `num_rows` positions is."""
+    """Distance from the last known token back to the first of `num_rows` positions."""
     return num_rows - 1 + shift
 
 
 class _Places:
-    """Where the keys and values of rows lie."""
+    """Maps positions to KV-cache slots and blocks."""
 
     def __init__(self, block_size: int, pad_block: int) -> None:
         self._block_size = block_size
@@ -332,7 +339,7 @@ class _Places:
     def rows(
         self, given: DraftInputs, tokens: Tensor, positions: Tensor, is_valid: Tensor
     ) -> ReadRows:
-        """Rows of `tokens` at `positions`, both (W, B); padding where they are not valid."""
+        """Inputs for `tokens` at `positions`, both (W, B); padding where `is_valid` is false."""
         width, batch = positions.shape
         positions = torch.where(is_valid, positions, 0)
         pads = given.pad_slots.view(-1, batch)[:width]
@@ -363,14 +370,14 @@ class _Places:
 
 
 def _num_drafts(given: DraftInputs, last: Tensor, most: Tensor) -> Tensor:
-    """(B,) how many drafts have room; -1 for padding."""
+    """(B,) number of drafts that fit, at most `most`; -1 for padding."""
     room = torch.minimum((given.limits - last - 2).clamp(min=0), most)
     found = torch.where(given.may_draft > 0, room, 0)
     return torch.where(given.may_draft < 0, -1, found)
 
 
 class _Verified:
-    """Drafts to the rows of the launch that verifies them."""
+    """Maps drafts to the inputs of the launch that verifies the drafts."""
 
     __name__ = "verified"
 
@@ -380,7 +387,7 @@ class _Verified:
     def __call__(
         self, newest: Tensor, drafts: Tensor, num_drafts: Tensor, last: Tensor, *inputs: Tensor
     ) -> Rows:
-        """`newest` (B, 1): the last known tokens."""
+        """`newest` (B, 1): last known tokens. `last` (B,): their positions."""
         given = DraftInputs(*inputs)
         tokens = torch.cat((newest, drafts), dim=1)
         offsets = torch.arange(tokens.shape[1], dtype=last.dtype, device=last.device).unsqueeze(1)
@@ -390,7 +397,8 @@ class _Verified:
 
 
 class _Prepare:
-    """Known tokens and uploaded inputs to the rows of a launch, with drafts of the same tokens."""
+    """Maps known tokens and uploaded inputs to the inputs of a launch; searches the known tokens
+    for drafts."""
 
     __name__ = "prepare"
 
@@ -400,7 +408,7 @@ class _Prepare:
         self._verified = _Verified(places)
 
     def __call__(self, history: Tensor, num_tokens: Tensor, *inputs: Tensor) -> Rows:
-        """Behind the inputs the tensors of the search."""
+        """`inputs`: the fields of DraftInputs, then the tensors of the search."""
         inputs, searched = inputs[: len(DraftInputs._fields)], inputs[len(DraftInputs._fields) :]
         given = DraftInputs(*inputs)
         last = num_tokens.index_select(0, given.req_indices) - 1
@@ -412,7 +420,7 @@ class _Prepare:
 
 
 class _Begin:
-    """Known tokens and uploaded inputs to the rows of a drafter's first launch."""
+    """Maps known tokens and uploaded inputs to the inputs of a drafter's first launch."""
 
     __name__ = "begin"
 
@@ -429,7 +437,8 @@ class _Begin:
     def __call__(
         self, history: Tensor, num_tokens: Tensor, *inputs: Tensor
     ) -> tuple[ReadRows, Tensor, Tensor, Tensor]:
-        """And the last positions (B,), the tokens there (B, 1), and the number of drafts (B,)."""
+        """Returns the launch inputs, the last positions (B,), the tokens there (B, 1), and the
+        number of drafts (B,)."""
         given = DraftInputs(*inputs)
         last = num_tokens.index_select(0, given.req_indices) - 1
         known = history.view(-1, self._max_len).index_select(0, given.req_indices)
@@ -441,14 +450,14 @@ class _Begin:
         tokens = known.gather(1, ends.t().clamp(0, self._max_len - 1).long())
         positions = ends - self._shift
         is_valid = (positions >= 0) & (positions < self._drafter_len) & (num_drafts >= 0)
-        # Behind accepted drafts the request may have no block yet.
+        # Positions after accepted drafts may have no block yet.
         is_valid = is_valid & (positions < given.limits)
         read = self._places.rows(given, tokens.t(), positions, is_valid)
         return read, last, tokens[:, -1:].clone(), num_drafts
 
 
 class _Follow:
-    """Drafts (B,) to the rows of a drafter's next launch."""
+    """Maps drafts (B,) to the inputs of a drafter's next launch."""
 
     __name__ = "follow"
 
@@ -458,10 +467,10 @@ class _Follow:
     def __call__(
         self, position: Tensor, left: Tensor, drafts: Tensor, *inputs: Tensor
     ) -> tuple[ReadRows, Tensor, Tensor]:
-        """`position` (B,) of the launch before, and how many drafts were to come then; both again
-        for this one."""
+        """`position` (B,): positions of the previous launch; `left` (B,): drafts that were left to
+        make then. Returns the launch inputs and both values for this launch."""
         position, left = position + 1, left - 1
-        # Without drafts to come nothing reads what the row computes.
+        # Without drafts left to make, nothing reads the output of the row.
         is_valid = (left > 0).unsqueeze(0)
         read = self._places.rows(
             DraftInputs(*inputs), drafts.unsqueeze(0), position.unsqueeze(0), is_valid
@@ -470,7 +479,8 @@ class _Follow:
 
 
 class _Accept:
-    """Tokens of all rows to those that are accepted, and what is written to the known tokens."""
+    """Compares sampled tokens with drafts: gives the accepted tokens, and the updates of the known
+    tokens."""
 
     __name__ = "accept"
 
@@ -515,15 +525,17 @@ def _limit(num_drafts: Tensor, limits: Tensor) -> Tensor:
 def _promised(
     accepted: Tensor, drafts: Tensor, count: Tensor, last: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`accepted` and the first `count` (B,) of the `drafts` behind the positions `last`; these
-    alone; and (B,) behind how many known tokens."""
+    """Concatenate `accepted` with the first `count` (B,) of the `drafts` that follow the positions
+    `last`. Returns the result, the drafts padded with NO_TOKEN, and the number of known tokens
+    before the drafts (B,)."""
     offsets = torch.arange(drafts.shape[1], dtype=count.dtype, device=count.device)
     drafts = torch.where(offsets < count.unsqueeze(1), drafts, NO_TOKEN)
     return torch.cat((accepted, drafts), dim=1), drafts, last + 1
 
 
 class _Promise:
-    """As DeviceSpeculation.promise; and the drafts, and (B,) behind how many known tokens."""
+    """Searches for the next drafts. Returns the accepted tokens followed by the drafts, the
+    drafts, and the number of known tokens before the drafts (B,)."""
 
     __name__ = "promise"
 
@@ -546,7 +558,7 @@ class _Promise:
 
 
 class _Learn:
-    """The newest tokens of requests to what is written to the known tokens."""
+    """Maps the newest tokens of requests to updates of the known tokens."""
 
     __name__ = "learn"
 
@@ -568,7 +580,7 @@ class _Learn:
 
 
 class _Append:
-    """One token a request to what is written to the known tokens."""
+    """Maps one token per request to updates of the known tokens."""
 
     __name__ = "append"
 

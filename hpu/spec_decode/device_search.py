@@ -1,5 +1,5 @@
-"""TextSearch: what drafts from texts on a device with its own memory, by tensor operations of
-static shapes; and the search of the method ngram."""
+"""TextSearch: drafts from texts on a device with its own memory, by tensor operations of static
+shapes; and NgramSearch, the search of the method ngram."""
 
 from typing import Protocol
 
@@ -12,22 +12,22 @@ from hpu.sampling.draft_rows import NO_TOKEN
 
 
 class TextSearch(Protocol):
-    """Drafts from the known tokens of requests, and what it knows beside them."""
+    """Proposes drafts from the known tokens of requests and from state of its own."""
 
     remembers: bool
-    """Whether it keeps anything of requests that have ended."""
+    """Whether the search keeps tokens of requests that have ended."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What a call reads beside the known tokens."""
+        """State that a call reads, besides the known tokens."""
         ...
 
     def __call__(
         self, known: Tensor, last: Tensor, req_indices: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(B, max_drafts) drafts, and (B,) how many of them there are. `known` (B, L) tokens of the
-        requests (B,), of which `last` (B,) is the index of the last one. For compiled functions: it
-        changes nothing."""
+        """Returns (B, max_drafts) drafts and (B,) the number of drafts. `known` (B, L): tokens of
+        the requests (B,); `last` (B,): index of the last known token. Runs inside compiled
+        functions: it has no side effects."""
         ...
 
     def add_request(self, req_index: Tensor, num_tokens: Tensor) -> None:
@@ -35,18 +35,19 @@ class TextSearch(Protocol):
         ...
 
     def remove_request(self, req_index: Tensor, history: Tensor, num_tokens: Tensor) -> None:
-        """A request (1,) ends. `history` (requests * L,) and `num_tokens` (requests,): the known
-        tokens of all."""
+        """A request (1,) ends. `history` (requests * L,) and `num_tokens` (requests,): known tokens
+        of all requests."""
         ...
 
     def keep(self, req_indices: Tensor, drafts: Tensor, num_tokens: Tensor) -> None:
-        """Draft these (B, max_drafts), NO_TOKEN behind them, as long as the requests (B,) have
-        `num_tokens` (B,) known tokens."""
+        """Return these drafts (B, max_drafts), padded with NO_TOKEN, as long as the requests (B,)
+        have `num_tokens` (B,) known tokens."""
         ...
 
 
 class NgramSearch:
-    """As hpu/spec_decode/ngram.py. It knows nothing beside the known tokens."""
+    """N-gram drafting on the device. Differs from hpu/spec_decode/ngram.py: it compares at most
+    `lookup_max` tokens and takes the most recent of the longest matches. Keeps no state."""
 
     remembers = False
     tensors: tuple[Tensor, ...] = ()
@@ -67,13 +68,13 @@ class NgramSearch:
         return
 
     def keep(self, req_indices: Tensor, drafts: Tensor, num_tokens: Tensor) -> None:
-        # It finds the same drafts again.
+        # Nothing to keep: the next search finds the same drafts again.
         return
 
 
 class KeptDrafts:
-    """No search: drafts that were kept, of a drafter on this pipeline stage or on the last one.
-    None behind other known tokens."""
+    """Drafts that a drafter on this pipeline stage or on the last stage made. Does not search.
+    Drafts are valid only after the same number of known tokens."""
 
     remembers = False
 
@@ -84,7 +85,7 @@ class KeptDrafts:
         self._max_drafts = max_drafts
         self._drafts = zeros((max_num_reqs + 1) * max_drafts)
         self._lengths = zeros(max_num_reqs + 1)
-        """Behind how many tokens."""
+        """Number of known tokens before the stored drafts, by request."""
         self._none = zeros(1)
 
     @property
@@ -113,15 +114,16 @@ class KeptDrafts:
     def find(
         self, last: Tensor, req_indices: Tensor, drafts: Tensor, lengths: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(B, max_drafts) what was kept, NO_TOKEN behind it, and (B,) whether it holds."""
+        """(B, max_drafts) stored drafts, padded with NO_TOKEN, and (B,) whether they are valid
+        after `last`."""
         stored = drafts.view(-1, self._max_drafts).index_select(0, req_indices)
         return stored, lengths.index_select(0, req_indices) == last + 1
 
 
 def lookup(known: Tensor, last: Tensor, method: SpeculationMethod) -> tuple[Tensor, Tensor]:
-    """(B, max_drafts) drafts, and (B,) whether they are any: as hpu/spec_decode/ngram.py, of the
-    longest n-gram up to `lookup_max`. `known` (B, L) tokens, of which `last` (B,) is the index of
-    the last one."""
+    """N-gram lookup: (B, max_drafts) tokens that followed the most recent occurrence of the longest
+    n-gram of at most `lookup_max` tokens, and (B,) whether an n-gram of at least `lookup_min`
+    tokens was found. `known` (B, L): tokens; `last` (B,): index of the last token."""
     length = known.shape[1]
     index = torch.arange(length, dtype=last.dtype, device=last.device).unsqueeze(0)
     end = last.unsqueeze(1)
@@ -136,13 +138,13 @@ def lookup(known: Tensor, last: Tensor, method: SpeculationMethod) -> tuple[Tens
         size = size + agrees.to(size.dtype)
     longest = size.amax(dim=1, keepdim=True)
     is_found = longest >= method.lookup_min
-    # The most recent of the longest.
+    # Most recent match of the greatest length.
     found = torch.where(size == longest, index, -1).amax(dim=1, keepdim=True)
     period = end - found
     offset = torch.ones_like(found)
     drafts = []
     for _ in range(method.max_drafts):
         drafts.append(known.gather(1, (found + offset).clamp(0, length - 1).long()))
-        # A continuation that reaches the last token goes on with itself.
+        # Past the last token, the continuation repeats itself.
         offset = torch.where(offset >= period, 1, offset + 1)
     return torch.cat(drafts, dim=1), is_found.squeeze(1)

@@ -1,8 +1,10 @@
-"""SuffixSearch: suffix.py on a device with its own memory, by tensor operations of static shapes.
+"""SuffixSearch: suffix drafting (suffix.py) on a device with its own memory, by tensor operations
+of static shapes.
 
-Outputs of requests that have ended lie in a ring of tokens on the device: an output is copied there
-from the known tokens, whose length only the device knows then. Continuations are counted among the
-latest matches alone.
+A ring of tokens on the device holds the outputs of requests that have ended. An output is copied
+into the ring from the known tokens on the device, because only the device knows its length at that
+time. The host version counts the continuations of all longest matches; the device version counts
+only the latest MAX_MATCHES.
 """
 
 import torch
@@ -15,13 +17,14 @@ from hpu.spec_decode.device_search import KeptDrafts
 from hpu.spec_decode.suffix import OVERLAP, ROUNDING
 
 MAX_OUTPUT_TOKENS = 1 << 15
-"""Of all outputs: each launch compares them with the last tokens of all its requests."""
+"""Size limit of the ring in tokens. Each launch searches the whole ring for every request."""
 MAX_MATCHES = 64
-"""Of the longest matches, so many of the latest ones are counted."""
+"""Maximum matches of the longest length whose continuations are counted, newest first."""
 
 
 class SuffixSearch:
-    """A TextSearch (hpu/spec_decode/device_search.py)."""
+    """Suffix drafting on the device: finds the longest suffix of a request in its own text and in
+    earlier outputs."""
 
     remembers = True
 
@@ -32,22 +35,22 @@ class SuffixSearch:
         self._limits = limits = method.suffix
         self._max_drafts = method.max_drafts
         self._max_len = max_model_len
-        # With room for what an output that does not fit at the end leaves there.
+        # One extra output: an output that does not fit at the end of the ring leaves a gap there.
         num_outputs = limits.max_cached_requests + 1 if limits.max_cached_requests else 0
         self._size = min(MAX_OUTPUT_TOKENS, num_outputs * (max_model_len + 1))
-        """Tokens of the ring; 0: only the request's own text is searched."""
+        """Tokens of the ring; 0: the search covers only the request's own text."""
 
         def zeros(count: int) -> Tensor:
             return backend.zeros((count,), backend.index_dtype)
 
-        # One entry more: writes that are none go there.
+        # Extra last element: write target of padding.
         self._outputs = zeros(self._size + 1)
         self._writers = zeros(self._size + 1)
-        """Number of the output that each token of the ring is of, from 1; 0: of none."""
+        """Output number of each ring token, starting at 1; 0: unused."""
         self._ring = zeros(2)
-        """Where the next output begins, and how many there were."""
+        """Write position of the next output, and number of outputs so far."""
         self._prompt_lens = zeros(max_num_reqs + 1)
-        # Another request may end before the next launch, and change what is found.
+        # Drafts are kept: another request may end before the next launch and change the ring.
         self._kept = KeptDrafts(backend, max_num_reqs=max_num_reqs, max_drafts=self._max_drafts)
         self._remember = backend.compiled(_Remember(self._size, max_model_len))
         backend.mark_step()
@@ -80,7 +83,7 @@ class SuffixSearch:
         length = known.shape[1]
         ends = torch.arange(length, dtype=last.dtype, device=last.device).unsqueeze(0)
         end = last.unsqueeze(1)
-        # The newest token first, NO_TOKEN in front of the first one.
+        # Newest token first; -1 before the first known token.
         depths = torch.arange(self._limits.max_depth - 1, dtype=last.dtype, device=last.device)
         column = end - depths
         recent = known.gather(1, column.clamp(0, length - 1).long())
@@ -92,7 +95,7 @@ class SuffixSearch:
             is_kept = (writers > 0) & (writers > first)
             text = torch.where(is_kept, outputs, NO_TOKEN)[: self._size].unsqueeze(0)
             others = self._follow(text.expand(len(known), -1), text >= 0, recent)
-            # The request's own text counts where both are as likely.
+            # On a tie, the request's own text wins.
             is_better = others[2] > score + ROUNDING
             drafts = torch.where(is_better.unsqueeze(1), others[0], drafts)
             count = torch.where(is_better, others[1], count)
@@ -104,9 +107,9 @@ class SuffixSearch:
     def _follow(
         self, text: Tensor, is_end: Tensor, recent: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, max_drafts) drafts behind the longest matches of the `recent` tokens (B, depth) in
-        `text` (B, T), which may end where `is_end`; (B,) how many; (B,) how many of them are
-        expected to be accepted."""
+        """Continue the longest matches of the `recent` tokens (B, depth) in `text` (B, T); a match
+        may end where `is_end`. Returns (B, max_drafts) drafts, (B,) the number of drafts, and (B,)
+        the expected number of accepted drafts."""
         limits, width = self._limits, text.shape[1]
         agrees, size = is_end, torch.zeros_like(text)
         for depth in range(min(limits.max_depth - 1, width)):
@@ -135,7 +138,7 @@ class SuffixSearch:
             counts = (is_same & is_alive.unsqueeze(1)).sum(2, dtype=torch.float32)
             counts = torch.where(is_alive, counts, 0.0)
             frequent, total = counts.amax(dim=1), is_alive.sum(1, dtype=torch.float32)
-            # The lowest of equally frequent ones, as on the host.
+            # Lowest token id among equally frequent tokens, as on the host.
             is_frequent = is_alive & (counts == frequent.unsqueeze(1))
             token = torch.where(is_frequent, tokens, torch.iinfo(torch.int32).max).amin(dim=1)
             probability = probability * frequent / total.clamp(min=1.0)
@@ -150,7 +153,7 @@ class SuffixSearch:
 
 
 class _Remember:
-    """A request that has ended to what is written to the ring."""
+    """Maps a request that has ended to updates of the ring."""
 
     __name__ = "remember"
 
@@ -166,7 +169,7 @@ class _Remember:
         ring: Tensor,
         req_index: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(L + 1,) indices, tokens and numbers of the output, and the new `ring`."""
+        """(L + 1,) ring indices, tokens and output numbers, and the new `ring` state."""
         length = self._max_len
         known = history.view(-1, length).index_select(0, req_index).squeeze(0)
         end = num_tokens.index_select(0, req_index).clamp(max=length)
@@ -176,10 +179,10 @@ class _Remember:
         is_output = (end > prompt_len) & (count < self._size)
         offsets = torch.arange(length + 1, dtype=end.dtype, device=end.device)
         tokens = known.index_select(0, (start + offsets).clamp(max=length - 1))
-        # NO_TOKEN behind each output.
+        # NO_TOKEN terminates each output.
         tokens = torch.where(offsets < count, tokens, NO_TOKEN)
         begin, number = ring[0], ring[1] + 1
-        # In one piece: matches do not go on at the other end.
+        # Outputs are not split at the end of the ring: matches do not wrap around.
         begin = torch.where(begin + count + 1 > self._size, 0, begin)
         is_written = is_output & (offsets <= count)
         index = torch.where(is_written, begin + offsets, self._size)

@@ -1,8 +1,8 @@
-"""DraftLengths: how many drafts of each request a launch verifies.
+"""DraftLengths: chooses how many drafts of each request a launch verifies.
 
-A draft costs one more row of the launch and brings a token if it and all drafts before it are
-accepted. So the number of drafts that gives the most tokens a second depends on how likely they
-are, and on what a row costs beside the rows that are there.
+A draft costs an additional row of the launch, and yields a token if it and all drafts before it
+are accepted. The best number of drafts therefore depends on the acceptance rates, and on the
+cost of an additional row.
 """
 
 from collections.abc import Sequence
@@ -11,40 +11,42 @@ from hpu.spec_decode.base import DraftingCosts, Proposal
 from hpu.spec_decode.launch_costs import LaunchCosts
 
 NUM_LEVELS = 7
-"""Levels of confidence: 0, 1, 2-3, 4-7, 8-15, 16-31, 32 and more tokens that agreed."""
+"""Levels of match length (Proposal.confidence): 0, 1, 2-3, 4-7, 8-15, 16-31, 32 and more tokens
+that agreed."""
 DECAY = 0.9
-"""Weight of older drafts in an acceptance rate, a draft."""
+"""Factor by which each new draft reduces the weight of older drafts in an acceptance rate."""
 FIRST_RATES = (0.5, 0.5, 0.6, 0.7, 0.8, 0.9, 0.9)
-"""Acceptance of drafts of each level before any was verified."""
+"""Initial acceptance rate of each level."""
 FIRST_WEIGHT = 2.0
-"""Drafts that the first rate counts for."""
+"""Weight of the initial rate, in drafts."""
 SHARED_DECAY = 0.98
 MIN_PAUSE, MAX_PAUSE = 16, 256
-"""Launches without drafts after which a request whose drafts were not worth their rows tries one
-again; doubled each time."""
+"""Minimum and maximum pause, in launches without drafts, of a request whose drafts were not worth
+their cost. After the pause the request tries a draft again. Each failed trial doubles the pause."""
 MIN_GAIN = 1.01
-"""By what factor more tokens a second are expected for the drafts to be verified: the estimates of
-cost and acceptance are not exact."""
+"""Minimum expected speedup in tokens per second at which drafts are verified; covers errors of the
+cost and acceptance estimates."""
 
 
 TRY_SHARE = 0.005
-"""Share of the time that tries may take."""
+"""Share of the time that trials may take."""
 LEAST_TRY = 0.2
-"""What the first try of a launch counts for at least, of the time of the launch: so much a row more
-may take (a tile of a matrix unit), whatever was measured. A disturbed measurement would make tries
-free, and each launch would have some (0.83 of the tokens a second without drafts)."""
+"""Minimum assumed cost of the first trial in a launch, as a share of the launch time. One more row
+may cost this much (a tile of a matrix unit), whatever was measured. A disturbed measurement would
+otherwise make trials free and put trials into every launch (0.83 of the tokens per second without
+drafts)."""
 MAX_SAVED = 200
-"""Launches whose share may be saved."""
+"""Cap on the saved trial time, in launches."""
 MAX_STEADY_ROWS = 8
-"""Rows of a request in a drafter's first launch up to which they count whole: so many come with
-each launch. More are a prompt that the drafter has not computed."""
+"""Maximum rows of a request in a drafter's first launch that are charged in full, because every
+launch has that many. A request with more rows has a prompt that the drafter has not computed."""
 CATCH_UP_LAUNCHES = 32
-"""Launches that the cost of such a prompt is divided among."""
+"""Launches over which the cost of computing such a prompt is spread."""
 
 
 class AcceptanceRates:
-    """How often drafts of each level of confidence were accepted, of those whose predecessors
-    were; older ones count less."""
+    """Acceptance rate of drafts by level, among drafts whose predecessors were accepted. Older
+    drafts weigh less."""
 
     def __init__(self, rates: Sequence[float], weight: float, decay: float) -> None:
         self._decay = decay
@@ -55,13 +57,13 @@ class AcceptanceRates:
         return self._accepted[level] / self._total[level]
 
     def add(self, level: int, is_accepted: bool) -> None:
-        """A draft was verified."""
+        """Record the outcome of a verified draft."""
         self._accepted[level] = self._accepted[level] * self._decay + is_accepted
         self._total[level] = self._total[level] * self._decay + 1
 
 
 class _State:
-    """One request."""
+    """Draft statistics of a request."""
 
     __slots__ = ("is_trying", "levels", "pause", "rates", "wait")
 
@@ -69,31 +71,31 @@ class _State:
         self.rates = AcceptanceRates(rates, FIRST_WEIGHT, DECAY)
         self.pause = MIN_PAUSE
         self.wait = 0
-        """Launches until the next try; 0 while drafts are worth their rows."""
+        """Launches until the next trial; 0 while drafts are worth their cost."""
         self.is_trying = False
         self.levels: list[int] = []
-        """Of the drafts that are being verified."""
+        """Levels of the drafts in the current launch."""
 
 
 class DraftLengths:
-    """Statistics of the live requests, and the choice of drafts for a launch. A new request starts
-    with the rates of all requests before it. All ranks that see the same tokens choose the same.
-    `costs` None: all drafts are verified."""
+    """Chooses the number of drafts per request and launch from statistics of the live requests. A
+    new request starts with the rates of all earlier requests. All ranks that see the same tokens
+    choose the same numbers. `costs` None: all drafts are verified."""
 
     def __init__(self, max_drafts: int, costs: LaunchCosts | None) -> None:
         self._max_drafts = max_drafts
         self.costs = costs
         self.drafting: DraftingCosts | None = None
-        """What drafting costs, if that counts."""
+        """Cost of drafting; None: drafting is free."""
         self._shared = AcceptanceRates(FIRST_RATES, FIRST_WEIGHT, SHARED_DECAY)
         self._states: dict[int, _State] = {}
         self._saved_s = 0.0
-        """Time that tries may take."""
+        """Saved time for trials, in seconds."""
         self._has_try = False
-        """Whether the launch has one."""
+        """Whether the current launch has a trial."""
 
     def begin_launch(self, num_requests: int) -> None:
-        """Called once for each launch, before `wanted`."""
+        """Called once per launch, before `wanted`."""
         self._has_try = False
         if self.costs is not None:
             share = TRY_SHARE * self.costs.seconds(num_requests)
@@ -108,8 +110,8 @@ class DraftLengths:
         self._states.pop(req_index, None)
 
     def wanted(self, req_index: int) -> int:
-        """How many drafts are proposed for the request in this launch: 0 while it pauses, 1 when
-        it tries again."""
+        """Maximum drafts to propose for the request in this launch: 0 during a pause, 1 for a
+        trial."""
         state = self._states[req_index]
         if self.costs is None or state.wait == 0:
             return 1 if state.is_trying else self._max_drafts
@@ -124,9 +126,9 @@ class DraftLengths:
         limits: Sequence[int],
         num_tokens: Sequence[int],
     ) -> list[int]:
-        """How many drafts are proposed for each of `req_indices`, at most `limits`, by what
-        proposing and verifying them costs in a launch of `num_requests`. `num_tokens`: known tokens
-        of each."""
+        """Number of drafts to propose for each of `req_indices`, at most `limits`, by the cost of
+        drafting and verifying in a launch of `num_requests`. `num_tokens`: known tokens of each
+        request."""
         costs, drafting = self.costs, self.drafting
         planned = list(limits)
         if costs is None or drafting is None:
@@ -156,7 +158,7 @@ class DraftLengths:
         return planned
 
     def choose(self, req_indices: Sequence[int], proposals: Sequence[Proposal]) -> list[int]:
-        """How many of the proposed drafts of each request a launch verifies."""
+        """Number of proposed drafts of each request that the launch verifies."""
         chosen = [len(proposal.tokens) for proposal in proposals]
         if not any(chosen):
             return chosen
@@ -170,7 +172,7 @@ class DraftLengths:
                 gains.append((-gain, i))
         if self.costs is None:
             return chosen
-        # The likeliest first; those of one request stay in order.
+        # Most likely drafts first; the drafts of a request stay in order.
         gains.sort()
         num_worth = _num_worth(gains, len(req_indices), self.costs)
         proposed, chosen = chosen, [0] * len(chosen)
@@ -184,7 +186,7 @@ class DraftLengths:
         return chosen
 
     def _may_try(self, count: int, num_chosen: int, states: Sequence[_State]) -> bool:
-        """Whether the time for `count` drafts more is saved, which is then taken."""
+        """Spend saved time on `count` more drafts; False if not enough time is saved."""
         needed = self._try_s(count, len(states) + num_chosen, len(states))
         if not count or needed > self._saved_s:
             return False
@@ -193,7 +195,7 @@ class DraftLengths:
         return True
 
     def _try_s(self, count: int, rows: int, num_requests: int) -> float:
-        """What `count` drafts that are tried take, beside the `rows` of a launch."""
+        """Seconds that `count` trial drafts add to a launch of `rows`."""
         assert self.costs is not None
         needed = self.costs.seconds(rows + count) - self.costs.seconds(rows)
         if self._has_try:
@@ -201,7 +203,8 @@ class DraftLengths:
         return max(needed, LEAST_TRY * self.costs.seconds(num_requests))
 
     def verified(self, req_index: int, num_drafts: int, num_accepted: int) -> None:
-        """A launch verified `num_drafts` of the request, and accepted the first `num_accepted`."""
+        """Record that a launch verified `num_drafts` drafts of the request and accepted the first
+        `num_accepted`."""
         state = self._states[req_index]
         for position, level in enumerate(state.levels[: min(num_accepted + 1, num_drafts)]):
             state.rates.add(level, position < num_accepted)
@@ -216,7 +219,7 @@ class DraftLengths:
 
 
 def _level(num_agreed: int) -> int:
-    """The level of a draft with so many tokens before it that agreed."""
+    """Level of a draft for a match of `num_agreed` tokens."""
     return min(num_agreed.bit_length(), NUM_LEVELS - 1)
 
 
@@ -227,8 +230,8 @@ def _num_worth_drafting(
     costs: LaunchCosts,
     drafting: DraftingCosts,
 ) -> int:
-    """As `_num_worth`, of drafts (-gain, position, index into `pending`) that a drafter computes
-    position by position: a launch for each."""
+    """`_num_worth` for drafts (-gain, position, index into `pending`) of a drafter that runs one
+    launch per draft position."""
     tokens, drafted_s = float(num_requests), 0.0
     fastest = MIN_GAIN * tokens / costs.seconds(num_requests)
     num_worth = 0
@@ -251,7 +254,7 @@ def _num_worth_drafting(
 
 
 def _num_worth(gains: Sequence[tuple[float, int]], num_requests: int, costs: LaunchCosts) -> int:
-    """How many of the drafts, the likeliest first, give the most tokens a second."""
+    """Number of drafts, most likely first, that maximizes tokens per second."""
     tokens = float(num_requests)
     fastest = MIN_GAIN * tokens / costs.seconds(num_requests)
     num_worth = 0

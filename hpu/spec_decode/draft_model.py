@@ -1,9 +1,9 @@
-"""DraftModelProposer: the most likely tokens of a second, smaller model.
+"""DraftModelProposer: the most likely tokens of a smaller draft model.
 
-It caches keys and values in the same blocks as the target, with memory of its own behind them, and
-runs only when drafts are asked for. So it may be behind the target by a prompt, by a prefix that
-the target found in its cache, or by the tokens of launches without drafts: it computes those first.
-Rejected drafts are removed by length alone.
+The drafter has a KV cache of its own, with the same block ids as the target, and runs only when
+drafts are requested. It may lag behind the target by a prompt, by a prefix that the target found in
+its cache, or by the tokens of launches without drafts; it computes the missing tokens first.
+Rejected drafts are removed by reducing the length.
 """
 
 from collections.abc import Sequence
@@ -16,25 +16,25 @@ from hpu.spec_decode.base import NOTHING, DraftingCosts, Proposal, Tokens
 from hpu.spec_decode.launch_costs import LaunchCosts
 
 MAX_ROWS = 8
-"""Tokens of a request that the first launch may have; more of them are computed as a prompt
-before."""
+"""Maximum tokens of a request in the first launch; more tokens are computed by a prefill before it.
+"""
 
 
 @runtime_checkable
 class DraftLauncher(Protocol):
-    """Launches of a drafter over the blocks of the live requests
+    """Runs a draft model over the blocks of the live requests
     (hpu/runner/drafting/draft_runner.py)."""
 
     block_size: int
     max_model_len: int
-    """Tokens of a request that the drafter takes."""
+    """Maximum tokens of a request that the drafter supports."""
 
     def block_table(self, req_index: int) -> npt.NDArray[np.int32]:
-        """The blocks of a request."""
+        """Block ids of a request."""
         ...
 
     def set_num_computed_tokens(self, req_index: int, count: int) -> None:
-        """Where the next launch of a request begins."""
+        """Set the position at which the next launch of a request begins."""
         ...
 
     def prefill(self, req_index: int, count: int) -> None:
@@ -49,52 +49,53 @@ class DraftLauncher(Protocol):
         *,
         is_first: bool,
     ) -> list[int]:
-        """Compute the next `counts[i]` tokens of each request, which are `tokens`, one request
-        behind the other; the most likely token behind each request's last one, -1 where its logits
-        are not finite. `is_first`: they are known tokens; if not, each is what the last launch has
-        found for the request."""
+        """Compute the next `counts[i]` tokens of each request; `tokens` holds the tokens of all
+        requests, concatenated. Returns the most likely next token of each request, -1 where its
+        logits are not finite. `is_first`: the tokens are known tokens; otherwise each token is the
+        result of the last launch for the request."""
         ...
 
     def measure(self, max_rows: int) -> LaunchCosts:
-        """How long `decode` takes."""
+        """Measure the time of `decode`."""
         ...
 
 
 class _State:
-    """What the drafter has computed of a request."""
+    """Tokens of a request that the drafter has computed."""
 
     __slots__ = ("length", "processed", "seed", "tags")
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        """Of the tags."""
+        """Seed of the tags."""
         self.length = 0
         """Known tokens whose keys and values are in the blocks."""
         self.processed: list[int] = []
-        """Drafts behind them whose keys and values are there, too."""
+        """Drafts after `length` whose keys and values are in the blocks, too."""
         self.tags: list[int] = []
-        """Of the full blocks, up to `length`."""
+        """Tags of the full blocks, up to `length`."""
 
 
 class DraftModelProposer:
-    """Drafts with a model. Keeps which tokens' keys and values each block holds, so that what was
-    computed for another request, or before a preemption, is used again."""
+    """Drafts with a model. Records which tokens each block holds, so that keys and values that were
+    computed for another request, or before a preemption, are reused."""
 
     def __init__(self, launcher: DraftLauncher, *, reads_hidden: bool = False) -> None:
-        """`reads_hidden`: position i of the drafter has token i + 1, beside hidden states of the
-        target, which drafts do not have: they are computed again once they are accepted. The last
-        position in a block has the first token of the next one, so two sequences that share all
-        tokens of a block, and not the next, write over each other there: their drafts are a little
-        worse for it."""
+        """`reads_hidden`: position i of the drafter reads token i + 1 and the target's hidden
+        state. Drafts have no hidden state of the target, so their positions are recomputed once the
+        drafts are accepted. The last position of a block depends on the first token of the next
+        block: two sequences that share all tokens of a block but not the next token overwrite each
+        other's last position, which makes their drafts slightly worse."""
         self._launcher = launcher
         self._reads_hidden = reads_hidden
         self._states: dict[int, _State] = {}
         self._tags: dict[int, int] = {}
-        """Of each block that the drafter has filled: the hash of the tokens up to its end."""
+        """Tag of each block that the drafter has filled: the hash of all tokens up to the end of
+        the block."""
 
     def add_request(self, req_index: int, tokens: Tokens) -> None:
         state = self._states[req_index] = _State(int(tokens[0]) if self._reads_hidden else 0)
-        # The last token is computed for its logits, whatever the blocks hold.
+        # The last token is always computed, for its logits.
         self._find_cached(req_index, state, self._text(tokens)[:-1])
 
     def remove_request(self, req_index: int) -> None:
@@ -144,11 +145,11 @@ class DraftModelProposer:
         return max(1, num_tokens - state.length - len(state.processed))
 
     def _text(self, history: Tokens) -> Tokens:
-        """The tokens that the drafter's positions have."""
+        """Tokens by drafter position."""
         return history[1:] if self._reads_hidden else history
 
     def _catch_up(self, req_index: int, history: Tokens) -> int:
-        """Compute all but the last tokens of `history`; returns how many are computed then."""
+        """Compute all but the last tokens of `history`; returns the number of computed tokens."""
         state, launcher = self._states[req_index], self._launcher
         last = len(history) - 1
         start = min(state.length, last)
@@ -157,7 +158,7 @@ class DraftModelProposer:
                 break
             start += 1
         if len(history) - start > MAX_ROWS:
-            # Another request may have computed them since.
+            # Another request may have computed the same blocks since.
             state.length = start
             self._find_cached(req_index, state, history[:-1])
             start = state.length
@@ -168,7 +169,7 @@ class DraftModelProposer:
         return start
 
     def _keep(self, req_index: int, history: Tokens, drafts: list[int]) -> None:
-        """All of `history` is computed, and all drafts but the last."""
+        """Record that all of `history` and all drafts but the last are computed."""
         state = self._states[req_index]
         state.length = len(history)
         state.processed = [] if self._reads_hidden else drafts[:-1]
@@ -178,13 +179,13 @@ class DraftModelProposer:
         for number in range(len(state.tags), num_blocks):
             state.tags.append(self._tag(state, history, number))
             self._tags[int(blocks[number])] = state.tags[number]
-        # What other requests had filled is overwritten in part.
+        # These blocks are partly overwritten: their old tags are invalid.
         end = len(history) + len(drafts)
         for block in blocks[num_blocks : -(-end // size)].tolist():
             self._tags.pop(block, None)
 
     def _find_cached(self, req_index: int, state: _State, tokens: Tokens) -> None:
-        """Lengthen what is computed by the blocks that hold the following of `tokens` already."""
+        """Extend `state` by blocks that already hold the next tokens of `tokens`."""
         size = self._launcher.block_size
         blocks = self._launcher.block_table(req_index)
         number = len(state.tags)
@@ -197,7 +198,7 @@ class DraftModelProposer:
             state.length = max(state.length, number * size)
 
     def _tag(self, state: _State, tokens: Tokens, number: int) -> int:
-        """Of block `number`, behind blocks with the tags of `state`."""
+        """Tag of block `number`, chained to the tag of the block before it."""
         size = self._launcher.block_size
         own = tokens[number * size : (number + 1) * size].tobytes()
         return hash((state.tags[number - 1] if number else state.seed, own))

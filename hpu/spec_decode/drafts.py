@@ -1,4 +1,4 @@
-"""Drafts: what a decode verifies."""
+"""Drafts: the draft tokens that a decode verifies."""
 
 from typing import NamedTuple
 
@@ -7,8 +7,8 @@ import numpy.typing as npt
 
 
 class Drafts(NamedTuple):
-    """The requests of a decode with the drafts that it verifies. Each request has the row of its
-    last token, then one for each draft."""
+    """Requests of a decode and their drafts. Each request has one row for its last token and one
+    row per draft."""
 
     req_indices: list[int]
     tokens: list[list[int]]
@@ -16,11 +16,11 @@ class Drafts(NamedTuple):
 
     @property
     def counts(self) -> list[int]:
-        """Rows of each request."""
+        """Number of rows of each request."""
         return [1 + len(tokens) for tokens in self.tokens]
 
     def rows(self, last_tokens: list[int]) -> npt.NDArray[np.int64]:
-        """(rows,) input tokens: `last_tokens` of each request, each before its drafts."""
+        """(rows,) input tokens: the last token of each request, followed by its drafts."""
         rows: list[int] = []
         for last, tokens in zip(last_tokens, self.tokens, strict=True):
             rows.append(last)

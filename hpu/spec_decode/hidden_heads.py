@@ -1,4 +1,5 @@
-"""HiddenHeadProposer: drafts of a head that reads the target's hidden states of one token."""
+"""HiddenHeadProposer: drafts of a head that reads a single hidden state of the target, without a
+KV cache of its own."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -9,7 +10,7 @@ from hpu.spec_decode.launch_costs import LaunchCosts
 
 @runtime_checkable
 class HeadLauncher(Protocol):
-    """Runs such a head (hpu/runner/drafting/draft_runner.py)."""
+    """Runs a head over hidden states of the target (hpu/runner/drafting/draft_runner.py)."""
 
     def drafts(
         self,
@@ -18,12 +19,12 @@ class HeadLauncher(Protocol):
         tokens: Sequence[int],
         count: int,
     ) -> list[list[int]]:
-        """`count` drafts behind `tokens`, by the hidden states at `positions`, which the target has
-        computed; -1 where logits are not finite."""
+        """`count` drafts per request after `tokens`, from the target's hidden states at
+        `positions`; -1 where logits are not finite."""
         ...
 
     def measure(self, max_rows: int) -> LaunchCosts:
-        """How long one draft takes, by the number of requests."""
+        """Measure the time of a draft, by the number of requests."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""LaunchCosts: how long a decode takes, by its number of rows."""
+"""LaunchCosts: time of a decode by its number of rows."""
 
 import itertools
 import time
@@ -8,19 +8,20 @@ from collections.abc import Callable, Sequence
 from hpu.distributed.agreement import ALONE, Agreement
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256)
-"""Numbers of rows that are measured; those between them are interpolated. One row more than a full
-tile of a matrix unit may cost a fifth of the launch (AMX: 14.6 ms for 32, 17.4 ms for 33)."""
+"""Row counts that are measured; times between them are interpolated. One row more than a full tile
+of a matrix unit may add a fifth to the launch (AMX: 14.6 ms for 32, 17.4 ms for 33)."""
 REPEATS = 8
 BUDGET_S = 3.0
 
 
 class LaunchCosts:
-    """Seconds of a launch, measured for some numbers of rows, and never less for more of them."""
+    """Seconds of a launch by its number of rows: interpolated between measurements, never
+    decreasing."""
 
     def __init__(self, rows: Sequence[int], seconds: Sequence[float]) -> None:
-        """`rows` rise; at least one."""
+        """`rows`: ascending, at least one element."""
         self._rows = list(rows)
-        # What disturbs a measurement makes it longer: a launch takes no longer than a larger one.
+        # Disturbances only lengthen a measurement: a launch takes no longer than a larger launch.
         least = list(itertools.accumulate(reversed(seconds), min))
         self._seconds = least[::-1]
         self._memo: dict[int, float] = {}
@@ -41,7 +42,7 @@ class LaunchCosts:
         return seconds[index] + slope * (num_rows - rows[index])
 
     def encoded(self) -> bytes:
-        """For `decoded`: ranks agree on the costs of one of them."""
+        """Bytes for `decoded`: all ranks use the costs that the first rank measured."""
         pairs = zip(self._rows, self._seconds, strict=True)
         return " ".join(f"{rows}:{seconds!r}" for rows, seconds in pairs).encode()
 
@@ -57,21 +58,23 @@ def measure(
     agreement: Agreement = ALONE,
     budget_s: float = BUDGET_S,
 ) -> LaunchCosts:
-    """Call `launch(rows)`, which returns once it is done, for rising numbers of rows up to
-    `max_rows`, and again until `budget_s` has passed; the fastest call for each counts. All ranks
-    of `agreement` make the same calls, and get the result of the first one."""
+    """Measure launches: call `launch(rows)`, which returns when the launch is done, for ascending
+    row counts up to `max_rows`, and repeat until `budget_s` has passed. The fastest call for each
+    count is used. All ranks of `agreement` make the same calls and get the result of the first
+    rank."""
     end_s = time.perf_counter() + budget_s
     fastest: dict[int, float] = {}
     counts = [*(count for count in ROWS if count < max_rows), max_rows]
-    # In turns: a disturbance of the machine then does not fall on all calls for one number.
+    # Alternate between the row counts, so that a disturbance of the machine does not hit all calls
+    # for one count.
     for turn in range(REPEATS + 1):
         for count in counts:
             start = time.perf_counter()
             launch(count)
             seconds = time.perf_counter() - start
-            # The first calls allocate.
+            # The first calls allocate memory and are dropped.
             fastest[count] = min(seconds, fastest.get(count, seconds)) if turn > 1 else seconds
-            # Two points give the slope for the others.
+            # Two points are enough to extrapolate.
             if turn == 0 and count > 1 and not agreement.all_true(time.perf_counter() < end_s):
                 counts = list(fastest)
                 break

@@ -1,4 +1,4 @@
-"""NgramProposer: what followed the last tokens when they occurred before, in prompt or output."""
+"""NgramProposer: n-gram (prompt lookup) drafting from the prompt and output of the same request."""
 
 from collections.abc import Sequence
 
@@ -7,13 +7,13 @@ import numpy as np
 from hpu.spec_decode.base import NOTHING, DraftingCosts, Proposal, Tokens
 
 MAX_MATCH = 32
-"""Tokens up to which occurrences are compared, to find the one that agrees with more of them."""
+"""Longest match that is distinguished: occurrences are compared over up to this many tokens."""
 
 
 class NgramProposer:
-    """Looks for an earlier occurrence of the n-gram that ends the known tokens, of at least
-    `shortest` tokens. Of several with `longest` tokens or more, the one counts that agrees with
-    the most tokens before, then the most recent one. Keeps no state."""
+    """Finds an earlier occurrence of the last known tokens, of at least `shortest` tokens, and
+    proposes the tokens that followed it. The longest match wins, up to max(`longest`, MAX_MATCH)
+    tokens; among matches of equal length the most recent wins. Keeps no state."""
 
     def __init__(self, longest: int, shortest: int) -> None:
         self._longest = longest
@@ -40,12 +40,11 @@ class NgramProposer:
 
 def lookup(history: Tokens, longest: int, shortest: int, limit: int) -> Proposal:
     """At most `limit` tokens that followed the most recent occurrence of the longest n-gram that
-    ends `history`. A continuation that reaches the end of `history` goes on with itself, as a
-    loop does."""
+    ends `history`. A continuation that reaches the end of `history` repeats itself."""
     last = len(history) - 1
     if limit < 1 or last < shortest:
         return NOTHING
-    # Where the last token occurred before; then where the ones before it agree, too.
+    # Occurrences of the last token, narrowed token by token to the longest matches.
     ends = np.flatnonzero(history[:last] == history[last])
     size = 1
     while len(ends) and size < min(longest, last):

@@ -1,4 +1,4 @@
-"""The proposer of a method."""
+"""Selection of the proposer for a speculation method."""
 
 from collections.abc import Callable, Mapping
 
@@ -53,5 +53,6 @@ PROPOSERS: Mapping[str, Callable[[SpeculationMethod, object], Proposer]] = {
 
 
 def select_proposer(method: SpeculationMethod, launcher: object = None) -> Proposer:
-    """The proposer that `method` names; `launcher`: of what is loaded for it, if anything is."""
+    """Proposer for `method`. `launcher`: runs the draft model or head that the method loads, if
+    any."""
     return PROPOSERS[method.method](method, launcher)

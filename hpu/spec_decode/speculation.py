@@ -1,10 +1,10 @@
-"""Speculation: drafts for a decode, and the tokens that its logits accept, on a device that shares
-the host's memory: there the host knows all tokens of the launches before.
+"""Speculation: drafts for a decode, and verification of drafts by the target's logits, on a device
+that shares memory with the host. The host knows all tokens of earlier launches.
 
-A draft is accepted if it is the token that the sampler draws at its position. That loses nothing:
-each token is drawn by the target's distribution with the random number of its position, so a seed
-gives the tokens that it gives without drafts. For drafts that are one token each, the probability
-that a draft is accepted is the one of rejection sampling.
+A draft is accepted if the sampler draws the same token at its position. This keeps the target's
+distribution: each token is drawn with the random number of its position, so a seed gives the same
+tokens with and without drafts. For a single draft per position, the acceptance probability equals
+that of rejection sampling.
 """
 
 from collections.abc import Sequence
@@ -29,14 +29,14 @@ Bitmasks = npt.NDArray[np.int32]
 
 
 class Histories(Protocol):
-    """The tokens of the live requests (hpu/runner/batch_state.py)."""
+    """Known tokens of the live requests (hpu/runner/batch_state.py)."""
 
     def tokens(self, req_index: int) -> Tokens:
         """All known tokens of a request."""
         ...
 
     def draft_capacity(self, req_index: int) -> int:
-        """Draft tokens that there is room for."""
+        """Maximum draft tokens that fit into the request's blocks and context."""
         ...
 
 
@@ -44,14 +44,14 @@ class Verified(NamedTuple):
     """Tokens that a launch accepted."""
 
     tokens: list[list[int]]
-    """Of each request: its accepted drafts, then one token more; -1 where logits were not
-    finite."""
+    """Accepted drafts of each request and the token after them; -1 where logits were not finite."""
     logprobs: TopLogprobs | None
-    """Of all tokens, request by request; None when no request asked."""
+    """Log-probabilities of all tokens, request by request; None: no request asked for
+    log-probabilities."""
 
 
 class Speculation:
-    """Drafts tokens, and verifies them with the sampler that all decodes use."""
+    """Drafts tokens, and verifies the drafts with the sampler that all decodes use."""
 
     def __init__(
         self,
@@ -63,7 +63,8 @@ class Speculation:
         *,
         promises_all: bool = False,
     ) -> None:
-        """`promises_all`: whether the drafts of all requests come with the plan (`promise`)."""
+        """`promises_all`: choose the drafts of all requests ahead of their decode, not only of
+        requests with a grammar; the plan of the decode sends the drafts back."""
         self._promises_all = promises_all
         self._proposer = proposer
         self._histories = histories
@@ -71,15 +72,17 @@ class Speculation:
         self._counts = counts
         self.lengths = lengths
         self._masked: set[int] = set()
-        """Requests with a grammar."""
+        """Requests with a grammar, by index."""
         self._promised: dict[int, Proposal] = {}
-        """Of those: what the engine was told that their next decode may verify."""
+        """Drafts that the engine was told to expect in the next decode, by request with a grammar.
+        """
         self._bitmasks: dict[int, Bitmasks] = {}
-        """Of those: (1 + drafts that the grammar allows, W) for the running launch."""
+        """Grammar bitmasks of the running launch, (1 + drafts that the grammar allows, W), by
+        request."""
 
     def measure(self, costs: LaunchCosts, max_num_seqs: int) -> None:
-        """Adapt the number of drafts from now on: to `costs` of decodes, and to what drafting
-        costs, which is measured for up to `max_num_seqs` requests. On all ranks at once."""
+        """Set `costs` of decodes, and measure the cost of drafting for up to `max_num_seqs`
+        requests: from now on the number of drafts adapts to both. Called on all ranks at once."""
         self.lengths.costs = costs
         self.lengths.drafting = self._proposer.measure(max_num_seqs)
 
@@ -91,7 +94,7 @@ class Speculation:
             self._masked.add(new.req_index)
 
     def remove_request(self, req_index: int) -> None:
-        """A request has ended, or is preempted."""
+        """The request has ended or is preempted."""
         self._proposer.remove_request(req_index)
         self.lengths.remove_request(req_index)
         self._masked.discard(req_index)
@@ -99,14 +102,16 @@ class Speculation:
         self._bitmasks.pop(req_index, None)
 
     def set_bitmasks(self, req_index: int, bitmasks: Bitmasks) -> None:
-        """Set what may come next in a request with a grammar, and behind each of its first promised
-        drafts, as Sampler.set_bitmasks: (positions, W). For one launch."""
+        """Set the grammar bitmasks of a request for one launch: (positions, W), for the next token
+        and for the token after each of its first drafts. See Sampler.set_bitmasks."""
         self._bitmasks[req_index] = bitmasks
 
     def promise(self, req_indices: Sequence[int]) -> list[tuple[int, list[int]]]:
-        """Drafts of those requests of a launch that have a grammar, or of all, once their histories
-        have its tokens: (index in `req_indices`, drafts). Their next decode verifies no others, so
-        that the engine can compute bitmasks meanwhile, and tell other pipeline stages."""
+        """Choose the drafts of the next decode now, for requests with a grammar (with
+        `promises_all` for all requests), after the tokens of the launch were appended to their
+        histories. Returns (index in `req_indices`, drafts). The next decode of these requests
+        verifies exactly these drafts, so that the engine can compute bitmasks meanwhile, and inform
+        other pipeline stages."""
         if self._promises_all:
             self.lengths.begin_launch(len(req_indices))
             asked = list(req_indices)
@@ -127,7 +132,7 @@ class Speculation:
         return promised
 
     def draft(self, launch: Launch) -> Drafts:
-        """The drafts that a decode verifies."""
+        """Drafts that a decode verifies."""
         req_indices = launch.req_indices
         self.lengths.begin_launch(len(req_indices))
         free = [index for index in req_indices if index not in self._masked]
@@ -140,7 +145,7 @@ class Speculation:
         return Drafts(req_indices, [proposal.tokens[:count] for proposal, count in pairs])
 
     def _propose(self, req_indices: Sequence[int], num_requests: int) -> dict[int, Proposal]:
-        """Proposals for those of the requests that want any, in a launch of `num_requests`."""
+        """Proposals for the requests that want drafts, in a launch of `num_requests`."""
         state, lengths = self._histories, self.lengths
         asked, limits = [], []
         for req_index in req_indices:
@@ -156,8 +161,8 @@ class Speculation:
         return dict(zip(asked, self._proposer.propose(asked, histories, limits), strict=True))
 
     def verify(self, drafts: Drafts, chosen: Tensor | None, logits: Tensor | None) -> Verified:
-        """The tokens of a launch with `drafts`: by `chosen` (rows,), the most likely tokens, if
-        all requests take these, else by `logits` (rows, V)."""
+        """Accepted tokens of a launch with `drafts`. `chosen` (rows,): the most likely tokens,
+        given if all requests are greedy; otherwise `logits` (rows, V) are sampled."""
         logprobs = None
         if chosen is None:
             assert logits is not None
@@ -172,8 +177,8 @@ class Speculation:
         return Verified(accepted, logprobs)
 
     def _sample(self, drafts: Drafts, logits: Tensor) -> tuple[list[list[int]], TopLogprobs | None]:
-        """Sample position by position, those requests whose drafts so far were accepted: so the
-        sampler's penalties and random numbers follow accepted tokens alone."""
+        """Sample position by position, only requests whose drafts so far were accepted, so that
+        penalties and random numbers depend on accepted tokens alone."""
         counts = drafts.counts
         starts = np.cumsum([0, *counts[:-1]])
         accepted: list[list[int]] = [[] for _ in counts]
@@ -200,14 +205,15 @@ class Speculation:
         return accepted, _in_order(parts, len(counts))
 
     def _set_bitmasks_at(self, position: int, req_indices: Sequence[int]) -> None:
-        """Set what may come at `position` of the launch in requests with a grammar."""
+        """Set the bitmasks for `position` of the launch for requests with a grammar."""
         masked = self._masked.intersection(req_indices) if position else ()
         if masked:
             rows = [self._bitmasks[req_index][position] for req_index in masked]
             self._sampler.set_bitmasks(list(masked), np.stack(rows))
 
     def _may_follow(self, req_index: int, position: int) -> bool:
-        """Whether what may come at `position` of the launch is known."""
+        """Whether the bitmask for `position` of the launch is known, or the request has no
+        grammar."""
         return req_index not in self._masked or position < len(self._bitmasks.get(req_index, ()))
 
     def _count(self, drafts: Drafts, accepted: Sequence[Sequence[int]]) -> None:
@@ -218,7 +224,7 @@ class Speculation:
 
 
 def _accept(drafts: Drafts, chosen: list[int]) -> list[list[int]]:
-    """The drafts that agree with `chosen`, the token of each row, and the token that follows."""
+    """Drafts that agree with `chosen`, the token of each row, and the token that follows."""
     accepted = []
     start = 0
     for tokens in drafts.tokens:
@@ -231,7 +237,7 @@ def _accept(drafts: Drafts, chosen: list[int]) -> list[list[int]]:
 
 
 def _in_order(parts: list[tuple[list[int], TopLogprobs]], num_requests: int) -> TopLogprobs | None:
-    """Log-probabilities of each position's requests as those of all tokens, request by request."""
+    """Merge the log-probabilities of each position into one table, sorted by request."""
     if not parts:
         return None
     width = max(top.k for _, top in parts) + 1

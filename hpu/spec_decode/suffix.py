@@ -1,9 +1,8 @@
-"""SuffixProposer: what followed the last tokens when they occurred before, in this request or in
-earlier outputs, by how often it did. As suffix decoding (https://arxiv.org/abs/2411.04975), with
-vLLM's settings.
+"""SuffixProposer: suffix decoding (https://arxiv.org/abs/2411.04975) with vLLM's settings. Proposes
+the most frequent continuation of the last tokens, in the request or in earlier outputs.
 
-A search through the texts takes the place of the suffix tree: it finds the same matches, in a tenth
-of a millisecond, and its memory is that of the tokens.
+A linear search over the texts replaces the suffix tree: it finds the same matches in a tenth of a
+millisecond, and its memory is the size of the tokens.
 """
 
 from collections import deque
@@ -15,34 +14,34 @@ import numpy.typing as npt
 from hpu.spec_decode.base import DraftingCosts, Proposal, Tokens
 
 MAX_OUTPUT_TOKENS = 1 << 18
-"""Of all outputs that are searched, whatever the number of requests."""
+"""Maximum tokens of all stored outputs together."""
 NO_TOKEN = np.uint32(2**32 - 1)
-"""Between two outputs."""
+"""Separator of outputs."""
 OVERLAP = 8
-"""Last tokens of a prompt that are kept in front of its output."""
+"""Last tokens of a prompt that are stored before its output."""
 ROUNDING = 1e-5
-"""Of products and sums of probabilities: so that equal ones are taken for equal."""
+"""Tolerance for comparing products and sums of probabilities."""
 
 
 class Outputs:
-    """Outputs of up to `max_requests` requests that have ended, and of MAX_OUTPUT_TOKENS; the ones
-    that ended first are dropped first."""
+    """Outputs of up to `max_requests` ended requests, at most `max_tokens` tokens together. The
+    oldest outputs are dropped first."""
 
     def __init__(self, max_requests: int, max_tokens: int = MAX_OUTPUT_TOKENS) -> None:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
-        # Twice the size, so that the tokens seldom move.
+        # Twice the size, so that tokens are rarely moved.
         self._buffer = np.full(2 * max_tokens, NO_TOKEN, np.uint32)
         self._sizes: deque[int] = deque()
         self._start = self._end = 0
 
     @property
     def tokens(self) -> Tokens:
-        """All of them behind each other, NO_TOKEN behind each."""
+        """All outputs, each followed by NO_TOKEN."""
         return self._buffer[self._start : self._end]
 
     def add(self, output: Tokens) -> None:
-        """Keep an output."""
+        """Store an output."""
         size = len(output) + 1
         if size > self._max_tokens or not self._max_requests:
             return
@@ -59,8 +58,8 @@ class Outputs:
 
 
 class SuffixProposer:
-    """Follows the longest match of the last tokens, in the request and in the outputs of earlier
-    ones, as long as the likeliest continuation is likely enough."""
+    """Follows the longest match of the last tokens, in the request and in earlier outputs, while
+    the most likely continuation is likely enough."""
 
     def __init__(
         self,
@@ -70,12 +69,12 @@ class SuffixProposer:
         max_spec_factor: float,
         min_token_prob: float,
     ) -> None:
-        """As SuffixLimits."""
+        """The arguments are fields of SuffixLimits."""
         self._max_depth = max_depth
         self._max_factor = max_spec_factor
         self._min_prob = min_token_prob
         self._known: dict[int, tuple[int, Tokens]] = {}
-        """Of each request: tokens of its prompt, and all tokens of its last launch."""
+        """Number of prompt tokens and all known tokens, by request."""
         self._outputs = Outputs(max_cached_requests)
 
     def add_request(self, req_index: int, tokens: Tokens) -> None:
@@ -92,7 +91,7 @@ class SuffixProposer:
         proposals = []
         for req_index, history, limit in zip(req_indices, histories, limits, strict=True):
             self._known[req_index] = self._known[req_index][0], history
-            # The request's own text counts where both are as likely.
+            # On a tie, the request's own text wins.
             own, own_score = self._follow(history, history, limit)
             other, score = self._follow(self._outputs.tokens, history, limit)
             proposals.append(other if score > own_score + ROUNDING else own)
@@ -102,8 +101,8 @@ class SuffixProposer:
         return None
 
     def _follow(self, text: Tokens, history: Tokens, limit: int) -> tuple[Proposal, float]:
-        """Drafts behind the longest match of the end of `history` in `text`, and how many of them
-        are expected to be accepted."""
+        """Drafts after the longest match of the end of `history` in `text`, and the expected number
+        of accepted drafts."""
         ends, size = _matches(text, history, self._max_depth - 1)
         limit = min(limit, int(size * self._max_factor), self._max_depth - size)
         drafts: list[int] = []
@@ -115,7 +114,7 @@ class SuffixProposer:
             counts[tokens == NO_TOKEN] = 0
             if not len(counts) or not counts.max():
                 break
-            # The lowest of equally frequent ones, so that all ranks draft the same.
+            # Lowest token id among equally frequent tokens, so that all ranks draft the same.
             token = tokens[counts.argmax()]
             probability *= float(counts.max() / counts.sum())
             if probability < self._min_prob - ROUNDING:
@@ -127,10 +126,10 @@ class SuffixProposer:
 
 
 def _matches(text: Tokens, history: Tokens, longest: int) -> tuple[npt.NDArray[np.int64], int]:
-    """Where in `text` the longest match of the end of `history` ends, of at most `longest` tokens,
-    and how long it is."""
+    """End positions in `text` of the longest matches of the end of `history`, at most `longest`
+    tokens, and the length of the matches."""
     last = len(history) - 1
-    # What ends the text has nothing behind it.
+    # The last token of the text has no continuation.
     ends: npt.NDArray[np.int64] = np.flatnonzero(text[:-1] == history[last])
     size = min(1, len(ends))
     while size and size < min(longest, last + 1):

@@ -1,2 +1,2 @@
-"""Heads that draft from hidden states of the target. Draft models are decoders like any other; what
-proposes drafts is in hpu/spec_decode."""
+"""Heads that draft from hidden states of the target. Draft models are ordinary decoders;
+proposers are in hpu/spec_decode."""

@@ -1,8 +1,8 @@
-"""Heads that draft from hidden states of the target: EAGLE, EAGLE-3, and the layer for multi-token
-prediction (MTP) of DeepSeek-V3. As vLLM's llama_eagle.py, llama_eagle3.py and deepseek_mtp.py.
+"""Draft heads with a KV cache: EAGLE, EAGLE-3, and the multi-token prediction (MTP) layer of
+DeepSeek-V3. Sources: vLLM's llama_eagle.py, llama_eagle3.py and deepseek_mtp.py.
 
-Position i of a head has token i + 1 of the text and the target's hidden states of token i. Its
-output stands for those of token i + 1 where the target has not computed them.
+Position i of a head reads token i + 1 of the text and the target's hidden state of token i. The
+output replaces the target's hidden state of token i + 1 where the target has not computed it.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,7 +40,7 @@ from hpu.quantization.kv_cache import KVCacheFormat
 
 
 class LastLayer(Stage):
-    """A stage that has the last layer alone, and takes hidden states."""
+    """Pipeline stage that has only the last layer, and takes hidden states."""
 
     def layers(self, num_layers: int) -> range:
         return range(num_layers - 1, num_layers)
@@ -50,16 +50,17 @@ LAST_LAYER = LastLayer(1, 2)
 
 
 class DraftHead(LoadableModel):
-    """A decoder of few layers without embedding and head, which are those of the target."""
+    """Decoder with few layers. It shares the embedding and the head of the target."""
 
     def __init__(self, decoder: Decoder, *, hidden_width: int, in_features: int) -> None:
-        """`hidden_width`: numbers of the target that it reads for each token. `in_features`: of its
-        projection."""
+        """`hidden_width`: width of the target's hidden states that the head reads per token.
+        `in_features`: inputs of the projection."""
         super().__init__()
         self.config, self.dtype = decoder.config, decoder.dtype
         self.hidden_width = hidden_width
         self.model = decoder.model
-        # Not a module of this one: its parameters are those of `model`.
+        # In a list, so that it is not a submodule: its parameters are registered through
+        # `model`.
         self._decoder = [decoder]
         self._target: list[CausalLM] = []
         hidden = decoder.config.hidden_size
@@ -68,8 +69,8 @@ class DraftHead(LoadableModel):
 
     @property
     def kept_layers(self) -> tuple[int, ...]:
-        """The layers of the target in front of which it reads hidden states; none: those behind its
-        last norm."""
+        """Target layers before which the head reads hidden states; empty: it reads the hidden
+        states after the last norm."""
         return ()
 
     def bind_target(self, target: CausalLM) -> None:
@@ -77,14 +78,14 @@ class DraftHead(LoadableModel):
         self._target = [target]
 
     def combine(self, hidden: Tensor) -> Tensor:
-        """(M, hidden_width) of the target to (M, hidden), which `draft` reads."""
+        """(M, hidden_width) of the target -> (M, hidden), the input of `draft`."""
         return hidden
 
     def draft(
         self, tokens: Tensor, inputs: AttentionInputs, hidden: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """`tokens` (B, Q) and hidden states (B, Q, hidden) of the tokens before to (B, Q, hidden)
-        twice: for `logits`, and for the next `draft`."""
+        """`tokens` (B, Q) and hidden states (B, Q, hidden) of the tokens before them -> twice
+        (B, Q, hidden): the input of `logits`, and the input of the next `draft`."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -94,20 +95,20 @@ class DraftHead(LoadableModel):
         return self._target[0].argmax(hidden)
 
     def tokens_of(self, chosen: Tensor) -> Tensor:
-        """(M,) indices of logits, -1 among them, to the tokens that they mean."""
+        """Map (M,) indices of logits to token ids; -1 stays -1."""
         return chosen
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """(B, Q) to (B, Q, hidden)."""
+        """(B, Q) -> (B, Q, hidden)."""
         return self._target[0].embed(tokens)
 
     @property
     def layers(self) -> list[DecoderLayer]:
-        """As a decoder's."""
+        """Layers of the decoder."""
         return self._decoder[0].layers
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool = False) -> None:
-        """As a decoder's."""
+        """Run on a device's fused kernels from now on; see Decoder.use_kernels."""
         self._decoder[0].use_kernels(kernels, split_qkv=split_qkv)
 
     def use_kv_cache_format(self, format: KVCacheFormat) -> None:
@@ -128,7 +129,7 @@ class DraftHead(LoadableModel):
 
 
 class EagleHead(DraftHead):
-    """Embedding and hidden states through a projection and a layer."""
+    """EAGLE head: projection of embeddings and hidden states, then a decoder layer."""
 
     def __init__(self, decoder: Decoder, target: ModelConfig) -> None:
         hidden = decoder.config.hidden_size
@@ -145,15 +146,15 @@ class EagleHead(DraftHead):
 
 
 class Eagle3Layer(DecoderLayer):
-    """Attention reads embeddings and hidden states side by side, each normed; its output, and that
-    of the MLP, are added to the hidden states."""
+    """EAGLE-3 layer: attention reads normed embeddings and normed hidden states, concatenated;
+    the outputs of attention and MLP are added to the hidden states."""
 
     hidden_norm: RMSNorm
 
     def forward(
         self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
     ) -> Tensor:
-        """(B, Q, 2 * hidden) to (B, Q, hidden)."""
+        """(B, Q, 2 * hidden) -> (B, Q, hidden)."""
         embeds, hidden = hidden.chunk(2, dim=-1)
         normed = torch.cat((self.input_layernorm(embeds), self.hidden_norm(hidden)), dim=-1)
         hidden = self._add(hidden, self.self_attn(normed, rotation, metadata))
@@ -161,10 +162,10 @@ class Eagle3Layer(DecoderLayer):
 
 
 class Eagle3Head(DraftHead):
-    """Hidden states of three layers through a projection, then a layer of its own kind."""
+    """EAGLE-3 head: projection of hidden states of three target layers, then an Eagle3Layer."""
 
     d2t: Tensor
-    """(draft vocabulary,): what is added to the index of a logit for its token."""
+    """(draft vocabulary,): offset from the index of a logit to its token id."""
 
     def __init__(self, decoder: Decoder, target: ModelConfig) -> None:
         width = 3 * target.hidden_size
@@ -233,7 +234,7 @@ class Eagle3Head(DraftHead):
 
 
 class MtpHead(DraftHead):
-    """Embedding and hidden states, each normed, through a projection and a layer."""
+    """MTP head: projection of normed embeddings and normed hidden states, then a decoder layer."""
 
     def __init__(self, decoder: Decoder, target: ModelConfig) -> None:
         config = decoder.config
@@ -249,7 +250,7 @@ class MtpHead(DraftHead):
     def draft(
         self, tokens: Tensor, inputs: AttentionInputs, hidden: Tensor
     ) -> tuple[Tensor, Tensor]:
-        # The first position has no token in front of it that it could predict from.
+        # The first position has no previous token to predict from.
         embeds = self.embed(tokens).masked_fill((inputs.positions == 0).unsqueeze(-1), 0)
         both = torch.cat((self.enorm(embeds), self.hnorm(hidden)), dim=-1)
         out = self.model(self.fc(both), inputs)
@@ -261,7 +262,7 @@ HEADS: Mapping[str, Callable[[Decoder, ModelConfig], DraftHead]] = {
     EAGLE3: Eagle3Head,
     MTP: MtpHead,
 }
-"""By the method of speculation."""
+"""Draft head by speculation method."""
 
 
 def build_draft_head(
@@ -274,8 +275,8 @@ def build_draft_head(
     max_model_len: int,
     group: ProcessGroup = SINGLE,
 ) -> DraftHead:
-    """The head of `method` with empty parameters, this rank's shard of it: the last layer of
-    `config`, which drafts for the model `target`. Raises ConfigError."""
+    """Draft head of `method` for `target` with empty parameters, this rank's shard. Uses the
+    last layer of `config`. Raises ConfigError."""
     decoder = Decoder(
         config,
         decoder_spec(config),
@@ -290,8 +291,8 @@ def build_draft_head(
 
 
 def eagle3_kept_layers(config: ModelConfig, num_layers: int) -> tuple[int, ...]:
-    """As DraftHead.kept_layers, of an EAGLE-3 head for a target of `num_layers`. Raises
-    ConfigError."""
+    """Kept layers of an EAGLE-3 head for a target of `num_layers`; see DraftHead.kept_layers.
+    Raises ConfigError."""
     names = "eagle_aux_hidden_state_layer_ids"
     raw = config.fields.raw
     own = raw.get("eagle_config")
@@ -308,7 +309,8 @@ def eagle3_kept_layers(config: ModelConfig, num_layers: int) -> tuple[int, ...]:
 
 
 def _read_d2t(folder: str, size: int, vocab_size: int) -> Tensor:
-    """(size,) int64; zeros where the head has all tokens and the files have no such tensor."""
+    """Read d2t: (size,) int64. Zeros if the head has the whole vocabulary and the files have no
+    d2t."""
     for file in weight_files(Path(folder)):
         for stored in read_header(file):
             if stored.name.removeprefix("model.") == "d2t":

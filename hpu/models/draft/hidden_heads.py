@@ -1,5 +1,5 @@
-"""Heads that draft from the target's hidden states of one token, without a cache: Medusa and the
-MLP speculator. As vLLM's medusa.py and mlp_speculator.py."""
+"""Draft heads that read a single hidden state of the target, without a cache: Medusa and the MLP
+speculator. Sources: vLLM's medusa.py and mlp_speculator.py."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -22,11 +22,12 @@ from hpu.layers.linear import ReplicatedLinear
 from hpu.models.base import LoadableModel
 
 NORM_EPS = 1e-6
-"""Of the MLP speculator's norms; not in its config."""
+"""Epsilon of the MLP speculator's norms; not in its config."""
 
 
 class HiddenHead(LoadableModel):
-    """Drafts several tokens from the hidden states of the token before the last known one."""
+    """Drafts several tokens from the target's hidden state of the token before the last known
+    token."""
 
     def __init__(self, target: ModelConfig, sizes: HiddenHeadSizes, dtype: torch.dtype) -> None:
         super().__init__()
@@ -36,8 +37,8 @@ class HiddenHead(LoadableModel):
     def drafts(
         self, hidden: Tensor, tokens: Tensor, count: int, greedy: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """`hidden` (M, hidden) and the `tokens` (M,) that follow to (M, count) drafts behind those,
-        chosen by `greedy`: (M, vocab) logits to (M,), -1 where they are not finite."""
+        """`hidden` (M, hidden) and the next `tokens` (M,) -> (M, count) drafts after the tokens.
+        `greedy` chooses tokens: (M, vocab) logits -> (M,), -1 where logits are not finite."""
         raise NotImplementedError
 
     def cache_shapes(
@@ -55,7 +56,7 @@ class HiddenHead(LoadableModel):
 
 
 class MedusaHead(HiddenHead):
-    """For each draft residual blocks and an output head of its own."""
+    """Medusa: residual blocks and an output head per draft position."""
 
     def __init__(
         self, target: ModelConfig, sizes: HiddenHeadSizes, dtype: torch.dtype, device: torch.device
@@ -87,7 +88,7 @@ class MedusaHead(HiddenHead):
 
 
 class MlpNorm(nn.Module):
-    """RMS norm, then a weight and a bias."""
+    """RMS norm followed by a weight and a bias."""
 
     def __init__(self, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -96,13 +97,13 @@ class MlpNorm(nn.Module):
         self.bias = nn.Parameter(empty[1], requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(M, size) to the same."""
+        """(M, size) -> (M, size)."""
         return self.weight * _normed(x) + self.bias
 
 
 class MlpSpeculatorHead(HiddenHead):
-    """A state that each draft changes: projected, with the embedding of the draft before, normed
-    and through GELU."""
+    """MLP speculator: each draft updates a state, which is the projection of the previous state
+    plus the embedding of the previous token, normed and passed through GELU."""
 
     def __init__(
         self, target: ModelConfig, sizes: HiddenHeadSizes, dtype: torch.dtype, device: torch.device
@@ -134,7 +135,7 @@ class MlpSpeculatorHead(HiddenHead):
         for index in range(count):
             shared = min(index, len(self.head) - 1)
             state = self.proj[min(index, len(self.proj) - 1)](state)
-            # Behind logits that are not finite nothing is drafted.
+            # Drafts after non-finite logits are meaningless; clamp keeps the lookup in range.
             embedded = self.emb[shared](tokens.clamp(min=0))
             state = torch.add(state, embedded, alpha=self._embedding_scale)
             state = functional.gelu(self.ln[shared](state))
@@ -153,4 +154,4 @@ HIDDEN_HEADS: Mapping[
     MEDUSA: MedusaHead,
     MLP_SPECULATOR: MlpSpeculatorHead,
 }
-"""By the method of speculation."""
+"""Draft head by speculation method."""
