@@ -20,11 +20,12 @@ CLEAR_LINE = "\r\x1b[K"
 WARNING = "WARNING:"
 PIP_STEPS = (
     (re.compile(r"Collecting (\S+)"), "collecting {}"),
-    (re.compile(r"(?:Downloading|Using cached) (?:\S*/)?([^\s/]+?)-\d"), "downloading {}"),
+    (re.compile(r"Downloading (?:\S*/)?([^\s/]+?)-\d"), "downloading {}"),
+    (re.compile(r"Using cached (?:\S*/)?([^\s/]+?)-\d"), "reading {}"),
     (re.compile(r"(?:Processing|Obtaining) (\S+)"), "reading {}"),
 )
 PIP_INSTALLS = re.compile(r"Installing collected packages: (.*)")
-"""pip's lines that begin a step. pip writes lines of an uninstall while it still installs."""
+"""Lines of pip that begin a step. Its lines of an uninstall do not: it still installs then."""
 
 
 def pip_step(line: str) -> str:
@@ -70,7 +71,7 @@ class Counter:
         for line in lines:
             if line not in warnings:
                 self._write(line)
-            if line.startswith(WARNING):
+            if line.lstrip().startswith(WARNING):
                 warnings.add(line)
 
     def follow(self, lines: IO[str]) -> None:
@@ -89,7 +90,7 @@ class Counter:
 
 
 def run(command: list[str], counter: Counter, *, summarizes: bool) -> int:
-    """The command's exit status. With `summarizes` it is pip, and its steps are shown in the count."""
+    """The command's exit status. With `summarizes` it is pip, whose steps are in the count."""
     stdout = subprocess.PIPE if summarizes else None
     with subprocess.Popen(
         command, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace"

@@ -73,7 +73,7 @@ def test_errors_and_the_exit_status_of_the_command_are_passed_on() -> None:
             "downloading torch",
         ),
         ("  Downloading uvicorn-0.54.0-py3-none-any.whl (1 MB)", "downloading uvicorn"),
-        ("  Using cached h11-0.16.0-py3-none-any.whl", "downloading h11"),
+        ("  Using cached h11-0.16.0-py3-none-any.whl", "reading h11"),
         ("Obtaining file:///work/main", "reading file:///work/main"),
         (
             "Installing collected packages: sortedcontainers, mpmath, uvloop",
@@ -100,10 +100,10 @@ def test_a_repeated_warning_is_shown_once_and_a_repeated_error_each_time() -> No
     out = io.StringIO()
 
     Counter("pip", out).relay(
-        io.StringIO("WARNING: a\nERROR: b\nWARNING: c\nWARNING: a\nERROR: b\n")
+        io.StringIO("WARNING: a\nERROR: b\n  WARNING: c\nWARNING: a\n  WARNING: c\nERROR: b\n")
     )
 
-    assert out.getvalue().splitlines() == ["WARNING: a", "ERROR: b", "WARNING: c", "ERROR: b"]
+    assert out.getvalue().splitlines() == ["WARNING: a", "ERROR: b", "  WARNING: c", "ERROR: b"]
 
 
 def test_a_long_line_is_cut_after_a_word() -> None:
