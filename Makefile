@@ -12,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Counts the seconds of what would be silent for long.
 COUNTED := $(PYTHON) deploy/counted.py
-# pip's own messages are the steps in the count; warnings and errors are shown as they are.
+# The steps of pip are in the count; its errors are shown as they are, a repeated warning once.
 PIP_INSTALL := -m pip --disable-pip-version-check install --progress-bar off
 PIP := $(COUNTED) --summarize pip $(BIN)/python $(PIP_INSTALL)
 CLIENTS := .venv-clients

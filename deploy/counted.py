@@ -6,6 +6,7 @@ Imports only the standard library: it runs before anything is installed.
 
 import argparse
 import contextlib
+import re
 import subprocess
 import sys
 import threading
@@ -16,6 +17,33 @@ TERMINAL_S, LINE_S = 1.0, 5.0
 """Between two counts, on a terminal and elsewhere."""
 MAX_CHARACTERS = 72
 CLEAR_LINE = "\r\x1b[K"
+WARNING = "WARNING:"
+PIP_STEPS = (
+    (re.compile(r"Collecting (\S+)"), "collecting {}"),
+    (re.compile(r"Downloading (?:\S*/)?([^\s/]+?)-\d"), "downloading {}"),
+    (re.compile(r"Using cached (?:\S*/)?([^\s/]+?)-\d"), "reading {}"),
+    (re.compile(r"(?:Processing|Obtaining) (\S+)"), "reading {}"),
+)
+PIP_INSTALLS = re.compile(r"Installing collected packages: (.*)")
+"""Lines of pip that begin a step. Its lines of an uninstall do not: it still installs then."""
+
+
+def pip_step(line: str) -> str:
+    """The step that a line of pip begins, in words; empty if it begins no step."""
+    if found := PIP_INSTALLS.match(line):
+        return f"installing {len(found[1].split(','))} packages"
+    for pattern, words in PIP_STEPS:
+        if found := pattern.match(line):
+            return words.format(found[1])
+    return ""
+
+
+def shorten(line: str, most: int = MAX_CHARACTERS) -> str:
+    """A line of `most` characters at most, which ends with a whole word where it has several."""
+    if len(line) <= most:
+        return line
+    words = line[: most - 3]
+    return (words.rpartition(" ")[0] or words) + "..."
 
 
 class Counter:
@@ -29,23 +57,27 @@ class Counter:
         self._lock = threading.Lock()
         self.interval_s = TERMINAL_S if self._is_terminal else line_s
         self.step = ""
-        """What the command said last."""
+        """The step of the command, in words."""
 
     def show(self) -> None:
         """Write the count."""
         seconds = time.monotonic() - self._begun_s
         line = f"{self._words}, {seconds:.0f} s" + (f": {self.step}" if self.step else "")
-        self._write(line[:MAX_CHARACTERS] if self._is_terminal else f"{line[:MAX_CHARACTERS]}\n")
+        self._write(shorten(line) if self._is_terminal else f"{shorten(line)}\n")
 
     def relay(self, lines: IO[str]) -> None:
-        """Write `lines` of the command between the counts."""
+        """Write `lines` of the command between the counts, a repeated warning once."""
+        warnings = set()
         for line in lines:
-            self._write(line)
+            if line not in warnings:
+                self._write(line)
+            if line.lstrip().startswith(WARNING):
+                warnings.add(line)
 
     def follow(self, lines: IO[str]) -> None:
-        """Keep the last one of `lines` for the count."""
+        """Keep the last step among `lines` of pip for the count."""
         for line in lines:
-            self.step = line.strip() or self.step
+            self.step = pip_step(line.strip()) or self.step
 
     def clear(self) -> None:
         """Remove the count from a terminal."""
@@ -58,7 +90,7 @@ class Counter:
 
 
 def run(command: list[str], counter: Counter, *, summarizes: bool) -> int:
-    """The command's exit status. With `summarizes` its stdout is shown in the count alone."""
+    """The command's exit status. With `summarizes` it is pip, whose steps are in the count."""
     stdout = subprocess.PIPE if summarizes else None
     with subprocess.Popen(
         command, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace"
@@ -95,7 +127,9 @@ def _ends_within(seconds: float, process: "subprocess.Popen[str]") -> bool:
 def main(arguments: list[str]) -> int:
     """Run the command of the arguments; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--summarize", action="store_true", help="show its stdout in the count")
+    parser.add_argument(
+        "--summarize", action="store_true", help="it is pip: show its steps in the count"
+    )
     parser.add_argument("words", help="what it does")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     given = parser.parse_args(arguments)

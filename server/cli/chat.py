@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -29,6 +30,9 @@ MAX_TOKENS = 1024
 """Default limit of an answer: a small model may repeat itself without an end."""
 DIM, NORMAL = "\x1b[2m", "\x1b[0m"
 LEAVE = ("/exit", "/quit")
+COMMANDS = ", ".join(("/clear", "/system TEXT", *LEAVE))
+COMMAND = re.compile(r"/[a-z]+")
+"""The whole line of a command. A message may begin with a path."""
 CLEAR_LINE = "\r\x1b[K"
 
 
@@ -77,6 +81,13 @@ def _quiet(loaded: Loaded) -> Any:
     return dataclasses.replace(loaded.server, log_level="error")
 
 
+def unknown_command(text: str) -> str:
+    """What is said to a line that looks like a command and is none of them; empty for a message."""
+    if text in LEAVE or not COMMAND.fullmatch(text):
+        return ""
+    return f"unknown command {text}; commands: {COMMANDS}"
+
+
 class _Terminal:
     """The conversation, with what is read and written."""
 
@@ -122,8 +133,13 @@ class _Terminal:
         command, _, rest = text.partition(" ")
         if command == "/clear":
             self._begin(self._arguments.system_prompt)
+            print("The conversation is forgotten.")
         elif command == "/system":
             self._begin(rest)
+            state = "the system prompt is new" if rest else "there is no system prompt"
+            print(f"The conversation is forgotten; {state}.")
+        elif refusal := unknown_command(text):
+            print(refusal)
         elif text and command not in LEAVE:
             self._say(text)
         return command not in LEAVE

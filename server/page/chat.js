@@ -15,12 +15,14 @@ import { MAX_CHARACTERS, saveConversation } from "./storage.js";
 import { isEmpty, newAnswer, stream } from "./stream.js";
 import { count, shortName } from "./format.js";
 
+// The demo model answers these at its defaults and at temperature 0 without repeating itself.
 const EXAMPLES = [
-  "Explain in three sentences what a KV cache is.",
-  "Write a Python function that reverses a string, with a test.",
-  "Make a table of four planets with diameter and moons.",
-  "Write a short poem about a lighthouse.",
+  "What is photosynthesis?",
+  "List the four seasons.",
+  "What are the benefits of walking every day? List five.",
+  "What is the water cycle?",
 ];
+const DEMO = "demo";
 const MAX_TITLE = 60;
 const REDRAW_MS = 30;
 // Drawing takes at most a sixth of the time, however long the answer is.
@@ -54,7 +56,13 @@ function view(message, index) {
 function welcome() {
   const shown = element("div", "", "welcome"), examples = element("div", "", "examples");
   examples.append(...EXAMPLES.map((text) => button(text, "example", () => ask(text))));
-  shown.append(element("h2", "What would you like to ask?"), examples);
+  shown.append(element("h2", "What would you like to ask?"), examples, demoHint());
+  return shown;
+}
+
+function demoHint() {
+  const shown = element("p", "The demo model is made to try the server; its answers are often wrong.", "demo-hint");
+  shown.hidden = server.facts?.model !== DEMO;
   return shown;
 }
 
@@ -186,6 +194,7 @@ async function copyAs(snippet, name) {
 function drawModels() {
   const models = server.facts?.models ?? [];
   if (!models.length) return;
+  document.querySelector(".demo-hint")?.replaceWith(demoHint());
   if (!models.includes(settings.model)) settings.model = models[0];
   const choice = byId("model-choice");
   choice.hidden = models.length < 2;

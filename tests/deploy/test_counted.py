@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.counted import CLEAR_LINE, LINE_S, Counter, run
+from deploy.counted import CLEAR_LINE, LINE_S, MAX_CHARACTERS, Counter, run, shorten
 
 SCRIPT = Path(__file__).parents[2] / "deploy" / "counted.py"
 SLOW = "print('Collecting torch', flush=True); import time; time.sleep(0.8); print('done')"
@@ -32,7 +32,7 @@ def test_a_silent_command_is_counted_with_its_last_words(
     status = run(python(SLOW), Counter("pip", out, line_s=0.2), summarizes=summarizes)
 
     assert status == 0
-    assert re.search(r"^pip, \d+ s: Collecting torch$", out.getvalue(), re.M) or not summarizes
+    assert re.search(r"^pip, \d+ s: collecting torch$", out.getvalue(), re.M) or not summarizes
     assert re.search(r"^pip, \d+ s$", out.getvalue(), re.M) or summarizes
     assert capfd.readouterr().out == ("" if summarizes else "Collecting torch\ndone\n")
     assert LINE_S == 5
@@ -41,13 +41,13 @@ def test_a_silent_command_is_counted_with_its_last_words(
 def test_on_a_terminal_the_count_is_one_line_that_is_removed() -> None:
     out = Terminal()
     counter = Counter("pip", out)
-    counter.step = "Installing " + "x" * 200
+    counter.step = "downloading " + "x" * 200
 
     counter.show()
     counter.clear()
 
     shown, rest = out.getvalue().split(CLEAR_LINE)[1:]
-    assert shown.startswith("pip, 0 s: Installing x") and len(shown) == 72
+    assert shown.startswith("pip, 0 s: downloading") and len(shown) <= MAX_CHARACTERS
     assert rest == "" and counter.interval_s < LINE_S
 
 
@@ -62,3 +62,52 @@ def test_errors_and_the_exit_status_of_the_command_are_passed_on() -> None:
     )
 
     assert (done.returncode, done.stdout, done.stderr) == (3, "", "ERROR: no torch\n")
+
+
+@pytest.mark.parametrize(
+    ("lines", "step"),
+    [
+        ("Collecting torch==2.13.0 (from gaudiserve)", "collecting torch==2.13.0"),
+        (
+            "Collecting torch\n  Downloading https://a/b/torch-2.13.0-x.whl (192 MB)",
+            "downloading torch",
+        ),
+        ("  Downloading uvicorn-0.54.0-py3-none-any.whl (1 MB)", "downloading uvicorn"),
+        ("  Using cached h11-0.16.0-py3-none-any.whl", "reading h11"),
+        ("Obtaining file:///work/main", "reading file:///work/main"),
+        (
+            "Installing collected packages: sortedcontainers, mpmath, uvloop",
+            "installing 3 packages",
+        ),
+        (
+            "Installing collected packages: a, setuptools\n  Attempting uninstall: setuptools\n"
+            "    Found existing installation: setuptools 65.5.0\n"
+            "    Uninstalling setuptools-65.5.0:\n"
+            "      Successfully uninstalled setuptools-65.5.0\n",
+            "installing 2 packages",
+        ),
+    ],
+)
+def test_the_steps_of_pip_are_shown_in_words(lines: str, step: str) -> None:
+    counter = Counter("pip", io.StringIO())
+
+    counter.follow(io.StringIO(lines))
+
+    assert counter.step == step
+
+
+def test_a_repeated_warning_is_shown_once_and_a_repeated_error_each_time() -> None:
+    out = io.StringIO()
+
+    Counter("pip", out).relay(
+        io.StringIO("WARNING: a\nERROR: b\n  WARNING: c\nWARNING: a\n  WARNING: c\nERROR: b\n")
+    )
+
+    assert out.getvalue().splitlines() == ["WARNING: a", "ERROR: b", "  WARNING: c", "ERROR: b"]
+
+
+def test_a_long_line_is_cut_after_a_word() -> None:
+    line = "sortedcontainers, mpmath, uvloop, torch"
+
+    assert shorten(line, 30) == "sortedcontainers, mpmath,..."
+    assert shorten(line, len(line)) == line and shorten("x" * 99, 30) == "x" * 27 + "..."

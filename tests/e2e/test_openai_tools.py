@@ -92,28 +92,57 @@ async def test_the_stream_helper_assembles_calls(client: openai.AsyncOpenAI) -> 
         assert len({call.id for call in calls}) == 2
 
 
-async def test_the_examples_of_the_page_run(
-    client: openai.AsyncOpenAI, capsys: pytest.CaptureFixture[str]
-) -> None:
+ALL_CALLS = [
+    "get_weather {'city': 'Oslo'}",
+    "get_weather {'city': 'Bergen'}",
+    'get_weather {"city": "Oslo"}',
+    'get_weather {"city": "Bergen"}',
+]
+"""What the two examples print of the calls."""
+
+
+async def run_examples(address: str) -> None:
+    """Run the examples of docs/tools.md that need a model trained for tools."""
     blocks = [block for block in examples() if 'model="demo"' not in block]
-    address = str(client.base_url).rstrip("/")
+    assert len(blocks) == 2
     code = "\n".join(blocks).replace("http://localhost:8000/v1", address)
     names: dict[str, Any] = {}
-
     # The server runs on this thread's event loop, so the examples need another thread.
     await asyncio.to_thread(exec, compile(code, str(PAGE), "exec"), names)
     # Close it here: the garbage collector would warn about its open socket.
     names["client"].close()
 
-    assert len(blocks) == 2
+
+async def test_the_examples_of_the_page_run(
+    client: openai.AsyncOpenAI, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await run_examples(str(client.base_url).rstrip("/"))
+
     assert capsys.readouterr().out.splitlines() == [
-        "get_weather {'city': 'Oslo'}",
-        "get_weather {'city': 'Bergen'}",
+        *ALL_CALLS[:2],
         "They ask for the weather.",
         "One moment.",
-        'get_weather {"city": "Oslo"}',
-        'get_weather {"city": "Bergen"}',
+        "One moment.",
+        *ALL_CALLS[2:],
     ]
+
+
+@pytest.mark.parametrize(
+    ("reply", "lines"),
+    [
+        ("I cannot see the weather.", ["I cannot see the weather."] * 2),
+        (REPLY.partition("One moment.\n")[2], None),
+    ],
+    ids=("text-alone", "calls-alone"),
+)
+async def test_the_examples_of_the_page_run_for_other_answers(
+    reply: str, lines: list[str] | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with on_port(TalkingClient(reply)) as rig:
+        await run_examples(f"http://127.0.0.1:{rig.port}/v1")
+
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if line not in ("", "None")] == (lines or ALL_CALLS)
 
 
 WEATHER = TOOLS[0]["function"]

@@ -152,8 +152,18 @@ def test_a_conversation_in_the_terminal(chat: Terminal) -> None:
     chat.wait_for("go on\r\n")
     os.killpg(chat.process.pid, signal.SIGINT)
     chat.wait_for("> ")
-    chat.send("/clear\n")
+    chat.send("/foo\n")
+    chat.wait_for("/foo\r\nunknown command /foo; commands: /clear, /system TEXT, ")
     chat.wait_for("> ")
+    chat.send("/system\n")
+    chat.wait_for("/system\r\nThe conversation is forgotten; there is no system prompt.\r\n> ")
+    chat.send("/system be kind\n")
+    chat.wait_for("be kind\r\nThe conversation is forgotten; the system prompt is new.\r\n> ")
+    chat.send("/etc/hosts is a file\n")
+    answer = chat.wait_for("\r\n> ").partition("a file\r\n")[2]
+    assert answer and not answer.startswith("unknown command")
+    chat.send("/clear\n")
+    chat.wait_for("/clear\r\nThe conversation is forgotten.\r\n> ")
     chat.send("hello\n")
     again = chat.wait_for("\r\n> ").partition("hello\r\n")[2]
     assert len(again) > 5

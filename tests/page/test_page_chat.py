@@ -226,6 +226,18 @@ def test_repetition_is_the_same_text_again(page: Page, text: str, found: bool) -
     assert page.evaluate(code, text) is found
 
 
+@pytest.mark.parametrize(("name", "is_demo"), [("demo", True), ("org/model", False)])
+def test_the_empty_chat_says_what_the_demo_model_is_for(
+    browser: Browser, name: str, is_demo: bool
+) -> None:
+    with serving(served_model_names=(name,)) as opened, window(browser) as page:
+        open_page(page, opened.url)
+
+        expect(page.locator("#model")).to_have_text(name)
+        expect(page.locator(".demo-hint")).to_be_visible(visible=is_demo)
+        expect(page.locator(".demo-hint")).to_contain_text("often wrong")
+
+
 def test_conversations_are_kept_opened_and_deleted(page: Page, server: PageServer) -> None:
     ask(page, "First question")
     page.click("#new-chat")

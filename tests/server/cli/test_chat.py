@@ -1,0 +1,18 @@
+"""The commands of `gaudiserve chat`."""
+
+import pytest
+
+from server.cli.chat import unknown_command
+
+
+def test_an_unknown_command_is_refused_with_the_known_commands() -> None:
+    said = "unknown command /foo; commands: /clear, /system TEXT, /exit, /quit"
+
+    assert unknown_command("/foo") == said
+
+
+@pytest.mark.parametrize(
+    "text", ["", "hello", "/exit", "/quit", "/etc/x y", "/etc/x", "/tmp is full", "//foo", "a /foo"]
+)
+def test_a_message_or_a_known_command_is_not_refused(text: str) -> None:
+    assert unknown_command(text) == ""
